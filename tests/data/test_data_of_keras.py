@@ -229,6 +229,8 @@ def only_warned(*patterns):
     """Exactly these warnings, in this order."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        # Python's own since 3.12, of workers that are forked beside a thread; hidden by default.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         yield
     texts = [str(warning.message) for warning in caught]
     assert len(texts) == len(patterns), texts
