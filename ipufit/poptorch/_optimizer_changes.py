@@ -12,7 +12,7 @@ from ipufit.poptorch._logging import logger
 from ipufit.poptorch._optimizer_reading import class_of, kind_of
 from ipufit.poptorch._optimizer_settings import OptimizerKind, OptimizerSettings, Values
 
-__all__ = ["AttributeTracker", "check_replacement", "select_mean_strategy"]
+__all__ = ["OPTIMIZERS", "AttributeTracker", "check_replacement", "select_mean_strategy"]
 
 # What every optimizer has, in one version of torch or another.
 _TORCHS = {
@@ -29,7 +29,8 @@ _TORCHS = {
     "decoupled_weight_decay",
 }
 
-_PLAIN = (
+# Optimizers that a device runs, of torch and of the front end; subclasses are others.
+OPTIMIZERS = (
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -63,7 +64,7 @@ class AttributeTracker:
         and reported once.
         """
         name = type(optimizer).__name__
-        if type(optimizer) not in _PLAIN:
+        if type(optimizer) not in OPTIMIZERS:
             self._say(
                 f"{name} is a subclass, and is unlikely to behave as intended: Poptorch does not "
                 "run Python optimizer code directly, but the device's own update. Use an optimizer "

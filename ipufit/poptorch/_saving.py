@@ -24,6 +24,7 @@ from ipufit.poptorch._module_files import (
     module_to_values,
 )
 from ipufit.poptorch._optimizer_base import DeviceState
+from ipufit.poptorch._optimizer_changes import OPTIMIZERS
 from ipufit.poptorch._optimizer_link import OptimizerLink
 from ipufit.poptorch._options.saved import from_data, to_data
 from ipufit.poptorch._parsers import flattenTensorStructure
@@ -209,20 +210,7 @@ def _weights_only(path: str, values: Any) -> nn.Module:
 
 
 # A file can name these and no other.
-_CLASSES: Dict[str, Any] = {
-    class_path(kind): kind
-    for kind in (
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.RMSprop,
-        optim.SGD,
-        optim.Adam,
-        optim.AdamW,
-        optim.RMSprop,
-        optim.LAMB,
-    )
-}
+_CLASSES: Dict[str, Any] = {class_path(kind): kind for kind in OPTIMIZERS}
 # What an optimizer of torch may have besides, and those of the front end have.
 _SETTINGS = sorted(
     {

@@ -35,6 +35,7 @@ from ipufit.core.precision import autocast_state
 from ipufit.utils.random_streams import LOCK
 
 __all__ = [
+    "ARGUMENTS",
     "BACKWARD",
     "FORWARD",
     "KINDS",
@@ -48,7 +49,8 @@ __all__ = [
 
 # Names of torch's functions, with how many rows of the weights a hidden unit has.
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
-_ARGUMENTS = (
+# Parameters of those functions, for padded sequences, in torch's order.
+ARGUMENTS = (
     "input",
     "hx",
     "params",
@@ -402,7 +404,7 @@ def call_whole(kind: str, uses_onednn: bool, /, *args: Any, **kwargs: Any) -> Tu
         uses_onednn: whether the layer may use oneDNN when it runs.
         args, kwargs: of the call.
     """
-    values = {**dict(zip(_ARGUMENTS, args)), **kwargs}
+    values = {**dict(zip(ARGUMENTS, args)), **kwargs}
     if not _can_be_whole(kind, values):
         return _ORIGINALS[kind](*args, **kwargs)
     first = values["input"].transpose(0, 1) if values["batch_first"] else values["input"]
@@ -434,7 +436,7 @@ def _can_be_whole(kind: str, values: Mapping[str, Any]) -> bool:
     """
     params, hx = values.get("params"), values.get("hx")
     # Packed sequences come with other arguments.
-    if _Steps.wanted or values.keys() != set(_ARGUMENTS) or not isinstance(params, (list, tuple)):
+    if _Steps.wanted or values.keys() != set(ARGUMENTS) or not isinstance(params, (list, tuple)):
         return False
     states: List[Any] = list(hx) if isinstance(hx, (list, tuple)) else [hx]
     tensors: List[Any] = [values["input"], *states, *params]

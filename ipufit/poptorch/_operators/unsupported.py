@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ipufit.poptorch._errors import error
+from ipufit.tracing import recurrent
 
 __all__ = ["check"]
 
@@ -123,17 +124,6 @@ def _lstm(arguments: Arguments) -> None:
             raise error(text)
 
 
-_LSTM = (
-    "input",
-    "hx",
-    "params",
-    "has_biases",
-    "num_layers",
-    "dropout",
-    "train",
-    "bidirectional",
-    "batch_first",
-)
 _INTERPOLATE = ("input", "size", "scale_factor", "mode", "align_corners")
 _CTC = (
     "log_probs",
@@ -181,7 +171,7 @@ _CHECKS: Dict[Any, Any] = {
     F.embedding: (_EMBEDDING, _embedding),
     F.embedding_bag: (_BAG, _embedding_bag),
     torch.linalg.matrix_norm: (("input", "ord"), _matrix_norm),
-    torch.lstm: (_LSTM, _lstm),
+    torch.lstm: (recurrent.ARGUMENTS, _lstm),
 }
 
 
