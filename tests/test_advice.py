@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.callbacks import Callback, EarlyStopping
 from ipufit.errors import ConfigurationError, DataError, PlanError, UnknownArgumentError
-from ipufit.utils.names import MEANT
+from ipufit.utils.names import MEANT, REGROUPED
 from tests.faulty import momentum
 
 X = torch.arange(48.0).reshape(12, 4).sin()
@@ -367,19 +367,28 @@ NEEDED = {
 }
 
 
+def evaluated(example):
+    """The value of an example in an error's text."""
+    names = {"ipufit": ipufit, "x": X, "y": Y, "val_loader": DataLoader(PAIRS, 2), "options": None}
+    return eval(example, names)
+
+
 @pytest.mark.embedded_only("some of the arguments are refused for an IPU, in a text of their own")
 @pytest.mark.parametrize("name", MEANT)
-def test_what_is_meant_by_another_librarys_argument_works(name, tmp_path):
+def test_what_is_meant_by_another_librarys_argument_works(name, tmp_path, monkeypatch):
     """The argument that the error names is there, and does not refuse the example."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(TypeError) as caught:
         compiled().fit(X, Y, **{name: 1})
     text = re.fullmatch(
-        rf"fit has no argument '{name}'\. Write (?:(\w+)\(\.\.\., )?(\w+)=\.\.\.\)?: .+\.",
+        rf"fit has no argument '{name}'\. Write (?:(\w+)\(\.\.\., )?(\w+)=([^:]+|.+?\)\)?): .+\.",
         str(caught.value),
     )
     assert text, str(caught.value)
-    method, argument = text.group(1) or "fit", text.group(2)
-    value = {argument: VALUES[argument]}
+    method, argument, example = text.group(1) or "fit", text.group(2), text.group(3)
+    if text.group(1):
+        example = example[: -len(")")]
+    value = {argument: VALUES[argument] if example == "..." else evaluated(example)}
     if method == "Model":
         ipufit.Model(linear(), **value)
     elif method == "compile":
@@ -388,6 +397,47 @@ def test_what_is_meant_by_another_librarys_argument_works(name, tmp_path):
         data = {} if argument == "x" else {"x": X, "y": Y}
         beside = NEEDED[argument](tmp_path) if argument in NEEDED else {}
         compiled().fit(**{**QUIET, **data, **beside, **value})
+
+
+def regrouped():
+    """Methods and their arguments of 0.1.0 that are grouped."""
+    return [
+        (method, name)
+        for method, rows in REGROUPED.items()
+        for name in rows
+        if name not in inspect.signature(getattr(ipufit.Model, method)).parameters
+    ]
+
+
+@pytest.mark.parametrize(("method", "name"), regrouped())
+def test_an_argument_that_was_grouped_says_where_it_is(method, name):
+    """What is written instead is an argument of the method, and an expression that works."""
+    model, written = compiled(), REGROUPED[method][name]
+    with pytest.raises(UnknownArgumentError) as caught:
+        getattr(model, method)(**{name: 1})
+    assert str(caught.value) == f"{method} has no argument {name!r}. Write {written}."
+    argument, _, value = written.partition("=")
+    assert argument in inspect.signature(getattr(ipufit.Model, method)).parameters
+    evaluated(value)
+
+
+def test_all_arguments_that_were_grouped_are_told_at_once():
+    """Each of them, and in a call of another method too."""
+    for method in REGROUPED:
+        names = [name for owner, name in regrouped() if owner == method]
+        if names:
+            with pytest.raises(UnknownArgumentError) as caught:
+                getattr(compiled(), method)(**dict.fromkeys(names, 1))
+            assert str(caught.value).split("\n") == [
+                f"{method} has no argument {name!r}. Write {REGROUPED[method][name]}."
+                for name in names
+            ]
+        for name in names:
+            with pytest.raises(UnknownArgumentError) as caught:
+                compiled().summary(**{name: 1})
+            owner = next(m for m in REGROUPED if name in REGROUPED[m])
+            text = f"Write {owner}(..., {REGROUPED[owner][name]})."
+            assert str(caught.value) == f"summary has no argument {name!r}. {text}"
 
 
 def test_names_of_other_libraries_are_no_names_of_ours():

@@ -10,7 +10,15 @@ from typing import Any, Callable, Container, Dict, Mapping, Sequence, Type, Type
 
 from ipufit.errors import ConfigurationError, UnknownArgumentError
 
-__all__ = ["MEANT", "RESERVED", "Meant", "check_log_name", "in_validation", "with_hints"]
+__all__ = [
+    "MEANT",
+    "REGROUPED",
+    "RESERVED",
+    "Meant",
+    "check_log_name",
+    "in_validation",
+    "with_hints",
+]
 
 T = TypeVar("T")
 
@@ -79,7 +87,7 @@ class Meant:
 
     Attributes:
         method: of Model; "Model" for its constructor.
-        argument: of the method.
+        argument: of the method, or one of its regrouped ones.
         remark: how its meaning differs, or an example.
     """
 
@@ -150,6 +158,81 @@ MEANT: Mapping[str, Meant] = {
 }
 
 
+_STAGES = "{'encoder': 0, 'head': 1}"
+_DIVISION: Mapping[str, str] = {
+    "stages": f"parallel=ipufit.Parallel(stages={_STAGES})",
+    "layers_per_ipu": "parallel=ipufit.Parallel(layers_per_ipu=[2, 2])",
+    "layers": "parallel=ipufit.Parallel(layers_per_ipu=[2, 2], layers='blocks')",
+    "strategy": f"parallel=ipufit.Parallel(stages={_STAGES}, strategy='sharded')",
+    "ipus_per_replica": "parallel=ipufit.Parallel(ipus_per_replica=2)",
+}
+
+# Arguments of 0.1.0 that are grouped now, by method: what is written in place of each, an example.
+# The changelog prints these rows.
+REGROUPED: Mapping[str, Mapping[str, str]] = {
+    "compile": {
+        "normalize": "reduction=ipufit.Reduction(normalize='tokens')",
+        "sample_weight_reduction": (
+            "reduction=ipufit.Reduction(sample_weights='mean_with_sample_weight')"
+        ),
+        "gradient_reduction": "reduction=ipufit.Reduction(gradients='sum')",
+        "clipnorm": "clip=ipufit.Clip(norm=1.0)",
+        "global_clipnorm": "clip=ipufit.Clip(global_norm=1.0)",
+        "clipvalue": "clip=ipufit.Clip(value=0.5)",
+        "use_ema": "ema=ipufit.EMA()",
+        "ema_momentum": "ema=ipufit.EMA(momentum=0.99)",
+        "ema_overwrite_frequency": "ema=ipufit.EMA(overwrite_frequency=100)",
+        "loss_scale": "precision=ipufit.Precision('mixed_float16', loss_scale='dynamic')",
+        "accumulation_dtype": "precision=ipufit.Precision(accumulation_dtype='float32')",
+        "output_mode": "outputs='final'",
+        "output_every": "outputs=ipufit.Outputs('every_n', 4)",
+        **_DIVISION,
+        "auto_round_ipus": "parallel=ipufit.Parallel(auto_round_ipus=True)",
+        "inference_stages": (
+            f"parallel=ipufit.Parallel(inference=ipufit.Parallel(stages={_STAGES}))"
+        ),
+        "inference_layers_per_ipu": (
+            "parallel=ipufit.Parallel(inference=ipufit.Parallel(layers_per_ipu=[2, 2]))"
+        ),
+        "inference_strategy": (
+            "parallel=ipufit.Parallel(inference=ipufit.Parallel(strategy='sharded'))"
+        ),
+        "serialized_layers": "memory=ipufit.Memory(serialize={'head': 4})",
+        "inference_serialized_layers": "memory=ipufit.Memory(inference_serialize={'head': 4})",
+        "recompute": "memory=ipufit.Memory(recompute=True)",
+        "offload_optimizer_state": "memory=ipufit.Memory(offload_optimizer=True)",
+        "shard_optimizer": "memory=ipufit.Memory(shard='optimizer')",
+        "shard_weights": "memory=ipufit.Memory(shard='weights')",
+        "training_options": "poptorch=(options, None)",
+        "inference_options": "poptorch=(None, options)",
+    },
+    "plan": _DIVISION,
+    "fit": {
+        "initial_epoch": "epochs=range(3, 10)",
+        "validation_steps": "validation_data=ipufit.Validation(val_loader, steps=10)",
+        "validation_batch_size": "validation_data=ipufit.Validation((x, y), batch_size=32)",
+        "validation_freq": "validation_data=ipufit.Validation(val_loader, freq=2)",
+        "inference_ipus": "validation_data=ipufit.Validation(val_loader, ipus=2)",
+        "inference_device_iterations": (
+            "validation_data=ipufit.Validation(val_loader, device_iterations=4)"
+        ),
+        "limit_train_batches": "loading=ipufit.Loading(limit_train_batches=10)",
+        "limit_val_batches": "loading=ipufit.Loading(limit_val_batches=10)",
+        "overfit_batches": "loading=ipufit.Loading(overfit_batches=1)",
+        "fast_dev_run": "loading=ipufit.Loading(fast_dev_run=True)",
+        "prefetch": "loading=ipufit.Loading(prefetch=2)",
+        "resume": "checkpoint=ipufit.Checkpoint('runs/1', resume='auto')",
+        "resume_changes": (
+            "checkpoint=ipufit.Checkpoint('runs/1', resume='auto', resume_changes={'lr'})"
+        ),
+        "max_restarts": "checkpoint=ipufit.Checkpoint('runs/1', max_restarts=3)",
+        "report": "callbacks=[ipufit.Report('runs/1')]",
+        "autoreport": "callbacks=[ipufit.Report('autoreport')]",
+        "autoreport_dir": "callbacks=[ipufit.Report('autoreport')]",
+    },
+}
+
+
 def with_hints(kind: Type[T]) -> Type[T]:
     """Let the public methods of a class say what was meant by an argument that they do not have."""
     for name, method in list(vars(kind).items()):
@@ -205,11 +288,14 @@ def _unknown(
 
 def _advice(kind: type, method: str, name: str) -> str:
     """The sentence that says what to write instead."""
+    if name in REGROUPED.get(method, {}):
+        return f"Write {REGROUPED[method][name]}."
     parameters = _parameters(kind, method)
     meant = MEANT.get(name)
     if meant is not None:
-        is_here = meant.argument in parameters
-        place = f"{meant.argument}=..."
+        is_grouped = meant.argument not in _parameters(kind, meant.method)
+        place = REGROUPED[meant.method][meant.argument] if is_grouped else f"{meant.argument}=..."
+        is_here = method == meant.method or meant.argument in parameters
         return f"Write {place if is_here else f'{meant.method}(..., {place})'}: {meant.remark}."
     near = difflib.get_close_matches(name.lower(), list(parameters), n=1, cutoff=0.75)
     if near:
@@ -217,4 +303,7 @@ def _advice(kind: type, method: str, name: str) -> str:
     for owner in ("compile", "fit", "evaluate", "Model"):
         if name in _parameters(kind, owner):
             return f"Write {owner}(..., {name}=...)."
+    for owner, rows in REGROUPED.items():
+        if name in rows:
+            return f"Write {owner}(..., {rows[name]})."
     return f"Leave it out, or write one that there is: {', '.join(parameters)}."
