@@ -36,9 +36,8 @@ from torch.nn.modules import activation, dropout
 from torch.utils.data import DataLoader
 
 from ipufit.data.batches import is_weighted
-from ipufit.data.in_memory import rows_in_memory
+from ipufit.data.in_memory import ReadAhead, Rows, rows_in_memory
 from ipufit.data.loaders import reads_as_torch
-from ipufit.data.rows import ReadAhead, Rows
 from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.optim.schedules import settings
 from ipufit.utils import tree

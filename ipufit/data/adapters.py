@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ipufit.core.batch import Mode
-from ipufit.data.arrays import (
+from ipufit.data.in_memory import (
     ArrayLoader,
     EpochOrder,
     as_tensors,

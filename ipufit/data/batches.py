@@ -11,10 +11,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.plan import Plan
-from ipufit.data.arrays import frame_as_tensor, is_frame
 from ipufit.data.casting import Casting, Casts
-from ipufit.data.rank_shards import GlobalBatchIndex, layout_of
-from ipufit.data.rows import ReadAhead, RowBlock
+from ipufit.data.in_memory import ReadAhead, RowBlock, frame_as_tensor, is_frame
+from ipufit.data.sharding import GlobalBatchIndex, layout_of
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import checked_weight
 from ipufit.errors import DataError

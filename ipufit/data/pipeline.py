@@ -12,10 +12,10 @@ from ipufit.core.batch import CombinedBatch, DataCursor, MicroBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.data.batches import BatchValidator, executions, sharded_executions
 from ipufit.data.casting import Casting
+from ipufit.data.in_memory import ReadAhead, RowBlock, batch_count
 from ipufit.data.prefetch import prefetched
-from ipufit.data.rank_shards import GlobalBatchIndex, RankShard
 from ipufit.data.read_errors import describe_dead_worker, is_dead_worker
-from ipufit.data.rows import ReadAhead, RowBlock, batch_count
+from ipufit.data.sharding import GlobalBatchIndex, RankShard
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import refuse_zero_update
 from ipufit.errors import DataError

@@ -19,12 +19,20 @@ from torch.utils.data import (
 )
 
 from ipufit.core.batch import DataCursor
-from ipufit.data.arrays import ArrayLoader
-from ipufit.data.in_memory import rows_in_memory
+from ipufit.data.in_memory import (
+    ArrayLoader,
+    ReadAhead,
+    Rows,
+    batch_count,
+    is_in_memory,
+    rows_in_memory,
+)
 from ipufit.data.loaders import (
     batch_total,
+    end_workers,
     is_plain,
     is_torchs,
+    kill_workers,
     length_of,
     like,
     may_reuse_memory,
@@ -32,14 +40,12 @@ from ipufit.data.loaders import (
     reads_as_torch,
     row_count,
     sample_makers,
+    starting_workers,
     stream_length,
 )
-from ipufit.data.rank_shards import RankShard
 from ipufit.data.read_errors import ends_in_a_sample, unreadable
-from ipufit.data.rows import ReadAhead, Rows, batch_count, is_in_memory
-from ipufit.data.sharding import AsWorkerOfAll, ShardedLoader, as_worker, refuse_unshared
+from ipufit.data.sharding import AsWorkerOfAll, RankShard, ShardedLoader, as_worker, refuse_unshared
 from ipufit.data.weights import ClassWeights
-from ipufit.data.workers import end_workers, kill_workers, starting_workers
 from ipufit.errors import DataError
 from ipufit.utils import tree
 from ipufit.utils.interrupts import is_interrupted

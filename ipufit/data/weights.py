@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ipufit.core.batch import MicroBatch
-from ipufit.data.arrays import frame_as_tensor, is_frame
+from ipufit.data.in_memory import frame_as_tensor, is_frame
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.utils import tree
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.logged_values import Running
-from ipufit.core.plan import Plan
-from ipufit.core.plan_checks import round_up
+from ipufit.core.plan import Plan, round_up
 from ipufit.data.batches import BatchValidator
 from ipufit.data.source import DataAdapter
 from ipufit.engines.program import ExecutionResult, Program

@@ -13,9 +13,8 @@ from ipufit.losses import Loss
 from ipufit.partition.partition import Partition
 from ipufit.partition.stage_context import followed
 from ipufit.utils import tree
-from ipufit.utils.functional import call_with
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import eval_mode, train_mode
+from ipufit.utils.state import call_with, eval_mode, train_mode
 
 __all__ = ["stages_of_blocks"]
 

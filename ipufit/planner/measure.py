@@ -20,10 +20,9 @@ from ipufit.partition.partition import AFTER, BLOCK, Partition
 from ipufit.partition.recomputation import calls_watched
 from ipufit.partition.stage_context import followed
 from ipufit.utils import tree
-from ipufit.utils.functional import call_with
 from ipufit.utils.poptorch_sdk import blocks_watched
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import train_mode
+from ipufit.utils.state import call_with, train_mode
 
 __all__ = ["Segment", "Trace", "measure"]
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.compile_arguments import GRAPH
-from ipufit.core.plan import Plan
-from ipufit.core.plan_checks import round_up
+from ipufit.core.plan import Plan, round_up
 from ipufit.core.train_config import TrainConfig
 from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
 from ipufit.losses import Loss

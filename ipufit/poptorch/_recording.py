@@ -32,7 +32,7 @@ from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
 from ipufit.tracing.aliases import schema_of
 from ipufit.tracing.capture import capture, uses_random_numbers
-from ipufit.utils.functional import call_with
+from ipufit.utils.state import call_with
 
 __all__ = ["record"]
 

@@ -35,7 +35,7 @@ from ipufit.tracing.rebinding import public_name, rebound, storages
 from ipufit.tracing.results import OutputShape, ReportedScalars
 from ipufit.tracing.validate import unregistered
 from ipufit.utils import tree
-from ipufit.utils.functional import call_with
+from ipufit.utils.state import call_with
 
 __all__ = ["GradStep", "ModuleWithLoss", "attributes_kept", "carries_loss", "public_name"]
 

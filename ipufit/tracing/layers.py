@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.core.batch import MicroBatch
 from ipufit.utils import tree
-from ipufit.utils.functional import call_with
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import eval_mode, fork_rng
+from ipufit.utils.state import call_with, eval_mode, fork_rng
 
 __all__ = ["Layer", "layers_of", "note_calls", "output_shapes"]
 

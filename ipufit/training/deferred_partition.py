@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.core.plan import Plan
-from ipufit.core.plan_checks import check_filling
+from ipufit.core.plan import Plan, check_filling
 from ipufit.data.batches import BatchValidator
 from ipufit.data.casting import Casting
 from ipufit.data.source import DataAdapter

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.adapters import DataArguments, comes_in_samples, get_data_adapter, split_data
-from ipufit.data.arrays import is_array, is_frame
+from ipufit.data.in_memory import is_array, is_frame
 from ipufit.data.limits import batch_count, dev_run_length, first_batches
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError

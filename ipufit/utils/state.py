@@ -1,19 +1,22 @@
-"""State of modules, optimizers and random generators, put back bit for bit after a trial."""
+"""State of modules, optimizers and random generators: put back, or replaced for one call."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import random
 import sys
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ipufit.utils.interrupts import defer_sigint
 
 __all__ = [
+    "call_with",
     "copy_optimizer_state",
     "cuda_in_use",
     "eval_mode",
@@ -149,3 +152,28 @@ def eval_mode(*modules: Optional[nn.Module]) -> Iterator[None]:
             if module is not None:
                 module.eval()
         yield
+
+
+def call_with(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    args: Sequence[Any],
+    kwargs: Optional[Dict[str, Any]] = None,
+) -> Any:
+    """``torch.func.functional_call``, also of a module that has another one under two names.
+
+    Torch's puts tensors in place name by name, and what it takes back last is then its own.
+
+    Args:
+        module: called.
+        tensors: by the first name of a parameter or buffer; its other names get the same.
+        args, kwargs: of the call.
+    """
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    wanted = {id(own): tensors[name] for name, own in named if name in tensors}
+    places: Dict[str, Tensor] = {}
+    for prefix, part in module.named_modules():
+        for key, own in itertools.chain(part._parameters.items(), part._buffers.items()):
+            if id(own) in wanted:
+                places[f"{prefix}.{key}" if prefix else key] = wanted[id(own)]
+    return functional_call(module, places, tuple(args), kwargs, tie_weights=False)

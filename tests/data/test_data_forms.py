@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 import ipufit
-from ipufit.data.arrays import EpochOrder
+from ipufit.data.in_memory import EpochOrder
 from ipufit.testing import RecordingEngine
 from ipufit.utils.random_streams import stream_key
 from tests.faulty import Batches, Samples, Stream, assert_same_bits, batches

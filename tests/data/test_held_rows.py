@@ -16,11 +16,9 @@ from torch.utils.data import (
 
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
-from ipufit.data.arrays import ArrayLoader, EpochOrder
-from ipufit.data.in_memory import rows_in_memory
+from ipufit.data.in_memory import ArrayLoader, EpochOrder, Rows, rows_in_memory
 from ipufit.data.pipeline import BatchPipeline
 from ipufit.data.prefetch import prefetched
-from ipufit.data.rows import Rows
 from ipufit.data.source import DataAdapter
 from ipufit.utils import tree
 

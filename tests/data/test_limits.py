@@ -11,7 +11,7 @@ import ipufit
 from ipufit.callbacks import Callback
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
-from ipufit.data.arrays import EpochOrder
+from ipufit.data.in_memory import EpochOrder
 from ipufit.data.limits import batch_count
 from ipufit.data.pipeline import BatchPipeline
 from ipufit.data.source import DataAdapter

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import ipufit
-from ipufit.data import workers
+from ipufit.data import loaders
+from ipufit.data.loaders import end_workers
 from ipufit.data.prefetch import prefetched
-from ipufit.data.workers import end_workers
 from ipufit.errors import DataError
 from ipufit.utils.interrupts import defer_sigint, is_interrupted, starting_processes
 
@@ -260,7 +260,7 @@ class Samples(Dataset):
 
 def test_workers_that_do_not_end_are_ended_all_at_once(monkeypatch):
     """torch waits five seconds for each of them."""
-    monkeypatch.setattr(workers, "_PATIENCE", 0.1)
+    monkeypatch.setattr(loaders, "_PATIENCE", 0.1)
     loader = DataLoader(Samples(HANG), 4, num_workers=2)
     iterator = iter(loader)
     processes = list(iterator._workers)

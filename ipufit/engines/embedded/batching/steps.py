@@ -20,7 +20,7 @@ from ipufit.tracing.grad_step import ModuleWithLoss
 from ipufit.tracing.node_meta import backward_marked
 from ipufit.tracing.results import OutputShape, ReportedScalars
 from ipufit.utils import tree
-from ipufit.utils.functional import call_with
+from ipufit.utils.state import call_with
 
 __all__ = ["BatchedGradStep", "Forward", "Replayed", "forward_leaves"]
 

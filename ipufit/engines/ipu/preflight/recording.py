@@ -25,9 +25,8 @@ from ipufit.engines.ipu.preflight.operators import outplace
 from ipufit.errors import CaptureError
 from ipufit.losses import Loss
 from ipufit.utils import tree
-from ipufit.utils.functional import call_with
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import eval_mode, train_mode
+from ipufit.utils.state import call_with, eval_mode, train_mode
 
 __all__ = ["Recording", "record"]
 
