@@ -10,14 +10,16 @@ import torch
 from torch import nn
 
 from ipufit.errors import ConfigurationError, UnknownNameError
-from ipufit.partition.serialization import WHOLE, Parts, parts_of
-from ipufit.partition.serialized_layers import (
+from ipufit.partition.serialization import (
+    WHOLE,
     CutWeight,
+    Parts,
     Serialized,
     SerializedEmbedding,
     SerializedLinear,
     SerializedLookup,
     SplitProjection,
+    parts_of,
 )
 from ipufit.utils.error_collector import ErrorCollector
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from ipufit.errors import ConfigurationError
 from ipufit.partition.cut_layers import can_be_serialized, shared_with
-from ipufit.partition.repeated_layers import stacks_of
+from ipufit.partition.layers_per_ipu import stacks_of
 from ipufit.partition.serialization import parts_of
 
 __all__ = ["KINDS", "check_ties", "meant_layer"]

@@ -1,23 +1,277 @@
-"""``layers_per_ipu``: repeated layers, so many on each IPU."""
+"""``layers_per_ipu``: repeated layers, so many on each IPU.
+
+An IPU can't read the memory of another. So what shares the weight of an embedding, as the last
+layer of a language model does, runs where the embedding is: in a further stage on that IPU.
+"""
 
 from __future__ import annotations
 
 import collections.abc
 import dataclasses
 import operator
-from typing import AbstractSet, Any, Dict, List, Sequence, Tuple
+from typing import AbstractSet, Any, Dict, Iterator, List, Sequence, Set, Tuple, Type, Union
 
 from torch import nn
 
-from ipufit.errors import PartitionError
+from ipufit.errors import PartitionError, UnknownNameError
 from ipufit.partition.cut_layers import ipus_of
 from ipufit.partition.partition import AFTER
-from ipufit.partition.repeated_layers import repeated_layers
 from ipufit.partition.request import PartitionRequest, count_of
-from ipufit.partition.serialized_layers import Serialized
-from ipufit.partition.tied_weights import Visit, with_returns
+from ipufit.partition.serialization import Serialized
+from ipufit.partition.stage_names import first_called, is_called
 
-__all__ = ["Division", "check_splits", "counted", "ipus_with_parts", "share_out"]
+__all__ = [
+    "Division",
+    "Stack",
+    "Visit",
+    "check_splits",
+    "counted",
+    "ipus_with_parts",
+    "repeated_layers",
+    "share_out",
+    "stacks_of",
+    "with_returns",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A ModuleList or Sequential of alike blocks.
+
+    Attributes:
+        name: as in ``named_modules``; empty for the module itself.
+        layers: names of its blocks, in their order.
+        kind: class of the blocks.
+    """
+
+    name: str
+    layers: Tuple[str, ...]
+    kind: type
+
+
+def stacks_of(module: nn.Module) -> List[Stack]:
+    """All stacks that are in no block of another, in the order of definition.
+
+    Of two that are nested it is the longer one, and of equally long ones the outer one.
+    """
+    return _stacks_in("", module, (nn.ModuleList, nn.Sequential), set())
+
+
+def _stacks_in(
+    name: str, part: nn.Module, kinds: Tuple[Type[nn.Module], ...], seen: Set[int]
+) -> List[Stack]:
+    inside: List[Stack] = []
+    for key, child in part.named_children():
+        if id(child) not in seen:
+            seen.add(id(child))
+            inside += _stacks_in(f"{name}.{key}" if name else key, child, kinds, seen)
+    blocks = list(part.children())
+    if not isinstance(part, kinds) or not _are_alike(blocks) or not all(map(is_called, blocks)):
+        return inside
+    longest = max((len(stack.layers) for stack in inside), default=0)
+    return inside if longest > len(blocks) else [_stack(name, part)]
+
+
+def _stack(name: str, part: nn.Module) -> Stack:
+    layers = tuple(f"{name}.{key}" if name else key for key, _ in part.named_children())
+    return Stack(name, layers, type(next(part.children())))
+
+
+def _are_alike(blocks: Sequence[nn.Module]) -> bool:
+    """True if there are several, of one class (of one make-up where the class says nothing)."""
+    makeups = {_makeup(block) for block in blocks}
+    return len(blocks) > 1 and len(makeups) == 1 and any(list(b.parameters()) for b in blocks)
+
+
+def _makeup(block: nn.Module) -> Tuple[type, ...]:
+    if isinstance(block, (nn.Sequential, nn.ModuleList)):
+        return (type(block), *(type(child) for child in block))
+    return (type(block),)
+
+
+def repeated_layers(
+    module: nn.Module,
+    named: Union[str, Sequence[str], None],
+    argument: str = "layers_per_ipu",
+) -> Tuple[str, ...]:
+    """Names of the layers that ``layers_per_ipu`` counts, in the order of definition.
+
+    Found by structure they are those of the longest stack, of the stacks with blocks of the same
+    class, and of a decoder beside an encoder or the reverse.
+
+    Args:
+        module: the user's.
+        named: what holds them, or several such names; None to find them.
+        argument: what counts them.
+
+    Raises:
+        PartitionError: there are none, or what names them is no name.
+        UnknownNameError: a name that the module has not.
+    """
+    if named is not None:
+        names = [named] if isinstance(named, str) else named
+        good = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        if not good or not names:
+            raise PartitionError(
+                "layers must name what holds the layers, as a string or a list of strings, got "
+                f"{named!r}. Write for example layers='encoder.layers'."
+            )
+        return tuple(layer for name in names for layer in _layers_in(module, name))
+    stacks = stacks_of(module) or _stacks_in("", module, (nn.ModuleDict,), set())
+    if not stacks:
+        raise PartitionError(
+            f"{argument} counts the blocks of a ModuleList or Sequential of alike blocks, but "
+            f"{type(module).__name__} has none. Name what holds them with layers='...', use "
+            "stages={'name of a module': number of its stage}, or pass ipus_per_replica, for a "
+            "module with blocks of its own."
+        )
+    longest = max(stacks, key=lambda stack: len(stack.layers))
+    chosen = [s for s in stacks if s.kind is longest.kind or _are_twins(s.name, longest.name)]
+    return tuple(layer for stack in chosen for layer in stack.layers)
+
+
+def _are_twins(one: str, other: str) -> bool:
+    """True if one is of the encoder and the other of the decoder."""
+    for a, b in (("encoder", "decoder"), ("decoder", "encoder")):
+        if a in one and one.replace(a, b) == other:
+            return True
+    return False
+
+
+def _layers_in(module: nn.Module, name: str) -> Tuple[str, ...]:
+    known = dict(module.named_modules())
+    if name not in known:
+        raise UnknownNameError("module in layers", name, [n for n in known if n], shown=5)
+    children = [key for key, _ in known[name].named_children()]
+    if not children:
+        raise PartitionError(
+            f"layers must name modules that hold layers, but {name!r} holds none. Name the "
+            "ModuleList or Sequential."
+        )
+    found = [f"{name}.{key}" if name else key for key in children]
+    for layer in found:
+        if not is_called(known[layer]):
+            raise PartitionError(
+                f"layers must name modules that hold layers, but {layer!r} in {name!r} only holds "
+                f"others, such as {first_called(known[layer], layer)!r}. Name it instead: "
+                f"layers={[path for path in found if not is_called(known[path])]!r}."
+            )
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """Where the model goes on at some point of its forward pass.
+
+    Attributes:
+        name: as in ``Partition.begins``.
+        ipu: of a replica.
+    """
+
+    name: str
+    ipu: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Holder:
+    """A module outside of the layers with a parameter that another one has too.
+
+    Attributes:
+        name: of the module.
+        gap: how many layers are defined before it.
+        is_again: whether it is a module that was there before, by another name.
+    """
+
+    name: str
+    gap: int
+    is_again: bool
+
+
+def with_returns(module: nn.Module, layers: Sequence[Visit], last: int) -> List[Visit]:
+    """Layers on their IPUs, and the modules that go back to the IPU of a weight they share.
+
+    A weight lies where the first module runs that has it: on IPU 0 if no layer comes before, else
+    with the next layer. What comes first is told by the order of definition, which the forward
+    pass is held against later. Weights that layers share stay where they are.
+
+    Args:
+        module: the user's.
+        layers: the repeated layers in their order.
+        last: the IPU of what runs behind them.
+
+    Returns:
+        The visits in their order, without those that stay on the IPU of the one before; of the
+        first layer always.
+    """
+    found = _visits(_homes(module, layers, last), layers, last)
+    names = {visit.name for visit in found}
+    # What follows one layer can't be two stages.
+    return found if len(names) == len(found) else _visits([], layers, last)
+
+
+def _visits(
+    homes: Sequence[Tuple[_Holder, int]], layers: Sequence[Visit], last: int
+) -> List[Visit]:
+    """The layers, what follows them, and the holders, where the IPU is another one."""
+    found: List[Visit] = []
+    at = 0
+    for gap in range(len(layers) + 1):
+        after = AFTER + layers[gap - 1].name if gap else ""
+        if gap == len(layers) and last != at:
+            found.append(Visit(after, last))
+            at = last
+        for holder, home in homes:
+            if holder.gap == gap and home != at:
+                name = after if holder.is_again else holder.name
+                found.append(Visit(name, home))
+                at = home
+        if gap < len(layers) and (not gap or layers[gap].ipu != at):
+            found.append(layers[gap])
+            at = layers[gap].ipu
+    return found
+
+
+def _homes(module: nn.Module, layers: Sequence[Visit], last: int) -> List[Tuple[_Holder, int]]:
+    """Modules that share weights, and the IPU of these; none where all are on one IPU anyway."""
+    homes: Dict[str, Tuple[_Holder, int]] = {}
+    is_apart = False
+    # Of what comes between layers the IPU of the one before.
+    stays = [0, *(layer.ipu for layer in layers[:-1]), last]
+    for holders in _shared(module, [layer.name for layer in layers]):
+        gap = holders[0].gap
+        home = stays[gap]
+        if len({stays[holder.gap] for holder in holders}) > 1:
+            is_apart = True
+            home = layers[gap].ipu if gap else 0
+        for holder in holders:
+            if homes.setdefault(holder.name, (holder, home))[1] != home:
+                # It has weights of two IPUs, and nowhere can it read both.
+                return []
+    return list(homes.values()) if is_apart else []
+
+
+def _shared(module: nn.Module, layers: Sequence[str]) -> Iterator[List[_Holder]]:
+    """For each parameter that several modules outside of the layers have, these modules."""
+    names: Dict[int, List[str]] = {}
+    places: Dict[str, int] = {}
+    first: Dict[int, str] = {}
+    again = set()
+    for place, (name, part) in enumerate(module.named_modules(remove_duplicate=False)):
+        places[name] = place
+        if first.setdefault(id(part), name) != name:
+            again.add(name)
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                names.setdefault(id(parameter), []).append(name)
+    begins = [places[layer] for layer in layers if layer in places]
+    if begins != sorted(begins):
+        return
+    for found in names.values():
+        # A module around another one only holds the parameter for it.
+        own = [n for n in dict.fromkeys(found) if not any(o.startswith(f"{n}.") for o in found)]
+        inside = [n for n in own if any(f"{n}.".startswith(f"{layer}.") for layer in layers)]
+        if len(own) > 1 and not inside:
+            yield [_Holder(n, sum(begin < places[n] for begin in begins), n in again) for n in own]
 
 
 def check_splits(module: nn.Module, strategy: str, ipus: int, is_training: bool) -> None:

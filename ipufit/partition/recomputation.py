@@ -50,7 +50,7 @@ def resolve_recompute(module: nn.Module, recompute: Any, jit: str) -> Tuple[str,
 def _repeated(module: nn.Module) -> List[str]:
     """The blocks of every stack, but for those of single operators, which keep nothing."""
     # Imported here: few models are recomputed.
-    from ipufit.partition.repeated_layers import stacks_of
+    from ipufit.partition.layers_per_ipu import stacks_of
 
     found: List[str] = []
     for stack in stacks_of(module):

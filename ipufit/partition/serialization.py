@@ -1,20 +1,35 @@
-"""Number and places of the parts of a serialised layer, and the class that all such layers have."""
+"""Embedding and Linear in parts: what torch's compute, with less memory at a time.
+
+A layer becomes serialised by taking on another class, so that it stays the object that it is, in
+its place. Where the weight itself is cut, its parts are parameters; ``state_dict`` still has it
+whole, under its own name.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ipufit.errors import ConfigurationError
+from ipufit.partition.partition import BLOCK
+from ipufit.utils.poptorch_sdk import begin_block, sdk_in_use
 
 __all__ = [
     "MODES",
     "WHOLE",
+    "CutWeight",
     "Parts",
     "Serialization",
+    "Serialized",
+    "SerializedEmbedding",
+    "SerializedLinear",
+    "SerializedLookup",
     "SerializedModule",
+    "SplitProjection",
     "has_serialized_layers",
     "parts_of",
 ]
@@ -175,3 +190,256 @@ class SerializedModule(nn.Module):
 def has_serialized_layers(module: nn.Module) -> bool:
     """True if a layer of the module is serialised."""
     return any(isinstance(layer, SerializedModule) for layer in module.modules())
+
+
+_MODES = {
+    "output_channels": "OutputChannels",
+    "reducing_dim": "ReducingDim",
+    "input_channels": "InputChannels",
+}
+
+
+class Serialized(SerializedModule):
+    """Base class of serialised layers, with the parts that each is cut into.
+
+    Attributes:
+        parts: into what it is cut in training.
+        inference_parts: the same in inference, which may cut the same weight in other places.
+        title: its name in the module that was serialised.
+        by_config: whether a configuration said so.
+    """
+
+    parts: Parts
+    inference_parts: Parts
+    title: str
+    by_config: bool
+    dim = 0
+
+    def extra_repr(self) -> str:
+        """Extend the text of torch's layer by the parts that it is cut into."""
+        return f"{super().extra_repr()}, {self.cuts()}"
+
+    def cuts(self) -> str:
+        """Into what it is cut, as the user wrote it."""
+        text = self.parts.describe()
+        if self.inference_parts == self.parts:
+            return text
+        return f"{text}, inference {self.inference_parts.describe()}"
+
+    def parts_in(self, training: bool) -> Parts:
+        """Choose the parts of training, or of inference."""
+        return self.parts if training else self.inference_parts
+
+    def pieces(self) -> List[nn.Parameter]:
+        """The parameters that the weight is."""
+        return [self.weight]  # type: ignore[list-item]
+
+    def piece_names(self) -> List[str]:
+        """Their names."""
+        return ["weight"]
+
+    def places(self, training: bool) -> Dict[str, Tuple[int, ...]]:
+        """The IPUs on which each parameter of the weight is needed; empty without places."""
+        parts, names = self.parts_in(training), self.piece_names()
+        if parts.per_ipu is None:
+            return {}
+        if parts.dim != self.dim and len(names) > 1:
+            return dict.fromkeys(names, parts.ipus)
+        found = {}
+        for place, name in enumerate(names):
+            # Part i is [i / count, (i + 1) / count) of the weight, and so is a parameter.
+            first = place * parts.count // len(names)
+            last = ((place + 1) * parts.count - 1) // len(names)
+            ipus = {parts.ipu_of(part): None for part in range(first, last + 1)}
+            found[name] = tuple(ipu for ipu in ipus if ipu is not None)
+        return found
+
+    def _begun(self) -> Iterator[Tuple[int, Tensor]]:
+        """Each part of the weight in turn; on an IPU a block begins with the first of each IPU."""
+        parts = self.parts_in(self.training)
+        weights = _in_parts(self.pieces(), self.dim, parts)
+        for part in range(parts.of_weight):
+            if parts.begins(part):
+                begin_block(f"{BLOCK}{self.title}/{part}", parts.ipu_of(part))
+            yield part, next(weights)
+
+
+def _in_parts(pieces: Sequence[Tensor], dim: int, parts: Parts) -> Iterator[Tensor]:
+    """The weight in parts, of which each is made when it is asked for.
+
+    Args:
+        pieces: what the weight is in ``dim``, of one size.
+        dim: see above.
+        parts: what is wanted.
+    """
+    count = parts.of_weight
+    if len(pieces) == 1:
+        yield from pieces[0].chunk(count, parts.dim)
+    elif count == len(pieces) and parts.dim == dim:
+        yield from pieces
+    elif parts.dim != dim:
+        for part in range(count):
+            yield torch.cat([piece.chunk(count, parts.dim)[part] for piece in pieces], dim)
+    else:
+        stored = pieces[0].shape[dim]
+        size = stored * len(pieces) // count
+        for start in range(0, size * count, size):
+            cuts = []
+            for place, piece in enumerate(pieces):
+                low = max(start - place * stored, 0)
+                high = min(start + size - place * stored, stored)
+                if low < high:
+                    cuts.append(piece.narrow(dim, low, high - low))
+            yield cuts[0] if len(cuts) == 1 else torch.cat(cuts, dim)
+
+
+class CutWeight(Serialized):
+    """A layer whose weight is several parameters, "weight_0", "weight_1", ...
+
+    Attributes:
+        dim: the dimension of the weight that is cut.
+        dense: the parameter that they were, without data until it comes back.
+    """
+
+    dense: Tuple[nn.Parameter]
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole weight, as a new tensor. A change of it changes no part."""
+        return torch.cat([*self.pieces()], self.dim)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to set the weight, which is several parameters."""
+        if name == "weight":
+            raise ConfigurationError(
+                f"the weight of a layer that is cut must be set in its parts, {self._named()}, got "
+                f"one for all of {self.title!r}. Call ipufit.partition.to_dense(module), set it, "
+                "and serialise and compile anew."
+            )
+        super().__setattr__(name, value)
+
+    def _named(self) -> str:
+        names = self.piece_names()
+        return f"{names[0]!r} to {names[-1]!r}" if len(names) > 1 else repr(names[0])
+
+    def pieces(self) -> List[nn.Parameter]:
+        """The parts of the weight."""
+        return [getattr(self, name) for name in self.piece_names()]
+
+    def piece_names(self) -> List[str]:
+        """Names of their parameters."""
+        return [f"weight_{part}" for part in range(self.parts.count)]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        own: Dict[str, Any] = {}
+        super()._save_to_state_dict(own, prefix, keep_vars)
+        pieces = [own.pop(prefix + name) for name in self.piece_names()]
+        destination[prefix + "weight"] = torch.cat(pieces, self.dim)
+        destination.update(own)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: List[str],
+        unexpected_keys: List[str],
+        error_msgs: List[str],
+    ) -> None:
+        own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        key = prefix + "weight"
+        whole = own.pop(key, None)
+        pieces = self.pieces()
+        if whole is not None:
+            shape = list(pieces[0].shape)
+            shape[self.dim] *= len(pieces)
+            if list(whole.shape) != shape:
+                error_msgs.append(
+                    f"size mismatch for {key}: the state has {tuple(whole.shape)}, the module "
+                    f"{tuple(shape)}."
+                )
+                whole = self.weight.detach()
+            chunks = whole.chunk(len(pieces), self.dim)
+            own.update(zip((prefix + name for name in self.piece_names()), chunks))
+        missing: List[str] = []
+        super()._load_from_state_dict(
+            own, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
+        )
+        cut = {prefix + name for name in self.piece_names()}
+        if cut.intersection(missing):
+            missing_keys.append(key)
+        missing_keys += [name for name in missing if name not in cut]
+
+
+class SerializedLookup(Serialized, nn.Embedding):
+    """``nn.Embedding`` with one table, looked up in one part of it after the other."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up rows like ``nn.Embedding``."""
+        total: Optional[Tensor] = None
+        last = self.parts_in(self.training).count - 1
+        for part, table in self._begun():
+            if not last:
+                return F.embedding(input, table, self.padding_idx)
+            rows = table.shape[0]
+            local = input - part * rows
+            # What is in no part is left to the first or the last, which refuse it as torch does.
+            inside = local < rows if part < last else local >= 0
+            if 0 < part < last:
+                inside = inside & (local >= 0)
+            # What is in another part reads row 0 here, and leaves no trace: neither in the sum nor
+            # in the gradient, whatever that row holds.
+            found = F.embedding(torch.where(inside, local, 0), table, self._padding_of(part, rows))
+            found = torch.where(inside.unsqueeze(-1), found, 0.0)
+            total = found if total is None else total + found
+        assert total is not None
+        return total
+
+    def _padding_of(self, part: int, rows: int) -> Optional[int]:
+        """The row of this part that gets no gradient."""
+        if self.padding_idx is None or self.padding_idx // rows != part:
+            return None
+        return self.padding_idx % rows
+
+
+class SerializedEmbedding(CutWeight, SerializedLookup):  # type: ignore[override]
+    """``nn.Embedding`` as several smaller tables, looked up one after the other."""
+
+
+class SerializedLinear(Serialized, nn.Linear):
+    """``nn.Linear`` whose product is computed in parts, one after another, with one weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply like ``nn.Linear``."""
+        sdk, parts = sdk_in_use(), self.parts_in(self.training)
+        if parts.count == 1:
+            return F.linear(input, next(self._begun())[1], self.bias)
+        result: Tensor
+        if sdk is not None and parts.per_ipu is None and len(self.pieces()) == 1:
+            mode = getattr(sdk.MatMulSerializationMode, _MODES[parts.mode])
+            result = sdk.serializedMatMul(input, self.weight.t(), mode, parts.count)
+        else:
+            result = self._in_parts(input, parts)
+        return result if self.bias is None else result + self.bias
+
+    def _in_parts(self, input: Tensor, parts: Parts) -> Tensor:
+        if parts.mode == "output_channels":
+            return torch.cat([F.linear(input, rows) for _, rows in self._begun()], -1)
+        if parts.mode == "input_channels":
+            flat = input.reshape(-1, input.shape[-1])
+            _, weight = next(self._begun())
+            products = [F.linear(rows, weight) for rows in flat.tensor_split(parts.count)]
+            return torch.cat(products).reshape(*input.shape[:-1], self.out_features)
+        columns = input.reshape(-1, input.shape[-1]).chunk(parts.count, -1)
+        total: Optional[Tensor] = None
+        for part, weight in self._begun():
+            # A product that is added at once is never there beside its sum.
+            rest = columns[part]
+            total = F.linear(rest, weight) if total is None else total.addmm(rest, weight.t())
+        assert total is not None
+        return total.reshape(*input.shape[:-1], self.out_features)
+
+
+class SplitProjection(CutWeight, SerializedLinear):  # type: ignore[override]
+    """``nn.Linear`` as several smaller ones, which may lie on several IPUs."""

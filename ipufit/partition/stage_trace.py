@@ -28,7 +28,7 @@ from ipufit.errors import PartitionError
 from ipufit.partition.cut_layers import ipus_of
 from ipufit.partition.own_blocks import OwnBlocks, UncountedError
 from ipufit.partition.partition import AFTER, Partition
-from ipufit.partition.serialized_layers import Serialized
+from ipufit.partition.serialization import Serialized
 from ipufit.partition.stage_names import begun_by
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import sdk_in_use

@@ -19,7 +19,7 @@ from ipufit.planner.pipeline_schedule import (
     least_accumulation,
     simulate,
 )
-from ipufit.planner.texts import columns, flops, share, size
+from ipufit.planner.rendering import columns, flops, share, size
 
 __all__ = ["PartitionPlan", "Planned", "as_planned", "fingerprint"]
 
@@ -254,7 +254,7 @@ class PartitionPlan:
         Raises:
             ConfigurationError: matplotlib is not installed, or the path can't be written.
         """
-        from ipufit.planner.picture import draw
+        from ipufit.planner.rendering import draw
 
         planned, timeline = self.planned, self.timeline()
         title = f"One update of {planned.gradient_accumulation} micro-batches"

@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 from ipufit.callbacks.history_plot import best_place
 from ipufit.callbacks.monitor_mode import direction_of
 from ipufit.planner.costs import by_ipu
-from ipufit.planner.texts import share, size
+from ipufit.planner.rendering import share, size
 
 __all__ = ["advised"]
 

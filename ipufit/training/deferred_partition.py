@@ -240,7 +240,7 @@ def _example(session: DividedSession, source: DataAdapter, mode: Mode) -> Option
 def _count_stages(
     session: DividedSession, partition: Optional[Partition], batch: MicroBatch, training: bool
 ) -> int:
-    from ipufit.planner.count_stages import stages_of_blocks
+    from ipufit.planner.measure import stages_of_blocks
 
     return stages_of_blocks(partition, session.module, session.loss, batch, training)
 
@@ -280,7 +280,7 @@ def _check_memory(
     """Refuse micro-batches with which a plan's stages take more than it was made for."""
     from ipufit.planner.costs import by_ipu, memory_of
     from ipufit.planner.planning import schedule_of
-    from ipufit.planner.texts import size
+    from ipufit.planner.rendering import size
 
     stages = 1 if partition is None else partition.stages
     strategy = "pipelined" if partition is None else partition.strategy

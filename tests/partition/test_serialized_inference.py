@@ -10,7 +10,7 @@ import ipufit
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.errors import ConfigurationError
 from ipufit.partition import Serialization, serialize, to_dense
-from ipufit.partition.serialized_layers import (
+from ipufit.partition.serialization import (
     SerializedEmbedding,
     SerializedLinear,
     SerializedLookup,

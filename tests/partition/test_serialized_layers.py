@@ -12,7 +12,7 @@ from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.errors import ConfigurationError, OptimizerError, UnknownNameError
 from ipufit.partition import Serialization, serialize, to_dense
 from ipufit.partition.cut_layers import ipus_of
-from ipufit.partition.serialized_layers import (
+from ipufit.partition.serialization import (
     SerializedEmbedding,
     SerializedLinear,
     SplitProjection,

@@ -7,8 +7,7 @@ from torch import nn
 import ipufit
 from ipufit import poptorch
 from ipufit.engines.ipu.engine import IpuEngine
-from ipufit.partition.layers_per_ipu import share_out
-from ipufit.partition.repeated_layers import repeated_layers
+from ipufit.partition.layers_per_ipu import repeated_layers, share_out
 from ipufit.poptorch._blocks import listened
 from tests.fitting import assert_equal
 from tests.ipu_calls import Recorder

@@ -9,7 +9,7 @@ from ipufit import poptorch
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.errors import PartitionError, PlanError
 from ipufit.planner.pipeline_schedule import least_accumulation, simulate
-from ipufit.planner.texts import size
+from ipufit.planner.rendering import size
 from ipufit.poptorch._blocks import listened
 from ipufit.report.advice import _of_stages
 from ipufit.report.facts import partition

@@ -17,7 +17,7 @@ from ipufit.errors import PartitionError
 from ipufit.partition.partition import Partition
 from ipufit.planner.costs import IPU_MEMORY, memory_of, state_bytes
 from ipufit.planner.measure import measure
-from ipufit.planner.search import best_cuts, cuts_of
+from ipufit.planner.planning import best_cuts, cuts_of
 from tests.planner.test_measuring import kept
 
 pytestmark = pytest.mark.both_engines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Optional, Tuple
 
-from ipufit.planner import texts
+from ipufit.planner import rendering
 
 __all__ = ["count", "number", "rate", "real", "scale", "seconds", "share", "size", "speed", "work"]
 
@@ -80,7 +80,7 @@ def size(value: Any) -> str:
     ('2.0 KiB', '–')
     """
     as_float = real(value)
-    return texts.size(round(as_float)) if math.isfinite(as_float) else DASH
+    return rendering.size(round(as_float)) if math.isfinite(as_float) else DASH
 
 
 def work(value: Any) -> str:
@@ -90,7 +90,7 @@ def work(value: Any) -> str:
     ('1.5 k', '–')
     """
     as_float = real(value)
-    return texts.flops(round(as_float)) if math.isfinite(as_float) else DASH
+    return rendering.flops(round(as_float)) if math.isfinite(as_float) else DASH
 
 
 def rate(value: Any, unit: str) -> str:
@@ -102,7 +102,7 @@ def rate(value: Any, unit: str) -> str:
     as_float = real(value)
     if not math.isfinite(as_float):
         return DASH
-    text = texts.flops(round(as_float))
+    text = rendering.flops(round(as_float))
     return f"{text}{unit}/s" if " " in text else f"{text} {unit}/s"
 
 
@@ -125,7 +125,7 @@ def share(value: Any) -> str:
     ('50.0 %', '–')
     """
     as_float = real(value)
-    return texts.share(as_float) if math.isfinite(as_float) else DASH
+    return rendering.share(as_float) if math.isfinite(as_float) else DASH
 
 
 def scale(most: float, sort: str) -> Tuple[float, str]:

@@ -1,15 +1,60 @@
-"""The picture of a plan: the timeline of one update, and the memory of every stage."""
+"""A plan as text and as a picture: the timeline of one update, and the memory of every stage."""
 
 from __future__ import annotations
 
 import os
-from typing import Any, Mapping, Sequence, Union
+from typing import Any, List, Mapping, Sequence, Union
 
 from ipufit.planner.pipeline_schedule import Timeline
-from ipufit.planner.texts import size as format_size
 from ipufit.utils.figures import new_figure, saved
 
-__all__ = ["draw"]
+__all__ = ["columns", "draw", "flops", "share", "size"]
+
+
+def size(count: int) -> str:
+    """Bytes in the unit that leaves a short number.
+
+    >>> size(300), size(2048), size(897 * 2**20)
+    ('300 B', '2.0 KiB', '897.0 MiB')
+    """
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= (1 << power) * (1 if power < 30 else 10):
+            return f"{count / (1 << power):,.1f} {unit}"
+    return f"{count} B"
+
+
+def flops(count: int) -> str:
+    """FLOPs likewise.
+
+    >>> flops(0), flops(1500), flops(2_000_000_000)
+    ('0', '1.5 k', '2.0 G')
+    """
+    for power, unit in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if count >= 10**power:
+            return f"{count / 10**power:.1f} {unit}"
+    return str(count)
+
+
+def share(part: float) -> str:
+    """A share in percent.
+
+    >>> share(0.5), share(0.0001), share(0.0)
+    ('50.0 %', '< 0.1 %', '0.0 %')
+    """
+    return "< 0.1 %" if 0 < part < 0.0005 else f"{100 * part:.1f} %"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> List[str]:
+    """A head, a rule and the other rows; the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:])]
+        ).rstrip()
+        for row in rows
+    ]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
 
 # Dark and light, plain and hatched: apart in grey and for any eye.
 _PASSES = (("forward", "#12466b", ""), ("backward", "#e9a13b", "//"))
@@ -96,7 +141,7 @@ def _draw_memory(panel: Any, parts: Mapping[str, Sequence[int]], limit: int) -> 
     begins = [0.0] * len(totals)
     unit, name = _unit(max(totals))
     for label, color, hatch in _PARTS:
-        widths = [size / unit for size in parts[label]]
+        widths = [part / unit for part in parts[label]]
         style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.6}
         panel.barh(range(len(widths)), widths, left=begins, height=0.72, label=label, **style)
         begins = [begin + width for begin, width in zip(begins, widths)]
@@ -105,7 +150,7 @@ def _draw_memory(panel: Any, parts: Mapping[str, Sequence[int]], limit: int) -> 
     ends = max(max(begins), limit / unit if len(panel.lines) else 0.0)
     panel.set_xlim(0, 1.05 * ends or 1)
     panel.set_title(
-        f"Memory, estimated, of {format_size(limit)} per IPU",
+        f"Memory, estimated, of {size(limit)} per IPU",
         fontsize="medium",
         fontweight="bold",
         loc="left",
