@@ -22,7 +22,7 @@ from ipufit.core.compile_arguments import GRAPH, INDUCTOR, KERNELS, OFF
 from ipufit.core.plan import Plan
 from ipufit.engines.program import Engine
 from ipufit.errors import CaptureError, ConfigurationError, DataError
-from ipufit.tracing.tolerance import Tolerance, distance
+from ipufit.tracing.comparison import Tolerance, distance
 from ipufit.training.arguments import FitArguments
 from ipufit.training.loop import Job
 from ipufit.training.model import Model

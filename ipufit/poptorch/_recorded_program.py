@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from ipufit.poptorch._parsers import reconstructTensorStructure
 from ipufit.poptorch._tracing import Trace
-from ipufit.tracing.aliases import schema_of
+from ipufit.tracing.graph_analysis import schema_of
 
 __all__ = ["MicroBatchResults", "Outputs", "RecordedProgram", "Writes", "find_writes"]
 

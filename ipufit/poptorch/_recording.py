@@ -30,8 +30,8 @@ from ipufit.poptorch._parsers import flattenTensorStructure
 from ipufit.poptorch._recorded_program import Outputs, RecordedProgram, find_writes
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
-from ipufit.tracing.aliases import schema_of
 from ipufit.tracing.capture import capture, uses_random_numbers
+from ipufit.tracing.graph_analysis import schema_of
 from ipufit.utils.state import call_with
 
 __all__ = ["record"]

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.core.batch import MicroBatch
 from ipufit.errors import NonFiniteValue, Operand
-from ipufit.tracing.rebinding import public_name
 from ipufit.tracing.source_map import Origin
+from ipufit.tracing.validate import public_name
 from ipufit.utils import tree
 
 __all__ = ["NonFiniteSearch"]

@@ -1,8 +1,9 @@
-"""One micro-batch as a function of tensors alone, ready to be recorded."""
+"""One micro-batch as a function of tensors alone, ready to be recorded, and what it returns."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import (
     Any,
     Callable,
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import MicroBatch
-from ipufit.core.logged_values import collecting
+from ipufit.core.logged_values import Entries, LogRule, collecting
 from ipufit.core.outputs import handed_back, refuse_hidden_tensors
 from ipufit.core.precision import computing_in, with_inputs_in
 from ipufit.core.train_config import Precision
@@ -27,17 +28,95 @@ from ipufit.errors import CaptureError, LossError
 from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
 from ipufit.partition.partition import Partition
 from ipufit.partition.stage_context import followed
-from ipufit.tracing.compiler_hints import hints_noted
 from ipufit.tracing.fingerprint import called_objects, loss_functions
 from ipufit.tracing.flat_storage import Block, storage_id
+from ipufit.tracing.ipu_only import hints_noted
 from ipufit.tracing.node_meta import backward_marked, layers_marked
-from ipufit.tracing.rebinding import public_name, rebound, storages
-from ipufit.tracing.results import OutputShape, ReportedScalars
-from ipufit.tracing.validate import unregistered
+from ipufit.tracing.validate import public_name, rebound, storages, unregistered
 from ipufit.utils import tree
+from ipufit.utils.names import check_log_name
 from ipufit.utils.state import call_with
 
-__all__ = ["GradStep", "ModuleWithLoss", "attributes_kept", "carries_loss", "public_name"]
+__all__ = [
+    "GradStep",
+    "ModuleWithLoss",
+    "OutputShape",
+    "ReportedScalars",
+    "attributes_kept",
+    "carries_loss",
+    "public_name",
+]
+
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+
+class OutputShape:
+    """How the tensors that a step returns become the module's outputs again.
+
+    Leaves that are not tensors (None, numbers, strings) are what they were when the step was
+    recorded.
+    """
+
+    def __init__(self, outputs: Any) -> None:
+        leaves, self._structure = tree.flatten(outputs)
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.tensors: List[Tensor] = [leaves[i] for i in self._places]
+
+    def equals(self, other: OutputShape) -> bool:
+        """Tell whether both put tensors into the same places among the same other leaves."""
+        return (
+            self._structure == other._structure
+            and self._places == other._places
+            and all(
+                type(one) is type(two) and (one is two or (isinstance(one, _PLAIN) and one == two))
+                for one, two in zip(self._leaves, other._leaves)
+            )
+        )
+
+    def forget(self) -> None:
+        """Let go of the tensors of the recording."""
+        self.tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """The module's outputs around these tensors."""
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors):
+            leaves[place] = tensor
+        return tree.unflatten(leaves, self._structure)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportedScalars:
+    """The numbers that a micro-batch reports, in one tensor: the loss, its count, what it logged.
+
+    Attributes:
+        counted: whether the loss comes with a count.
+        rules: of the logged values, by name, in the order of the tensor.
+    """
+
+    counted: bool = False
+    rules: Mapping[str, LogRule] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_loss_alone(self) -> bool:
+        """True where there is no number but the loss."""
+        return not (self.counted or self.rules)
+
+    @staticmethod
+    def of(term: LossTerm, entries: Entries) -> Tuple[ReportedScalars, Tensor]:
+        """Gather the numbers into a tensor: shape (), or (size,) in float64 for several."""
+        loss = term.value.detach()
+        values = [loss] if term.count is None else [loss, term.count.detach()]
+        rules = {name: entry.rule for name, entry in entries.items()}
+        values += [entry.joined(loss.device) for entry in entries.values()]
+        for name, part in term.parts.items():
+            rules[check_log_name(name, rules)] = LogRule(counted=True)
+            values.append(part.detach())
+        reported = ReportedScalars(term.count is not None, rules)
+        if reported.is_loss_alone:
+            return reported, loss
+        return reported, torch.stack([v.reshape(()).to(torch.float64) for v in values])
 
 
 class ModuleWithLoss(nn.Module):

@@ -13,8 +13,8 @@ from typing import Any, Dict, List, Set, Tuple
 
 from torch import fx
 
-from ipufit.tracing.aliases import NORMS, Memories, schema_of
 from ipufit.tracing.capture import draws
+from ipufit.tracing.graph_analysis import NORMS, Memories, schema_of
 from ipufit.tracing.node_meta import is_backward, mark_again, mark_backward, segment_of
 
 __all__ = ["recompute_layers"]

@@ -14,11 +14,11 @@ from torch import Tensor, fx, nn
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
 from ipufit.tracing.capture import Frame, capture, capture_error
+from ipufit.tracing.fingerprint import CodeReader
 from ipufit.tracing.generators import Generators, generator_state
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
-from ipufit.tracing.graph_signature import GraphSignature
+from ipufit.tracing.graph_analysis import GraphSignature
 from ipufit.tracing.ipu_only import for_this_engine
-from ipufit.tracing.read_values import CodeReader
 from ipufit.tracing.user_lines import Lines
 from ipufit.utils.random_streams import LOCK
 

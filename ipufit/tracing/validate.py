@@ -1,16 +1,33 @@
-"""Modules that no program can be recorded of, told at once, and parameters that torch overlooks."""
+"""Modules that no program can be recorded of, refused with a reason.
+
+A module may hold parameters where torch overlooks them, tensors that share memory without being
+one tensor, or a forward that replaces a tensor, of which the program would read the old one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Dict, Iterator, Tuple
+import inspect
+import re
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ipufit.errors import ConfigurationError, OptimizerError
+from ipufit.errors import CaptureError, ConfigurationError, OptimizerError
+from ipufit.tracing.flat_storage import storage_id
 
-__all__ = ["Unregistered", "refuse_unrecordable", "refuse_unregistered", "unregistered"]
+__all__ = [
+    "Unregistered",
+    "public_name",
+    "rebound",
+    "refuse_rebinding",
+    "refuse_shared_memory",
+    "refuse_unrecordable",
+    "refuse_unregistered",
+    "storages",
+    "unregistered",
+]
 
 # Containers of Python, and what torch has in their place: for layers, and for parameters.
 _CONTAINERS = (
@@ -142,4 +159,141 @@ def refuse_unrecordable(module: nn.Module) -> None:
                     f"every parameter must have data, but {parameter_name!r} of "
                     f"{type(part).__name__} is on the device meta. Use "
                     "module.to_empty(device=...) and load weights first."
+                )
+
+
+def public_name(name: str) -> str:
+    """The user's name for the step module's ``net.name``; the loss keeps its prefix."""
+    return name[len("net.") :] if name.startswith("net.") else name
+
+
+def storages(tensors: Mapping[str, Tensor]) -> Dict[str, int]:
+    """Where the tensors' values are, by name."""
+    return {name: storage_id(tensor) for name, tensor in tensors.items()}
+
+
+def rebound(
+    module: nn.Module, tensors: Mapping[str, Tensor], before: Mapping[str, int]
+) -> Iterator[CaptureError]:
+    """Errors, with the place, for the tensors that forward has not left where they were.
+
+    Args:
+        module: whose forward has run.
+        tensors: its parameters and buffers before, by name.
+        before: their storages.
+    """
+    now: Dict[str, Tensor] = dict(module.named_parameters())
+    now.update(module.named_buffers())
+    for name in sorted({*tensors, *now}):
+        tensor = tensors.get(name)
+        if tensor is None or now.get(name) is not tensor or storage_id(tensor) != before[name]:
+            yield _rebound(module, name, new=tensor is None)
+
+
+def refuse_rebinding(
+    module: nn.Module, tensors: Mapping[str, Tensor], before: Mapping[str, int]
+) -> None:
+    """Make sure that there are none.
+
+    Raises:
+        CaptureError: the first one.
+    """
+    for error in rebound(module, tensors, before):
+        raise error
+
+
+def _rebound(module: nn.Module, name: str, new: bool) -> CaptureError:
+    path, _, attribute = name.rpartition(".")
+    parts = path.split(".")
+    owners = [module.get_submodule(".".join(parts[:i])) for i in range(len(parts), 0, -1)]
+    file, line, function = _assignment([type(owner) for owner in owners], attribute)
+    if new:
+        what = "registered"
+        instead = "Register it in __init__, and change it in place in forward"
+    elif attribute in owners[0]._parameters:
+        what = "replaced by another tensor"
+        instead = "Keep the new value under another name, or make it a buffer"
+    else:
+        what = "replaced by another tensor"
+        instead = f"Change it in place: self.{attribute}.copy_(new_value)"
+    at = f", at {file}:{line}" if file else ""
+    begin, end = f"{public_name(name)!r} was {what} inside forward", "the program would never see"
+    return CaptureError(
+        f"{begin}{at}, and {end} the new one. {instead}.",
+        file,
+        line,
+        function=function,
+        kind="rebound",
+        what=f"{begin}, and {end} the new one",
+        cure=f"{instead}.",
+    )
+
+
+def _assignment(
+    owners: Sequence[type], attribute: str
+) -> Tuple[Optional[str], Optional[int], Optional[str]]:
+    """File, line and function where the user sets the attribute, or else where forward begins."""
+    name = re.escape(attribute)
+    setting = re.compile(rf"\.{name}(\.data)?\s*=(?!=)|[\"']{name}[\"']")
+    begin: Tuple[Optional[str], Optional[int], Optional[str]] = (None, None, None)
+    for owner in owners:
+        for function in _methods(owner):
+            try:
+                file = inspect.getsourcefile(function)
+                lines, first = inspect.getsourcelines(function)
+            except (OSError, TypeError):
+                continue
+            for number, line in enumerate(lines, first):
+                if setting.search(line):
+                    return file, number, function.__name__
+            if begin[0] is None and function.__name__ == "forward":
+                begin = file, first, "forward"
+    return begin
+
+
+def _methods(owner: type) -> Iterator[Callable[..., Any]]:
+    """List methods of a user's class: forward, and then what it may call."""
+    if owner.__module__.partition(".")[0] == "torch":
+        return
+    forward = inspect.unwrap(owner.forward)  # type: ignore[attr-defined]
+    yield forward
+    for base in owner.__mro__:
+        if base.__module__.partition(".")[0] not in ("torch", "builtins"):
+            for name, method in vars(base).items():
+                if inspect.isfunction(method) and name not in ("forward", "__init__"):
+                    yield inspect.unwrap(method)
+
+
+def refuse_shared_memory(
+    trained: Sequence[str], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> None:
+    """The program moves trained parameters, and copies buffers: what overlaps would come apart.
+
+    Raises:
+        ConfigurationError: two different parameters or buffers overlap in memory.
+        OptimizerError: a trained parameter is complex.
+    """
+    for name in trained:
+        if parameters[name].is_complex():
+            raise OptimizerError(
+                f"trained parameters must be real, but {public_name(name)!r} is "
+                f"{parameters[name].dtype}. Keep real and imaginary part as two parameters, and "
+                "join them with torch.complex in forward."
+            )
+    by_storage: Dict[int, List[Tuple[int, int, str]]] = {}
+    for name, tensor in {**parameters, **buffers}.items():
+        if not tensor.numel() or tensor.is_sparse:
+            continue
+        last = int(sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())))
+        begin = int(tensor.storage_offset())
+        key = tensor.untyped_storage().data_ptr()
+        by_storage.setdefault(key, []).append((begin, begin + last, name))
+    for places in by_storage.values():
+        places.sort()
+        for (_, end, first), (begin, _, second) in zip(places, places[1:]):
+            if begin <= end:
+                raise ConfigurationError(
+                    f"{public_name(first)!r} and {public_name(second)!r} share memory without "
+                    "being one tensor, and would come apart in the program. Tie them: "
+                    "b.weight = a.weight makes both names one parameter."
                 )

@@ -15,7 +15,7 @@ from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.poptorch._precision import float64_kept
 from ipufit.tracing.capture import capture
-from ipufit.tracing.liveness import peak_bytes
+from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.node_meta import backward_marked, layers_marked
 from ipufit.tracing.recompute import recompute_layers
 from tests.fitting import assert_equal

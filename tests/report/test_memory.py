@@ -12,7 +12,7 @@ from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.profiling.live_bytes import LiveBytes, bytes_in
 from ipufit.report import recorder
 from ipufit.tracing.capture import capture
-from ipufit.tracing.liveness import alive_bytes, peak_bytes
+from ipufit.tracing.graph_analysis import alive_bytes, peak_bytes
 from tests.bench.workloads import LEARNING_RATE, WORKLOADS
 
 PLANS = {

@@ -20,8 +20,7 @@ from ipufit.engines.embedded.programs.fsdp import FSDPTrainingProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.report import recorder
 from ipufit.tracing.capture import capture
-from ipufit.tracing.source_map import Origin
-from ipufit.tracing.source_trace import Call
+from ipufit.tracing.source_map import Call, Origin
 from tests.nets import CNN, MLP, Running, data
 from tests.tape import Tapes
 

@@ -20,7 +20,7 @@ from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
-from ipufit.tracing.tolerance import Tolerance, distance
+from ipufit.tracing.comparison import Tolerance, distance
 from ipufit.training.session import Session, require_single_process
 from ipufit.training.summary import batch_of, sample_of
 from ipufit.utils import tree

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ipufit.analysis.compare.invariance_report import InvarianceCause
 from ipufit.core.batch import MicroBatch
 from ipufit.losses import Loss
-from ipufit.tracing.tolerance import Tolerance, distance
+from ipufit.tracing.comparison import Tolerance, distance
 from ipufit.utils import tree
 
 __all__ = ["find_causes"]

@@ -10,8 +10,7 @@ from ipufit.core.compile_arguments import GRAPH, INDUCTOR
 from ipufit.data.adapters import DataArguments, get_data_adapter
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
-from ipufit.tracing.comparison import Comparison
-from ipufit.tracing.tolerance import Tolerance
+from ipufit.tracing.comparison import Comparison, Tolerance
 from ipufit.training.session import Session, require_single_process
 from ipufit.training.summary import batch_of
 from ipufit.utils.error_collector import ErrorCollector, one_of

@@ -17,10 +17,9 @@ from ipufit.core.train_config import Precision
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError
-from ipufit.tracing.comparison import Comparison, Difference
+from ipufit.tracing.comparison import Comparison, Difference, Tolerance, distance
 from ipufit.tracing.grad_step import ModuleWithLoss, attributes_kept, public_name
-from ipufit.tracing.source_trace import Call, CallRecorder, trace_calls
-from ipufit.tracing.tolerance import Tolerance, distance
+from ipufit.tracing.source_map import Call, CallRecorder, trace_calls
 
 __all__ = ["ReferenceComparison"]
 

@@ -47,8 +47,8 @@ from ipufit.tracing.capture import capture, uses_random_numbers
 from ipufit.tracing.fingerprint import fingerprint, note_writes
 from ipufit.tracing.flat_storage import Block
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, attributes_kept
+from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.ipu_only import for_this_engine
-from ipufit.tracing.liveness import peak_bytes
 from ipufit.tracing.recompute import recompute_layers
 from ipufit.tracing.untraced_random import refuse_draws
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock

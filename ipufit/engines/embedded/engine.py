@@ -27,7 +27,7 @@ from ipufit.engines.embedded.programs.inference import InferenceProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.engines.program import Program, ProgramSpec
 from ipufit.processes import current
-from ipufit.tracing.compiler_hints import said_of
+from ipufit.tracing.ipu_only import said_of
 from ipufit.utils.random_streams import check_keyed_devices
 
 __all__ = ["EmbeddedEngine"]

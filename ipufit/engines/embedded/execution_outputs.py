@@ -12,7 +12,7 @@ from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.program import ExecutionResult
 
 if TYPE_CHECKING:
-    from ipufit.tracing.results import ReportedScalars
+    from ipufit.tracing.grad_step import ReportedScalars
 
 __all__ = ["ExecutionOutputs"]
 

@@ -15,8 +15,7 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.errors import NonFiniteLossError, NonFiniteValue
 from ipufit.tracing.find_nonfinite import NonFiniteSearch
 from ipufit.tracing.grad_step import ModuleWithLoss, attributes_kept
-from ipufit.tracing.source_map import SourceTracker
-from ipufit.tracing.source_trace import SourceInterpreter, trace_calls
+from ipufit.tracing.source_map import SourceInterpreter, SourceTracker, trace_calls
 
 __all__ = ["Replay"]
 

@@ -9,8 +9,7 @@ from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.passes.select_kernels import Lowered
-from ipufit.tracing.grad_step import GradStep
-from ipufit.tracing.results import OutputShape, ReportedScalars
+from ipufit.tracing.grad_step import GradStep, OutputShape, ReportedScalars
 
 __all__ = ["Seeding", "TracedStep", "Update"]
 

@@ -16,8 +16,7 @@ from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import IpuStep, Traced
 from ipufit.errors import DataError
 from ipufit.tracing.fingerprint import note_writes
-from ipufit.tracing.grad_step import attributes_kept
-from ipufit.tracing.results import ReportedScalars
+from ipufit.tracing.grad_step import ReportedScalars, attributes_kept
 from ipufit.tracing.untraced_random import record_alone, refuse_draws
 
 __all__ = ["Executable", "Result", "cut_rows"]

@@ -16,7 +16,7 @@ from ipufit.engines.ipu.preflight.settings import refused_arguments
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.losses import Loss
 from ipufit.optim.rules import rule_for
-from ipufit.tracing.shared_memory import refuse_shared_memory
+from ipufit.tracing.validate import refuse_shared_memory
 from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = ["check_autocast", "check_ipus", "check_request", "check_trained"]

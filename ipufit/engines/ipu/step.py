@@ -21,9 +21,8 @@ from ipufit.losses.masked import loss_of_valid
 from ipufit.partition.recomputation import outputs_checkpointed
 from ipufit.partition.stage_context import followed
 from ipufit.tracing.fingerprint import called_objects
-from ipufit.tracing.grad_step import ModuleWithLoss, carries_loss
-from ipufit.tracing.rebinding import refuse_rebinding, storages
-from ipufit.tracing.results import OutputShape, ReportedScalars
+from ipufit.tracing.grad_step import ModuleWithLoss, OutputShape, ReportedScalars, carries_loss
+from ipufit.tracing.validate import refuse_rebinding, storages
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import traced_by
 

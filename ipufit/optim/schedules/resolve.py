@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ipufit.errors import ConfigurationError
 from ipufit.optim.schedules import settings
-from ipufit.optim.schedules.schedule import Schedule, silenced
-from ipufit.optim.schedules.torch_schedulers import Scheduler, TorchSchedule, parts
+from ipufit.optim.schedules.schedule import Schedule, Scheduler, TorchSchedule, parts, silenced
 
 __all__ = ["AtEpochEnd", "EveryBatches", "check_form", "resolve_schedule"]
 

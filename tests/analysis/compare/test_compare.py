@@ -13,8 +13,7 @@ from torch import nn
 import ipufit
 from ipufit.engines.embedded import context as context_module
 from ipufit.errors import ConfigurationError, NotCompiledError
-from ipufit.tracing.comparison import Comparison, Difference
-from ipufit.tracing.tolerance import DEFAULTS, Tolerance, distance
+from ipufit.tracing.comparison import DEFAULTS, Comparison, Difference, Tolerance, distance
 from tests import nets
 from tests.told import refused
 

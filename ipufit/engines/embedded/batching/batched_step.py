@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.batching.steps import BatchedGradStep
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.tracing.results import ReportedScalars
+from ipufit.tracing.grad_step import ReportedScalars
 
 __all__ = ["BatchedResult", "BatchedStep"]
 

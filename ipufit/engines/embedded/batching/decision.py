@@ -28,11 +28,9 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.losses import Loss
 from ipufit.tracing.capture import capture
 from ipufit.tracing.generators import Generators
-from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, attributes_kept
-from ipufit.tracing.graph_signature import GraphSignature
-from ipufit.tracing.liveness import peak_bytes
-from ipufit.tracing.rebinding import public_name
-from ipufit.tracing.results import OutputShape
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, OutputShape, attributes_kept
+from ipufit.tracing.graph_analysis import GraphSignature, peak_bytes
+from ipufit.tracing.validate import public_name
 
 __all__ = ["MOST_BYTES", "Decision", "decide"]
 

@@ -22,9 +22,8 @@ from ipufit.engines.embedded.batching.batch_dim import (
     State,
 )
 from ipufit.engines.embedded.batching.rules import BATCHING_RULES, IN_PLACE, SIZED, Call
-from ipufit.tracing.aliases import Memories
 from ipufit.tracing.capture import draws
-from ipufit.tracing.graph_signature import operator_name, same_constants
+from ipufit.tracing.graph_analysis import Memories, operator_name, same_constants
 
 __all__ = ["prove"]
 

@@ -19,8 +19,7 @@ from ipufit.engines.embedded.batching.batch_dim import (
     State,
     regrouped,
 )
-from ipufit.tracing.aliases import nodes_in
-from ipufit.tracing.graph_signature import operator_name
+from ipufit.tracing.graph_analysis import nodes_in, operator_name
 
 __all__ = ["BATCHING_RULES", "IN_PLACE", "SIZED", "Call"]
 

@@ -16,9 +16,8 @@ from ipufit.engines.embedded.batching.batch_dim import BatchDim, RefusalError, S
 from ipufit.losses import Loss, LossTerm
 from ipufit.losses.batched import losses_together
 from ipufit.tracing.flat_storage import Block, storage_id
-from ipufit.tracing.grad_step import ModuleWithLoss
+from ipufit.tracing.grad_step import ModuleWithLoss, OutputShape, ReportedScalars
 from ipufit.tracing.node_meta import backward_marked
-from ipufit.tracing.results import OutputShape, ReportedScalars
 from ipufit.utils import tree
 from ipufit.utils.state import call_with
 

@@ -21,7 +21,7 @@ from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec
 from ipufit.tracing import recurrent
-from ipufit.tracing.aliases import Memories
+from ipufit.tracing.graph_analysis import Memories
 
 __all__ = ["CompilableUpdate", "UnfitError", "describe"]
 

@@ -15,8 +15,8 @@ from torch import fx, nn
 
 from ipufit.engines.embedded.passes.data_flow import Flow
 from ipufit.errors import CaptureError
-from ipufit.tracing.aliases import Memories
 from ipufit.tracing.grad_step import public_name
+from ipufit.tracing.graph_analysis import Memories
 from ipufit.tracing.node_meta import is_backward
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any, Dict, Optional
 
 from torch import Tensor, fx
 
-from ipufit.tracing.aliases import Memories
+from ipufit.tracing.graph_analysis import Memories
 
 __all__ = ["Flow", "value_of"]
 

@@ -10,8 +10,7 @@ from torch import fx
 from ipufit.engines.embedded.passes.direct_calls import operator_called
 from ipufit.engines.embedded.profiling.rows import Place
 from ipufit.tracing.node_meta import is_backward, recorded_as
-from ipufit.tracing.source_map import Origin
-from ipufit.tracing.source_trace import Call
+from ipufit.tracing.source_map import Call, Origin
 
 __all__ = ["places_of"]
 

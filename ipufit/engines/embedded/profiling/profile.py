@@ -28,10 +28,9 @@ from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError
-from ipufit.tracing.liveness import peak_bytes
+from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.node_meta import is_backward
-from ipufit.tracing.source_map import Origin
-from ipufit.tracing.source_trace import trace_calls
+from ipufit.tracing.source_map import Origin, trace_calls
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep

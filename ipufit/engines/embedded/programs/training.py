@@ -35,7 +35,7 @@ from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.tracing.fingerprint import FrozenValues
 from ipufit.tracing.flat_storage import Block, FlatStorage
 from ipufit.tracing.grad_step import public_name
-from ipufit.tracing.shared_memory import refuse_shared_memory
+from ipufit.tracing.validate import refuse_shared_memory
 from ipufit.utils.malloc_policy import give_back_freed_memory
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import copy_optimizer_state, fork_rng
@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
     from ipufit.engines.embedded.programs.cuda_graph import CapturedExecutions
     from ipufit.engines.embedded.replay_update import Replay
-    from ipufit.tracing.comparison import Comparison
-    from ipufit.tracing.tolerance import Tolerance
+    from ipufit.tracing.comparison import Comparison, Tolerance
 
 __all__ = ["TrainingProgram"]
 

@@ -1,0 +1,245 @@
+"""Facts about a traced graph: memory that values share, bytes in use, and whether two are alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+
+import torch
+from torch import Tensor, fx
+
+from ipufit.tracing.capture import draws
+
+__all__ = [
+    "NORMS",
+    "GraphSignature",
+    "Memories",
+    "alive_bytes",
+    "nodes_in",
+    "operator_name",
+    "peak_bytes",
+    "same_constants",
+    "schema_of",
+]
+
+# They write running statistics (arguments 3 and 4) while training (argument 5), which their schemas
+# don't say.
+NORMS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+}
+
+
+class Memories:
+    """The values of a graph, grouped by the memory they may lie in.
+
+    Args:
+        graph: of ATen operators.
+
+    Attributes:
+        members: all nodes of each memory.
+        writes: the nodes that write to it.
+        changed: which of the graph's inputs are written to, by number.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._parent: Dict[fx.Node, fx.Node] = {}
+        constants: Dict[Any, fx.Node] = {}
+        written: List[Tuple[fx.Node, fx.Node]] = []
+        for node in graph.nodes:
+            self._parent[node] = node
+            if node.op == "get_attr":
+                self._join(node, constants.setdefault(node.target, node))
+            elif node.op == "call_function":
+                for other, writes in _aliased(node):
+                    if writes:
+                        written.append((node, other))
+                    if not writes or _returns(node, other):
+                        self._join(node, other)
+        self.members: Dict[fx.Node, List[fx.Node]] = {}
+        for node in graph.nodes:
+            self.members.setdefault(self.of(node), []).append(node)
+        self.writes: Dict[fx.Node, List[fx.Node]] = {}
+        self.written_by: Dict[fx.Node, Set[fx.Node]] = {}
+        for node, other in written:
+            self.writes.setdefault(self.of(other), []).append(node)
+            self.written_by.setdefault(node, set()).add(self.of(other))
+        given = [node for node in graph.nodes if node.op == "placeholder"]
+        self.changed = [i for i, node in enumerate(given) if self.of(node) in self.writes]
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """The memory of a value: one node that stands for it."""
+        while self._parent[node] is not node:
+            node = self._parent[node]
+        return node
+
+    def _join(self, node: fx.Node, other: fx.Node) -> None:
+        first, second = self.of(node), self.of(other)
+        if first is not second:
+            self._parent[first] = second
+
+
+def schema_of(node: fx.Node) -> Any:
+    """Return the schema of the operator that a node calls, or None if it calls no operator."""
+    return getattr(node.target, "_schema", None)
+
+
+def nodes_in(value: Any) -> Iterator[fx.Node]:
+    """The nodes in an argument, those in lists included."""
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from nodes_in(item)
+
+
+def _aliased(node: fx.Node) -> Iterator[Tuple[fx.Node, bool]]:
+    """The arguments whose memory the node's value shares or the node writes to; which of both."""
+    if node.target is operator.getitem:
+        # Of an operator's several results, views share the memory of what they are views of.
+        source: Any = node.args[0]
+        if any(True for _ in _aliased(source)) and source.target not in NORMS:
+            yield source, False
+        return
+    if node.target in NORMS and node.args[5]:
+        for other in nodes_in(node.args[3:5]):
+            yield other, True
+        return
+    if node.target is torch.ops.aten._unsafe_view.default:
+        # A view all the same, though its schema is silent.
+        yield node.all_input_nodes[0], False
+        return
+    schema = schema_of(node)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is None:
+            continue
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        for other in nodes_in(given):
+            yield other, bool(argument.alias_info.is_write)
+
+
+def _returns(node: fx.Node, other: fx.Node) -> bool:
+    """Tell whether an operator that writes to an argument returns it."""
+    schema = schema_of(node)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+
+
+def peak_bytes(graph: fx.GraphModule) -> int:
+    """The most memory that intermediate values and results take at one time, in bytes."""
+    return max((alive for _, alive in alive_bytes(graph)), default=0)
+
+
+def alive_bytes(graph: fx.GraphModule) -> List[Tuple[fx.Node, int]]:
+    """The memory that intermediate values and results take while each node runs, in bytes.
+
+    Counted from shapes: each value takes its memory when it is computed, and gives it back after
+    its last use. Arguments, and what operators need for themselves, are left out.
+    """
+    memories = Memories(graph.graph)
+    nodes: List[fx.Node] = list(graph.graph.nodes)
+    given = {memories.of(n) for n in nodes if n.op in ("placeholder", "get_attr")}
+    last: Dict[fx.Node, int] = {}
+    for index, node in enumerate(nodes):
+        for value in (node, *node.all_input_nodes):
+            last[memories.of(value)] = index
+    ends: Dict[int, List[fx.Node]] = {}
+    for memory, index in last.items():
+        ends.setdefault(index, []).append(memory)
+    size: Dict[fx.Node, int] = {}
+    now = 0
+    curve: List[Tuple[fx.Node, int]] = []
+    for index, node in enumerate(nodes):
+        memory = memories.of(node)
+        if memory not in given and memory not in size and isinstance(node.meta.get("val"), Tensor):
+            size[memory] = _bytes(node.meta["val"])
+            now += size[memory]
+        curve.append((node, now))
+        for ended in ends.get(index, ()):
+            now -= size.get(ended, 0)
+    return curve
+
+
+def _bytes(value: Tensor) -> int:
+    try:
+        return int(value.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError):
+        return int(value.numel() * value.element_size())
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphSignature:
+    """A graph as text, and what in it forbids to merge.
+
+    Attributes:
+        text: what its operators compute from what, but for those that nobody reads.
+        constants: tensors in it.
+        drawn: an operator that draws random numbers, or None.
+        changed: the number of an argument that it writes to, or None.
+    """
+
+    text: str
+    constants: Tuple[Tensor, ...]
+    drawn: Optional[str]
+    changed: Optional[int]
+
+    @staticmethod
+    def of(graph: fx.GraphModule) -> GraphSignature:
+        """Make the signature of a graph, which may be changed afterwards."""
+        nodes = list(graph.graph.nodes)
+        constants = [getattr(graph, str(n.target)) for n in nodes if n.op == "get_attr"]
+        drawn = [operator_name(n) for n in nodes if draws(n.target, n.args, n.kwargs)]
+        memories = Memories(graph.graph)
+        changed = memories.changed
+        return GraphSignature(
+            _text(graph.graph, memories),
+            tuple(c for c in constants if isinstance(c, Tensor)),
+            drawn[0] if drawn else None,
+            changed[0] if changed else None,
+        )
+
+    def equals(self, other: GraphSignature) -> bool:
+        """Tell whether both compute the same from the same arguments."""
+        return self.text == other.text and same_constants(self.constants, other.constants)
+
+
+def _text(graph: fx.Graph, memories: Memories) -> str:
+    """Nodes by their numbers: torch counts in names what it has dropped, too."""
+    alive: Set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        if (
+            node.op != "call_function"
+            or memories.written_by.get(node)
+            or any(user in alive for user in node.users)
+        ):
+            alive.add(node)
+    numbers: Dict[fx.Node, str] = {}
+    lines = []
+    for node in graph.nodes:
+        if node in alive:
+            numbers[node] = f"%{len(numbers)}"
+            target = node.target if node.op == "call_function" else node.op
+            given = fx.node.map_arg((node.args, node.kwargs), lambda read: _Number(numbers[read]))
+            lines.append(f"{target} {given}")
+    return "\n".join(lines)
+
+
+class _Number(str):
+    """The number of a node, in a text without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def same_constants(first: Tuple[Tensor, ...], second: Tuple[Tensor, ...]) -> bool:
+    """Tell whether two lists of tensors hold the same values."""
+    return len(first) == len(second) and all(
+        a is b or (a.dtype == b.dtype and a.device == b.device and torch.equal(a, b))
+        for a, b in zip(first, second)
+    )
+
+
+def operator_name(node: fx.Node) -> str:
+    """Such as ``aten.mean.dim``, without the name of a default overload."""
+    name = str(node.target)
+    return name[: -len(".default")] if name.endswith(".default") else name
