@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ipufit.engines.embedded.profiling.profiling_interpreter import ProfilingInterpreter
-from ipufit.engines.embedded.profiling.timers import HostTimer
+from ipufit.engines.embedded.profiling.profiling_interpreter import HostTimer, ProfilingInterpreter
 from ipufit.partition.flops import bytes_of, flops_of
 from ipufit.tracing.capture import capture, recordable
 from ipufit.tracing.node_meta import backward_marked, is_backward

@@ -11,11 +11,10 @@ from torch import nn
 import ipufit
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.passes.select_kernels import lower
-from ipufit.engines.embedded.profiling import profile, timers
-from ipufit.engines.embedded.profiling.memory import thinned
-from ipufit.engines.embedded.profiling.node_sources import places_of
-from ipufit.engines.embedded.profiling.profile import OperatorProfiler
+from ipufit.engines.embedded.profiling import profile, profiling_interpreter
+from ipufit.engines.embedded.profiling.profile import OperatorProfiler, thinned
 from ipufit.engines.embedded.profiling.profiling_interpreter import ProfilingInterpreter
+from ipufit.engines.embedded.profiling.rows import places_of
 from ipufit.engines.embedded.programs.fsdp import FSDPTrainingProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.report import recorder
@@ -203,7 +202,7 @@ def looked_at(step, arguments, jit):
     graph = capture(step, arguments)
     lowered = lower(graph, arguments, jit).graph
     calls = [Call("", Origin(node.name), [node.name]) for node in graph.graph.nodes]
-    run = ProfilingInterpreter(lowered, timers.HostTimer(), arguments)
+    run = ProfilingInterpreter(lowered, profiling_interpreter.HostTimer(), arguments)
     run.run(*arguments)
     places = places_of(lowered, graph, calls)
     return {name: (places[name].module, each.operator) for name, each in run.looked.items()}, run
@@ -350,7 +349,7 @@ def test_on_a_gpu_events_are_looked_at_after_a_round(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("synchronize"))
-    timer = timers.timer_for(torch.device("cuda"))
+    timer = profiling_interpreter.timer_for(torch.device("cuda"))
     for wait in (3, 1):
         begun = timer.begin()
         for _ in range(wait - 1):

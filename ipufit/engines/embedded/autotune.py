@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Callable, List, Optional
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.compile_arguments import GRAPH, INDUCTOR
-from ipufit.engines.embedded.inductor.compilation import CompilerError
+from ipufit.engines.embedded.inductor.compiled import CompilerError
 from ipufit.engines.embedded.timing import fastest
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.errors import ConfigurationError, NonFiniteLossError

@@ -56,7 +56,7 @@ from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 if TYPE_CHECKING:
     from ipufit.engines.embedded.autotune import JitAutotuner
     from ipufit.engines.embedded.batching import BatchedStep, Decision
-    from ipufit.engines.embedded.batching.steps import BatchedGradStep
+    from ipufit.engines.embedded.batching.batched_step import BatchedGradStep
     from ipufit.engines.embedded.fsdp.weights import ShardedWeights
     from ipufit.engines.embedded.inductor.compiled import CompiledUpdates, Libraries
     from ipufit.engines.embedded.zero.state import StateParts

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.engines.embedded.passes import onednn_matmul, select_kernels
+from ipufit.engines.embedded.passes import cpu_kernels, select_kernels
 from ipufit.utils import malloc_policy
 
 needs_glibc = pytest.mark.skipif(malloc_policy._glibc() is None, reason="another C library")
@@ -117,7 +117,7 @@ def test_what_the_environment_says_of_memory_holds():
     assert run(SCRIPT, MALLOC_MMAP_THRESHOLD_=str(2**25), MALLOC_TRIM_THRESHOLD_="131072") == 16
 
 
-@pytest.mark.skipif(onednn_matmul._linear() is None, reason="this torch has no other products")
+@pytest.mark.skipif(cpu_kernels._linear() is None, reason="this torch has no other products")
 def test_trying_other_kernels_leaves_no_memory_behind(monkeypatch):
     """What two programs took to run once is handed back before training begins."""
     order = []

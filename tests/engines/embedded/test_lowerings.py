@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.passes import channels_last, fuse_concat, onednn_matmul
-from ipufit.engines.embedded.passes.direct_calls import SHORT
-from ipufit.engines.embedded.passes.fuse_concat import fuse_concats
+from ipufit.engines.embedded.passes import cpu_kernels, simplify
+from ipufit.engines.embedded.passes.simplify import SHORT, fuse_concats
 from ipufit.tracing.capture import capture
 from tests.nets import MLP, data
 from tests.told import refused
@@ -96,13 +95,13 @@ def fitted(net, **options):
 @pytest.fixture
 def all_kernels(monkeypatch):
     """Whatever the sizes, and whatever is fastest here."""
-    monkeypatch.setattr(onednn_matmul, "_SMALLEST", 0)
-    monkeypatch.setattr(channels_last, "_SMALLEST", 0)
-    monkeypatch.setattr(onednn_matmul, "fastest", lambda key, make: list(make())[-1])
+    monkeypatch.setattr(cpu_kernels, "_SMALLEST_PRODUCT", 0)
+    monkeypatch.setattr(cpu_kernels, "_SMALLEST_PICTURE", 0)
+    monkeypatch.setattr(cpu_kernels, "fastest", lambda key, make: list(make())[-1])
 
 
 needs_onednn = pytest.mark.skipif(
-    onednn_matmul._linear() is None, reason="this torch has no linear layers of oneDNN's"
+    cpu_kernels._linear() is None, reason="this torch has no linear layers of oneDNN's"
 )
 
 
@@ -168,7 +167,7 @@ def test_products_write_where_gradients_are_gathered_the_same_bits(kind, monkeyp
     net = kind()
     results = []
     for smallest in (0, 10**9):
-        monkeypatch.setattr(fuse_concat, "_SMALLEST", smallest)
+        monkeypatch.setattr(simplify, "_SMALLEST_PRODUCT", smallest)
         monkeypatch.setattr(module, "fuse_concats", gathered)
         model, _, history = fitted(net, jit="graph")
         results.append((model.module.state_dict(), history.history["loss"], max(written)))
@@ -369,11 +368,11 @@ def test_a_way_that_is_hardly_faster_is_not_taken(monkeypatch):
     assert timing.fastest(("another key",), lambda: dict.fromkeys("ab", int)) == "a"
 
 
-@pytest.mark.skipif(onednn_matmul._linear() is None, reason="this torch has no other products")
+@pytest.mark.skipif(cpu_kernels._linear() is None, reason="this torch has no other products")
 def test_a_transposed_product_is_tried_only_where_it_may_pay():
     """What oneDNN has computed once stays in its cache."""
     layouts = itertools.product((False, True), repeat=2)
-    columns = {layout: onednn_matmul._ways(4, 5, 6, layout, False) for layout in layouts}
+    columns = {layout: cpu_kernels._ways(4, 5, 6, layout, False) for layout in layouts}
     assert [("turned" in ways) for ways in columns.values()] == [False, False, True, True]
     for ways in columns.values():
         for call in ways.values():

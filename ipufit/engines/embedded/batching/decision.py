@@ -13,14 +13,14 @@ from torch import Tensor, fx
 from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import autocast_state, computes_in_half, with_inputs_in
 from ipufit.engines.embedded.batching.batch_dim import NOT_MAPPED, BatchDim, RefusalError, State
-from ipufit.engines.embedded.batching.batched_step import BatchedStep
-from ipufit.engines.embedded.batching.proof import prove
-from ipufit.engines.embedded.batching.steps import (
+from ipufit.engines.embedded.batching.batched_step import (
     BatchedGradStep,
+    BatchedStep,
     Forward,
     Replayed,
     forward_leaves,
 )
+from ipufit.engines.embedded.batching.proof import prove
 from ipufit.engines.embedded.gradient_reduction import Reduction
 from ipufit.engines.embedded.replicas import same
 from ipufit.engines.embedded.traced_step import TracedStep

@@ -9,8 +9,7 @@ from torch import Tensor, fx
 
 from ipufit.engines.embedded.fsdp.weights import ShardedWeights
 from ipufit.engines.embedded.passes.collective_hooks import SUM, Event, insert_weight_hooks
-from ipufit.engines.embedded.passes.direct_calls import call_directly
-from ipufit.engines.embedded.passes.simplify import simplify
+from ipufit.engines.embedded.passes.simplify import call_directly, simplify
 from ipufit.errors import CaptureError
 
 __all__ = ["ShardedStep"]

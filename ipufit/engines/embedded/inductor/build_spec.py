@@ -15,7 +15,7 @@ from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
 from ipufit.engines.embedded.gradient_reduction import Reduction
 from ipufit.engines.embedded.inductor.update_spec import BlockSpec, SlotSpec, UpdateSpec
 from ipufit.engines.embedded.optimizer_state_location import HostMemory
-from ipufit.engines.embedded.passes.onednn_matmul import use_onednn_matmul
+from ipufit.engines.embedded.passes.cpu_kernels import use_onednn_matmul
 from ipufit.engines.embedded.passes.simplify import simplify
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState

@@ -1,27 +1,33 @@
 """One weight update as a function of tensors alone, described in numbers and text.
 
-The description goes to the process that compiles, which makes the function of it. Forward, loss and
-backward come as the text of a recorded graph; reduction, clipping and the optimizer's rule are the
-modules that the graphs of an update are recorded from.
+The description goes to the process that compiles, in a request with all that the result depends on;
+that process makes the function of it. Forward, loss and backward come as the text of a recorded
+graph; reduction, clipping and the optimizer's rule are the modules that the graphs of an update are
+recorded from.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
+import platform
+from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type
 
 import torch
 from torch import Tensor
 
 from ipufit.core.train_config import Clip
+from ipufit.engines.embedded import clipping, gradient_reduction
 from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.gradient_reduction import GradientSum
 from ipufit.optim import rules
 from ipufit.optim.rules import OptimizerRule
 from ipufit.tracing.flat_storage import Block, Slot
 
-__all__ = ["BlockSpec", "SlotSpec", "UpdateSpec", "update_of"]
+__all__ = ["BlockSpec", "Request", "SlotSpec", "UpdateSpec", "update_of"]
 
 # What the text of a graph refers to.
 _NAMES: Mapping[str, object] = {
@@ -224,3 +230,78 @@ def _function(code: str) -> Callable[..., List[Tensor]]:
     exec(compile(code, "<recorded graph>", "exec"), names)
     forward = names["forward"]
     return lambda *tensors: forward(None, *tensors)
+
+
+# Changes whenever compiled programs can't be used any more for a reason that no part shows.
+_FORMAT = "1"
+# What the function of a specification is made of, and what compiles it.
+_SOURCES = (
+    *(clipping.__file__, gradient_reduction.__file__, rules.__file__, __file__),
+    Path(__file__).with_name("worker.py"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """An update to compile.
+
+    Attributes:
+        form: of the update.
+        inputs: shape, strides and dtype of each tensor that it takes.
+        threads: that it runs on.
+    """
+
+    form: UpdateSpec
+    inputs: Tuple[Tuple[Tuple[int, ...], Tuple[int, ...], str], ...]
+    threads: int
+
+    @staticmethod
+    def of(form: UpdateSpec, tensors: Sequence[Tensor]) -> Request:
+        """To compile a form for tensors like these, on as many threads as torch uses now."""
+        inputs = ((tuple(t.shape), t.stride(), str(t.dtype)[len("torch.") :]) for t in tensors)
+        return Request(form, tuple(inputs), torch.get_num_threads())
+
+    def to_json(self) -> str:
+        """Write the request as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def of_json(text: str) -> Request:
+        """Read what :meth:`to_json` made."""
+        values: Dict[str, Any] = json.loads(text)
+        inputs = tuple((tuple(s), tuple(t), d) for s, t, d in values["inputs"])
+        return Request(UpdateSpec.of_json(values["form"]), inputs, values["threads"])
+
+    def examples(self) -> List[Tensor]:
+        """Tensors like the inputs, without values."""
+        return [torch.empty_strided(s, t, dtype=getattr(torch, d)) for s, t, d in self.inputs]
+
+    def parts(self) -> Mapping[str, str]:
+        """All that the result depends on, as short texts."""
+        update = dataclasses.asdict(self.form)
+        # Which products go to oneDNN is measured anew in each process; what is kept stays.
+        graph, _ = update.pop("source"), update.pop("code")
+        return {
+            "format": _FORMAT,
+            "ipufit": _digest(*(Path(file).read_text(encoding="utf-8") for file in _SOURCES)),
+            "torch": torch.__version__,
+            "cpu": _digest(platform.machine(), _processor()),
+            "threads": str(self.threads),
+            "graph": _digest(graph),
+            "update": _digest(json.dumps(update, sort_keys=True)),
+            "shapes": _digest(json.dumps(self.inputs)),
+        }
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """Describe all that code made for this very processor depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    kinds = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))

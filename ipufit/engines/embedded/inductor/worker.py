@@ -1,6 +1,8 @@
 """The process that compiles: reads a request from its directory, leaves a library there.
 
 It ends when its standard input does, and takes the compilers that it has started with it.
+TorchInductor knows oneDNN's matrix product from weights that it packs beforehand, and refuses any
+other; here it is taught to call it with matrices that are no constants.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
-__all__ = ["ERROR", "REQUEST", "main"]
+import torch
+
+__all__ = ["ERROR", "REQUEST", "allow_any_weight", "main"]
 
 REQUEST, ERROR = "request.json", "error.txt"
 _NICENESS = 10
@@ -48,15 +53,48 @@ def _compile(text: str, library: Path) -> None:
     import torch._inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from ipufit.engines.embedded.inductor import onednn
-    from ipufit.engines.embedded.inductor.request import Request
-    from ipufit.engines.embedded.inductor.update_spec import update_of
+    from ipufit.engines.embedded.inductor.update_spec import Request, update_of
 
     request = Request.of_json(text)
     torch.set_num_threads(request.threads)
-    onednn.allow_any_weight()
+    allow_any_weight()
     examples = request.examples()
     with torch.no_grad():
         graph = make_fx(update_of(request.form), tracing_mode="fake")(*examples)
         options = {"aot_inductor.output_path": str(library)}
         torch._inductor.aot_compile(graph, tuple(examples), options=options)
+
+
+def allow_any_weight() -> None:
+    """Have TorchInductor call ``mkldnn._linear_pointwise`` with whatever it is given.
+
+    Where this torch is built without oneDNN, or TorchInductor is organised otherwise, nothing
+    happens, and it says itself what it can't compile.
+    """
+    operator = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    try:
+        from torch._inductor import ir, lowering, mkldnn_ir, mkldnn_lowerings
+
+        kernel = mkldnn_ir.LinearUnary
+        created: Any = mkldnn_ir._create_output_node
+    except (ImportError, AttributeError):
+        return
+    if operator is None:
+        return
+    assert mkldnn_lowerings is not None  # registers what is replaced here
+
+    def lower(x: Any, weight: Any, bias: Any, attr: Any, scalars: Any, algorithm: Any) -> Any:
+        inputs = [kernel.require_contiguous(kernel.realize_input(x))]
+        # The kernel reads its second matrix in any layout, the others it would copy.
+        inputs.append(kernel.realize_input(weight))
+        rest = [attr, scalars or [-1], algorithm]
+        if bias is None:
+            rest.insert(0, None)
+        else:
+            inputs.append(kernel.require_contiguous(kernel.realize_input(bias)))
+        rows, columns = x.get_size()[:-1], weight.get_size()[0]
+        layout = ir.FixedLayout(device=x.get_device(), dtype=x.get_dtype(), size=[*rows, columns])
+        made = kernel(layout=layout, inputs=inputs, constant_args=rest)
+        return ir.TensorBox.create(created(made))
+
+    lowering.lowerings[operator.default] = lower

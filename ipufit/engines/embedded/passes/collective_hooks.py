@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 import torch
 from torch import fx, nn
 
-from ipufit.engines.embedded.passes.data_flow import Flow
+from ipufit.engines.embedded.passes.simplify import Flow
 from ipufit.errors import CaptureError
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.graph_analysis import Memories

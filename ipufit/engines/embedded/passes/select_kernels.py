@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.core.compile_arguments import GRAPH, KERNELS
-from ipufit.engines.embedded.passes.channels_last import to_channels_last
-from ipufit.engines.embedded.passes.direct_calls import call_directly
-from ipufit.engines.embedded.passes.fuse_concat import fuse_concats
-from ipufit.engines.embedded.passes.onednn_matmul import use_onednn_matmul
-from ipufit.engines.embedded.passes.simplify import drop_unused, simplify
+from ipufit.engines.embedded.passes.cpu_kernels import to_channels_last, use_onednn_matmul
+from ipufit.engines.embedded.passes.simplify import (
+    call_directly,
+    drop_unused,
+    fuse_concats,
+    simplify,
+)
 from ipufit.engines.embedded.timing import fastest
 from ipufit.utils.malloc_policy import freed_at_once, give_back_freed_memory
 from ipufit.utils.random_streams import isolated

@@ -1,15 +1,63 @@
-"""Drop operators that change nothing: the same bits with fewer calls."""
+"""Passes that leave every bit as it is: fewer calls, fewer copies, shorter ways to operators.
+
+A recorded graph names operators of the dispatcher, whose calls from Python look up a schema each
+time; torch's own functions of the same meaning don't.
+"""
 
 from __future__ import annotations
 
 import operator
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from ipufit.engines.embedded.passes.data_flow import Flow, value_of
+from ipufit.tracing import recurrent
+from ipufit.tracing.graph_analysis import Memories
 
-__all__ = ["drop_unused", "simplify"]
+__all__ = [
+    "SHORT",
+    "Flow",
+    "call_directly",
+    "drop_unused",
+    "fuse_concats",
+    "operator_called",
+    "simplify",
+    "value_of",
+]
+
+
+def value_of(node: Any) -> Optional[Tensor]:
+    """The tensor without data that a node stands for; None where it is none."""
+    found = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return found if isinstance(found, Tensor) else None
+
+
+class Flow:
+    """When the memory of values is written.
+
+    Args:
+        graph: recorded, of ATen operators.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._order: Dict[fx.Node, int] = {node: i for i, node in enumerate(graph.nodes)}
+        self._memories = Memories(graph)
+        self._given = {self._memories.of(n) for n in graph.nodes if n.op == "placeholder"}
+
+    def is_given(self, node: fx.Node) -> bool:
+        """Tell whether the memory of the node is an input's."""
+        return self._memories.of(node) in self._given
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Tell whether anything writes into the memory of the node."""
+        return self._memories.of(node) in self._memories.writes
+
+    def is_written_after(self, node: fx.Node) -> bool:
+        """Tell whether anything writes into the memory of the node once it is there."""
+        writes = self._memories.writes.get(self._memories.of(node), [])
+        return any(self._order[write] > self._order[node] for write in writes)
+
 
 _aten = torch.ops.aten
 
@@ -60,3 +108,192 @@ def drop_unused(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and node.target in _WITHOUT_EFFECT:
             graph.erase_node(node)
+
+
+# Each takes the operator's arguments in the operator's order, and calls nothing else.
+SHORT: Dict[object, Callable[..., object]] = {
+    _aten._log_softmax.default: torch._log_softmax,
+    _aten._log_softmax_backward_data.default: torch._log_softmax_backward_data,
+    _aten._softmax.default: torch._softmax,
+    _aten._softmax_backward_data.default: torch._softmax_backward_data,
+    _aten.add.Tensor: torch.add,
+    _aten.addmm.default: torch.addmm,
+    _aten.bmm.default: torch.bmm,
+    _aten.cat.default: torch.cat,
+    _aten.cat.out: torch.cat,
+    _aten.clone.default: torch.clone,
+    _aten.div.Tensor: torch.div,
+    _aten.expand.default: torch.Tensor.expand,
+    _aten.mm.default: torch.mm,
+    _aten.mm.out: torch.mm,
+    _aten.mul.Tensor: torch.mul,
+    _aten.ne.Scalar: torch.ne,
+    _aten.new_empty.default: torch.Tensor.new_empty,
+    _aten.ones_like.default: torch.ones_like,
+    _aten.permute.default: torch.permute,
+    _aten.relu.default: torch.relu,
+    _aten.reshape.default: torch.reshape,
+    _aten.select.int: torch.select,
+    _aten.squeeze.dim: torch.squeeze,
+    _aten.sub.Tensor: torch.sub,
+    _aten.sum.dim_IntList: torch.sum,
+    _aten.t.default: torch.t,
+    _aten.transpose.int: torch.transpose,
+    _aten.unbind.int: torch.unbind,
+    _aten.unsqueeze.default: torch.unsqueeze,
+    _aten.view.default: torch.Tensor.view,
+    recurrent.FORWARD: recurrent.run_forward,
+    recurrent.BACKWARD: recurrent.run_backward,
+}
+
+
+def call_directly(graph: fx.Graph) -> None:
+    """Replace the operators of a graph by functions that call the very same."""
+    for node in graph.nodes:
+        node.target = SHORT.get(node.target, node.target)
+
+
+def operator_called(target: Any, kwargs: Mapping[str, Any]) -> Optional[Any]:
+    """The operator that a node calls, the short way or not; None where it is another function.
+
+    Args:
+        target: of the node.
+        kwargs: that it is called with.
+    """
+    if hasattr(target, "_schema"):
+        return target
+    return _LONG.get((target, "out" in kwargs))
+
+
+_LONG: Dict[Any, Any] = {(short, str(long).endswith(".out")): long for long, short in SHORT.items()}
+_LONG[torch.narrow, False] = _aten.narrow.default
+
+
+# Elements of a product that is worth a view of its own.
+_SMALLEST_PRODUCT = 2**14
+
+
+class _Part(NamedTuple):
+    """An input of a concatenation.
+
+    Attributes:
+        node: the flat tensor.
+        size: its elements.
+        product: the matrix product that it is a view of, if it may write there; None otherwise.
+    """
+
+    node: fx.Node
+    size: int
+    product: Optional[fx.Node]
+
+
+def fuse_concats(graph: fx.Graph) -> int:
+    """Make large matrix products write into the flat tensors that they are joined in.
+
+    Returns:
+        How many do.
+    """
+    flow = Flow(graph)
+    done = 0
+    for node in list(graph.nodes):
+        if node.target is _aten.cat.default and len(node.args) == 1 and not node.kwargs:
+            parts = _parts(node, flow)
+            products = [part.product for part in parts if part.product is not None]
+            if products:
+                _rewrite(graph, node, parts)
+                done += len(products)
+    return done
+
+
+def _parts(node: fx.Node, flow: Flow) -> List[_Part]:
+    """List the inputs of a concatenation; none if they are not flat tensors of one kind."""
+    whole, given = value_of(node), node.args[0]
+    assert isinstance(given, (list, tuple))
+    values = [value_of(part) for part in given]
+    if whole is None or any(
+        value is None or value.dim() != 1 or value.dtype != whole.dtype for value in values
+    ):
+        return []
+    found = []
+    for part, value in zip(given, values):
+        assert isinstance(part, fx.Node)
+        assert value is not None
+        product = _product_of(part, flow) if value.numel() >= _SMALLEST_PRODUCT else None
+        found.append(_Part(part, value.numel(), product))
+    return found
+
+
+def _product_of(part: fx.Node, flow: Flow) -> Optional[fx.Node]:
+    """The product that nothing else is made of than this view of all of it."""
+    node = part
+    while node.target is _aten.view.default and len(node.users) == 1:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    value = value_of(node)
+    if node is part or node.target is not _aten.mm.default or len(node.users) != 1:
+        return None
+    if value is None or not value.is_contiguous() or flow.is_written(node):
+        return None
+    return node
+
+
+def _rewrite(graph: fx.Graph, node: fx.Node, parts: Sequence[_Part]) -> None:
+    products = {part.product for part in parts if part.product is not None}
+    first = next(each for each in graph.nodes if each in products)
+    with graph.inserting_before(first):
+        size = sum(part.size for part in parts)
+        whole = graph.call_function(_aten.new_empty.default, (first.args[0], [size]))
+    begin, rest = 0, []
+    for part in parts:
+        if part.product is None:
+            rest.append(part.node)
+        else:
+            _join(graph, node, whole, begin, rest)
+            begin, rest = begin + _elements(rest), []
+            _redirect(graph, part.product, whole, begin)
+            begin += part.size
+    _join(graph, node, whole, begin, rest)
+    node.replace_all_uses_with(whole)
+    graph.erase_node(node)
+    for part in parts:
+        _drop_views(graph, part.node)
+
+
+def _elements(nodes: Sequence[fx.Node]) -> int:
+    values = [value_of(node) for node in nodes]
+    return sum(value.numel() for value in values if value is not None)
+
+
+def _join(
+    graph: fx.Graph, before: fx.Node, whole: fx.Node, begin: int, nodes: Sequence[fx.Node]
+) -> None:
+    """Copy these there, one after another."""
+    if not nodes:
+        return
+    with graph.inserting_before(before):
+        place = graph.call_function(torch.narrow, (whole, 0, begin, _elements(nodes)))
+        if len(nodes) == 1:
+            graph.call_function(_aten.copy_.default, (place, nodes[0]))
+        else:
+            graph.call_function(_aten.cat.out, (list(nodes),), {"out": place})
+
+
+def _redirect(graph: fx.Graph, product: fx.Node, whole: fx.Node, begin: int) -> None:
+    """Make the product write there."""
+    value = value_of(product)
+    assert value is not None
+    with graph.inserting_before(product):
+        place = graph.call_function(torch.narrow, (whole, 0, begin, value.numel()))
+        shaped = graph.call_function(_aten.view.default, (place, list(value.shape)))
+        graph.call_function(_aten.mm.out, product.args, {"out": shaped})
+
+
+def _drop_views(graph: fx.Graph, node: fx.Node) -> None:
+    """Remove what is left of a product that writes elsewhere now."""
+    while not node.users and node.target in (_aten.view.default, _aten.mm.default):
+        source = node.args[0]
+        graph.erase_node(node)
+        if not isinstance(source, fx.Node):
+            return
+        node = source

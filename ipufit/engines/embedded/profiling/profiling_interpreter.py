@@ -1,20 +1,173 @@
-"""Runs a graph node by node: times it, and looks at what goes through."""
+"""Runs a graph node by node: times it on the host or a GPU, and counts the bytes in use."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Sequence, Tuple
+import math
+import time
+from typing import Any, Dict, Iterable, Iterator, List, Protocol, Sequence, Tuple
 
+import torch
 from torch import Tensor, fx
 
-from ipufit.engines.embedded.passes.direct_calls import operator_called
-from ipufit.engines.embedded.profiling.live_bytes import LiveBytes
-from ipufit.engines.embedded.profiling.timers import Timer
+from ipufit.engines.embedded.passes.simplify import operator_called
 from ipufit.partition.flops import bytes_of, flops_of
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.utils import tree
 
-__all__ = ["OpRecord", "ProfilingInterpreter", "TimedRun"]
+__all__ = [
+    "DeviceTimer",
+    "HostTimer",
+    "LiveBytes",
+    "OpRecord",
+    "ProfilingInterpreter",
+    "TimedRun",
+    "Timer",
+    "bytes_in",
+    "timer_for",
+]
+
+
+class Timer(Protocol):
+    """Times calls by name, round after round; of each name the shortest time is kept.
+
+    Attributes:
+        method: how, in half a sentence.
+    """
+
+    method: str
+
+    def begin(self) -> Any:
+        """A call begins; what :meth:`end` takes."""
+        ...
+
+    def end(self, name: str, begun: Any) -> None:
+        """It is over."""
+        ...
+
+    def end_round(self) -> None:
+        """Everything was called once."""
+        ...
+
+    def seconds(self, name: str) -> float:
+        """The shortest time of a name; 0 for one that was never called."""
+        ...
+
+
+class HostTimer:
+    """By the host's clock, where a call that returns is over."""
+
+    method = "by the clock of the host"
+
+    def __init__(self) -> None:
+        self._best: Dict[str, float] = {}
+
+    def begin(self) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def end(self, name: str, begun: float) -> None:
+        """Compare with the best so far."""
+        seconds = time.perf_counter() - begun
+        if seconds < self._best.get(name, math.inf):
+            self._best[name] = seconds
+
+    def end_round(self) -> None:
+        """Nothing is left to do."""
+
+    def seconds(self, name: str) -> float:
+        """The shortest time of a name."""
+        return self._best.get(name, 0.0)
+
+
+class DeviceTimer:
+    """By events on the stream of a GPU, so that the host need not wait for each call.
+
+    Args:
+        device: the GPU.
+    """
+
+    method = "by events on the GPU"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._best: Dict[str, float] = {}
+        self._pairs: List[Tuple[str, Any, Any]] = []
+
+    def begin(self) -> Any:
+        """An event that is reached when all before it is done."""
+        return self._event()
+
+    def end(self, name: str, begun: Any) -> None:
+        """Another one."""
+        self._pairs.append((name, begun, self._event()))
+
+    def _event(self) -> Any:
+        make: Any = torch.cuda.Event
+        event = make(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def end_round(self) -> None:
+        """Wait, and look at the events."""
+        torch.cuda.synchronize(self._device)
+        for name, begun, ended in self._pairs:
+            seconds = begun.elapsed_time(ended) / 1e3
+            self._best[name] = min(self._best.get(name, math.inf), seconds)
+        self._pairs = []
+
+    def seconds(self, name: str) -> float:
+        """The shortest time of a name."""
+        return self._best.get(name, 0.0)
+
+
+def timer_for(device: torch.device) -> Timer:
+    """The one for calls on a device."""
+    return DeviceTimer(device) if device.type == "cuda" else HostTimer()
+
+
+def bytes_in(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory that tensors lie in, what several share counted once."""
+    sizes = {storage_id(t): t.untyped_storage().nbytes() for t in tensors if storage_id(t)}
+    return sum(sizes.values())
+
+
+class LiveBytes:
+    """Counts the memory of values that come and go, what several share once.
+
+    Args:
+        given: tensors that are there all the time, and do not count.
+
+    Attributes:
+        now: bytes that are held.
+    """
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        self._given = {storage_id(tensor) for tensor in given} | {0}
+        self._holders: Dict[int, int] = {}
+        self.now = 0
+
+    def take(self, value: Any) -> None:
+        """A value is there: a tensor, or what has some."""
+        for key, size in self._memories(value):
+            if key not in self._holders:
+                self._holders[key] = 0
+                self.now += size
+            self._holders[key] += 1
+
+    def drop(self, value: Any) -> None:
+        """A value that was taken is wanted no more."""
+        for key, size in self._memories(value):
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                # Its address may be that of other memory from now on.
+                del self._holders[key]
+                self.now -= size
+
+    def _memories(self, value: Any) -> Iterator[Any]:
+        for leaf in tree.flatten(value)[0]:
+            if isinstance(leaf, Tensor) and storage_id(leaf) not in self._given:
+                yield storage_id(leaf), leaf.untyped_storage().nbytes()
 
 
 @dataclasses.dataclass(frozen=True)

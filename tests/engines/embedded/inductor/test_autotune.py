@@ -10,8 +10,7 @@ import ipufit
 from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.autotune import JitAutotuner
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.inductor.compilation import CompilerError
-from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
+from ipufit.engines.embedded.inductor.compiled import CompiledUpdates, CompilerError
 from ipufit.engines.embedded.inductor.store import Store
 from ipufit.engines.embedded.inductor.update_spec import update_of
 from ipufit.engines.embedded.programs import training

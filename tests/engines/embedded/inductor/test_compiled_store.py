@@ -122,15 +122,15 @@ _PARENT = """
 import sys, time
 from contextlib import ExitStack
 from pathlib import Path
-from ipufit.engines.embedded.inductor import compilation
+from ipufit.engines.embedded.inductor import compiled
 place = Path(sys.argv[1])
 opened = ExitStack()
-compilation._RUN = '''
+compiled._RUN = '''
 from {0} import _end_with_input
 print("up", flush=True)
 _end_with_input()
 '''
-process = opened.enter_context(compilation._started(place, place))
+process = opened.enter_context(compiled._started(place, place))
 print(process.pid, flush=True)
 time.sleep(600)
 """

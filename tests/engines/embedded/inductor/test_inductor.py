@@ -14,8 +14,7 @@ import ipufit
 from ipufit.engines.embedded.inductor import build_spec, requirements
 from ipufit.engines.embedded.inductor import compiled as compiled_module
 from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
-from ipufit.engines.embedded.inductor.request import Request
-from ipufit.engines.embedded.inductor.update_spec import update_of
+from ipufit.engines.embedded.inductor.update_spec import Request, update_of
 from ipufit.errors import NonFiniteLossError
 from tests.fitting import PLANS, Plan, assert_close, assert_equal, compiled, fit
 from tests.nets import CNN, MLP, Running, Transformer, data
