@@ -1,6 +1,7 @@
 """Fixtures that many tests share, and how much of the grids is run."""
 
 import collections
+import logging
 import os
 import pathlib
 import signal
@@ -9,6 +10,12 @@ import sys
 import hypothesis
 import pytest
 import torch
+
+from tests.covering import cover
+
+# pytest would listen to torch's log of its own tracing, and each tensor of a recording then write
+# its stack there.
+logging.getLogger("torch.__trace").propagate = True
 
 # The tensors of the tests are too small to share between cores, and waiting for a busy core costs
 # more than the work.
@@ -20,13 +27,8 @@ os.environ.pop("COLUMNS", None)
 # A shell starts its background jobs with Ctrl-C ignored; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Of the points of a grid, one in so many is run without --exhaustive, evenly from the first to the
-# last, and one more for each value of a side that is then still missing; on the oldest Python,
-# which shows whether anything is missing there, and on the other engine, which has tests of its
-# own, one in so many of any test, and the last. And so many examples of a property.
-SAMPLE = 13
-# A parameter of more values is no side of a grid, but a list of cases.
-LONGEST_SIDE = 6
+# The oldest Python, where missing names and grammar would show, and the other engine, which has
+# tests of its own, run the ends of what has several points; so many examples show a property.
 IS_OLDEST = sys.version_info < (3, 9)
 EXAMPLES, ALL_EXAMPLES = 200, 2000
 
@@ -54,9 +56,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help=f"run every point of the tests marked as a grid, not one in {SAMPLE}, on the oldest "
-        "Python and the other engine of all tests, those marked as long, and "
-        f"{ALL_EXAMPLES} examples of each property, not {EXAMPLES}",
+        help="run every point of the tests marked as a grid, not those in which every two values "
+        "meet, on the oldest Python and the other engine of all tests, not the first and the "
+        f"last, those marked as long, and {ALL_EXAMPLES} examples of each property, not {EXAMPLES}",
     )
 
 
@@ -93,7 +95,7 @@ def _wants_browser(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what a sample of the grids does without; a test asked for alone is run."""
+    """Leave out what the chosen points of the grids stand for, and what takes long."""
     for item in items:
         marker = item.get_closest_marker("embedded_only")
         if marker is not None and not (len(marker.args) == 1 and marker.args[0].strip()):
@@ -105,7 +107,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("both_engines")]
     if config.getoption("--exhaustive"):
         return
-    one_in = SAMPLE if IS_OLDEST or is_other else 1
+    is_partly = IS_OLDEST or is_other
     points = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("long") is None:
@@ -113,38 +115,18 @@ def pytest_collection_modifyitems(config, items):
     chosen = set()
     for test in points.values():
         if test[0].get_closest_marker("grid") is not None:
-            chosen.update(_with_all_values(test, _evenly(test, SAMPLE)))
+            places = cover([_sides(point) for point in test], pairs=not is_partly)
+            chosen.update(test[place] for place in places)
         else:
-            chosen.update(_evenly(test, one_in))
+            chosen.update((test[0], test[-1]) if is_partly else test)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 
 
-def _evenly(points, one_in):
-    """One in so many of the points of a test, from the first on, and the last."""
-    return [*points[::one_in], points[-1]]
-
-
-def _with_all_values(points, chosen):
-    """The chosen points of a grid, and more, until no value of a side of it is missing.
-
-    Nothing is added to a sample of a list of cases.
-    """
-    values = {point: _values(point) for point in points}
-    counts = collections.Counter(name for name, _ in set().union(*values.values()))
-    sides = {name for name, count in counts.items() if count <= LONGEST_SIDE}
-    met = set().union(*(values[point] for point in chosen))
-    for point in reversed(points):
-        if any(name in sides for name, _ in values[point] - met):
-            chosen.append(point)
-            met |= values[point]
-    return chosen
-
-
-def _values(point):
-    """Name each parameter of a point with the identity of its value, which need not be hashable."""
+def _sides(point):
+    """Name the parameters of a point with the identities of their values, hashable or not."""
     parameters = point.callspec.params if hasattr(point, "callspec") else {}
-    return {(name, id(value)) for name, value in parameters.items()}
+    return {name: id(value) for name, value in parameters.items()}
 
 
 @pytest.fixture(autouse=True)

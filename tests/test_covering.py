@@ -1,0 +1,63 @@
+"""Which points of a grid are run without --exhaustive."""
+
+import itertools
+
+import pytest
+
+from tests.covering import LONGEST_SIDE, cover
+
+pytestmark = pytest.mark.both_engines
+
+
+def grid(*sizes):
+    sides = [range(size) for size in sizes]
+    return [dict(zip("abcdef", values)) for values in itertools.product(*sides)]
+
+
+def met(points, places, count):
+    """Which values, or how many of them at once, are met in these points."""
+    return {c for place in places for c in itertools.combinations(points[place].items(), count)}
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (6, 6), (5, 4, 3), (2, 2, 2, 2), (3, 2, 1), (1,)])
+def test_every_value_of_every_side_is_met(sizes):
+    points = grid(*sizes)
+    places = cover(points, pairs=False)
+    assert met(points, places, 1) == met(points, range(len(points)), 1)
+    assert len(places) == max(sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"), [((5, 4, 3), 22), ((2, 2, 2, 2), 6), ((4, 4, 4, 4), 32), ((3, 2, 2), 7)]
+)
+def test_where_three_sides_meet_so_do_every_two_values(sizes, most):
+    points = grid(*sizes)
+    places = cover(points)
+    assert met(points, places, 2) == met(points, range(len(points)), 2)
+    assert len(places) <= most
+
+
+def test_points_that_a_grid_leaves_out_are_not_asked_for():
+    points = [point for point in grid(3, 3, 3) if point["a"] != point["b"]]
+    assert met(points, cover(points), 2) == met(points, range(len(points)), 2)
+
+
+def test_of_two_sides_every_value_is_met_and_not_every_pair():
+    assert len(cover(grid(5, 4))) == 5
+
+
+def test_of_a_list_of_cases_the_ends_are_run():
+    points = grid(LONGEST_SIDE + 1)
+    assert cover(points) == [0, LONGEST_SIDE]
+    # And as many more as the other sides need.
+    assert len(cover(grid(40, 3))) == 3
+
+
+def test_the_first_point_is_chosen_and_the_choice_is_always_the_same():
+    points = grid(5, 4, 3)
+    assert cover(points) == cover(points)
+    assert cover(points)[0] == 0
+
+
+def test_a_test_without_parameters_is_run():
+    assert cover([{}]) == [0]
