@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
-from ipufit.callbacks.callback import Callback, Logs
+from ipufit.callbacks.callback import EVENTS, Callback, Event, Logs
 from ipufit.callbacks.callback_list import checked
 from ipufit.callbacks.checks import whole
 from ipufit.callbacks.model_checkpoint import ModelCheckpoint
-from ipufit.errors import ConfigurationError, NonFiniteLossError
+from ipufit.errors import ConfigurationError
 
 __all__ = ["Asynchronous"]
 
@@ -57,7 +58,7 @@ class Asynchronous(Callback):
         own = getattr(self.callback, hook)
         return getattr(own, "__func__", None) is not getattr(Callback, hook)
 
-    def _later(self, hook: str, batch: int, logs: Optional[Logs]) -> None:
+    def _later(self, hook: str, batch: int, logs: Optional[Logs] = None) -> None:
         self._raise_error()
         if not self._has(hook):
             return
@@ -86,10 +87,10 @@ class Asynchronous(Callback):
         if error is not None:
             raise error
 
-    def _now(self, hook: str, *args: Any) -> Any:
+    def _now(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         self._waiting.join()
         self._raise_error()
-        return getattr(self.callback, hook)(*args)
+        return getattr(self.callback, hook)(*args, **kwargs)
 
     def _at_last(self, hook: str, *args: Any) -> None:
         """Call a hook that ends something, also after the callback has failed."""
@@ -109,30 +110,6 @@ class Asynchronous(Callback):
         super().set_params(params)
         self.callback.set_params(params)
 
-    def on_train_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Call the hook in the thread."""
-        self._later("on_train_batch_begin", batch, logs)
-
-    def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Call the hook in the thread."""
-        self._later("on_train_batch_end", batch, logs)
-
-    def on_test_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Call the hook in the thread."""
-        self._later("on_test_batch_begin", batch, logs)
-
-    def on_test_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Call the hook in the thread."""
-        self._later("on_test_batch_end", batch, logs)
-
-    def on_predict_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Call the hook in the thread."""
-        self._later("on_predict_batch_begin", batch, logs)
-
-    def on_predict_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Call the hook in the thread."""
-        self._later("on_predict_batch_end", batch, logs)
-
     def state_dict(self) -> Any:
         """Return the callback's state, when nothing waits any more."""
         return self._now("state_dict")
@@ -140,38 +117,6 @@ class Asynchronous(Callback):
     def load_state_dict(self, state: Any) -> None:
         """For the callback."""
         self._now("load_state_dict", state)
-
-    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Call the hook at once."""
-        self._now("on_train_begin", logs)
-
-    def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Call the hook when nothing waits any more."""
-        self._now("on_epoch_begin", epoch, logs)
-
-    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Call the hook when nothing waits any more."""
-        self._now("on_epoch_end", epoch, logs)
-
-    def on_non_finite(self, error: NonFiniteLossError) -> bool:
-        """Call the hook when nothing waits any more."""
-        return bool(self._now("on_non_finite", error))
-
-    def on_test_begin(self, logs: Optional[Logs] = None) -> None:
-        """Call the hook when nothing waits any more."""
-        self._now("on_test_begin", logs)
-
-    def on_test_end(self, logs: Optional[Logs] = None) -> None:
-        """Call the hook when nothing waits any more."""
-        self._now("on_test_end", logs)
-
-    def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
-        """Call the hook when nothing waits any more."""
-        self._now("on_predict_begin", logs)
-
-    def on_predict_end(self, logs: Optional[Logs] = None) -> None:
-        """Call the hook when nothing waits any more."""
-        self._now("on_predict_end", logs)
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
         """Call the hook when nothing waits any more, also after an error."""
@@ -187,6 +132,21 @@ class Asynchronous(Callback):
                 self._waiting.put(None)
                 self._thread.join()
                 self._thread = None
+
+
+def _forward(event: Event) -> Callable[..., Any]:
+    """Make the hook of Asynchronous for an event: batch hooks wait, the others are called."""
+
+    def hook(self: Asynchronous, *args: Any, **kwargs: Any) -> Any:
+        call = self._later if event.is_of_batch else self._now
+        return call(event.hook, *args, **kwargs)
+
+    return functools.wraps(getattr(Callback, event.hook))(hook)
+
+
+for _event in EVENTS.values():
+    if _event.hook not in vars(Asynchronous):
+        setattr(Asynchronous, _event.hook, _forward(_event))
 
 
 def _checked(callback: Any) -> Callback:

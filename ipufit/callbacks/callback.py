@@ -1,18 +1,46 @@
-"""The base of all callbacks."""
+"""The base of all callbacks, whose hooks are the table of events."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Mapping, Optional, Tuple
+import inspect
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
 
 from ipufit.errors import NonFiniteLossError
 
-__all__ = ["Callback", "Logs"]
+__all__ = ["EVENTS", "Callback", "Event", "Logs"]
 
 Logs = Mapping[str, float]
 
 
+class Event(NamedTuple):
+    """A moment of a run at which callbacks are called.
+
+    Attributes:
+        hook: the method of :class:`Callback` that is called.
+        arguments: names of what the hook gets, in its order.
+        when: when it fires, in words; empty where Python runs without docstrings.
+    """
+
+    hook: str
+    arguments: Tuple[str, ...]
+    when: str
+
+    @property
+    def is_of_batch(self) -> bool:
+        """True if it fires at every execution."""
+        return self.arguments[0] == "batch"
+
+    @property
+    def is_end_of_run(self) -> bool:
+        """True if it ends a fit, an evaluation or a prediction."""
+        return self.hook.endswith("_end") and self.arguments == ("logs",)
+
+
 class Callback:
     """Override the hooks you need.
+
+    A new event is one more hook here: name, arguments, and when it fires as the first line of its
+    docstring. What calls hooks or passes them on reads them from EVENTS.
 
     ``on_*_batch_*`` fire once per execution. Their ``batch`` is, at the beginning, the index of the
     execution's first update in the epoch (or of its first micro-batch per replica when evaluating
@@ -74,7 +102,7 @@ class Callback:
         """Before an epoch."""
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """After an epoch and its validation.
+        """After an epoch, its validation and the schedule; before its checkpoint.
 
         ``logs`` is one dict for all callbacks, in their order; what one of them adds to it is in
         the history too.
@@ -84,10 +112,10 @@ class Callback:
         """Before an execution."""
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """After an execution; ``logs`` holds the running means of the epoch."""
+        """After an execution; ``logs`` has means of the epoch so far, ``updates``, ``samples``."""
 
     def on_non_finite(self, error: NonFiniteLossError) -> bool:
-        """When the loss of an update is not finite, with the state from before that update.
+        """At a loss that is not finite, with the state from before its update; True ends training.
 
         Returns:
             True to end training here as if ``stop_training`` had been set; the epoch's "loss" is
@@ -139,3 +167,14 @@ class Callback:
 
     def on_predict_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
         """After an execution of a prediction; ``logs["outputs"]`` is what the module returned."""
+
+
+EVENTS: Dict[str, Event] = {
+    name: Event(
+        name,
+        tuple(inspect.signature(hook).parameters)[1:],
+        (hook.__doc__ or "").partition("\n")[0].rstrip("."),
+    )
+    for name, hook in vars(Callback).items()
+    if name.startswith("on_")
+}

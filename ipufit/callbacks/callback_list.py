@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterable, List, Mapping, Sequence
 
-from ipufit.callbacks.callback import Callback
+from ipufit.callbacks.callback import EVENTS, Callback
 from ipufit.callbacks.running_fit import CallbackModel, RunningFit
-from ipufit.errors import ConfigurationError, NonFiniteLossError
+from ipufit.errors import ConfigurationError
 
 __all__ = ["CallbackList", "CallbackObserver", "Observer", "checked"]
 
-_ENDS = ("on_train_end", "on_test_end", "on_predict_end", "close")
+_ENDS = {"close", *(event.hook for event in EVENTS.values() if event.is_end_of_run)}
 
 
 class CallbackList:
@@ -95,21 +95,20 @@ class Observer:
     def begin_fit(self, fit: RunningFit) -> None:
         """Look at the fit, whose program is prepared, before its first epoch."""
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Look before an epoch, which may change module and optimizer; not where one goes on."""
+    def notify(self, hook: str, *args: Any) -> bool:
+        """Look at an event of callbacks that has no method here; True ends training.
+
+        Args:
+            hook: its name in EVENTS.
+            args: the arguments of the hook.
+        """
+        return False
 
     def begin_executions(self, epoch: int) -> None:
         """Look before the first execution of an epoch, or of what is left of one."""
 
-    def begin_execution(self) -> None:
-        """Look before an execution."""
-
     def end_execution(self, epoch: int, outputs: List[Any]) -> None:
         """Look after an execution that went well, with the outputs that it brought back."""
-
-    def handle_non_finite(self, error: NonFiniteLossError) -> bool:
-        """Return True to end training here after a loss that is not finite, instead of raising."""
-        return False
 
     def end_executions(self) -> None:
         """Look after the last execution of an epoch, before its validation."""
@@ -135,13 +134,9 @@ class CallbackObserver(Observer):
         self._meter, self._history = fit.job.meter, fit.history
         self._callbacks.call("on_train_begin", {})
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Call ``on_epoch_begin``."""
-        self._callbacks.call("on_epoch_begin", epoch, {})
-
-    def begin_execution(self) -> None:
-        """Call ``on_train_batch_begin`` with the index of the first update."""
-        self._callbacks.call("on_train_batch_begin", self._meter.updates, {})
+    def notify(self, hook: str, *args: Any) -> bool:
+        """Call the hook, and return True if any callback has."""
+        return self._callbacks.ask(hook, *args)
 
     def end_execution(self, epoch: int, outputs: List[Any]) -> None:
         """Call ``on_train_batch_end`` with the index of the last update and the running means."""
@@ -149,10 +144,6 @@ class CallbackObserver(Observer):
             self._callbacks.show_outputs(outputs)
         meter = self._meter
         self._callbacks.call("on_train_batch_end", meter.updates - 1, meter.running())
-
-    def handle_non_finite(self, error: NonFiniteLossError) -> bool:
-        """Ask ``on_non_finite``."""
-        return self._callbacks.ask("on_non_finite", error)
 
     def end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
         """Call ``on_epoch_end``, after which the history has the epoch, also after an error."""

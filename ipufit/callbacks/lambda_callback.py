@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Optional
 
-from ipufit.callbacks.callback import Callback
+from ipufit.callbacks.callback import EVENTS, Callback
 from ipufit.errors import ConfigurationError
 
 __all__ = ["LambdaCallback"]
@@ -22,18 +22,12 @@ class LambdaCallback(Callback):
         on_train_end: ``(logs)``.
         on_train_batch_begin: ``(batch, logs)``.
         on_train_batch_end: ``(batch, logs)``.
-        on_test_begin: ``(logs)``.
-        on_test_end: ``(logs)``.
-        on_test_batch_begin: ``(batch, logs)``.
-        on_test_batch_end: ``(batch, logs)``.
-        on_predict_begin: ``(logs)``.
-        on_predict_end: ``(logs)``.
-        on_predict_batch_begin: ``(batch, logs)``.
-        on_predict_batch_end: ``(batch, logs)``.
-        on_non_finite: ``(error)``; returns whether training is to end here.
+        hooks: functions for the other hooks of :class:`Callback` by name; that for
+            ``on_non_finite`` returns whether training is to end here.
 
     Raises:
         ConfigurationError: one of them can't be called.
+        TypeError: there is no hook of that name.
     """
 
     def __init__(
@@ -44,20 +38,23 @@ class LambdaCallback(Callback):
         on_train_end: Hook = None,
         on_train_batch_begin: Hook = None,
         on_train_batch_end: Hook = None,
-        *,
-        on_test_begin: Hook = None,
-        on_test_end: Hook = None,
-        on_test_batch_begin: Hook = None,
-        on_test_batch_end: Hook = None,
-        on_predict_begin: Hook = None,
-        on_predict_end: Hook = None,
-        on_predict_batch_begin: Hook = None,
-        on_predict_batch_end: Hook = None,
-        on_non_finite: Hook = None,
+        **hooks: Hook,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name.startswith("on_")}
         super().__init__()
-        for name, function in given.items():
+        hooks.update(
+            on_epoch_begin=on_epoch_begin,
+            on_epoch_end=on_epoch_end,
+            on_train_begin=on_train_begin,
+            on_train_end=on_train_end,
+            on_train_batch_begin=on_train_batch_begin,
+            on_train_batch_end=on_train_batch_end,
+        )
+        for name, function in hooks.items():
+            if name not in EVENTS:
+                raise TypeError(
+                    f"LambdaCallback takes hooks of ipufit.callbacks.Callback by name, got {name}. "
+                    f"The hooks are {', '.join(EVENTS)}."
+                )
             if function is None:
                 continue
             if not callable(function):

@@ -129,7 +129,7 @@ class Fit:
                 if not (is_within_epoch and epoch == first_epoch):
                     for observer in self.observers:
                         with self.clock.during(observer.phase):
-                            observer.begin_epoch(epoch)
+                            observer.notify("on_epoch_begin", epoch, {})
                     self.job.meter.reset()
                 # Observers may have changed the module or the optimizer.
                 self.job.prepare()
@@ -187,7 +187,7 @@ class Fit:
         clock, job = self.clock, self.job
         for observer in self.observers:
             clock.turn(observer.phase)
-            observer.begin_execution()
+            observer.notify("on_train_batch_begin", job.meter.updates, {})
         clock.turn("compute")
         try:
             self._process.check()
@@ -196,7 +196,7 @@ class Fit:
         except NonFiniteLossError as error:
             error.place(epoch, job.meter.samples)
             # Every observer hears of it, also after one that handles it.
-            answers = [observer.handle_non_finite(error) for observer in self.observers]
+            answers = [observer.notify("on_non_finite", error) for observer in self.observers]
             if not any(answers):
                 raise
             self._non_finite = error

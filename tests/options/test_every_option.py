@@ -8,6 +8,7 @@ import pytest
 
 import ipufit
 from ipufit.callbacks import Callback
+from ipufit.callbacks.callback import EVENTS
 from ipufit.engines.program import Engine, Program
 from tests.engines import embedded_only
 from tests.options import FLIPS, callbacks, config, model, observed, parts
@@ -65,19 +66,22 @@ def functions():
                 yield f"{name}.{own}", member
 
 
+def defaults(function):
+    """The default values of a function's options, or what says that there is none."""
+    parameters = dict(inspect.signature(function).parameters)
+    # LambdaCallback takes the hooks of all events by name.
+    by_name = EVENTS if parameters.pop("hooks", None) is not None else ()
+    return {**dict.fromkeys(by_name), **{name: p.default for name, p in parameters.items()}}
+
+
 def options():
     """(function, option) of all of them."""
     return {
         (name, option)
         for name, function in functions()
-        for option in inspect.signature(function).parameters
+        for option in defaults(function)
         if option not in ("self", "cls")
     }
-
-
-def default(function, option):
-    """The option's default value, or what says that there is none."""
-    return inspect.signature(dict(functions())[function]).parameters[option].default
 
 
 def twice(observe, given):
@@ -114,7 +118,7 @@ def test_the_option_changes_something(function, option):
     """A result, a report or an exception; and the same value twice changes nothing."""
     observe, name, flip = FLIPS[function, option]
     value, changed = flip.values
-    is_default = not flip.also and default(function, option) is value
+    is_default = not flip.also and defaults(dict(functions())[function])[option] is value
     one = baseline(observe) if is_default else None
     if one is None:
         one = twice(observe, {name: value, **flip.also})
