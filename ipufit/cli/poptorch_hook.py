@@ -17,7 +17,6 @@ __all__ = ["CHOICES", "offer_poptorch"]
 CHOICES = ("auto", "sdk", "standin")
 
 _NAME = "poptorch"
-_STANDIN = "ipufit.poptorch"
 # A folder with a package of that name, for processes in which no finder of ours is installed.
 _AS_POPTORCH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "as_poptorch")
 
@@ -118,13 +117,15 @@ class _Chooser(importlib.abc.MetaPathFinder):
 
     def _standin(self, reason: str) -> types.ModuleType:
         """Import ours and make its name hold for what is below it, too."""
-        module = importlib.import_module(_STANDIN)
-        importlib.import_module(_STANDIN + "._alias").install()
+        from ipufit import poptorch
+        from ipufit.poptorch import _alias
+
+        _alias.install()
         if not any(isinstance(finder, _Metadata) for finder in sys.meta_path):
             _offer_standin()
         claimed = "; it claims IPUs, as --claim-ipus asks" if _claims_ipus() else ""
         self._tell(f"poptorch is ipufit's stand-in in plain torch: {reason}{claimed}")
-        return module
+        return poptorch
 
 
 class _Given(importlib.abc.Loader):

@@ -15,6 +15,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from torch import nn
 
 from ipufit.errors import PartitionError
+from ipufit.partition.entered_blocks import BLOCK_CLASSES, EnteredBlocks, record_blocks
 from ipufit.partition.partition import BLOCK, Partition
 from ipufit.utils.poptorch_sdk import sdk_kind
 
@@ -48,33 +49,27 @@ class OwnBlocks:
 
     def __init__(self, partition: Optional[Partition]) -> None:
         self._partition = partition
-        standin = sys.modules.get("ipufit.poptorch._blocks")
-        self.can_hear = standin is not None
+        self.can_hear = bool(BLOCK_CLASSES)
         sdk = sys.modules.get("poptorch")
         self.can_hear_all = sdk is None or sdk.__name__ != "poptorch"
-        self._standin: Any = standin
-        self._blocks: Any = standin.Blocks() if standin is not None else None
+        self._blocks = EnteredBlocks()
         self._placed: List[Tuple[str, Optional[int]]] = []
         self._numbers: Dict[str, int] = {}
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
         """Note the blocks that are entered in this context."""
-        if not self.can_hear:
-            yield
-            return
-        with self._standin.listened(self._blocks):
+        with record_blocks(self._blocks):
             yield
 
     @property
     def is_left(self) -> bool:
         """True if the last block was left, and no other one entered."""
-        return self.can_hear and not self._blocks.is_active
+        return not self._blocks.is_active
 
     def entered(self) -> List[Tuple[str, Optional[int]]]:
         """Name and IPU of each one that ipufit has not begun itself, in order."""
-        entries = self._blocks.entered if self.can_hear else []
-        for name, ipu in entries[len(self._placed) :]:
+        for name, ipu in self._blocks.entered[len(self._placed) :]:
             self._placed.append((str(name), self._ipu_of(str(name), ipu)))
         return [entry for entry in self._placed if not entry[0].startswith(BLOCK)]
 
@@ -105,7 +100,7 @@ class OwnBlocks:
         Args:
             sdk: PopTorch.
         """
-        if self.can_hear and self.is_left and self._blocks.entered:
+        if self.is_left and self._blocks.entered:
             name, ipu = self._blocks.entered[-1]
             sdk.Block.start(name, ipu_id=ipu)
 
@@ -183,8 +178,8 @@ def blocks_without_end() -> Iterator[None]:
     PopTorch wants every operator in a block, but a step of Lightning's computes its loss behind
     the blocks of ``forward``.
     """
-    modules = [sys.modules.get(name) for name in ("ipufit.poptorch._blocks", "poptorch")]
-    blocks: List[Any] = [module.__dict__["Block"] for module in modules if module is not None]
+    sdk = sys.modules.get("poptorch")
+    blocks: List[Any] = [*BLOCK_CLASSES, *([] if sdk is None else [sdk.__dict__["Block"]])]
     ends = [(block, block.__exit__) for block in dict.fromkeys(blocks)]
     for block, _ in ends:
         block.__exit__ = _go_on

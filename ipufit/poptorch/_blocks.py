@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, List, Optional
 
 import torch
 
+from ipufit.partition.entered_blocks import BLOCK_CLASSES, EnteredBlocks, recordings
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._tracing import Blocks, Entry, tracing
+from ipufit.poptorch._tracing import tracing
 
 __all__ = ["BeginBlock", "Block", "BlockFunction", "LegacyBeginBlockFn", "removeBlocks"]
 
-_listeners: List[Blocks] = []
 
-
-@contextlib.contextmanager
-def listened(blocks: Optional[Blocks] = None) -> Iterator[List[Entry]]:
-    """Record name and IPU of every block that is entered inside the context, compiling or not.
-
-    Args:
-        blocks: where they are noted; new ones by default.
-    """
-    blocks = Blocks() if blocks is None else blocks
-    _listeners.append(blocks)
-    try:
-        yield blocks.entered
-    finally:
-        _listeners.pop()
-
-
-def _blocks() -> Optional[Blocks]:
+def _active_blocks() -> List[EnteredBlocks]:
+    """Return the blocks of the compilation, if there is one, and those of all recordings."""
     trace = tracing()
-    return None if trace is None else trace.blocks
-
-
-def _active_blocks() -> List[Blocks]:
-    """Return the blocks of the recording, if there is one, and those of all listeners."""
-    blocks = _blocks()
-    return [*([] if blocks is None else [blocks]), *_listeners]
+    return [*([] if trace is None else [trace.blocks]), *recordings()]
 
 
 class Block(torch.nn.Module):
@@ -78,23 +56,26 @@ class Block(torch.nn.Module):
             blocks.leave()
 
 
+BLOCK_CLASSES.append(Block)
+
+
 def _begin(
     user_id: Optional[str], ipu_id: Optional[int], owner: Optional[object] = None
 ) -> Optional[str]:
     """Start a block and return its name, which stays the name of an unnamed block.
 
-    Where nothing is compiled no number is given for good, so that listeners number by the owner.
+    Where nothing is compiled no number is given for good, so that recordings number by the owner.
     """
-    blocks = _blocks()
-    if blocks is not None:
+    trace = tracing()
+    if trace is not None:
         if user_id is None:
-            user_id = blocks.next_auto_id()
-        blocks.enter(user_id, ipu_id)
-    for listener in _listeners:
+            user_id = trace.blocks.next_auto_id()
+        trace.blocks.enter(user_id, ipu_id)
+    for recording in recordings():
         name = user_id
         if name is None and owner is not None:
-            name = listener.number_of(owner)
-        listener.enter(name, ipu_id)
+            name = recording.number_of(owner)
+        recording.enter(name, ipu_id)
     return user_id
 
 

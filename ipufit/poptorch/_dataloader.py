@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from typing import Any, Dict, Iterator, Optional
 
 import torch.utils.data
@@ -15,6 +14,7 @@ from ipufit.poptorch._logging import logger
 from ipufit.poptorch._process_share import ProcessShare, ShuffledShare
 from ipufit.poptorch._utils import combined
 from ipufit.poptorch.enums import DataLoaderMode
+from ipufit.poptorch.profiling import Channel
 
 __all__ = ["DataLoader"]
 
@@ -317,8 +317,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as i
 
     @property
     def _profiling(self) -> Any:
-        profiling = importlib.import_module("ipufit.poptorch.profiling")
-        return profiling.Channel("poptorch.DataLoader")
+        return Channel("poptorch.DataLoader")
 
     @property
     def combinedBatchSize(self) -> Optional[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import copy
-import importlib
 import importlib.util
 import itertools
 import json
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._operators.custom import attributes_lists
 from ipufit.poptorch._tracing import tracing
 
 __all__ = [
@@ -229,8 +229,7 @@ def accessAttributes(attribute_id_str: str) -> Dict[str, Any]:
     if number == id(None):
         return {}
     # The number is looked up and never followed: it is text, and might point anywhere.
-    attribute_lists = importlib.import_module("ipufit.poptorch.ops").attributes_lists
-    for candidate in attribute_lists:
+    for candidate in attributes_lists:
         if id(candidate) == number:
             attributes: Dict[str, Any] = candidate
             return attributes

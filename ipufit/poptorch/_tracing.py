@@ -4,64 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Dict, FrozenSet, Hashable, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Dict, FrozenSet, Hashable, Iterator, List, Optional, Sequence, Set
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ipufit.partition.entered_blocks import EnteredBlocks, Entry
 from ipufit.poptorch._activations import Activations
 from ipufit.poptorch._errors import error
 from ipufit.tracing.flat_storage import storage_id
 
-__all__ = ["Blocks", "Entry", "Trace", "traced", "tracing", "untraced"]
+__all__ = ["RecordedBlocks", "Trace", "traced", "tracing", "untraced"]
 
 
-# A block's name, and the IPU that was asked for.
-Entry = Tuple[Hashable, Optional[int]]
-
-
-class Blocks:
-    """The blocks of one recording, in the order in which they were entered.
+class RecordedBlocks(EnteredBlocks):
+    """The blocks of a recording, and those of them in which something is computed.
 
     Attributes:
-        entered: one entry for each time that a block was entered; a block may come twice.
-        computing: those entries in which something is computed, in order; None first where that
+        computing: the entries in which something is computed, in order; None first where that
             happens before any block, on IPU 0.
-        is_active: whether the last block is still open, or none was entered.
     """
 
     def __init__(self) -> None:
-        self.entered: List[Entry] = []
+        super().__init__()
         self.computing: List[Optional[Entry]] = []
-        self.is_active = True
-        self._next_auto_id = 0
-        self._numbered: Dict[int, str] = {}
-        self._noted = False
-
-    def use_auto_id(self) -> None:
-        """Restart the numbering of unnamed blocks at 0."""
-        self._next_auto_id = 0
-
-    def next_auto_id(self) -> str:
-        """Return the name of the next unnamed block."""
-        self._next_auto_id += 1
-        return str(self._next_auto_id - 1)
+        self._is_counted = False
 
     def enter(self, user_id: Optional[Hashable], ipu_id: Optional[int]) -> None:
         """Start a block, which lasts until the next one starts, or until it is left."""
-        self.entered.append((user_id or self.next_auto_id(), ipu_id))
-        self.is_active, self._noted = True, False
-
-    def number_of(self, owner: object) -> str:
-        """Return the number of an unnamed block, which stays the same for its owner."""
-        if id(owner) not in self._numbered:
-            self._numbered[id(owner)] = self.next_auto_id()
-        return self._numbered[id(owner)]
-
-    def leave(self) -> None:
-        """End the current block, so that the next operator needs a new one."""
-        self.is_active = False
+        super().enter(user_id, ipu_id)
+        self._is_counted = False
 
     def on_operator(self) -> None:
         """Assign an operator that is about to be recorded to the current block.
@@ -76,9 +49,9 @@ class Blocks:
                 f"after the block {name!r} was left. Put it into a poptorch.Block, or begin blocks "
                 "with poptorch.Block.start or poptorch.BeginBlock, which don't end."
             )
-        if not self._noted:
+        if not self._is_counted:
             self.computing.append(self.entered[-1] if self.entered else None)
-            self._noted = True
+            self._is_counted = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +82,7 @@ class Trace:
 
     def __init__(self, training: bool) -> None:
         self.training = training
-        self.blocks = Blocks()
+        self.blocks = RecordedBlocks()
         self.keep_alive: List[object] = []
         self.losses = 0
         self.activations = Activations()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
-from ipufit.poptorch import enums
+from ipufit.poptorch import enums, ops
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._options.distributed import _DistributedOptions
 from ipufit.poptorch._options.files import ConfigFileError
@@ -46,11 +43,5 @@ __all__ = [
     "_TrainingOptions",
     "enums",
     "logger",
+    "ops",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """PopTorch's ``options`` shows its ``ops`` too, which need options in turn."""
-    if name == "ops":
-        return importlib.import_module("ipufit.poptorch.ops")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,7 +30,7 @@ from ipufit.partition.partition import Partition
 from ipufit.partition.stage_context import followed
 from ipufit.tracing.fingerprint import called_objects, loss_functions
 from ipufit.tracing.flat_storage import Block, storage_id
-from ipufit.tracing.ipu_only import hints_noted
+from ipufit.tracing.ipu_only import record_hints
 from ipufit.tracing.node_meta import backward_marked, layers_marked
 from ipufit.tracing.validate import public_name, rebound, storages, unregistered
 from ipufit.utils import tree
@@ -314,7 +314,7 @@ class GradStep:
             precision = computing_in(self.precision, tensors[-1].device)
             with collecting() as entries, precision, marked:
                 batch = with_inputs_in(self.precision, batch)
-                with hints_noted(batch, self.hints), followed(self._partition, self._step.net):
+                with record_hints(batch, self.hints), followed(self._partition, self._step.net):
                     arguments = (batch, state, self._with_loss)
                     outputs, term = call_with(self._step, state, arguments)
             if term is not None:

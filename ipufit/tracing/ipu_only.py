@@ -1,22 +1,28 @@
 """Operators and hints that only an IPU honours, met while another engine makes a program.
 
-Operators are refused. Hints to the compiler are noted, so that it can be said that they do nothing;
-those of the SDK don't tell that they were called.
+Operators are refused. Hints to the compiler are recorded, to be reported as without effect: the
+stand-in for PopTorch reports its own here, those of the SDK don't tell that they were called.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import sys
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 from torch import Tensor
 
 from ipufit.errors import CaptureError
 from ipufit.utils import tree
 
-__all__ = ["for_this_engine", "hints_noted", "is_for_this_engine", "only_on_ipus", "said_of"]
+__all__ = [
+    "describe_hints",
+    "for_this_engine",
+    "is_for_this_engine",
+    "only_on_ipus",
+    "record_hints",
+    "report_hint",
+]
 
 _MAKING: contextvars.ContextVar[bool] = contextvars.ContextVar("making", default=False)
 
@@ -44,10 +50,12 @@ def is_for_this_engine() -> bool:
 _INPUT = "set_overlap_for_input"
 _CHECKPOINT = "recomputationCheckpoint"
 
+_listeners: List[Callable[[str, object], None]] = []
+
 
 @contextlib.contextmanager
-def hints_noted(batch: Any, hints: Dict[str, None]) -> Iterator[None]:
-    """Note the names of the hints in the block.
+def record_hints(batch: Any, hints: Dict[str, None]) -> Iterator[None]:
+    """Record the names of the hints that are called in the context.
 
     Args:
         batch: whose tensors are the inputs.
@@ -56,26 +64,31 @@ def hints_noted(batch: Any, hints: Dict[str, None]) -> Iterator[None]:
     Raises:
         CaptureError: an input is marked that is none, which an IPU would refuse.
     """
-    standin = sys.modules.get("ipufit.poptorch._hints")
-    if standin is None:
-        yield
-        return
     inputs = {id(leaf) for leaf in tree.flatten(batch)[0]}
 
-    def note(name: str, given: Any) -> None:
+    def record(name: str, argument: object) -> None:
         hints[name] = None
-        tensors = tree.flatten(given)[0] if name == _INPUT else []
+        tensors = tree.flatten(argument)[0] if name == _INPUT else []
         if any(isinstance(t, Tensor) and id(t) not in inputs for t in tensors):
             raise CaptureError(
                 f"poptorch.{_INPUT} marks tensors of the batch, but was called with one that was "
                 "computed from them. Call it first of all in forward, on the input itself."
             )
 
-    with standin.hints_watched(note):
+    _listeners.append(record)
+    try:
         yield
+    finally:
+        _listeners.pop()
 
 
-def said_of(hints: Dict[str, None]) -> str:
+def report_hint(name: str, argument: object) -> None:
+    """Report a hint, by the name of its operator and its first argument, to all listeners."""
+    for listener in _listeners:
+        listener(name, argument)
+
+
+def describe_hints(hints: Dict[str, None]) -> str:
     """A sentence for ``explain``; empty where there were none."""
     if not hints:
         return ""

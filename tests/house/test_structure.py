@@ -1,6 +1,8 @@
 """The figures of the house are those of a package that can be counted by hand."""
 
+import ast
 import json
+from pathlib import Path
 
 import pytest
 
@@ -68,3 +70,16 @@ def test_a_figure_above_its_bound_fails(tmp_path, monkeypatch, capsys):
 
 class _Done:
     stdout = 'something else\n{"functions": 9}\n'
+
+
+def test_no_module_is_reached_by_its_name():
+    """A name in a text is an import that neither the layers nor a rename would see."""
+    package = Path(house.HERE).parents[1] / "ipufit"
+    reached = []
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            function = node.func if isinstance(node, ast.Call) else None
+            if isinstance(function, ast.Attribute) and function.attr in ("import_module", "get"):
+                texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+                reached += [text for text in texts if str(text).startswith("ipufit")]
+    assert reached == []

@@ -7,8 +7,8 @@ from torch import nn
 import ipufit
 from ipufit import poptorch
 from ipufit.engines.ipu.engine import IpuEngine
+from ipufit.partition.entered_blocks import record_blocks
 from ipufit.partition.layers_per_ipu import repeated_layers, share_out
-from ipufit.poptorch._blocks import listened
 from tests.fitting import assert_equal
 from tests.ipu_calls import Recorder
 
@@ -185,7 +185,7 @@ def test_a_module_that_ipufit_divides_trains_to_the_same_bits(whole, kind, engin
 def test_the_partition_reaches_poptorch(strategy, kind, ipus):
     """Blocks with their IPUs, the strategy, and the IPUs of the plan."""
     recorder = Recorder()
-    with recorder.watching(), listened() as entered:
+    with recorder.watching(), record_blocks() as entered:
         net = trained(
             "stack",
             lambda: IpuEngine(recorder, "ipu-standin"),

@@ -8,9 +8,9 @@ import ipufit
 from ipufit import poptorch
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.errors import PartitionError, PlanError
+from ipufit.partition.entered_blocks import record_blocks
 from ipufit.planner.pipeline_schedule import least_accumulation, simulate
 from ipufit.planner.rendering import size
-from ipufit.poptorch._blocks import listened
 from ipufit.report.advice import _of_stages
 from ipufit.report.facts import partition
 from ipufit.report.page.pipeline import pipeline
@@ -238,7 +238,7 @@ def test_every_stage_needs_its_micro_batches(engine):
 def test_poptorch_gets_ascending_stages_on_ipus_that_return():
     """AutoStage.SameAsIpu would number the last stage 0, which no pipeline of PopTorch's can be."""
     recorder = Recorder()
-    with recorder.watching(), listened() as entered:
+    with recorder.watching(), record_blocks() as entered:
         trained(made("both"), lambda: IpuEngine(recorder, "ipu-standin"), layers_per_ipu=[1, 3])
     blocks = [(f"ipufit stage {stage}", ipu) for stage, ipu in enumerate((0, 1, 0, 1, 0))]
     assert [(name, ipu) for name, ipu in entered if str(name).startswith("ipufit")][:5] == blocks

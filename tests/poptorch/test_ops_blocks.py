@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ipufit import poptorch
-from ipufit.poptorch._tracing import Blocks, Trace, traced
+from ipufit.poptorch._tracing import RecordedBlocks, Trace, traced
 
 
 def entered(function, *args):
@@ -92,7 +92,7 @@ def test_a_function_is_a_block():
 
 
 def test_an_operator_after_a_block_was_left_is_refused():
-    blocks = Blocks()
+    blocks = RecordedBlocks()
     blocks.on_operator()
     blocks.enter("a", None)
     blocks.on_operator()
@@ -109,7 +109,7 @@ def test_an_operator_after_a_block_was_left_is_refused():
 
 
 def test_blocks_that_compute_something_are_known():
-    blocks = Blocks()
+    blocks = RecordedBlocks()
     blocks.on_operator()
     blocks.enter("empty", 5)
     blocks.enter("a", 0)

@@ -16,8 +16,8 @@ from torch import nn
 
 import ipufit
 from ipufit import poptorch
+from ipufit.partition.entered_blocks import record_blocks
 from ipufit.poptorch import _alias
-from ipufit.poptorch._blocks import listened
 from ipufit.poptorch._hooks import _OverwriteContextManager
 from ipufit.poptorch._impl import isWrapped, rewrapModelIfNecessary, unwrapModelIfNecessary
 
@@ -449,7 +449,7 @@ def test_a_block_of_torch_ops_is_on_its_ipu(alias):
         alias.begin_ipu_block(1, -1, 1)
         return x * 2
 
-    with listened() as entered:
+    with record_blocks() as entered:
         assert recorded(staged, torch.ones(2)).tolist() == [4, 4]
     assert entered == [("stage-0", 0), ("stage-1", 1)]
 

@@ -101,7 +101,10 @@ class StandIn(PopTorch):
     tolerance = 1e-10
 
     def _package(self) -> Any:
-        return importlib.import_module("ipufit.poptorch")
+        # Imported here, as below: the SDK's PopTorch is compared without it.
+        import ipufit.poptorch
+
+        return ipufit.poptorch
 
     def versions(self) -> Dict[str, str]:
         """Return the version of PopTorch that it stands in for."""
@@ -110,9 +113,9 @@ class StandIn(PopTorch):
 
     def computing(self) -> ContextManager[None]:
         """Preserve float64, which no IPU has."""
-        precision = importlib.import_module("ipufit.poptorch._precision")
-        context: ContextManager[None] = precision.float64_kept()
-        return context
+        from ipufit.poptorch._precision import float64_kept
+
+        return float64_kept()
 
 
 def optimizer_of(poptorch: Any, wanted: OptimizerSpec, net: torch.nn.Module) -> Any:

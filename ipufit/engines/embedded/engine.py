@@ -27,7 +27,7 @@ from ipufit.engines.embedded.programs.inference import InferenceProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.engines.program import Program, ProgramSpec
 from ipufit.processes import current
-from ipufit.tracing.ipu_only import said_of
+from ipufit.tracing.ipu_only import describe_hints
 from ipufit.utils.random_streams import check_keyed_devices
 
 __all__ = ["EmbeddedEngine"]
@@ -128,7 +128,7 @@ class EmbeddedEngine(EngineContext):
             config: how an update is made.
             options: those of an IPU; here there are none.
         """
-        sentences = [said_of(self.hints)] if self.hints else []
+        sentences = [describe_hints(self.hints)] if self.hints else []
         if self.lowered is not None and self.lowered.why:
             sentences.append(self.lowered.why)
         sentences += [self.replaying] if self.replaying is not None else []

@@ -26,8 +26,6 @@ __all__ = [
     "why_no_sdk",
 ]
 
-_STANDIN = "ipufit.poptorch"
-
 
 def find_sdk() -> Optional[importlib.machinery.ModuleSpec]:
     """Where the SDK's PopTorch is; None without one. Nothing is imported."""
@@ -102,24 +100,30 @@ def sdk_or_none() -> Any:
 
 def is_standin(module: Any) -> bool:
     """Tell whether this PopTorch is the stand-in."""
-    return bool(module.__name__ == _STANDIN)
+    return bool(module.__name__ == "ipufit.poptorch")
 
 
 def load_standin() -> Any:
     """The stand-in for PopTorch, which runs in plain torch."""
-    return importlib.import_module(_STANDIN)
+    # Imported here, as below: programs through the SDK need none of it.
+    from ipufit import poptorch
+
+    return poptorch
 
 
 def keeps_float64(module: Any) -> bool:
     """Tell whether this PopTorch computes in float64: the stand-in may, a device never does."""
     if not is_standin(module):
         return False
-    return bool(importlib.import_module(f"{_STANDIN}._precision").keeps_float64())
+    from ipufit.poptorch import _precision
+
+    return _precision.keeps_float64()
 
 
 def ignored_options(module: Any, options: Any) -> List[str]:
     """Names of the setters that were used and change nothing; the SDK's PopTorch ignores none."""
     if options is None or not is_standin(module):
         return []
-    found = importlib.import_module(f"{_STANDIN}._options.ignored").ignored(options)
-    return list(found)
+    from ipufit.poptorch._options.ignored import ignored
+
+    return ignored(options)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ipufit.poptorch import enums
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._hints import noticed
+from ipufit.tracing.ipu_only import report_hint
 
 __all__ = ["nop", "recomputationCheckpoint", "serializedMatMul", "set_available_memory"]
 
@@ -49,7 +49,7 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
                 f"All inputs must be tensors, or one list or tuple of them, got "
                 f"{type(tensor).__name__}. Leave out what is not a tensor."
             )
-    noticed("recomputationCheckpoint", tensors)
+    report_hint("recomputationCheckpoint", tensors)
     return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -84,7 +84,7 @@ def serializedMatMul(
         raise AssertionError(
             f"serializedMatMul expects mode to be a poptorch.MatMulSerializationMode, got {mode!r}."
         )
-    noticed("serializedMatMul", lhs)
+    report_hint("serializedMatMul", lhs)
     return torch.matmul(lhs, rhs)
 
 
@@ -107,5 +107,5 @@ def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> 
             "set_available_memory expects a proportion from 0 to 1, got "
             f"{available_memory_proportion!r}. Divide a percentage by 100."
         )
-    noticed("set_available_memory", tensor)
+    report_hint("set_available_memory", tensor)
     return tensor

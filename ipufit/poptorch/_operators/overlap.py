@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._hints import noticed
 from ipufit.poptorch._operators.library import define
 from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorStructure
 from ipufit.poptorch._tracing import tracing
+from ipufit.tracing.ipu_only import report_hint
 
 __all__ = ["Overlaps", "resolve", "set_overlap_for_input", "set_overlap_for_output"]
 
@@ -45,7 +45,7 @@ def _mark(structure: Any, mode: Any, operator: Any, kind: str) -> Any:
                 f"You may only set overlap for torch.tensor {kind}s. {type(tensor)} is not "
                 "supported. Leave out what is not a tensor."
             )
-        noticed(f"set_overlap_for_{kind}", tensor)
+        report_hint(f"set_overlap_for_{kind}", tensor)
         if tracing() is None:
             return tensor
         result: Tensor = _Same.apply(  # type: ignore[no-untyped-call]
