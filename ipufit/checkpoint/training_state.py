@@ -73,7 +73,6 @@ def checkpoint_contents(
     state = fit.job.program.read_state()
     weights, others = split(session.module, state)
     place = fit.place if about["in_epoch"] else fit.feed.after(about["epoch"], fit.place)
-    choices = getattr(session.engine, "choices", None)
     tree = {
         **loop_state(fit, callbacks),
         "optimizer": state.optimizer,
@@ -83,7 +82,7 @@ def checkpoint_contents(
         "loss_scale": state.loss_scale,
         "schedule": state.schedule,
         "place": None if place is None else dataclasses.asdict(place),
-        "choices": None if choices is None else choices(),
+        "choices": session.engine.choices(),
     }
     tree["apart"] = _apart(session.processes, tree)
     content, tensors = encode(tree)

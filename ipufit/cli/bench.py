@@ -168,11 +168,9 @@ def _same(engine: Engine) -> Engine:
 
 def _note(way: _Way, session: Session, engine: Engine) -> None:
     """Record how a way ran in the end: not every program can run in each."""
-    explain = getattr(engine, "explain", None)
-    if way.jit is None or explain is None:
-        return
-    way.ran_as = OFF if way.jit == OFF else getattr(engine, "way", None)
-    way.explanation = list(explain(dataclasses.replace(session.config, jit=way.jit), {}))
+    if way.jit is not None:
+        way.ran_as = OFF if way.jit == OFF else engine.way
+        way.explanation = engine.explain(dataclasses.replace(session.config, jit=way.jit), {})
 
 
 def _check(way: _Way, session: Session) -> None:
@@ -181,10 +179,8 @@ def _check(way: _Way, session: Session) -> None:
     Raises:
         ConfigurationError: other options don't go with this way.
     """
-    check = getattr(session.engine, "check", None)
-    if way.jit is not None and check is not None:
-        config = dataclasses.replace(session.config, jit=way.jit)
-        check(session.module, session.optimizer, session.loss, config)
+    if way.jit is not None:
+        session.check_engine(dataclasses.replace(session.config, jit=way.jit))
 
 
 def _round(way: _Way, job: Job, seconds: float) -> None:

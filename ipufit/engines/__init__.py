@@ -1,4 +1,4 @@
-"""Engines, one folder each, and a call that tells which of them can run here."""
+"""Engines, one folder each; their base classes, and a call that tells which can run here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import types
 from typing import List
 
 from ipufit.engines.choice import EngineStatus, list_engines
+from ipufit.engines.program import Engine, Program
 
-__all__ = ["EngineStatus"]
+__all__ = ["Engine", "EngineStatus", "Program"]
 
 
 class _Engines(types.ModuleType):

@@ -6,8 +6,9 @@ callbacks or metrics.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,20 @@ from ipufit.core.logged_values import LogRule
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig
 from ipufit.losses import LabelRange, Loss
-from ipufit.partition.partition import Partition
+from ipufit.partition.partition import Partition, Partitions
 from ipufit.processes import ALONE, Processes
+from ipufit.tracing.comparison import Comparison, Tolerance
+from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
-__all__ = ["Engine", "ExecutionResult", "Prepared", "Program", "ProgramSpec", "TrainState"]
+__all__ = [
+    "Engine",
+    "ExecutionResult",
+    "ForwardingProgram",
+    "Prepared",
+    "Program",
+    "ProgramSpec",
+    "TrainState",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,89 +153,278 @@ class ProgramSpec:
         return self.config.shard_weights and self.processes.is_distributed
 
 
-class Program(Protocol):
+class Program(abc.ABC):
     """A whole training, evaluation or prediction step, ready to run.
 
-    A training program may have more: ``expect(updates)``, called before the first execution with
-    the number of updates that ``fit`` is to make; and ``stage(batch)``, called from any thread with
-    a batch that is to run later: what it returns is run in its place; and ``share_buffers()``,
-    called in all processes at the same time, after which the module's buffers are in each those of
-    the first replica of all; and ``gather_optimizer()``, called likewise, which makes the state of
-    the spec's optimizer whole where it lies in parts. An engine may have that one too, for the time
-    between programs. ``gather_weights()``, called likewise, brings the module's weights up to date
-    where they lie in parts. ``compare(batch, reference, tolerance)`` holds what is recorded for a
-    micro-batch against the module itself. ``popvision`` is the folder of the profile that it writes
-    for PopVision, or None. ``profile(batch)`` times the operators of a micro-batch,
-    as :mod:`ipufit.report.files` says; nothing is trained by it.
+    The first six members are what every program has; all others have a default, which is right for
+    a program without that ability.
+
+    Attributes:
+        popvision: folder of the profile that the program writes for PopVision; None for none.
     """
 
+    popvision: Optional[str] = None
+
     @property
+    @abc.abstractmethod
     def updates(self) -> int:
         """Weight updates done since ``compile``, skipped ones included."""
-        ...
 
+    @abc.abstractmethod
     def prepare(self, example: MicroBatch) -> Prepared:
         """Build for micro-batches like ``example`` without computing anything on its values.
 
         Called again, it takes over what has been changed in the module or the optimizer since.
         """
-        ...
 
+    @abc.abstractmethod
     def run(self, batch: CombinedBatch) -> ExecutionResult:
-        """One execution.
+        """Run one execution.
 
         Raises:
             NonFiniteLossError: when training; the state is that before the update named in it.
         """
-        ...
 
+    @abc.abstractmethod
     def read_state(self) -> TrainState:
-        """Device to host: copies of weights, buffers, optimizer state and counters."""
-        ...
+        """Copy weights, buffers, optimizer state and counters from the device to the host."""
 
+    @abc.abstractmethod
     def write_state(self, state: TrainState) -> None:
-        """Host to device."""
-        ...
+        """Continue from another state, which is on the host."""
 
-    def publish(self) -> None:
-        """Bring the state of the spec's optimizer up to date, for whoever reads it."""
-        ...
-
-    def swap_averages(self) -> None:
-        """Exchange the trained weights and their moving averages; called again, back."""
-        ...
-
-    def adopt_averages(self) -> None:
-        """Make the averages the weights, at the end of training; without averages, nothing."""
-        ...
-
+    @abc.abstractmethod
     def close(self) -> None:
         """Hand weights and optimizer state back to the user, free the device; safe twice."""
-        ...
+
+    def publish(self) -> None:
+        """Bring the state of the spec's optimizer up to date; nothing where it lives there."""
+
+    def swap_averages(self) -> None:
+        """Exchange the trained weights and their moving averages, or exchange them back."""
+
+    def adopt_averages(self) -> None:
+        """Make the moving averages the weights, at the end of training."""
+
+    def expect(self, updates: int) -> None:
+        """Learn before the first execution how many updates ``fit`` is to make."""
+
+    def stage(self, batch: CombinedBatch) -> CombinedBatch:
+        """Move a batch that is to run later to where it will be read; called from any thread.
+
+        Returns:
+            The batch to run in place of this one.
+        """
+        return batch
+
+    def share_buffers(self) -> None:
+        """Give the module in all processes the buffers of the first replica of all.
+
+        All processes call this at the same time.
+        """
+
+    def gather_optimizer(self) -> None:
+        """Make the state of the spec's optimizer whole, where it lies in parts.
+
+        All processes call this at the same time.
+        """
+
+    def gather_weights(self) -> None:
+        """Bring the module's weights up to date, where they lie in parts.
+
+        All processes call this at the same time.
+        """
+
+    def fail(self, action: Optional[str]) -> None:
+        """Raise the error that a failing device would raise, where the program has a device.
+
+        Args:
+            action: what lets the device run again; None if nothing does.
+        """
+
+    def profile(self, batch: MicroBatch) -> Optional[Dict[str, Any]]:
+        """Time the operators of a micro-batch; nothing is trained by it.
+
+        Returns:
+            The values that :mod:`ipufit.report.files` describes; None where single operators can't
+            be timed.
+        """
+        return None
+
+    def compare(self, batch: MicroBatch, reference: str, tolerance: Tolerance) -> Comparison:
+        """Compare the recorded micro-batch with the module itself, operator by operator.
+
+        It is called on programs of an engine that another engine's :meth:`Engine.beside` returned.
+        """
+        raise NotImplementedError(f"{type(self).__name__} compares no operators")
 
 
-class Engine(Protocol):
+class ForwardingProgram(Program):
+    """Program that hands every call on to another one; a subclass does more in some of them.
+
+    Args:
+        program: the other one.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.popvision = program.popvision
+
+    @property
+    def updates(self) -> int:
+        """Weight updates done since ``compile``, skipped ones included."""
+        return self._program.updates
+
+    def prepare(self, example: MicroBatch) -> Prepared:
+        """Build for micro-batches like ``example``."""
+        return self._program.prepare(example)
+
+    def run(self, batch: CombinedBatch) -> ExecutionResult:
+        """Run one execution."""
+        return self._program.run(batch)
+
+    def read_state(self) -> TrainState:
+        """Copy weights, buffers, optimizer state and counters to the host."""
+        return self._program.read_state()
+
+    def write_state(self, state: TrainState) -> None:
+        """Continue from another state."""
+        self._program.write_state(state)
+
+    def close(self) -> None:
+        """Hand weights and optimizer state back to the user."""
+        self._program.close()
+
+    def publish(self) -> None:
+        """Bring the state of the spec's optimizer up to date."""
+        self._program.publish()
+
+    def swap_averages(self) -> None:
+        """Exchange the trained weights and their moving averages."""
+        self._program.swap_averages()
+
+    def adopt_averages(self) -> None:
+        """Make the moving averages the weights."""
+        self._program.adopt_averages()
+
+    def expect(self, updates: int) -> None:
+        """Learn how many updates ``fit`` is to make."""
+        self._program.expect(updates)
+
+    def stage(self, batch: CombinedBatch) -> CombinedBatch:
+        """Move a batch that is to run later to where it will be read."""
+        return self._program.stage(batch)
+
+    def share_buffers(self) -> None:
+        """Give the module in all processes the buffers of the first replica of all."""
+        self._program.share_buffers()
+
+    def gather_optimizer(self) -> None:
+        """Make the state of the spec's optimizer whole."""
+        self._program.gather_optimizer()
+
+    def gather_weights(self) -> None:
+        """Bring the module's weights up to date."""
+        self._program.gather_weights()
+
+    def fail(self, action: Optional[str]) -> None:
+        """Raise the error that a failing device would raise."""
+        self._program.fail(action)
+
+    def profile(self, batch: MicroBatch) -> Optional[Dict[str, Any]]:
+        """Time the operators of a micro-batch."""
+        return self._program.profile(batch)
+
+    def compare(self, batch: MicroBatch, reference: str, tolerance: Tolerance) -> Comparison:
+        """Compare the recorded micro-batch with the module itself."""
+        return self._program.compare(batch, reference, tolerance)
+
+
+class Engine(abc.ABC):
     """Builds programs. One engine belongs to one compiled model and may keep what it has recorded.
 
-    It may have more: ``check(module, optimizer, loss, config, options, partitions)``, which refuses
-    at ``compile`` what it can't do; ``explain(config, options)``, sentences on what is particular
-    to it; ``way``, the value of ``jit`` by which training runs; ``takes_options``, true if
-    ``training_options`` mean something to it; ``options_of(config)``, those that an IPUConfig asks
-    for, by the argument of ``compile``; ``computes_on_host(module)``, whether its programs take the
-    time of this computer's own cores; ``choices()`` and ``prefer(choices)``, what it has measured,
-    by name, so that a run that goes on computes alike; ``beside()``, an engine for a trial that
-    runs the very programs that this one has recorded, and whose programs have ``compare``;
-    ``clock``, which it tells what its time goes to, and which is set for the time of a ``fit``; and
-    ``close()``, called when the model is compiled anew or closed.
+    An engine needs a name and :meth:`build`; all other methods have a default, which is right for
+    an engine without that ability. :class:`ipufit.testing.EagerEngine` is a short one to copy.
 
     Attributes:
-        name: for reports.
+        name: for reports and errors.
         seconds: time spent on recording so far, in seconds.
+        clock: is told what the engine's time goes to; set for the time of a ``fit``.
+        takes_options: True if ``training_options`` and ``inference_options`` mean something.
     """
 
     name: str
-    seconds: float
+    seconds: float = 0.0
+    clock: NoClock = NO_CLOCK
+    takes_options: bool = False
 
+    @abc.abstractmethod
     def build(self, spec: ProgramSpec) -> Program:
-        """A program for the spec; a training program owns the weights until it is closed."""
-        ...
+        """Return a program for the spec; a training program owns the weights until its close."""
+
+    def check(
+        self,
+        module: nn.Module,
+        optimizer: Optional[torch.optim.Optimizer],
+        loss: Loss,
+        config: TrainConfig,
+        options: Mapping[str, Any],
+        partitions: Partitions,
+    ) -> None:
+        """Refuse at ``compile`` what the engine can't do.
+
+        Args:
+            module, optimizer, loss, config: as ``compile`` resolved them.
+            options: settings of the engine's own, by the argument of ``compile``.
+            partitions: how the module lies on the IPUs of a replica.
+
+        Raises:
+            ConfigurationError: naming it; several faults as one error.
+        """
+
+    def explain(self, config: TrainConfig, options: Mapping[str, Any]) -> List[str]:
+        """Describe what is particular about how training runs, in sentences.
+
+        Args:
+            config, options: as for :meth:`check`.
+        """
+        return []
+
+    @property
+    def way(self) -> Optional[str]:
+        """The value of ``jit`` that stands for how training runs; None before it is known."""
+        return None
+
+    def options_of(self, config: Any) -> Optional[Dict[str, Any]]:
+        """Return the options that an IPUConfig asks for, by the argument of ``compile``.
+
+        None is for an engine on which arguments of ``compile`` stand for them.
+        """
+        return None
+
+    def computes_on_host(self, module: nn.Module) -> bool:
+        """Return True if programs of the module take the time of this computer's own cores."""
+        return False
+
+    def choices(self) -> Optional[Dict[str, str]]:
+        """Return what the engine has measured to be fastest, by name, for a checkpoint."""
+        return None
+
+    def prefer(self, choices: Mapping[str, str]) -> None:
+        """Choose what another run has measured, so that a run that goes on computes alike."""
+
+    def beside(self) -> Optional[Engine]:
+        """Return an engine for a trial, which runs the very programs that this one has recorded.
+
+        Its programs have :meth:`Program.compare`. None where there is none.
+        """
+        return None
+
+    def gather_optimizer(self) -> None:
+        """Make the optimizer's state whole between programs; as :meth:`Program.gather_optimizer`.
+
+        All processes call this at the same time.
+        """
+
+    def close(self) -> None:
+        """Let go of what is recorded: the model is compiled anew or closed; safe twice."""

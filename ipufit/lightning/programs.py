@@ -227,7 +227,7 @@ class Programs:
         seed, wants_outputs = session.seed(), mode is Mode.PREDICT or bool(session.metrics)
         folder = self._profile_folder if trains else None
         spec = session._spec(plan, mode, seed, mode.value, wants_outputs, folder)
-        program = session.around(session.engine.build(spec), spec)
+        program = session.build(spec)
         self._programs[mode] = program
         if trains:
             session._training, self._first = program, first

@@ -158,7 +158,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
             with words_of_strategy():
                 model._make_session(None)
         session = self._model_of_ours._compiled("fit")
-        writes_profile = getattr(session.engine, "takes_options", False)
+        writes_profile = session.engine.takes_options
         if self._report_folder is None or writes_profile or trainer.state.fn != "fit":
             return
         report = Report(self._report_folder, overwrite=True)

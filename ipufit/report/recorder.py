@@ -82,12 +82,9 @@ def recorded(
         ConfigurationError: the folder can't be written.
     """
     recorder = Recorder(session, report, goes_on_from)
-    engine: Any = session.engine
-    has_clock = hasattr(engine, "clock")
     try:
         with recorder.warnings.listening():
-            if has_clock:
-                engine.clock = recorder.clock
+            session.engine.clock = recorder.clock
             yield recorder
     except BaseException as error:
         # What went wrong in training is what has to be seen.
@@ -97,8 +94,7 @@ def recorded(
     else:
         recorder.end(None)
     finally:
-        if has_clock:
-            engine.clock = NO_CLOCK
+        session.engine.clock = NO_CLOCK
 
 
 class Recorder(Observer):
@@ -214,7 +210,7 @@ class Recorder(Observer):
                 first_update=job.program.updates,
                 total_updates=updates,
                 totals=facts.totals(session.module),
-                popvision=getattr(job.program, "popvision", None),
+                popvision=job.program.popvision,
             )
             self._write()
         self._profiler.start()
@@ -336,12 +332,8 @@ class Recorder(Observer):
         assert self._job is not None
         if not self._report.operators:
             return {"missing": "they were not asked for: Report(operators=False)"}
-        profile = getattr(self._job.program, "profile", None)
-        if profile is None:
-            name = self._session.engine.name
-            return {"missing": f"the {name} engine can't time single operators"}
         try:
-            operators: Dict[str, Any] = profile(self._job.first)
+            operators = self._job.program.profile(self._job.first)
         except IpufitError as error:
             return {"missing": str(error)}
         except Exception as error:
@@ -354,6 +346,9 @@ class Recorder(Observer):
                 stacklevel=2,
             )
             return {"missing": why}
+        if operators is None:
+            name = self._session.engine.name
+            return {"missing": f"the {name} engine can't time single operators"}
         return operators
 
     def _flush(self) -> None:

@@ -198,10 +198,10 @@ def _checked(
     schedule = _schedule(request, optimizer, faults)
     assert resolved is not None
     engine = make_engine()
-    if not callable(getattr(engine, "build", None)):
+    if not isinstance(engine, Engine):
         raise ConfigurationError(
-            f"engine must make an object with a method build(spec), got {engine!r}. Pass for "
-            "example engine='embedded'."
+            f"engine must make an object of a class that derives from ipufit.engines.Engine, got "
+            f"{engine!r}. Derive its class, or pass for example engine='embedded'."
         )
     train_config = TrainConfig(schedule=schedule, **settings)
     options = {TRAINING: request.training_options, INFERENCE: request.inference_options}
@@ -217,9 +217,7 @@ def _checked(
         train_config, options = _configured(config, engine, train_config, options)
         printed, fixed = [in_short(config, engine.name)], RunDefaults.of(config)
         printed += described(module)
-    check = getattr(engine, "check", None)
-    if check is not None:
-        check(module, optimizer, resolved, train_config, options, partitions)
+    engine.check(module, optimizer, resolved, train_config, options, partitions)
     for text in printed:
         print(text)
     return Session(
@@ -279,9 +277,9 @@ def _configured(
     config: IPUConfig, engine: Engine, train_config: TrainConfig, options: Dict[str, Any]
 ) -> Tuple[TrainConfig, Dict[str, Any]]:
     """Apply the rest of a configuration: the engine's settings, or what stands for them here."""
-    options_of = getattr(engine, "options_of", None)
-    if options_of is not None:
-        return train_config, options_of(config)
+    engine_options = engine.options_of(config)
+    if engine_options is not None:
+        return train_config, engine_options
     if config.auto_loss_scaling and train_config.loss_scale is None:
         train_config = dataclasses.replace(train_config, loss_scale=LossScale())
     return train_config, options

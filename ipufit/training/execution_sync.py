@@ -159,9 +159,8 @@ class ExecutionSync:
 
     def share_buffers(self, program: Program) -> None:
         """The module's buffers become in all processes those of the first replica of all."""
-        share = getattr(program, "share_buffers", None)
-        if share is not None and self.processes.is_distributed:
-            share()
+        if self.processes.is_distributed:
+            program.share_buffers()
 
     def outputs(self, batch: CombinedBatch, outputs: Sequence[Any], like: Any) -> List[Any]:
         """The outputs of all micro-batches, in stream order.

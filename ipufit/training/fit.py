@@ -264,17 +264,15 @@ def _cuts(arguments: FitArguments) -> List[int]:
 
 def _prefer(session: Session, arguments: FitArguments) -> None:
     """Load the kernel choices that the engine measured before the run was interrupted."""
-    prefer = getattr(session.engine, "prefer", None)
-    if arguments.restored is not None and prefer is not None:
-        prefer(arguments.restored.choices(session.processes) or {})
+    if arguments.restored is not None:
+        session.engine.prefer(arguments.restored.choices(session.processes) or {})
 
 
 def _expect(job: Job, arguments: FitArguments) -> None:
-    """Tell the program how much is to come, if it wants to know and that is known."""
-    expect = getattr(job.program, "expect", None)
+    """Tell the program how much is to come, if that is known."""
     updates = _updates_to_come(job, arguments)
-    if expect is not None and updates is not None:
-        expect(updates)
+    if updates is not None:
+        job.program.expect(updates)
 
 
 def _updates_to_come(job: Job, arguments: FitArguments) -> Optional[int]:
@@ -285,7 +283,7 @@ def _updates_to_come(job: Job, arguments: FitArguments) -> Optional[int]:
 
 def _way(session: Session) -> str:
     """How the program ran: with jit="auto", what was chosen."""
-    return getattr(session.engine, "way", None) or session.config.jit
+    return session.engine.way or session.config.jit
 
 
 def _updates_per_epoch(plan: Plan, source: DataAdapter) -> Optional[int]:

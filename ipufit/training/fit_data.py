@@ -338,8 +338,7 @@ def resolve_prefetch(
         if source is None or (passes and isinstance(source.loader, DataLoader)):
             return 0
         # Rows are copied in no time; handing them over between threads takes longer.
-        on_host = getattr(session.engine, "computes_on_host", None)
-        if source.is_held and on_host is not None and on_host(session.module):
+        if source.is_held and session.engine.computes_on_host(session.module):
             return 0
         return int(source.reads_alone)
     return at_least("prefetch", prefetch, 0, " or None")

@@ -164,8 +164,7 @@ class Fit:
         for observer in self.observers:
             with self.clock.during(observer.phase):
                 observer.begin_executions(epoch)
-        stage = getattr(self.job.program, "stage", None)
-        with self.job.executions(epoch, stage) as batches:
+        with self.job.executions(epoch, self.job.program.stage) as batches:
             for batch in self.clock.reading(batches):
                 outputs = self._run_execution(batch, epoch)
                 self.place = batch.place

@@ -142,17 +142,13 @@ class Session:
 
     def gather_optimizer(self) -> Optional[torch.optim.Optimizer]:
         """Return the optimizer, whole in all processes, which call this at the same time."""
-        who = self.engine if self._training is None else self._training
-        gather = getattr(who, "gather_optimizer", None)
-        if gather is not None:
-            gather()
+        (self._training or self.engine).gather_optimizer()
         return self.optimizer
 
     def gather_weights(self) -> None:
         """Bring the module's weights up to date, in all processes at the same time."""
-        gather = getattr(self._training, "gather_weights", None)
-        if gather is not None:
-            gather()
+        if self._training is not None:
+            self._training.gather_weights()
 
     @property
     def is_training(self) -> bool:
@@ -381,7 +377,7 @@ class Session:
         metrics.check_joined(self.processes.num_processes)
         wants_outputs = bool(metrics) or wants_outputs
         spec = self._spec(plan, mode, seed, domain, wants_outputs, profile_folder)
-        program = self.around(self.engine.build(spec), spec)
+        program = self.build(spec)
         if mode is Mode.TRAIN:
             self._training = program
         try:
@@ -407,6 +403,33 @@ class Session:
         weighted = source.role if mode is Mode.TRAIN and is_weighted(first) else None
         sync = ExecutionSync(self.processes, plan, source.is_portioned, weighted)
         return Job(program, plan, meter, first, feed, sync, explainer, prepared.outputs)
+
+    def build(self, spec: ProgramSpec) -> Program:
+        """Return the engine's program for the spec, with what goes around it.
+
+        Raises:
+            ConfigurationError: the engine is a user's own, and makes something else.
+        """
+        program = self.engine.build(spec)
+        if not isinstance(program, Program):
+            raise ConfigurationError(
+                f"{type(self.engine).__name__}.build must return an object of a class that derives "
+                f"from ipufit.engines.Program, got {program!r}. Derive its class."
+            )
+        return self.around(program, spec)
+
+    def check_engine(self, config: TrainConfig) -> None:
+        """Have the engine refuse what it can't do, as ``compile`` does.
+
+        Args:
+            config: how an update is made.
+
+        Raises:
+            ConfigurationError: the engine can't run the model like this.
+        """
+        self.engine.check(
+            self.module, self.optimizer, self.loss, config, self._options, self.partitions
+        )
 
     def explainer(self, mode: Mode, role: str) -> FailureExplainer:
         """Says why module or loss can't take a micro-batch.
@@ -539,9 +562,7 @@ class Session:
         text += "".join(f"\n{line}" for line in described(self.module))
         text += "".join(f"\n{line}" for line in self.fixed.said)
         text += "".join(f"\n{line}" for line in self._explain_processes())
-        explain = getattr(self.engine, "explain", None)
-        particular = explain(self.config, self._options) if explain is not None else ()
-        return "\n".join([text, *particular])
+        return "\n".join([text, *self.engine.explain(self.config, self._options)])
 
     def _explain_processes(self) -> List[str]:
         """Which process this is, and what the processes send each other for every update."""
@@ -561,9 +582,7 @@ class Session:
     def retire(self) -> None:
         """The model has been compiled anew, or closed: let go of what the engine keeps."""
         self.is_retired = True
-        close = getattr(self.engine, "close", None)
-        if close is not None:
-            close()
+        self.engine.close()
 
     def buffers(self) -> List[torch.Tensor]:
         """All buffers of the module and the loss."""

@@ -7,7 +7,7 @@ import dataclasses
 import errno
 import os
 import signal
-from typing import Any, Callable, Dict, Iterator, List
+from typing import Callable, Dict, Iterator, List, Optional, Protocol
 
 from ipufit.errors import (
     ConfigurationError,
@@ -71,11 +71,24 @@ def inject(fault: str, at_update: int) -> Iterator[Fault]:
                 waiting.remove(planned)
 
 
-def raise_injected_fault(program: Any, updates: int) -> None:
+class FallibleProgram(Protocol):
+    """The part of a program that a drill needs."""
+
+    @property
+    def updates(self) -> int:
+        """Weight updates done since ``compile``."""
+        ...
+
+    def fail(self, action: Optional[str]) -> None:
+        """Raise what a failing device would raise, where the program has a device."""
+        ...
+
+
+def raise_injected_fault(program: FallibleProgram, updates: int) -> None:
     """Let go wrong what was asked for in one of these updates.
 
     Args:
-        program: that is about to run. One with ``fail(action)`` raises what its device would.
+        program: the program that is about to run.
         updates: how many it makes.
     """
     if not _pending:
@@ -84,9 +97,8 @@ def raise_injected_fault(program: Any, updates: int) -> None:
     for fault in [each for each in _pending if first <= each.at_update < first + updates]:
         _pending.remove(fault)
         fault.happened = True
-        fail = getattr(program, "fail", None)
-        if fail is not None and fault.kind in _OF_DEVICES:
-            fail(_OF_DEVICES[fault.kind])
+        if fault.kind in _OF_DEVICES:
+            program.fail(_OF_DEVICES[fault.kind])
         _FAULTS[fault.kind](fault)
 
 

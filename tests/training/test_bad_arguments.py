@@ -6,6 +6,7 @@ from torch import nn
 
 import ipufit
 from ipufit.callbacks import Callback
+from ipufit.engines import Engine
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import (
     ConfigurationError,
@@ -490,12 +491,30 @@ def test_an_engine_factory_must_make_an_engine():
     """Otherwise fit would fail on a missing method, an epoch's preparation later."""
     model = ipufit.Model(Net(), engine=lambda: 3)
     text = (
-        "engine must make an object with a method build(spec), got 3. Pass for example "
-        "engine='embedded'."
+        "engine must make an object of a class that derives from ipufit.engines.Engine, got 3. "
+        "Derive its class, or pass for example engine='embedded'."
     )
     with refused(model, ConfigurationError, text):
         model.compile("sgd", "mse")
     assert ipufit.Model(Net(), engine=EmbeddedEngine).history.epoch == []
+
+
+def test_an_engine_must_build_programs():
+    """A program that lacks a method would be missed in the middle of a training."""
+
+    class Builder(Engine):
+        name = "builder"
+
+        def build(self, spec):
+            return 3
+
+    model = compiled(engine=Builder)
+    text = (
+        "Builder.build must return an object of a class that derives from ipufit.engines.Program, "
+        "got 3. Derive its class."
+    )
+    with refused(model, ConfigurationError, text):
+        fit(model)
 
 
 def test_a_refused_fit_leaves_the_last_history():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Tuple
+from typing import Any, Tuple
 
 from ipufit.analysis.tuner.trials import Trial
 from ipufit.core.batch import Mode
@@ -52,19 +52,17 @@ def compare(
     plan = session.plan(source, None, 1, 1, training=True)
     # A compiled update tells nothing of its operators, and would be compiled only for this.
     jit = GRAPH if session.config.jit == INDUCTOR else None
-    with Trial(session, beside, jit).running(source, plan, 0, lambda _: None) as job:
-        program: Any = job.program
-        with defer_sigint():
-            comparison: Comparison = program.compare(job.first, reference, tolerance)
-    return comparison
+    trial = Trial(session, lambda: beside, jit)
+    with trial.running(source, plan, 0, lambda _: None) as job, defer_sigint():
+        return job.program.compare(job.first, reference, tolerance)
 
 
-def _beside(session: Session) -> Callable[[], Engine]:
-    beside = getattr(session.engine, "beside", None)
+def _beside(session: Session) -> Engine:
+    beside = session.engine.beside()
     if beside is None:
         raise ConfigurationError(
             "compare runs the recorded program operator by operator, which needs "
             f"engine='embedded', got engine {session.engine.name!r}. Make the model with "
             "ipufit.Model(module, engine='embedded')."
         )
-    return beside  # type: ignore[no-any-return]
+    return beside

@@ -25,7 +25,9 @@ from ipufit.engines.embedded.nan_detection import refuse_detection
 from ipufit.engines.embedded.optimizer_state_location import HostMemory
 from ipufit.engines.embedded.programs.inference import InferenceProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
-from ipufit.engines.program import Program, ProgramSpec
+from ipufit.engines.program import Engine, Program, ProgramSpec
+from ipufit.losses import Loss
+from ipufit.partition.partition import Partitions
 from ipufit.processes import current
 from ipufit.tracing.ipu_only import describe_hints
 from ipufit.utils.random_streams import check_keyed_devices
@@ -41,15 +43,25 @@ _NOT_SHARDED = "{} changes nothing in one process, where all replicas have one s
 _SHARDED = "{} in parts over {} processes; each gets {}."
 
 
-class EmbeddedEngine(EngineContext):
+class EmbeddedEngine(EngineContext, Engine):
     """Builds programs for one compiled model, and keeps what it has recorded for the next one."""
 
     name = "embedded"
 
     def check(
-        self, module: nn.Module, optimizer: Any, loss: Any, config: TrainConfig, *_: Any
+        self,
+        module: nn.Module,
+        optimizer: Optional[torch.optim.Optimizer],
+        loss: Loss,
+        config: TrainConfig,
+        options: Mapping[str, Any],
+        partitions: Partitions,
     ) -> None:
-        """Refuse what can't work, at ``compile``.
+        """Refuse at ``compile`` what can't work.
+
+        Args:
+            module, optimizer, loss, config: as ``compile`` resolved them.
+            options, partitions: for IPUs; without effect here.
 
         Raises:
             ConfigurationError: a device whose random numbers can't be keyed, CUDA graphs of a

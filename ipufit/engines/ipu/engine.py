@@ -18,14 +18,14 @@ from ipufit.engines.ipu.limits import check_autocast, check_ipus, check_request
 from ipufit.engines.ipu.options import check_options
 from ipufit.engines.ipu.sdk import ignored_options
 from ipufit.engines.ipu.training import TrainingProgram
-from ipufit.engines.program import Program, ProgramSpec
+from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.losses import Loss
 from ipufit.partition.partition import Partitions
 
 __all__ = ["IpuEngine"]
 
 
-class IpuEngine(IpuContext):
+class IpuEngine(IpuContext, Engine):
     """Builds programs for one compiled model.
 
     Attributes:
@@ -39,14 +39,14 @@ class IpuEngine(IpuContext):
         module: nn.Module,
         optimizer: Optional[torch.optim.Optimizer],
         loss: Loss,
-        train_config: TrainConfig,
-        options: Dict[str, Any],
+        config: TrainConfig,
+        options: Mapping[str, Any],
         partitions: Partitions,
     ) -> None:
         """Refuse at ``compile`` what an IPU can't do.
 
         Args:
-            module, optimizer, loss, train_config: as ``compile`` resolved them.
+            module, optimizer, loss, config: as ``compile`` resolved them.
             options: by the argument's name.
             partitions: of the module over IPUs.
 
@@ -55,7 +55,7 @@ class IpuEngine(IpuContext):
         """
         for role, given in options.items():
             check_options(self.sdk, given, role)
-        check_request(module, optimizer, loss, train_config, self.wide)
+        check_request(module, optimizer, loss, config, self.wide)
 
     def options_of(self, config: IPUConfig) -> Dict[str, Any]:
         """Options that a configuration asks for, by the argument of ``compile``."""
@@ -73,15 +73,15 @@ class IpuEngine(IpuContext):
             return TrainingProgram(self, spec)
         return InferenceProgram(self, spec)
 
-    def explain(self, train_config: TrainConfig, options: Mapping[str, Any]) -> List[str]:
+    def explain(self, config: TrainConfig, options: Mapping[str, Any]) -> List[str]:
         """Describe what is particular about how training runs, in sentences.
 
         Args:
-            train_config: how an update is made.
+            config: how an update is made.
             options: as for :meth:`check`.
         """
         lines = []
-        schedule = train_config.schedule
+        schedule = config.schedule
         if schedule is not None and schedule.per_update:
             lines.append(
                 f"{schedule.name} changes settings with every update, and a device takes them "
@@ -89,9 +89,9 @@ class IpuEngine(IpuContext):
             )
         elif schedule is not None:
             lines.append(f"{schedule.name} changes settings between epochs: no call is split.")
-        if train_config.output_mode.kind != "all":
+        if config.output_mode.kind != "all":
             lines.append(
-                f"output_mode={train_config.output_mode.kind!r} chooses on the host: the device "
+                f"output_mode={config.output_mode.kind!r} chooses on the host: the device "
                 "hands back all outputs, because losses come back from every micro-batch."
             )
         for role, given in options.items():

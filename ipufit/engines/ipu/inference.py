@@ -17,13 +17,13 @@ from ipufit.engines.ipu.options import seed_of
 from ipufit.engines.ipu.padding import padded
 from ipufit.engines.ipu.results import anchors_of
 from ipufit.engines.ipu.size import Size
-from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
+from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
 from ipufit.tracing.grad_step import public_name
 
 __all__ = ["InferenceProgram"]
 
 
-class InferenceProgram:
+class InferenceProgram(Program):
     """Works on the module's present weights.
 
     What does not fill a call is filled up with micro-batches whose results are left aside; a
@@ -39,7 +39,11 @@ class InferenceProgram:
         self._passes = 0
         self._versions: List[int] = []
         self._example: Optional[MicroBatch] = None
-        self.updates = spec.first_update
+
+    @property
+    def updates(self) -> int:
+        """Weight updates done since ``compile``: inference makes none."""
+        return self._spec.first_update
 
     def _unit(self, example: MicroBatch) -> Executable:
         size = self._size
@@ -141,15 +145,6 @@ class InferenceProgram:
             for name, buffer in self._host.buffers().items():
                 buffer.copy_(state.buffers[0][public_name(name)])
         self._engine.release_inference()
-
-    def publish(self) -> None:
-        """There is no optimizer."""
-
-    def swap_averages(self) -> None:
-        """There are no averages."""
-
-    def adopt_averages(self) -> None:
-        """There are no averages."""
 
     def close(self) -> None:
         """The compiled program is kept for the next one; safe twice."""

@@ -23,7 +23,7 @@ from ipufit.engines.ipu.program_cache import ProgramCache
 from ipufit.engines.ipu.program_selector import ProgramSelector
 from ipufit.engines.ipu.results import anchors_of
 from ipufit.engines.ipu.size import Size
-from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
+from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
@@ -47,7 +47,7 @@ class _Update:
     own: List[MicroBatch]
 
 
-class TrainingProgram:
+class TrainingProgram(Program):
     """Updates on an IPU.
 
     The main program works on the user's own module, from the first :meth:`prepare` until
@@ -314,12 +314,6 @@ class TrainingProgram:
         """The module's buffers become those of the first replica of all."""
         if self._programs.changes_buffers:
             self._host.share_buffers(self._spec.processes)
-
-    def swap_averages(self) -> None:
-        """There are no averages."""
-
-    def adopt_averages(self) -> None:
-        """There are no averages."""
 
     def _drop(self) -> None:
         """The next programs are compiled from what the module is then."""

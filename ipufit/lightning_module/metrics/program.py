@@ -13,7 +13,13 @@ from torch import Tensor
 
 from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.logged_values import joined_rules
-from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec
+from ipufit.engines.program import (
+    ExecutionResult,
+    ForwardingProgram,
+    Prepared,
+    Program,
+    ProgramSpec,
+)
 from ipufit.errors import ConfigurationError, MetricError
 from ipufit.lightning_module.metrics.objects import (
     ModuleMetrics,
@@ -32,10 +38,8 @@ from ipufit.utils.state import fork_rng
 __all__ = ["MeasuredProgram"]
 
 
-class MeasuredProgram:
-    """Program whose outputs for metrics update the metric objects.
-
-    Everything else is the program's own.
+class MeasuredProgram(ForwardingProgram):
+    """Program whose outputs for metrics update the metric objects of a module.
 
     Args:
         program: the other one.
@@ -47,18 +51,10 @@ class MeasuredProgram:
     def __init__(
         self, program: Program, metrics: ModuleMetrics, role: str, spec: ProgramSpec
     ) -> None:
-        self._program = program
+        super().__init__(program)
         self._metrics = metrics
         self._role = role
         self._spec = spec
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._program, name)
-
-    @property
-    def updates(self) -> int:
-        """Weight updates done since ``compile``."""
-        return self._program.updates
 
     def prepare(self, example: MicroBatch) -> Prepared:
         """Build the program, and try the metrics on copies.

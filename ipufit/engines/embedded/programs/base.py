@@ -12,7 +12,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import check_precision
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.engines.program import Prepared, ProgramSpec
+from ipufit.engines.program import Prepared, Program, ProgramSpec
 from ipufit.tracing.grad_step import public_name
 from ipufit.utils.malloc_policy import keep_freed_memory
 from ipufit.utils.random_streams import (
@@ -26,7 +26,7 @@ from ipufit.utils.random_streams import (
 __all__ = ["BaseProgram", "on_host"]
 
 
-class BaseProgram:
+class BaseProgram(Program):
     """The tensors of a program, and what is recorded for each size of micro-batch."""
 
     def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:

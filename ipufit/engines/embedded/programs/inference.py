@@ -24,8 +24,12 @@ class InferenceProgram(BaseProgram):
         super().__init__(engine, spec)
         parameters = [p.detach() for p in self._parameters.values()]
         self._state = [*parameters, *self._buffers.values()]
-        self.updates = spec.first_update
         self._passes = 0
+
+    @property
+    def updates(self) -> int:
+        """Weight updates done since ``compile``: inference makes none."""
+        return self._spec.first_update
 
     def _record(self, example: MicroBatch) -> TracedStep:
         fixed = [*self._parameters, *self._buffers]
@@ -64,15 +68,6 @@ class InferenceProgram(BaseProgram):
                 parameter.copy_(state.weights[public_name(name)])
             for name, buffer in self._buffers.items():
                 buffer.copy_(state.buffers[0][public_name(name)])
-
-    def publish(self) -> None:
-        """There is no optimizer."""
-
-    def swap_averages(self) -> None:
-        """There are no averages."""
-
-    def adopt_averages(self) -> None:
-        """There are no averages."""
 
     def close(self) -> None:
         """Nothing is held; safe twice."""

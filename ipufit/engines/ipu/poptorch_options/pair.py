@@ -9,6 +9,7 @@ from ipufit.core.compile_arguments import INFERENCE, TRAINING
 from ipufit.core.train_config import LossScale, TrainConfig
 from ipufit.engines.ipu.poptorch_options.reading import PopTorchOptions
 from ipufit.engines.ipu.poptorch_options.report import SetterEffects, setter_effects
+from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.partition.partition import Partitions
 from ipufit.utils.error_collector import ErrorCollector
@@ -81,7 +82,7 @@ class OptionPair:
         return arguments
 
     def applied(
-        self, engine: Any, config: TrainConfig, partitions: Partitions
+        self, engine: Engine, config: TrainConfig, partitions: Partitions
     ) -> Tuple[TrainConfig, List[str], List[str]]:
         """Apply the options on an engine that takes none, and report their effects.
 
@@ -91,9 +92,8 @@ class OptionPair:
         Raises:
             ConfigurationError: it would be another run without them.
         """
-        if getattr(engine, "takes_options", False):
+        if engine.takes_options:
             return config, [], []
-        name = getattr(engine, "name", "given")
         effects: List[SetterEffects] = []
         for options in self.present:
             options.refuse_other_processes()
@@ -101,9 +101,9 @@ class OptionPair:
             effects.append(setter_effects(options, is_divided))
         if self.training is not None and self.training.scales_loss and config.loss_scale is None:
             config = dataclasses.replace(config, loss_scale=LossScale())
-        printed = [rows.text(name) for rows in effects if rows.text(name)]
+        printed = [text for text in (rows.text(engine.name) for rows in effects) if text]
         sentences = [
-            f"Of {rows.role}, these change nothing on {name}: {', '.join(rows.none)}."
+            f"Of {rows.role}, these change nothing on {engine.name}: {', '.join(rows.none)}."
             for rows in effects
             if rows.none
         ]

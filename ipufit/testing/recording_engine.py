@@ -1,4 +1,4 @@
-"""For tests, ours and users': an engine that only remembers, and faults on demand."""
+"""An engine that computes nothing and remembers everything."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.train_config import outputs_wanted
-from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
-from ipufit.utils.fault_injection import Fault, inject
+from ipufit.engines.program import (
+    Engine,
+    ExecutionResult,
+    Prepared,
+    Program,
+    ProgramSpec,
+    TrainState,
+)
 
-__all__ = ["Fault", "RecordingEngine", "RecordingProgram", "inject"]
+__all__ = ["RecordingEngine", "RecordingProgram"]
 
 
-class RecordingEngine:
+class RecordingEngine(Engine):
     """Builds programs that write down what they are given.
 
     ``ipufit.Model(net, engine=lambda: engine)`` shows what the loop does, without the cost of doing
@@ -28,7 +34,6 @@ class RecordingEngine:
     name = "recording"
 
     def __init__(self) -> None:
-        self.seconds: float = 0.0
         self.programs: List[RecordingProgram] = []
 
     def build(self, spec: ProgramSpec) -> RecordingProgram:
@@ -39,7 +44,7 @@ class RecordingEngine:
 
 
 @dataclasses.dataclass
-class RecordingProgram:
+class RecordingProgram(Program):
     """Takes every batch, returns losses of zero, and echoes the first input as output.
 
     It gives back what the config asks for: outputs as ``output_mode`` chooses, the schedule's
@@ -60,7 +65,7 @@ class RecordingProgram:
     examples: List[MicroBatch] = dataclasses.field(default_factory=list, init=False)
     executions: List[CombinedBatch] = dataclasses.field(default_factory=list, init=False)
     rows: List[Any] = dataclasses.field(default_factory=list, init=False)
-    updates: int = dataclasses.field(init=False)
+    updates: int = dataclasses.field(default=0, init=False)
     written: List[TrainState] = dataclasses.field(default_factory=list, init=False)
     calls: List[str] = dataclasses.field(default_factory=list, init=False)
     closed: int = dataclasses.field(default=0, init=False)
