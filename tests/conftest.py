@@ -117,8 +117,10 @@ def pytest_collection_modifyitems(config, items):
         if test[0].get_closest_marker("grid") is not None:
             places = cover([_sides(point) for point in test], pairs=not is_partly)
             chosen.update(test[place] for place in places)
+        elif is_partly or test[0].get_closest_marker("ends") is not None:
+            chosen.update((test[0], test[-1]))
         else:
-            chosen.update((test[0], test[-1]) if is_partly else test)
+            chosen.update(test)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 

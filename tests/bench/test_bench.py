@@ -37,6 +37,7 @@ def has_fused_adam():
     return True
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize(
     "peer", [*(n for n in PEERS if n.startswith(OWN) and n != COMPILED), BY_HAND]
@@ -212,6 +213,7 @@ def test_the_wait_for_data_is_measured():
     assert 8 * 0.02 <= waited[1] <= epochs[1]
 
 
+@pytest.mark.long
 def test_the_curves_answer_as_a_process():
     with Running("tests.bench.curves") as running:
         (values,) = running.ask(curve="replicas", updates=2)["values"]

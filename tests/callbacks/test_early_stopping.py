@@ -76,6 +76,7 @@ class Keeps(Callback):
         self.states.append(flat(self.model.module.state_dict()))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("values", "best"), [([3, 1, 2, 2, 2], 1), ([3, 2, 1, 4], 2), ([NAN, NAN], 0)]
 )

@@ -160,6 +160,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.ends
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 @pytest.mark.parametrize("columns", WHOLE)
 def test_a_terminal_shows_the_loss_all_the_time_and_whole_lines(columns):

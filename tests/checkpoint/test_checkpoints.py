@@ -136,6 +136,7 @@ def test_the_weights_need_no_ipufit_to_be_read(tmp_path):
     assert_same(resumed, state(longer))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("change", [{"device_iterations": 7}, {"prefetch": 2}])
 @pytest.mark.parametrize("before", [3, 12, 16])
 def test_what_only_cuts_the_work_may_change(change, before, tmp_path):
@@ -260,6 +261,7 @@ def test_none_that_can_be_read_is_an_error(tmp_path):
     )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("when", ["batch", "validation", "epoch"])
 def test_signals_let_the_execution_end_and_a_checkpoint_be_written(kind, when, tmp_path, capfd):
@@ -569,6 +571,7 @@ def test_another_chance_also_where_epochs_are_parts_of_passes(tmp_path):
     assert_same(model, state(case.run()))
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -699,6 +702,7 @@ def tampered(folder, change):
     store.write(name, document, tensors)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     "change",
     [

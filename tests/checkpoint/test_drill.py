@@ -40,6 +40,7 @@ def test_killed_at_random_moments_the_run_ends_with_the_same_bytes():
     assert found[1] == found[2]
 
 
+@pytest.mark.long
 def test_interrupted_at_any_moment_a_run_with_workers_ends_and_leaves_nothing():
     """Ctrl-C was lost while a worker was forked, and then only SIGKILL helped."""
     text = drill("--interrupts", "4", "--bound", "60")

@@ -295,6 +295,7 @@ def test_the_bits_are_those_of_a_run_that_was_not_interrupted(case, tmp_path):
     interrupted(case, 0.6, tmp_path)
 
 
+@pytest.mark.grid
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("share", [0.2, 0.34, 0.7])

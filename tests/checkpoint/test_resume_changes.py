@@ -243,6 +243,7 @@ def stepped(rate, make, interval):
     }
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_another_rate_goes_on_at_the_place_in_its_schedule(schedule, tmp_path):
     """The rates after the change are those of a run that had the new schedule from the start."""
@@ -391,6 +392,7 @@ def test_frozen_layers_and_loaders(tmp_path):
     ]
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     "change",
     [

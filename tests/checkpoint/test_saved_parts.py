@@ -66,6 +66,7 @@ def read(model):
 LEAST = 6000
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "make",

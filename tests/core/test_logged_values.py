@@ -169,6 +169,7 @@ def test_a_loss_of_any_kind_can_log(net, loss, way):
     assert model.evaluate(validation, verbose=0)["squared"] == close(expected)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("way", WAYS)
 def test_a_name_used_twice_in_one_forward_is_reduced_there_too(way):
     class Twice(nn.Module):
@@ -242,6 +243,7 @@ def test_what_forward_does_to_a_tensor_later_on_is_not_logged():
         assert history["after"] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("way", WAYS)
 def test_no_gradient_flows_through_a_value(way):
     class Logs(nn.Module):
@@ -265,6 +267,7 @@ def test_no_gradient_flows_through_a_value(way):
     assert bool((found[0].inner.weight == 1).all())
 
 
+@pytest.mark.ends
 @embedded_only("PopTorch traces no torch.utils.checkpoint, which it says itself")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_forward_that_is_computed_again_reports_once(way):
@@ -286,6 +289,7 @@ def test_a_forward_that_is_computed_again_reports_once(way):
     assert fit(model, X, Y).history["rows"] == [23.0, 23.0]
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_a_value_that_is_no_number_is_not_hidden(reduce):
     class Holes(nn.Module):

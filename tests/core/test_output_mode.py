@@ -162,6 +162,7 @@ def test_who_looks_changes_no_bit_of_training():
         assert_equal(model.module, plain.module)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("kind", ["final", "sum", "every_n"])
 def test_evaluate_validation_and_predict_always_see_all(kind):
     net = MLP().double()

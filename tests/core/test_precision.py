@@ -108,6 +108,7 @@ def test_mixed_precision_holds_in_evaluate_and_predict(precision, dtype):
     assert model.evaluate(loader, verbose=0)["loss"] == pytest.approx(loss, abs=1e-7)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("way", WAYS)
 def test_mixed_precision_has_the_same_bits_for_every_number_of_device_iterations(way):
     net, found = CNN(), []
@@ -207,6 +208,7 @@ def test_modules_of_half_precision_train_with_everything(optimizer, dtype):
     assert not torch.equal(found[0].layers[0].weight, net.layers[0].weight)
 
 
+@pytest.mark.ends
 @needs_half
 @pytest.mark.parametrize("way", WAYS)
 def test_a_scale_saves_gradients_that_float16_loses(way):
@@ -244,6 +246,7 @@ def test_a_scale_saves_gradients_that_float16_loses(way):
 # ---- an autocast of the user's ------------------------------------------------------------------
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("way", WAYS)
 def test_an_autocast_around_fit_counts(way):
     """Whoever writes it around a loop expects it around fit."""
@@ -271,6 +274,7 @@ def test_an_autocast_around_fit_counts_the_same_in_every_way():
     assert_equal(found[2], found[0])
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("way", WAYS)
 def test_the_precision_asked_for_wins_over_an_autocast_around_fit(way):
     """Twice the same is once; the update itself is not cast."""

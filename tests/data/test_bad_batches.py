@@ -217,6 +217,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(("name", "di"), [*zip(CHANGES, itertools.cycle([1, 4]))])
 def test_a_batch_unlike_the_first_ends_training_without_loss(name, di):
     """The program has one shape: training stops before the batch, with what was learned so far."""

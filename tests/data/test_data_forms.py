@@ -101,6 +101,7 @@ def test_each_form_trains_to_the_same_bits(name, tmp_path):
     assert_same_bits(trained(*args, **options), trained_on_a_loader())
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("name", ["tensors", "arrays", "mapped", "dataset"])
 def test_shuffled_forms_have_one_order_that_depends_on_seed_and_epoch(name, tmp_path):
     """The order is that of a generator of its own, keyed by seed and epoch."""

@@ -271,6 +271,7 @@ def tensors(x, y):
     return torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(y)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_other_dtypes_train_to_the_bits_of_the_right_ones(case, form):
@@ -331,6 +332,7 @@ def test_float64_targets_come_in_float32(loss, outputs):
         assert_equal(trained(X, target, loss, outputs=outputs), plain)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
 @pytest.mark.parametrize("loss", ["mse", "bce_with_logits", nn.BCEWithLogitsLoss()], ids=repr)
 def test_whole_targets_of_a_loss_over_values_become_floating_point(dtype, loss):

@@ -102,6 +102,7 @@ def trained(prefetch, dataset, **options):
     return {**state(model), **history.history}
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     "work",
     [
@@ -203,6 +204,7 @@ class Drawing(Sampler):
         return self.count
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("prefetch", [0, None, 2])
 @pytest.mark.parametrize("kind", ["sampler in a batch_sampler", "loader"])
 def test_what_the_users_code_draws_depends_on_seed_and_epoch_alone(kind, prefetch):
@@ -560,6 +562,7 @@ def test_workers_that_stay_give_the_order_of_those_that_do_not(prefetch):
         assert_same_bits(final(cuts, num_workers=2, persistent_workers=True), expected)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("form", ["tensors", "loader", "workers"])
 def test_a_callback_may_draw_while_batches_are_read(form, engine):
     """Nothing but the first batch of an epoch is read with another generator state."""

@@ -643,6 +643,7 @@ class Penalty:
         return self(prediction, target)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "loss_of",
     [

@@ -363,6 +363,7 @@ class Blocks(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.grid
 @ENGINES
 @pytest.mark.parametrize("ipus", [1, 4])
 def test_blocks_of_the_module_must_fit_what_compile_was_told(engine, ipus):

@@ -88,6 +88,7 @@ CONFIGURATIONS = {
 }
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("name", but(CONFIGURATIONS, **CONFIGURATION_MARKS))
 def test_a_search_leaves_no_trace_and_the_next_fit_has_the_same_bits(name):
     """A search that shifts a seed or a moment makes every later result irreproducible."""
@@ -198,6 +199,7 @@ def test_generators_of_a_loader_are_kept_too():
         assert torch.equal(left, right)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_losses_are_those_of_a_loop_with_these_rates(replicas, accumulation):
@@ -368,6 +370,7 @@ class Hungry(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize(
     ("most", "batch_size", "accumulation", "sizes"),

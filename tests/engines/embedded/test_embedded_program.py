@@ -44,6 +44,7 @@ class Executions(ipufit.callbacks.Callback):
     on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("di", [1, 2, 100])
 @pytest.mark.parametrize("metrics", [None, ["accuracy"]])
 def test_at_most_one_transfer_to_the_host_per_execution(di, metrics):
@@ -196,6 +197,7 @@ class Settings(CNN):
         return self.activation(super().forward(x * self.scale[0] + self.shift))
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("change", [set_rate, set_list, set_tensor, set_mode, set_object])
 def test_a_value_changed_between_two_fits_is_recorded_anew(change):
     """What is frozen in a recording must not outlive the value it was made from."""

@@ -110,6 +110,7 @@ def test_updates_get_no_new_pages():
     assert run(SCRIPT) == 0
 
 
+@pytest.mark.long
 @tells
 def test_what_the_environment_says_of_memory_holds():
     """With glibc's own threshold fixed low, a large block lies apart and goes back."""
@@ -228,6 +229,7 @@ def sizes_of_large_tensors():
     return sorted(size for size in found.values() if size >= 100_000)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("jit", ["auto", "graph", "off"])
 @pytest.mark.parametrize("optimizer", ["adam", torch.optim.Rprop])
 def test_a_program_that_ended_holds_no_state(optimizer, jit, without_collections):

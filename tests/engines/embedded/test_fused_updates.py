@@ -54,6 +54,7 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("eagerly", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_kernels_and_rules_make_the_same_weights_and_state(name, eagerly, monkeypatch):
@@ -69,6 +70,7 @@ def test_kernels_and_rules_make_the_same_weights_and_state(name, eagerly, monkey
         torch.testing.assert_close(value, second[key], rtol=1e-11, atol=1e-15)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     "options",
     [

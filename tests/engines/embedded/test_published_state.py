@@ -68,6 +68,7 @@ def are_all_of(parts, wholes):
     return inside and sum(n for _, n in parts) == sum(size for _, size in wholes)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("way", "offload"), PLACES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_exists_once(name, way, offload):
@@ -96,6 +97,7 @@ def test_the_state_exists_once(name, way, offload):
     assert are_all_of(in_second[0], held[0])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("way", "offload"), PLACES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_after_fit_every_tensor_has_memory_of_its_own(name, way, offload):
@@ -153,6 +155,7 @@ def loop(make, at, change):
     return net
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("way", "offload"), PLACES)
 @pytest.mark.parametrize("name", ["sgd", "adam", "rmsprop"])
 def test_what_is_written_into_it_the_next_update_finds(name, way, offload):

@@ -51,6 +51,7 @@ def states(model):
     ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("eagerly", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bits_are_those_of_a_state_that_stays(name, eagerly):

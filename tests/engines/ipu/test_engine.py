@@ -107,6 +107,7 @@ def life(engine, net, optimizer, plan, compile_options=None, **options):
     return found
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_fit_evaluate_and_predict_are_those_of_the_embedded_engine(plan):
     """With every kind of tail: within a micro-batch, an update, an execution."""
@@ -115,6 +116,7 @@ def test_fit_evaluate_and_predict_are_those_of_the_embedded_engine(plan):
     assert_alike(expected, life("ipu-standin", net, OPTIMIZERS["adam"], plan))
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_trains_alike_and_its_state_is_torchs(name):
     """The second fit goes on from the state that came back from the first."""
@@ -141,6 +143,7 @@ class Slower(Callback):
             self.model.optimizer.param_groups[0]["lr"] /= 4
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_settings_that_change_beside_state_that_was_handed_over_count(name, iterations):
@@ -167,6 +170,7 @@ def test_settings_that_change_beside_state_that_was_handed_over_count(name, iter
     assert_alike(expected, trained("ipu-standin"))
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     "options",
     [
@@ -201,6 +205,7 @@ def test_what_compile_adds_is_alike(options):
     assert_alike(*found)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "loss",
     [
@@ -272,6 +277,7 @@ class Normed(nn.Module):
         return self.head(self.norm(x.flatten(1)))
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("plan", [Plan(5, 2), Plan(4, 3), Plan(6, 1, 1, 1)], ids=str)
 def test_batchnorm_trains_alike_with_its_counter(plan):
     """The device leaves integers alone, and padding would change what is counted."""

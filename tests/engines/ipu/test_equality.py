@@ -114,6 +114,7 @@ def test_everything_that_is_seen_is_equal(kind, plan, optimizer, size, weighted)
     assert_alike(*found)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("size", ["full", "updates", "micro-batches"])
 def test_a_loss_reads_weights_through_the_users_module(size):
     """Calls that are left over have programs, and copies of the module, of their own."""

@@ -69,6 +69,7 @@ def on_both(life):
 JOINED = {"device_iterations": 2, "gradient_accumulation": 2, "ipus": 2}
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     ("kind", "plan", "n"),
     [

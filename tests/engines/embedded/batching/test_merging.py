@@ -114,6 +114,7 @@ def test_numbers_are_those_of_a_loop_written_by_hand(kind, plan):
     assert history["loss"] == pytest.approx([loss for loss, _ in report], abs=TOLERANCE)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("kind", [MLP, Pictures, Transformer], ids=lambda kind: kind.__name__)
 def test_float32_agrees_to_its_rounding(kind):
     """About 1e-7 relative for each sum; two epochs of plain gradient steps leave less than 1e-5."""
@@ -255,6 +256,7 @@ def test_classes_that_do_not_count_in_a_whole_micro_batch_are_nan_as_torch_has_i
         assert caught.value.update == 1
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
 @pytest.mark.parametrize("way", ["recorded", "late"])
 def test_sample_weights(reduction, way):
@@ -369,6 +371,7 @@ def execution(mode, merged, at_once):
     return anchors, net
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("mode", ["all", "final"])
 def test_an_execution_hands_back_what_it_does_apart(mode, at_once):
@@ -798,6 +801,7 @@ def test_too_large_a_batch_is_cut_to_what_memory_allows(monkeypatch):
         assert said in engine.merging.explanation
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     ("plan", "options", "factor"),
     [

@@ -137,6 +137,7 @@ def test_the_numbers_are_those_of_the_graph(net, plan, on):
         assert model._session.engine.tape.captures <= 3
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_of_ipufit_is_captured(name, on):
     options = {"global_clipnorm": 0.5, "use_ema": True, "accumulation_dtype": "float64"}
@@ -229,6 +230,7 @@ def linear(prediction, target):
     return (prediction * target).mean()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("initial", [1024.0, 1000.0])
 @pytest.mark.parametrize(
     ("places", "value", "every"),

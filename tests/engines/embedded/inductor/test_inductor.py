@@ -110,6 +110,7 @@ def test_described_updates_are_those_of_a_loop_by_hand(net, plan, described):
     assert reasons(engine) == ["Full updates run described; smaller ones run as recorded."]
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_rule_is_described(name, described):
     x, y = data(24)
@@ -127,6 +128,7 @@ def test_every_rule_is_described(name, described):
     assert len(described) == 4
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     "options",
     [
@@ -257,6 +259,7 @@ class Rows(nn.Module):
         return self.head(self.layer(x.squeeze(1))[0][:, -1])
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     ("net", "optimizer", "options", "reason"),
     [

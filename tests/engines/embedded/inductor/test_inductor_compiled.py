@@ -42,6 +42,7 @@ def trained(jit, x, y, plan=None):
     return model, engine, fit(model, x, y, plan or Plan(4, 2, 1, 2)).history
 
 
+@pytest.mark.long
 def test_compiled_updates_are_those_of_the_graph_and_are_kept(cached):
     """Buffers of two replicas, outputs and a tail; then once more, from the directory."""
     x, y = data(29)
@@ -64,6 +65,7 @@ def test_compiled_updates_are_those_of_the_graph_and_are_kept(cached):
     assert_equal(model.module, before)
 
 
+@pytest.mark.long
 def test_the_text_of_a_compiler_that_fails_is_told(cached, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "/bin/false")
     x, y = data(8)

@@ -59,6 +59,7 @@ def ran(model, **work):
 OWN = {"ipus_per_replica": 2, "gradient_accumulation_steps": 3}
 
 
+@pytest.mark.ends
 @EVERY
 @pytest.mark.parametrize(
     ("blocks", "options"),

@@ -196,6 +196,7 @@ CLEAN = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", list(CLEAN))
 def test_a_model_of_what_poptorch_has_is_ok(name, optimizer):
