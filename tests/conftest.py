@@ -148,9 +148,9 @@ def engine(request, monkeypatch):
     marker = request.node.get_closest_marker("embedded_only")
     if marker is not None:
         pytest.skip(f"embedded only: {marker.args[0]}")
-    from ipufit.poptorch._precision import float64_kept
+    from ipufit.poptorch._precision import keep_float64
 
-    with float64_kept():
+    with keep_float64():
         yield name
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.recorder import node_of, tracer
+from ipufit.poptorch._operators.graph import node_of, tracer
 
 __all__ = ["Activations", "returning"]
 

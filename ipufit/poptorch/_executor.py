@@ -24,8 +24,7 @@ from ipufit.poptorch._host_weights import HostWeights, check_module
 from ipufit.poptorch._inspection import Inspection
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._optimizer_link import OptimizerLink
-from ipufit.poptorch._options.ignored import report_ignored
-from ipufit.poptorch._options.model_options import model_options
+from ipufit.poptorch._options.model_options import model_options, report_ignored
 from ipufit.poptorch._printing import module_repr
 from ipufit.poptorch._replica_grouping import ParameterProxy, ReplicaGrouping
 from ipufit.poptorch._tracing import untraced

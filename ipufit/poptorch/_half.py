@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ipufit.poptorch._schemas import tensors_in, written
+from ipufit.poptorch._operators.graph import tensors_in, written_tensors
 
 __all__ = ["half_computed", "makes_half"]
 
@@ -94,7 +94,7 @@ def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
     result = func(*tree_map(widened, tuple(args)), **tree_map(widened, dict(kwargs)))
     originals: Dict[int, Tensor] = {}
-    for value in written(func, args, kwargs):
+    for value in written_tensors(func, args, kwargs):
         if id(value) in wide:
             copy = wide[id(value)]
             originals[id(copy)] = value.copy_(copy)

@@ -13,15 +13,15 @@ from ipufit.poptorch import enums
 from ipufit.poptorch._devices import reserved
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._logging import logger
-from ipufit.poptorch._options.options import Options
-from ipufit.poptorch._options.stages import Stage
-from ipufit.poptorch._options.strategies import (
+from ipufit.poptorch._options.execution import (
     ParallelPhasedExecution,
     PipelinedExecution,
     ShardedExecution,
+    Stage,
     _IExecutionStrategy,
     _IPhasedExecution,
 )
+from ipufit.poptorch._options.options import Options
 
 __all__ = ["PlacedBlock", "Placement", "placed"]
 

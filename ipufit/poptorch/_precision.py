@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Iterator
 
-__all__ = ["float64_kept", "keeps_float64"]
+__all__ = ["keep_float64", "keeps_float64"]
 
 _preserved = False
 
@@ -16,7 +16,7 @@ def keeps_float64() -> bool:
 
 
 @contextlib.contextmanager
-def float64_kept() -> Iterator[None]:
+def keep_float64() -> Iterator[None]:
     """Preserve float64 and int64 in programs compiled inside, to compare with other engines."""
     global _preserved
     before, _preserved = _preserved, True

@@ -14,7 +14,7 @@ from ipufit.poptorch._codec import InvalidContent
 from ipufit.poptorch._devices import uses_ipu_model
 from ipufit.poptorch._graph_files import CALL_CPU
 from ipufit.poptorch._logging import logger
-from ipufit.poptorch._operators.bodies import (
+from ipufit.poptorch._operators.control import (
     Body,
     TensorSpec,
     bodies_in,

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from ipufit.errors import CaptureError
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._loss_scale import ScalingSettings, Tracked
-from ipufit.poptorch._operators import overlap
-from ipufit.poptorch._operators.bodies import everywhere
+from ipufit.poptorch._operators.control import everywhere
+from ipufit.poptorch._operators.identities import Overlaps, resolve_overlaps
 from ipufit.poptorch._parsers import flattenTensorStructure
 from ipufit.poptorch._recorded_program import Outputs, RecordedProgram, find_writes
 from ipufit.poptorch._tracing import Trace, traced
@@ -374,11 +374,11 @@ def _own_constants(graph: fx.GraphModule) -> None:
                 copies[id(copy)] = (copy, copy)
 
 
-def _overlaps(graph: fx.GraphModule, state: int, inputs: int, outputs: int) -> overlap.Overlaps:
+def _overlaps(graph: fx.GraphModule, state: int, inputs: int, outputs: int) -> Overlaps:
     nodes = list(graph.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     returned = [node for node in nodes[-1].args[0][:outputs] if isinstance(node, fx.Node)]
-    return overlap.resolve(graph, placeholders[state : state + inputs], returned)
+    return resolve_overlaps(graph, placeholders[state : state + inputs], returned)
 
 
 def _translated(failure: CaptureError) -> Exception:

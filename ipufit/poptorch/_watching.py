@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._operators.graph import tensors_in, written_tensors
 from ipufit.poptorch._operators.routing import call
-from ipufit.poptorch._schemas import tensors_in, written
 from ipufit.poptorch._tracing import Trace
 from ipufit.tracing.flat_storage import storage_id
 
@@ -176,7 +176,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(inputs) > 1 and not all(self._is_host(tensor) for tensor in inputs):
             for tensor in filter(self._is_host, inputs):
                 self._refuse_host(tensor)
-        for tensor in written(func, args, kwargs):
+        for tensor in written_tensors(func, args, kwargs):
             self._values.before_change(tensor)
         result = func(*args, **kwargs)
         results = list(tensors_in(result))

@@ -16,16 +16,16 @@ from ipufit.poptorch._blocks import (
 )
 from ipufit.poptorch._operators.control import cond, for_loop
 from ipufit.poptorch._operators.ctc import ctc_beam_search_decoder
-from ipufit.poptorch._operators.custom import attributes_lists, custom_op
-from ipufit.poptorch._operators.host import CPU
+from ipufit.poptorch._operators.custom import CPU, attributes_lists, custom_op
 from ipufit.poptorch._operators.identities import (
+    identity_loss,
     nop,
     recomputationCheckpoint,
     serializedMatMul,
     set_available_memory,
+    set_overlap_for_input,
+    set_overlap_for_output,
 )
-from ipufit.poptorch._operators.losses import identity_loss
-from ipufit.poptorch._operators.overlap import set_overlap_for_input, set_overlap_for_output
 from ipufit.poptorch._operators.points import fps, nearest
 from ipufit.poptorch._operators.printing import ipu_print_tensor
 from ipufit.poptorch._operators.scopes import MultiConv, NameScope

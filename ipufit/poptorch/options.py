@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from ipufit.poptorch import enums, ops
 from ipufit.poptorch._logging import logger
-from ipufit.poptorch._options.distributed import _DistributedOptions
-from ipufit.poptorch._options.files import ConfigFileError
-from ipufit.poptorch._options.locations import TensorLocationSettings, _TensorLocationOptions
-from ipufit.poptorch._options.numbers import _JitOptions, _PrecisionOptions
-from ipufit.poptorch._options.options import Options
-from ipufit.poptorch._options.popart import _PopartOptions
-from ipufit.poptorch._options.stages import Attribute, BlockId, Phase, Stage
-from ipufit.poptorch._options.strategies import (
+from ipufit.poptorch._options.execution import (
+    Attribute,
+    BlockId,
     ParallelPhasedExecution,
+    Phase,
     PipelinedExecution,
     SerialPhasedExecution,
     ShardedExecution,
+    Stage,
     _IExecutionStrategy,
     _IPhasedExecution,
 )
-from ipufit.poptorch._options.training import _TrainingOptions
+from ipufit.poptorch._options.files import ConfigFileError
+from ipufit.poptorch._options.group import _PopartOptions
+from ipufit.poptorch._options.options import Options
+from ipufit.poptorch._options.sections import (
+    TensorLocationSettings,
+    _DistributedOptions,
+    _JitOptions,
+    _PrecisionOptions,
+    _TensorLocationOptions,
+    _TrainingOptions,
+)
 
 __all__ = [
     "Attribute",

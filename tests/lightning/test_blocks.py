@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ipufit import poptorch
 from ipufit.errors import OptimizerError, PartitionError, PlanError
 from ipufit.partition import serialize
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from tests.lightning.test_strategy import IPUStrategy, by_ipufit
 from tests.lightning.twins import by_lightning, largest_difference, loader, pl, rows
 
@@ -26,7 +26,7 @@ BLOCK = {True: poptorch.Block, False: lambda ipu_id: contextlib.nullcontext()}
 def _wide():
     """The stand-in computes in float64; Lightning keeps what is logged in the default dtype."""
     torch.set_default_dtype(torch.float64)
-    with float64_kept():
+    with keep_float64():
         yield
     torch.set_default_dtype(torch.float32)
 

@@ -14,7 +14,7 @@ from torchmetrics.classification import (
 
 import ipufit
 from ipufit.errors import CaptureError, ConfigurationError, IpufitError, MetricError
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from tests.lightning.measured import Measured
 from tests.lightning.twins import (
     Classifier,
@@ -38,7 +38,7 @@ EXACT = 1e-10
 def _wide():
     """Lightning keeps what is logged in torch's default dtype; the stand-in computes in float64."""
     torch.set_default_dtype(torch.float64)
-    with float64_kept():
+    with keep_float64():
         yield
     torch.set_default_dtype(torch.float32)
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import ipufit
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from tests.lightning.nets import Boring, Language, Pictures, Tokens
 from tests.lightning.twins import (
     Classifier,
@@ -32,7 +32,7 @@ ENGINES = ["embedded", "ipu-standin"]
 @pytest.fixture(autouse=True)
 def _wide():
     """The stand-in computes in float64, so that nothing hides behind rounding."""
-    with float64_kept():
+    with keep_float64():
         yield
 
 

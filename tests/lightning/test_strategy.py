@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 import ipufit
 from ipufit import poptorch
 from ipufit.errors import CaptureError, ConfigurationError
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from ipufit.report.advice import advised
 from ipufit.utils.phase_timer import PHASES
 from tests.lightning.nets import Boring, Language, Pictures, Tokens
@@ -42,7 +42,7 @@ BATCHES = loader(X, Y, batch_size=4)
 def _wide():
     """The stand-in computes in float64; Lightning keeps what is logged in the default dtype."""
     torch.set_default_dtype(torch.float64)
-    with float64_kept():
+    with keep_float64():
         yield
     torch.set_default_dtype(torch.float32)
 

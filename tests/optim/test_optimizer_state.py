@@ -10,7 +10,7 @@ from torch import nn
 import ipufit
 from ipufit import poptorch
 from ipufit.optim.state import from_poptorch, to_poptorch
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from tests.nets import MLP, data
 from tests.told import refused
 
@@ -67,7 +67,7 @@ def fit(net, optimizer, first, last, settings):
 def in_poptorch(net, optimizer, first, last, settings):
     module = WithLoss(net).train()
     own = getattr(poptorch.optim, type(optimizer).__name__)(module.parameters(), **settings)
-    with float64_kept():
+    with keep_float64():
         to_poptorch(optimizer, own, module)
         program = poptorch.trainingModel(module, optimizer=own)
         for rows in batches(first, last):

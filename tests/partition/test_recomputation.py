@@ -13,7 +13,7 @@ import ipufit
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.errors import ConfigurationError, UnknownNameError
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from ipufit.tracing.capture import capture
 from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.node_meta import backward_marked, layers_marked
@@ -367,7 +367,7 @@ def test_poptorch_keeps_the_outputs_of_the_layers():
     sdk.__name__ = "ipufit.poptorch"
     x, y = data(12)
     base = made(Several)
-    with float64_kept():
+    with keep_float64():
         net = copy.deepcopy(base)
         model = ipufit.Model(net, engine=lambda: IpuEngine(sdk, "ipu-standin"))
         model.compile("sgd", "cross_entropy", recompute=["pair", "head"])

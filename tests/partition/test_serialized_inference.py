@@ -16,7 +16,7 @@ from ipufit.partition.serialization import (
     SerializedLookup,
     SplitProjection,
 )
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from tests.fitting import assert_close
 from tests.ipu_calls import Recorder
 from tests.partition.test_serialized_layers import TARGETS, TOKENS, Flat, Language, language
@@ -198,7 +198,7 @@ def test_fit_evaluate_and_predict_give_what_the_dense_module_gives(engine):
         module = rows()
         model = ipufit.Model(module, engine=engine)
         options = {"batch_size": 2, "verbose": 0}
-        with float64_kept():
+        with keep_float64():
             model.compile("adam", OfRows(), **cuts)
             history = model.fit(
                 TOKENS, TARGETS, shuffle=False, seed=3, validation_data=(TOKENS, TARGETS), **options
@@ -239,7 +239,7 @@ def test_poptorch_is_told_of_the_parts_of_each_mode():
                 recorder.Block.start(user_id, ipu_id=ipu_id)
 
     model = ipufit.Model(rows(), engine=lambda: IpuEngine(Sdk(), "ipu-standin"))
-    with float64_kept():
+    with keep_float64():
         model.compile(
             "sgd",
             OfRows(),

@@ -17,7 +17,7 @@ from ipufit.partition.serialization import (
     SerializedLinear,
     SplitProjection,
 )
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from tests.fitting import assert_close
 from tests.ipu_calls import Recorder
 from tests.partition.test_recomputation import measured, recorded
@@ -283,7 +283,7 @@ def test_fit_gives_what_the_dense_module_gives(engine, tied):
     def run(layers, **divided):
         module = language(tied=tied)
         model = ipufit.Model(module, engine=engine)
-        with float64_kept():
+        with keep_float64():
             model.compile("adam", Flat(), serialized_layers=layers, **divided)
             history = model.fit(
                 TOKENS,
@@ -339,7 +339,7 @@ def test_poptorch_is_told_of_parts_and_their_places():
         "body.0": Serialization(factor=4, mode="reducing_dim"),
         "head": [0, 2],
     }
-    with float64_kept():
+    with keep_float64():
         model.compile("sgd", Flat(), serialized_layers=layers, ipus_per_replica=2)
         model.fit(TOKENS, TARGETS, batch_size=2, gradient_accumulation=5, verbose=0)
         model.close()

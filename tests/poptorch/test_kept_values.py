@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ipufit import poptorch
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 
 X, LR = [1.0, 2.0, 0.5], 0.1
 
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_the_values_at_the_time(in_place, plain):
     loss = plain(x, weight, state).sum()
     (gradient,) = torch.autograd.grad(loss, weight)
     model = poptorch.trainingModel(net, None, torch.optim.SGD(net.parameters(), lr=LR))
-    with float64_kept():
+    with keep_float64():
         found = model(x)
     torch.testing.assert_close(found, loss.detach(), rtol=0, atol=1e-12)
     expected = weight.detach() - LR * gradient

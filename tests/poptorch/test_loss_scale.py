@@ -8,7 +8,7 @@ from torch import nn
 
 from ipufit import poptorch
 from ipufit.poptorch._loss_scale import AutomaticLossScale, ScalingSettings
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 
 SETTINGS = "automaticLossScalingSettings."
 
@@ -161,7 +161,7 @@ def test_a_model_is_trained_as_without_it(dtype):
         options.Training.gradientAccumulation(2).setAutomaticLossScaling(automatic)
         optimizer = poptorch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
         training = poptorch.trainingModel(model, options, optimizer)
-        with float64_kept():
+        with keep_float64():
             training(torch.tensor([[1.0, 2.0, 0.5]] * 6).half())
         training.copyWeightsToHost()
         found.append(model.weight.detach().clone())

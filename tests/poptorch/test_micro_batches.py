@@ -8,7 +8,7 @@ from torch import nn
 
 from ipufit import poptorch
 from ipufit.poptorch import CommGroupType, OutputMode, ReductionType
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 
 
 class Echo(nn.Module):
@@ -139,7 +139,7 @@ def test_training_is_that_of_a_loop_by_hand(di, ga, replicas, loss, reduction):
     opts = options(di, ga, replicas).outputMode(OutputMode.All)
     opts.Training.accumulationAndReplicationReductionType(reduction)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.01)
-    with float64_kept():
+    with keep_float64():
         model = poptorch.trainingModel(ours, opts, optimizer)
         for _ in range(3):
             expected = by_hand(theirs, x, y, di, ga, replicas, reduction, 0.01)
@@ -154,7 +154,7 @@ def test_a_training_model_returns_the_last_micro_batch_of_each_replica_by_defaul
     x = torch.randn(24, 3, dtype=torch.float64)
     y = torch.randn(24, 2, dtype=torch.float64)
     net = Regression()
-    with float64_kept():
+    with keep_float64():
         out, loss = poptorch.trainingModel(net, options(2, 3, 2))(x, y)
     assert out.shape == (4, 2)
     assert loss.shape == (2,)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ipufit import poptorch
-from ipufit.poptorch._operators.bodies import Body, bodies_in, everywhere, register, renumber
+from ipufit.poptorch._operators.control import Body, bodies_in, everywhere, register, renumber
 from tests.poptorch.recording import record
 
 

@@ -5,8 +5,7 @@ import torch
 
 from ipufit import poptorch
 from ipufit.poptorch import enums
-from ipufit.poptorch._operators.losses import LOSSES
-from ipufit.poptorch._operators.overlap import resolve
+from ipufit.poptorch._operators.identities import LOSSES, resolve_overlaps
 from tests.poptorch.recording import record
 
 X = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64)
@@ -346,7 +345,7 @@ def resolved(model, *tensors):
     recorded = record(model, *tensors)
     nodes = list(recorded.graph.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
-    return recorded, resolve(recorded.graph, inputs, nodes[-1].args[0])
+    return recorded, resolve_overlaps(recorded.graph, inputs, nodes[-1].args[0])
 
 
 def test_overlaps_are_found_and_taken_out():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from ipufit import poptorch
-from ipufit.poptorch._operators.casting import cast
+from ipufit.poptorch._operators.routing import cast
 from tests.poptorch.recording import record
 
 

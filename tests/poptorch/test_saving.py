@@ -14,7 +14,7 @@ from torch import nn
 
 from ipufit import poptorch
 from ipufit.poptorch import _saving, optim
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from ipufit.poptorch._version import __version__
 from ipufit.poptorch.poptorch_core import Error
 
@@ -701,7 +701,7 @@ def test_anchors_and_checks_of_numbers_come_back(path):
 def test_double_precision_that_was_kept_is_kept(path):
     """Of comparisons with other engines: no device has it."""
     x = torch.ones(1, 2, dtype=torch.float64) / 3
-    with float64_kept():
+    with keep_float64():
         executor = poptorch.inferenceModel(nn.Linear(2, 2).double())
         expected = executor(x)
     executor.save(path)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from ipufit.processes import current
 
 
@@ -47,7 +47,7 @@ def run(
     order = torch.Generator().manual_seed(1)
     shuffled = {"batch_size": 3, "shuffle": True, "generator": order}
     loader = data or DataLoader(TensorDataset(*rows(samples)), **shuffled)
-    with float64_kept():
+    with keep_float64():
         model = ipufit.Model(net, engine=engine)
         given = {"optimizer": "adam", "loss": "cross_entropy", "metrics": ["accuracy"]}
         model.compile(**{**given, **(compiled or {})})

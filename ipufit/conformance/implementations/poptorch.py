@@ -113,9 +113,9 @@ class StandIn(PopTorch):
 
     def computing(self) -> ContextManager[None]:
         """Preserve float64, which no IPU has."""
-        from ipufit.poptorch._precision import float64_kept
+        from ipufit.poptorch._precision import keep_float64
 
-        return float64_kept()
+        return keep_float64()
 
 
 def optimizer_of(poptorch: Any, wanted: OptimizerSpec, net: torch.nn.Module) -> Any:

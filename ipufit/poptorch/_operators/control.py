@@ -2,17 +2,326 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Sequence
+import weakref
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from ipufit.poptorch._dtype_cast import DEVICE_DTYPES
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.bodies import BRANCH, REPEAT, Body, record
+from ipufit.poptorch._half import half_computed, makes_half
+from ipufit.poptorch._operators.graph import define, tracer
 from ipufit.poptorch._tracing import Trace, tracing
 
-__all__ = ["cond", "for_loop"]
+__all__ = [
+    "BRANCH",
+    "REPEAT",
+    "Body",
+    "TensorSpec",
+    "bodies_in",
+    "body_of",
+    "cond",
+    "everywhere",
+    "for_loop",
+    "record",
+    "register",
+    "renumber",
+]
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Body:
+    """A recorded function of its inputs and of tensors captured from the graph around it.
+
+    Attributes:
+        number: identifies the body in the nodes that call it.
+        graph: computes a list of tensors from the inputs, then the captured tensors.
+        results: shape and dtype of each result.
+    """
+
+    def __init__(self, graph: fx.GraphModule, results: Sequence[Union[Tensor, TensorSpec]]) -> None:
+        self.graph = graph
+        self.results = [TensorSpec(result.shape, result.dtype) for result in results]
+        self.number = _number()
+        self._half = makes_half(graph)
+        self._writes = any(_writes(node) for node in graph.graph.nodes)
+
+    def run(self, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> List[Tensor]:
+        """Compute the results without changing the inputs or the captured tensors.
+
+        Results may be arguments, or views of them.
+        """
+        arguments = [*inputs, *captured]
+        if self._writes:
+            arguments = [tensor.clone() for tensor in arguments]
+        # The mode of the program around this operator does not reach into it.
+        with torch.no_grad(), half_computed(self._half, arguments):
+            return list(self.graph(*arguments))
+
+
+# Held by the recording that made them, so that they go with it.
+_BODIES: weakref.WeakValueDictionary[int, Body] = weakref.WeakValueDictionary()
+_NUMBERS = iter(range(1, 1 << 62))
+
+
+def _number() -> int:
+    return next(_NUMBERS)
+
+
+def body_of(number: int) -> Body:
+    """Return the body with this number.
+
+    Raises:
+        Error: the recording that made it is gone.
+    """
+    body = _BODIES.get(number)
+    if body is None:
+        raise error(
+            "the body of a poptorch.for_loop or poptorch.cond is gone: expected the model that "
+            "recorded it to be alive. Compile the model again."
+        )
+    return body
+
+
+def _without_aliases(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> List[Tensor]:
+    """Copy the results that share memory with an input or another result, which torch forbids."""
+    storages = {_storage(tensor) for tensor in inputs}
+    separate = []
+    for result in results:
+        storage = _storage(result)
+        separate.append(result.clone() if storage in storages else result)
+        storages.add(storage)
+    return separate
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _run_repeat(
+    inputs: List[Tensor], captured: List[Tensor], count: int, body: int
+) -> List[Tensor]:
+    recorded = body_of(body)
+    state = list(inputs)
+    for _ in range(count):
+        state = recorded.run(state, captured)
+    return _without_aliases(state, [*inputs, *captured])
+
+
+REPEAT = define(
+    "repeat(Tensor[] inputs, Tensor[] captured, int count, int body) -> Tensor[]",
+    _run_repeat,
+    lambda inputs, captured, count, body: [torch.empty_like(tensor) for tensor in inputs],
+)
+
+
+def _run_branch(
+    condition: Tensor,
+    then_inputs: List[Tensor],
+    then_captured: List[Tensor],
+    else_inputs: List[Tensor],
+    else_captured: List[Tensor],
+    then_body: int,
+    else_body: int,
+) -> List[Tensor]:
+    number, inputs, captured = then_body, then_inputs, then_captured
+    if not condition.item():
+        number, inputs, captured = else_body, else_inputs, else_captured
+    return _without_aliases(body_of(number).run(inputs, captured), [*inputs, *captured])
+
+
+def _shape_branch(condition: Tensor, *rest: Any) -> List[Tensor]:
+    results = body_of(rest[4]).results
+    return [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in results]
+
+
+BRANCH = define(
+    "branch(Tensor condition, Tensor[] then_inputs, Tensor[] then_captured, "
+    "Tensor[] else_inputs, Tensor[] else_captured, int then_body, int else_body) -> Tensor[]",
+    _run_branch,
+    _shape_branch,
+)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Return True if a node changes one of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    # These change their running statistics without saying so.
+    if schema.name.endswith("batch_norm"):
+        return True
+    return any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+
+
+class _Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Turns every tensor captured from around a body into an input of the body's graph."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._inner = inner
+        self.captured: List[Tensor] = []
+
+    def lift(self, value: Any) -> Any:
+        from torch.fx.experimental import proxy_tensor
+
+        # In a body within this body, what is foreign is so to the inner one.
+        foreign = isinstance(value, FakeTensor) and tracer() is self._inner
+        if not foreign or proxy_tensor.has_proxy_slot(value, self._inner):
+            return value
+        name = f"captured_{len(self.captured)}"
+        proxy = self._inner.create_proxy("placeholder", name, (), {})
+        proxy_tensor.track_tensor(value, proxy, constant=None, tracer=self._inner)
+        self.captured.append(value)
+        return value
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        tree_map(self.lift, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def record(
+    function: Callable[..., Any], inputs: Sequence[Tensor], what: str
+) -> Tuple[Body, List[Tensor]]:
+    """Call a function once and record its operators as a graph.
+
+    Args:
+        function: takes as many tensors as there are inputs; it gets copies of them, and may use
+            other tensors of the recording under way.
+        inputs: tensors of the shapes and dtypes that the body will be called with.
+        what: what error messages call the function.
+
+    Returns:
+        The body, and the captured tensors in the order in which it wants them.
+    Raises:
+        Error: it returned something other than tensors.
+    """
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+
+    lifts: List[_Lift] = []
+    results: List[Tensor] = []
+
+    # The first argument is there so that there is one.
+    def traced(_: Tensor, *arguments: Tensor) -> List[Tensor]:
+        lift = _Lift(tracer())
+        lifts.append(lift)
+        with lift:
+            results.extend(_tensors(function(*arguments), what))
+            for result in results:
+                lift.lift(result)
+        return list(results)
+
+    with disable_proxy_modes_tracing():
+        # Made anew: a copy of a constant would be known, and its value written into the graph.
+        fresh = [torch.empty_like(tensor) for tensor in inputs]
+        graph = make_fx(traced)(torch.empty(()), *fresh)
+        captured = lifts[0].captured + _gather_inputs(graph, len(fresh))
+        body = Body(graph, results)
+    register(body)
+    trace = tracing()
+    if trace is not None:
+        trace.keep_alive.append(body)
+    return body, captured
+
+
+def _tensors(value: Any, what: str) -> List[Tensor]:
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    for one in values:
+        if not isinstance(one, Tensor):
+            raise error(
+                f"{what} must return tensors, or a list or tuple of them, got "
+                f"{type(one).__name__}. Return only what depends on its inputs as tensors."
+            )
+    return values
+
+
+def _gather_inputs(graph: fx.GraphModule, count: int) -> List[Tensor]:
+    """Put the inputs first, and make inputs of tensors that are attributes of the graph.
+
+    Returns:
+        What these attributes were: parameters and buffers that the caller did not pass on.
+    """
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    graph.graph.erase_node(placeholders[0])
+    last = graph.graph._root
+    for node in placeholders[1:]:
+        if last.next is not node:
+            last.append(node)
+        last = node
+    attributes: Dict[str, fx.Node] = {}
+    captured: List[Tensor] = []
+    for node in [n for n in graph.graph.nodes if n.op == "get_attr"]:
+        # Literals: torch.tensor in the function.
+        if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
+            continue
+        if node.target not in attributes:
+            with graph.graph.inserting_after(last):
+                last = graph.graph.placeholder(f"held_{len(captured)}")
+            attributes[node.target] = last
+            captured.append(getattr(graph, node.target))
+        node.replace_all_uses_with(attributes[node.target])
+        graph.graph.erase_node(node)
+    graph.graph.lint()
+    graph.recompile()
+    return captured
+
+
+def everywhere(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Yield a graph and, at any depth, the graphs of the bodies that it calls."""
+    yield graph
+    for node in graph.graph.nodes:
+        for number in _called(node):
+            yield from everywhere(body_of(number).graph)
+
+
+def _body_positions(node: fx.Node) -> Tuple[int, ...]:
+    """Return the positions of the arguments of a node that are numbers of bodies."""
+    if node.target is REPEAT:
+        return (3,)
+    return (5, 6) if node.target is BRANCH else ()
+
+
+def _called(node: fx.Node) -> List[int]:
+    return [int(node.args[place]) for place in _body_positions(node)]  # type: ignore[arg-type]
+
+
+def bodies_in(graph: fx.GraphModule) -> Dict[int, Body]:
+    """Map numbers to the bodies that a graph calls, at any depth; inner bodies come first."""
+    numbers = {n for g in everywhere(graph) for node in g.graph.nodes for n in _called(node)}
+    return {number: body_of(number) for number in sorted(numbers)}
+
+
+def register(body: Body) -> None:
+    """Let graphs call the body by its number, for as long as something references it."""
+    _BODIES[body.number] = body
+
+
+def renumber(graph: fx.GraphModule, numbers: Mapping[int, int]) -> None:
+    """Let a graph that was read from a file call the bodies of this process.
+
+    Args:
+        graph: changed in place.
+        numbers: the present number of each body by the file's.
+
+    Raises:
+        KeyError: it calls one that is not there.
+    """
+    for node in graph.graph.nodes:
+        for place in _body_positions(node):
+            node.update_arg(place, numbers[node.args[place]])
+    graph.recompile()
 
 
 def _on_device(dtype: torch.dtype) -> torch.dtype:

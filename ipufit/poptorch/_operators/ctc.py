@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.library import define
+from ipufit.poptorch._operators.graph import define
 
 __all__ = ["ctc_beam_search_decoder"]
 

@@ -1,17 +1,32 @@
-"""Hints to a compiler of IPU programs, which return their argument unchanged."""
+"""Operators that return their input: hints to a compiler for IPUs, and the mark of a loss."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Dict, FrozenSet, NamedTuple, Sequence
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, fx
 
 from ipufit.poptorch import enums
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._operators.graph import define
+from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorStructure
+from ipufit.poptorch._tracing import tracing
 from ipufit.tracing.ipu_only import report_hint
 
-__all__ = ["nop", "recomputationCheckpoint", "serializedMatMul", "set_available_memory"]
+__all__ = [
+    "LOSSES",
+    "Overlaps",
+    "identity_loss",
+    "nop",
+    "recomputationCheckpoint",
+    "resolve_overlaps",
+    "serializedMatMul",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
+]
 
 
 def nop(tensor: Tensor) -> Tensor:
@@ -109,3 +124,190 @@ def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> 
         )
     report_hint("set_available_memory", tensor)
     return tensor
+
+
+def _run(tensor: Tensor, mode: str) -> Tensor:
+    return tensor.clone()
+
+
+_SCHEMA = "{}(Tensor tensor, str mode) -> Tensor"
+_INPUT = define(_SCHEMA.format("overlap_input"), _run, lambda t, mode: torch.empty_like(t))
+_OUTPUT = define(_SCHEMA.format("overlap_output"), _run, lambda t, mode: torch.empty_like(t))
+
+
+class _Same(torch.autograd.Function):
+    """Passes the gradient of a mark on to the marked tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Any, tensor: Tensor, mode: str) -> Tensor:
+        marked: Tensor = operator(tensor, mode)
+        return marked
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Any) -> Any:
+        return None, gradients[0], None
+
+
+def _mark(structure: Any, mode: Any, operator: Any, kind: str) -> Any:
+    def marked(tensor: Any) -> Tensor:
+        if not isinstance(tensor, Tensor):
+            raise error(
+                f"You may only set overlap for torch.tensor {kind}s. {type(tensor)} is not "
+                "supported. Leave out what is not a tensor."
+            )
+        report_hint(f"set_overlap_for_{kind}", tensor)
+        if tracing() is None:
+            return tensor
+        result: Tensor = _Same.apply(  # type: ignore[no-untyped-call]
+            operator, tensor, mode.value
+        )
+        return result
+
+    tensors = flattenTensorStructure(structure)
+    return reconstructTensorStructure(structure, map(marked, tensors))
+
+
+def set_overlap_for_input(input_tensors: object, mode: object) -> Any:
+    """Mark inputs that are sent to the IPU while it computes; call it first in ``forward``.
+
+    Args:
+        input_tensors: a tensor, or tuples, lists and dicts of them.
+        mode: an :class:`poptorch.OverlapMode`. No value depends on it.
+    Returns:
+        The same structure; use these tensors, and not the inputs any more.
+    """
+    return _mark(input_tensors, mode, _INPUT, "input")
+
+
+def set_overlap_for_output(output_tensors: object, mode: object) -> Any:
+    """Mark outputs that leave the IPU while it computes; call it right before returning them.
+
+    Args:
+        output_tensors: a tensor, or tuples, lists and dicts of them.
+        mode: an :class:`poptorch.OverlapMode`. No value depends on it.
+    Returns:
+        The same structure; return these tensors.
+    """
+    return _mark(output_tensors, mode, _OUTPUT, "output")
+
+
+class Overlaps(NamedTuple):
+    """Overlap modes of the marked inputs and outputs, by position."""
+
+    inputs: Dict[int, str]
+    outputs: Dict[int, str]
+
+
+def resolve_overlaps(
+    graph: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> Overlaps:
+    """Remove the marks from a recorded graph, and return them.
+
+    Args:
+        graph: changed in place.
+        inputs: nodes of the model's tensor inputs, in order.
+        outputs: nodes of the tensors that the model returns, in order, one for each time that a
+            tensor is returned.
+    Raises:
+        Error: a mark stands elsewhere than first on an input or last before an output.
+    """
+    overlaps = Overlaps({}, {})
+    marks = [node for node in graph.graph.nodes if node.target in (_INPUT, _OUTPUT)]
+    for position, node in enumerate(inputs):
+        marked = [user for user in node.users if user.target is _INPUT]
+        if marked and len(node.users) > 1:
+            raise error(
+                "poptorch.set_overlap_for_input must be the only op applied to an input. This is "
+                f"not the case for input {position} to the model. Use its result wherever the "
+                "input was used."
+            )
+        if marked:
+            overlaps.inputs[position] = str(marked[0].args[1])
+            marks.remove(marked[0])
+            _erase(graph, marked[0])
+    returned = list(outputs)
+    for position, node in enumerate(outputs):
+        if node.target is not _OUTPUT:
+            continue
+        if returned.count(node) + returned.count(node.all_input_nodes[0]) > 1:
+            raise error(
+                "poptorch.set_overlap_for_output cannot be used with a tensor that is returned "
+                "twice. Please check all returned tensors including those nested in "
+                "tuples/lists."
+            )
+        overlaps.outputs[position] = str(node.args[1])
+        marks.remove(node)
+        _erase(graph, node)
+    for node in marks:
+        kind = "input" if node.target is _INPUT else "output"
+        place = "first of all" if kind == "input" else "right before returning"
+        raise error(
+            f"poptorch.set_overlap_for_{kind} applied on a node which is not a tensor {kind} to "
+            f"the model. Call it {place}, on the {kind} itself."
+        )
+    graph.recompile()
+    return overlaps
+
+
+def _erase(graph: fx.GraphModule, node: fx.Node) -> None:
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    graph.graph.erase_node(node)
+
+
+_NAMES = (
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "cosine_embedding_loss",
+    "cross_entropy",
+    "cross_entropy_loss",
+    "ctc_loss",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "margin_ranking_loss",
+    "mse_loss",
+    "nll_loss",
+    "nll_loss2d",
+    "nll_loss_nd",
+    "poisson_nll_loss",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+)
+
+
+def _spellings() -> FrozenSet[Any]:
+    functions = set()
+    for place in (F, torch, torch._C._nn):
+        functions |= {getattr(place, name) for name in _NAMES if hasattr(place, name)}
+    return frozenset(functions)
+
+
+# Functions whose result is a loss, as they are called: torch.nn.functional's, torch's own.
+LOSSES = _spellings()
+
+
+def identity_loss(x: Tensor, reduction: str) -> Tensor:
+    """Make a tensor a loss, which is what training differentiates.
+
+    A training model has exactly one loss that leads to no other one; a sum of torch's losses is
+    none before it is passed to this.
+
+    Args:
+        x: any shape.
+        reduction: ``"sum"``, ``"mean"``, or ``"none"``, after which every element counts.
+    Raises:
+        AssertionError: another reduction.
+    """
+    if reduction not in ("sum", "mean", "none"):
+        raise AssertionError(
+            f'Unsupported reduction type! Expected "sum", "mean" or "none", got {reduction!r}.'
+        )
+    if reduction == "sum":
+        loss = torch.sum(x)
+    elif reduction == "mean":
+        loss = torch.mean(x)
+    else:
+        loss = x.clone()
+    trace = tracing()
+    return loss if trace is None else trace.mark_loss(loss, reduction != "none")

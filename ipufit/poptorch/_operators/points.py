@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.library import define
+from ipufit.poptorch._operators.graph import define
 
 __all__ = ["fps", "nearest"]
 

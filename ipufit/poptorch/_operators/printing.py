@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.library import define
+from ipufit.poptorch._operators.graph import define
 from ipufit.poptorch._tracing import Trace, tracing
 from ipufit.tracing.ipu_only import is_for_this_engine
 

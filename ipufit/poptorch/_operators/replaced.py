@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ipufit.poptorch._operators.library import define
-from ipufit.poptorch._schemas import tensors_in
+from ipufit.poptorch._operators.graph import define, tensors_in
 from ipufit.poptorch._tracing import tracing
 from ipufit.tracing import recurrent
 

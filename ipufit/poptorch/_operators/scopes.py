@@ -9,7 +9,7 @@ import torch
 
 from ipufit.poptorch import enums
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.recorder import graph_so_far
+from ipufit.poptorch._operators.graph import graph_so_far
 from ipufit.poptorch._tracing import Trace, tracing
 
 __all__ = ["MultiConv", "NameScope", "pop_name_scope", "push_name_scope"]

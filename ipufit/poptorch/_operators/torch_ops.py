@@ -15,7 +15,7 @@ from torch import Tensor
 from ipufit.poptorch import enums
 from ipufit.poptorch._blocks import Block
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators import overlap
+from ipufit.poptorch._operators import identities
 from ipufit.poptorch._operators.ctc import ctc_beam_search_decoder
 from ipufit.poptorch._operators.custom import custom_op
 from ipufit.poptorch._operators.identities import (
@@ -23,12 +23,11 @@ from ipufit.poptorch._operators.identities import (
     recomputationCheckpoint,
     set_available_memory,
 )
-from ipufit.poptorch._operators.losses import identity_loss as _identity_loss
 from ipufit.poptorch._operators.points import fps, nearest
 from ipufit.poptorch._operators.printing import ipu_print_tensor
 from ipufit.poptorch._operators.scopes import MultiConv, pop_name_scope, push_name_scope
 from ipufit.poptorch._operators.slices import dynamic_slice, dynamic_update
-from ipufit.poptorch._options.stages import Attribute
+from ipufit.poptorch._options.execution import Attribute
 from ipufit.poptorch._parsers import accessAttributes
 from ipufit.poptorch._tracing import Trace, tracing
 
@@ -104,7 +103,7 @@ def identity_loss(x: Tensor, reduction: int) -> Tensor:
     """Mark a tensor as a loss: 0 takes its sum, 1 its mean, 2 the tensor itself."""
     if reduction not in (0, 1, 2):
         raise error(f"reduction must be sum (0), mean (1) or none (2), got {reduction!r}.")
-    return _identity_loss(x, ("sum", "mean", "none")[reduction])
+    return identities.identity_loss(x, ("sum", "mean", "none")[reduction])
 
 
 def begin_ipu_block(stage_id: int, phase_id: int, ipu_id: int) -> None:
@@ -191,12 +190,12 @@ def set_matmul_serialization(
 
 def set_overlap_for_input(tensor: Tensor, mode: str) -> Any:
     """Say that an input is sent to the IPU while it computes, by the value of an OverlapMode."""
-    return overlap.set_overlap_for_input(tensor, enums.OverlapMode(mode))
+    return identities.set_overlap_for_input(tensor, enums.OverlapMode(mode))
 
 
 def set_overlap_for_output(tensor: Tensor, mode: str) -> Any:
     """Say that an output leaves the IPU while it computes, by the value of an OverlapMode."""
-    return overlap.set_overlap_for_output(tensor, enums.OverlapMode(mode))
+    return identities.set_overlap_for_output(tensor, enums.OverlapMode(mode))
 
 
 def custom_operation(

@@ -1,1 +1,1 @@
-"""The groups of options, one idea a file; ``ipufit.poptorch.options`` is their public face."""
+"""The options of PopTorch; ``ipufit.poptorch.options`` is their public face."""

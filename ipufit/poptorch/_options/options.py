@@ -2,26 +2,268 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import datetime
 import os
-from typing import Any, Dict
+import sys
+from typing import Any, Dict, Iterator, List, Optional, TypeVar, Union
+
+import tqdm
 
 from ipufit.poptorch import enums
 from ipufit.poptorch._logging import logger
-from ipufit.poptorch._options.device import DeviceOptions
-from ipufit.poptorch._options.distributed import _DistributedOptions
-from ipufit.poptorch._options.execution import ExecutionOptions
-from ipufit.poptorch._options.files import apply_file
-from ipufit.poptorch._options.locations import _TensorLocationOptions
-from ipufit.poptorch._options.naming import apply_json
-from ipufit.poptorch._options.numbers import _JitOptions, _PrecisionOptions
-from ipufit.poptorch._options.popart import _PopartOptions
-from ipufit.poptorch._options.progress import ProgressBar
-from ipufit.poptorch._options.reports import DEFAULT_EXCLUDES, ReportOptions
-from ipufit.poptorch._options.strategies import PipelinedExecution, _IExecutionStrategy
-from ipufit.poptorch._options.training import _TrainingOptions
+from ipufit.poptorch._options.execution import (
+    ExecutionOptions,
+    PipelinedExecution,
+    _IExecutionStrategy,
+)
+from ipufit.poptorch._options.files import apply_file, apply_json
+from ipufit.poptorch._options.group import OptionGroup, _PopartOptions, need_type
+from ipufit.poptorch._options.sections import (
+    _DistributedOptions,
+    _JitOptions,
+    _PrecisionOptions,
+    _TensorLocationOptions,
+    _TrainingOptions,
+)
 
-__all__ = ["Options"]
+__all__ = [
+    "DEFAULT_EXCLUDES",
+    "DeviceOptions",
+    "Options",
+    "ProgressBar",
+    "ReportOptions",
+]
+
+
+class ProgressBar:
+    """Shows the progress of a compilation; called with the progress and its total.
+
+    Attributes:
+        compilation_time: from the first call to the last; None before.
+    """
+
+    def __init__(self) -> None:
+        self.compilation_time: Optional[datetime.timedelta] = None
+        self._start_time: Optional[datetime.datetime] = None
+        self._bar: Any = None
+        self._last = 0
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Show and measure the compilation inside; one that fails is not measured."""
+        before = self.compilation_time
+        self(0, 100)
+        try:
+            yield
+        except BaseException:
+            self._bar.close()
+            self._bar = self._start_time = None
+            self.compilation_time = before
+            raise
+        self(100, 100)
+
+    def __call__(self, progress: int, total: int) -> None:
+        if self._start_time is None:
+            self._start_time = datetime.datetime.now()
+            self._last = 0
+            self._bar = tqdm.tqdm(
+                desc="Graph compilation",
+                total=total,
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]",
+                file=sys.stderr,
+            )
+        self._bar.update(progress - self._last)
+        self._last = progress
+        self.compilation_time = datetime.datetime.now() - self._start_time
+        if progress >= total:
+            self._bar.close()
+            self._bar = self._start_time = None
+
+    def __deepcopy__(self, memory: object) -> ProgressBar:
+        """Return a new bar, because each model compiles for itself."""
+        return ProgressBar()
+
+
+_Reports = TypeVar("_Reports", bound="ReportOptions")
+
+DEFAULT_EXCLUDES = ("install/poptorch", "site-packages/torch", "site-packages/poptorch")
+# The compiler's word for "never repeat too often".
+_NO_LIMIT = (1 << 64) - 1
+
+
+class ReportOptions(OptionGroup):
+    """Options on which no result depends."""
+
+    _popart: _PopartOptions
+
+    def logDir(self: _Reports, log_dir: str) -> _Reports:
+        """Set the folder for the compiler's logs."""
+        self.set(log_dir=log_dir)
+        return self
+
+    def maxRepeatLogs(self: _Reports, max_lines: Optional[int]) -> _Reports:
+        """Set how often the compiler may repeat a line of its log; None for no limit."""
+        self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
+        return self
+
+    def modelName(self: _Reports, name: str) -> _Reports:
+        """Set the model's name in profiles; the default is "training" or "inference"."""
+        need_type("model_name", name, str)
+        self.createOrSet(model_name=name)
+        return self
+
+    def logCycleCount(self: _Reports, log_cycle_count: bool) -> _Reports:
+        """Count the device's cycles. Only hardware has any."""
+        need_type("logCycleCount", log_cycle_count, bool)
+        self._popart.set("instrumentWithHardwareCycleCounter", log_cycle_count)
+        return self
+
+    def enableProfiling(self: _Reports, profile_dir: Optional[str] = None) -> _Reports:
+        """Write a profile into a folder; None is the current one."""
+        self.checkIsFrozen()
+        if profile_dir is not None:
+            need_type("enableProfiling", profile_dir, str, os.PathLike)
+        settings = {
+            "debug.allowOutOfMemory": "true",
+            "autoReport.directory": os.fspath(profile_dir) if profile_dir else ".",
+            "autoReport.all": "true",
+        }
+        environment = os.environ.get("POPLAR_ENGINE_OPTIONS", "")
+        if any(name in environment for name in settings):
+            logger.warning(
+                "POPLAR_ENGINE_OPTIONS sets profiling too, and comes first: check its content."
+            )
+        self._popart.setEngineOptions({**self._popart.options.get("engineOptions", {}), **settings})
+        return self
+
+    def showCompilationProgressBar(self: _Reports, show: bool = True) -> _Reports:
+        """Show a bar while compiling, which is needed for ``executor.compilationTime()``."""
+        need_type("showCompilationProgressBar", show, bool)
+        self._show_compilation_progress_bar = show
+        return self
+
+    def relaxOptimizerAttributesChecks(self: _Reports, relax: bool = True) -> _Reports:
+        """Log unknown attributes of an optimizer as debug messages, not as warnings."""
+        need_type("relaxOptimizerAttributesChecks", relax, bool)
+        self._relax_optimizer_checks = relax
+        return self
+
+    def disableModuleNamescope(self: _Reports) -> _Reports:
+        """Leave modules' names out of the program's names."""
+        self._module_namescope_enabled = False
+        return self
+
+    def sourceLocationExcludes(self: _Reports, excludes: List[str]) -> _Reports:
+        """Set parts of paths whose frames are left out when the program is printed."""
+        self.checkIsFrozen()
+        need_type("sourceLocationExcludes", excludes, list, tuple)
+        for part in excludes:
+            need_type("sourceLocationExcludes", part, str)
+        self._source_location_excludes = list(excludes)
+        return self
+
+    def appendToLocationExcludes(self: _Reports, *excludes: str) -> _Reports:
+        """Add parts of paths to those of ``sourceLocationExcludes``."""
+        return self.sourceLocationExcludes([*self._source_location_excludes, *excludes])
+
+
+_Device = TypeVar("_Device", bound="DeviceOptions")
+
+
+class DeviceOptions(OptionGroup):
+    """Options that say where a model runs."""
+
+    _popart: _PopartOptions
+
+    def autoRoundNumIPUs(self: _Device, auto_round_num_ipus: bool = True) -> _Device:
+        """Take the next power of two where a model needs another number of IPUs."""
+        self.set(auto_round_num_ipus=auto_round_num_ipus)
+        return self
+
+    def useIpuModel(self: _Device, use_model: bool) -> _Device:
+        """Follow the rules of the IPU Model instead of hardware's.
+
+        It comes before the environment variable ``POPTORCH_IPU_MODEL``.
+        """
+        need_type("use_model", use_model, bool)
+        self.createOrSet(use_model=use_model)
+        return self
+
+    def connectionType(self: _Device, connection_type: enums.ConnectionType) -> _Device:
+        """When a model takes its device.
+
+        Raises:
+            AssertionError: not a ``ConnectionType``.
+        """
+        need_type("connectionType", connection_type, enums.ConnectionType)
+        self.set(connection_type=connection_type.value)
+        return self
+
+    def syncPattern(self: _Device, sync_pattern: enums.SyncPattern) -> _Device:
+        """Which IPUs wait for each other.
+
+        Raises:
+            AssertionError: not a ``SyncPattern``.
+        """
+        need_type("syncPattern", sync_pattern, enums.SyncPattern)
+        self.set(sync_pattern=sync_pattern.value)
+        return self
+
+    def useIpuId(self: _Device, ipu_id: int) -> _Device:
+        """Take this device of the system.
+
+        Raises:
+            AssertionError: not an int.
+        """
+        need_type("ipu_id", ipu_id, int)
+        self.createOrSet(ipu_id=ipu_id)
+        return self
+
+    def useOfflineIpuTarget(self: _Device, ipu_version: int = 2) -> _Device:
+        """Only compile, for a kind of IPU: 1, 2 or 21. It sets ``ConnectionType.Never``."""
+        need_type("ipu_version", ipu_version, int)
+        self.connectionType(enums.ConnectionType.Never)
+        self.createOrSet(ipu_version=ipu_version)
+        return self
+
+    def setAvailableMemoryProportion(
+        self: _Device, available_memory_proportion: Dict[str, float]
+    ) -> _Device:
+        """Memory for temporary values, as a part of each IPU's: ``{"IPU0": 0.5}``.
+
+        Raises:
+            AssertionError: a key that is not "IPU" and a number, or a value outside of 0 ... 1.
+        """
+        need_type("available_memory_proportion", available_memory_proportion, dict)
+        by_ipu: Dict[int, float] = {}
+        for key, proportion in available_memory_proportion.items():
+            if not isinstance(key, str) or not key.startswith("IPU") or not key[3:].isdigit():
+                raise AssertionError(
+                    f'Available memory is set for each IPU, by "IPU" and its number, got {key!r}. '
+                    'Use {"IPU0": 0.5}.'
+                )
+            need_type(f"available_memory_proportion[{key!r}]", proportion, float, int)
+            if not 0 <= proportion <= 1:
+                raise AssertionError(
+                    f"The available memory of {key} must be in 0 ... 1, got {proportion}."
+                )
+            by_ipu[int(key[3:])] = float(proportion)
+        self.createOrSet(available_memory_proportion=by_ipu)
+        return self
+
+    def enableExecutableCaching(
+        self: _Device, path: Optional[Union[str, os.PathLike[str]]]
+    ) -> _Device:
+        """Keep compiled programs in a folder and take them from there; None for no longer."""
+        if path is None:
+            self._popart.set("enableEngineCaching", False)
+            return self
+        need_type("enableExecutableCaching", path, str, os.PathLike)
+        self._popart.set("cachePath", os.fspath(path))
+        self._popart.set("enableEngineCaching", True)
+        return self
 
 
 class Options(ExecutionOptions, DeviceOptions, ReportOptions):

@@ -12,17 +12,18 @@ from typing import Any, Callable, Dict, List
 
 from ipufit.poptorch import enums
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._options.naming import ENUMS
-from ipufit.poptorch._options.options import Options
-from ipufit.poptorch._options.stages import Phase, Stage
-from ipufit.poptorch._options.strategies import (
+from ipufit.poptorch._options.execution import (
     ParallelPhasedExecution,
+    Phase,
     PipelinedExecution,
     SerialPhasedExecution,
     ShardedExecution,
+    Stage,
     _IExecutionStrategy,
     _IPhasedExecution,
 )
+from ipufit.poptorch._options.files import ENUMS
+from ipufit.poptorch._options.options import Options
 
 __all__ = ["from_data", "to_data"]
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.partition.partition import STRATEGIES
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from tests.ipu_calls import SURFACE, Recorder, signature_of
 from tests.nets import MLP, data
 
@@ -27,7 +27,7 @@ def calls():
     recorder = Recorder()
     x, y = data(23)
     loader = DataLoader(TensorDataset(x, y), batch_size=3)
-    with float64_kept(), recorder.watching():
+    with keep_float64(), recorder.watching():
         for name, more in (
             ("adam", {"global_clipnorm": 1.0, "loss_scale": 8.0}),
             ("lamb", {"gradient_reduction": "sum", "accumulation_dtype": torch.float32}),

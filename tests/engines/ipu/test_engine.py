@@ -23,7 +23,7 @@ from ipufit.errors import (
     RecoverableDeviceError,
     UnrecoverableDeviceError,
 )
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from tests.fitting import PLANS, Plan
 from tests.nets import CNN, MLP, Running, Transformer, data
 
@@ -45,7 +45,7 @@ OPTIMIZERS = {
 @pytest.fixture(autouse=True)
 def _wide():
     """The stand-in computes in float64, so that nothing hides behind rounding."""
-    with float64_kept():
+    with keep_float64():
         yield
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from tests.engines.ipu.test_engine import OPTIMIZERS, assert_alike
 from tests.fitting import Plan
 from tests.nets import MLP, data
@@ -106,7 +106,7 @@ def test_everything_that_is_seen_is_equal(kind, plan, optimizer, size, weighted)
         pytest.skip("a micro-batch that is filled up draws a mask of the full shape")
     torch.manual_seed(3)
     net = kind().double()
-    with float64_kept():
+    with keep_float64():
         found = [
             life(engine, net, optimizer, plan, SIZES[size], weighted)
             for engine in ("embedded", "ipu-standin")
@@ -130,7 +130,7 @@ def test_a_loss_reads_weights_through_the_users_module(size):
             )
             return nn.functional.cross_entropy(output, target) + 0.1 * penalty
 
-        with float64_kept():
+        with keep_float64():
             model = ipufit.Model(net, engine=engine)
             model.compile("sgd", loss)
             work = {"batch_size": 4, "gradient_accumulation": 3, "device_iterations": 2}

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.engines.ipu.engine import IpuEngine
-from ipufit.poptorch._precision import float64_kept
+from ipufit.poptorch._precision import keep_float64
 from tests.nets import CNN, Noise, data
 
 pytestmark = pytest.mark.both_engines
@@ -19,7 +19,7 @@ X, Y = data(48)
 
 @pytest.fixture(autouse=True)
 def _wide():
-    with float64_kept():
+    with keep_float64():
         yield
 
 
