@@ -7,7 +7,7 @@ from typing import Any, Optional, Tuple
 from ipufit.callbacks.callback import Logs
 from ipufit.callbacks.checks import finite, one_of, say, stored, whole
 from ipufit.callbacks.monitor import Monitor
-from ipufit.core.weights_file import Snapshot
+from ipufit.core.weights_file import WeightsCopy
 
 __all__ = ["EarlyStopping"]
 
@@ -69,7 +69,7 @@ class EarlyStopping(Monitor):
         self.best: Optional[float] = None
         self.best_epoch: Optional[int] = None
         self.stopped_epoch: Optional[int] = None
-        self._snapshot: Optional[Snapshot] = None
+        self._snapshot: Optional[WeightsCopy] = None
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """Begin anew."""
@@ -90,7 +90,7 @@ class EarlyStopping(Monitor):
         self.best_epoch = stored(state, "best_epoch", int)
         self.stopped_epoch = stored(state, "stopped_epoch", int)
         if state["weights"] is not None:
-            self._snapshot = Snapshot(self.model.module)
+            self._snapshot = WeightsCopy(self.model.module)
             self._snapshot.load_state_dict(state["weights"])
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
@@ -102,7 +102,7 @@ class EarlyStopping(Monitor):
         if improved or self.best_epoch is None:
             self.best_epoch = epoch
             if self.restore_best_weights:
-                self._snapshot = Snapshot(self.model.module)
+                self._snapshot = WeightsCopy(self.model.module)
         self.wait += 1
         if improved:
             self.best = current

@@ -18,7 +18,7 @@ from typing import (
 )
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, loss_counts
-from ipufit.core.logged_values import LogRule, Running, joined_rules
+from ipufit.core.logged_values import LogRule, Running, merge_rules
 from ipufit.core.plan import Plan
 from ipufit.engines.program import ExecutionResult
 from ipufit.losses import Loss
@@ -186,7 +186,7 @@ class EpochMetrics:
         counts: Sequence[_Share],
         lengths: Sequence[int],
     ) -> None:
-        self._rules = joined_rules(self._rules, anchors.rules)
+        self._rules = merge_rules(self._rules, anchors.rules)
         for name, rule in self._rules.items():
             if name not in self._logged:
                 check_log_name(name, self.metrics.names, rule.exact)

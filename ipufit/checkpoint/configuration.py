@@ -36,7 +36,7 @@ from torch.nn.modules import activation, dropout
 from torch.utils.data import DataLoader
 
 from ipufit.data.batches import is_weighted
-from ipufit.data.in_memory import ReadAhead, Rows, rows_in_memory
+from ipufit.data.in_memory import ReadAhead, RowBatches, rows_in_memory
 from ipufit.data.loaders import reads_as_torch
 from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.optim.schedules import settings
@@ -416,7 +416,7 @@ def _data(source: DataAdapter) -> Configuration:
     return description
 
 
-def _rows(rows: Rows) -> Configuration:
+def _rows(rows: RowBatches) -> Configuration:
     """Form and content of some of the rows, from the first to the last."""
     count = int(rows.leaves()[0].shape[0])
     chosen = torch.linspace(0, count - 1, min(count, _ROWS), dtype=torch.float64).long()

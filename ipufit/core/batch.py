@@ -63,10 +63,10 @@ class MicroBatch:
     ) -> List[MicroBatch]:
         """Split tensors along the first dimension into micro-batches of one size."""
         columns = [torch.split(leaf, size) for leaf in leaves]
-        found = [MicroBatch(own, structure, size) for own in zip(*columns)]
-        for number, batch in enumerate(found):
+        micro_batches = [MicroBatch(rows, structure, size) for rows in zip(*columns)]
+        for number, batch in enumerate(micro_batches):
             object.__setattr__(batch, "_place", (leaves, number))
-        return found
+        return micro_batches
 
     @staticmethod
     def concat_leaves(batches: Sequence[MicroBatch], which: Sequence[int]) -> List[Tensor]:
@@ -204,13 +204,13 @@ class ProcessShard:
     Attributes:
         sizes: samples of the update's micro-batches, of all processes, in stream order.
         places: where in a full update those of this process stand.
-        own: which of ``sizes`` they are.
+        indices: which of ``sizes`` they are.
         most: micro-batches of the process that has the most.
     """
 
     sizes: Tuple[int, ...]
     places: Tuple[int, ...]
-    own: Tuple[int, ...]
+    indices: Tuple[int, ...]
     most: int = 0
 
     @staticmethod
@@ -223,11 +223,11 @@ class ProcessShard:
             sizes: by place, 0 where there is no micro-batch.
         """
         there = [place for place, size in enumerate(sizes) if size]
-        own = [i for i, place in enumerate(there) if plan.owner(place) == plan.process]
+        indices = [i for i, place in enumerate(there) if plan.owner(place) == plan.process]
         return ProcessShard(
             tuple(sizes[place] for place in there),
-            tuple(there[i] for i in own),
-            tuple(own),
+            tuple(there[i] for i in indices),
+            tuple(indices),
             max(counts_by_rank(sizes, plan)),
         )
 
@@ -250,15 +250,15 @@ def local_indices(shares: Sequence[ProcessShard]) -> List[int]:
     """Number the micro-batches of this process among those of all, in stream order."""
     numbers, begin = [], 0
     for share in shares:
-        numbers += [begin + index for index in share.own]
+        numbers += [begin + index for index in share.indices]
         begin += len(share.sizes)
     return numbers
 
 
-def split_by_update(own: Iterable[T], shares: Sequence[ProcessShard]) -> List[List[T]]:
+def split_by_update(items: Iterable[T], shares: Sequence[ProcessShard]) -> List[List[T]]:
     """Split items, one for each of this process's micro-batches, into lists by update."""
-    rest = iter(own)
-    return [list(itertools.islice(rest, len(share.own))) for share in shares]
+    rest = iter(items)
+    return [list(itertools.islice(rest, len(share.indices))) for share in shares]
 
 
 def loss_counts(sizes: Sequence[int], micro_batch_size: int, summed: bool) -> List[int]:

@@ -21,13 +21,12 @@ from ipufit.utils.names import check_log_name
 
 __all__ = [
     "Entries",
-    "Entry",
     "LogRule",
     "Running",
     "check_value",
     "collecting",
-    "joined_rules",
     "log",
+    "merge_rules",
     "report",
 ]
 
@@ -56,13 +55,13 @@ class LogRule:
 
 
 @dataclasses.dataclass
-class Entry:
+class LoggedEntry:
     """Values that one micro-batch has logged under one name."""
 
     rule: LogRule
     values: List[Union[Tensor, float]]
 
-    def joined(self, device: torch.device) -> Tensor:
+    def reduce(self, device: torch.device) -> Tensor:
         """One value of the micro-batch, shape (), float64."""
         values = torch.stack([_as_tensor(value, device) for value in self.values])
         if self.rule.reduce == "last":
@@ -85,7 +84,7 @@ def _as_tensor(value: Union[Tensor, float], device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
-Entries = Dict[str, Entry]
+Entries = Dict[str, LoggedEntry]
 _open: contextvars.ContextVar[Optional[Entries]] = contextvars.ContextVar("ipufit", default=None)
 
 
@@ -135,26 +134,28 @@ def report(name: str, value: Union[Tensor, float], rule: LogRule) -> None:
     entries = _open.get()
     if entries is None:
         return
-    entry = entries.setdefault(name, Entry(rule, []))
-    joined_rules({name: entry.rule}, {name: rule})
+    entry = entries.setdefault(name, LoggedEntry(rule, []))
+    merge_rules({name: entry.rule}, {name: rule})
     # A copy: what forward does to a tensor in place later on is not what was logged.
     entry.values.append(value.detach().clone() if isinstance(value, Tensor) else float(value))
 
 
-def joined_rules(known: Mapping[str, LogRule], more: Mapping[str, LogRule]) -> Dict[str, LogRule]:
+def merge_rules(
+    rules: Mapping[str, LogRule], new_rules: Mapping[str, LogRule]
+) -> Dict[str, LogRule]:
     """The rules of both.
 
     Raises:
         ConfigurationError: they have a name in common, and another rule for it.
     """
-    for name, rule in more.items():
-        before = known.get(name, rule)
+    for name, rule in new_rules.items():
+        before = rules.get(name, rule)
         if before != rule:
             raise ConfigurationError(
                 f"log must reduce {name!r} in one way, got {_words(before)} and {_words(rule)}. "
                 "Give the second value another name."
             )
-    return {**known, **more}
+    return {**rules, **new_rules}
 
 
 def _words(rule: LogRule) -> str:

@@ -20,7 +20,7 @@ from ipufit._version import __version__
 from ipufit.errors import ConfigurationError
 from ipufit.utils.files import sync_folder, write_tensors
 
-__all__ = ["Snapshot", "described", "differences", "load_weights", "save_weights"]
+__all__ = ["WeightsCopy", "described", "differences", "load_weights", "save_weights"]
 
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
@@ -144,9 +144,9 @@ def checked_path(path: Path) -> str:
         )
     folder = os.path.dirname(target) or "."
     if os.path.isdir(target) or not os.path.isdir(folder):
-        found = f"{target!r} is a folder" if os.path.isdir(target) else f"{folder!r} is none"
+        fault = f"{target!r} is a folder" if os.path.isdir(target) else f"{folder!r} is none"
         raise ConfigurationError(
-            f"weights are written to a file in a folder that exists, but {found}. Make the folder, "
+            f"weights are written to a file in a folder that exists, but {fault}. Make the folder, "
             "or choose another path."
         )
     return target
@@ -190,8 +190,8 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
     if not isinstance(strict, bool):
         raise ConfigurationError(f"strict must be True or False, got {strict!r}.")
     stored = _read(path)
-    own: Dict[str, Any] = module.state_dict()
-    faults = differences(own, stored, "the file", strict)
+    module_state: Dict[str, Any] = module.state_dict()
+    faults = differences(module_state, stored, "the file", strict)
     if faults:
         advice = "Load it into a module like the one it was saved from."
         if strict and not any(": shape " in fault for fault in faults):
@@ -200,7 +200,7 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
             f"the weights in {os.fspath(path)!r} must fit the module {type(module).__name__}, but "
             f"they differ:\n" + "\n".join(f"  {fault}" for fault in faults) + f"\n{advice}"
         )
-    fitting = {name: value for name, value in stored.items() if name in own}
+    fitting = {name: value for name, value in stored.items() if name in module_state}
     with torch.no_grad():
         module.load_state_dict(fitting, strict=False)
 
@@ -219,7 +219,7 @@ def _read(path: Path) -> Dict[str, Tensor]:
 
 
 def differences(
-    own: Mapping[str, Any],
+    module_state: Mapping[str, Any],
     stored: Mapping[str, Tensor],
     where: str,
     strict: bool = True,
@@ -228,7 +228,7 @@ def differences(
     """List the differences, a line each.
 
     Args:
-        own: of the module; what is no tensor is passed over.
+        module_state: of the module; what is no tensor is passed over.
         stored: what is to take its place.
         where: the latter is, for the text.
         strict: whether names and dtypes must agree.
@@ -236,9 +236,9 @@ def differences(
     """
     faults = []
     if strict:
-        faults += [f"{name}: missing in {where}" for name in own if name not in stored]
-        faults += [f"{name}: only in {where}" for name in stored if name not in own]
-    for name, mine in own.items():
+        faults += [f"{name}: missing in {where}" for name in module_state if name not in stored]
+        faults += [f"{name}: only in {where}" for name in stored if name not in module_state]
+    for name, mine in module_state.items():
         value = stored.get(name)
         if value is None or not isinstance(mine, Tensor):
             continue
@@ -257,7 +257,7 @@ def _widens(source: torch.dtype, target: torch.dtype) -> bool:
     return source == target or (both_floating and torch.promote_types(source, target) == target)
 
 
-class Snapshot:
+class WeightsCopy:
     """Copies of a module's parameters, buffers and extra state at one moment.
 
     Args:

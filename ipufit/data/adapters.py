@@ -28,14 +28,7 @@ from ipufit.losses.module_loss import OwnLoss
 from ipufit.utils import tree
 from ipufit.utils.error_collector import ErrorCollector, at_least
 
-__all__ = [
-    "DEFAULT_BATCH_SIZE",
-    "DataArguments",
-    "are_inputs",
-    "comes_in_samples",
-    "get_data_adapter",
-    "split_data",
-]
+__all__ = ["DataArguments", "are_inputs", "comes_in_samples", "get_data_adapter", "split_data"]
 
 DEFAULT_BATCH_SIZE = 32  # Keras'
 
@@ -88,11 +81,11 @@ class DataArguments:
         return frame_as_array(leaf, f"{self.role}: {path}") if is_frame(leaf) else leaf
 
 
-def get_data_adapter(given: DataArguments, mode: Mode, own_loss: OwnLoss) -> DataAdapter:
+def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) -> DataAdapter:
     """A source of batches for data in any form.
 
     Args:
-        given: what came.
+        arguments: the data and what goes with it, as they were passed.
         mode: what the batches are for.
         own_loss: whether the module computes its own loss.
 
@@ -101,39 +94,39 @@ def get_data_adapter(given: DataArguments, mode: Mode, own_loss: OwnLoss) -> Dat
         ConfigurationError: arguments that don't go with this form; all of them.
     """
     faults = ErrorCollector()
-    is_cut = isinstance(given.x, Sharded)
+    is_cut = isinstance(arguments.x, Sharded)
     if is_cut:
-        given = dataclasses.replace(given, x=given.x.loader)
-    given = given.as_arrays()
-    _refuse_table(given)
-    kind = _kind(given)
+        arguments = dataclasses.replace(arguments, x=arguments.x.loader)
+    arguments = arguments.as_arrays()
+    _refuse_table(arguments)
+    kind = _kind(arguments)
     size = DEFAULT_BATCH_SIZE
     with faults.collect():
-        if given.batch_size is not None:
-            size = at_least(given.batch_size_name, given.batch_size, 1, " or None")
+        if arguments.batch_size is not None:
+            size = at_least(arguments.batch_size_name, arguments.batch_size, 1, " or None")
     with faults.collect():
-        _refuse_no_flag(given.shuffle)
+        _refuse_no_flag(arguments.shuffle)
     for check in (_refuse_batch_size, _refuse_shuffle, _refuse_parts):
         with faults.collect():
-            check(given, kind)
+            check(arguments, kind)
     with faults.collect():
-        class_weights = _class_weights(given, own_loss)
+        class_weights = _class_weights(arguments, own_loss)
     if kind == "arrays":
         with faults.collect():
-            _refuse_missing_or_weights(given, mode, own_loss)
+            _refuse_missing_or_weights(arguments, mode, own_loss)
     faults.raise_all()
-    shuffles = given.shuffles if given.shuffle is None else given.shuffle
+    shuffles = arguments.shuffles if arguments.shuffle is None else arguments.shuffle
     if kind == "arrays":
-        return _of_arrays(given, mode, size, shuffles, class_weights)
+        return _of_arrays(arguments, mode, size, shuffles, class_weights)
     if kind == "dataset":
-        return _of_dataset(given, size, shuffles, class_weights, is_cut)
-    loader = DataLoader(given.x, batch_size=size) if kind == "stream" else given.x
-    return DataAdapter(loader, given.role, class_weights=class_weights, is_cut=is_cut)
+        return _of_dataset(arguments, size, shuffles, class_weights, is_cut)
+    loader = DataLoader(arguments.x, batch_size=size) if kind == "stream" else arguments.x
+    return DataAdapter(loader, arguments.role, class_weights=class_weights, is_cut=is_cut)
 
 
-def comes_in_samples(given: DataArguments) -> bool:
+def comes_in_samples(arguments: DataArguments) -> bool:
     """True if batches are made here, so that there is a batch size to choose."""
-    return _kind(given) != "loader"
+    return _kind(arguments) != "loader"
 
 
 def are_inputs(module: nn.Module, x: Any) -> bool:
@@ -156,21 +149,21 @@ def _can_bind(module: nn.Module, *inputs: Any) -> bool:
     return True
 
 
-def _kind(given: DataArguments) -> str:
+def _kind(arguments: DataArguments) -> str:
     """One of "arrays", "dataset", "stream" (an IterableDataset), or "loader" (anything else)."""
-    x = given.x.loader if isinstance(given.x, Sharded) else given.x
+    x = arguments.x.loader if isinstance(arguments.x, Sharded) else arguments.x
     if isinstance(x, DataLoader):
         return "loader"
     if isinstance(x, Dataset):
         return "stream" if isinstance(x, IterableDataset) else "dataset"
     if is_table(x):
         return "dataset"
-    if is_array(x) or is_frame(x) or isinstance(x, Mapping) or given.are_inputs:
+    if is_array(x) or is_frame(x) or isinstance(x, Mapping) or arguments.are_inputs:
         return "arrays"
     if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
-        if given.y is not None:
+        if arguments.y is not None:
             return "arrays"
-        _refuse_bare_sequence(x, given.role)
+        _refuse_bare_sequence(x, arguments.role)
     return "loader"
 
 
@@ -202,44 +195,45 @@ def _refuse_no_flag(shuffle: Any) -> None:
         raise ConfigurationError(f"shuffle must be True, False or None, got {shuffle!r}.")
 
 
-def _refuse_batch_size(given: DataArguments, kind: str) -> None:
-    if given.batch_size is not None and kind == "loader":
+def _refuse_batch_size(arguments: DataArguments, kind: str) -> None:
+    if arguments.batch_size is not None and kind == "loader":
         raise ConfigurationError(
-            f"{given.batch_size_name} goes with tensors, arrays and datasets, but the "
-            f"{given.role} comes in batches already, from a {type(given.x).__name__}. Set it there."
+            f"{arguments.batch_size_name} goes with tensors, arrays and datasets, but the "
+            f"{arguments.role} comes in batches already, from a {type(arguments.x).__name__}. Set "
+            "it there."
         )
 
 
-def _refuse_shuffle(given: DataArguments, kind: str) -> None:
-    if given.shuffle is not None and kind in ("loader", "stream"):
+def _refuse_shuffle(arguments: DataArguments, kind: str) -> None:
+    if arguments.shuffle is not None and kind in ("loader", "stream"):
         raise ConfigurationError(
-            f"shuffle goes with tensors, arrays and map-style datasets, but the {given.role} has "
-            f"an order of its own, from a {type(given.x).__name__}. Set it there."
+            f"shuffle goes with tensors, arrays and map-style datasets, but the {arguments.role} "
+            f"has an order of its own, from a {type(arguments.x).__name__}. Set it there."
         )
 
 
-def _refuse_parts(given: DataArguments, kind: str) -> None:
-    parts = {"y": given.y, "sample_weight": given.sample_weight}
+def _refuse_parts(arguments: DataArguments, kind: str) -> None:
+    parts = {"y": arguments.y, "sample_weight": arguments.sample_weight}
     names = [name for name, value in parts.items() if value is not None]
     if names and kind != "arrays":
         raise ConfigurationError(
             f"{' and '.join(names)} {'goes' if len(names) == 1 else 'go'} with tensors and arrays, "
-            f"but the {given.role} comes from a {type(given.x).__name__}, which yields all parts "
-            "of a sample. Let it yield (inputs, target) or (inputs, target, sample_weight)."
+            f"but the {arguments.role} comes from a {type(arguments.x).__name__}, which yields all "
+            "parts of a sample. Let it yield (inputs, target) or (inputs, target, sample_weight)."
         )
 
 
-def _class_weights(given: DataArguments, own_loss: OwnLoss) -> Optional[ClassWeights]:
-    if given.class_weight is None:
+def _class_weights(arguments: DataArguments, own_loss: OwnLoss) -> Optional[ClassWeights]:
+    if arguments.class_weight is None:
         return None
     if own_loss:
         raise _no_weights("class_weight")
-    if given.sample_weight is not None:
+    if arguments.sample_weight is not None:
         raise ConfigurationError(
             "class_weight and sample_weight both say how much a sample counts. Pass one of them; "
             "for both, multiply them into sample_weight."
         )
-    return ClassWeights(given.class_weight)
+    return ClassWeights(arguments.class_weight)
 
 
 def _no_weights(name: str) -> ConfigurationError:
@@ -249,57 +243,59 @@ def _no_weights(name: str) -> ConfigurationError:
     )
 
 
-def _refuse_missing_or_weights(given: DataArguments, mode: Mode, own_loss: OwnLoss) -> None:
-    if given.sample_weight is not None and own_loss:
+def _refuse_missing_or_weights(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) -> None:
+    if arguments.sample_weight is not None and own_loss:
         raise _no_weights("sample_weight")
-    if given.y is None and given.sample_weight is not None:
+    if arguments.y is None and arguments.sample_weight is not None:
         raise ConfigurationError(
             "sample_weight goes with a target, but y is None. Pass y= beside x."
         )
-    if given.y is None and mode is not Mode.PREDICT and not own_loss:
+    if arguments.y is None and mode is not Mode.PREDICT and not own_loss:
         raise ConfigurationError(
-            f"the {given.role} needs a target for the loss, but y is None. Pass y= beside x, or "
-            "use compile(loss=None) if the module computes its own loss."
+            f"the {arguments.role} needs a target for the loss, but y is None. Pass y= beside x, "
+            "or use compile(loss=None) if the module computes its own loss."
         )
 
 
 def _of_arrays(
-    given: DataArguments,
+    arguments: DataArguments,
     mode: Mode,
     batch_size: int,
     shuffle: bool,
     class_weights: Optional[ClassWeights],
 ) -> DataAdapter:
-    parts = [given.x, given.y, given.sample_weight]
+    parts = [arguments.x, arguments.y, arguments.sample_weight]
     roots = ("x", "y", "sample_weight")
     names: List[str] = []
     weight_names: List[str] = []
     for part, root in zip(parts, roots):
         weight_names = []
         for path, leaf in tree.flatten_with_paths(part, root)[0]:
-            _refuse_no_array(path, leaf, root, given.role)
+            _refuse_no_array(path, leaf, root, arguments.role)
             weight_names.append(path)
         names += weight_names
-    if not names or not tree.flatten(given.x)[0]:
-        raise DataError(f"{given.role}: x holds no tensor or array. Pass at least one.")
-    raw = (given.x,) if given.are_inputs else given.x
-    if given.y is not None:
-        raw = (given.x, given.y)
-    if given.sample_weight is not None:
-        raw = (given.x, given.y, given.sample_weight)
-    loader = ArrayLoader(raw, names, batch_size, given.role)
-    if given.sample_weight is not None:
-        refuse_bad_weights(given.sample_weight, weight_names, given.role, mode is Mode.TRAIN)
+    if not names or not tree.flatten(arguments.x)[0]:
+        raise DataError(f"{arguments.role}: x holds no tensor or array. Pass at least one.")
+    raw = (arguments.x,) if arguments.are_inputs else arguments.x
+    if arguments.y is not None:
+        raw = (arguments.x, arguments.y)
+    if arguments.sample_weight is not None:
+        raw = (arguments.x, arguments.y, arguments.sample_weight)
+    loader = ArrayLoader(raw, names, batch_size, arguments.role)
+    if arguments.sample_weight is not None:
+        refuse_bad_weights(
+            arguments.sample_weight, weight_names, arguments.role, mode is Mode.TRAIN
+        )
     return DataAdapter(
-        loader, given.role, loader.rows if shuffle else None, class_weights=class_weights
+        loader, arguments.role, loader.rows if shuffle else None, class_weights=class_weights
     )
 
 
-def _refuse_table(given: DataArguments) -> None:
+def _refuse_table(arguments: DataArguments) -> None:
     """A table would be read as an iterable, of the names of its columns or of its rows."""
-    kind = type(given.x)
+    kind = type(arguments.x)
     if hasattr(kind, "to_numpy") or hasattr(kind, "toarray"):
-        _refuse_no_array("x", given.x, "x", given.role)
+        _refuse_no_array("x", arguments.x, "x", arguments.role)
 
 
 def _refuse_no_array(path: str, leaf: Any, root: str, role: str) -> None:
@@ -319,19 +315,19 @@ def _refuse_no_array(path: str, leaf: Any, root: str, role: str) -> None:
 
 
 def _of_dataset(
-    given: DataArguments,
+    arguments: DataArguments,
     batch_size: int,
     shuffle: bool,
     class_weights: Optional[ClassWeights],
     is_cut: bool,
 ) -> DataAdapter:
-    dataset = given.x
+    dataset = arguments.x
     try:
         len(dataset)
     except (TypeError, NotImplementedError) as error:
         raise DataError(
-            f"{given.role}: the dataset {type(dataset).__name__} must have __len__, so that its "
-            "samples can be picked by index. Add it, or derive from "
+            f"{arguments.role}: the dataset {type(dataset).__name__} must have __len__, so that "
+            "its samples can be picked by index. Add it, or derive from "
             "torch.utils.data.IterableDataset."
         ) from error
 
@@ -341,31 +337,31 @@ def _of_dataset(
 
     loader: Any = DataLoader(dataset, batch_size=batch_size)
     order = shuffled if shuffle else None
-    return DataAdapter(loader, given.role, order, class_weights=class_weights, is_cut=is_cut)
+    return DataAdapter(loader, arguments.role, order, class_weights=class_weights, is_cut=is_cut)
 
 
 def split_data(
-    given: DataArguments, fraction: Any, held_out: DataArguments
+    arguments: DataArguments, fraction: Any, held_out: DataArguments
 ) -> Tuple[DataArguments, DataArguments]:
     """Split data into samples to train on and the last ``fraction``, which is held out.
 
     Args:
-        given: known to be good.
+        arguments: known to be good.
         fraction: between 0 and 1.
         held_out: what the second part is for, and its batch size.
 
     Raises:
         ConfigurationError: it can't be split, or a part would be empty.
     """
-    given = given.as_arrays()
-    kind = _kind(given)
+    arguments = arguments.as_arrays()
+    kind = _kind(arguments)
     if kind not in ("arrays", "dataset"):
         raise ConfigurationError(
             "validation_split goes with tensors, arrays and map-style datasets, but the "
-            f"{given.role} comes from a {type(given.x).__name__}. Pass validation_data."
+            f"{arguments.role} comes from a {type(arguments.x).__name__}. Pass validation_data."
         )
-    leaves = tree.flatten(given.x)[0]
-    samples = len(given.x) if kind == "dataset" else int(leaves[0].shape[0])
+    leaves = tree.flatten(arguments.x)[0]
+    samples = len(arguments.x) if kind == "dataset" else int(leaves[0].shape[0])
     # Keras' own expression: another one may round to another size.
     first = math.floor(samples * (1.0 - fraction))
     if first in (0, samples):
@@ -375,14 +371,14 @@ def split_data(
             "fraction, or pass validation_data."
         )
     parts = []
-    for template, rows in ((given, range(first)), (held_out, range(first, samples))):
+    for template, rows in ((arguments, range(first)), (held_out, range(first, samples))):
         if kind == "dataset":
-            parts.append(dataclasses.replace(template, x=Subset(given.x, rows)))
+            parts.append(dataclasses.replace(template, x=Subset(arguments.x, rows)))
             continue
         cut = slice(rows.start, rows.stop)
         x, y, weight = (
             tree.map_leaves(lambda leaf, cut=cut: leaf[cut], part)  # type: ignore[misc]
-            for part in (given.x, given.y, given.sample_weight)
+            for part in (arguments.x, arguments.y, arguments.sample_weight)
         )
         parts.append(dataclasses.replace(template, x=x, y=y, sample_weight=weight))
     return parts[0], parts[1]

@@ -416,27 +416,27 @@ def sharded_executions(
     most = updates()
     while most:
         begin, end = ledger.begin, ledger.begin + plan.micro_batches_per_update * most
-        own = ledger.waiting
+        micro_batches = ledger.waiting
         while not ledger.is_whole:
-            lacking = plan.own_before(end) - plan.own_before(begin) - len(own)
-            if lacking <= 0 and ledger.known >= end:
+            lacking = plan.own_before(end) - plan.own_before(begin) - len(micro_batches)
+            if lacking <= 0 and ledger.total >= end:
                 break
             horizon.batches = max(1, lacking)
             raw = next(batches, None)
             if raw is None:
                 ledger.is_whole = True
                 break
-            new = unpack(raw, plan.own_before(begin) + len(own))
-            own += [batch.clone() for batch in new] if reuses_memory else new
+            new = unpack(raw, plan.own_before(begin) + len(micro_batches))
+            micro_batches += [batch.clone() for batch in new] if reuses_memory else new
             del raw, new
-        end = min(end, ledger.known)
+        end = min(end, ledger.total)
         if end == begin:
             return
         count = plan.own_before(end) - plan.own_before(begin)
-        ledger.waiting = own[count:]
+        ledger.waiting = micro_batches[count:]
         layout = layout_of(plan, ledger.take(end))
-        batch = CombinedBatch(own[:count], layout=layout, order=ledger.order())
-        del own
+        batch = CombinedBatch(micro_batches[:count], layout=layout, order=ledger.order())
+        del micro_batches
         yield batch
         del batch
         most = updates()

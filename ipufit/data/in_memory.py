@@ -37,8 +37,8 @@ __all__ = [
     "ArrayLoader",
     "EpochOrder",
     "ReadAhead",
+    "RowBatches",
     "RowBlock",
-    "Rows",
     "as_tensors",
     "batch_count",
     "frame_as_array",
@@ -106,7 +106,7 @@ def batch_count(raw: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowBatches:
     """Batches of rows. Every batch is a copy, so that it never changes once it is read.
 
     Attributes:
@@ -328,13 +328,15 @@ class ArrayLoader:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.rows(None))
 
-    def rows(self, key: Optional[int]) -> Rows:
+    def rows(self, key: Optional[int]) -> RowBatches:
         """All rows, in the order of ``key``; None for their own."""
 
         def order() -> Optional[Tensor]:
             return None if key is None else EpochOrder(self.samples, key).permutation()
 
-        return Rows(lambda: self._leaves, self._structure, self.samples, self.batch_size, order)
+        return RowBatches(
+            lambda: self._leaves, self._structure, self.samples, self.batch_size, order
+        )
 
 
 def _samples(leaves: List[Any], names: List[str], role: str) -> int:
@@ -398,14 +400,14 @@ def _refuse_dtype(array: Any, name: str) -> None:
         ) from error
 
 
-def rows_in_memory(loader: Any) -> Optional[Rows]:
+def rows_in_memory(loader: Any) -> Optional[RowBatches]:
     """Make rows of memory that yield what a pass over a loader does, with its order and draws.
 
     Returns:
         The rows, or None for a loader that does anything but pick samples from tensors and stack
         them.
     """
-    if isinstance(loader, Rows):
+    if isinstance(loader, RowBatches):
         return loader
     if isinstance(loader, ArrayLoader):
         return loader.rows(None)
@@ -430,7 +432,7 @@ def rows_in_memory(loader: Any) -> Optional[Rows]:
             return chosen
         return picked if chosen is None else picked[chosen]
 
-    return Rows(
+    return RowBatches(
         lambda: dataset.tensors,
         tree.flatten([*dataset.tensors])[1],
         samples - samples % size if loader.drop_last else samples,

@@ -14,7 +14,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.utils import tree
 from ipufit.utils.error_collector import at_least
 
-__all__ = ["FirstBatches", "batch_count", "dev_run_length", "first_batches", "validation_epochs"]
+__all__ = ["batch_count", "dev_run_length", "first_batches", "validation_epochs"]
 
 
 def batch_count(name: str, value: Any, source: DataAdapter, least: int = 1) -> int:
@@ -127,8 +127,8 @@ def _copy(leaf: Any) -> Any:
 
 def first_batches(source: DataAdapter, count: int, role: str) -> DataAdapter:
     """A source of the first batches alone, which are kept in memory."""
-    kept = FirstBatches(unshuffled(source.loader), count)
-    few = DataAdapter(kept, role, class_weights=source.class_weights)
+    batches = FirstBatches(unshuffled(source.loader), count)
+    few = DataAdapter(batches, role, class_weights=source.class_weights)
     few.micro_batch_size, few.samples = source.micro_batch_size, source.samples
     few.micro_batches = source.micro_batches
     few.reuses_memory = False

@@ -161,9 +161,9 @@ class BatchPipeline:
         """Find the part of the beginning pass that this process reads; None for all."""
         if self._ledger is None:
             return None
-        self._begun.append((self._ledger.known, begin))
+        self._begun.append((self._ledger.total, begin))
         drawing = contextlib.nullcontext if self._source.draws_nothing else stream.active
-        return RankShard(plan, self._ledger, self._ledger.known, drawing)
+        return RankShard(plan, self._ledger, self._ledger.total, drawing)
 
     def _passes(self, plan: Plan, number: int, skip: int, done: int) -> Generator[Any, None, None]:
         """Pass after pass, from one of its batches on."""
@@ -192,8 +192,8 @@ class BatchPipeline:
             return dataclasses.replace(self._place, batches=self._place.batches - 1)
         if self._open is not None:
             return last  # a pass that the next epoch goes on with
-        own = self._source.own_place(between_epochs=True)
-        return DataCursor(epoch + 1, 0, self._source.generator_states(), own)
+        loader_state = self._source.own_place(between_epochs=True)
+        return DataCursor(epoch + 1, 0, self._source.generator_states(), loader_state)
 
     def peek(self, epoch: int, plan: Plan) -> MicroBatch:
         """The first micro-batch of an epoch, which starts here and goes on where it is read next.
@@ -271,12 +271,12 @@ class BatchPipeline:
 
         reuses, horizon = self._source.reuses_memory, self._horizon
         if self._ledger is None:
-            made = executions(batches, self.unpacker.each, plan, reuses, check, coming, horizon)
+            combined = executions(batches, self.unpacker.each, plan, reuses, check, coming, horizon)
         else:
-            given = (self._ledger, coming, horizon, reuses)
-            made = sharded_executions(batches, self.unpacker.each, plan, *given)
+            index_arguments = (self._ledger, coming, horizon, reuses)
+            combined = sharded_executions(batches, self.unpacker.each, plan, *index_arguments)
         try:
-            for batch in made:
+            for batch in combined:
                 updates = batch.updates(plan)
                 done += updates
                 self._updates += updates

@@ -104,8 +104,8 @@ def _is_from_worker(error: Exception) -> bool:
 def _original(text: str, kind: str) -> str:
     """The last line of the worker's traceback: the error as it was there."""
     lines = [line for line in text.splitlines() if line and not line[0].isspace()]
-    found = [line for line in lines if line.partition(":")[0].rpartition(".")[2] == kind]
-    return found[-1] if found else lines[-1]
+    matching = [line for line in lines if line.partition(":")[0].rpartition(".")[2] == kind]
+    return matching[-1] if matching else lines[-1]
 
 
 def frames_of(error: BaseException) -> Iterator[FrameType]:

@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.plan import Plan
-from ipufit.data.in_memory import ArrayLoader, Rows
+from ipufit.data.in_memory import ArrayLoader, RowBatches
 from ipufit.data.loaders import like, reads_as_torch
 from ipufit.errors import DataError
 
@@ -32,7 +32,6 @@ __all__ = [
     "Sharded",
     "ShardedLoader",
     "as_worker",
-    "asks_for_workers",
     "layout_of",
     "refuse_unshared",
 ]
@@ -47,14 +46,14 @@ class GlobalBatchIndex:
         skipped: batches of the first pass that come before it.
 
     Attributes:
-        known: how many there are, as far as anybody has looked.
+        total: how many there are, as far as anybody has looked.
         is_whole: whether there are no more.
         begin: number of the next one, at the beginning of an update.
         waiting: own micro-batches that were read, but not used yet.
     """
 
     def __init__(self, skipped: int = 0) -> None:
-        self.known = -skipped
+        self.total = -skipped
         self.is_whole = False
         self.begin = 0
         self.waiting: List[MicroBatch] = []
@@ -70,18 +69,18 @@ class GlobalBatchIndex:
             order: tells their samples from others.
         """
         new = list(sizes)
-        self._sizes += new[max(0, -self.known) :]
-        self.known += len(new)
+        self._sizes += new[max(0, -self.total) :]
+        self.total += len(new)
         if order:
             self._order = zlib.crc32(order, self._order)
-        self._orders[self.known] = self._order
+        self._orders[self.total] = self._order
 
     def take(self, end: int) -> List[int]:
         """The sizes up to, not including, the batch of this number, which are forgotten."""
         count = end - self.begin
-        taken, self._sizes = self._sizes[:count], self._sizes[count:]
+        sizes, self._sizes = self._sizes[:count], self._sizes[count:]
         self.begin = end
-        return taken
+        return sizes
 
     @property
     def latest(self) -> int:
@@ -171,7 +170,7 @@ class RankShard:
                     yield each
             number += len(group)
 
-    def rows(self, rows: Rows, most: Optional[int] = None) -> Rows:
+    def rows(self, rows: RowBatches, most: Optional[int] = None) -> RowBatches:
         """The rows of the own batches."""
         with self.drawing():
             order = rows.order()
@@ -182,8 +181,8 @@ class RankShard:
         self.ledger.note(sizes, b"" if order is None else order.numpy().tobytes())
         if samples:
             self.example = functools.partial(_first_of, rows, order, samples)
-        own = self._own_rows(order, samples, size)
-        return dataclasses.replace(rows, samples=len(own), order=lambda: own)
+        indices = self._own_rows(order, samples, size)
+        return dataclasses.replace(rows, samples=len(indices), order=lambda: indices)
 
     def _own_rows(self, order: Optional[Tensor], samples: int, size: int) -> Tensor:
         whole = torch.arange(samples, device="cpu") if order is None else order[:samples]
@@ -193,13 +192,13 @@ class RankShard:
         begins = [number * size for number in numbers if number < full]
         starts = torch.tensor(begins, dtype=torch.int64, device="cpu")
         places = (starts[:, None] + torch.arange(size, device="cpu")).reshape(-1)
-        own = whole[places]
+        rows = whole[places]
         if numbers and numbers[-1] == full:
-            own = torch.cat([own, whole[full * size :]])
-        return own
+            rows = torch.cat([rows, whole[full * size :]])
+        return rows
 
 
-def _first_of(rows: Rows, order: Optional[Tensor], samples: int) -> Any:
+def _first_of(rows: RowBatches, order: Optional[Tensor], samples: int) -> Any:
     first = torch.arange(samples, device="cpu") if order is None else order
     one = dataclasses.replace(rows, samples=min(samples, rows.batch_size), order=lambda: first)
     return next(iter(one))

@@ -22,7 +22,7 @@ from ipufit.core.batch import DataCursor
 from ipufit.data.in_memory import (
     ArrayLoader,
     ReadAhead,
-    Rows,
+    RowBatches,
     batch_count,
     is_in_memory,
     rows_in_memory,
@@ -230,10 +230,10 @@ class DataAdapter:
     def _stateful(self) -> Any:
         """Object with ``state_dict`` and ``load_state_dict``: the loader, or a stream read here."""
         loader: Any = self.loader
-        found = [loader]
+        candidates = [loader]
         if reads_as_torch(loader) and not loader.num_workers:
-            found += [loader.dataset] if isinstance(loader.dataset, IterableDataset) else []
-        for each in found:
+            candidates += [loader.dataset] if isinstance(loader.dataset, IterableDataset) else []
+        for each in candidates:
             if all(callable(getattr(each, n, None)) for n in ("state_dict", "load_state_dict")):
                 return each
         return None
@@ -311,15 +311,15 @@ class DataAdapter:
         portion: Optional[RankShard],
     ) -> Iterator[Any]:
         iterator: Any = None
-        index = seen = 0
+        index = rows_read = 0
         limit = stream_length(loader)
         alone = self.reads_alone
-        told = _Told(loader, self.role, stream)
+        located_errors = _Told(loader, self.role, stream)
         # A loader of torch's has a new iterator, with new workers, for each pass.
         is_new = reads_as_torch(loader) and not loader.persistent_workers
         starts = _NOTHING if self.is_held else starting_workers(loader)
         try:
-            with told, self._drawing(stream), starts:
+            with located_errors, self._drawing(stream), starts:
                 _draw_as_for_new_workers(loader)
                 rows = rows_in_memory(loader)
                 if portion is not None:
@@ -331,10 +331,10 @@ class DataAdapter:
                 # torch's samplers draw the whole order at once. What draws nothing must leave the
                 # generator alone: a callback may draw from it while another thread reads.
                 drawing = _NOTHING if alone and index else self._drawing(stream)
-                told.batch = index if portion is None else portion.number(index)
+                located_errors.batch = index if portion is None else portion.number(index)
                 # A generator begins only now, and may read a loader with workers.
                 starts = _NOTHING if index or is_new or self.is_held else starting_workers(loader)
-                with told, drawing, self._in_turn(loader), starts:
+                with located_errors, drawing, self._in_turn(loader), starts:
                     try:
                         batch = next(iterator)
                     except StopIteration as error:
@@ -343,8 +343,8 @@ class DataAdapter:
                         return
                 self._has_yielded = True
                 if limit is not None:
-                    seen += row_count(batch, loader)
-                    if seen > limit:
+                    rows_read += row_count(batch, loader)
+                    if rows_read > limit:
                         raise self._repeated(loader, limit)
                 index += batch_count(batch)
                 yield batch
@@ -383,7 +383,7 @@ class DataAdapter:
         return self._stream_loader
 
     def _own_batches(
-        self, loader: Any, rows: Optional[Rows], horizon: ReadAhead, portion: RankShard
+        self, loader: Any, rows: Optional[RowBatches], horizon: ReadAhead, portion: RankShard
     ) -> Iterator[Any]:
         """Yield the batches of a pass over a loader that a shard names."""
         if rows is not None:
@@ -420,8 +420,8 @@ class DataAdapter:
             DataError: it is a generator, or another iterator of Python's or torch's own.
         """
         kind = type(self.loader)
-        known = kind.__module__.partition(".")[0] in ("builtins", "itertools", "torch")
-        if epochs > 1 and known and isinstance(self.loader, Iterator):
+        reads_once = kind.__module__.partition(".")[0] in ("builtins", "itertools", "torch")
+        if epochs > 1 and reads_once and isinstance(self.loader, Iterator):
             raise DataError(
                 f"{self.role} must be readable in each of the {epochs} epochs, got a "
                 f"{kind.__name__}, which can be read only once. {_READ_AGAIN}"
@@ -456,11 +456,11 @@ class DataAdapter:
         name, unit = ("steps_per_epoch", "updates") if training else ("steps", "device iterations")
         if self.role == "validation data":
             name = "validation_steps"
-        kept = " What was trained so far is kept." if training else ""
+        kept_text = " What was trained so far is kept." if training else ""
         return DataError(
             f"{self.role} must last for {name}={wanted} {unit}, but ended after {updates} of epoch "
-            f"{epoch}, and could not be read anew.{kept} Pass data that yields more, or a smaller "
-            f"{name}."
+            f"{epoch}, and could not be read anew.{kept_text} Pass data that yields more, or a "
+            f"smaller {name}."
         )
 
     def origin(self) -> str:
@@ -520,9 +520,9 @@ class _Told:
         if not isinstance(error, Exception):
             return
         replay = self._stream.again
-        told = unreadable(error, self._loader, self._role, self.batch, lambda: replay().active())
-        if told is not error:
-            raise told from error
+        located = unreadable(error, self._loader, self._role, self.batch, lambda: replay().active())
+        if located is not error:
+            raise located from error
 
 
 def _draw_as_for_new_workers(loader: Any) -> None:

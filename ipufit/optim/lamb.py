@@ -76,9 +76,11 @@ class LAMB(torch.optim.Optimizer):
     def __setstate__(self, state: Dict[str, Any]) -> None:
         """Take over state as torch does: a counter that is a number becomes a tensor."""
         super().__setstate__(state)
-        for own in self.state.values():
-            if "step" in own and not isinstance(own["step"], Tensor):
-                own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32)
+        for parameter_state in self.state.values():
+            if "step" in parameter_state and not isinstance(parameter_state["step"], Tensor):
+                parameter_state["step"] = torch.tensor(
+                    float(parameter_state["step"]), dtype=torch.float32
+                )
 
     @overload
     def step(self, closure: None = ...) -> None: ...

@@ -27,13 +27,13 @@ _ACCEPTED = (
 
 
 def _known() -> Dict[str, Type[torch.optim.Optimizer]]:
-    found = {
+    classes = {
         name.lower(): value
         for name, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
     }
-    del found["optimizer"]
-    return {**found, "lamb": LAMB}
+    del classes["optimizer"]
+    return {**classes, "lamb": LAMB}
 
 
 def resolve_optimizer(
@@ -93,19 +93,19 @@ def class_by_name(name: str) -> Type[torch.optim.Optimizer]:
     Raises:
         UnknownNameError: no optimizer has that name.
     """
-    known = _known()
-    found = known.get(name.lower())
-    if found is None:
+    classes = _known()
+    kind = classes.get(name.lower())
+    if kind is None:
         refused = {refused.__name__.lower() for refused in _REFUSED}
-        raise UnknownNameError("optimizer", name, set(known) - refused)
-    return found
+        raise UnknownNameError("optimizer", name, set(classes) - refused)
+    return kind
 
 
 def _by_name(name: str) -> Callable[[List[nn.Parameter]], torch.optim.Optimizer]:
-    found = class_by_name(name)
-    if found is torch.optim.SGD:
+    kind = class_by_name(name)
+    if kind is torch.optim.SGD:
         return lambda params: torch.optim.SGD(params, lr=0.01)
-    return _by_class(found)
+    return _by_class(kind)
 
 
 def _by_class(
@@ -138,10 +138,10 @@ def _refuse(kind: Type[torch.optim.Optimizer]) -> None:
 
 def _trainable(named_parameters: NamedParameters) -> List[nn.Parameter]:
     # Tied weights may be listed under two names, and an optimizer takes each tensor once.
-    found = {id(p): p for _, p in named_parameters if p.requires_grad}
-    if not found:
+    parameters = {id(p): p for _, p in named_parameters if p.requires_grad}
+    if not parameters:
         raise _no_trainable(f"none of its {len(named_parameters)} parameters requires gradients")
-    return list(found.values())
+    return list(parameters.values())
 
 
 def _no_trainable(came: str) -> OptimizerError:
@@ -157,10 +157,10 @@ def _checked(
     """The optimizer, if it is one that ipufit can run and all it holds is the module's."""
     kind = type(optimizer).__name__
     _refuse(type(optimizer))
-    own = {id(p) for _, p in named_parameters}
+    module_parameters = {id(p) for _, p in named_parameters}
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
-            if id(param) not in own:
+            if id(param) not in module_parameters:
                 raise OptimizerError(
                     f"every parameter of the optimizer must be the module's, got one of shape "
                     f"{tuple(param.shape)} in group {index} of {kind} that is not. Build it from "

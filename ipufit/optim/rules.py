@@ -84,8 +84,8 @@ class SGDRule(OptimizerRule):
 
     @classmethod
     def switches(cls, group: Group) -> Tuple[object, ...]:
-        own = tuple(bool(group[name]) for name in ("momentum", "dampening", "nesterov"))
-        return (*super().switches(group), *own)
+        sgd_switches = tuple(bool(group[name]) for name in ("momentum", "dampening", "nesterov"))
+        return (*super().switches(group), *sgd_switches)
 
     @classmethod
     def state_names(cls, group: Group) -> Tuple[str, ...]:
@@ -94,20 +94,20 @@ class SGDRule(OptimizerRule):
     def coefficients(self, group: Group, step: float) -> List[float]:
         # The first update takes the gradient whole; dampening starts with the second. Without
         # momentum there is nothing to dampen.
-        taken = 1 - group["dampening"] if step > 1 and group["momentum"] else 1
-        return [group["lr"], group["momentum"], taken, group["weight_decay"]]
+        gradient_factor = 1 - group["dampening"] if step > 1 and group["momentum"] else 1
+        return [group["lr"], group["momentum"], gradient_factor, group["weight_decay"]]
 
     def update(
         self, p: Tensor, g: Tensor, state: State, c: Sequence[Tensor], segments: Sequence[slice]
     ) -> None:
-        lr, momentum, taken, decay = c
+        lr, momentum, gradient_factor, decay = c
         if self.maximize:
             g = -g
         if self.decay:
             g = g + p * decay
         if self.tensors:
             buffer = state["momentum_buffer"]
-            buffer.mul_(momentum).add_(g * taken if self.dampening else g)
+            buffer.mul_(momentum).add_(g * gradient_factor if self.dampening else g)
             g = g + buffer * momentum if self.nesterov else buffer
         p.sub_(g * lr)
 
@@ -123,8 +123,8 @@ class AdamRule(OptimizerRule):
 
     @classmethod
     def switches(cls, group: Group) -> Tuple[object, ...]:
-        own = (bool(group.get("amsgrad")), bool(group.get("decoupled_weight_decay")))
-        return (*super().switches(group), *own)
+        adam_switches = (bool(group.get("amsgrad")), bool(group.get("decoupled_weight_decay")))
+        return (*super().switches(group), *adam_switches)
 
     @classmethod
     def state_names(cls, group: Group) -> Tuple[str, ...]:

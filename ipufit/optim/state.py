@@ -36,7 +36,7 @@ _COUNTED = (torch.optim.Adam, torch.optim.AdamW, LAMB)
 
 
 def device_state(
-    kind: Kind, name: str, parameter: Tensor, known: Mapping[str, Any], zeros: bool
+    kind: Kind, name: str, parameter: Tensor, parameter_state: Mapping[str, Any], zeros: bool
 ) -> Dict[str, Tensor]:
     """Convert torch's state of a parameter to a device's.
 
@@ -44,23 +44,23 @@ def device_state(
         kind: of optimizer.
         name: of the parameter, as the program knows it.
         parameter: of torch's optimizer.
-        known: its state there.
+        parameter_state: its state there.
         zeros: whether the device is told zeros where torch has nothing.
     """
     state: Dict[str, Tensor] = {}
     for torchs, prefixes in _STATE[kind].items():
-        value = known.get(torchs)
+        value = parameter_state.get(torchs)
         if value is None and zeros:
             value = torch.zeros_like(parameter)
         if value is not None:
             state[prefixes[0] + name] = value.detach().cpu().clone()
-    if kind in _COUNTED and (known or zeros):
-        state[_STEP + name] = torch.tensor(float(known.get("step", 0)))
+    if kind in _COUNTED and (parameter_state or zeros):
+        state[_STEP + name] = torch.tensor(float(parameter_state.get("step", 0)))
     return state
 
 
 def torch_state(
-    kind: Kind, name: str, parameter: Tensor, found: Mapping[str, Tensor], done: float
+    kind: Kind, name: str, parameter: Tensor, states: Mapping[str, Tensor], done: float
 ) -> Dict[str, Any]:
     """Convert a device's state of a parameter to torch's; empty where it has none.
 
@@ -68,24 +68,24 @@ def torch_state(
         kind: of optimizer.
         name: of the parameter, as the program knows it.
         parameter: of torch's optimizer.
-        found: the state of the device, by its names.
+        states: the state of the device, by its names.
         done: updates made, for what torch counts and the device does not.
     """
-    own: Dict[str, Any] = {}
+    converted: Dict[str, Any] = {}
     for torchs, prefixes in _STATE[kind].items():
         for prefix in prefixes:
-            if prefix + name in found:
-                value = found[prefix + name].reshape(parameter.shape)
-                own[torchs] = value.to(parameter.dtype, copy=True)
-    if not own and kind is not torch.optim.RMSprop:
+            if prefix + name in states:
+                value = states[prefix + name].reshape(parameter.shape)
+                converted[torchs] = value.to(parameter.dtype, copy=True)
+    if not converted and kind is not torch.optim.RMSprop:
         return {}
     if kind is not torch.optim.SGD:
-        if _STEP + name in found:
-            done = float(found[_STEP + name].reshape(-1)[0])
+        if _STEP + name in states:
+            done = float(states[_STEP + name].reshape(-1)[0])
         if done == 0:
             return {}
-        own["step"] = make_step_counter(kind, done, torch.device("cpu"))
-    return own
+        converted["step"] = make_step_counter(kind, done, torch.device("cpu"))
+    return converted
 
 
 def to_poptorch(optimizer: torch.optim.Optimizer, target: Any, module: nn.Module) -> None:
@@ -105,8 +105,8 @@ def to_poptorch(optimizer: torch.optim.Optimizer, target: Any, module: nn.Module
     kind = _kind(optimizer, target)
     state: Dict[str, Tensor] = {}
     for name, parameter in _owned(optimizer, module).items():
-        known = optimizer.state.get(parameter, {})
-        state.update(device_state(kind, name, parameter, known, zeros=False))
+        parameter_state = optimizer.state.get(parameter, {})
+        state.update(device_state(kind, name, parameter, parameter_state, zeros=False))
     present = target.state_dict()
     settings = present.get("ipu_param") or {}
     target.load_state_dict({**present, "ipu_state": state, "ipu_param": settings})
@@ -128,9 +128,9 @@ def from_poptorch(
         OptimizerError: a device has no such optimizer, or the two are not of one kind.
     """
     kind = _kind(optimizer, source)
-    found = source.state_dict().get("ipu_state") or {}
+    states = source.state_dict().get("ipu_state") or {}
     for name, parameter in _owned(optimizer, module).items():
-        state = torch_state(kind, name, parameter, found, float(updates))
+        state = torch_state(kind, name, parameter, states, float(updates))
         if state:
             optimizer.state[parameter].update(state)
 
@@ -138,10 +138,10 @@ def from_poptorch(
 def _kind(optimizer: torch.optim.Optimizer, other: Any) -> Kind:
     kind = type(optimizer)
     if kind not in _STATE:
-        known = ", ".join(each.__name__ for each in _STATE)
+        supported = ", ".join(each.__name__ for each in _STATE)
         raise OptimizerError(
-            f"the state of {known} can move to a device and back, got {kind.__name__}. Use one of "
-            "these."
+            f"the state of {supported} can move to a device and back, got {kind.__name__}. Use one "
+            "of these."
         )
     if type(other).__name__ != kind.__name__ or not hasattr(other, "state_dict"):
         raise OptimizerError(
@@ -154,13 +154,13 @@ def _kind(optimizer: torch.optim.Optimizer, other: Any) -> Kind:
 def _owned(optimizer: torch.optim.Optimizer, module: nn.Module) -> Dict[str, nn.Parameter]:
     """Parameters of the module that the optimizer has, by name."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = {name: p for name, p in module.named_parameters() if id(p) in owned}
-    if len(found) != len(owned):
+    parameters = {name: p for name, p in module.named_parameters() if id(p) in owned}
+    if len(parameters) != len(owned):
         raise OptimizerError(
             f"the optimizer's {len(owned)} parameters must be those of the module, which has "
-            f"{len(found)} of them. Pass the module that PopTorch is given to train."
+            f"{len(parameters)} of them. Pass the module that PopTorch is given to train."
         )
-    return found
+    return parameters
 
 
 def make_step_counter(kind: Type[torch.optim.Optimizer], value: float, device: torch.device) -> Any:

@@ -236,9 +236,9 @@ def _side(module: nn.Module, layers: Any) -> Dict[int, _Work]:
         )
     faults = ErrorCollector()
     works: List[_Work] = []
-    for name, given in layers.items():
+    for name, setting in layers.items():
         with faults.collect():
-            parts = parts_of(name, given)
+            parts = parts_of(name, setting)
             layer = _layer(module, name)
             _check_layer(name, layer, parts)
             works.append(_Work(name, layer, parts, cuts_weight=_cuts_weight(layer, parts)))
@@ -252,11 +252,11 @@ def _cuts_weight(layer: nn.Module, parts: Parts) -> bool:
 
 
 def _layer(module: nn.Module, name: Any) -> nn.Module:
-    known: Dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
-    if not isinstance(name, str) or name not in known:
-        fitting = [key for key, part in known.items() if _fits(part) and key]
+    modules: Dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
+    if not isinstance(name, str) or name not in modules:
+        fitting = [key for key, part in modules.items() if _fits(part) and key]
         raise UnknownNameError("layer", str(name), fitting)
-    return known[name]
+    return modules[name]
 
 
 def _fits(layer: nn.Module) -> bool:
@@ -307,18 +307,18 @@ def _check_divides(name: str, attribute: str, size: int, parts: Parts) -> None:
 def _with_partners(module: nn.Module, works: List[_Work]) -> Dict[int, _Work]:
     """All that has to be cut so that what shares a weight goes on sharing it."""
     named = {id(work.layer): work for work in works}
-    found: Dict[int, _Work] = {}
+    partners: Dict[int, _Work] = {}
     faults = ErrorCollector()
     for first in works:
         if not first.cuts_weight:
-            found.setdefault(id(first.layer), first)
+            partners.setdefault(id(first.layer), first)
             continue
         for name, layer in shared_with(module, first.layer):
             with faults.collect():
-                own = named.get(id(layer))
-                found[id(layer)] = _like(first, name, layer, own)
+                twin = named.get(id(layer))
+                partners[id(layer)] = _like(first, name, layer, twin)
     faults.raise_all()
-    return found
+    return partners
 
 
 def _weight(layer: nn.Module) -> nn.Parameter:
@@ -335,17 +335,17 @@ def shared_with(module: nn.Module, layer: nn.Module) -> List[Tuple[str, nn.Modul
         for name, part in module.named_modules()
         if part is layer
         or (isinstance(part, CutWeight) and part.dense[0] is weight)
-        or any(own is weight for own in part._parameters.values())
+        or any(parameter is weight for parameter in part._parameters.values())
     ]
 
 
-def _like(first: _Work, name: str, layer: nn.Module, own: Optional[_Work]) -> _Work:
+def _like(first: _Work, name: str, layer: nn.Module, twin: Optional[_Work]) -> _Work:
     """Cut a layer that shares the weight in the same way.
 
     Raises:
         ConfigurationError: it is of another kind, or was asked to be cut in another way.
     """
-    if own is first:
+    if twin is first:
         return first
     tied = type(layer) in _DENSE or isinstance(layer, Serialized)
     if not tied or (isinstance(layer, nn.Embedding) and first.parts.dim):
@@ -354,17 +354,20 @@ def _like(first: _Work, name: str, layer: nn.Module, own: Optional[_Work]) -> _W
             f"can't be cut along with it by {first.parts.describe()}. Leave the layer whole, or "
             "untie the two."
         )
-    if own is not None and (own.parts.count, own.parts.dim) != (first.parts.count, first.parts.dim):
+    if twin is not None and (twin.parts.count, twin.parts.dim) != (
+        first.parts.count,
+        first.parts.dim,
+    ):
         raise ConfigurationError(
             f"{first.name!r} and {name!r} share a weight and must be cut alike, got "
-            f"{first.parts.describe()} and {own.parts.describe()}. Name one of them: the other "
-            "follows."
+            f"{first.parts.describe()} and {twin.parts.describe()}. Name one of them: the "
+            "other follows."
         )
-    if own is not None and own.parts.per_ipu not in (None, first.parts.per_ipu):
+    if twin is not None and twin.parts.per_ipu not in (None, first.parts.per_ipu):
         raise ConfigurationError(
             f"{first.name!r} and {name!r} share a weight, whose parts have one place each, got "
-            f"{first.parts.describe()} and {own.parts.describe()}. Name one of them: the other "
-            "follows."
+            f"{first.parts.describe()} and {twin.parts.describe()}. Name one of them: the "
+            "other follows."
         )
     return _Work(name, layer, first.parts, cuts_weight=True)
 

@@ -41,30 +41,32 @@ def meant_layer(module: nn.Module, kind: str, named: Sequence[Named], cuts: Sequ
     fitting = _fitting(module, kind)
     meant: Dict[str, None] = {}
     others: Dict[str, None] = {}
-    for (argument, layers), (said, cut) in zip(named, cuts):
-        mine = {name: given for name, given in (layers or {}).items() if name in fitting}
+    for (argument, layers), (option, cut) in zip(named, cuts):
+        mine = {name: setting for name, setting in (layers or {}).items() if name in fitting}
         others.update(dict.fromkeys(mine))
         if cut is None or not mine:
             continue
-        alike = [name for name, given in mine.items() if _places(name, given) == _places(name, cut)]
+        alike = [
+            name for name, setting in mine.items() if _places(name, setting) == _places(name, cut)
+        ]
         if not alike:
-            name, given = next(iter(mine.items()))
+            name, setting = next(iter(mine.items()))
             raise ConfigurationError(
-                f"{argument} must agree with {said}, which says {cut}, got {given!r} for {name!r}. "
-                "Leave one out."
+                f"{argument} must agree with {option}, which says {cut}, got {setting!r} for "
+                f"{name!r}. Leave one out."
             )
         meant.update(dict.fromkeys(alike))
     for names in (meant, others):
         if len(names) > 1:
-            said = ", ".join(said for said, cut in cuts if cut is not None)
+            option = ", ".join(option for option, cut in cuts if cut is not None)
             raise ConfigurationError(
-                f"{said} must mean one {kind}, got {' and '.join(map(repr, names))} by "
+                f"{option} must mean one {kind}, got {' and '.join(map(repr, names))} by "
                 "serialized_layers. Leave it out of the config, and let serialized_layers say all."
             )
         if names:
             return next(iter(names))
-    said = next(said for said, cut in cuts if cut is not None)
-    return _chosen(module, kind, fitting, said)
+    option = next(option for option, cut in cuts if cut is not None)
+    return _chosen(module, kind, fitting, option)
 
 
 def check_ties(module: nn.Module, meant: Mapping[str, Tuple[str, Sequence[Cut]]]) -> None:
@@ -83,18 +85,18 @@ def check_ties(module: nn.Module, meant: Mapping[str, Tuple[str, Sequence[Cut]]]
     shared = [id(layer) for _, layer in shared_with(module, module.get_submodule(one))]
     if id(module.get_submodule(other)) not in shared:
         return
-    for (said, cut), (other_said, other_cut) in zip(its, others):
+    for (option, cut), (other_name, other_cut) in zip(its, others):
         both = cut is not None and other_cut is not None
         if both and _places(one, cut)[0] != _places(other, other_cut)[0]:
             raise ConfigurationError(
-                f"{said} and {other_said} must cut into as many parts, for {one!r} and {other!r} "
-                f"share a weight, got {cut} and {other_cut}. Leave one out: the other layer "
-                "follows."
+                f"{option} and {other_name} must cut into as many parts, for {one!r} and "
+                f"{other!r} share a weight, got {cut} and {other_cut}. Leave one out: the other "
+                "layer follows."
             )
 
 
-def _places(name: str, given: Any) -> Tuple[int, Any]:
-    parts = parts_of(name, given)
+def _places(name: str, setting: Any) -> Tuple[int, Any]:
+    parts = parts_of(name, setting)
     return parts.count, parts.per_ipu
 
 
@@ -102,11 +104,11 @@ def _fitting(module: nn.Module, kind: str) -> Dict[str, nn.Module]:
     return {n: m for n, m in module.named_modules() if can_be_serialized(m, KINDS[kind])}
 
 
-def _chosen(module: nn.Module, kind: str, fitting: Dict[str, nn.Module], said: str) -> str:
+def _chosen(module: nn.Module, kind: str, fitting: Dict[str, nn.Module], option: str) -> str:
     layer, owner = KINDS[kind].__name__, type(module).__name__
     if not fitting:
         raise ConfigurationError(
-            f"{said} cuts an nn.{layer}, but {owner} has none that can be cut. Leave it out."
+            f"{option} cuts an nn.{layer}, but {owner} has none that can be cut. Leave it out."
         )
     if kind == "embedding":
         return _largest(fitting, "num_embeddings")
@@ -119,9 +121,9 @@ def _chosen(module: nn.Module, kind: str, fitting: Dict[str, nn.Module], said: s
     if not outside:
         example = next(reversed(fitting))
         raise ConfigurationError(
-            f"{said} cuts the output projection, an nn.Linear outside of the repeated layers, but "
-            f"{owner} has linear layers in {_listed(stacks)} alone. Name the one that is meant, "
-            f"with the same number, such as serialized_layers={{{example!r}: ...}}."
+            f"{option} cuts the output projection, an nn.Linear outside of the repeated "
+            f"layers, but {owner} has linear layers in {_listed(stacks)} alone. Name the one that "
+            f"is meant, with the same number, such as serialized_layers={{{example!r}: ...}}."
         )
     tables = _fitting(module, "embedding")
     if tables:

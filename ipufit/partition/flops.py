@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ipufit.utils import tree
 
-__all__ = ["Work", "bytes_of", "flops_of", "work_of"]
+__all__ = ["OperatorWork", "bytes_of", "flops_of", "work_of"]
 
 # What a tile can do per clock at best: FLOPs of a matrix product in 32 and in 16 bits, and bytes
 # between its memory and its registers. Only the ratio of two operators' times is ever used.
@@ -19,7 +19,7 @@ _FLOPS_32, _FLOPS_16, _BYTES = 32, 128, 24
 
 
 @dataclasses.dataclass
-class Work:
+class OperatorWork:
     """A sum over operators.
 
     Attributes:
@@ -31,24 +31,26 @@ class Work:
     flops: int = 0
     clocks: float = 0.0
 
-    def add(self, other: Work) -> None:
+    def add(self, other: OperatorWork) -> None:
         """Count another sum in."""
         self.flops += other.flops
         self.clocks += other.clocks
 
 
-def work_of(operator: Any, args: Sequence[Any], kwargs: Dict[str, Any], result: Any) -> Work:
+def work_of(
+    operator: Any, args: Sequence[Any], kwargs: Dict[str, Any], result: Any
+) -> OperatorWork:
     """The work of one call of an ATen operator; a view has none.
 
     An operator takes the longer of computing its matrix product and of moving its tensors.
     """
     if _is_view(operator):
-        return Work()
+        return OperatorWork()
     inputs, outputs = _tensors((args, kwargs)), _tensors(result)
     flops = flops_of(operator, args, result)
     rate = _FLOPS_16 if outputs and outputs[0].element_size() <= 2 else _FLOPS_32
     moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
-    return Work(flops, max(flops / rate, moved / _BYTES))
+    return OperatorWork(flops, max(flops / rate, moved / _BYTES))
 
 
 def _tensors(values: Any) -> List[Tensor]:
@@ -91,8 +93,8 @@ def bytes_of(operator: Any, args: Sequence[Any], kwargs: Dict[str, Any], result:
     written = sum(map(_held, outputs))
     if name in _FILL:
         return written
-    own = {id(tensor) for tensor in _tensors(kwargs.get("out"))}
-    inputs = [tensor for tensor in _tensors((args, kwargs)) if id(tensor) not in own]
+    out_tensors = {id(tensor) for tensor in _tensors(kwargs.get("out"))}
+    inputs = [tensor for tensor in _tensors((args, kwargs)) if id(tensor) not in out_tensors]
     if name == "copy_":
         inputs = inputs[1:]
     read = [_held(tensor) for tensor in inputs]

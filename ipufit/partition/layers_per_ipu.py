@@ -23,14 +23,12 @@ from ipufit.partition.stage_names import first_called, is_called
 __all__ = [
     "Division",
     "Stack",
-    "Visit",
     "check_splits",
-    "counted",
+    "divide_layers",
     "ipus_with_parts",
     "repeated_layers",
     "share_out",
     "stacks_of",
-    "with_returns",
 ]
 
 
@@ -58,13 +56,13 @@ def stacks_of(module: nn.Module) -> List[Stack]:
 
 
 def _stacks_in(
-    name: str, part: nn.Module, kinds: Tuple[Type[nn.Module], ...], seen: Set[int]
+    name: str, part: nn.Module, kinds: Tuple[Type[nn.Module], ...], visited: Set[int]
 ) -> List[Stack]:
     inside: List[Stack] = []
     for key, child in part.named_children():
-        if id(child) not in seen:
-            seen.add(id(child))
-            inside += _stacks_in(f"{name}.{key}" if name else key, child, kinds, seen)
+        if id(child) not in visited:
+            visited.add(id(child))
+            inside += _stacks_in(f"{name}.{key}" if name else key, child, kinds, visited)
     blocks = list(part.children())
     if not isinstance(part, kinds) or not _are_alike(blocks) or not all(map(is_called, blocks)):
         return inside
@@ -139,24 +137,24 @@ def _are_twins(one: str, other: str) -> bool:
 
 
 def _layers_in(module: nn.Module, name: str) -> Tuple[str, ...]:
-    known = dict(module.named_modules())
-    if name not in known:
-        raise UnknownNameError("module in layers", name, [n for n in known if n], shown=5)
-    children = [key for key, _ in known[name].named_children()]
+    modules = dict(module.named_modules())
+    if name not in modules:
+        raise UnknownNameError("module in layers", name, [n for n in modules if n], shown=5)
+    children = [key for key, _ in modules[name].named_children()]
     if not children:
         raise PartitionError(
             f"layers must name modules that hold layers, but {name!r} holds none. Name the "
             "ModuleList or Sequential."
         )
-    found = [f"{name}.{key}" if name else key for key in children]
-    for layer in found:
-        if not is_called(known[layer]):
+    layers = [f"{name}.{key}" if name else key for key in children]
+    for layer in layers:
+        if not is_called(modules[layer]):
             raise PartitionError(
                 f"layers must name modules that hold layers, but {layer!r} in {name!r} only holds "
-                f"others, such as {first_called(known[layer], layer)!r}. Name it instead: "
-                f"layers={[path for path in found if not is_called(known[path])]!r}."
+                f"others, such as {first_called(modules[layer], layer)!r}. Name it instead: "
+                f"layers={[path for path in layers if not is_called(modules[path])]!r}."
             )
-    return tuple(found)
+    return tuple(layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,32 +201,32 @@ def with_returns(module: nn.Module, layers: Sequence[Visit], last: int) -> List[
         The visits in their order, without those that stay on the IPU of the one before; of the
         first layer always.
     """
-    found = _visits(_homes(module, layers, last), layers, last)
-    names = {visit.name for visit in found}
+    visits = _visits(_homes(module, layers, last), layers, last)
+    names = {visit.name for visit in visits}
     # What follows one layer can't be two stages.
-    return found if len(names) == len(found) else _visits([], layers, last)
+    return visits if len(names) == len(visits) else _visits([], layers, last)
 
 
 def _visits(
     homes: Sequence[Tuple[_Holder, int]], layers: Sequence[Visit], last: int
 ) -> List[Visit]:
     """The layers, what follows them, and the holders, where the IPU is another one."""
-    found: List[Visit] = []
+    visits: List[Visit] = []
     at = 0
     for gap in range(len(layers) + 1):
         after = AFTER + layers[gap - 1].name if gap else ""
         if gap == len(layers) and last != at:
-            found.append(Visit(after, last))
+            visits.append(Visit(after, last))
             at = last
         for holder, home in homes:
             if holder.gap == gap and home != at:
                 name = after if holder.is_again else holder.name
-                found.append(Visit(name, home))
+                visits.append(Visit(name, home))
                 at = home
         if gap < len(layers) and (not gap or layers[gap].ipu != at):
-            found.append(layers[gap])
+            visits.append(layers[gap])
             at = layers[gap].ipu
-    return found
+    return visits
 
 
 def _homes(module: nn.Module, layers: Sequence[Visit], last: int) -> List[Tuple[_Holder, int]]:
@@ -266,12 +264,16 @@ def _shared(module: nn.Module, layers: Sequence[str]) -> Iterator[List[_Holder]]
     begins = [places[layer] for layer in layers if layer in places]
     if begins != sorted(begins):
         return
-    for found in names.values():
+    for holders in names.values():
         # A module around another one only holds the parameter for it.
-        own = [n for n in dict.fromkeys(found) if not any(o.startswith(f"{n}.") for o in found)]
-        inside = [n for n in own if any(f"{n}.".startswith(f"{layer}.") for layer in layers)]
-        if len(own) > 1 and not inside:
-            yield [_Holder(n, sum(begin < places[n] for begin in begins), n in again) for n in own]
+        inner = [
+            n for n in dict.fromkeys(holders) if not any(o.startswith(f"{n}.") for o in holders)
+        ]
+        inside = [n for n in inner if any(f"{n}.".startswith(f"{layer}.") for layer in layers)]
+        if len(inner) > 1 and not inside:
+            yield [
+                _Holder(n, sum(begin < places[n] for begin in begins), n in again) for n in inner
+            ]
 
 
 def check_splits(module: nn.Module, strategy: str, ipus: int, is_training: bool) -> None:
@@ -359,7 +361,9 @@ class Division:
         return Division(tuple(begins), len(places), tuple(places) if returns else ())
 
 
-def counted(module: nn.Module, request: PartitionRequest, can_return: bool = True) -> Division:
+def divide_layers(
+    module: nn.Module, request: PartitionRequest, can_return: bool = True
+) -> Division:
     """The modules that begin a stage.
 
     Args:
@@ -402,25 +406,25 @@ def _places(module: nn.Module, layers: Sequence[str]) -> str:
     for layer in layers:
         stack = layer.rpartition(".")[0]
         counts[stack] = counts.get(stack, 0) + 1
-    told = []
+    texts = []
     for stack, count in counts.items():
         places = len(module.get_submodule(stack)._modules)
         more = places - count
         again = f", {more} more places hold one of them again" if more else ""
-        told.append(f"{count} in {stack or 'the module itself'}{again}")
-    return ", ".join(told)
+        texts.append(f"{count} in {stack or 'the module itself'}{again}")
+    return ", ".join(texts)
 
 
-def _whole_numbers(given: Any, argument: str) -> List[int]:
-    if isinstance(given, (str, collections.abc.Mapping)) or not hasattr(given, "__iter__"):
+def _whole_numbers(setting: Any, argument: str) -> List[int]:
+    if isinstance(setting, (str, collections.abc.Mapping)) or not hasattr(setting, "__iter__"):
         numbers: Sequence[Any] = ()
     else:
-        numbers = list(given)
+        numbers = list(setting)
     good = all(hasattr(n, "__index__") and not isinstance(n, bool) and n >= -1 for n in numbers)
     if not numbers or not good:
         raise PartitionError(
             f"{argument} must list a number of layers for every IPU, -1 for an even share of the "
-            f"rest, got {given!r}. Write for example {argument}=[2, 3, -1, -1]."
+            f"rest, got {setting!r}. Write for example {argument}=[2, 3, -1, -1]."
         )
     return [operator.index(n) for n in numbers]
 
@@ -452,17 +456,18 @@ def share_out(
     """
     wildcards = [ipu for ipu, count in enumerate(counts) if count == -1]
     fixed = sum(count for count in counts if count != -1)
-    found = f"the module has {total} ({places})"
+    layers = f"the module has {total} ({places})"
     if not wildcards and fixed != total:
         raise PartitionError(
-            f"{argument} must add up to the number of repeated layers, got {fixed} and {found}. "
-            "Put -1 in place of one number for the rest, or name the layers meant with layers=."
+            f"{argument} must add up to the number of repeated layers, got {fixed} and "
+            f"{layers}. Put -1 in place of one number for the rest, or name the layers meant "
+            "with layers=."
         )
     left = total - fixed
     if left < len(wildcards):
         raise PartitionError(
-            f"{argument} must leave a layer for every -1, but {found}, of which the other IPUs "
-            f"take {fixed} and {len(wildcards)} of -1 share {max(left, 0)}. Use fewer IPUs or "
+            f"{argument} must leave a layer for every -1, but {layers}, of which the other "
+            f"IPUs take {fixed} and {len(wildcards)} of -1 share {max(left, 0)}. Use fewer IPUs or "
             "smaller numbers."
         )
     shares = list(counts)
@@ -474,13 +479,13 @@ def share_out(
     empty = [ipu for ipu, share in enumerate(shares) if not share and ipu not in cut]
     if empty and empty != [end]:
         first = empty[0] if empty[0] != end else empty[1]
-        kept = [n for ipu, n in enumerate(counts) if ipu not in empty]
+        shorter = [n for ipu, n in enumerate(counts) if ipu not in empty]
         named = f"stages={{'name of a module': {first}}}"
         if argument.startswith("IPUConfig."):
             named += " of compile beside layers_per_ipu=[-1] in the config"
         raise PartitionError(
             f"{argument} must give every IPU at least one layer, but for the first, for one behind "
             "the last layer, and for those with parts of a serialised layer, got 0 for IPU "
-            f"{first}. Use fewer IPUs, with {kept}, or put other modules there with {named}."
+            f"{first}. Use fewer IPUs, with {shorter}, or put other modules there with {named}."
         )
     return shares

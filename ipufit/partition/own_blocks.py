@@ -57,8 +57,8 @@ class OwnBlocks:
         self._numbers: Dict[str, int] = {}
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
-        """Note the blocks that are entered in this context."""
+    def recording(self) -> Iterator[None]:
+        """Record the blocks that are entered in this context."""
         with record_blocks(self._blocks):
             yield
 
@@ -91,8 +91,8 @@ class OwnBlocks:
 
     def place(self) -> Optional[int]:
         """The IPU of the last block that was entered; None before the first."""
-        own = self.entered()
-        return (own[-1][1] or 0) if own else None
+        blocks = self.entered()
+        return (blocks[-1][1] or 0) if blocks else None
 
     def reopen(self, sdk: Any) -> None:
         """Go on with the last block if forward has left it: the loss has to be in one.
@@ -118,11 +118,11 @@ class OwnBlocks:
         Raises:
             PartitionError: they contradict the partition.
         """
-        own, partition = self.entered(), self._partition
+        blocks, partition = self.entered(), self._partition
         if partition is not None and partition.begins:
-            if own:
-                some = [f", such as {name!r}," for name, _ in own if name != "None"]
-                named = (ipu for _, ipu in own if ipu is not None)
+            if blocks:
+                some = [f", such as {name!r}," for name, _ in blocks if name != "None"]
+                named = (ipu for _, ipu in blocks if ipu is not None)
                 raise PartitionError(
                     "a module is divided by its own blocks or by the arguments of compile, but it "
                     f"has blocks{some[0] if some else ''} and is divided by stages or "
@@ -132,7 +132,7 @@ class OwnBlocks:
                 )
             return
         if partition is not None and partition.poptorch_strategy is not None:
-            _check_names(partition.poptorch_strategy, [name for name, _ in own])
+            _check_names(partition.poptorch_strategy, [name for name, _ in blocks])
             self._check_together(partition.poptorch_strategy)
         self._check_ipus()
 
@@ -211,12 +211,12 @@ def _check_names(strategy: Any, entered: Sequence[str]) -> None:
     missing = [name for name in named if id(strategy._block_map[name]) not in filled]
     extra = [name for name in there if name not in named]
     if missing:
-        found = ", ".join(map(repr, there)) or "none"
+        entered_names = ", ".join(map(repr, there)) or "none"
         raise PartitionError(
             f"forward must enter a block of every stage that {title} names, but it does not enter "
-            f"{_all(missing)}. {_nearest(missing[0], extra or there)}It enters {found}. Begin the "
-            f"block with poptorch.BeginBlock(module, {missing[0]!r}), or leave it out of the "
-            "strategy."
+            f"{_all(missing)}. {_nearest(missing[0], extra or there)}It enters {entered_names}. "
+            f"Begin the block with poptorch.BeginBlock(module, {missing[0]!r}), or leave it out of "
+            "the strategy."
         )
     if extra:
         raise PartitionError(
@@ -230,8 +230,8 @@ def _all(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+def _nearest(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"Did you mean {near[0]!r}? " if near else ""
 
 

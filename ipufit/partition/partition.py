@@ -87,10 +87,10 @@ class Partition:
 
     def first(self) -> Dict[int, str]:
         """The module that begins each stage."""
-        found: Dict[int, str] = {}
+        begins_by_stage: Dict[int, str] = {}
         for name, stage in self.begins:
-            found.setdefault(stage, name)
-        return found
+            begins_by_stage.setdefault(stage, name)
+        return begins_by_stage
 
     def describe(self) -> str:
         """Strategy and beginnings, in one line."""
@@ -110,8 +110,8 @@ class Partition:
             many = "s" if len(cut) > 1 else ""
             begins += f"; {unit}{many} {', '.join(cut)} from parts of serialised layers"
         ipus = f" on {self.ipus} IPUs" if self.places else ""
-        found = " found by ipufit" if self.is_automatic else ""
-        return f"{self.strategy} over {self.stages} {unit}s{ipus}{found}: {begins}"
+        origin = " found by ipufit" if self.is_automatic else ""
+        return f"{self.strategy} over {self.stages} {unit}s{ipus}{origin}: {begins}"
 
     def where(self, stage: int) -> str:
         """The IPU of a stage that has not its number."""
@@ -143,7 +143,7 @@ class Partitions:
         both = (self.training, self.inference)
         return next((p for p in both if p is not None and p.is_open), None)
 
-    def found(
+    def with_stages(
         self, begins: Tuple[Tuple[str, int], ...], places: Tuple[int, ...] = ()
     ) -> Partitions:
         """Fill in the stages that were yet to be found."""
@@ -155,7 +155,7 @@ class Partitions:
         )
         return dataclasses.replace(self, training=training, inference=inference)
 
-    def counted(self, training: bool, stages: int) -> Partitions:
+    def with_stage_count(self, training: bool, stages: int) -> Partitions:
         """Fill in the number of stages of a module that divides itself."""
         one = self.of(training)
         assert one is not None
@@ -169,7 +169,7 @@ class Partitions:
 
     def marks(self) -> Dict[str, List[str]]:
         """By the names of modules, the stages that begin with them."""
-        found: Dict[str, List[str]] = {}
+        marks_by_name: Dict[str, List[str]] = {}
         train, infer = self.training, self.inference
         same = train is not None and infer is not None and train.begins == infer.begins
         for partition, when in ((train, ""), (None if same else infer, " of inference")):
@@ -177,8 +177,8 @@ class Partitions:
                 for stage, name in partition.first().items():
                     where = partition.where(stage)
                     text = f"{partition.unit} {stage}{when} begins{where}"
-                    found.setdefault(name, []).append(text)
-        return found
+                    marks_by_name.setdefault(name, []).append(text)
+        return marks_by_name
 
     def describe(self) -> List[str]:
         """In words, a line each; what they share once."""

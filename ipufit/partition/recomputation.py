@@ -52,45 +52,45 @@ def _repeated(module: nn.Module) -> List[str]:
     # Imported here: few models are recomputed.
     from ipufit.partition.layers_per_ipu import stacks_of
 
-    found: List[str] = []
+    layers: List[str] = []
     for stack in stacks_of(module):
         if any(list(module.get_submodule(layer).children()) for layer in stack.layers):
-            found += stack.layers
-    if not found:
+            layers += stack.layers
+    if not layers:
         raise ConfigurationError(
             "recompute=True means every repeated layer, the blocks of a ModuleList or Sequential "
             f"of one class, but {type(module).__name__} has none. Name the layers: "
             "recompute=['encoder', 'decoder']."
         )
-    return found
+    return layers
 
 
 def _named(module: nn.Module, recompute: Any) -> List[str]:
-    given = [recompute] if isinstance(recompute, str) else recompute
-    if not isinstance(given, (list, tuple)) or not all(isinstance(n, str) for n in given):
+    patterns = [recompute] if isinstance(recompute, str) else recompute
+    if not isinstance(patterns, (list, tuple)) or not all(isinstance(n, str) for n in patterns):
         raise ConfigurationError(
             f"recompute must be True, False, or names of layers, got {recompute!r}. Write for "
             "example recompute=['encoder.layers.0', 'encoder.layers.1'] or 'encoder.layers.*'."
         )
-    known = {name: part for name, part in module.named_modules() if name}
+    modules = {name: part for name, part in module.named_modules() if name}
     wanted: Dict[str, None] = {}
-    for name in given:
+    for name in patterns:
         depth = name.count(".")
         # A star stands for one part of a name.
         fitting = [
-            key for key in known if key.count(".") == depth and fnmatch.fnmatchcase(key, name)
+            key for key in modules if key.count(".") == depth and fnmatch.fnmatchcase(key, name)
         ]
         if not fitting:
-            raise UnknownNameError("layer", name, known)
+            raise UnknownNameError("layer", name, modules)
         for key in fitting:
-            if isinstance(known[key], _SHELVES):
+            if isinstance(modules[key], _SHELVES):
                 raise ConfigurationError(
                     f"layers to recompute must be called, but {key!r} is a "
-                    f"{type(known[key]).__name__}, which only holds layers. Write '{key}.*' for "
+                    f"{type(modules[key]).__name__}, which only holds layers. Write '{key}.*' for "
                     "each of them."
                 )
             wanted[key] = None
-    return [name for name in known if name in wanted]
+    return [name for name in modules if name in wanted]
 
 
 @contextlib.contextmanager
@@ -144,11 +144,11 @@ def calls_watched(
 def outputs_checkpointed(sdk: Any, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Tell PopTorch to keep the outputs of these layers, between which it recomputes."""
 
-    def kept(name: str, output: Any) -> Any:
+    def checkpoint_output(name: str, output: Any) -> Any:
         return tree.map_leaves(
             lambda leaf: sdk.recomputationCheckpoint(leaf) if isinstance(leaf, Tensor) else leaf,
             output,
         )
 
-    with calls_watched(module, names, lambda name: None, kept):
+    with calls_watched(module, names, lambda name: None, checkpoint_output):
         yield

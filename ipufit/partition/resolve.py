@@ -10,7 +10,7 @@ from torch import nn
 
 from ipufit.errors import PartitionError
 from ipufit.partition.cut_layers import ipus_of
-from ipufit.partition.layers_per_ipu import Division, check_splits, counted, ipus_with_parts
+from ipufit.partition.layers_per_ipu import Division, check_splits, divide_layers, ipus_with_parts
 from ipufit.partition.partition import Partition, Partitions
 from ipufit.partition.request import POPTORCH_STRATEGIES, PartitionRequest, count_of, strategy_of
 from ipufit.partition.stage_names import Placed, begun_by, first_gap, named_stages
@@ -71,11 +71,11 @@ def resolve_partition(
         UnknownNameError: a module that there is not, with the nearest name.
     """
     faults = ErrorCollector()
-    strategy, own = "pipelined", None
+    strategy, sdk_strategy = "pipelined", None
     count: Optional[int] = None
     division = Division()
     with faults.collect():
-        strategy, own = strategy_of(request)
+        strategy, sdk_strategy = strategy_of(request)
     with faults.collect():
         count = count_of(request.name("ipus_per_replica"), request.ipus_per_replica)
     with faults.collect():
@@ -90,20 +90,20 @@ def resolve_partition(
                 "Give both or none."
             )
         if _is_auto(request):
-            _check_auto(request, strategy, own)
+            _check_auto(request, strategy, sdk_strategy)
         elif request.stages is not None:
             division = _named(module, request.stages, request.name("stages"))
         elif request.layers_per_ipu is not None:
-            division = counted(module, request, can_return="phased" not in strategy)
+            division = divide_layers(module, request, can_return="phased" not in strategy)
     faults.raise_all()
     begins, places = division.begins, division.places
-    if own is not None and begins:
+    if sdk_strategy is not None and begins:
         raise PartitionError(
             f"{request.name('strategy')} as an object of PopTorch's names blocks of the module's "
             f"own, but {request.name('stages')} or {request.name('layers_per_ipu')} divides it "
             f"too. Use {request.name('strategy')}={strategy!r}, or leave the other out."
         )
-    if own is None and not begins and "phased" in strategy and not _is_auto(request):
+    if sdk_strategy is None and not begins and "phased" in strategy and not _is_auto(request):
         kind = next(k for k, name in POPTORCH_STRATEGIES.items() if name == strategy)
         raise PartitionError(
             f"{request.name('strategy')}={strategy!r} runs the stages of {request.name('stages')} "
@@ -116,7 +116,7 @@ def resolve_partition(
     stages = count or 1
     if begins:
         stages = max(division.stages, *(1 + ipu for ipu in ipus_with_parts(module)))
-    ipus = _ipus(strategy, stages) if begins or own is None else count or 1
+    ipus = _ipus(strategy, stages) if begins or sdk_strategy is None else count or 1
     if places:
         ipus = 1 + max(places)
     if begins and count is not None and count != ipus:
@@ -126,7 +126,7 @@ def resolve_partition(
             f"IPUs that the {strategy} stages take, {ipus}, got {count}. {cure}."
         )
     check_splits(module, strategy, ipus, is_training)
-    if not begins and own is None and (count or 1) == 1:
+    if not begins and sdk_strategy is None and (count or 1) == 1:
         if request.strategy is not None and not _is_auto(request):
             raise PartitionError(
                 f"{request.name('strategy')} says how stages run, got {strategy!r}, but nothing "
@@ -136,14 +136,16 @@ def resolve_partition(
             )
         return None
     chosen = request.strategy is not None
-    return Partition(begins, stages, strategy, chosen, ipus, own, _is_auto(request), places)
+    return Partition(
+        begins, stages, strategy, chosen, ipus, sdk_strategy, _is_auto(request), places
+    )
 
 
 def _is_auto(request: PartitionRequest) -> bool:
     return isinstance(request.stages, str) and request.stages == AUTO
 
 
-def _check_auto(request: PartitionRequest, strategy: str, own: Any) -> None:
+def _check_auto(request: PartitionRequest, strategy: str, sdk_strategy: Any) -> None:
     """Refuse what leaves open how many stages to make, or is no pipeline.
 
     Raises:
@@ -155,7 +157,7 @@ def _check_auto(request: PartitionRequest, strategy: str, own: Any) -> None:
             f"{name} must map names of modules to numbers of stages, got 'auto'. Leave it out, so "
             "that inference has the stages of training, which stages='auto' finds."
         )
-    if own is not None or strategy not in ("pipelined", "sharded"):
+    if sdk_strategy is not None or strategy not in ("pipelined", "sharded"):
         raise PartitionError(
             "stages='auto' divides a module for strategy='pipelined' or 'sharded', got "
             f"{request.strategy!r}. Use one of them, or name the stages."
@@ -195,13 +197,13 @@ def _check_places(module: nn.Module, strategy: str, request: PartitionRequest) -
         )
 
 
-def _named(module: nn.Module, given: Any, argument: str) -> Division:
-    if not isinstance(given, collections.abc.Mapping) or not given:
+def _named(module: nn.Module, stages: Any, argument: str) -> Division:
+    if not isinstance(stages, collections.abc.Mapping) or not stages:
         raise PartitionError(
-            f"{argument} must map names of modules to numbers of stages, got {given!r}. Write for "
+            f"{argument} must map names of modules to numbers of stages, got {stages!r}. Write for "
             f"example {argument}={{'encoder': 0, 'head': 1}}."
         )
-    placed = named_stages(module, given, argument)
+    placed = named_stages(module, stages, argument)
     pairs = {name: stage for name, (stage, _) in placed.items()}
     numbers = sorted(set(pairs.values()))
     gap = first_gap(numbers, ipus_with_parts(module))
@@ -221,15 +223,16 @@ def _places(placed: Mapping[str, Placed], stages: int, argument: str) -> Tuple[i
     Raises:
         PartitionError: a stage on two IPUs, two that follow each other on one, or a gap.
     """
-    said: Dict[int, int] = {}
+    ipus: Dict[int, int] = {}
     for name, (stage, ipu) in placed.items():
-        if ipu is not None and said.setdefault(stage, ipu) != ipu:
+        if ipu is not None and ipus.setdefault(stage, ipu) != ipu:
             raise PartitionError(
                 f"{argument} must put a stage on one IPU, but stage {stage}, with {name!r}, is put "
-                f"on IPU {said[stage]} and on IPU {ipu}. Give the stage the same pair throughout."
+                f"on IPU {ipus[stage]} and on IPU {ipu}. Give the stage the same pair "
+                "throughout."
             )
-    places = [said.get(stage, stage) for stage in range(stages)]
-    told = ", ".join(map(str, places))
+    places = [ipus.get(stage, stage) for stage in range(stages)]
+    text = ", ".join(map(str, places))
     for stage, (before, after) in enumerate(zip(places, places[1:])):
         if before == after:
             raise PartitionError(
@@ -240,8 +243,8 @@ def _places(placed: Mapping[str, Placed], stages: int, argument: str) -> Tuple[i
     if gap is not None or places[0]:
         raise PartitionError(
             f"{argument} must begin on IPU 0 and number the IPUs without a gap, got stages on IPUs "
-            f"{told}. A number alone is that of the stage and of its IPU; write (number, IPU) "
-            "behind a stage that goes back."
+            f"{text}. A number alone is that of the stage and of its IPU; write (number, "
+            "IPU) behind a stage that goes back."
         )
     return () if places == list(range(stages)) else tuple(places)
 

@@ -19,7 +19,6 @@ from ipufit.partition.partition import BLOCK
 from ipufit.utils.poptorch_sdk import begin_block, sdk_in_use
 
 __all__ = [
-    "MODES",
     "WHOLE",
     "CutWeight",
     "Parts",
@@ -28,7 +27,6 @@ __all__ = [
     "SerializedEmbedding",
     "SerializedLinear",
     "SerializedLookup",
-    "SerializedModule",
     "SplitProjection",
     "has_serialized_layers",
     "parts_of",
@@ -115,17 +113,17 @@ class Parts:
 WHOLE = Parts(1, None, "output_channels")
 
 
-def parts_of(layer: str, given: Any) -> Parts:
+def parts_of(layer: str, setting: Any) -> Parts:
     """Check what was said of a layer: a factor, a list of splits per IPU, or a Serialization.
 
     Raises:
         ConfigurationError: it says nothing, two things, or what can't work.
     """
-    if isinstance(given, (list, tuple)):
-        given = Serialization(splits_per_ipu=given)
-    elif not isinstance(given, Serialization):
-        given = Serialization(factor=given)
-    factor, splits, mode = given.factor, given.splits_per_ipu, given.mode
+    if isinstance(setting, (list, tuple)):
+        setting = Serialization(splits_per_ipu=setting)
+    elif not isinstance(setting, Serialization):
+        setting = Serialization(factor=setting)
+    factor, splits, mode = setting.factor, setting.splits_per_ipu, setting.mode
     if (factor is None) == (splits is None):
         came = "neither" if factor is None else f"factor={factor} and splits_per_ipu={splits}"
         raise ConfigurationError(
@@ -245,14 +243,14 @@ class Serialized(SerializedModule):
             return {}
         if parts.dim != self.dim and len(names) > 1:
             return dict.fromkeys(names, parts.ipus)
-        found = {}
+        ipus_by_name = {}
         for place, name in enumerate(names):
             # Part i is [i / count, (i + 1) / count) of the weight, and so is a parameter.
             first = place * parts.count // len(names)
             last = ((place + 1) * parts.count - 1) // len(names)
             ipus = {parts.ipu_of(part): None for part in range(first, last + 1)}
-            found[name] = tuple(ipu for ipu in ipus if ipu is not None)
-        return found
+            ipus_by_name[name] = tuple(ipu for ipu in ipus if ipu is not None)
+        return ipus_by_name
 
     def _begun(self) -> Iterator[Tuple[int, Tensor]]:
         """Each part of the weight in turn; on an IPU a block begins with the first of each IPU."""
@@ -331,11 +329,11 @@ class CutWeight(Serialized):
         return [f"weight_{part}" for part in range(self.parts.count)]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        own: Dict[str, Any] = {}
-        super()._save_to_state_dict(own, prefix, keep_vars)
-        pieces = [own.pop(prefix + name) for name in self.piece_names()]
+        layer_state: Dict[str, Any] = {}
+        super()._save_to_state_dict(layer_state, prefix, keep_vars)
+        pieces = [layer_state.pop(prefix + name) for name in self.piece_names()]
         destination[prefix + "weight"] = torch.cat(pieces, self.dim)
-        destination.update(own)
+        destination.update(layer_state)
 
     def _load_from_state_dict(
         self,
@@ -347,9 +345,9 @@ class CutWeight(Serialized):
         unexpected_keys: List[str],
         error_msgs: List[str],
     ) -> None:
-        own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        layer_state = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         key = prefix + "weight"
-        whole = own.pop(key, None)
+        whole = layer_state.pop(key, None)
         pieces = self.pieces()
         if whole is not None:
             shape = list(pieces[0].shape)
@@ -361,10 +359,10 @@ class CutWeight(Serialized):
                 )
                 whole = self.weight.detach()
             chunks = whole.chunk(len(pieces), self.dim)
-            own.update(zip((prefix + name for name in self.piece_names()), chunks))
+            layer_state.update(zip((prefix + name for name in self.piece_names()), chunks))
         missing: List[str] = []
         super()._load_from_state_dict(
-            own, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
+            layer_state, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
         )
         cut = {prefix + name for name in self.piece_names()}
         if cut.intersection(missing):
@@ -390,9 +388,11 @@ class SerializedLookup(Serialized, nn.Embedding):
                 inside = inside & (local >= 0)
             # What is in another part reads row 0 here, and leaves no trace: neither in the sum nor
             # in the gradient, whatever that row holds.
-            found = F.embedding(torch.where(inside, local, 0), table, self._padding_of(part, rows))
-            found = torch.where(inside.unsqueeze(-1), found, 0.0)
-            total = found if total is None else total + found
+            looked_up = F.embedding(
+                torch.where(inside, local, 0), table, self._padding_of(part, rows)
+            )
+            looked_up = torch.where(inside.unsqueeze(-1), looked_up, 0.0)
+            total = looked_up if total is None else total + looked_up
         assert total is not None
         return total
 

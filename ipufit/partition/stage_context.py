@@ -34,18 +34,18 @@ def followed(
             a stage or IPU has nothing to compute; a parameter is used in two; or the module has
             blocks of its own that contradict the partition.
     """
-    own = OwnBlocks(partition)
-    with own.heard():
+    blocks = OwnBlocks(partition)
+    with blocks.recording():
         if partition is None:
             walk = None
-            yield own
+            yield blocks
         else:
             # Imported here: few models are divided.
             from ipufit.partition.stage_trace import Walk
 
-            walk = Walk(partition, module, own, on_begin)
+            walk = Walk(partition, module, blocks, on_begin)
             with walk.watching():
-                yield own
-    own.check_entered()
+                yield blocks
+    blocks.check_entered()
     if walk is not None:
         walk.check_end()

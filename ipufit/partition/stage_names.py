@@ -18,12 +18,12 @@ __all__ = ["Placed", "begun_by", "first_called", "first_gap", "is_called", "name
 Placed = Tuple[int, Optional[int]]
 
 
-def named_stages(module: nn.Module, given: Mapping[Any, Any], argument: str) -> Dict[str, Placed]:
+def named_stages(module: nn.Module, stages: Mapping[Any, Any], argument: str) -> Dict[str, Placed]:
     """The stage of each module, and its IPU where that is said, by the first of its names.
 
     Args:
         module: the user's.
-        given: as the user wrote it; a whole number is the name of a module in a Sequential.
+        stages: as the user wrote it; a whole number is the name of a module in a Sequential.
         argument: what the user calls it.
 
     Raises:
@@ -31,55 +31,57 @@ def named_stages(module: nn.Module, given: Mapping[Any, Any], argument: str) -> 
         UnknownNameError: a name that the module has not; with all such faults.
     """
     first = {id(part): name for name, part in module.named_modules() if name}
-    known = {n: p for n, p in module.named_modules(remove_duplicate=False) if n and p is not module}
+    modules = {
+        n: p for n, p in module.named_modules(remove_duplicate=False) if n and p is not module
+    }
     faults = ErrorCollector()
-    found: Dict[str, Placed] = {}
+    placed_by_path: Dict[str, Placed] = {}
     written: Dict[str, Any] = {}
-    for key, stage in given.items():
+    for key, stage in stages.items():
         with faults.collect():
             name = str(key)
-            inside = begun_by(name, known)
-            if inside not in known:
+            inside = begun_by(name, modules)
+            if inside not in modules:
                 raise UnknownNameError(f"module in {argument}", name, first.values(), shown=5)
-            _check_called(known[inside], inside, argument)
+            _check_called(modules[inside], inside, argument)
         with faults.collect():
             placed = _placed(stage, f"{argument}[{key!r}]")
-            if inside in known:
-                own = name[: len(name) - len(inside)] + first[id(known[inside])]
-                if found.setdefault(own, placed) != placed:
+            if inside in modules:
+                path = name[: len(name) - len(inside)] + first[id(modules[inside])]
+                if placed_by_path.setdefault(path, placed) != placed:
                     raise PartitionError(
-                        f"{argument} must give a module one stage, but {written[own]!r} and "
-                        f"{key!r} are one module, got {given[written[own]]} and {stage}. Leave one "
-                        "out."
+                        f"{argument} must give a module one stage, but {written[path]!r} and "
+                        f"{key!r} are one module, got {stages[written[path]]} and {stage}. "
+                        "Leave one out."
                     )
-                written.setdefault(own, key)
+                written.setdefault(path, key)
     faults.raise_all()
-    return found
+    return placed_by_path
 
 
-def _placed(given: Any, said: str) -> Placed:
+def _placed(setting: Any, argument: str) -> Placed:
     """The number of a stage, alone or with its IPU.
 
     Raises:
         PartitionError: it is something else.
     """
-    is_pair = isinstance(given, (tuple, list))
-    numbers = list(given) if is_pair else [given]
+    is_pair = isinstance(setting, (tuple, list))
+    numbers = list(setting) if is_pair else [setting]
     good = all(not isinstance(n, bool) and hasattr(n, "__index__") and n >= 0 for n in numbers)
     if is_pair and not (good and len(numbers) == 2):
         raise PartitionError(
-            f"{said} as a pair must be the number of a stage and that of its IPU, both from 0, got "
-            f"{given!r}. Write for example (2, 0)."
+            f"{argument} as a pair must be the number of a stage and that of its IPU, both "
+            f"from 0, got {setting!r}. Write for example (2, 0)."
         )
     if not good:
-        raise PartitionError(f"{said} must be the number of a stage, from 0, got {given!r}.")
+        raise PartitionError(f"{argument} must be the number of a stage, from 0, got {setting!r}.")
     stage, *ipu = map(operator.index, numbers)
     return stage, ipu[0] if ipu else None
 
 
-def begun_by(name: str, known: Container[str]) -> str:
+def begun_by(name: str, names: Container[str]) -> str:
     """The module whose call, or return from it, begins a stage."""
-    after = name not in known and name.startswith(AFTER)
+    after = name not in names and name.startswith(AFTER)
     return name[len(AFTER) :] if after else name
 
 
@@ -104,9 +106,9 @@ def first_called(part: nn.Module, name: str) -> Optional[str]:
     """The first module inside a container that can be called."""
     for key, child in part.named_children():
         path = f"{name}.{key}" if name else key
-        found = path if is_called(child) else first_called(child, path)
-        if found:
-            return found
+        called_path = path if is_called(child) else first_called(child, path)
+        if called_path:
+            return called_path
     return None
 
 
@@ -117,6 +119,6 @@ def first_gap(numbers: Iterable[int], filled: AbstractSet[int] = frozenset((0,))
         numbers: of the stages that begin.
         filled: others that need no beginning.
     """
-    taken = {*numbers, *filled}
-    free = next(number for number in range(len(taken) + 1) if number not in taken)
-    return free if free < max(taken) else None
+    numbered = {*numbers, *filled}
+    free = next(number for number in range(len(numbered) + 1) if number not in numbered)
+    return free if free < max(numbered) else None

@@ -33,7 +33,7 @@ from ipufit.partition.stage_names import begun_by
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import sdk_in_use
 
-__all__ = ["Uses", "Walk"]
+__all__ = ["Walk"]
 
 
 class Uses:
@@ -156,14 +156,14 @@ class Walk:
         self,
         partition: Partition,
         module: nn.Module,
-        own: OwnBlocks,
+        blocks: OwnBlocks,
         on_begin: Callable[[int], None],
     ) -> None:
         self._partition = partition
         self._begins = dict(partition.begins)
         self._module = module
         self._names = {id(part): name for name, part in module.named_modules()}
-        self._own = own
+        self._own = blocks
         self._on_begin = on_begin
         self._stage, self._last = 0, "the start"
         self._begun: List[str] = []
@@ -190,10 +190,10 @@ class Walk:
                 handle.remove()
 
     def _place(self) -> int:
-        own = self._own.place()
-        if own is not None and self._own.is_left and not self._uses.in_loss:
+        ipu_of_block = self._own.place()
+        if ipu_of_block is not None and self._own.is_left and not self._uses.in_loss:
             self._outside = self._outside or self._own.entered()[-1][0]
-        return self._stage if own is None else own
+        return self._stage if ipu_of_block is None else ipu_of_block
 
     def _on_call(self, part: nn.Module, args: Any) -> None:
         name = self._names.get(id(part))
@@ -301,12 +301,12 @@ class Walk:
             )
 
     def _check_work(self, left_out: Set[int]) -> None:
-        own = bool(self._own.entered())
-        count = self._partition.ipus if own or not self._begins else self._partition.stages
+        has_blocks = bool(self._own.entered())
+        count = self._partition.ipus if has_blocks or not self._begins else self._partition.stages
         idle = sorted(set(range(count)) - self._uses.works - left_out)
         if not idle:
             return
-        if own or not self._begins:
+        if has_blocks or not self._begins:
             raise PartitionError(
                 f"every IPU of a replica must compute something, but IPU {idle[0]} of "
                 f"{count} has nothing to do. Number the IPUs of the blocks from 0 without a gap."
@@ -332,14 +332,14 @@ class Walk:
         unit = "IPUs" if self._own.entered() else "stages"
         twins = self._twins()
         for name, places in self._uses.by_forward.items():
-            found = self._places_of(name) or places
-            apart = [place for place in found if self._ipu(place) != self._ipu(found[0])]
+            read_in = self._places_of(name) or places
+            apart = [place for place in read_in if self._ipu(place) != self._ipu(read_in[0])]
             if apart:
                 names = twins.get(name, [name])
-                owner = self._read_in(found[0], names, names[0])
+                owner = self._read_in(read_in[0], names, names[0])
                 other = self._read_in(apart[0], names, names[-1])
-                cure = self._way_back(other, found[0], apart[0]) if owner != other else ""
-                raise _tied(owner, found[0], other, apart[0], unit, cure)
+                cure = self._way_back(other, read_in[0], apart[0]) if owner != other else ""
+                raise _tied(owner, read_in[0], other, apart[0], unit, cure)
         for name, places in self._uses.by_loss.items():
             first = self._places_of(name) or self._uses.by_forward.get(name, places)
             if self._ipu(first[0]) != self._ipu(places[0]):
@@ -379,7 +379,7 @@ class Walk:
         names: Dict[int, List[str]] = {}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        return {found[0]: found for found in names.values() if len(found) > 1}
+        return {aliases[0]: aliases for aliases in names.values() if len(aliases) > 1}
 
     def _places_of(self, name: str) -> Optional[List[int]]:
         """The IPUs of a parameter whose layer is cut over several, whoever reads it."""

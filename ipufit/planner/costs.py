@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.errors import PartitionError
-from ipufit.planner.measure import Segment, Trace
+from ipufit.planner.measure import CallTrace, Segment
 from ipufit.planner.pipeline_schedule import in_flight
 
 __all__ = [
@@ -95,19 +95,19 @@ def memory_of(costs: Sequence[StageCost], schedule: str, recompute: bool) -> Lis
     return [c.memory(stage, len(costs), schedule, recompute) for stage, c in enumerate(costs)]
 
 
-def by_ipu(taken: Sequence[int], places: Sequence[int]) -> List[int]:
+def by_ipu(sizes: Sequence[int], places: Sequence[int]) -> List[int]:
     """Add up sizes of stages for each IPU.
 
     Args:
-        taken: by every stage.
+        sizes: by every stage.
         places: the IPU of each; none where each has one of its own.
     """
     if not places:
-        return list(taken)
-    found = [0] * (1 + max(places))
-    for ipu, one in zip(places, taken):
-        found[ipu] += one
-    return found
+        return list(sizes)
+    totals = [0] * (1 + max(places))
+    for ipu, one in zip(places, sizes):
+        totals[ipu] += one
+    return totals
 
 
 def times_of(
@@ -148,7 +148,7 @@ class Costs:
 
     def __init__(
         self,
-        trace: Trace,
+        trace: CallTrace,
         modules: Mapping[str, nn.Module],
         states: Mapping[int, int],
         accumulation_dtype: Optional[torch.dtype] = None,
@@ -156,11 +156,11 @@ class Costs:
         self.trace = trace
         self._states: List[_State] = []
         named: Dict[str, Tensor] = {}
-        seen: Set[int] = set()
+        tensor_ids: Set[int] = set()
         for prefix, module in modules.items():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                if id(tensor) not in seen:
-                    seen.add(id(tensor))
+                if id(tensor) not in tensor_ids:
+                    tensor_ids.add(id(tensor))
                     named[f"{prefix}.{name}"] = tensor
         first: Dict[str, int] = {}
         for number, segment in enumerate(trace.segments):
@@ -194,7 +194,7 @@ class Costs:
     def ranges(self, begin: int, ends: Sequence[int], name: str = "") -> Iterator[StageCost]:
         """Yield the costs up to each of several ends, in ascending order, as they are needed."""
         tensors = _Tensors(self.trace, begin)
-        own = sorted((s for s in self._states if s.segment >= begin), key=lambda s: s.segment)
+        states = sorted((s for s in self._states if s.segment >= begin), key=lambda s: s.segment)
         sums: Dict[str, Any] = dict.fromkeys(_SUMS, 0)
         at = begin
         for end in ends:
@@ -205,15 +205,15 @@ class Costs:
                 sums["forward_clocks"] += segment.forward.clocks
                 sums["backward_clocks"] += segment.backward.clocks
             at = end
-            while own and own[0].segment < end:
-                state = own.pop(0)
+            while states and states[0].segment < end:
+                state = states.pop(0)
                 sums["parameters"] += state.values
                 sums["weight_bytes"] += state.weight
                 sums["gradient_bytes"] += state.gradient
                 sums["optimizer_bytes"] += state.optimizer
             yield StageCost(
                 name=name,
-                activation_bytes=tensors.kept,
+                activation_bytes=tensors.saved,
                 input_bytes=tensors.inputs,
                 kept_input_bytes=tensors.kept_inputs,
                 checkpoint_bytes=tensors.checkpoints,
@@ -227,13 +227,13 @@ class _Tensors:
     """Bytes of what a stage that grows keeps, and of what it gets from before it.
 
     Attributes:
-        kept, inputs, kept_inputs, checkpoints: of the segments so far, each storage once.
+        saved, inputs, kept_inputs, checkpoints: of the segments so far, each storage once.
         parts: what is kept between a checkpoint and the next, without these and the inputs.
         clocks: of the forward pass up to the last checkpoint.
     """
 
-    def __init__(self, trace: Trace, begin: int) -> None:
-        self.kept = self.inputs = self.kept_inputs = self.checkpoints = 0
+    def __init__(self, trace: CallTrace, begin: int) -> None:
+        self.saved = self.inputs = self.kept_inputs = self.checkpoints = 0
         self.parts = [0]
         self.clocks = 0.0
         self._trace = trace
@@ -251,7 +251,7 @@ class _Tensors:
         sizes, born = self._trace.sizes, self._trace.born
         for key in segment.saved - self._kept:
             self._kept.add(key)
-            self.kept += sizes[key]
+            self.saved += sizes[key]
             self.kept_inputs += sizes[key] if key in self._inputs else 0
         for key in segment.reads - self._inputs:
             if born[key] < self._begin:
@@ -292,7 +292,9 @@ _SUMS = (
 )
 
 
-def spans_of(trace: Trace, module: nn.Module, end: Optional[int] = None) -> List[Tuple[int, int]]:
+def spans_of(
+    trace: CallTrace, module: nn.Module, end: Optional[int] = None
+) -> List[Tuple[int, int]]:
     """First and last segment of each parameter's use, by operators and by calls of its module.
 
     Between the two no stage may begin: a parameter is on one IPU.
@@ -337,20 +339,20 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> Dict[int, int]:
     Raises:
         PartitionError: its step fails on zeros.
     """
-    found: Dict[int, int] = {}
-    known: Dict[Tuple[Any, ...], int] = {}
+    bytes_by_parameter: Dict[int, int] = {}
+    bytes_by_key: Dict[Tuple[Any, ...], int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 continue
             if optimizer.state.get(parameter):
-                found[id(parameter)] = _size(optimizer.state[parameter])
+                bytes_by_parameter[id(parameter)] = _size(optimizer.state[parameter])
                 continue
             key = (number, parameter.shape, parameter.dtype)
-            if key not in known:
-                known[key] = _size(_tried(optimizer, group, parameter))
-            found[id(parameter)] = known[key]
-    return found
+            if key not in bytes_by_key:
+                bytes_by_key[key] = _size(_tried(optimizer, group, parameter))
+            bytes_by_parameter[id(parameter)] = bytes_by_key[key]
+    return bytes_by_parameter
 
 
 def _tried(
@@ -361,13 +363,13 @@ def _tried(
     zeros.grad = torch.zeros_like(zeros)
     trial = object.__new__(type(optimizer))
     # A schedule may have put its own step, bound to the original, into the object.
-    own = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
     hooks: Dict[str, Any] = {
-        name: collections.OrderedDict() for name in own if name.endswith("_hooks")
+        name: collections.OrderedDict() for name in attributes if name.endswith("_hooks")
     }
     setting = {**group, **{name: None for name in _FASTER if name in group}, "params": [zeros]}
     state: Any = collections.defaultdict(dict)
-    vars(trial).update({**own, **hooks, "state": state, "param_groups": [setting]})
+    vars(trial).update({**attributes, **hooks, "state": state, "param_groups": [setting]})
     if "capturable" in setting:
         setting["capturable"] = False
     try:

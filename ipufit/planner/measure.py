@@ -16,7 +16,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError
 from ipufit.losses import Loss
-from ipufit.partition.flops import Work, work_of
+from ipufit.partition.flops import OperatorWork, work_of
 from ipufit.partition.partition import AFTER, BLOCK, Partition
 from ipufit.partition.recomputation import calls_watched
 from ipufit.partition.stage_context import followed
@@ -25,7 +25,7 @@ from ipufit.utils.poptorch_sdk import blocks_watched
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import call_with, eval_mode, train_mode
 
-__all__ = ["Segment", "Trace", "measure", "stages_of_blocks"]
+__all__ = ["CallTrace", "Segment", "measure", "stages_of_blocks"]
 
 
 @dataclasses.dataclass
@@ -44,8 +44,8 @@ class Segment:
     """
 
     name: str
-    forward: Work = dataclasses.field(default_factory=Work)
-    backward: Work = dataclasses.field(default_factory=Work)
+    forward: OperatorWork = dataclasses.field(default_factory=OperatorWork)
+    backward: OperatorWork = dataclasses.field(default_factory=OperatorWork)
     saved: Set[int] = dataclasses.field(default_factory=set)
     reads: Set[int] = dataclasses.field(default_factory=set)
     state: Set[str] = dataclasses.field(default_factory=set)
@@ -54,7 +54,7 @@ class Segment:
 
 
 @dataclasses.dataclass
-class Trace:
+class CallTrace:
     """One micro-batch through the module, the loss and back.
 
     Attributes:
@@ -82,7 +82,7 @@ def measure(
     precision: Optional[Precision] = None,
     partition: Optional[Partition] = None,
     recompute: Sequence[str] = (),
-) -> Trace:
+) -> CallTrace:
     """Follow a micro-batch through the module, the loss and the backward pass, without values.
 
     No value is computed, no buffer changes and no random number is drawn.
@@ -118,7 +118,7 @@ def measure(
     with isolated(device), train_mode(module, step.loss_module), attributes_kept(step):
         # Time step by time step, where it is seen what torch keeps of each.
         capture(run, [*map(_apart, named.values()), *leaves], whole_layers=False)
-    return Trace(weigher.segments, weigher.sizes, weigher.born, weigher.placed)
+    return CallTrace(weigher.segments, weigher.sizes, weigher.born, weigher.placed)
 
 
 def _apart(tensor: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ def _apart(tensor: Tensor) -> Tensor:
     """
     if tensor.layout is not torch.strided:
         return tensor.detach()
-    own = tensor.numel() * tensor.element_size()
-    if tensor.untyped_storage().nbytes() == own:
+    tensor_bytes = tensor.numel() * tensor.element_size()
+    if tensor.untyped_storage().nbytes() == tensor_bytes:
         return tensor.detach()
     return torch.empty_like(tensor.detach())
 
@@ -376,15 +376,15 @@ def stages_of_blocks(
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
     leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
-    found = [1 if partition is None else partition.ipus]
+    counted_stages = [1 if partition is None else partition.ipus]
 
     def run(*tensors: Tensor) -> Tuple[Tensor, ...]:
         state = dict(zip(named, tensors))
         inputs = tree.unflatten(tensors[len(named) :], batch.structure)
-        with torch.no_grad(), followed(partition, module) as own:
+        with torch.no_grad(), followed(partition, module) as blocks:
             call_with(step, state, (inputs, state, False))
-        if own.entered():
-            found[0] = own.stages()
+        if blocks.entered():
+            counted_stages[0] = blocks.stages()
         return ()
 
     values: Sequence[Tensor] = [*(tensor.detach() for tensor in named.values()), *leaves]
@@ -395,4 +395,4 @@ def stages_of_blocks(
     except CaptureError:
         # Whatever runs the module says what it can't do.
         pass
-    return found[0]
+    return counted_stages[0]

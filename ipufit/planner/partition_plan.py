@@ -170,19 +170,19 @@ class PartitionPlan:
                 f"utilisation must be a number above 0 and at most 1, got {utilisation!r}. Write "
                 "0.9 for 90 %."
             )
-        found, limit = least_accumulation(
+        accumulation, limit = least_accumulation(
             schedule,
             *times_of(self.costs, schedule, self.planned.recompute),
             utilisation,
             self.planned.places,
         )
-        if found is None:
+        if accumulation is None:
             raise ConfigurationError(
                 f"a utilisation of {share(utilisation)} is out of reach of the {schedule} "
                 f"schedule: these stages stay below {share(limit)}, however many micro-batches "
                 "follow each other. Ask for less, or divide the work more evenly."
             )
-        return found
+        return accumulation
 
     def timeline(
         self, gradient_accumulation: Optional[int] = None, schedule: Optional[str] = None
@@ -420,16 +420,16 @@ def fingerprint(module: nn.Module) -> str:
     return hashlib.sha256("\n".join([*parts, *shapes]).encode()).hexdigest()
 
 
-def as_planned(module: nn.Module, asked: PartitionRequest) -> PartitionRequest:
+def as_planned(module: nn.Module, request: PartitionRequest) -> PartitionRequest:
     """The request with the stages and the strategy of a plan, where its stages are one.
 
     Raises:
         PartitionError: the plan is one of another module or strategy, or does not fit.
     """
-    plan = asked.stages
+    plan = request.stages
     if not isinstance(plan, PartitionPlan):
-        return asked
-    name, strategy = asked.name("stages"), plan.planned.strategy
+        return request
+    name, strategy = request.name("stages"), plan.planned.strategy
     if plan.planned.fingerprint != fingerprint(module):
         raise PartitionError(
             f"{name} as a plan must be one of the module that is compiled, "
@@ -444,13 +444,13 @@ def as_planned(module: nn.Module, asked: PartitionRequest) -> PartitionRequest:
             f"Plan with more IPUs or a smaller batch, or pass {name}=plan.stages, which are not "
             "held against the estimate."
         )
-    if asked.strategy not in (None, strategy):
+    if request.strategy not in (None, strategy):
         raise PartitionError(
-            f"{asked.name('strategy')} must be that of the plan, {strategy!r}, got "
-            f"{asked.strategy!r}. Leave it out, or plan with the other one."
+            f"{request.name('strategy')} must be that of the plan, {strategy!r}, got "
+            f"{request.strategy!r}. Leave it out, or plan with the other one."
         )
     if len(plan.costs) == 1:
-        return dataclasses.replace(asked, stages=None, strategy=None)
+        return dataclasses.replace(request, stages=None, strategy=None)
     # Inference runs sharded where it does not fill the pipeline, unless someone says otherwise.
-    strategy = asked.strategy if asked.prefix else strategy
-    return dataclasses.replace(asked, stages=plan.stages, strategy=strategy)
+    strategy = request.strategy if request.prefix else strategy
+    return dataclasses.replace(request, stages=plan.stages, strategy=strategy)

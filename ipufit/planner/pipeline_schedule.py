@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import List, Optional, Sequence, Tuple
 
-__all__ = ["SCHEDULES", "Task", "Timeline", "in_flight", "least_accumulation", "simulate"]
+__all__ = ["SCHEDULES", "Timeline", "in_flight", "least_accumulation", "simulate"]
 
 SCHEDULES = ("grouped", "interleaved", "sequential")
 
@@ -127,16 +127,16 @@ def least_accumulation(
         return least, 1.0
     limit = work / (ipus * period)
 
-    def reached(count: int) -> bool:
+    def is_utilised(count: int) -> bool:
         time = total + (count - least) * period
         return count * work / (ipus * time) >= utilisation * (1 - 1e-12)
 
-    if reached(least):
+    if is_utilised(least):
         return least, limit
     if limit <= utilisation:
         return None, limit
     excess = utilisation * ipus * (total - least * period)
     count = max(least, math.floor(excess / (work - utilisation * ipus * period)) - 1)
-    while not reached(count):
+    while not is_utilised(count):
         count += 1
     return count, limit

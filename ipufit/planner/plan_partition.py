@@ -20,7 +20,7 @@ from ipufit.partition.resolve import AUTO, resolve_partition
 from ipufit.planner.costs import IPU_MEMORY, StageCost
 from ipufit.planner.partition_plan import PartitionPlan, Planned, fingerprint
 from ipufit.planner.pipeline_schedule import SCHEDULES
-from ipufit.planner.planning import Divided, Estimator, schedule_of
+from ipufit.planner.planning import Divided, PartitionEstimator, schedule_of
 from ipufit.utils.error_collector import ErrorCollector, one_of
 
 __all__ = ["CompiledModule", "plan_partition"]
@@ -63,7 +63,7 @@ class CompiledModule(Protocol):
 
     def plan_estimator(
         self, sample: MicroBatch, partition: Optional[Partition], recompute: Sequence[str]
-    ) -> Estimator:
+    ) -> PartitionEstimator:
         """Follow a micro-batch through module and loss, for estimates of its divisions.
 
         Raises:
@@ -115,7 +115,7 @@ def plan_partition(
 
         costs, places = _smallest(estimator, wanted.counts, schedule, again, memory)
     else:
-        costs = estimator.given(wanted.partition)
+        costs = estimator.estimate(wanted.partition)
         places = () if wanted.partition is None else wanted.partition.places
     count = len(costs)
     if accumulation is None:
@@ -293,7 +293,7 @@ def _estimated(partition: Optional[Partition]) -> _Wanted:
 
 
 def _smallest(
-    estimator: Estimator,
+    estimator: PartitionEstimator,
     counts: Sequence[int],
     schedule: str,
     recompute: Callable[[int], bool],
@@ -307,13 +307,13 @@ def _smallest(
     evenest: Optional[Divided] = None
     for count in counts:
         try:
-            stages = estimator.divided(count, schedule, recompute(count), memory)
+            stages = estimator.divide(count, schedule, recompute(count), memory)
         except PartitionError:
             if evenest is None:
                 raise
             break
         if stages is not None:
             return stages
-        evenest = estimator.divided(count, schedule, recompute(count))
+        evenest = estimator.divide(count, schedule, recompute(count))
     assert evenest is not None
     return evenest

@@ -24,28 +24,18 @@ from ipufit.planner.costs import (
     spans_of,
     state_bytes,
 )
-from ipufit.planner.measure import Trace, measure
+from ipufit.planner.measure import CallTrace, measure
 from ipufit.planner.pipeline_schedule import SCHEDULES, in_flight
 from ipufit.planner.rendering import size
 
-__all__ = [
-    "Cut",
-    "Divided",
-    "Estimator",
-    "Tail",
-    "best_cuts",
-    "best_division",
-    "cuts_of",
-    "schedule_of",
-    "tail_of",
-]
+__all__ = ["Divided", "PartitionEstimator", "best_cuts", "cuts_of", "schedule_of"]
 
 # Time of the slowest stage, sum of squares of all times, first part of every stage.
 _Found = Tuple[float, float, Tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class SplitPoint:
     """A place where a stage may begin.
 
     Attributes:
@@ -58,7 +48,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tail:
+class TiedTail:
     """Last part of a module, which may go back to the IPU of an earlier stage for a weight there.
 
     Attributes:
@@ -66,12 +56,12 @@ class Tail:
         first, last: segments between which the weights are used before; no stage begins there.
     """
 
-    cut: Cut
+    cut: SplitPoint
     first: int
     last: int
 
 
-def tail_of(trace: Trace, module: nn.Module) -> Optional[Tail]:
+def tail_of(trace: CallTrace, module: nn.Module) -> Optional[TiedTail]:
     """The last module that reads a weight again, such as a head that is tied to the embedding."""
     names = {f"net.{name}" for name, _ in module.named_parameters()}
     calls = [segment.name for segment in trace.segments]
@@ -85,11 +75,13 @@ def tail_of(trace: Trace, module: nn.Module) -> Optional[Tail]:
         if again and name and calls.count(name) == 1 and not _is_weight(name):
             later = [uses for uses in before.values() if max(uses) >= number]
             earlier = {use for uses in later for use in uses if use < number}
-            return Tail(Cut(name, number), min(earlier), max(earlier))
+            return TiedTail(SplitPoint(name, number), min(earlier), max(earlier))
     return None
 
 
-def cuts_of(trace: Trace, module: nn.Module, fine: bool, tail: Optional[Tail] = None) -> List[Cut]:
+def cuts_of(
+    trace: CallTrace, module: nn.Module, fine: bool, tail: Optional[TiedTail] = None
+) -> List[SplitPoint]:
     """Where stages may begin, in the order of execution.
 
     A module that is called once, and no parameter of which is used on both sides. What does no work
@@ -111,20 +103,22 @@ def cuts_of(trace: Trace, module: nn.Module, fine: bool, tail: Optional[Tail] = 
     spans = spans_of(trace, module, end)
     if tail is not None:
         spans.append((tail.first, tail.last))
-    found: List[Cut] = []
+    points: List[SplitPoint] = []
     for name, where in calls.items():
         if not name or len(where) > 1 or name.startswith(inner) or _is_weight(name):
             continue
         if where[0] >= end:
             continue
-        held = (other for other in calls if other.startswith(f"{name}.") and not _is_weight(other))
-        if not fine and name not in blocks and any(held):
+        inside = (
+            other for other in calls if other.startswith(f"{name}.") and not _is_weight(other)
+        )
+        if not fine and name not in blocks and any(inside):
             continue
-        if found and any(first < where[0] <= last for first, last in spans):
+        if points and any(first < where[0] <= last for first, last in spans):
             continue
-        found.append(Cut(name, where[0]))
-    found.sort(key=lambda cut: cut.segment)
-    return _working(trace, found, end)
+        points.append(SplitPoint(name, where[0]))
+    points.sort(key=lambda cut: cut.segment)
+    return _working(trace, points, end)
 
 
 def _is_weight(name: str) -> bool:
@@ -132,23 +126,23 @@ def _is_weight(name: str) -> bool:
     return "parametrizations" in name.split(".")
 
 
-def _working(trace: Trace, cuts: Sequence[Cut], end: int) -> List[Cut]:
+def _working(trace: CallTrace, cuts: Sequence[SplitPoint], end: int) -> List[SplitPoint]:
     """Keep the cuts before which and after which something is computed."""
 
     def works(begin: int, end: int) -> bool:
         return any(segment.forward.clocks for segment in trace.segments[begin:end])
 
-    kept = list(cuts[:1])
+    working = list(cuts[:1])
     for cut in cuts[1:]:
-        last = kept[-1]
-        if works(last.segment if len(kept) > 1 else 0, cut.segment):
-            kept.append(cut)
-        elif len(kept) > 1 and not cut.name.startswith(f"{last.name}."):
+        last = working[-1]
+        if works(last.segment if len(working) > 1 else 0, cut.segment):
+            working.append(cut)
+        elif len(working) > 1 and not cut.name.startswith(f"{last.name}."):
             # A module that begins with another one keeps the place; what does nothing loses it.
-            kept[-1] = cut
-    while len(kept) > 1 and not works(kept[-1].segment, end):
-        kept.pop()
-    return kept
+            working[-1] = cut
+    while len(working) > 1 and not works(working[-1].segment, end):
+        working.pop()
+    return working
 
 
 def best_cuts(
@@ -180,26 +174,26 @@ def best_cuts(
             for end in range(begin + 1, parts - (stages - stage - 1) + 1):
                 if stage == stages - 1 and end < parts:
                     continue
-                own = time(begin, end)
-                if own > limit or not fits(stage, begin, end):
+                clocks = time(begin, end)
+                if clocks > limit or not fits(stage, begin, end):
                     break
-                found = (max(slowest, own), spread + own * own, (*begins, begin))
-                if end not in following or found < following[end]:
-                    following[end] = found
+                candidate = (max(slowest, clocks), spread + clocks * clocks, (*begins, begin))
+                if end not in following or candidate < following[end]:
+                    following[end] = candidate
         best = following
     return best[parts][2] if parts in best else None
 
 
 def best_division(
     costs: Costs,
-    cuts: Sequence[Cut],
+    cuts: Sequence[SplitPoint],
     stages: int,
     schedule: str,
     recompute: bool,
     memory: Optional[int],
     limit: float = math.inf,
-    tail: Optional[Tail] = None,
-) -> Optional[Tuple[Tuple[Cut, ...], float]]:
+    tail: Optional[TiedTail] = None,
+) -> Optional[Tuple[Tuple[SplitPoint, ...], float]]:
     """The beginnings of the stages; the first takes what comes before its cut too.
 
     Args:
@@ -240,18 +234,18 @@ def best_division(
     def time(begin: int, end: int) -> float:
         cost = of(begin, end)
         is_last = behind is None and end == len(cuts)
-        taken = cost.forward_clocks + cost.backward(1 if is_last else flights, recompute)
+        amount = cost.forward_clocks + cost.backward(1 if is_last else flights, recompute)
         if behind is not None and has_tail(begin, end):
-            taken += behind.forward_clocks + behind.backward(1, recompute)
-        return taken
+            amount += behind.forward_clocks + behind.backward(1, recompute)
+        return amount
 
     def fits(stage: int, begin: int, end: int) -> bool:
         if memory is None:
             return True
-        taken = of(begin, end).memory(stage, depth, schedule, recompute)
+        amount = of(begin, end).memory(stage, depth, schedule, recompute)
         if behind is not None and has_tail(begin, end):
-            taken += behind.memory(stages, depth, schedule, recompute)
-        return taken <= memory
+            amount += behind.memory(stages, depth, schedule, recompute)
+        return amount <= memory
 
     begins = best_cuts(len(cuts), stages, time, fits, limit)
     if begins is None:
@@ -283,7 +277,7 @@ class Divided(NamedTuple):
     places: Tuple[int, ...] = ()
 
 
-class Estimator:
+class PartitionEstimator:
     """Traces a model once, and says what its divisions take.
 
     Args:
@@ -329,10 +323,10 @@ class Estimator:
         return tuple(self._costs.unused)
 
     @property
-    def _trace(self) -> Trace:
+    def _trace(self) -> CallTrace:
         return self._costs.trace
 
-    def given(self, partition: Optional[Partition]) -> List[StageCost]:
+    def estimate(self, partition: Optional[Partition]) -> List[StageCost]:
         """Estimate the costs of the stages of a partition, in their order.
 
         Raises:
@@ -349,18 +343,18 @@ class Estimator:
         calls: Dict[str, int] = {}
         for number, segment in enumerate(self._trace.segments):
             calls.setdefault(segment.name, number)
-        starts: Dict[int, Cut] = {}
+        starts: Dict[int, SplitPoint] = {}
         for name, stage in partition.begins:
-            cut = Cut(name, calls[name])
+            cut = SplitPoint(name, calls[name])
             if stage not in starts or cut.segment < starts[stage].segment:
                 starts[stage] = cut
         for number, stage in self._trace.placed.items():
             if stage not in starts or number < starts[stage].segment:
-                starts[stage] = Cut(self._trace.segments[number].name, number)
-        starts.setdefault(0, Cut(self._first(), 0))
+                starts[stage] = SplitPoint(self._trace.segments[number].name, number)
+        starts.setdefault(0, SplitPoint(self._first(), 0))
         return self._along([starts[stage] for stage in range(partition.stages)])
 
-    def divided(
+    def divide(
         self, stages: int, schedule: str, recompute: bool = False, memory: Optional[int] = None
     ) -> Optional[Divided]:
         """The best division over so many IPUs.
@@ -380,19 +374,19 @@ class Estimator:
         """
         if stages == 1:
             whole = self._costs.of(0, len(self._trace.segments), self._first())
-            taken = whole.memory(0, 1, schedule, recompute)
-            return Divided([whole]) if memory is None or taken <= memory else None
+            bytes_needed = whole.memory(0, 1, schedule, recompute)
+            return Divided([whole]) if memory is None or bytes_needed <= memory else None
         most, limit = 0, math.inf
-        best: Optional[Tuple[Tuple[Cut, ...], Optional[Tail]]] = None
+        best: Optional[Tuple[Tuple[SplitPoint, ...], Optional[TiedTail]]] = None
         tails = [None, tail_of(self._trace, self._module)]
         for tail in tails if tails[1] is not None else tails[:1]:
             for fine in (False, True):
                 cuts = cuts_of(self._trace, self._module, fine, tail)
                 most = max(most, len(cuts))
                 how = (schedule, recompute, memory)
-                found = best_division(self._costs, cuts, stages, *how, limit, tail)
-                if found is not None:
-                    best, limit = (found[0], tail), found[1] / _WORTH
+                division = best_division(self._costs, cuts, stages, *how, limit, tail)
+                if division is not None:
+                    best, limit = (division[0], tail), division[1] / _WORTH
         if best is not None:
             return self._with_tail(*best)
         if most < stages:
@@ -403,7 +397,7 @@ class Estimator:
             )
         return None
 
-    def automatic(
+    def divide_automatically(
         self, stages: int, strategy: str, recompute: bool = False
     ) -> Tuple[Tuple[Tuple[str, int], ...], Tuple[int, ...]]:
         """Divide as ``compile(stages="auto")`` does: the modules that begin a stage.
@@ -414,9 +408,9 @@ class Estimator:
             PartitionError: no so many stages can be made, or they don't fit memory.
         """
         kind = schedule_of(strategy)
-        found = self.divided(stages, kind, recompute, IPU_MEMORY)
-        if found is None:
-            least = self.divided(stages, kind, recompute)
+        division = self.divide(stages, kind, recompute, IPU_MEMORY)
+        if division is None:
+            least = self.divide(stages, kind, recompute)
             assert least is not None
             most = max(by_ipu(memory_of(least.costs, kind, recompute), least.places))
             how = "recomputed" if recompute else "kept"
@@ -426,10 +420,10 @@ class Estimator:
                 f"activations {how}. Use a larger ipus_per_replica, or smaller micro-batches, or "
                 "name the stages, which are not held against this estimate."
             )
-        begins = ((cost.name, stage) for stage, cost in enumerate(found.costs) if cost.name)
-        return tuple(begins), found.places
+        begins = ((cost.name, stage) for stage, cost in enumerate(division.costs) if cost.name)
+        return tuple(begins), division.places
 
-    def _with_tail(self, cuts: Sequence[Cut], tail: Optional[Tail]) -> Divided:
+    def _with_tail(self, cuts: Sequence[SplitPoint], tail: Optional[TiedTail]) -> Divided:
         """Stages that begin at these cuts, and what goes back behind them."""
         if tail is None:
             return Divided(self._along(cuts))
@@ -440,7 +434,7 @@ class Estimator:
             return Divided(self._along(cuts))
         return Divided(self._along([*cuts, tail.cut]), (*range(len(cuts)), home))
 
-    def _along(self, cuts: Sequence[Cut]) -> List[StageCost]:
+    def _along(self, cuts: Sequence[SplitPoint]) -> List[StageCost]:
         """Stages that begin at these cuts; the first takes what comes before it too."""
         bounds = [0, *(cut.segment for cut in cuts[1:]), len(self._trace.segments)]
         return [

@@ -23,7 +23,7 @@ from ipufit.poptorch._optimizer_rules import PREFIXES, counts_steps, group_of, i
 from ipufit.poptorch._optimizer_scalars import LOSS_SCALING, Factors, exported, imported
 from ipufit.poptorch._optimizer_settings import OptimizerSettings, Value
 from ipufit.tracing.capture import capture
-from ipufit.tracing.flat_storage import Block, FlatStorage
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 
 __all__ = ["CompiledOptimizer"]
 
@@ -54,7 +54,7 @@ class UpdateBucket:
     """Weights that are contiguous in memory and updated with the same numbers."""
 
     members: List[WeightState]
-    block: Block
+    block: FlatBlock
     rule: OptimizerRule
     state: Dict[str, Tensor]
 
@@ -76,7 +76,7 @@ def lay_out(
         key = (member.group, member.updates, weight.dtype, weight.device, same)
         alike.setdefault(key, []).append(member)
     blocks = [
-        Block.of([(m.name, m.weight) for m in bucket], bucket[0].group, bucket[0].updates)
+        FlatBlock.of([(m.name, m.weight) for m in bucket], bucket[0].group, bucket[0].updates)
         for bucket in alike.values()
     ]
     storage = FlatStorage(blocks)

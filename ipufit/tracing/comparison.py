@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["DEFAULTS", "Comparison", "Difference", "Distance", "Tolerance", "distance"]
+__all__ = ["DEFAULTS", "Comparison", "Difference", "Tolerance", "distance"]
 
 # Of the largest magnitude in a tensor, and besides that, by dtype: some thousand roundings.
 DEFAULTS: Dict[torch.dtype, Tuple[float, float]] = {
@@ -207,9 +207,9 @@ class Comparison:
 
     def as_dict(self) -> Dict[str, Any]:
         """All of it as plain numbers, texts, lists and dicts."""
-        found = dataclasses.asdict(self)
-        found["differences"] = [dataclasses.asdict(each) for each in self.differences]
-        return {"ok": self.ok, **found}
+        values = dataclasses.asdict(self)
+        values["differences"] = [dataclasses.asdict(each) for each in self.differences]
+        return {"ok": self.ok, **values}
 
     def __str__(self) -> str:
         with_what = _REFERENCES[self.reference]
@@ -225,11 +225,11 @@ class Comparison:
             return "\n".join(lines)
         lines = [f"The recorded program differs from {with_what} ({compared} compared)."]
         for kind in _KINDS:
-            found = self.first_of(kind)
-            if found is not None:
+            difference = self.first_of(kind)
+            if difference is not None:
                 count = sum(each.kind == kind for each in self.differences)
                 more = f" ({count - 1} more)" if count > 1 else ""
-                lines.append(f"First {found}{more}")
+                lines.append(f"First {difference}{more}")
         if self.first_of("lowering") is not None and self.how:
             lines.append(f"What runs in place of the recorded graph: {self.how}")
         return "\n".join(lines)

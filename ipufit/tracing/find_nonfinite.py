@@ -46,7 +46,7 @@ _PRODUCTS = {"addmm": 1, "baddbmm": 1, "bmm": 0, "mm": 0, "mv": 0}
 _MIXING = ("sort", "topk", "cumsum", "flip", "roll", "index", "gather", "scatter", "embedding")
 
 
-class Rows:
+class RowTracker:
     """Follows the rows of a micro-batch from operator to operator.
 
     An element with the place L in the row-major order of its tensor belongs to row
@@ -222,7 +222,7 @@ class NonFiniteSearch(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._now = now
-        self._rows = Rows(batch.size)
+        self._rows = RowTracker(batch.size)
         # By memory, in the order in which they were made.
         self._found: Dict[int, List[_Found]] = {}
         for leaf in batch.leaves:

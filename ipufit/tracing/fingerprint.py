@@ -24,12 +24,10 @@ from ipufit.tracing.generators import generator_state
 from ipufit.tracing.user_lines import is_users, users_module
 
 __all__ = [
-    "PLAIN",
     "CodeReader",
     "FrozenValues",
     "called_objects",
     "fingerprint",
-    "is_array",
     "loss_functions",
     "note_writes",
 ]

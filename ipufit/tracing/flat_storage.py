@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 __all__ = [
-    "Block",
+    "FlatBlock",
     "FlatStorage",
     "Slot",
     "flat_of",
@@ -113,7 +113,7 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class FlatBlock:
     """Parameters that are updated by the same rule with the same numbers.
 
     Attributes:
@@ -127,14 +127,14 @@ class Block:
     slots: Tuple[Slot, ...]
 
     @staticmethod
-    def of(named: Sequence[Tuple[str, Tensor]], group: int, updates: float) -> Block:
+    def of(named: Sequence[Tuple[str, Tensor]], group: int, updates: float) -> FlatBlock:
         """Lay the parameters out one after another."""
         slots: List[Slot] = []
         start = 0
         for name, parameter in named:
             slots.append(Slot(name, parameter, *_memory_order(parameter), start))
             start += parameter.numel()
-        return Block(group, updates, tuple(slots))
+        return FlatBlock(group, updates, tuple(slots))
 
     def gather(self, tensors: Dict[str, Tensor]) -> Tensor:
         """Tensors by parameter name, as one new flat tensor."""
@@ -145,7 +145,7 @@ def group_alike(
     optimizer: torch.optim.Optimizer,
     named: Sequence[Tuple[str, nn.Parameter]],
     updates: Callable[[nn.Parameter], float],
-) -> List[Block]:
+) -> List[FlatBlock]:
     """One block for the parameters of one group, dtype, device and number of updates."""
     groups = {
         id(parameter): index
@@ -156,7 +156,7 @@ def group_alike(
     for name, parameter in named:
         key = (groups[id(parameter)], updates(parameter), parameter.dtype, parameter.device)
         alike.setdefault(key, []).append((name, parameter))
-    return [Block.of(members, key[0], key[1]) for key, members in alike.items()]
+    return [FlatBlock.of(members, key[0], key[1]) for key, members in alike.items()]
 
 
 class FlatStorage:
@@ -168,7 +168,7 @@ class FlatStorage:
         form: all that a program over the flat tensors depends on.
     """
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[FlatBlock]) -> None:
         self.blocks = list(blocks)
         self.flats: List[Tensor] = []
         with torch.no_grad():

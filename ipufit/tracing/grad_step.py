@@ -29,7 +29,7 @@ from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
 from ipufit.partition.partition import Partition
 from ipufit.partition.stage_context import followed
 from ipufit.tracing.fingerprint import called_objects, loss_functions
-from ipufit.tracing.flat_storage import Block, storage_id
+from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
 from ipufit.tracing.node_meta import backward_marked, layers_marked
 from ipufit.tracing.validate import public_name, rebound, storages, unregistered
@@ -109,7 +109,7 @@ class ReportedScalars:
         loss = term.value.detach()
         values = [loss] if term.count is None else [loss, term.count.detach()]
         rules = {name: entry.rule for name, entry in entries.items()}
-        values += [entry.joined(loss.device) for entry in entries.values()]
+        values += [entry.reduce(loss.device) for entry in entries.values()]
         for name, part in term.parts.items():
             rules[check_log_name(name, rules)] = LogRule(counted=True)
             values.append(part.detach())
@@ -270,7 +270,7 @@ class GradStep:
         example: MicroBatch,
         with_loss: bool,
         want_outputs: bool,
-        layout: Optional[Callable[[Sequence[str]], Sequence[Block]]],
+        layout: Optional[Callable[[Sequence[str]], Sequence[FlatBlock]]],
         precision: Precision,
         scaled: bool,
         partition: Optional[Partition] = None,
@@ -291,7 +291,7 @@ class GradStep:
         self.hints: Dict[str, None] = {}
         self.reported = ReportedScalars()
         self.labels: Optional[Tuple[LabelRange, ...]] = None
-        self.blocks: Sequence[Block] = ()
+        self.blocks: Sequence[FlatBlock] = ()
         self.outputs: OutputShape = OutputShape(None)
         self.with_gradient: Tuple[str, ...] = ()
 

@@ -65,8 +65,8 @@ class Memories:
         for node, other in written:
             self.writes.setdefault(self.of(other), []).append(node)
             self.written_by.setdefault(node, set()).add(self.of(other))
-        given = [node for node in graph.nodes if node.op == "placeholder"]
-        self.changed = [i for i, node in enumerate(given) if self.of(node) in self.writes]
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self.changed = [i for i, node in enumerate(inputs) if self.of(node) in self.writes]
 
     def of(self, node: fx.Node) -> fx.Node:
         """The memory of a value: one node that stands for it."""
@@ -114,8 +114,8 @@ def _aliased(node: fx.Node) -> Iterator[Tuple[fx.Node, bool]]:
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is None:
             continue
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-        for other in nodes_in(given):
+        value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        for other in nodes_in(value):
             yield other, bool(argument.alias_info.is_write)
 
 
@@ -138,7 +138,7 @@ def alive_bytes(graph: fx.GraphModule) -> List[Tuple[fx.Node, int]]:
     """
     memories = Memories(graph.graph)
     nodes: List[fx.Node] = list(graph.graph.nodes)
-    given = {memories.of(n) for n in nodes if n.op in ("placeholder", "get_attr")}
+    inputs = {memories.of(n) for n in nodes if n.op in ("placeholder", "get_attr")}
     last: Dict[fx.Node, int] = {}
     for index, node in enumerate(nodes):
         for value in (node, *node.all_input_nodes):
@@ -151,7 +151,7 @@ def alive_bytes(graph: fx.GraphModule) -> List[Tuple[fx.Node, int]]:
     curve: List[Tuple[fx.Node, int]] = []
     for index, node in enumerate(nodes):
         memory = memories.of(node)
-        if memory not in given and memory not in size and isinstance(node.meta.get("val"), Tensor):
+        if memory not in inputs and memory not in size and isinstance(node.meta.get("val"), Tensor):
             size[memory] = _bytes(node.meta["val"])
             now += size[memory]
         curve.append((node, now))
@@ -219,8 +219,8 @@ def _text(graph: fx.Graph, memories: Memories) -> str:
         if node in alive:
             numbers[node] = f"%{len(numbers)}"
             target = node.target if node.op == "call_function" else node.op
-            given = fx.node.map_arg((node.args, node.kwargs), lambda read: _Number(numbers[read]))
-            lines.append(f"{target} {given}")
+            args = fx.node.map_arg((node.args, node.kwargs), lambda read: _Number(numbers[read]))
+            lines.append(f"{target} {args}")
     return "\n".join(lines)
 
 

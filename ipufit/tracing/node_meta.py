@@ -49,14 +49,14 @@ def mark_again(node: fx.Node, first: fx.Node) -> None:
 
 def recorded_as(node: fx.Node) -> str:
     """The name that the node, or the one that it computes again, had in the recording."""
-    found: str = node.meta.get(_AGAIN, node.name)
-    return found
+    name: str = node.meta.get(_AGAIN, node.name)
+    return name
 
 
 def segment_of(node: fx.Node) -> Optional[int]:
     """The number of the call of a marked layer in which the node was recorded, or None."""
-    found: Optional[int] = node.meta.get(_SEGMENT)
-    return found
+    segment: Optional[int] = node.meta.get(_SEGMENT)
+    return segment
 
 
 def graph_in_recording() -> Optional[fx.Graph]:

@@ -28,12 +28,11 @@ from ipufit.utils import tree
 
 __all__ = [
     "LOSS",
-    "Call",
     "CallRecorder",
-    "ModuleCall",
     "Origin",
     "SourceInterpreter",
     "SourceTracker",
+    "TracedCall",
     "trace_calls",
 ]
 
@@ -126,12 +125,12 @@ class SourceTracker:
             return self._running
         module, kind = self._stack[-1] if self._stack else (LOSS, "")
         file, line = (user_frame(sys._getframe()) or (None, None, ""))[:2]
-        found = Origin(module, kind, file, line)
+        origin = Origin(module, kind, file, line)
         number = _number_of_last()
         if number is not None:
             # Of an operator that autograd leaves aside, this is the number of an earlier one.
-            self._by_number.setdefault(number, found)
-        return found
+            self._by_number.setdefault(number, origin)
+        return origin
 
     def _begin(self, part: nn.Module, args: Any) -> None:
         if id(part) not in self._names:
@@ -169,16 +168,16 @@ class SourceTracker:
             self._running = Origin()
             return
         todo: List[Any] = [objective.grad_fn]
-        seen: Set[Any] = set()
+        reachable: Set[Any] = set()
         while todo:
             node = todo.pop()
-            if node is None or node in seen:
+            if node is None or node in reachable:
                 continue
-            seen.add(node)
+            reachable.add(node)
             self._tell_before(node, self._origin_of(node))
             todo += [following for following, _ in node.next_functions]
         # Python lets go of a node's wrapper, and with it of its identity, unless somebody holds it.
-        self._nodes = list(seen)
+        self._nodes = list(reachable)
 
     def _tell_before(self, node: Any, origin: Origin) -> None:
         def begin(gradients: Any) -> None:
@@ -190,10 +189,10 @@ class SourceTracker:
         if node in self._claimed:
             return self._claimed[node]
         number = getattr(node, "_sequence_nr", lambda: -1)()
-        found = self._by_number.get(number)
-        if found is None:
+        origin = self._by_number.get(number)
+        if origin is None:
             return Origin(LOSS if number < 0 else None, is_backward=True)
-        return dataclasses.replace(found, is_backward=True)
+        return dataclasses.replace(origin, is_backward=True)
 
 
 def _tensors(value: Any) -> Tuple[Tensor, ...]:
@@ -213,7 +212,7 @@ def _number_of_last() -> Optional[int]:
 
 
 @dataclasses.dataclass
-class Call:
+class TracedCall:
     """One call of an operator by the user's Python, or by torch on the way back.
 
     Attributes:
@@ -245,8 +244,8 @@ class CallRecorder(TorchDispatchMode):
         self._keeps = keeps
         self._graph: Optional[fx.Graph] = None
         # Held, so that no other tensor gets the identity of one of them.
-        self._made: Dict[int, Tuple[Tensor, Call, int]] = {}
-        self.calls: List[Call] = []
+        self._made: Dict[int, Tuple[Tensor, TracedCall, int]] = {}
+        self.calls: List[TracedCall] = []
 
     @contextlib.contextmanager
     def listed(self) -> Iterator[None]:
@@ -263,7 +262,7 @@ class CallRecorder(TorchDispatchMode):
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
-        call = Call(str(func), self._where.now())
+        call = TracedCall(str(func), self._where.now())
         before = None if self._graph is None else next(iter(reversed(self._graph.nodes)))
         result = func(*args, **(kwargs or {}))
         if self._graph is not None:
@@ -294,7 +293,9 @@ def _names_after(graph: fx.Graph, node: Optional[fx.Node]) -> List[str]:
     return names[::-1]
 
 
-def trace_calls(micro: GradStep, step: ModuleWithLoss, arguments: Sequence[Tensor]) -> List[Call]:
+def trace_calls(
+    micro: GradStep, step: ModuleWithLoss, arguments: Sequence[Tensor]
+) -> List[TracedCall]:
     """List the operator calls that a traced micro-batch was made of, by tracing it again.
 
     Args:
@@ -321,7 +322,7 @@ class SourceInterpreter(fx.Interpreter):
         calls: of which it was made.
     """
 
-    def __init__(self, graph: fx.GraphModule, calls: Sequence[Call]) -> None:
+    def __init__(self, graph: fx.GraphModule, calls: Sequence[TracedCall]) -> None:
         super().__init__(graph)
         self._origins: Mapping[str, Origin] = {
             name: call.origin for call in calls for name in call.nodes

@@ -96,7 +96,7 @@ def _judge(
     lines = Lines(generators.probes)
     with lines:
         text = _recorded(record)
-    places = [(name, frame) for name in generators.drawn() for frame in lines.found[name] or [None]]
+    places = [(name, frame) for name in generators.drawn() for frame in lines.lines[name] or [None]]
     if not places:
         # Somebody else has drawn, in a thread of their own.
         return

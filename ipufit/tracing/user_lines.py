@@ -78,14 +78,14 @@ class Lines:
         probes: what is asked after every line, by name.
 
     Attributes:
-        found: by name, the lines in the order of their first change.
+        lines: by name, those of the user in the order of their first change.
     """
 
     def __init__(self, probes: Mapping[str, Callable[[], object]]) -> None:
         self._probes = dict(probes)
         self._last: Dict[str, object] = {}
         self._at: List[Tuple[types.FrameType, Frame]] = []
-        self.found: Dict[str, Dict[Frame, None]] = {name: {} for name in probes}
+        self.lines: Dict[str, Dict[Frame, None]] = {name: {} for name in probes}
         self._before: Any = None
 
     def __enter__(self) -> Lines:
@@ -126,4 +126,4 @@ class Lines:
             if now != self._last[name]:
                 self._last[name] = now
                 if self._at:
-                    self.found[name][self._at[-1][1]] = None
+                    self.lines[name][self._at[-1][1]] = None

@@ -18,7 +18,6 @@ from ipufit.errors import CaptureError, ConfigurationError, OptimizerError
 from ipufit.tracing.flat_storage import storage_id
 
 __all__ = [
-    "Unregistered",
     "public_name",
     "rebound",
     "refuse_rebinding",

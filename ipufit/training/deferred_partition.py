@@ -21,7 +21,7 @@ from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.random_streams import isolated
 
 if TYPE_CHECKING:
-    from ipufit.planner.planning import Estimator
+    from ipufit.planner.planning import PartitionEstimator
 
 __all__ = ["DeferredPartitioner", "DividedSession", "replan", "with_stage_count"]
 
@@ -53,7 +53,9 @@ class DividedSession(Protocol):
         """Return True if training has PopTorch compute activations again."""
         ...
 
-    def estimator(self, sample: MicroBatch, partition: Optional[Partition] = None) -> Estimator:
+    def estimator(
+        self, sample: MicroBatch, partition: Optional[Partition] = None
+    ) -> PartitionEstimator:
         """Follow a micro-batch through module and loss, for estimates of its divisions."""
         ...
 
@@ -115,7 +117,7 @@ class DeferredPartitioner:
         if training not in self._counted:
             with defer_sigint():
                 stages = _count_stages(session, partition, first, training)
-            partitions = partitions.counted(training, stages)
+            partitions = partitions.with_stage_count(training, stages)
             self._counted.add(training)
         return partitions
 
@@ -263,7 +265,7 @@ def with_stage_count(plan: Plan, partition: Optional[Partition]) -> Plan:
 def _find_stages(session: DividedSession, first: MicroBatch, partition: Partition) -> Partitions:
     recompute = session.recomputes(partition.strategy, partition.ipus)
     how = (partition.ipus, partition.strategy, recompute)
-    begins, places = session.estimator(first).automatic(*how)
+    begins, places = session.estimator(first).divide_automatically(*how)
     training, inference = (
         dataclasses.replace(p, begins=(), stages=p.ipus, places=())
         if p is not None and p.is_automatic
@@ -271,7 +273,7 @@ def _find_stages(session: DividedSession, first: MicroBatch, partition: Partitio
         for p in (session.partitions.training, session.partitions.inference)
     )
     opened = dataclasses.replace(session.partitions, training=training, inference=inference)
-    return opened.found(begins, places)
+    return opened.with_stages(begins, places)
 
 
 def _check_memory(
@@ -284,7 +286,7 @@ def _check_memory(
 
     stages = 1 if partition is None else partition.stages
     strategy = "pipelined" if partition is None else partition.strategy
-    costs = session.estimator(first, partition).given(partition)
+    costs = session.estimator(first, partition).estimate(partition)
     taken = memory_of(costs, schedule_of(strategy), session.recomputes(strategy, stages))
     most = max(by_ipu(taken, () if partition is None else partition.places))
     if most > memory:

@@ -24,7 +24,7 @@ from torch import nn
 from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.compile_arguments import INFERENCE, TRAINING, role_of
-from ipufit.core.logged_values import joined_rules
+from ipufit.core.logged_values import merge_rules
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig
 from ipufit.data.batches import is_weighted
@@ -58,7 +58,7 @@ from ipufit.utils.random_streams import draw_seed
 
 if TYPE_CHECKING:
     from ipufit.engines.ipu.preflight.report import PreflightReport
-    from ipufit.planner.planning import Estimator
+    from ipufit.planner.planning import PartitionEstimator
 
 __all__ = ["Session", "require_single_process"]
 
@@ -392,7 +392,7 @@ class Session:
                 loop.check_rows(prepared.outputs, first.size)
             with defer_sigint():
                 tail = prepare_tail(program, plan, first, source, explainer)
-            rules = joined_rules(prepared.rules, tail.rules if tail is not None else {})
+            rules = merge_rules(prepared.rules, tail.rules if tail is not None else {})
             for name, rule in rules.items():
                 check_log_name(name, metrics.names, rule.exact)
         except BaseException:
@@ -445,8 +445,8 @@ class Session:
         sample: MicroBatch,
         partition: Optional[Partition] = None,
         recompute: Optional[Sequence[str]] = None,
-    ) -> Estimator:
-        """Says what divisions of the module take; see :class:`Estimator`.
+    ) -> PartitionEstimator:
+        """Says what divisions of the module take; see :class:`PartitionEstimator`.
 
         Args:
             sample: a micro-batch.
@@ -454,15 +454,15 @@ class Session:
             recompute: layers from whose outputs recomputation starts; None is those of ``compile``.
         """
         # Imported here, as below: few models are looked at like this.
-        from ipufit.planner.planning import Estimator
+        from ipufit.planner.planning import PartitionEstimator
 
         names = self.config.recompute if recompute is None else recompute
         how = (self._optimizer, self.config, sample, partition, names)
-        return Estimator(self.module, self.loss, *how)
+        return PartitionEstimator(self.module, self.loss, *how)
 
     def plan_estimator(
         self, sample: MicroBatch, partition: Optional[Partition], recompute: Sequence[str]
-    ) -> Estimator:
+    ) -> PartitionEstimator:
         """Return an estimator as :meth:`estimator` does, where the batch may be a user's.
 
         Raises:

@@ -23,7 +23,6 @@ __all__ = [
     "apart",
     "decode",
     "encode",
-    "host_copy",
     "reason_of",
     "shown",
     "why_not_stored",
@@ -74,19 +73,19 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 def apart(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:
     """The tensors, of which those that are not as a file takes them are copied."""
-    found: Dict[str, Tensor] = {}
-    taken = set()
+    fitting: Dict[str, Tensor] = {}
+    storages = set()
     for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()
         is_fit = (
             tensor.device.type == "cpu"
             and tensor.is_contiguous()
             and not (tensor.is_conj() or tensor.is_neg())
-            and memory not in taken
+            and memory not in storages
         )
-        taken.add(memory)
-        found[name] = tensor.detach() if is_fit else host_copy(tensor)
-    return found
+        storages.add(memory)
+        fitting[name] = tensor.detach() if is_fit else host_copy(tensor)
+    return fitting
 
 
 MAX_DEPTH = 100  # containers within each other
@@ -224,15 +223,15 @@ class _Decoder:
     def _dict(self, content: Any, path: Path) -> Any:
         if type(content) is not list:
             raise _damaged(path, f"is a dict of {_said(content)}")
-        found: Dict[Any, Any] = {}
+        decoded: Dict[Any, Any] = {}
         for pair in content:
             if type(pair) is not list or len(pair) != 2 or not _is_key(pair[0]):
                 raise _damaged(path, "is a dict whose parts are no pairs of a key and a value")
             key, part = pair
-            if key in found:
+            if key in decoded:
                 raise _damaged(path, f"is a dict that has the key {shown(str(key))} twice")
-            found[key] = self.decode(part, (*path, key))
-        return found
+            decoded[key] = self.decode(part, (*path, key))
+        return decoded
 
     def _float(self, content: Any, path: Path) -> Any:
         if type(content) is not str or content not in _NOT_FINITE:

@@ -113,11 +113,11 @@ def folder_of(name: str, value: Any) -> str:
         ConfigurationError: it is no path.
     """
     try:
-        found = os.fspath(value)
+        path = os.fspath(value)
     except TypeError:
-        found = None
-    if not isinstance(found, str) or not found:
+        path = None
+    if not isinstance(path, str) or not path:
         raise ConfigurationError(
             f"{name} must be the path of a folder, got {value!r}. Use for example 'runs/1'."
         )
-    return found
+    return path

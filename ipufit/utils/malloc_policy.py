@@ -51,9 +51,9 @@ def keep_freed_memory() -> bool:
 
 
 def _set(library: Any, limits: Tuple[int, int]) -> bool:
-    kept, largest = limits
-    found = library.mallopt(_TRIM_THRESHOLD, kept), library.mallopt(_MMAP_THRESHOLD, largest)
-    return found == (1, 1)
+    trim, largest = limits
+    results = (library.mallopt(_TRIM_THRESHOLD, trim), library.mallopt(_MMAP_THRESHOLD, largest))
+    return results == (1, 1)
 
 
 @contextlib.contextmanager

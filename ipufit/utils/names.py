@@ -10,15 +10,7 @@ from typing import Any, Callable, Container, Dict, Mapping, Sequence, Type, Type
 
 from ipufit.errors import ConfigurationError, UnknownArgumentError
 
-__all__ = [
-    "MEANT",
-    "REGROUPED",
-    "RESERVED",
-    "Meant",
-    "check_log_name",
-    "in_validation",
-    "with_hints",
-]
+__all__ = ["MEANT", "REGROUPED", "RESERVED", "check_log_name", "in_validation", "with_hints"]
 
 T = TypeVar("T")
 
@@ -33,12 +25,12 @@ RESERVED = (
 )
 
 
-def check_log_name(name: object, taken: Container[str] = (), exact: bool = False) -> str:
+def check_log_name(name: object, reserved: Container[str] = (), exact: bool = False) -> str:
     """Make sure that a value can be logged under this name.
 
     Args:
         name: of a metric, a part of the loss, or a value logged by hand.
-        taken: names that others have.
+        reserved: names that others have.
         exact: whether validation puts no "val_" before it, so that it may begin with that, and
             may be "loss".
 
@@ -59,7 +51,7 @@ def check_log_name(name: object, taken: Container[str] = (), exact: bool = False
             f"{', '.join(RESERVED)} and val_..., got {name!r}. Choose another name; that of a "
             "metric with metrics={'name': metric}."
         )
-    if name in taken:
+    if name in reserved:
         raise ConfigurationError(
             f"logged values must have different names, got {name!r} twice. Choose another name; "
             f"that of a metric with metrics={{'{name}_2': metric}}."

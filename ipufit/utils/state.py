@@ -38,12 +38,12 @@ def cuda_in_use() -> bool:
 def generator_states() -> Dict[str, Any]:
     """Read the states of the generators of torch, Python and NumPy, as far as they are in use."""
     numpy: Any = sys.modules.get("numpy")
-    found: Dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states: Dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if numpy is not None:
-        found["numpy"] = numpy.random.get_state()
+        states["numpy"] = numpy.random.get_state()
     if cuda_in_use():
-        found["cuda"] = torch.cuda.get_rng_state_all()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
@@ -120,8 +120,8 @@ def generators_of(loader: Any) -> List[torch.Generator]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = [loader, getattr(loader, "sampler", None), batch_sampler]
     owners.append(getattr(batch_sampler, "sampler", None))
-    found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
-    return [g for g in found.values() if isinstance(g, torch.Generator)]
+    by_id = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
+    return [g for g in by_id.values() if isinstance(g, torch.Generator)]
 
 
 @contextlib.contextmanager
@@ -170,10 +170,10 @@ def call_with(
         args, kwargs: of the call.
     """
     named = itertools.chain(module.named_parameters(), module.named_buffers())
-    wanted = {id(own): tensors[name] for name, own in named if name in tensors}
+    wanted = {id(tensor): tensors[name] for name, tensor in named if name in tensors}
     places: Dict[str, Tensor] = {}
     for prefix, part in module.named_modules():
-        for key, own in itertools.chain(part._parameters.items(), part._buffers.items()):
-            if id(own) in wanted:
-                places[f"{prefix}.{key}" if prefix else key] = wanted[id(own)]
+        for key, tensor in itertools.chain(part._parameters.items(), part._buffers.items()):
+            if id(tensor) in wanted:
+                places[f"{prefix}.{key}" if prefix else key] = wanted[id(tensor)]
     return functional_call(module, places, tuple(args), kwargs, tie_weights=False)

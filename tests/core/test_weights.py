@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.core.weights_file import Snapshot, load_weights, save_weights
+from ipufit.core.weights_file import WeightsCopy, load_weights, save_weights
 from ipufit.errors import ConfigurationError
 from tests.faulty import Net, Told, assert_same_bits, batches, compiled, fit, flat
 from tests.told import refused
@@ -331,7 +331,7 @@ def test_a_snapshot_restores_everything_in_place():
     module = nn.Sequential(Tied(), Extra({"steps": 1}))
     before = flat(module.state_dict())
     place = module[0].first.weight.data_ptr()
-    snapshot = Snapshot(module)
+    snapshot = WeightsCopy(module)
     module[1].value["steps"] = 5
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):

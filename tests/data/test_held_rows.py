@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
-from ipufit.data.in_memory import ArrayLoader, EpochOrder, Rows, rows_in_memory
+from ipufit.data.in_memory import ArrayLoader, EpochOrder, RowBatches, rows_in_memory
 from ipufit.data.pipeline import BatchPipeline
 from ipufit.data.prefetch import prefetched
 from ipufit.data.source import DataAdapter
@@ -130,12 +130,12 @@ class Reads:
             return [self.x]
 
         structure = tree.flatten([self.x])[1]
-        rows = Rows(leaves, structure, len(self.x), 2, lambda: None)
+        rows = RowBatches(leaves, structure, len(self.x), 2, lambda: None)
         return Watching(**vars(rows), spans=self.spans)
 
 
 @dataclasses.dataclass(frozen=True)
-class Watching(Rows):
+class Watching(RowBatches):
     spans: list
 
     def picked(self, horizon, most=None):

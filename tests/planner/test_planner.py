@@ -281,7 +281,7 @@ def all_divisions(model, batch, stages):
     estimator = model._session.estimator(MicroBatch.of(batch[:1], {}, batch[1], len(batch[0])))
     for begins in itertools.combinations(names, stages - 1):
         division = tuple((name, number + 1) for number, name in enumerate(begins))
-        yield estimator.given(Partition(division, stages, "pipelined", False, stages))
+        yield estimator.estimate(Partition(division, stages, "pipelined", False, stages))
 
 
 def most_memory(costs):

@@ -10,7 +10,7 @@ import ipufit
 from ipufit import poptorch
 from ipufit.engines.embedded.zero.state import cuts_of
 from ipufit.errors import ConfigurationError
-from ipufit.tracing.flat_storage import Block
+from ipufit.tracing.flat_storage import FlatBlock
 from tests.processes.launching import ROOT, run_processes
 
 SCRIPT = "import sys\nsys.path.insert(0, '.')\n"
@@ -139,12 +139,12 @@ def test_parts_are_summed_joined_and_collected():
 def test_cuts_are_even_and_those_between_parameters_meet_their_ends():
     sizes = [5, 1, 30, 4, 60]
     named = [(str(i), torch.zeros(size)) for i, size in enumerate(sizes)]
-    block = Block.of(named, 0, 0.0)
+    block = FlatBlock.of(named, 0, 0.0)
     assert cuts_of(block, 3, between_parameters=False) == [0, 33, 66, 100]
     assert cuts_of(block, 2, between_parameters=True) == [0, 40, 100]
     assert cuts_of(block, 4, between_parameters=True) == [0, 36, 40, 100, 100]
-    assert cuts_of(Block.of(named[:1], 0, 0.0), 3, between_parameters=True) == [0, 0, 5, 5]
-    assert cuts_of(Block.of(named[1:2], 0, 0.0), 3, between_parameters=False) == [0, 0, 0, 1]
+    assert cuts_of(FlatBlock.of(named[:1], 0, 0.0), 3, between_parameters=True) == [0, 0, 5, 5]
+    assert cuts_of(FlatBlock.of(named[1:2], 0, 0.0), 3, between_parameters=False) == [0, 0, 0, 1]
 
 
 def test_one_process_has_nothing_to_share_out(capsys):

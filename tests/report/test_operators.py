@@ -19,7 +19,7 @@ from ipufit.engines.embedded.programs.fsdp import FSDPTrainingProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.report import recorder
 from ipufit.tracing.capture import capture
-from ipufit.tracing.source_map import Call, Origin
+from ipufit.tracing.source_map import Origin, TracedCall
 from tests.nets import CNN, MLP, Running, data
 from tests.tape import Tapes
 
@@ -201,7 +201,7 @@ def looked_at(step, arguments, jit):
     """A lowered step: what each node does, and which recorded node it is said to come from."""
     graph = capture(step, arguments)
     lowered = lower(graph, arguments, jit).graph
-    calls = [Call("", Origin(node.name), [node.name]) for node in graph.graph.nodes]
+    calls = [TracedCall("", Origin(node.name), [node.name]) for node in graph.graph.nodes]
     run = ProfilingInterpreter(lowered, profiling_interpreter.HostTimer(), arguments)
     run.run(*arguments)
     places = places_of(lowered, graph, calls)

@@ -10,7 +10,7 @@ import torch
 
 from ipufit.analysis.check.python_state import Change
 from ipufit.analysis.check.report import Finding
-from ipufit.analysis.check.trace_facts import Difference
+from ipufit.analysis.check.trace_facts import TraceDifference
 from ipufit.errors import CaptureError
 from ipufit.tracing.capture import Frame
 from ipufit.tracing.untraced_random import advise_call, describe_draw
@@ -42,7 +42,7 @@ def error_at(error: CaptureError) -> Finding:
     return Finding(error.kind, "error", *place, what, cure)
 
 
-def differs_at(difference: Difference, causes: Iterable[str]) -> Finding:
+def differs_at(difference: TraceDifference, causes: Iterable[str]) -> Finding:
     """Report an operator that is not the same in the next call.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, Tuple
 import torch
 from torch import Tensor, nn
 
-from ipufit.analysis.check.value_owners import CONTAINERS, DEEP, PLAIN, Owner, Place, owners_of
+from ipufit.analysis.check.value_owners import CONTAINERS, DEEP, PLAIN, OwnedName, Owner, owners_of
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.generators import (
     Generators,
@@ -19,7 +19,7 @@ from ipufit.tracing.generators import (
     set_generator,
 )
 
-__all__ = ["Change", "Snapshot", "same_values"]
+__all__ = ["Change", "PythonSnapshot", "same_values"]
 
 # Items of a container that are looked at.
 _MOST = 1000
@@ -35,7 +35,7 @@ class Change:
         before, after: values.
     """
 
-    place: Place
+    place: OwnedName
     how: str
     before: Any
     after: Any
@@ -48,7 +48,7 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-class Snapshot:
+class PythonSnapshot:
     """Values of attributes, globals and generators at one time.
 
     Args:
@@ -57,9 +57,9 @@ class Snapshot:
 
     def __init__(self, step: nn.Module) -> None:
         self._saved: List[Tuple[Owner, Dict[str, Any]]] = []
-        self._contents: Dict[int, Tuple[Place, Any, Any]] = {}
-        self._tensors: Dict[int, Tuple[Place, Tensor, int, Tensor]] = {}
-        self._generators: Dict[int, Tuple[Place, Any, Any]] = {}
+        self._contents: Dict[int, Tuple[OwnedName, Any, Any]] = {}
+        self._tensors: Dict[int, Tuple[OwnedName, Tensor, int, Tensor]] = {}
+        self._generators: Dict[int, Tuple[OwnedName, Any, Any]] = {}
         for owner in owners_of(step):
             names = owner.namespace()
             self._saved.append((owner, names))
@@ -67,7 +67,7 @@ class Snapshot:
                 self._keep(owner.place(name), value, DEEP)
         self.interpreter = Generators()
 
-    def _keep(self, place: Place, value: Any, depth: int) -> None:
+    def _keep(self, place: OwnedName, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
             if place.kind != "members" and not value.is_meta:
                 self._tensors[id(value)] = (place, value, value._version, value.detach().clone())

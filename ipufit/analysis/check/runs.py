@@ -17,7 +17,7 @@ from ipufit.errors import CaptureError
 from ipufit.losses import LabelRange, Loss
 from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.tracing.capture import Frame, capture, recordable
-from ipufit.tracing.flat_storage import Block
+from ipufit.tracing.flat_storage import FlatBlock
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
@@ -206,7 +206,7 @@ class ModuleUnderTest:
         return run
 
 
-def _no_blocks(names: Sequence[str]) -> Sequence[Block]:
+def _no_blocks(names: Sequence[str]) -> Sequence[FlatBlock]:
     """Return no blocks: gradients need no storage of their own."""
     return ()
 

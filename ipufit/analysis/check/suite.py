@@ -16,11 +16,11 @@ from ipufit.analysis.check.messages import (
     outside_at,
     titles_of,
 )
-from ipufit.analysis.check.python_state import Change, Snapshot
+from ipufit.analysis.check.python_state import Change, PythonSnapshot
 from ipufit.analysis.check.report import Finding, Findings
 from ipufit.analysis.check.runs import ModuleUnderTest, Run
 from ipufit.analysis.check.trace_facts import differences, same_results
-from ipufit.analysis.check.value_owners import Place
+from ipufit.analysis.check.value_owners import OwnedName
 from ipufit.errors import CaptureError, IpufitError, LossError
 from ipufit.tracing.capture import Frame
 from ipufit.tracing.grad_step import public_name
@@ -65,13 +65,13 @@ class CheckSuite:
         Raises:
             Exception: of the module's own, which can't take the batch.
         """
-        snapshot = Snapshot(self._tested.step)
+        snapshot = PythonSnapshot(self._tested.step)
         try:
             return self._run(snapshot)
         finally:
             snapshot.restore()
 
-    def _run(self, snapshot: Snapshot) -> Optional[Sequence[str]]:
+    def _run(self, snapshot: PythonSnapshot) -> Optional[Sequence[str]]:
         first = self._recorded(snapshot)
         changes, drawn = snapshot.changes(), snapshot.interpreter.drawn()
         snapshot.restore()
@@ -109,13 +109,13 @@ class CheckSuite:
             self._follow(snapshot, changes, tuple(dict.fromkeys(drawn)))
         return None if drawn else with_gradient
 
-    def _recorded(self, snapshot: Snapshot, rolled: bool = False) -> Run:
+    def _recorded(self, snapshot: PythonSnapshot, rolled: bool = False) -> Run:
         seed_generators(_KEY, self._tested.device)
         return self._tested.recorded(snapshot.titles(), self._is_training, rolled)
 
     def _valued(
         self,
-        snapshot: Snapshot,
+        snapshot: PythonSnapshot,
         read: Optional[List[CaptureError]] = None,
         around: Optional[Lines] = None,
     ) -> Run:
@@ -165,7 +165,9 @@ class CheckSuite:
         elif isinstance(error, IpufitError):
             raise error
 
-    def _follow(self, snapshot: Snapshot, changes: List[Change], drawn: Sequence[str]) -> None:
+    def _follow(
+        self, snapshot: PythonSnapshot, changes: List[Change], drawn: Sequence[str]
+    ) -> None:
         """Run without recording several times, and find the lines at which values change."""
         probes = {_name(change.place): snapshot.probe(change) for change in changes}
         probes.update((name, snapshot.interpreter.probes[name]) for name in drawn)
@@ -179,7 +181,7 @@ class CheckSuite:
             if runs[-1].error is not None and not isinstance(runs[-1].error, IpufitError):
                 break
             snapshot.restore_generators()
-            before = Snapshot(self._tested.step)
+            before = PythonSnapshot(self._tested.step)
         repeated = by_run[1:] if len(by_run) > 1 else by_run
         again = _by_place([c for part in repeated for c in part])
         # A generator was set back between the runs.
@@ -194,10 +196,10 @@ class CheckSuite:
             titles = titles_of(list(again.values()))
         self._findings.add(*(differs_at(difference, titles) for difference in unlike))
         for name, change in again.items():
-            frames: Sequence[Optional[Frame]] = list(lines.found.get(name, ())) or [None]
+            frames: Sequence[Optional[Frame]] = list(lines.lines.get(name, ())) or [None]
             self._findings.add(*(changed_at(change, frame) for frame in frames))
         for name in drawn:
-            frames = list(lines.found[name]) or [None]
+            frames = list(lines.lines[name]) or [None]
             self._findings.add(*(drawn_at(name, frame) for frame in frames))
 
 
@@ -212,7 +214,7 @@ def _after(read: Sequence[CaptureError], first: Optional[BaseException]) -> List
     return list(read[places.index(place) :]) if place in places else list(read)
 
 
-def _name(place: Place) -> str:
+def _name(place: OwnedName) -> str:
     return f"{place.kind} {place.title} {id(place.owner)}"
 
 

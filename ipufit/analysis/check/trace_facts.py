@@ -22,7 +22,7 @@ from ipufit.tracing.grad_step import GradStep
 from ipufit.tracing.user_lines import users_frame
 from ipufit.utils import tree
 
-__all__ = ["Difference", "Operation", "Recorder", "differences", "digest", "same_results"]
+__all__ = ["Operation", "Recorder", "TraceDifference", "differences", "digest", "same_results"]
 
 
 @dataclasses.dataclass
@@ -214,7 +214,7 @@ _AHEAD = 300
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class TraceDifference:
     """An operator that is not the same in both recordings.
 
     Attributes:
@@ -232,7 +232,7 @@ class Difference:
     titles: Tuple[str, ...]
 
 
-def differences(one: Sequence[Operation], other: Sequence[Operation]) -> List[Difference]:
+def differences(one: Sequence[Operation], other: Sequence[Operation]) -> List[TraceDifference]:
     """List changed values, up to the first operator that is another one.
 
     A change in torch's own derivative of a line says nothing more than the line.
@@ -242,7 +242,7 @@ def differences(one: Sequence[Operation], other: Sequence[Operation]) -> List[Di
     return with_line or every
 
 
-def _differences(one: Sequence[Operation], other: Sequence[Operation]) -> Iterator[Difference]:
+def _differences(one: Sequence[Operation], other: Sequence[Operation]) -> Iterator[TraceDifference]:
     has_changed = False
     for place, (a, b) in enumerate(zip(one, other)):
         if a.name != b.name or a.structure != b.structure:
@@ -256,14 +256,14 @@ def _differences(one: Sequence[Operation], other: Sequence[Operation]) -> Iterat
             is_plain = isinstance(before, (bool, int, float, complex, str))
             kind = "constant" if is_plain else "folded"
             titles = tuple(dict.fromkeys((*a.titles, *b.titles)))
-            yield Difference(kind, a.frame, str(before), str(after), titles)
+            yield TraceDifference(kind, a.frame, str(before), str(after), titles)
             break
     if not has_changed and len(one) != len(other):
         shorter = min(len(one), len(other))
         yield _first_extra(one[shorter:], other[shorter:])
 
 
-def _first_extra(one: Sequence[Operation], other: Sequence[Operation]) -> Difference:
+def _first_extra(one: Sequence[Operation], other: Sequence[Operation]) -> TraceDifference:
     """Return the first operator that only one of two programs has."""
     keys = [[(o.name, o.frame) for o in part[:_AHEAD]] for part in (one, other)]
     matcher = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False)
@@ -274,7 +274,7 @@ def _first_extra(one: Sequence[Operation], other: Sequence[Operation]) -> Differ
             break
     frames = [o.frame for o in (*b, *a) if o.frame is not None]
     before, after = (part[0].name if part else "nothing" for part in (a, b))
-    return Difference("program", frames[0] if frames else None, before, after, ())
+    return TraceDifference("program", frames[0] if frames else None, before, after, ())
 
 
 def same_results(one: Sequence[Any], other: Sequence[Any]) -> bool:

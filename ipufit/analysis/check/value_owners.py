@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ipufit.tracing.generators import generator_state
 from ipufit.tracing.user_lines import users_module
 
-__all__ = ["CONTAINERS", "DEEP", "PLAIN", "Owner", "Place", "owners_of"]
+__all__ = ["CONTAINERS", "DEEP", "PLAIN", "OwnedName", "Owner", "owners_of"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 CONTAINERS = (list, dict, set, collections.deque)
@@ -25,7 +25,7 @@ DEEP = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class OwnedName:
     """A name in the namespace of an owner.
 
     Attributes:
@@ -69,10 +69,10 @@ class Owner:
             )
         return name not in _MEMBERS
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> OwnedName:
         """Return the place of a name."""
         title = f"{self.title}.{name}" if self.title else name
-        return Place(title, self.kind, self.object, name, self.is_torchs)
+        return OwnedName(title, self.kind, self.object, name, self.is_torchs)
 
     def assign(self, name: str, value: Any) -> None:
         """Bind a name to a value."""

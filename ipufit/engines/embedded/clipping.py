@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ipufit.core.train_config import Clip
-from ipufit.tracing.flat_storage import Block
+from ipufit.tracing.flat_storage import FlatBlock
 
 __all__ = ["GradientTransform", "clipped"]
 
@@ -31,14 +31,14 @@ class GradientTransform:
         return [torch.empty_like(flat, dtype=self.dtype or flat.dtype) for flat in flats]
 
     def __call__(
-        self, gradients: Sequence[Tensor], blocks: Sequence[Block], flats: Sequence[Tensor]
+        self, gradients: Sequence[Tensor], blocks: Sequence[FlatBlock], flats: Sequence[Tensor]
     ) -> List[Tensor]:
         """Bounded while still in the accumulation's dtype, then in that of the weights."""
         bounded = clipped(gradients, blocks, self.clip) if self.clip else gradients
         return [gradient.to(flat.dtype) for gradient, flat in zip(bounded, flats)]
 
 
-def clipped(gradients: Sequence[Tensor], blocks: Sequence[Block], clip: Clip) -> List[Tensor]:
+def clipped(gradients: Sequence[Tensor], blocks: Sequence[FlatBlock], clip: Clip) -> List[Tensor]:
     """The gradients of all blocks, bounded.
 
     Norms as in torch.nn.utils.clip_grad_norm_, values as in clip_grad_value_.

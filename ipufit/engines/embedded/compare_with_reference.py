@@ -19,7 +19,7 @@ from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.comparison import Comparison, Difference, Tolerance, distance
 from ipufit.tracing.grad_step import ModuleWithLoss, attributes_kept, public_name
-from ipufit.tracing.source_map import Call, CallRecorder, trace_calls
+from ipufit.tracing.source_map import CallRecorder, TracedCall, trace_calls
 
 __all__ = ["ReferenceComparison"]
 
@@ -97,7 +97,7 @@ class ReferenceComparison:
         scale = [] if scaler is None else [scaler.tensor(leaves[0].device)]
         return [*state, *leaves, *scale]
 
-    def _eagerly(self, double: bool) -> Tuple[List[Call], List[Tensor], List[Tensor]]:
+    def _eagerly(self, double: bool) -> Tuple[List[TracedCall], List[Tensor], List[Tensor]]:
         """The operators of the reference, what it returned, and its state afterwards."""
         micro = self.recorded.micro
         if double:
@@ -111,7 +111,9 @@ class ReferenceComparison:
             results = list(run(*arguments))
         return calls.calls, results, arguments
 
-    def _pairs(self, calls: Sequence[Call], eager: Sequence[Call]) -> Dict[str, Tuple[Call, Call]]:
+    def _pairs(
+        self, calls: Sequence[TracedCall], eager: Sequence[TracedCall]
+    ) -> Dict[str, Tuple[TracedCall, TracedCall]]:
         """For each node that stands for a call, that call when recorded and when run eagerly."""
         # What only says that no gradient passes is in no graph.
         calls = [call for call in calls if call.operator != _DETACH]
@@ -201,7 +203,7 @@ class _ComparedRun(fx.Interpreter):
     def __init__(
         self,
         graph: fx.GraphModule,
-        pairs: Dict[str, Tuple[Call, Call]],
+        pairs: Dict[str, Tuple[TracedCall, TracedCall]],
         add: Callable[[Callable[[float, float, float], Difference], Any], bool],
     ) -> None:
         super().__init__(graph)

@@ -45,7 +45,7 @@ from ipufit.engines.program import ExecutionResult, ProgramSpec
 from ipufit.losses import Loss
 from ipufit.tracing.capture import capture, uses_random_numbers
 from ipufit.tracing.fingerprint import fingerprint, note_writes
-from ipufit.tracing.flat_storage import Block
+from ipufit.tracing.flat_storage import FlatBlock
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, attributes_kept
 from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.ipu_only import for_this_engine
@@ -143,7 +143,7 @@ class EngineContext:
         trained: Sequence[str],
         fixed: Sequence[str],
         state: Sequence[Tensor],
-        layout: Optional[Callable[[Sequence[str]], Sequence[Block]]],
+        layout: Optional[Callable[[Sequence[str]], Sequence[FlatBlock]]],
     ) -> TracedStep:
         """The recorded micro-batch for the example's shapes; recorded now if it is new."""
         step = self.step_module(spec.module, spec.loss)
@@ -322,5 +322,5 @@ class EngineContext:
             self.seconds = before + time.perf_counter() - start
 
 
-def _partition(blocks: Sequence[Block]) -> Tuple[Tuple[str, ...], ...]:
+def _partition(blocks: Sequence[FlatBlock]) -> Tuple[Tuple[str, ...], ...]:
     return tuple(tuple(slot.name for slot in block.slots) for block in blocks)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ipufit.core.train_config import Averaging
-from ipufit.tracing.flat_storage import Block
+from ipufit.tracing.flat_storage import FlatBlock
 
 __all__ = ["EMA"]
 
@@ -29,7 +29,7 @@ class EMA:
     def __init__(
         self,
         rule: Averaging,
-        blocks: Sequence[Block],
+        blocks: Sequence[FlatBlock],
         flats: Sequence[Tensor],
         known: Mapping[str, Tensor],
     ) -> None:

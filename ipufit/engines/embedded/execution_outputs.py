@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.core.logged_values import LogRule, joined_rules
+from ipufit.core.logged_values import LogRule, merge_rules
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.program import ExecutionResult
 
@@ -111,7 +111,7 @@ class ExecutionOutputs:
             losses.append(next(numbers))
             counts += [next(numbers)] if kind.counted else []
             logged.append({name: next(numbers) for name in kind.rules})
-            rules = joined_rules(rules, kind.rules)
+            rules = merge_rules(rules, kind.rules)
         as_tensor = torch.tensor(counts, dtype=torch.float64) if counts else None
         return torch.tensor(losses, dtype=torch.float64), as_tensor, logged, rules
 

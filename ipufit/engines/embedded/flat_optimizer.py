@@ -29,7 +29,7 @@ from ipufit.errors import OptimizerError
 from ipufit.optim.rules import OptimizerRule, rule_for
 from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
-from ipufit.tracing.flat_storage import Block, FlatStorage, flat_of, group_alike
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_alike
 
 __all__ = ["FlatOptimizer", "Graphs", "RuleOptimizer", "make_flat_optimizer", "refuse_step_hooks"]
 
@@ -44,7 +44,7 @@ Rows = Sequence[Sequence[Mapping[str, Any]]]
 class FlatOptimizer(Protocol):
     """Applies one optimizer to flat tensors."""
 
-    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[Block]:
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
         """How the parameters that a gradient reaches are laid out."""
         ...
 
@@ -196,7 +196,7 @@ class RuleOptimizer:
             return float(state.get("step", 0))
         return 1.0 if state.get("momentum_buffer") is not None else 0.0
 
-    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[Block]:
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
         """Parameters of one group, dtype, device and age stand together."""
         return group_alike(self._optimizer, named, self._steps)
 
@@ -233,7 +233,7 @@ class RuleOptimizer:
         kernels = [kernel for kernel in fused if kernel is not None]
         return kernels if len(kernels) == len(fused) else []
 
-    def _load(self, block: Block, flat: Tensor, rule: OptimizerRule) -> Dict[str, Tensor]:
+    def _load(self, block: FlatBlock, flat: Tensor, rule: OptimizerRule) -> Dict[str, Tensor]:
         state = {name: torch.zeros_like(flat) for name in rule.tensors}
         for slot in block.slots:
             torch_state = self._optimizer.state.get(slot.parameter, {})
@@ -294,7 +294,7 @@ class RuleOptimizer:
         return list(zip(*(table.unbind() for table in moved)))
 
     @property
-    def blocks(self) -> Sequence[Block]:
+    def blocks(self) -> Sequence[FlatBlock]:
         """The layout of the parameters."""
         return self._storage.blocks
 

@@ -37,7 +37,7 @@ class Reduction:
         key = tuple(sizes) if share is None else share
         if key not in self._known:
             factors, whole = self.shares(sizes if share is None else share.sizes)
-            own = factors if share is None else [factors[i] for i in share.own]
+            own = factors if share is None else [factors[i] for i in share.indices]
             self._known[key] = own, whole
         return GradientSum(*self._known[key], self._dtype)
 

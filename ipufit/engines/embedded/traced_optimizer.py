@@ -13,7 +13,7 @@ from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.errors import CaptureError, OptimizerError
 from ipufit.tracing.capture import capture
-from ipufit.tracing.flat_storage import Block, FlatStorage, group_alike, storage_id
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, group_alike, storage_id
 
 __all__ = ["TracedOptimizer"]
 
@@ -90,7 +90,7 @@ class TracedOptimizer:
         self._eager = False
         self._settings = _settings(optimizer)
 
-    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[Block]:
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
         """Parameters of one group, dtype and device stand together."""
         return group_alike(self._optimizer, named, lambda parameter: 0)
 

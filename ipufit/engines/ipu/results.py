@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ipufit.core.batch import Mode
-from ipufit.core.logged_values import LogRule, joined_rules
+from ipufit.core.logged_values import LogRule, merge_rules
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.ipu.executable import Result
 from ipufit.engines.program import ExecutionResult, ProgramSpec
@@ -36,7 +36,7 @@ def anchors_of(
     if any(result.reported.rules for result in results):
         logged = [_logged(result) for result in results]
         for result in results:
-            rules = joined_rules(rules, result.reported.rules)
+            rules = merge_rules(rules, result.reported.rules)
     counted = any(result.reported.counted for result in results)
     return ExecutionResult(
         torch.tensor([r.numbers[0] for r in results] if has_loss else [], dtype=torch.float64),

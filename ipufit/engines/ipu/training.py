@@ -213,7 +213,7 @@ class TrainingProgram(Program):
         batch, valid = filled(update.own, size, self._programs.example)
         counted = program.unit.traced.reported.counted
         shares = self._shapes.shares(share.sizes, size, counted)
-        shares = [shares[i] for i in share.own] + [0.0] * (len(batch) - len(update.own))
+        shares = [shares[i] for i in share.indices] + [0.0] * (len(batch) - len(update.own))
         results = program.unit.run(batch, self._seed(), shares, valid)[: len(update.own)]
         results = self._done(program, results, 1)
         if program.own:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ipufit.core.batch import CombinedBatch, MicroBatch
-from ipufit.core.logged_values import joined_rules
+from ipufit.core.logged_values import merge_rules
 from ipufit.engines.program import (
     ExecutionResult,
     ForwardingProgram,
@@ -73,7 +73,7 @@ class MeasuredProgram(ForwardingProgram):
         self._check(key)
         if self._metrics.is_new(self._role, key):
             _try(key, self._metrics.turn_to(self._role), tensors)
-        rules = joined_rules(prepared.rules, {value.name: value.rule for value in key.values})
+        rules = merge_rules(prepared.rules, {value.name: value.rule for value in key.values})
         return Prepared(outputs, rules)
 
     def _check(self, key: MetricKey) -> None:
@@ -108,7 +108,7 @@ class MeasuredProgram(ForwardingProgram):
             if key is not None:
                 values = _update_metrics(key, objects, outputs.pop(key))
                 logged[place] = {**logged[place], **values}
-                rules = joined_rules(rules, {value.name: value.rule for value in key.values})
+                rules = merge_rules(rules, {value.name: value.rule for value in key.values})
             outputs_without_metrics.append(outputs)
         return dataclasses.replace(
             anchors, outputs=outputs_without_metrics, logged=logged, rules=rules

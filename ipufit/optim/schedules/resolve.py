@@ -18,7 +18,7 @@ __all__ = ["AtEpochEnd", "EveryBatches", "check_form", "resolve_schedule"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ScheduledGroups:
     """Functions that hold for some parameter groups.
 
     Attributes:
@@ -43,7 +43,7 @@ class CallableSchedule(Schedule):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parts: Sequence[Part], per_update: bool
+        self, optimizer: torch.optim.Optimizer, parts: Sequence[ScheduledGroups], per_update: bool
     ) -> None:
         super().__init__(optimizer, per_update)
         self._parts = parts
@@ -289,10 +289,10 @@ def _check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer) -> Non
             )
 
 
-def _parts(scheduler: object, groups: int) -> List[Part]:
+def _parts(scheduler: object, groups: int) -> List[ScheduledGroups]:
     if isinstance(scheduler, Mapping):
         _check_functions(scheduler)
-        return [Part(range(groups), dict(scheduler))]
+        return [ScheduledGroups(range(groups), dict(scheduler))]
     if (
         isinstance(scheduler, list)
         and scheduler
@@ -306,7 +306,7 @@ def _parts(scheduler: object, groups: int) -> List[Part]:
             )
         for one in scheduler:
             _check_functions(one, empty=any(scheduler))
-        return [Part([index], dict(one)) for index, one in enumerate(scheduler)]
+        return [ScheduledGroups([index], dict(one)) for index, one in enumerate(scheduler)]
     if isinstance(scheduler, type):
         raise ConfigurationError(
             f"lr_scheduler must be an object, a factory, a callable or a dict, got the class "

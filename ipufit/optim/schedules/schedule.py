@@ -100,15 +100,15 @@ class Schedule(abc.ABC):
         Raises:
             ConfigurationError: a value that no update can use; everything is as before the call.
         """
-        kept = self.snapshot()
+        snapshot = self.snapshot()
         try:
             with silenced():
                 return [
-                    self._row(updates - 1 - i, kept, *accumulation_steps[i : i + 1])
+                    self._row(updates - 1 - i, snapshot, *accumulation_steps[i : i + 1])
                     for i in range(updates)
                 ]
         except BaseException:
-            self.restore(kept)
+            self.restore(snapshot)
             raise
 
     def check(self, updates: int, epoch: Sequence[int] = ()) -> None:
@@ -121,16 +121,16 @@ class Schedule(abc.ABC):
         Raises:
             ConfigurationError: they have not.
         """
-        kept = self.snapshot()
+        snapshot = self.snapshot()
         try:
             with silenced():
                 for i in range(updates):
                     place = i % len(epoch) if epoch else i
                     if not place:
                         self._batches = 0
-                    self._row(updates - 1 - i, kept, *epoch[place : place + 1])
+                    self._row(updates - 1 - i, snapshot, *epoch[place : place + 1])
         finally:
-            self.restore(kept)
+            self.restore(snapshot)
 
     def end_epoch(self, logs: Mapping[str, float]) -> None:
         """An epoch ended: the time for schedules that change then.
@@ -150,13 +150,13 @@ class Schedule(abc.ABC):
 
     def snapshot(self) -> Any:
         """A copy of everything, the settings included; for this object only."""
-        own = (self.updates, self.epochs, self._batches, self._fault, self._cause)
-        return own, settings.keep(self._optimizer), self._keep()
+        counters = (self.updates, self.epochs, self._batches, self._fault, self._cause)
+        return counters, settings.keep(self._optimizer), self._keep()
 
     def restore(self, snapshot: Any) -> None:
         """Go back to a snapshot, exactly; as often as one likes."""
-        own, *parts = snapshot
-        self.updates, self.epochs, self._batches, self._fault, self._cause = own
+        counters, *parts = snapshot
+        self.updates, self.epochs, self._batches, self._fault, self._cause = counters
         for put_back in parts:
             put_back()
 
@@ -180,12 +180,14 @@ class Schedule(abc.ABC):
         """
         groups = self._optimizer.param_groups
         names = [sorted(group) for group in state["settings"]]
-        own = [sorted(settings.numbers_of(group)) for group in settings.read(self._optimizer)]
-        if state["kind"] != self.name or names != own:
+        expected_names = [
+            sorted(settings.numbers_of(group)) for group in settings.read(self._optimizer)
+        ]
+        if state["kind"] != self.name or names != expected_names:
             came = f"{state['kind']} over {names}"
             raise ConfigurationError(
-                f"the state of a schedule must be that of {self.name} over {own}, got {came}. "
-                "Compile with the optimizer and the lr_scheduler that made it."
+                f"the state of a schedule must be that of {self.name} over {expected_names}, got "
+                f"{came}. Compile with the optimizer and the lr_scheduler that made it."
             )
         self._load_own(state["own"])
         for group, values in zip(groups, state["settings"]):
@@ -321,9 +323,9 @@ class Schedule(abc.ABC):
                     self._check_value(name, value, index)
 
     def _check_value(self, name: str, value: Any, group: int) -> None:
-        found = settings.number(value)
+        number = settings.number(value)
         expected, low, high = _bounds(name)
-        if found is not None and math.isfinite(found) and low <= found < high:
+        if number is not None and math.isfinite(number) and low <= number < high:
             return
         raise ConfigurationError(
             f"lr_scheduler must make {name} {expected}, but {self.name} gives {value!r} for update "
@@ -397,11 +399,11 @@ class TorchSchedule(Schedule):
     @property
     def configuration(self) -> Dict[str, Any]:
         """The attributes of the scheduler and of those it is made of, but for counters."""
-        own = [
+        attributes = [
             {name: value for name, value in vars(each).items() if _is_configuration(name)}
             for each in parts(self._scheduler)
         ]
-        return {**super().configuration, "monitor": self._monitor, "parts": own}
+        return {**super().configuration, "monitor": self._monitor, "parts": attributes}
 
     @property
     def follows_values(self) -> bool:
@@ -423,10 +425,10 @@ class TorchSchedule(Schedule):
         return functools.partial(self._scheduler.step, logs[monitor])
 
     def _keep(self) -> Callable[[], None]:
-        kept = [(owner, _copied(vars(owner))) for owner in _owners(self._scheduler)]
+        attributes = [(owner, _copied(vars(owner))) for owner in _owners(self._scheduler)]
 
         def restore() -> None:
-            for owner, values in kept:
+            for owner, values in attributes:
                 vars(owner).clear()
                 vars(owner).update(_copied(values))
 
@@ -440,23 +442,23 @@ class TorchSchedule(Schedule):
         counters = [{k: v for k, v in one.items() if isinstance(v, dict)} for one in live]
         self._scheduler.load_state_dict(copy.deepcopy(state))
         for one, before in zip(live, counters):
-            for key, known in before.items():
+            for key, counter in before.items():
                 # JSON has strings for keys where MultiStepLR has milestones.
-                if any(isinstance(name, int) for name in known):
-                    one[key] = type(known)({int(name): v for name, v in one[key].items()})
+                if any(isinstance(name, int) for name in counter):
+                    one[key] = type(counter)({int(name): v for name, v in one[key].items()})
 
 
 def _owners(scheduler: Any) -> List[Any]:
     """Everything whose attributes change when the scheduler steps."""
-    found: Dict[int, Any] = {}
+    by_id: Dict[int, Any] = {}
     for part in parts(scheduler):
-        found[id(part)] = part
+        by_id[id(part)] = part
         for value in vars(part).values():
             # LambdaLR and others may hold objects that are called, with attributes of their own.
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if _is_called_object(item):
-                    found[id(item)] = item
-    return list(found.values())
+                    by_id[id(item)] = item
+    return list(by_id.values())
 
 
 def _is_called_object(value: Any) -> bool:

@@ -46,13 +46,13 @@ def numbers_of(settings: Dict[str, Any]) -> Dict[str, Any]:
     Returns:
         A dict with "beta1", "beta2", ... in place of "betas". A learning rate of any type is in it.
     """
-    found: Dict[str, Any] = {}
+    hyper_parameters: Dict[str, Any] = {}
     for name, value in settings.items():
         if name == "betas" and isinstance(value, (tuple, list)):
-            found.update({f"beta{i + 1}": beta for i, beta in enumerate(value)})
+            hyper_parameters.update({f"beta{i + 1}": beta for i, beta in enumerate(value)})
         elif name == "lr" or (number(value) is not None and name not in NOTES):
-            found[name] = value
-    return found
+            hyper_parameters[name] = value
+    return hyper_parameters
 
 
 def target(name: Any, settings: Dict[str, Any], kind: str, group: int) -> Target:
@@ -67,9 +67,9 @@ def target(name: Any, settings: Dict[str, Any], kind: str, group: int) -> Target
     Raises:
         ConfigurationError: the group has no such number; with those that it has.
     """
-    known = numbers_of(settings)
+    hyper_parameters = numbers_of(settings)
     name = "lr" if name == "learning_rate" else name
-    if name in known:
+    if name in hyper_parameters:
         beta = re.fullmatch(r"beta(\d+)", name)
         return ("betas", int(beta[1]) - 1) if beta and name not in settings else (name, None)
     came = f"{name!r} for parameter group {group}"
@@ -77,7 +77,7 @@ def target(name: Any, settings: Dict[str, Any], kind: str, group: int) -> Target
         came += f", which is {settings[name]!r} and no single number"
     raise ConfigurationError(
         f"lr_scheduler can only schedule hyper-parameters of {kind} that are numbers, got {came}. "
-        f"It has {', '.join(known)}."
+        f"It has {', '.join(hyper_parameters)}."
     )
 
 
@@ -103,13 +103,13 @@ def keep(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     Returns:
         What puts them back exactly, as often as it is called; tensors keep their identity.
     """
-    kept = [
+    saved_groups = [
         {name: (value, _copy(value)) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
 
     def restore() -> None:
-        for group, values in zip(optimizer.param_groups, kept):
+        for group, values in zip(optimizer.param_groups, saved_groups):
             for name in [name for name in group if name != "params" and name not in values]:
                 del group[name]
             for name, (value, copy) in values.items():

@@ -19,7 +19,7 @@ from ipufit.report.page.sections import (
     rounded,
 )
 
-__all__ = ["TOGETHER", "Work", "grouped", "layers", "operators", "place_of"]
+__all__ = ["TOGETHER", "OperatorTotals", "grouped", "layers", "operators", "place_of"]
 
 TOGETHER = "How operators are put together"
 
@@ -39,7 +39,7 @@ _COLUMNS = (
 
 
 @dataclasses.dataclass
-class Work:
+class OperatorTotals:
     """Sums over some operators."""
 
     calls: float = 0.0
@@ -95,11 +95,11 @@ _GROUPS: Tuple[Tuple[str, Tuple[str, ...], Callable[[Mapping[str, Any]], Key]], 
 
 def grouped(
     rows: Sequence[Mapping[str, Any]], key: Callable[[Mapping[str, Any]], Key]
-) -> List[Tuple[Key, Work]]:
+) -> List[Tuple[Key, OperatorTotals]]:
     """Sum operators by key, sorted by descending time."""
-    by_key: Dict[Key, Work] = {}
+    by_key: Dict[Key, OperatorTotals] = {}
     for row in rows:
-        by_key.setdefault(key(row), Work()).add(row)
+        by_key.setdefault(key(row), OperatorTotals()).add(row)
     return sorted(by_key.items(), key=lambda item: -item[1].seconds)
 
 
@@ -159,7 +159,7 @@ def _about(timing: Mapping[str, Any], whole: float) -> Html:
     return note(" ".join(parts))
 
 
-def _cells(work: Work, whole: float, timing: Mapping[str, Any]) -> List[Cell]:
+def _cells(work: OperatorTotals, whole: float, timing: Mapping[str, Any]) -> List[Cell]:
     peak = timing.get("peak") or {}
     spent = work.seconds
     flops = work.flops / spent if spent and work.flops else None
@@ -261,20 +261,22 @@ def layers(facts: Mapping[str, Any]) -> Section:
     return Section("layers", "Layers", join_parts(about, shown))
 
 
-def _by_layer(rows: Sequence[Mapping[str, Any]]) -> Dict[str, Work]:
+def _by_layer(rows: Sequence[Mapping[str, Any]]) -> Dict[str, OperatorTotals]:
     """Sum operators by layer, those of inner layers included."""
-    by_layer: Dict[str, Work] = {"": Work()}
+    by_layer: Dict[str, OperatorTotals] = {"": OperatorTotals()}
     for row in rows:
         by_layer[""].add(row)
         parts = str(row.get("module") or "").split(".")
         for end in range(1, len(parts) + 1):
             name = ".".join(parts[:end])
             if name:
-                by_layer.setdefault(name, Work()).add(row)
+                by_layer.setdefault(name, OperatorTotals()).add(row)
     return by_layer
 
 
-def _row(layer: Mapping[str, Any], work: Optional[Work], timed: bool, follows: int) -> Html:
+def _row(
+    layer: Mapping[str, Any], work: Optional[OperatorTotals], timed: bool, follows: int
+) -> Html:
     depth = int(layer["depth"])
     name = str(layer["name"]) or "the module"
     last_name = name.rpartition(".")[2] if depth > 1 else name
@@ -292,7 +294,7 @@ def _row(layer: Mapping[str, Any], work: Optional[Work], timed: bool, follows: i
         )
     head.append(element("span", last_name, title=name))
     place = place_of(layer)
-    counted = work or Work()
+    counted = work or OperatorTotals()
     trained = layer["trainable"]
     parameters = texts.count(layer["parameters"])
     if trained != layer["parameters"]:

@@ -6,16 +6,7 @@ import dataclasses
 import math
 from typing import Sequence, Tuple, Union
 
-__all__ = [
-    "NOT_MAPPED",
-    "UNREAD",
-    "BatchDim",
-    "Fixed",
-    "RefusalError",
-    "State",
-    "Unread",
-    "regrouped",
-]
+__all__ = ["NOT_MAPPED", "UNREAD", "BatchDim", "RefusalError", "State", "regrouped"]
 
 
 class RefusalError(Exception):
@@ -80,9 +71,9 @@ def regrouped(
         outside, inside = math.prod(after[:dim]), math.prod(after[dim + 1 :])
         if not outside or not inside or left % outside or right % inside:
             continue
-        found = BatchDim(dim, left // outside, right // inside)
-        if found.size(samples) == size:
-            return found
+        candidate = BatchDim(dim, left // outside, right // inside)
+        if candidate.size(samples) == size:
+            return candidate
     raise RefusalError(
         f"a view of {tuple(before)} as {tuple(after)} takes samples apart or mixes them"
     )

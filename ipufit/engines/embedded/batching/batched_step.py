@@ -17,20 +17,13 @@ from ipufit.engines.embedded.batching.batch_dim import BatchDim, RefusalError, S
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.losses import Loss, LossTerm
 from ipufit.losses.batched import losses_together
-from ipufit.tracing.flat_storage import Block, storage_id
+from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.grad_step import ModuleWithLoss, OutputShape, ReportedScalars
 from ipufit.tracing.node_meta import backward_marked
 from ipufit.utils import tree
 from ipufit.utils.state import call_with
 
-__all__ = [
-    "BatchedGradStep",
-    "BatchedResult",
-    "BatchedStep",
-    "Forward",
-    "Replayed",
-    "forward_leaves",
-]
+__all__ = ["BatchedGradStep", "BatchedStep", "Forward", "Replayed", "forward_leaves"]
 
 
 def forward_leaves(batch: MicroBatch) -> int:
@@ -177,12 +170,12 @@ class _Chunks(Replayed):
         if values is not None:
             terms = [LossTerm(value) for value in values.unbind()]
             return [(each, term, {}) for each, term in zip(outputs, terms)], values
-        found = []
+        batch_results = []
         for each, (target, sample_weight) in zip(outputs, others):
             with collecting() as entries:
                 term = self.loss_of(each, target, sample_weight)
-            found.append((each, term, entries))
-        return found, None
+            batch_results.append((each, term, entries))
+        return batch_results, None
 
 
 class BatchedGradStep:
@@ -228,7 +221,7 @@ class BatchedGradStep:
         want_outputs: bool,
         precision: Precision,
         with_gradient: Sequence[str],
-        blocks: Sequence[Block],
+        blocks: Sequence[FlatBlock],
         early: float = 1.0,
     ) -> None:
         self._chunks = _Chunks(step, loss, forward, outputs)

@@ -294,8 +294,8 @@ class _Work:
 
     def _buffers_read(self, graph: fx.GraphModule) -> Tuple[str, ...]:
         buffers = {name for name, _ in self._step.named_buffers()}
-        given = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        return tuple(n for n, node in zip(self._names, given) if n in buffers and node.users)
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        return tuple(n for n, node in zip(self._names, placeholders) if n in buffers and node.users)
 
 
 def _check_results(along: Sequence[State]) -> None:

@@ -21,7 +21,7 @@ from ipufit.engines.embedded.batching.batch_dim import (
     RefusalError,
     State,
 )
-from ipufit.engines.embedded.batching.rules import BATCHING_RULES, IN_PLACE, SIZED, Call
+from ipufit.engines.embedded.batching.rules import BATCHING_RULES, IN_PLACE, SIZED, OperatorPair
 from ipufit.tracing.capture import draws
 from ipufit.tracing.graph_analysis import Memories, operator_name, same_constants
 
@@ -116,26 +116,26 @@ class _Proof:
         base, _, overload = name.partition(".")
         in_place = base.endswith("_") and not base.endswith("__") and base[:-1] in IN_PLACE
         base = base[:-1] if in_place else base
-        found = f"{base}.{overload}" if f"{base}.{overload}" in BATCHING_RULES else base
-        call = Call(small, large, self._states, self._samples)
-        same = self._compare(small, large, SIZED.get(found, ()), call.name)
+        rule_name = f"{base}.{overload}" if f"{base}.{overload}" in BATCHING_RULES else base
+        call = OperatorPair(small, large, self._states, self._samples)
+        same = self._compare(small, large, SIZED.get(rule_name, ()), call.name)
         inputs = [self._states[node] for node in small.all_input_nodes]
         if UNREAD in inputs:
             raise unknown
         if same and all(state == NOT_MAPPED for state in inputs):
             return NOT_MAPPED
-        if found not in BATCHING_RULES:
+        if rule_name not in BATCHING_RULES:
             raise unknown
-        state = BATCHING_RULES[found](call)
+        state = BATCHING_RULES[rule_name](call)
         if in_place:
             self._check_write(call, state)
         return state
 
-    def _check_write(self, call: Call, state: State) -> None:
+    def _check_write(self, call: OperatorPair, state: State) -> None:
         """Refuse a write elsewhere than to the samples, under any name of the memory."""
         members = self._memories.members[self._memories.of(call.first)]
-        known = [self._states[member] for member in members if member in self._states]
-        if state != call.state(call.first) or NOT_MAPPED in known:
+        states = [self._states[member] for member in members if member in self._states]
+        if state != call.state(call.first) or NOT_MAPPED in states:
             raise call.coupled()
 
     def _compare(self, small: fx.Node, large: fx.Node, sized: Sequence[str], name: str) -> bool:
@@ -145,9 +145,9 @@ class _Proof:
         if len(small.args) != len(large.args) or small.kwargs.keys() != large.kwargs.keys():
             raise self._depends(f"{name} in forward")
         same = True
-        given = [*zip(names, small.args, large.args)]
-        given += [(key, small.kwargs[key], large.kwargs[key]) for key in small.kwargs]
-        for key, first, second in given:
+        arguments = [*zip(names, small.args, large.args)]
+        arguments += [(key, small.kwargs[key], large.kwargs[key]) for key in small.kwargs]
+        for key, first, second in arguments:
             if not self._alike(first, second):
                 if key not in sized:
                     raise self._depends(f"{name} in forward")

@@ -21,10 +21,10 @@ from ipufit.engines.embedded.batching.batch_dim import (
 )
 from ipufit.tracing.graph_analysis import nodes_in, operator_name
 
-__all__ = ["BATCHING_RULES", "IN_PLACE", "SIZED", "Call"]
+__all__ = ["BATCHING_RULES", "IN_PLACE", "SIZED", "OperatorPair"]
 
 
-class Call:
+class OperatorPair:
     """One operator, as recorded for a micro-batch and for several of them.
 
     Args:
@@ -111,7 +111,7 @@ class Call:
 
 
 # Finds where the samples are in the results.
-Rule = Callable[[Call], State]
+Rule = Callable[[OperatorPair], State]
 BATCHING_RULES: Dict[str, Rule] = {}
 
 # Arguments that may depend on the number of samples; rules look at shapes instead.
@@ -155,11 +155,11 @@ IN_PLACE = frozenset(ELEMENTWISE.split())
 
 
 @_rule(ELEMENTWISE)
-def _elementwise(call: Call) -> State:
+def _elementwise(call: OperatorPair) -> State:
     return _broadcast(call, call.tensors)
 
 
-def _broadcast(call: Call, nodes: Sequence[fx.Node]) -> BatchDim:
+def _broadcast(call: OperatorPair, nodes: Sequence[fx.Node]) -> BatchDim:
     """Elements that meet belong to the same sample."""
     rank = max(len(call.shape(node)) for node in nodes)
     states = set()
@@ -183,19 +183,19 @@ def _broadcast(call: Call, nodes: Sequence[fx.Node]) -> BatchDim:
 
 
 @_rule("view _unsafe_view _reshape_alias", ("size", "stride"))
-def _view(call: Call) -> State:
+def _view(call: OperatorPair) -> State:
     _, large = call.results
     before = call.large_shape(call.first)
     return regrouped(call.along(call.first), before, large.shape, call.samples[1])
 
 
 @_rule("view.dtype")
-def _reinterpreted(call: Call) -> State:
+def _reinterpreted(call: OperatorPair) -> State:
     raise call.coupled()
 
 
 @_rule("expand", ("size",))
-def _expand(call: Call) -> State:
+def _expand(call: OperatorPair) -> State:
     if call.state(call.first) == NOT_MAPPED:
         return _repeated_rows(call)
     small, _ = call.results
@@ -203,7 +203,7 @@ def _expand(call: Call) -> State:
     return along.moved(along.dim + small.dim() - len(call.shape(call.first)))
 
 
-def _repeated_rows(call: Call) -> State:
+def _repeated_rows(call: OperatorPair) -> State:
     """The state of equal rows, whose number alone depends on that of the samples."""
     small, large = call.results
     differing = [d for d, (a, b) in enumerate(zip(small.shape, large.shape)) if a != b]
@@ -215,12 +215,12 @@ def _repeated_rows(call: Call) -> State:
 
 
 @_rule("full new_full new_ones new_zeros ones zeros", ("size",))
-def _made(call: Call) -> State:
+def _made(call: OperatorPair) -> State:
     return _repeated_rows(call)
 
 
 @_rule("repeat", ("repeats",))
-def _repeat(call: Call) -> State:
+def _repeat(call: OperatorPair) -> State:
     small, _ = call.results
     new = small.dim() - len(call.shape(call.first))
     if call.state(call.first) != NOT_MAPPED:
@@ -238,14 +238,14 @@ def _repeat(call: Call) -> State:
 
 
 @_rule("permute")
-def _permute(call: Call) -> State:
+def _permute(call: OperatorPair) -> State:
     along = call.along(call.first)
     order = call.dims(call["dims"], len(call.shape(call.first)))
     return along.moved(order.index(along.dim))
 
 
 @_rule("transpose.int t")
-def _transpose(call: Call) -> State:
+def _transpose(call: OperatorPair) -> State:
     along, rank = call.along(call.first), len(call.shape(call.first))
     pair = [0, 1] if call["dim0"] is None else [call["dim0"] % rank, call["dim1"] % rank]
     if rank < 2 or along.dim not in pair:
@@ -254,20 +254,20 @@ def _transpose(call: Call) -> State:
 
 
 @_rule("unsqueeze")
-def _unsqueeze(call: Call) -> State:
+def _unsqueeze(call: OperatorPair) -> State:
     along, rank = call.along(call.first), len(call.shape(call.first))
     return along.moved(along.dim + (call["dim"] % (rank + 1) <= along.dim))
 
 
 @_rule("squeeze squeeze.dim squeeze.dims")
-def _squeeze(call: Call) -> State:
+def _squeeze(call: OperatorPair) -> State:
     along, shape = call.along(call.first), call.large_shape(call.first)
     gone = [d for d in call.dims(call["dim"], len(shape)) if shape[d] == 1]
     return along.moved(along.dim - sum(d < along.dim for d in gone))
 
 
 @_rule("slice.Tensor", ("end",))
-def _slice(call: Call) -> State:
+def _slice(call: OperatorPair) -> State:
     along, dim = call.along(call.first), call["dim"] % len(call.shape(call.first))
     small, large = call.results
     if along.dim == dim and (
@@ -278,25 +278,25 @@ def _slice(call: Call) -> State:
 
 
 @_rule("select.int")
-def _select(call: Call) -> State:
+def _select(call: OperatorPair) -> State:
     (gone,) = call.off(call["dim"], call.first)
     along = call.along(call.first)
     return along.moved(along.dim - (gone < along.dim))
 
 
 @_rule("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes")
-def _split(call: Call) -> State:
+def _split(call: OperatorPair) -> State:
     call.off(call["dim"], call.first)
     return (call.along(call.first),) * len(call.results[0])
 
 
 @_rule("unbind.int")
-def _unbind(call: Call) -> State:
+def _unbind(call: OperatorPair) -> State:
     return (_select(call),) * len(call.results[0])
 
 
 @_rule("cat")
-def _cat(call: Call) -> State:
+def _cat(call: OperatorPair) -> State:
     states = {call.along(node) for node in call.tensors}
     for node in call.tensors:
         call.off(call["dim"], node)
@@ -306,7 +306,7 @@ def _cat(call: Call) -> State:
 
 
 @_rule("stack")
-def _stack(call: Call) -> State:
+def _stack(call: OperatorPair) -> State:
     states = {call.along(node) for node in call.tensors}
     if len(states) != 1:
         raise call.coupled()
@@ -316,7 +316,7 @@ def _stack(call: Call) -> State:
 
 
 @_rule("constant_pad_nd")
-def _pad(call: Call) -> State:
+def _pad(call: OperatorPair) -> State:
     along, rank = call.along(call.first), len(call.shape(call.first))
     pairs = list(zip(call["pad"][::2], call["pad"][1::2]))
     padded = [rank - 1 - place for place, pair in enumerate(pairs) if tuple(pair) != (0, 0)]
@@ -326,7 +326,7 @@ def _pad(call: Call) -> State:
 
 
 @_rule("tril triu")
-def _triangle(call: Call) -> State:
+def _triangle(call: OperatorPair) -> State:
     along = call.along(call.first)
     if along.dim >= len(call.shape(call.first)) - 2:
         raise call.coupled()
@@ -339,19 +339,19 @@ def _triangle(call: Call) -> State:
 @_rule(
     "_softmax _log_softmax cumsum cumprod logcumsumexp sort sort.stable topk glu cummax cummin",
 )
-def _along_another(call: Call) -> State:
+def _along_another(call: OperatorPair) -> State:
     call.off(call["dim"], call.first)
     return _all_results(call, call.along(call.first))
 
 
 @_rule("flip roll")
-def _turned(call: Call) -> State:
+def _turned(call: OperatorPair) -> State:
     # Without dimensions, roll turns all elements as one row.
     call.off(call["dims"], call.first)
     return call.along(call.first)
 
 
-def _all_results(call: Call, state: State) -> State:
+def _all_results(call: OperatorPair, state: State) -> State:
     small, _ = call.results
     return (state,) * len(small) if isinstance(small, (list, tuple)) else state
 
@@ -361,7 +361,7 @@ def _all_results(call: Call, state: State) -> State:
     " median.dim min.dim norm.ScalarOpt_dim prod.dim_int std.correction sum.dim_IntList std.dim"
     " var.correction var.dim var_mean.correction std_mean.correction"
 )
-def _reduction(call: Call) -> State:
+def _reduction(call: OperatorPair) -> State:
     gone = call.off(call["dim"], call.first)
     along = call.along(call.first)
     if not call["keepdim"]:
@@ -370,19 +370,19 @@ def _reduction(call: Call) -> State:
 
 
 @_rule("log_sigmoid_forward")
-def _log_sigmoid(call: Call) -> State:
+def _log_sigmoid(call: OperatorPair) -> State:
     return (call.along(call.first), UNREAD)
 
 
 @_rule("all any dot max mean median min prod std std_mean sum var var_mean")
-def _joined(call: Call) -> State:
+def _joined(call: OperatorPair) -> State:
     raise call.coupled()
 
 
 # Products.
 
 
-def _product(call: Call, first: fx.Node, second: fx.Node) -> BatchDim:
+def _product(call: OperatorPair, first: fx.Node, second: fx.Node) -> BatchDim:
     """The rule for products of matrices, or of stacks of them."""
     left, right = call.state(first), call.state(second)
     last = len(call.shape(first)) - 1
@@ -396,21 +396,21 @@ def _product(call: Call, first: fx.Node, second: fx.Node) -> BatchDim:
 
 
 @_rule("mm bmm")
-def _mm(call: Call) -> State:
+def _mm(call: OperatorPair) -> State:
     return _product(call, call["self"], call["mat2"])
 
 
 @_rule("addmm")
-def _addmm(call: Call) -> State:
+def _addmm(call: OperatorPair) -> State:
     return _with_bias(call, _product(call, call["mat1"], call["mat2"]), 2)
 
 
 @_rule("baddbmm")
-def _baddbmm(call: Call) -> State:
+def _baddbmm(call: OperatorPair) -> State:
     return _with_bias(call, _product(call, call["batch1"], call["batch2"]), 3)
 
 
-def _with_bias(call: Call, along: BatchDim, rank: int) -> BatchDim:
+def _with_bias(call: OperatorPair, along: BatchDim, rank: int) -> BatchDim:
     bias, state = call["self"], call.state(call["self"])
     place = along.dim - rank + len(call.shape(bias))
     if isinstance(state, BatchDim) and state == along.moved(place):
@@ -421,7 +421,7 @@ def _with_bias(call: Call, along: BatchDim, rank: int) -> BatchDim:
 
 
 @_rule("mv")
-def _mv(call: Call) -> State:
+def _mv(call: OperatorPair) -> State:
     call.fixed(call["vec"])
     if call.along(call["self"]).dim != 0:
         raise call.coupled()
@@ -432,7 +432,7 @@ def _mv(call: Call) -> State:
 
 
 @_rule("embedding")
-def _embedding(call: Call) -> State:
+def _embedding(call: OperatorPair) -> State:
     call.fixed(call["weight"])
     if call["scale_grad_by_freq"]:
         # Its derivative divides by how often an index occurs, in the whole batch.
@@ -441,7 +441,7 @@ def _embedding(call: Call) -> State:
 
 
 @_rule("index_select")
-def _index_select(call: Call) -> State:
+def _index_select(call: OperatorPair) -> State:
     table, chosen = call.state(call["self"]), call.state(call["index"])
     if table == NOT_MAPPED and isinstance(chosen, BatchDim):
         return chosen.moved(*call.dims(call["dim"], len(call.shape(call["self"]))))
@@ -451,7 +451,7 @@ def _index_select(call: Call) -> State:
 
 
 @_rule("index.Tensor")
-def _index(call: Call) -> State:
+def _index(call: OperatorPair) -> State:
     """One tensor of indices, along one dimension."""
     indexed = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
     if len(indexed) != 1:
@@ -468,7 +468,7 @@ def _index(call: Call) -> State:
 
 
 @_rule("gather scatter.src scatter.value scatter_add")
-def _picked(call: Call) -> State:
+def _picked(call: OperatorPair) -> State:
     if len({call.along(node) for node in call.tensors}) != 1:
         raise call.coupled()
     call.off(call["dim"], call.first)
@@ -478,7 +478,7 @@ def _picked(call: Call) -> State:
 # Layers that take the samples along their first dimension.
 
 
-def _leading(call: Call, node: fx.Node, rank: int) -> BatchDim:
+def _leading(call: OperatorPair, node: fx.Node, rank: int) -> BatchDim:
     along = call.along(node)
     if along.dim != 0 or len(call.shape(node)) != rank:
         raise call.coupled()
@@ -486,13 +486,13 @@ def _leading(call: Call, node: fx.Node, rank: int) -> BatchDim:
 
 
 @_rule("convolution")
-def _convolution(call: Call) -> State:
+def _convolution(call: OperatorPair) -> State:
     call.fixed(call["weight"], call["bias"])
     return _leading(call, call["input"], len(call["stride"]) + 2)
 
 
 def _spatial(rank: int) -> Rule:
-    def spatial_layer(call: Call) -> State:
+    def spatial_layer(call: OperatorPair) -> State:
         return _all_results(call, _leading(call, call.first, rank))
 
     return spatial_layer
@@ -512,7 +512,7 @@ for _rank, _names in _SPATIAL.items():
 
 
 @_rule("native_layer_norm")
-def _layer_norm(call: Call) -> State:
+def _layer_norm(call: OperatorPair) -> State:
     call.fixed(call["weight"], call["bias"])
     rank = len(call.shape(call["input"]))
     call.off(list(range(rank - len(call["normalized_shape"]), rank)), call["input"])
@@ -520,7 +520,7 @@ def _layer_norm(call: Call) -> State:
 
 
 @_rule("_fused_rms_norm")
-def _rms_norm(call: Call) -> State:
+def _rms_norm(call: OperatorPair) -> State:
     call.fixed(call["weight"])
     rank = len(call.shape(call["input"]))
     call.off(list(range(rank - len(call["normalized_shape"]), rank)), call["input"])
@@ -528,7 +528,7 @@ def _rms_norm(call: Call) -> State:
 
 
 @_rule("native_group_norm", ("N",))
-def _group_norm(call: Call) -> State:
+def _group_norm(call: OperatorPair) -> State:
     call.fixed(call["weight"], call["bias"])
     along = call.along(call["input"])
     if along.dim != 0 or call["N"] != along.size(call.samples[0]):
@@ -537,7 +537,7 @@ def _group_norm(call: Call) -> State:
 
 
 @_rule("native_batch_norm cudnn_batch_norm miopen_batch_norm")
-def _batch_norm(call: Call) -> State:
+def _batch_norm(call: OperatorPair) -> State:
     node = call.first
     along = call.along(node)
     if not call["training"]:
@@ -553,7 +553,7 @@ def _batch_norm(call: Call) -> State:
 
 
 @_rule("recurrent")
-def _recurrent(call: Call) -> State:
+def _recurrent(call: OperatorPair) -> State:
     behind = 1 + call["states"]
     call.fixed(*call["tensors"][behind:])
     positions = {call.along(node) for node in call["tensors"][:behind]}
@@ -566,7 +566,7 @@ def _recurrent(call: Call) -> State:
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention"
     " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )
-def _attention(call: Call) -> State:
+def _attention(call: OperatorPair) -> State:
     states = {_leading(call, call[name], 4) for name in ("query", "key", "value")}
     mask = call["attn_mask"] if call["attn_mask"] is not None else call["attn_bias"]
     if len(states) != 1 or (mask is not None and not _fits(call, mask, next(iter(states)))):
@@ -577,12 +577,12 @@ def _attention(call: Call) -> State:
     )
 
 
-def _fits(call: Call, mask: fx.Node, along: BatchDim) -> bool:
+def _fits(call: OperatorPair, mask: fx.Node, along: BatchDim) -> bool:
     state, shape = call.state(mask), call.shape(mask)
     return state == along or (state == NOT_MAPPED and (len(shape) < 4 or shape[0] == 1))
 
 
-def _has_samples(call: Call, small: Any, large: Any, along: BatchDim) -> bool:
+def _has_samples(call: OperatorPair, small: Any, large: Any, along: BatchDim) -> bool:
     return (
         isinstance(small, Tensor)
         and small.dim() > 1

@@ -12,7 +12,7 @@ from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
 from ipufit.engines.embedded.fsdp.weights import pieces_of
 from ipufit.engines.embedded.zero.optimizer import ShardedOptimizer
 from ipufit.processes import Processes
-from ipufit.tracing.flat_storage import Block, FlatStorage
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 
 __all__ = ["FSDPOptimizer", "clipped_parts"]
 
@@ -22,7 +22,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
     takes_parts = True
 
-    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[Block]:
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
         """Neighbours that are updated alike are a piece together."""
         parameters = dict(named)
         return [

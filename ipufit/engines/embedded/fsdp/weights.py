@@ -19,7 +19,7 @@ from ipufit.processes import Processes
 from ipufit.processes.collectives import PendingReduceScatter, part_of, start_all_gather
 from ipufit.processes.connection import PendingWork
 from ipufit.processes.messages import as_bytes
-from ipufit.tracing.flat_storage import Block, FlatStorage
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 
 __all__ = ["Piece", "ShardedWeights", "pieces_of"]
 
@@ -59,7 +59,7 @@ class Piece:
         is_there: whether ``flat`` has memory.
     """
 
-    block: Block
+    block: FlatBlock
     cuts: Sequence[int]
     flat: Tensor
     own: Tensor
@@ -67,7 +67,9 @@ class Piece:
     is_there: bool = False
 
     @staticmethod
-    def of(block: Block, cuts: Sequence[int], processes: Processes, device: torch.device) -> Piece:
+    def of(
+        block: FlatBlock, cuts: Sequence[int], processes: Processes, device: torch.device
+    ) -> Piece:
         """The piece with the values of its parameters, wherever these are."""
         flat = _whole(block).to(device)
         part = part_of(processes, flat, cuts).clone()
@@ -89,7 +91,7 @@ class Piece:
         self.is_there = False
 
 
-def _whole(block: Block) -> Tensor:
+def _whole(block: FlatBlock) -> Tensor:
     return block.gather({slot.name: slot.parameter.detach() for slot in block.slots})
 
 
@@ -118,7 +120,7 @@ class ShardedWeights(FlatStorage):
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[FlatBlock],
         cuts: Sequence[Sequence[int]],
         trained: int,
         processes: Processes,

@@ -23,7 +23,7 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.tracing import recurrent
 from ipufit.tracing.graph_analysis import Memories
 
-__all__ = ["CompilableUpdate", "UnfitError", "describe"]
+__all__ = ["CompilableUpdate", "UncompilableError", "describe"]
 
 # Operators that torch itself brings along, so that another process has them too.
 _LIBRARIES = ("aten", "prims", "mkldnn")
@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.float64)
 _CAT = torch.ops.aten.cat.default
 
 
-class UnfitError(Exception):
+class UncompilableError(Exception):
     """A traced program can't be compiled as one update; the text says why."""
 
 
@@ -70,7 +70,9 @@ def describe(
     assert isinstance(updater, RuleOptimizer)
     assert graph is not None
     if recorded.random:
-        raise UnfitError("it draws random numbers, and each micro-batch has a stream of its own")
+        raise UncompilableError(
+            "it draws random numbers, and each micro-batch has a stream of its own"
+        )
     _refuse_operators(graph)
     state, leaves = len(live.states[0]), len(example.leaves)
     source, code, constants, outputs = _code(graph, state + leaves, updater.blocks)
@@ -110,15 +112,15 @@ def describe(
 def _refuse_config(spec: ProgramSpec, live: TrainingState) -> None:
     config, optimizer = spec.config, type(spec.optimizer).__name__
     if not isinstance(live.updater, RuleOptimizer):
-        raise UnfitError(f"{optimizer} runs through its own step")
+        raise UncompilableError(f"{optimizer} runs through its own step")
     if config.loss_scale is not None:
-        raise UnfitError(
+        raise UncompilableError(
             "whether an update is skipped at a loss scale is decided between two programs"
         )
     if config.recompute:
-        raise UnfitError("the compiler would merge what recompute computes twice")
+        raise UncompilableError("the compiler would merge what recompute computes twice")
     if isinstance(live.updater.memory, HostMemory):
-        raise UnfitError(
+        raise UncompilableError(
             "offload_optimizer_state keeps the optimizer's state elsewhere between updates"
         )
 
@@ -127,21 +129,23 @@ def _refuse_operators(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         comes_with_torch = getattr(node.target, "namespace", None) in _LIBRARIES
         if node.target is recurrent.FORWARD:
-            raise UnfitError("its recurrent layers run as torch's own code, whole")
+            raise UncompilableError("its recurrent layers run as torch's own code, whole")
         if (
             node.op == "call_function"
             and not comes_with_torch
             and node.target is not operator.getitem
         ):
-            raise UnfitError(f"it calls {node.target}, which another process does not know")
+            raise UncompilableError(f"it calls {node.target}, which another process does not know")
         for value in _tensors(node.meta.get("val")):
             if value.device.type != "cpu":
-                raise UnfitError(
+                raise UncompilableError(
                     f"it computes on {value.device.type}, and this compiles for the CPU"
                 )
             if value.is_complex() or (value.is_floating_point() and value.dtype not in _DTYPES):
                 kind = str(value.dtype).replace("torch.", "")
-                raise UnfitError(f"it computes in {kind}, of which the compiler rounds less often")
+                raise UncompilableError(
+                    f"it computes in {kind}, of which the compiler rounds less often"
+                )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

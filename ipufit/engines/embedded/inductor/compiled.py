@@ -22,9 +22,13 @@ from ipufit.core.precision import without_autocast
 from ipufit.engines.embedded.execution_outputs import ExecutionOutputs
 from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
 from ipufit.engines.embedded.inductor import worker
-from ipufit.engines.embedded.inductor.build_spec import CompilableUpdate, UnfitError, describe
+from ipufit.engines.embedded.inductor.build_spec import (
+    CompilableUpdate,
+    UncompilableError,
+    describe,
+)
 from ipufit.engines.embedded.inductor.requirements import loader
-from ipufit.engines.embedded.inductor.store import LIBRARY, Store, key_of
+from ipufit.engines.embedded.inductor.store import LIBRARY, LibraryStore, key_of
 from ipufit.engines.embedded.inductor.update_spec import Request
 from ipufit.engines.embedded.nan_detection import refuse_loss
 from ipufit.engines.embedded.traced_step import TracedStep, Update
@@ -52,7 +56,7 @@ class Compilation:
         store: takes the library.
     """
 
-    def __init__(self, request: Request, store: Store) -> None:
+    def __init__(self, request: Request, store: LibraryStore) -> None:
         self._store = store
         self._parts = request.parts()
         self._start = time.perf_counter()
@@ -171,7 +175,7 @@ class CompiledUpdates:
         self._live = live
         self._libraries = libraries
         self._at_once = at_once
-        self._store: Optional[Store] = None
+        self._store: Optional[LibraryStore] = None
         self._recorded: Optional[TracedStep] = None
         self._described: Optional[CompilableUpdate] = None
         self._request: Optional[Request] = None
@@ -205,11 +209,11 @@ class CompiledUpdates:
         self._run = self._described = self.reason = self.origin = None
         try:
             if not self._at_once:
-                raise UnfitError(
+                raise UncompilableError(
                     "losses are looked at after an execution, which is then taken back"
                 )
             self._described = describe(self._spec, self._live, recorded, example)
-        except UnfitError as unfit:
+        except UncompilableError as unfit:
             self.reason = str(unfit)
             return
         self._bind()
@@ -225,11 +229,11 @@ class CompiledUpdates:
             self._run = self._libraries[key_of(parts)]
             self.origin = "compiled by TorchInductor for an earlier fit"
             return
-        self._store = self._store or Store()
-        found = self._store.find(parts)
-        if found is not None:
+        self._store = self._store or LibraryStore()
+        library = self._store.find(parts)
+        if library is not None:
             try:
-                self._load(found, "compiled by TorchInductor before, and kept")
+                self._load(library, "compiled by TorchInductor before, and kept")
                 return
             except RuntimeError:
                 # Of a system that has changed in a way that its description does not show.
@@ -257,7 +261,7 @@ class CompiledUpdates:
 
     def may_be_there(self) -> bool:
         """Say whether any library is loaded or stored, so that it pays to look for this one."""
-        return bool(self._libraries) or Store.has_entries()
+        return bool(self._libraries) or LibraryStore.has_entries()
 
     @property
     def is_ready(self) -> bool:
@@ -362,7 +366,7 @@ class CompiledUpdates:
             for block, flat in zip(live.storage.blocks, live.storage.flats)
             for slot in block.slots
         ]
-        rest = [own[place] for own in live.states for place in described.rest]
+        rest = [state[place] for state in live.states for place in described.rest]
         self._same = [*weights, *live.updater.states(), *rest, *described.constants]
         self._bound = live.storage
 

@@ -17,10 +17,10 @@ __all__ = ["loader", "missing", "refuse_missing"]
 
 def loader() -> Optional[type]:
     """Return the class that runs a compiled library; None where this torch has none."""
-    found: Optional[type] = getattr(
+    container: Optional[type] = getattr(
         getattr(torch._C, "_aoti", None), "AOTIModelContainerRunnerCpu", None
     )
-    return found
+    return container
 
 
 def _compiler() -> str:

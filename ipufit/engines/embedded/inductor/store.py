@@ -19,7 +19,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["LIBRARY", "Store", "key_of"]
+__all__ = ["LIBRARY", "LibraryStore", "key_of"]
 
 LIBRARY = "program.so"
 _DESCRIPTION, _SCRATCH = "entry.json", "scratch"
@@ -37,7 +37,7 @@ def key_of(parts: Parts) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-class Store:
+class LibraryStore:
     """The compiled programs of a directory.
 
     Args:

@@ -25,7 +25,7 @@ from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.gradient_reduction import GradientSum
 from ipufit.optim import rules
 from ipufit.optim.rules import OptimizerRule
-from ipufit.tracing.flat_storage import Block, Slot
+from ipufit.tracing.flat_storage import FlatBlock, Slot
 
 __all__ = ["BlockSpec", "Request", "SlotSpec", "UpdateSpec", "update_of"]
 
@@ -66,10 +66,10 @@ class SlotSpec:
         """Number of elements."""
         return math.prod(self.shape)
 
-    def alone(self) -> Block:
+    def alone(self) -> FlatBlock:
         """A block that holds nothing else."""
         parameter = torch.empty(self.shape, device="meta")
-        return Block(0, 0.0, (Slot("", parameter, self.order, (), 0),))
+        return FlatBlock(0, 0.0, (Slot("", parameter, self.order, (), 0),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class BlockSpec:
     rule: str
     settings: Mapping[str, bool]
 
-    def made(self) -> OptimizerRule:
+    def build_rule(self) -> OptimizerRule:
         """The rule."""
         kind: Type[OptimizerRule] = getattr(rules, self.rule)
         return kind(self.settings)
@@ -154,7 +154,7 @@ class _Update:
     def __init__(self, form: UpdateSpec) -> None:
         self._form = form
         self._micro_batch = _function(form.code)
-        self._rules = [block.made() for block in form.blocks]
+        self._rules = [block.build_rule() for block in form.blocks]
         value, norm, global_norm = form.clip
         self._dtype = None if form.dtype is None else getattr(torch, form.dtype)
         self._finish = GradientTransform(
@@ -173,14 +173,14 @@ class _Update:
         rows = take(len(form.blocks))
         batches = [take(form.leaves) for _ in range(form.micro_batches)]
 
-        changed = [*flats, *(t for own in states for t in own.values())]
-        changed += [own[i] for own in rest for i in form.written]
+        changed = [*flats, *(t for state in states for t in state.values())]
+        changed += [state[i] for state in rest for i in form.written]
         before = [tensor.clone() for tensor in changed]
         reported, outputs, gradients = self._gradients(flats, rest, constants, batches)
         losses = torch.stack([n[0] if n.dim() else n for n in reported])
-        for slot, flat, gradient, own in zip(form.slots, flats, gradients, states):
+        for slot, flat, gradient, state in zip(form.slots, flats, gradients, states):
             row = rows[slot.block].unbind()
-            self._rules[slot.block].update(flat, gradient, own, row, [slice(0, slot.size)])
+            self._rules[slot.block].update(flat, gradient, state, row, [slice(0, slot.size)])
         is_good = losses.isfinite().all()
         for tensor, value in zip(changed, before):
             tensor.copy_(torch.where(is_good, tensor, value))
@@ -208,8 +208,8 @@ class _Update:
             reported.append(numbers)
             outputs += results[: form.outputs]
             # Two parameters may have one gradient, and a sum changes its own in place.
-            own = [gradient.clone() for gradient in results[form.outputs :]]
-            total.add(own, numbers[1] if form.counted else None)
+            gradients = [gradient.clone() for gradient in results[form.outputs :]]
+            total.add(gradients, numbers[1] if form.counted else None)
         blocks = [slot.alone() for slot in form.slots]
         return reported, outputs, self._finish(total.reduced(1.0), blocks, flats)
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from ipufit.engines.embedded.passes.simplify import Flow, value_of
 from ipufit.engines.embedded.timing import fastest
 
-__all__ = ["as_recorded", "channels_last", "to_channels_last", "use_onednn_matmul"]
+__all__ = ["to_channels_last", "use_onednn_matmul"]
 
 _aten = torch.ops.aten
 
@@ -253,12 +253,12 @@ def _ways(
     assert linear is not None
     generator = torch.Generator().manual_seed(0)
 
-    def made(rows: int, width: int, by_column: bool) -> Tensor:
+    def random_matrix(rows: int, width: int, by_column: bool) -> Tensor:
         shape = (width, rows) if by_column else (rows, width)
         matrix = torch.randn(shape, generator=generator)
         return matrix.t() if by_column else matrix
 
-    a, b = made(m, k, columns[0]), made(k, n, columns[1])
+    a, b = random_matrix(m, k, columns[0]), random_matrix(k, n, columns[1])
     bias = torch.zeros(n) if with_bias else None
     if bias is not None:
         return {

@@ -130,8 +130,8 @@ def _ready(module: fx.GraphModule) -> Callable[..., List[Tensor]]:
 def _on_copies(
     ways: Sequence[Lowered], arguments: Sequence[Tensor]
 ) -> Dict[str, Callable[[], object]]:
-    own = [argument.clone() for argument in arguments]
-    return {way.way: functools.partial(way.run, *own) for way in ways}
+    copies = [argument.clone() for argument in arguments]
+    return {way.way: functools.partial(way.run, *copies) for way in ways}
 
 
 def _disagreement(
@@ -144,9 +144,9 @@ def _disagreement(
     for run in (first, second):
         with torch.no_grad(), isolated(arguments[-1].device):
             torch.manual_seed(0)
-            own = [argument.clone() for argument in arguments]
+            copies = [argument.clone() for argument in arguments]
             try:
-                results.append([*run(*own), *own])
+                results.append([*run(*copies), *copies])
             except Exception as error:
                 return f"other kernels end with {type(error).__name__}" if results else "it fails"
     for one, other in zip(*results):

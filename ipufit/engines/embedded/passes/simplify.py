@@ -29,8 +29,8 @@ __all__ = [
 
 def value_of(node: Any) -> Optional[Tensor]:
     """The tensor without data that a node stands for; None where it is none."""
-    found = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return found if isinstance(found, Tensor) else None
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
 
 
 class Flow:
@@ -94,11 +94,11 @@ def simplify(graph: fx.Graph) -> None:
 
 def _is_idle(node: fx.Node, flow: Flow) -> bool:
     """Tell whether a copy has its source's layout, and neither is written afterwards."""
-    given = node.args[0]
-    source, copy = value_of(given), value_of(node)
-    if source is None or copy is None or not isinstance(given, fx.Node):
+    source_node = node.args[0]
+    source, copy = value_of(source_node), value_of(node)
+    if source is None or copy is None or not isinstance(source_node, fx.Node):
         return False
-    if flow.is_given(given) or flow.is_written(node) or flow.is_written_after(given):
+    if flow.is_given(source_node) or flow.is_written(node) or flow.is_written_after(source_node):
         return False
     return source.stride() == copy.stride()
 
@@ -207,20 +207,20 @@ def fuse_concats(graph: fx.Graph) -> int:
 
 def _parts(node: fx.Node, flow: Flow) -> List[_Part]:
     """List the inputs of a concatenation; none if they are not flat tensors of one kind."""
-    whole, given = value_of(node), node.args[0]
-    assert isinstance(given, (list, tuple))
-    values = [value_of(part) for part in given]
+    whole, inputs = value_of(node), node.args[0]
+    assert isinstance(inputs, (list, tuple))
+    values = [value_of(part) for part in inputs]
     if whole is None or any(
         value is None or value.dim() != 1 or value.dtype != whole.dtype for value in values
     ):
         return []
-    found = []
-    for part, value in zip(given, values):
+    parts = []
+    for part, value in zip(inputs, values):
         assert isinstance(part, fx.Node)
         assert value is not None
         product = _product_of(part, flow) if value.numel() >= _SMALLEST_PRODUCT else None
-        found.append(_Part(part, value.numel(), product))
-    return found
+        parts.append(_Part(part, value.numel(), product))
+    return parts
 
 
 def _product_of(part: fx.Node, flow: Flow) -> Optional[fx.Node]:

@@ -22,7 +22,7 @@ from ipufit.engines.embedded.profiling.profiling_interpreter import (
     bytes_in,
     timer_for,
 )
-from ipufit.engines.embedded.profiling.rows import GRADIENTS, Place, places_of, rows_of
+from ipufit.engines.embedded.profiling.rows import GRADIENTS, OperatorSource, places_of, rows_of
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ipufit.engines.embedded.update_runner import UpdateRunner
     from ipufit.tracing.grad_step import ModuleWithLoss
 
-__all__ = ["DIVIDED", "OperatorProfiler", "Point", "fixed_bytes", "thinned"]
+__all__ = ["DIVIDED", "OperatorProfiler", "thinned"]
 
 # Operator, module, direction, and bytes of values while it runs.
 Point = Tuple[str, str, str, int]
@@ -49,7 +49,7 @@ _MOST = 2000
 def fixed_bytes(
     spec: ProgramSpec,
     live: TrainingState,
-    given: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     batch: MicroBatch,
     outputs: Sequence[Tensor],
     runs: int,
@@ -60,16 +60,16 @@ def fixed_bytes(
     Args:
         spec: of the program.
         live: what training changes.
-        given: parameters and buffers of the module and the loss.
+        tensors: parameters and buffers of the module and the loss.
         batch: a micro-batch.
         outputs: of the module, for it.
         runs: how often gradients are computed in an update.
         at_once: whether losses are looked at as they come.
     """
     storage, plan = live.storage, spec.plan
-    buffers = bytes_in([t for own in live.replicas for t in own.values()])
-    own = {id(t) for replica in live.replicas for t in replica.values()}
-    apart = [t for t in given if id(t) not in own and flat_of(t, storage.flats) is None]
+    buffers = bytes_in([t for replica in live.replicas for t in replica.values()])
+    in_replicas = {id(t) for replica in live.replicas for t in replica.values()}
+    apart = [t for t in tensors if id(t) not in in_replicas and flat_of(t, storage.flats) is None]
     weights = bytes_in([*storage.flats, *apart])
     optimizer = bytes_in(live.updater.state_tensors())
     averages = 0 if live.averages is None else bytes_in(live.averages.state_tensors())
@@ -294,7 +294,10 @@ class OperatorProfiler:
             yield _MERGED.format(self.maker.merged.count)
 
     def _memory(
-        self, watched: ProfilingInterpreter, places: Dict[str, Place], results: Sequence[Tensor]
+        self,
+        watched: ProfilingInterpreter,
+        places: Dict[str, OperatorSource],
+        results: Sequence[Tensor],
     ) -> Dict[str, Any]:
         config, merged = self.spec.config, self.maker.merged
         runs = self.spec.plan.own_micro_batches_per_update
@@ -306,7 +309,7 @@ class OperatorProfiler:
             place = places.get(node.name)
             if place is None:
                 # Whose it is nobody has noted.
-                place = Place(Origin(""), "backward" if is_backward(node) else "forward")
+                place = OperatorSource(Origin(""), "backward" if is_backward(node) else "forward")
             operator = watched.looked[node.name].operator
             points.append((operator, place.module, place.direction, live_bytes))
         blocks = len(self.live.storage.blocks)
@@ -357,7 +360,7 @@ class OperatorProfiler:
             timer.end_round()
         changed = bytes_in([*live.storage.flats, *live.updater.state_tensors()])
         looked = OpRecord(_name_of(self.spec), 0, 2 * changed + bytes_in(gradients))
-        return rows_of({"": looked}, {"": Place(Origin(""), "optimizer")}, timer.seconds)
+        return rows_of({"": looked}, {"": OperatorSource(Origin(""), "optimizer")}, timer.seconds)
 
 
 def _name_of(spec: ProgramSpec) -> str:

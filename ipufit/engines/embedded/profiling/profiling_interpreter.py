@@ -16,19 +16,17 @@ from ipufit.tracing.flat_storage import storage_id
 from ipufit.utils import tree
 
 __all__ = [
-    "DeviceTimer",
     "HostTimer",
     "LiveBytes",
     "OpRecord",
     "ProfilingInterpreter",
     "TimedRun",
-    "Timer",
     "bytes_in",
     "timer_for",
 ]
 
 
-class Timer(Protocol):
+class CallTimer(Protocol):
     """Times calls by name, round after round; of each name the shortest time is kept.
 
     Attributes:
@@ -121,7 +119,7 @@ class DeviceTimer:
         return self._best.get(name, 0.0)
 
 
-def timer_for(device: torch.device) -> Timer:
+def timer_for(device: torch.device) -> CallTimer:
     """The one for calls on a device."""
     return DeviceTimer(device) if device.type == "cuda" else HostTimer()
 
@@ -136,14 +134,14 @@ class LiveBytes:
     """Counts the memory of values that come and go, what several share once.
 
     Args:
-        given: tensors that are there all the time, and do not count.
+        arguments: of the graph, which are there all the time and do not count.
 
     Attributes:
         now: bytes that are held.
     """
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        self._given = {storage_id(tensor) for tensor in given} | {0}
+    def __init__(self, arguments: Sequence[Tensor]) -> None:
+        self._given = {storage_id(tensor) for tensor in arguments} | {0}
         self._holders: Dict[int, int] = {}
         self.now = 0
 
@@ -193,7 +191,7 @@ class TimedRun(fx.Interpreter):
         timer: is told of each call by the name of its node.
     """
 
-    def __init__(self, graph: fx.GraphModule, timer: Timer) -> None:
+    def __init__(self, graph: fx.GraphModule, timer: CallTimer) -> None:
         super().__init__(graph)
         self._timer = timer
         self._name = ""
@@ -217,18 +215,20 @@ class ProfilingInterpreter(TimedRun):
 
     Args:
         graph, timer: as of a timed run.
-        given: the arguments.
+        arguments: of the graph.
 
     Attributes:
         looked: by name of the node.
         alive: bytes of values while each node runs, in order; the arguments are not among them.
     """
 
-    def __init__(self, graph: fx.GraphModule, timer: Timer, given: Sequence[Tensor]) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, timer: CallTimer, arguments: Sequence[Tensor]
+    ) -> None:
         super().__init__(graph, timer)
         self.looked: Dict[str, OpRecord] = {}
         self.alive: List[Tuple[fx.Node, int]] = []
-        self._held = LiveBytes(given)
+        self._held = LiveBytes(arguments)
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's value, unless nobody wants it."""
@@ -253,12 +253,12 @@ def _looked(target: Any, args: Any, kwargs: Any, result: Any) -> OpRecord:
     if operator is not None:
         moved = bytes_of(operator, args, kwargs, result)
         return OpRecord(str(operator), flops_of(operator, args, result), moved)
-    given, made = (
+    inputs, results = (
         [leaf for leaf in tree.flatten(each)[0] if isinstance(leaf, Tensor)]
         for each in ((args, kwargs), result)
     )
-    shared = {storage_id(tensor) for tensor in given}
+    shared = {storage_id(tensor) for tensor in inputs}
     moved = 0
-    if not all(storage_id(tensor) in shared for tensor in made):
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
+    if not all(storage_id(tensor) in shared for tensor in results):
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *results))
     return OpRecord(getattr(target, "__name__", str(target)), 0, moved)

@@ -11,16 +11,16 @@ from torch import fx
 from ipufit.engines.embedded.passes.simplify import operator_called
 from ipufit.engines.embedded.profiling.profiling_interpreter import OpRecord
 from ipufit.tracing.node_meta import is_backward, recorded_as
-from ipufit.tracing.source_map import LOSS, Call, Origin
+from ipufit.tracing.source_map import LOSS, Origin, TracedCall
 
-__all__ = ["GRADIENTS", "Place", "places_of", "rows_of"]
+__all__ = ["GRADIENTS", "OperatorSource", "places_of", "rows_of"]
 
 # Stands for the module of what joins the gradients of all modules.
 GRADIENTS = "gradients"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class OperatorSource:
     """Where an operator comes from.
 
     Attributes:
@@ -40,7 +40,9 @@ class Place:
 
 
 def rows_of(
-    looked: Mapping[str, OpRecord], places: Mapping[str, Place], seconds: Callable[[str], float]
+    looked: Mapping[str, OpRecord],
+    places: Mapping[str, OperatorSource],
+    seconds: Callable[[str], float],
 ) -> List[Dict[str, Any]]:
     """One for all calls of an operator that come from one line, the longest first.
 
@@ -49,23 +51,23 @@ def rows_of(
         places: where it comes from.
         seconds: tells how long it takes.
     """
-    found: Dict[Any, Dict[str, Any]] = {}
+    rows: Dict[Any, Dict[str, Any]] = {}
     for name, each in looked.items():
         place = places[name]
-        row = found.setdefault(_key(each.operator, place), _empty(each.operator, place))
+        row = rows.setdefault(_key(each.operator, place), _empty(each.operator, place))
         row["calls"] += 1
         row["seconds"] += seconds(name)
         row["flops"] += each.flops
         row["bytes"] += each.bytes
-    return sorted(found.values(), key=lambda row: -row["seconds"])
+    return sorted(rows.values(), key=lambda row: -row["seconds"])
 
 
-def _key(operator: str, place: Place) -> Tuple[object, ...]:
+def _key(operator: str, place: OperatorSource) -> Tuple[object, ...]:
     origin = place.origin
     return operator, place.direction, place.module, origin.kind, origin.file, origin.line
 
 
-def _empty(operator: str, place: Place) -> Dict[str, Any]:
+def _empty(operator: str, place: OperatorSource) -> Dict[str, Any]:
     origin = place.origin
     return {
         "operator": operator,
@@ -93,8 +95,8 @@ _ALL = tuple(kind for kinds in _INSTEAD.values() for kind in kinds)
 
 
 def places_of(
-    graph: fx.GraphModule, recorded: fx.GraphModule, calls: Sequence[Call]
-) -> Dict[str, Place]:
+    graph: fx.GraphModule, recorded: fx.GraphModule, calls: Sequence[TracedCall]
+) -> Dict[str, OperatorSource]:
     """Where every operator comes from, by the name of its node.
 
     A node that stands in the place of a recorded one comes from where that came from; one that was
@@ -105,7 +107,7 @@ def places_of(
         recorded: of which it was made.
         calls: of which that was made.
     """
-    noted = {name: call.origin for call in calls for name in call.nodes}
+    origins = {name: call.origin for call in calls for name in call.nodes}
     nodes = list(graph.graph.nodes)
     left = {node.name for node in nodes}
     order = {node.name: place for place, node in enumerate(recorded.graph.nodes)}
@@ -116,7 +118,7 @@ def places_of(
     for place in reversed(range(len(nodes) - 1)):
         following[place] = order.get(nodes[place + 1].name, following[place + 1])
     as_recorded = {node.name: recorded_as(node) for node in recorded.graph.nodes}
-    found: Dict[str, Place] = {}
+    places: Dict[str, OperatorSource] = {}
     last, turned = -1, False
     for place, node in enumerate(nodes):
         if node.op != "call_function":
@@ -136,11 +138,11 @@ def places_of(
                 if _kind(node) in _INSTEAD:
                     last = order[name]
             name = as_recorded[name]
-        origin = noted.get(name, Origin())
+        origin = origins.get(name, Origin())
         # What comes after the way back joins what it has found.
         turned = turned or origin.is_backward or is_backward(node)
-        found[node.name] = Place(origin, "backward" if turned else "forward")
-    return found
+        places[node.name] = OperatorSource(origin, "backward" if turned else "forward")
+    return places
 
 
 def _counterpart(node: fx.Node, gone: Sequence[fx.Node]) -> Optional[fx.Node]:

@@ -21,7 +21,7 @@ from ipufit.engines.embedded.zero.optimizer import ShardedOptimizer
 from ipufit.engines.embedded.zero.state import cuts_of
 from ipufit.engines.program import ExecutionResult, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
-from ipufit.tracing.flat_storage import Block, FlatStorage
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
@@ -188,11 +188,11 @@ class FSDPInferenceProgram(InferenceProgram):
             self._weights.release()
 
 
-def _blocks(named: Sequence[Tuple[str, nn.Parameter]]) -> List[Block]:
+def _blocks(named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
     """Pieces of parameters that get no gradient."""
     alike: Dict[Tuple[object, ...], List[Tuple[str, Tensor]]] = {}
     for number, piece in enumerate(pieces_of(named)):
         for name, parameter in piece:
             key = (number, parameter.dtype, parameter.device)
             alike.setdefault(key, []).append((name, parameter))
-    return [Block.of(own, 0, 0.0) for own in alike.values()]
+    return [FlatBlock.of(own, 0, 0.0) for own in alike.values()]

@@ -33,7 +33,7 @@ from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.tracing.fingerprint import FrozenValues
-from ipufit.tracing.flat_storage import Block, FlatStorage
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.validate import refuse_shared_memory
 from ipufit.utils.malloc_policy import give_back_freed_memory
@@ -155,7 +155,7 @@ class TrainingProgram(BaseProgram):
         """Weight updates done since ``compile``, skipped ones included."""
         return self._live.updates
 
-    def _lay_out(self, names: Sequence[str]) -> List[Block]:
+    def _lay_out(self, names: Sequence[str]) -> List[FlatBlock]:
         named = [(name, self._parameters[name]) for name in names]
         if not self._spec.processes.is_distributed:
             return self._live.updater.layout(named)

@@ -17,12 +17,12 @@ from ipufit.core.train_config import Clip, TrainConfig
 from ipufit.engines.embedded.clipping import GradientTransform, clipped
 from ipufit.engines.embedded.flat_optimizer import Graphs, RuleOptimizer, refuse_step_hooks
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
-from ipufit.engines.embedded.zero.state import Part, StateParts, cuts_of
+from ipufit.engines.embedded.zero.state import StateParts, StateShard, cuts_of
 from ipufit.errors import ConfigurationError
 from ipufit.optim.rules import OptimizerRule, rule_for
 from ipufit.processes import Processes
 from ipufit.processes.collectives import all_gather_parts, part_of
-from ipufit.tracing.flat_storage import Block, FlatStorage, Slot, flatten_like, group_alike
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, Slot, flatten_like, group_alike
 
 __all__ = ["ShardedOptimizer", "needs_whole_gradient", "refuse_whole"]
 
@@ -102,7 +102,7 @@ class ShardedOptimizer(RuleOptimizer):
         self._whole = FlatStorage([])
         self.cuts: List[List[int]] = []
 
-    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[Block]:
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
         """Parameters of one group, dtype, device and age stand together."""
         names = {id(parameter): name for name, parameter in named}
         live = {slot.name: block.updates for block in self._whole.blocks for slot in block.slots}
@@ -131,7 +131,7 @@ class ShardedOptimizer(RuleOptimizer):
         for slot, *_ in own.values():
             self._optimizer.state.pop(slot.parameter, None)
 
-    def cuts_of(self, blocks: Sequence[Block]) -> List[List[int]]:
+    def cuts_of(self, blocks: Sequence[FlatBlock]) -> List[List[int]]:
         """Where blocks are cut into parts."""
         count, by = self._processes.num_processes, self._kind.by_parameter
         return [cuts_of(block, count, by) for block in blocks]
@@ -164,7 +164,7 @@ class ShardedOptimizer(RuleOptimizer):
     def _flats_of(self, storage: FlatStorage) -> List[Tensor]:
         return [part_of(self._processes, *each) for each in zip(storage.flats, self.cuts)]
 
-    def _load(self, block: Block, flat: Tensor, rule: OptimizerRule) -> Dict[str, Tensor]:
+    def _load(self, block: FlatBlock, flat: Tensor, rule: OptimizerRule) -> Dict[str, Tensor]:
         index = next(i for i, own in enumerate(self._storage.blocks) if own is block)
         first = self.cuts[index][self._processes.process_id]
         state = {name: torch.zeros_like(flat) for name in rule.tensors}
@@ -196,9 +196,9 @@ class ShardedOptimizer(RuleOptimizer):
         """Nothing: an update is one of all processes."""
         return None
 
-    def parts(self) -> Dict[str, Part]:
+    def parts(self) -> Dict[str, StateShard]:
         """The state that is here, by parameter; views."""
-        parts: Dict[str, Part] = {}
+        parts: Dict[str, StateShard] = {}
         for index, slot, (begin, end) in self._slots():
             first = self.cuts[index][self._processes.process_id]
             piece = slice(slot.start + begin - first, slot.start + end - first)
@@ -207,7 +207,7 @@ class ShardedOptimizer(RuleOptimizer):
                 for name, whole in self._states[index].items()
             }
             group = self._whole.blocks[index].group
-            parts[slot.name] = Part(slot, group, self._counts[index], begin, end, tensors)
+            parts[slot.name] = StateShard(slot, group, self._counts[index], begin, end, tensors)
         return parts
 
     def keep(self) -> None:

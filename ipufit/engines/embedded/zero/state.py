@@ -13,12 +13,12 @@ from ipufit.optim.rules import rule_for
 from ipufit.optim.state import make_step_counter
 from ipufit.processes import Processes
 from ipufit.processes.collectives import gather_parts
-from ipufit.tracing.flat_storage import Block, Slot
+from ipufit.tracing.flat_storage import FlatBlock, Slot
 
-__all__ = ["Part", "StateParts", "cuts_of"]
+__all__ = ["StateParts", "StateShard", "cuts_of"]
 
 
-def cuts_of(block: Block, count: int, between_parameters: bool) -> List[int]:
+def cuts_of(block: FlatBlock, count: int, between_parameters: bool) -> List[int]:
     """Where a block is cut into parts of about one size.
 
     Args:
@@ -39,7 +39,7 @@ def cuts_of(block: Block, count: int, between_parameters: bool) -> List[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class StateShard:
     """One process's part of the state of one parameter.
 
     Attributes:
@@ -69,13 +69,13 @@ class StateParts:
     def __init__(self, optimizer: torch.optim.Optimizer, processes: Processes) -> None:
         self.optimizer = optimizer
         self._processes = processes
-        self._parts: Dict[str, Part] = {}
+        self._parts: Dict[str, StateShard] = {}
 
     def updates(self, name: str) -> float:
         """The number of updates made to a parameter of this name."""
         return self._parts[name].updates if name in self._parts else 0.0
 
-    def keep(self, parts: Mapping[str, Part]) -> None:
+    def keep(self, parts: Mapping[str, StateShard]) -> None:
         """Copies of them, until a program needs them."""
         for name, part in parts.items():
             tensors = {key: tensor.clone() for key, tensor in part.tensors.items()}
@@ -119,7 +119,7 @@ class StateParts:
     def _whole(
         self,
         names: Sequence[str],
-        parts: Mapping[str, Part],
+        parts: Mapping[str, StateShard],
         everywhere: bool,
         on_host: bool,
     ) -> Dict[str, Dict[str, Tensor]]:
@@ -136,7 +136,7 @@ class StateParts:
                     by_name.setdefault(name, {})[key] = whole
         return by_name
 
-    def collected(self, more: Mapping[str, Part], everywhere: bool) -> Dict[Tensor, Any]:
+    def collected(self, more: Mapping[str, StateShard], everywhere: bool) -> Dict[Tensor, Any]:
         """The whole state by parameter, as torch has it; in all processes at the same time.
 
         Args:
@@ -165,7 +165,7 @@ class StateParts:
                 state["step"] = make_step_counter(type(self.optimizer), part.updates, device)
         return states
 
-    def gather_optimizer(self, more: Mapping[str, Part]) -> None:
+    def gather_optimizer(self, more: Mapping[str, StateShard]) -> None:
         """Give torch's optimizer the whole state; in all processes at the same time.
 
         Args:
@@ -176,7 +176,7 @@ class StateParts:
             if not self.optimizer.state.get(parameter):
                 self.optimizer.state[parameter].update(state)
 
-    def state_dict(self, more: Mapping[str, Part]) -> Dict[str, Any]:
+    def state_dict(self, more: Mapping[str, StateShard]) -> Dict[str, Any]:
         """The optimizer's, of copies; whole in process 0; in all processes at the same time.
 
         Args:
@@ -199,7 +199,7 @@ class StateParts:
         return {**copied, "state": {**copied["state"], **gathered_states}}
 
 
-def _fits(part: Part, slot: Slot, begin: int, end: int) -> bool:
+def _fits(part: StateShard, slot: Slot, begin: int, end: int) -> bool:
     return (part.begin, part.end, part.slot.order) == (begin, end, slot.order)
 
 

@@ -15,7 +15,7 @@ from ipufit.engines.ipu.preflight.facts import (
     Call,
     CodeLocation,
     Fact,
-    Place,
+    Line,
     guide,
 )
 from ipufit.engines.ipu.preflight.layers import LEFT_OUT
@@ -193,7 +193,7 @@ def _unknown_dtype(dtype: str) -> Fact:
         dtype,
         UNKNOWN,
         "no input of this type is named",
-        (Place("poptorch/source/PoplarExecutable.cpp", 101),),
+        (Line("poptorch/source/PoplarExecutable.cpp", 101),),
         "Use float32, float16 or int32.",
     )
 

@@ -14,7 +14,7 @@ __all__ = [
     "Call",
     "CodeLocation",
     "Fact",
-    "Place",
+    "Line",
     "always",
     "canonical",
     "dispatcher",
@@ -33,7 +33,7 @@ UNKNOWN = "unknown"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Line:
     """A line of PopTorch's published repository.
 
     Attributes:
@@ -75,7 +75,7 @@ class Fact:
     subject: str
     verdict: str
     says: str
-    places: Tuple[Place, ...]
+    places: Tuple[Line, ...]
     cure: str = ""
     applies: Callable[[Any], bool] = always
 
@@ -91,24 +91,24 @@ class Fact:
         }
 
 
-def guide(page: str, line: int) -> Place:
+def guide(page: str, line: int) -> Line:
     """Return the place of a line of a page of the user guide."""
-    return Place(f"docs/user_guide/{page}.rst", line)
+    return Line(f"docs/user_guide/{page}.rst", line)
 
 
-def operators_page(line: int) -> Place:
+def operators_page(line: int) -> Line:
     """Return the place of a line of the guide's list of operators and layers."""
     return guide("supported_ops", line)
 
 
-def canonical(name: str, line: int) -> Place:
+def canonical(name: str, line: int) -> Line:
     """Return the place of a line of the handlers that turn ATen operators into PopART's."""
-    return Place(f"poptorch/source/popart_canonicalization/{name}.cpp", line)
+    return Line(f"poptorch/source/popart_canonicalization/{name}.cpp", line)
 
 
-def dispatcher(name: str, line: int) -> Place:
+def dispatcher(name: str, line: int) -> Line:
     """Return the place of a line of the code that takes operators from torch."""
-    return Place(f"poptorch/source/dispatch_tracer/{name}", line)
+    return Line(f"poptorch/source/dispatch_tracer/{name}", line)
 
 
 @dataclasses.dataclass(frozen=True)

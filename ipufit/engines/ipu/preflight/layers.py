@@ -10,7 +10,7 @@ from ipufit.engines.ipu.preflight.facts import (
     UNSUPPORTED,
     Call,
     Fact,
-    Place,
+    Line,
     canonical,
     guide,
     operators_page,
@@ -43,7 +43,7 @@ def _fact(
     argument: str,
     verdict: str,
     texts: Tuple[str, str],
-    places: Tuple[Place, ...],
+    places: Tuple[Line, ...],
     applies: _Condition,
 ) -> Fact:
     says, cure = texts
@@ -102,7 +102,7 @@ def _plain(layer: str, argument: str) -> Fact:
         "only normalisation with weights of its own is supported by the documentation, though "
         "PopTorch's tests run it without"
     )
-    places = (_AFFINE, Place("tests/norms_test.py", _TESTED[layer.rstrip("123d")]))
+    places = (_AFFINE, Line("tests/norms_test.py", _TESTED[layer.rstrip("123d")]))
     return _fact(
         layer,
         f"{argument}=False",
@@ -119,7 +119,7 @@ def _separate_statistics(layer: str) -> Fact:
         "running statistics",
         LIMITED,
         ("buffers are not kept alike between replicas: each has statistics of its own", ""),
-        (_REPLICAS, Place("poptorch/source/InplaceOps.cpp", 229)),
+        (_REPLICAS, Line("poptorch/source/InplaceOps.cpp", 229)),
         lambda module: bool(module.training and module.track_running_stats),
     )
 
@@ -162,7 +162,7 @@ _NONE, _MEAN = 0, 1
 
 
 def _on_loss(
-    key: str, says: str, cure: str, places: Tuple[Place, ...], applies: Callable[[Call], bool]
+    key: str, says: str, cure: str, places: Tuple[Line, ...], applies: Callable[[Call], bool]
 ) -> Fact:
     return Fact("losses", key, key.partition(" ")[0], UNSUPPORTED, says, places, cure, applies)
 

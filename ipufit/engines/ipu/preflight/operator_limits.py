@@ -13,7 +13,7 @@ from ipufit.engines.ipu.preflight.facts import (
     UNSUPPORTED,
     Call,
     Fact,
-    Place,
+    Line,
     always,
     canonical,
     dispatcher,
@@ -25,12 +25,12 @@ __all__ = ["OPERATOR_LIMITS"]
 _Condition = Callable[[Call], bool]
 
 
-def _no(key: str, says: str, cure: str, places: Tuple[Place, ...], applies: _Condition) -> Fact:
+def _no(key: str, says: str, cure: str, places: Tuple[Line, ...], applies: _Condition) -> Fact:
     """Make a fact about calls that are not supported; its key is the operator and a remark."""
     return Fact("operators", key, key.partition(" ")[0], UNSUPPORTED, says, places, cure, applies)
 
 
-def _limit(key: str, says: str, cure: str, places: Tuple[Place, ...], applies: _Condition) -> Fact:
+def _limit(key: str, says: str, cure: str, places: Tuple[Line, ...], applies: _Condition) -> Fact:
     return Fact("operators", key, key.partition(" ")[0], LIMITED, says, places, cure, applies)
 
 
@@ -134,7 +134,7 @@ OPERATOR_LIMITS: Tuple[Fact, ...] = (
         UNKNOWN,
         "its tests skip a model over PopART's refusal of a dropout of 0, and no other line is "
         "about it",
-        (Place("tests/torch_nn_test.py", 312), canonical("DropoutOps", 22)),
+        (Line("tests/torch_nn_test.py", 312), canonical("DropoutOps", 22)),
         "Leave the dropout out where p is 0.",
         _drops_nothing,
     ),
@@ -159,7 +159,7 @@ OPERATOR_LIMITS: Tuple[Fact, ...] = (
         "aten::_pad_circular",
         "no circular padding is listed, and PopTorch's tests leave it out as unsupported",
         "Use padding_mode='reflect' or 'replicate', or join the edges with torch.cat.",
-        (operators_page(279), Place("tests/convs_test.py", 128)),
+        (operators_page(279), Line("tests/convs_test.py", 128)),
         always,
     ),
     _no(
@@ -167,7 +167,7 @@ OPERATOR_LIMITS: Tuple[Fact, ...] = (
         "padding_idx is not supported by the documentation, though the source has an operator of "
         "its own for it",
         "Leave padding_idx out, and multiply by a mask: embedding(x) * (x != pad).unsqueeze(-1).",
-        (_EMBEDDINGS, canonical("EmbeddingOps", 41), Place("tests/misc_nn_layers_test.py", 295)),
+        (_EMBEDDINGS, canonical("EmbeddingOps", 41), Line("tests/misc_nn_layers_test.py", 295)),
         _has_padding_index,
     ),
     _no(
@@ -286,7 +286,7 @@ OPERATOR_LIMITS: Tuple[Fact, ...] = (
         "aten::triu",
         "triu is computed of constants only",
         "Multiply by a constant mask: x * torch.ones(n, n).triu().",
-        (canonical("TensorOps", 490), Place("tests/tensor_ops_test.py", 839)),
+        (canonical("TensorOps", 490), Line("tests/tensor_ops_test.py", 839)),
         always,
     ),
     _no(

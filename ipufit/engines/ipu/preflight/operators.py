@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Dict, List, Tuple
 
-from ipufit.engines.ipu.preflight.facts import SUPPORTED, Fact, Place, canonical, dispatcher
+from ipufit.engines.ipu.preflight.facts import SUPPORTED, Fact, Line, canonical, dispatcher
 
 __all__ = ["CONSTANT", "HANDLED", "WHOLE", "outplace"]
 
@@ -80,9 +80,9 @@ _HANDLERS: Dict[str, str] = {
 }
 
 # Operators that are settled before the handlers.
-_ELSEWHERE: Dict[str, Tuple[Place, str]] = {
+_ELSEWHERE: Dict[str, Tuple[Line, str]] = {
     "alias": (
-        Place("poptorch/source/AliasProcessing.cpp", 14),
+        Line("poptorch/source/AliasProcessing.cpp", 14),
         "it is replaced by what it stands for",
     ),
     "_weight_norm_interface": (
@@ -118,7 +118,7 @@ def _handled() -> List[Fact]:
     return facts + [_fact(name, says, place) for name, (place, says) in _ELSEWHERE.items()]
 
 
-def _fact(name: str, says: str, place: Place) -> Fact:
+def _fact(name: str, says: str, place: Line) -> Fact:
     key = f"aten::{name}"
     return Fact("operators", key, key, SUPPORTED, says, (place,))
 
@@ -134,7 +134,7 @@ HANDLED: Tuple[Fact, ...] = (
         CONSTANT,
         SUPPORTED,
         "what depends on no input and no weight is computed on the host, when it is compiled",
-        (Place("poptorch/source/type_and_constant_canonicalization/EvaluateConstexprs.cpp", 186),),
+        (Line("poptorch/source/type_and_constant_canonicalization/EvaluateConstexprs.cpp", 186),),
     ),
 )
 

@@ -8,7 +8,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence, Tuple, Type
 import torch
 from torch import Tensor
 
-from ipufit.engines.ipu.preflight.facts import LIMITED, SUPPORTED, UNSUPPORTED, Fact, Place, guide
+from ipufit.engines.ipu.preflight.facts import LIMITED, SUPPORTED, UNSUPPORTED, Fact, Line, guide
 
 __all__ = ["OPTIMIZERS", "ParameterGroup", "no_such_optimizer", "refused_settings"]
 
@@ -28,8 +28,8 @@ class ParameterGroup:
     others: Sequence[Mapping[str, Any]] = ()
 
 
-def _attributes(line: int) -> Place:
-    return Place("python/_optimizer_attributes.py", line)
+def _attributes(line: int) -> Line:
+    return Line("python/_optimizer_attributes.py", line)
 
 
 def _is_set(name: str) -> Callable[[ParameterGroup], bool]:
@@ -72,7 +72,7 @@ def _kind(name: str) -> Fact:
 def _setting(
     key: str,
     says: str,
-    place: Place,
+    place: Line,
     applies: Callable[[ParameterGroup], bool],
     verdict: str = UNSUPPORTED,
     cure: str = _LEAVE_OUT,

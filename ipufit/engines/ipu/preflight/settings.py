@@ -8,7 +8,7 @@ import torch
 
 from ipufit.core.compile_arguments import AUTO
 from ipufit.core.train_config import TrainConfig
-from ipufit.engines.ipu.preflight.facts import UNSUPPORTED, Fact, Place, always, guide
+from ipufit.engines.ipu.preflight.facts import UNSUPPORTED, Fact, Line, always, guide
 
 __all__ = ["CLIPPED", "SETTINGS", "refused_arguments"]
 
@@ -16,12 +16,12 @@ __all__ = ["CLIPPED", "SETTINGS", "refused_arguments"]
 CLIPPED = ("SGD", "Adam", "AdamW")
 
 _HALF = guide("overview", 965)
-_CLIPPING = Place("python/optim.py", 229)
+_CLIPPING = Line("python/optim.py", 229)
 _COMPILED = guide("pytorch_to_poptorch", 12)
 
 
 def _fact(
-    key: str, says: str, cure: str, place: Place, applies: Callable[[Any], bool] = always
+    key: str, says: str, cure: str, place: Line, applies: Callable[[Any], bool] = always
 ) -> Tuple[str, Fact]:
     return key, Fact("settings", key, key, UNSUPPORTED, says, (place,), cure, applies)
 
@@ -66,13 +66,13 @@ SETTINGS: Dict[str, Fact] = dict(
             "loss_scale",
             "PopTorch's own automatic scaling follows other rules and does not tell its factor",
             "Pass a number",
-            Place("python/options.py", 336),
+            Line("python/options.py", 336),
         ),
         _fact(
             "accumulation_dtype",
             "accumulators are float16 or float32",
             "Use one of these",
-            Place("python/_optimizer_attributes.py", 75),
+            Line("python/_optimizer_attributes.py", 75),
         ),
         _fact("detect_nan", "a device tells nothing of its operators", "Leave it out", _COMPILED),
         _fact("run_eagerly", "a device runs compiled programs only", "Leave it out", _COMPILED),

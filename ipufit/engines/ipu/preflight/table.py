@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
-from ipufit.engines.ipu.preflight.facts import UNKNOWN, UNSUPPORTED, Fact, Place, dispatcher, guide
+from ipufit.engines.ipu.preflight.facts import UNKNOWN, UNSUPPORTED, Fact, Line, dispatcher, guide
 from ipufit.engines.ipu.preflight.layers import LAYERS, LOSSES
 from ipufit.engines.ipu.preflight.operator_limits import OPERATOR_LIMITS
 from ipufit.engines.ipu.preflight.operators import HANDLED
@@ -23,7 +23,7 @@ def _inference_only(name: str, line: int, cure: str) -> Fact:
         name,
         UNSUPPORTED,
         f"poptorch.{name} is for inference only",
-        (Place("popart_compiler/source/Compiler.cpp", line),),
+        (Line("popart_compiler/source/Compiler.cpp", line),),
         cure,
     )
 
@@ -46,7 +46,7 @@ CONTROL_FLOW: Tuple[Fact, ...] = (
         "shape",
         UNSUPPORTED,
         "shapes are constant: none can follow from the values of a tensor",
-        (guide("intro", 110), Place("tests/index_ops_test.py", 124)),
+        (guide("intro", 110), Line("tests/index_ops_test.py", 124)),
         "Keep the full shape: torch.where(mask, x, 0) instead of x[mask], topk with a fixed k "
         "instead of nonzero or unique.",
     ),
@@ -98,6 +98,6 @@ def unknown_operator(name: str) -> Fact:
         UNKNOWN,
         "nothing in the table says that PopTorch has it; a graph with an operator that it has no "
         "handler for is refused when it is compiled",
-        (guide("supported_ops", 8), Place("poptorch/source/ErrorOnUnsupportedAten.cpp", 30)),
+        (guide("supported_ops", 8), Line("poptorch/source/ErrorOnUnsupportedAten.cpp", 30)),
         "Write it with operators that are in the table.",
     )

@@ -13,7 +13,7 @@ from ipufit.engines.ipu.preflight.facts import (
     SUPPORTED,
     UNSUPPORTED,
     Fact,
-    Place,
+    Line,
     dispatcher,
     guide,
 )
@@ -37,8 +37,8 @@ class DeviceTensor:
     in_module: bool
 
 
-def _inputs(line: int) -> Place:
-    return Place("poptorch/source/PoplarExecutable.cpp", line)
+def _inputs(line: int) -> Line:
+    return Line("poptorch/source/PoplarExecutable.cpp", line)
 
 
 # By type: the line that takes it as it is.
@@ -51,14 +51,14 @@ def _taken(name: str) -> Fact:
     return Fact("dtypes", name, name, SUPPORTED, says, (_inputs(_TAKEN[name]),))
 
 
-def _narrowed(name: str, says: str, cure: str, *places: Place) -> Fact:
+def _narrowed(name: str, says: str, cure: str, *places: Line) -> Fact:
     """Make a fact about a part of the batch."""
     return Fact(
         "dtypes", name, name, LIMITED, says, places, cure, lambda tensor: not tensor.in_module
     )
 
 
-def _refused(name: str, place: Place) -> Fact:
+def _refused(name: str, place: Line) -> Fact:
     """Make a fact about a weight or a buffer."""
     return Fact(
         "dtypes",
@@ -80,14 +80,14 @@ TENSORS: Tuple[Fact, ...] = (
         "int64",
         LIMITED,
         "it becomes int32: larger numbers don't fit",
-        (Place("poptorch/source/Utils.cpp", 145), _inputs(80)),
+        (Line("poptorch/source/Utils.cpp", 145), _inputs(80)),
     ),
     _narrowed("float64", "it becomes float32", "", _inputs(90)),
     _narrowed("bfloat16", "it becomes float16 or float32", "Pass float32.", _inputs(91)),
-    _refused("float64", Place("poptorch/source/Utils.cpp", 143)),
+    _refused("float64", Line("poptorch/source/Utils.cpp", 143)),
     _refused(
         "bfloat16",
-        Place("poptorch/source/type_and_constant_canonicalization/CastUnsupportedInputs.cpp", 23),
+        Line("poptorch/source/type_and_constant_canonicalization/CastUnsupportedInputs.cpp", 23),
     ),
     *(
         Fact(
@@ -107,7 +107,7 @@ TENSORS: Tuple[Fact, ...] = (
         CHANGED,
         UNSUPPORTED,
         "weights and buffers that are not floating point are constants",
-        (Place("poptorch/source/dispatch_tracer/dispatchers/JitDispatch.cpp", 113),),
+        (Line("poptorch/source/dispatch_tracer/dispatchers/JitDispatch.cpp", 113),),
         "Make it a buffer of float32.",
         lambda dtype: not dtype.is_floating_point,
     ),
@@ -117,7 +117,7 @@ TENSORS: Tuple[Fact, ...] = (
         CHANGED,
         LIMITED,
         "buffers are not kept alike between replicas: each has values of its own",
-        (guide("overview", 1028), Place("poptorch/source/InplaceOps.cpp", 229)),
+        (guide("overview", 1028), Line("poptorch/source/InplaceOps.cpp", 229)),
         "",
         lambda dtype: bool(dtype.is_floating_point),
     ),

@@ -11,7 +11,7 @@ from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.autotune import JitAutotuner
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.inductor.compiled import CompiledUpdates, CompilerError
-from ipufit.engines.embedded.inductor.store import Store
+from ipufit.engines.embedded.inductor.store import LibraryStore
 from ipufit.engines.embedded.inductor.update_spec import update_of
 from ipufit.engines.embedded.programs import training
 from ipufit.engines.embedded.training_state import TrainingState
@@ -183,12 +183,12 @@ def test_another_program_is_another_choice():
 
 def test_asking_whether_anything_is_kept_makes_no_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("IPUFIT_CACHE_DIR", str(tmp_path / "own"))
-    assert not Store.has_entries()
+    assert not LibraryStore.has_entries()
     assert not (tmp_path / "own").exists()
-    Store().scratch()
-    assert not Store.has_entries()
+    LibraryStore().scratch()
+    assert not LibraryStore.has_entries()
     (tmp_path / "own" / "compiled" / "0123").mkdir()
-    assert Store.has_entries()
+    assert LibraryStore.has_entries()
 
 
 @pytest.fixture

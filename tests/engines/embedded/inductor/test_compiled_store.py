@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ipufit.engines.embedded.inductor import store as store_module
-from ipufit.engines.embedded.inductor.store import LIBRARY, Store, key_of
+from ipufit.engines.embedded.inductor.store import LIBRARY, LibraryStore, key_of
 from ipufit.errors import ConfigurationError
 
 pytestmark = [
@@ -25,7 +25,7 @@ PARTS = {"torch": "2.13.0", "threads": "2", "shapes": "a", "graph": "b"}
 
 @pytest.fixture
 def store(tmp_path):
-    return Store(tmp_path / "compiled")
+    return LibraryStore(tmp_path / "compiled")
 
 
 def put(store, parts, text=b"machine code"):
@@ -37,7 +37,7 @@ def put(store, parts, text=b"machine code"):
 def test_what_is_kept_is_found_again(store, tmp_path):
     kept = put(store, PARTS)
     assert kept.read_bytes() == b"machine code"
-    assert Store(tmp_path / "compiled").find(PARTS) == kept
+    assert LibraryStore(tmp_path / "compiled").find(PARTS) == kept
     assert store.find({**PARTS, "threads": "1"}) is None
     assert [path.name for path in (tmp_path / "compiled").iterdir()] == [key_of(PARTS)]
     described = json.loads((kept.parent / "entry.json").read_text())
@@ -49,20 +49,20 @@ def test_the_directory_is_the_users_alone(store, tmp_path):
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
     root.chmod(0o770)
     with pytest.raises(ConfigurationError, match="in a directory that nobody else can use, but "):
-        Store(root)
+        LibraryStore(root)
     root.chmod(0o700)
     (tmp_path / "link").symlink_to(root)
     with pytest.raises(ConfigurationError, match="or is no directory"):
-        Store(tmp_path / "link")
+        LibraryStore(tmp_path / "link")
 
 
 def test_the_directory_is_chosen_by_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.delenv("IPUFIT_CACHE_DIR", raising=False)
-    Store()
+    LibraryStore()
     assert (tmp_path / "caches" / "ipufit" / "compiled").is_dir()
     monkeypatch.setenv("IPUFIT_CACHE_DIR", str(tmp_path / "own"))
-    Store()
+    LibraryStore()
     assert (tmp_path / "own" / "compiled").is_dir()
 
 
