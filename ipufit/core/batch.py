@@ -95,9 +95,9 @@ class MicroBatch:
     def of(
         args: Tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        target: Any,
+        target: object,
         size: int,
-        sample_weight: Any = None,
+        sample_weight: object = None,
     ) -> MicroBatch:
         """Flatten a call of the module, its target and the samples' weights."""
         leaves, structure = tree.flatten((args, dict(kwargs), target, sample_weight))

@@ -187,14 +187,14 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).replace("torch.", "")
 
 
-def describe_tensor(value: Any) -> str:
+def describe_tensor(value: object) -> str:
     """Describe a tensor as ``shape (8, 10), dtype float32``, anything else by its type's name."""
     if isinstance(value, Tensor):
         return f"shape {tuple(value.shape)}, dtype {dtype_name(value)}"
     return type(value).__name__
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """Describe a value in the words of a sentence."""
     if isinstance(value, Tensor):
         return f"a tensor of {describe_tensor(value)}"

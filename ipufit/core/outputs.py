@@ -29,7 +29,7 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes)
 _DEPTH = 4
 
 
-def handed_back(module: nn.Module, outputs: Any) -> Any:
+def handed_back(module: nn.Module, outputs: object) -> Any:
     """The outputs without those that the module itself says nobody wants.
 
     Models of the transformers library say so of the caches that make generating words faster, in
@@ -49,7 +49,7 @@ def handed_back(module: nn.Module, outputs: Any) -> Any:
     return rest if kind is dict else kind(rest)
 
 
-def refuse_hidden_tensors(outputs: Any) -> None:
+def refuse_hidden_tensors(outputs: object) -> None:
     """Make sure that no output is an object around tensors: a recording's have no values.
 
     Args:
@@ -70,7 +70,7 @@ def refuse_hidden_tensors(outputs: Any) -> None:
             )
 
 
-def _holds_tensor(value: Any, depth: int) -> bool:
+def _holds_tensor(value: object, depth: int) -> bool:
     if isinstance(value, Tensor):
         return True
     if not depth or isinstance(value, (type, nn.Module)):
@@ -88,7 +88,7 @@ def label(key: Key) -> str:
     return key if isinstance(key, str) else f"output_{key}"
 
 
-def children(value: Any) -> Tuple[Any, ...]:
+def children(value: object) -> Tuple[Any, ...]:
     """Keys of a mapping, fields of a named tuple or dataclass, else positions; () of a leaf."""
     if isinstance(value, Mapping):
         return tuple(value)
@@ -99,7 +99,7 @@ def children(value: Any) -> Tuple[Any, ...]:
     return ()
 
 
-def listed(value: Any) -> str:
+def listed(value: object) -> str:
     """Describe a value in a sentence: its type, and the keys or the length if it has any."""
     keys = children(value)
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
@@ -109,7 +109,7 @@ def listed(value: Any) -> str:
     return f"{type(value).__name__} with {[str(key) for key in keys]}"
 
 
-def pick(value: Any, key: Key, role: str, kind: Type[ConfigurationError]) -> Any:
+def pick(value: object, key: Key, role: str, kind: Type[ConfigurationError]) -> Any:
     """One output of several.
 
     Args:
@@ -149,7 +149,7 @@ def pick(value: Any, key: Key, role: str, kind: Type[ConfigurationError]) -> Any
     )
 
 
-def _by_name(value: Any, key: int) -> str:
+def _by_name(value: object, key: int) -> str:
     names: List[str] = [str(name) for name in children(value)]
     if names:
         return f"Give losses and metrics as a dict by name: {{{names[0]!r}: ...}}."

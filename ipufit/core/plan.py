@@ -55,7 +55,12 @@ class Checks:
         self.fixes.update(fix)
 
     def number(
-        self, name: str, value: Any, rule: str, nearest: Callable[[int], List[int]], hint: str = ""
+        self,
+        name: str,
+        value: object,
+        rule: str,
+        nearest: Callable[[int], List[int]],
+        hint: str = "",
     ) -> int:
         """The value if ``nearest`` leaves it alone, otherwise a fault and the nearest valid one."""
         whole = _as_int(value)
@@ -71,7 +76,7 @@ class Checks:
             self.fault(name, f"{rule}, got {whole}. Try {choices}.", **{name: best})
         return best
 
-    def count(self, name: str, value: Any, least: int = 1) -> int:
+    def count(self, name: str, value: object, least: int = 1) -> int:
         """A whole number of at least ``least``."""
         rule = "a positive whole number" if least else "a whole number of at least 0"
         return self.number(name, value, rule, lambda n: [max(n, least)])
@@ -82,7 +87,7 @@ class Checks:
             self.fault(name, f"a bool. {_kind(value)}, write True or False.", **{name: False})
         return value is True
 
-    def accumulation(self, value: Any, training: bool, pipeline: int = 1) -> int:
+    def accumulation(self, value: object, training: bool, pipeline: int = 1) -> int:
         """Check that a training pipeline of so many stages is filled; 1 in inference."""
         if training and pipeline > 1:
             least = 2 * pipeline - 1
@@ -96,14 +101,14 @@ class Checks:
         rule = "1 in evaluate and predict, which make no updates"
         return self.number("gradient_accumulation", value, rule, lambda n: [1])
 
-    def iterations(self, value: Any, training: bool, pipeline: int = 1) -> int:
+    def iterations(self, value: object, training: bool, pipeline: int = 1) -> int:
         """Check that an inference pipeline of so many stages is filled."""
         if training or pipeline == 1:
             return self.count("device_iterations", value)
         rule = f"at least {pipeline} to fill a pipeline of {pipeline} stages"
         return self.number("device_iterations", value, rule, lambda n: [max(n, pipeline)])
 
-    def ipus(self, value: Any, stages: int, rounding: bool) -> int:
+    def ipus(self, value: object, stages: int, rounding: bool) -> int:
         """Check the total number of IPUs, and say where ``auto_round_ipus=True`` would help."""
         total = stages if value is None else _as_int(value)
         # No power of two is a multiple of three: then only rounding up can help.

@@ -184,5 +184,5 @@ def warn_of_vanishing_eps(optimizer: torch.optim.Optimizer) -> None:
             return
 
 
-def _short(dtype: Any) -> str:
+def _short(dtype: object) -> str:
     return str(dtype).replace("torch.", "")

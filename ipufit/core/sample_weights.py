@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence, Type
+from typing import Sequence, Type
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ipufit.errors import ConfigurationError
 __all__ = ["as_weights", "broadcast_weights", "spread_shape", "total"]
 
 
-def as_weights(weight: Any, kind: Type[ConfigurationError]) -> Tensor:
+def as_weights(weight: object, kind: Type[ConfigurationError]) -> Tensor:
     """Make sure that weights are one real tensor.
 
     Args:

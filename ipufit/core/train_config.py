@@ -84,7 +84,7 @@ class HyperparameterSchedule(Protocol):
         """Copy everything, the optimizer's settings included."""
         ...
 
-    def restore(self, snapshot: Any) -> None:
+    def restore(self, snapshot: object) -> None:
         """Go back to a snapshot, exactly."""
         ...
 
@@ -334,7 +334,7 @@ def resolve_averaging(
     return Averaging(float(ema_momentum), every)  # type: ignore[arg-type]
 
 
-def _count_or_none(name: str, value: Any, what: str) -> Optional[int]:
+def _count_or_none(name: str, value: object, what: str) -> Optional[int]:
     if value is None:
         return None
     if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:

@@ -77,7 +77,7 @@ class DataArguments:
                 parts[name] = tree.unflatten(leaves, structure)
         return dataclasses.replace(self, **parts)
 
-    def _as_array(self, path: str, leaf: Any) -> Any:
+    def _as_array(self, path: str, leaf: object) -> Any:
         return frame_as_array(leaf, f"{self.role}: {path}") if is_frame(leaf) else leaf
 
 
@@ -129,7 +129,7 @@ def comes_in_samples(arguments: DataArguments) -> bool:
     return _kind(arguments) != "loader"
 
 
-def are_inputs(module: nn.Module, x: Any) -> bool:
+def are_inputs(module: nn.Module, x: object) -> bool:
     """Say whether forward takes the parts of a bare tuple or list of arrays as its arguments.
 
     A list is one of batches wherever forward can take a single one of them.
@@ -141,7 +141,7 @@ def are_inputs(module: nn.Module, x: Any) -> bool:
     return _can_bind(module, *x) and (isinstance(x, tuple) or not _can_bind(module, x[0]))
 
 
-def _can_bind(module: nn.Module, *inputs: Any) -> bool:
+def _can_bind(module: nn.Module, *inputs: object) -> bool:
     try:
         inspect.signature(module.forward).bind(*inputs)
     except (TypeError, ValueError):
@@ -190,7 +190,7 @@ def _refuse_bare_sequence(x: Any, role: str) -> None:
         )
 
 
-def _refuse_no_flag(shuffle: Any) -> None:
+def _refuse_no_flag(shuffle: object) -> None:
     if shuffle is not None and not isinstance(shuffle, bool):
         raise ConfigurationError(f"shuffle must be True, False or None, got {shuffle!r}.")
 
@@ -298,7 +298,7 @@ def _refuse_table(arguments: DataArguments) -> None:
         _refuse_no_array("x", arguments.x, "x", arguments.role)
 
 
-def _refuse_no_array(path: str, leaf: Any, root: str, role: str) -> None:
+def _refuse_no_array(path: str, leaf: object, root: str, role: str) -> None:
     if is_array(leaf):
         return
     if isinstance(leaf, (bool, int, float, complex)):

@@ -54,7 +54,7 @@ class BatchValidator:
         self._used = 0
         self.micro_batch_size = source.micro_batch_size
 
-    def each(self, raw: Any, index: int) -> List[MicroBatch]:
+    def each(self, raw: object, index: int) -> List[MicroBatch]:
         """The micro-batches of what the source yields at once, which begins with ``index``.
 
         Raises:
@@ -89,7 +89,7 @@ class BatchValidator:
             )
         )
 
-    def __call__(self, raw: Any, index: int) -> MicroBatch:
+    def __call__(self, raw: object, index: int) -> MicroBatch:
         """The micro-batch for the loader's batch number ``index`` of this epoch.
 
         Raises:
@@ -137,7 +137,7 @@ class BatchValidator:
             return batch
         return MicroBatch(tuple(leaves), batch.structure, batch.size)
 
-    def _unpacked(self, raw: Any, index: int) -> MicroBatch:
+    def _unpacked(self, raw: object, index: int) -> MicroBatch:
         call = self._weighted(self._split(raw, index), index)
         leaves, structure = tree.flatten(call)
         last = self._last
@@ -288,7 +288,7 @@ def _describe(structure: tree.Structure) -> str:
     return words.replace("*", "tensor")
 
 
-def _tensor(name: str, leaf: Any) -> Tensor:
+def _tensor(name: str, leaf: object) -> Tensor:
     leaf = frame_as_tensor(leaf, name) if is_frame(leaf) else leaf
     if isinstance(leaf, Tensor):
         tensor = leaf
@@ -333,7 +333,7 @@ def _size(named: List[Tuple[str, Tensor]], where: str) -> int:
     return int(size)
 
 
-def _arguments(inputs: Any) -> Tuple[Tuple[Any, ...], Mapping[str, Any]]:
+def _arguments(inputs: object) -> Tuple[Tuple[Any, ...], Mapping[str, Any]]:
     """Positional and keyword arguments of forward."""
     if isinstance(inputs, Mapping):
         return (), {str(name): value for name, value in inputs.items()}

@@ -100,7 +100,7 @@ class RowBlock:
         return [dataclasses.replace(self, leaves=leaves) for leaves in zip(*self.columns())]
 
 
-def batch_count(raw: Any) -> int:
+def batch_count(raw: object) -> int:
     """How many batches it is that a pass over the data yields at once."""
     return len(raw) if isinstance(raw, RowBlock) else 1
 
@@ -143,7 +143,7 @@ class RowBatches:
             begin = end
 
 
-def is_in_memory(leaf: Any) -> bool:
+def is_in_memory(leaf: object) -> bool:
     """True if rows of it can be copied without a disk or another device."""
     if isinstance(leaf, Tensor):
         return leaf.device.type == "cpu"
@@ -198,7 +198,7 @@ def _copy_alone(leaf: Tensor, rows: Union[slice, Tensor]) -> Tensor:
     return copy
 
 
-def is_table(value: Any) -> bool:
+def is_table(value: object) -> bool:
     """True of a ``datasets.Dataset``, by its methods: the library is not imported."""
     kind = type(value)
     if kind.__module__.partition(".")[0] != "datasets" or isinstance(value, Mapping):
@@ -260,7 +260,7 @@ def frame_as_array(frame: Any, name: str) -> Any:
     return frame.to_numpy(dtype=numpy.result_type(*dtypes))
 
 
-def frame_as_tensor(frame: Any, name: str) -> Tensor:
+def frame_as_tensor(frame: object, name: str) -> Tensor:
     """A copy of the numbers of a frame, in the layout that a tensor of its rows has.
 
     Raises:
@@ -269,7 +269,7 @@ def frame_as_tensor(frame: Any, name: str) -> Tensor:
     return torch.from_numpy(frame_as_array(frame, name).copy())
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """True of a tensor or an array of NumPy's, memory-mapped ones included."""
     return isinstance(value, Tensor) or (
         type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "shape")
@@ -317,7 +317,7 @@ class ArrayLoader:
         DataError: a part that torch can't take, without rows, or of another length.
     """
 
-    def __init__(self, parts: Any, names: List[str], batch_size: int, role: str) -> None:
+    def __init__(self, parts: object, names: List[str], batch_size: int, role: str) -> None:
         self._leaves, self._structure = tree.flatten(parts)
         self.batch_size = batch_size
         self.samples = _samples(self._leaves, names, role)
@@ -368,7 +368,7 @@ def _samples(leaves: List[Any], names: List[str], role: str) -> int:
     return sizes[0]
 
 
-def _refuse_gaps(leaf: Any, where: str, name: str) -> None:
+def _refuse_gaps(leaf: object, where: str, name: str) -> None:
     """Refuse what does not hold every value: it could not be cut, or the gaps would be trained on.
 
     Raises:
@@ -441,7 +441,7 @@ def rows_in_memory(loader: Any) -> Optional[RowBatches]:
     )
 
 
-def _is_plain_loader(loader: Any) -> bool:
+def _is_plain_loader(loader: object) -> bool:
     return (
         type(loader) is DataLoader
         and bool(loader.batch_size)
@@ -484,7 +484,7 @@ def _indices(subset: Any) -> Optional[Tensor]:
     return torch.tensor(indices, dtype=torch.int64, device="cpu")
 
 
-def _can_be_stacked(tensor: Any) -> bool:
+def _can_be_stacked(tensor: object) -> bool:
     """True if picking rows gives the bits, dtype and strides that stacking the samples does."""
     return (
         type(tensor) is Tensor

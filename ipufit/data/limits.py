@@ -57,7 +57,7 @@ def batch_count(name: str, value: Any, source: DataAdapter, least: int = 1) -> i
     return count
 
 
-def dev_run_length(value: Any) -> int:
+def dev_run_length(value: object) -> int:
     """Executions of a dry run; 0 for none.
 
     Raises:
@@ -68,7 +68,7 @@ def dev_run_length(value: Any) -> int:
     return at_least("fast_dev_run", value, 1, " executions, True or False")
 
 
-def validation_epochs(value: Any, first: int, last: int) -> List[int]:
+def validation_epochs(value: object, first: int, last: int) -> List[int]:
     """Indices of the epochs after which there is a validation.
 
     Args:

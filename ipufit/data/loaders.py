@@ -46,17 +46,17 @@ __all__ = [
 ]
 
 
-def is_torchs(value: Any) -> bool:
+def is_torchs(value: object) -> bool:
     """True if torch, or ipufit, wrote its class."""
     return type(value).__module__.partition(".")[0] in ("torch", "ipufit")
 
 
-def reads_as_torch(loader: Any) -> bool:
+def reads_as_torch(loader: object) -> bool:
     """True of a DataLoader whose batches no ``__iter__`` of a subclass makes or changes."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
-def is_plain(dataset: Any) -> bool:
+def is_plain(dataset: object) -> bool:
     """Tensors, or a part of such."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -73,21 +73,21 @@ def may_reuse_memory(loader: Any) -> bool:
     return not isinstance(loader, (list, tuple))
 
 
-def batch_total(loader: Any) -> Optional[int]:
+def batch_total(loader: object) -> Optional[int]:
     """Batches of an epoch; of a stream only where torch's count of them can be relied on."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return length_of(loader) if loader.num_workers <= 1 else None
     return length_of(loader)
 
 
-def stream_length(loader: Any) -> Optional[int]:
+def stream_length(loader: object) -> Optional[int]:
     """Samples that a stream read by several workers says it has; None for anything else."""
     if not isinstance(loader, DataLoader) or loader.num_workers < 2:
         return None
     return length_of(loader.dataset) if isinstance(loader.dataset, IterableDataset) else None
 
 
-def row_count(batch: Any, loader: Any) -> int:
+def row_count(batch: object, loader: Any) -> int:
     """Samples of a raw batch; 0 where it has nothing to count."""
     if loader.batch_size is None:
         return 1
@@ -104,7 +104,7 @@ def length_of(sized: Any) -> Optional[int]:
         return None
 
 
-def sample_makers(owner: Any) -> Tuple[Any, Any]:
+def sample_makers(owner: object) -> Tuple[Any, Any]:
     """The methods of a dataset or iterable that make its samples or batches."""
     while isinstance(owner, Subset):
         owner = owner.dataset
@@ -210,7 +210,7 @@ def end_workers(iterator: Any) -> None:
                     worker.join()
 
 
-def kill_workers(iterator: Any) -> None:
+def kill_workers(iterator: object) -> None:
     """End the workers of a pass while another thread waits for them, which will notice."""
     for worker in getattr(iterator, "_workers", []):
         # torch's handler of SIGTERM lets them end without an error here.

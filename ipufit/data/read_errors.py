@@ -22,7 +22,7 @@ __all__ = ["describe_dead_worker", "ends_in_a_sample", "frames_of", "is_dead_wor
 
 
 def unreadable(
-    error: Exception, loader: Any, role: str, batch: int, replay: Callable[[], Any]
+    error: Exception, loader: object, role: str, batch: int, replay: Callable[[], Any]
 ) -> Exception:
     """The error to raise for one that came while batch number ``batch`` was read.
 
@@ -53,7 +53,7 @@ def unreadable(
     return DataError(f"{role}, batch {batch}: {what}: {came}. {cure}")
 
 
-def ends_in_a_sample(error: StopIteration, loader: Any) -> bool:
+def ends_in_a_sample(error: StopIteration, loader: object) -> bool:
     """True if the user's code raised it for a sample, rather than torch after the last batch.
 
     To a loop over the loader both look alike, and the rest of the epoch would be lost.
@@ -77,7 +77,9 @@ def describe_dead_worker(error: Exception) -> str:
     )
 
 
-def _what(error: Exception, loader: Any, batch: int, replay: Callable[[], Any]) -> Tuple[str, str]:
+def _what(
+    error: Exception, loader: object, batch: int, replay: Callable[[], Any]
+) -> Tuple[str, str]:
     """Describe the failure, and what to do."""
     plain = "the batch could not be read", "Its traceback above shows the line that failed."
     if not isinstance(loader, DataLoader):

@@ -241,7 +241,7 @@ class Sharded:
         self.loader = loader
 
 
-def asks_for_workers(dataset: Any) -> bool:
+def asks_for_workers(dataset: object) -> bool:
     """True if the code of a stream asks which worker it is, as torch's documentation has it."""
     for kind in type(dataset).__mro__:
         if kind.__module__.partition(".")[0] == "torch":
@@ -271,7 +271,7 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def as_worker(dataset: Any, process: int, processes: int) -> Iterator[None]:
+def as_worker(dataset: object, process: int, processes: int) -> Iterator[None]:
     """Within the block the data that is read in this process takes it for a worker of its own."""
     before = _torchs_worker._worker_info
     worker = _Worker(process, processes, torch.initial_seed(), dataset)

@@ -383,7 +383,7 @@ class DataAdapter:
         return self._stream_loader
 
     def _own_batches(
-        self, loader: Any, rows: Optional[RowBatches], horizon: ReadAhead, portion: RankShard
+        self, loader: object, rows: Optional[RowBatches], horizon: ReadAhead, portion: RankShard
     ) -> Iterator[Any]:
         """Yield the batches of a pass over a loader that a shard names."""
         if rows is not None:
@@ -494,7 +494,7 @@ class DataAdapter:
         return [loader.collate_fn([loader.dataset[i] for i in range(size)])] if size else []
 
 
-def _rows_in(batch: Any) -> int:
+def _rows_in(batch: object) -> int:
     """Samples of a batch that was not looked at yet; 0 where it has none to count."""
     shapes: Iterator[Any] = (getattr(leaf, "shape", ()) for leaf in tree.flatten(batch)[0])
     return next((int(shape[0]) for shape in shapes if len(shape)), 0)
@@ -507,7 +507,7 @@ class _Told:
         batch: index of the one that is read.
     """
 
-    def __init__(self, loader: Any, role: str, stream: DataStream) -> None:
+    def __init__(self, loader: object, role: str, stream: DataStream) -> None:
         self.batch = 0
         self._loader = loader
         self._role = role
@@ -525,7 +525,7 @@ class _Told:
             raise located from error
 
 
-def _draw_as_for_new_workers(loader: Any) -> None:
+def _draw_as_for_new_workers(loader: object) -> None:
     """Make the order of an epoch the same whether or not workers are left from the one before.
 
     torch draws their seed, and then the order; for workers that are there it draws no seed.
@@ -536,7 +536,7 @@ def _draw_as_for_new_workers(loader: Any) -> None:
         torch.empty((), dtype=torch.int64).random_()
 
 
-def _refuse_what_has_no_batches(loader: Any, role: str) -> None:
+def _refuse_what_has_no_batches(loader: object, role: str) -> None:
     if isinstance(loader, (str, bytes, dict)) or not hasattr(type(loader), "__iter__"):
         came = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__
         raise DataError(

@@ -27,7 +27,7 @@ __all__ = [
 _CHUNK = 1 << 20
 
 
-def checked_weight(weight: Any, name: str) -> Any:
+def checked_weight(weight: object, name: str) -> Any:
     """Weights as floating-point tensors, every value known to be finite and not negative.
 
     Integers and bools become torch's default dtype; a floating dtype stays. Nested weights keep
@@ -77,7 +77,7 @@ def _checked(leaf: Any, name: str, first: int = 0) -> Any:
     return leaf
 
 
-def refuse_bad_weights(weight: Any, names: Sequence[str], role: str, training: bool) -> None:
+def refuse_bad_weights(weight: object, names: Sequence[str], role: str, training: bool) -> None:
     """Look at the weights of a whole data set, a part at a time.
 
     Raises:
@@ -144,7 +144,7 @@ class ClassWeights:
         ConfigurationError: it is no such mapping.
     """
 
-    def __init__(self, weights: Any) -> None:
+    def __init__(self, weights: object) -> None:
         if not isinstance(weights, Mapping) or not weights:
             came = "an empty one" if isinstance(weights, Mapping) else repr(weights)
             raise ConfigurationError(
@@ -169,7 +169,7 @@ class ClassWeights:
                 )
             self.by_class[operator.index(key)] = float(value)
 
-    def of(self, target: Any, name: str) -> Tensor:
+    def of(self, target: object, name: str) -> Tensor:
         """One weight per sample, in torch's default dtype.
 
         Args:
@@ -198,11 +198,11 @@ class ClassWeights:
         return result
 
 
-def _dtype(target: Any) -> str:
+def _dtype(target: object) -> str:
     return f" {target.dtype} with other values" if isinstance(target, Tensor) else ""
 
 
-def _classes(target: Any) -> Optional[Tensor]:
+def _classes(target: object) -> Optional[Tensor]:
     if not isinstance(target, Tensor) or target.is_complex() or target.dim() not in (1, 2):
         return None
     if target.dim() == 2 and target.shape[1] > 1:

@@ -135,7 +135,7 @@ def from_poptorch(
             optimizer.state[parameter].update(state)
 
 
-def _kind(optimizer: torch.optim.Optimizer, other: Any) -> Kind:
+def _kind(optimizer: torch.optim.Optimizer, other: object) -> Kind:
     kind = type(optimizer)
     if kind not in _STATE:
         supported = ", ".join(each.__name__ for each in _STATE)

@@ -194,7 +194,7 @@ def _present(module: nn.Module) -> List[_Work]:
 
 
 def _checked(
-    module: nn.Module, layers: Any, inference_layers: Any, by_config: bool = False
+    module: nn.Module, layers: object, inference_layers: object, by_config: bool = False
 ) -> List[_Work]:
     """All layers that are to be cut, with what becomes of them in training and inference."""
     faults = ErrorCollector()
@@ -227,7 +227,7 @@ def _checked(
     return works
 
 
-def _side(module: nn.Module, layers: Any) -> Dict[int, _Work]:
+def _side(module: nn.Module, layers: object) -> Dict[int, _Work]:
     """By layer, how all are cut that have to be so in training, or in inference."""
     if not isinstance(layers, Mapping):
         raise ConfigurationError(
@@ -251,7 +251,7 @@ def _cuts_weight(layer: nn.Module, parts: Parts) -> bool:
     return in_parts or parts.per_ipu is not None
 
 
-def _layer(module: nn.Module, name: Any) -> nn.Module:
+def _layer(module: nn.Module, name: object) -> nn.Module:
     modules: Dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
     if not isinstance(name, str) or name not in modules:
         fitting = [key for key, part in modules.items() if _fits(part) and key]

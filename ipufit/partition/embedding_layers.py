@@ -95,7 +95,7 @@ def check_ties(module: nn.Module, meant: Mapping[str, Tuple[str, Sequence[Cut]]]
             )
 
 
-def _places(name: str, setting: Any) -> Tuple[int, Any]:
+def _places(name: str, setting: object) -> Tuple[int, Any]:
     parts = parts_of(name, setting)
     return parts.count, parts.per_ipu
 

@@ -38,7 +38,7 @@ class OperatorWork:
 
 
 def work_of(
-    operator: Any, args: Sequence[Any], kwargs: Dict[str, Any], result: Any
+    operator: object, args: Sequence[Any], kwargs: Dict[str, Any], result: object
 ) -> OperatorWork:
     """The work of one call of an ATen operator; a view has none.
 
@@ -53,7 +53,7 @@ def work_of(
     return OperatorWork(flops, max(flops / rate, moved / _BYTES))
 
 
-def _tensors(values: Any) -> List[Tensor]:
+def _tensors(values: object) -> List[Tensor]:
     return [leaf for leaf in tree.flatten(values)[0] if isinstance(leaf, Tensor)]
 
 
@@ -65,7 +65,7 @@ def _is_view(operator: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def flops_of(operator: Any, args: Sequence[Any], result: Any) -> int:
+def flops_of(operator: object, args: Sequence[Any], result: object) -> int:
     """Two per multiply-add of matrix products, convolutions and attention; 0 for all else.
 
     The same as ``torch.utils.flop_counter`` has, but for what that leaves out, which is products
@@ -80,7 +80,7 @@ def flops_of(operator: Any, args: Sequence[Any], result: Any) -> int:
     return 0
 
 
-def bytes_of(operator: Any, args: Sequence[Any], kwargs: Dict[str, Any], result: Any) -> int:
+def bytes_of(operator: object, args: Sequence[Any], kwargs: Dict[str, Any], result: object) -> int:
     """Bytes that one call of an ATen operator reads and writes in memory; of a view, none.
 
     Each argument and each result once, and of what is expanded only what is there. What is looked
@@ -125,7 +125,7 @@ def _convolution(args: Sequence[Any], result: Any) -> int:
     return int(2 * places * math.prod(weight.shape[1:]))
 
 
-def _convolution_backward(args: Sequence[Any], result: Any) -> int:
+def _convolution_backward(args: Sequence[Any], result: object) -> int:
     """Count as much for the gradient of the input, and for that of the weight, as forward."""
     gradient, inputs, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
     places = inputs.numel() if transposed else gradient.numel()
@@ -146,14 +146,14 @@ def _attention_backward(args: Sequence[Any]) -> int:
     return int(2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1]))
 
 
-def _recurrent(args: Sequence[Any], result: Any) -> int:
+def _recurrent(args: Sequence[Any], result: object) -> int:
     """Every weight of a layer meets every time step of every sample."""
     tensors = args[0]
     weights = sum(tensor.numel() for tensor in tensors if tensor.dim() == 2)
     return int(2 * math.prod(tensors[0].shape[:2]) * weights)
 
 
-def _recurrent_backward(args: Sequence[Any], result: Any) -> int:
+def _recurrent_backward(args: Sequence[Any], result: object) -> int:
     """Count the operations of a recurrent layer's gradients.
 
     The forward operations come again for each weight that wants a gradient, and for gradients that

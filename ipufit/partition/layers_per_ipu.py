@@ -415,7 +415,7 @@ def _places(module: nn.Module, layers: Sequence[str]) -> str:
     return ", ".join(texts)
 
 
-def _whole_numbers(setting: Any, argument: str) -> List[int]:
+def _whole_numbers(setting: object, argument: str) -> List[int]:
     if isinstance(setting, (str, collections.abc.Mapping)) or not hasattr(setting, "__iter__"):
         numbers: Sequence[Any] = ()
     else:

@@ -194,7 +194,7 @@ def _go_on(block: object, *error: object) -> None:
     """Leave a block open."""
 
 
-def _increments(strategy: Any) -> bool:
+def _increments(strategy: object) -> bool:
     automatic = getattr(strategy, "_auto_stage", None)
     return getattr(automatic, "name", "") == "AutoIncrement"
 

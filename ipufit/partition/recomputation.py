@@ -22,7 +22,7 @@ __all__ = ["calls_watched", "outputs_checkpointed", "resolve_recompute"]
 _SHELVES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def resolve_recompute(module: nn.Module, recompute: Any, jit: str) -> Tuple[str, ...]:
+def resolve_recompute(module: nn.Module, recompute: object, jit: str) -> Tuple[str, ...]:
     """Names of the layers, in the order of the module.
 
     Raises:
@@ -65,7 +65,7 @@ def _repeated(module: nn.Module) -> List[str]:
     return layers
 
 
-def _named(module: nn.Module, recompute: Any) -> List[str]:
+def _named(module: nn.Module, recompute: object) -> List[str]:
     patterns = [recompute] if isinstance(recompute, str) else recompute
     if not isinstance(patterns, (list, tuple)) or not all(isinstance(n, str) for n in patterns):
         raise ConfigurationError(
@@ -144,7 +144,7 @@ def calls_watched(
 def outputs_checkpointed(sdk: Any, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Tell PopTorch to keep the outputs of these layers, between which it recomputes."""
 
-    def checkpoint_output(name: str, output: Any) -> Any:
+    def checkpoint_output(name: str, output: object) -> Any:
         return tree.map_leaves(
             lambda leaf: sdk.recomputationCheckpoint(leaf) if isinstance(leaf, Tensor) else leaf,
             output,

@@ -55,7 +55,7 @@ class PartitionRequest:
         return f"{self.prefix}{argument}"
 
 
-def count_of(name: str, value: Any) -> Optional[int]:
+def count_of(name: str, value: object) -> Optional[int]:
     """A positive whole number, or None.
 
     Raises:

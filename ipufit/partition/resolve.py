@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Dict, Mapping, Optional, Tuple
 
 from torch import nn
 
@@ -145,7 +145,7 @@ def _is_auto(request: PartitionRequest) -> bool:
     return isinstance(request.stages, str) and request.stages == AUTO
 
 
-def _check_auto(request: PartitionRequest, strategy: str, sdk_strategy: Any) -> None:
+def _check_auto(request: PartitionRequest, strategy: str, sdk_strategy: object) -> None:
     """Refuse what leaves open how many stages to make, or is no pipeline.
 
     Raises:
@@ -197,7 +197,7 @@ def _check_places(module: nn.Module, strategy: str, request: PartitionRequest) -
         )
 
 
-def _named(module: nn.Module, stages: Any, argument: str) -> Division:
+def _named(module: nn.Module, stages: object, argument: str) -> Division:
     if not isinstance(stages, collections.abc.Mapping) or not stages:
         raise PartitionError(
             f"{argument} must map names of modules to numbers of stages, got {stages!r}. Write for "

@@ -339,7 +339,7 @@ class CutWeight(Serialized):
         self,
         state_dict: Any,
         prefix: str,
-        local_metadata: Any,
+        local_metadata: object,
         strict: bool,
         missing_keys: List[str],
         unexpected_keys: List[str],

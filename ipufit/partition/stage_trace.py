@@ -84,7 +84,7 @@ class Uses:
                     first, end = _extent(parameter)
                     self._lie.setdefault(key, []).append((first, end, name))
 
-    def operated(self, operator: Any, inputs: Any, result: Any) -> None:
+    def operated(self, operator: object, inputs: object, result: object) -> None:
         """An operator was called."""
         if self._lie is None:
             return
@@ -119,7 +119,7 @@ def _extent(tensor: Tensor) -> Tuple[int, int]:
     return first, first + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
 
 
-def _computes(operator: Any, result: Any) -> bool:
+def _computes(operator: Any, result: object) -> bool:
     """True if the operator makes or changes a tensor; a view of one only names it anew."""
     if not any(isinstance(leaf, Tensor) for leaf in tree.flatten(result)[0]):
         return False
@@ -142,7 +142,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._uses = uses
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
+        self, func: Any, types: object, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self._uses.operated(func, (args, kwargs or {}), result)
@@ -195,7 +195,7 @@ class Walk:
             self._outside = self._outside or self._own.entered()[-1][0]
         return self._stage if ipu_of_block is None else ipu_of_block
 
-    def _on_call(self, part: nn.Module, args: Any) -> None:
+    def _on_call(self, part: nn.Module, args: object) -> None:
         name = self._names.get(id(part))
         if name is None:
             return
@@ -207,7 +207,7 @@ class Walk:
             self._spread(name, part.parts_in(part.training).ipus)
         self._called.setdefault(name, set()).add(self._stage)
 
-    def _on_return(self, part: nn.Module, args: Any, result: Any) -> None:
+    def _on_return(self, part: nn.Module, args: object, result: object) -> None:
         self._uses.in_loss = self._uses.in_loss or part is self._module
         name = AFTER + self._names.get(id(part), "")
         if name in self._begins:

@@ -289,7 +289,7 @@ class _Weigher:
     def _return_to(self, at: int) -> None:
         self._at = at
 
-    def _on_call(self, part: nn.Module, args: Any) -> None:
+    def _on_call(self, part: nn.Module, args: object) -> None:
         name = self._modules.get(id(part))
         if name and self._is_forward:
             self.begin(name)
@@ -321,7 +321,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._weigher = weigher
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
+        self, func: Any, types: object, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self._weigher.operated(func, args, kwargs or {}, result)
@@ -336,7 +336,7 @@ class _Functions(TorchFunctionMode):
         self._weigher = weigher
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
+        self, func: Any, types: object, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self._weigher.claim(tree.flatten(result)[0])

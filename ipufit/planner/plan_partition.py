@@ -177,7 +177,7 @@ class _Recomputation:
     of: Callable[[str, int], bool]
 
 
-def _recomputation(session: CompiledModule, recompute: Any) -> _Recomputation:
+def _recomputation(session: CompiledModule, recompute: object) -> _Recomputation:
     """Resolve the argument ``recompute``; None is what was compiled.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, split_by_update
 from ipufit.core.compile_arguments import OFF
-from ipufit.core.logged_values import LogRule, collecting, joined_rules
+from ipufit.core.logged_values import LogRule, collecting, merge_rules
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.program import (
     Engine,
@@ -137,7 +137,7 @@ class EagerProgram(Program):
         logged = [dict(zip(r.reported.rules, row[1:])) for r, row in zip(results, numbers)]
         rules: Dict[str, LogRule] = {}
         for result in results:
-            rules = joined_rules(rules, result.reported.rules)
+            rules = merge_rules(rules, result.reported.rules)
         return ExecutionResult(
             torch.tensor([row[0] for row in numbers], dtype=torch.float64),
             [result.outputs for result in results] if self._spec.want_outputs else [],

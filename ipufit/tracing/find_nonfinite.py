@@ -358,7 +358,7 @@ def _after_constant(nonfinite: _Found) -> _Found:
     return path[-2] if len(path) > 1 else nonfinite
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if not isinstance(value, Tensor) or value.is_quantized or value.layout is not torch.strided:
         return False
     return value.is_floating_point() or value.is_complex()

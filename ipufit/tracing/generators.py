@@ -13,7 +13,7 @@ from torch import Tensor
 __all__ = ["Generators", "generator_state", "hashable", "same_state", "set_generator"]
 
 
-def generator_state(value: Any) -> Any:
+def generator_state(value: object) -> Any:
     """Return the state of Python's, NumPy's or torch's generator; None for anything else."""
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else value.getstate()
@@ -39,7 +39,7 @@ def set_generator(value: Any, state: Any) -> None:
         value.set_state(state)
 
 
-def hashable(state: Any) -> Any:
+def hashable(state: object) -> Any:
     """The state in a form that can be compared."""
     if isinstance(state, Tensor):
         return state.numpy().tobytes()
@@ -48,7 +48,7 @@ def hashable(state: Any) -> Any:
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
-def same_state(one: Any, other: Any) -> bool:
+def same_state(one: object, other: object) -> bool:
     """Say whether two states of a generator give the same next number."""
     return bool(hashable(one) == hashable(other))
 
@@ -104,5 +104,5 @@ class Generators:
                 each.set_state(("MT19937", numbers[:-1], numbers[-1]))
 
 
-def _looked_at(generator: Any) -> Any:
+def _looked_at(generator: object) -> Any:
     return hashable(generator_state(generator))

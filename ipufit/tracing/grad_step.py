@@ -57,7 +57,7 @@ class OutputShape:
     recorded.
     """
 
-    def __init__(self, outputs: Any) -> None:
+    def __init__(self, outputs: object) -> None:
         leaves, self._structure = tree.flatten(outputs)
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -172,7 +172,7 @@ class ModuleWithLoss(nn.Module):
             self._forgive(error)
         return handed_back(self.net, outputs), term if with_loss else None
 
-    def label_ranges(self, outputs: Any, target: Any) -> Tuple[LabelRange, ...]:
+    def label_ranges(self, outputs: object, target: object) -> Tuple[LabelRange, ...]:
         """The class indices that the loss takes as target."""
         return () if self._loss is None else self._loss.label_ranges(outputs, target)
 
@@ -224,7 +224,7 @@ def attributes_kept(module: nn.Module) -> Iterator[List[str]]:
                 changed += [f"{type(owner).__name__}.{name}" for name in new + other]
 
 
-def carries_loss(result: Any) -> bool:
+def carries_loss(result: object) -> bool:
     """Tell whether a module that may return its own loss did so: a 0-dim tensor in its place."""
     loss = find_loss(result)
     return loss is not None and loss[1].dim() == 0 and loss[1].is_floating_point()
@@ -420,7 +420,7 @@ class GradStep:
         # It belongs to a program, which what is recorded outlives.
         self._layout = None
 
-    def _detached_outputs(self, outputs: Any, inputs: Sequence[Tensor]) -> List[Tensor]:
+    def _detached_outputs(self, outputs: object, inputs: Sequence[Tensor]) -> List[Tensor]:
         refuse_hidden_tensors(outputs)
         self.outputs = OutputShape(outputs)
         storages = {storage_id(t) for t in inputs} - {0}

@@ -85,7 +85,7 @@ def schema_of(node: fx.Node) -> Any:
     return getattr(node.target, "_schema", None)
 
 
-def nodes_in(value: Any) -> Iterator[fx.Node]:
+def nodes_in(value: object) -> Iterator[fx.Node]:
     """The nodes in an argument, those in lists included."""
     if isinstance(value, fx.Node):
         yield value

@@ -152,7 +152,7 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._used = used
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
+        self, func: Any, types: object, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
         for leaf in tree.flatten((args, kwargs or {}))[0]:
             if id(leaf) in self._names:

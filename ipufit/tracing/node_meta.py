@@ -73,7 +73,7 @@ def _last(graph: fx.Graph) -> fx.Node:
     return node
 
 
-def _mark(graph: fx.Graph, after: fx.Node, key: str, value: Any) -> None:
+def _mark(graph: fx.Graph, after: fx.Node, key: str, value: object) -> None:
     """Note something on all nodes after one."""
     for node in reversed(graph.nodes):
         if node is after:

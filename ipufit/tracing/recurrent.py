@@ -223,7 +223,7 @@ class _Reserve(torch.autograd.Function):
         return _reserve(size)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: object, *gradients: Tensor) -> Any:
         """Nobody computes with the tensor."""
         raise AssertionError
 
@@ -336,7 +336,7 @@ class _Gradient(torch.autograd.Function):
         return (None, *(by_place.get(place) for place in range(len(tensors))))
 
 
-def _below_autograd(operator: Callable[..., List[Tensor]], *args: Any) -> List[Tensor]:
+def _below_autograd(operator: Callable[..., List[Tensor]], *args: object) -> List[Tensor]:
     below = torch._C._AutoDispatchBelowAutograd()
     try:
         return operator(*args)
@@ -344,7 +344,7 @@ def _below_autograd(operator: Callable[..., List[Tensor]], *args: Any) -> List[T
         del below
 
 
-def _with_gradient(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
+def _with_gradient(tensors: Sequence[Tensor], *settings: object) -> List[Tensor]:
     """The operator above autograd, which knows whose gradients are wanted."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return list(_Gradient.apply(settings[:-1], *tensors))  # type: ignore[no-untyped-call]
@@ -388,7 +388,7 @@ def whole_recurrent_layers() -> Iterator[None]:
 
 
 def _instead(
-    kind: str, uses_onednn: bool, thread: int, /, *args: Any, **kwargs: Any
+    kind: str, uses_onednn: bool, thread: int, /, *args: object, **kwargs: object
 ) -> Tuple[Tensor, ...]:
     """Stand in for a function of torch's; threads that record nothing get torch's own."""
     if thread != threading.get_ident():

@@ -140,7 +140,7 @@ class SourceTracker:
             self._claim([t.grad_fn for t in _tensors(args)], Origin(name, kind, is_backward=True))
         self._stack.append(self._names[id(part)])
 
-    def _end(self, part: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, part: nn.Module, args: object, output: object) -> None:
         if id(part) not in self._names:
             return
         name, kind = self._stack.pop()
@@ -185,7 +185,7 @@ class SourceTracker:
 
         node.register_prehook(begin)
 
-    def _origin_of(self, node: Any) -> Origin:
+    def _origin_of(self, node: object) -> Origin:
         if node in self._claimed:
             return self._claimed[node]
         number = getattr(node, "_sequence_nr", lambda: -1)()
@@ -195,7 +195,7 @@ class SourceTracker:
         return dataclasses.replace(origin, is_backward=True)
 
 
-def _tensors(value: Any) -> Tuple[Tensor, ...]:
+def _tensors(value: object) -> Tuple[Tensor, ...]:
     return tuple(leaf for leaf in tree.flatten(value)[0] if isinstance(leaf, Tensor))
 
 
@@ -258,7 +258,7 @@ class CallRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Any,
+        types: object,
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:

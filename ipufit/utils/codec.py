@@ -215,12 +215,12 @@ class _Decoder:
             raise _damaged(path, f"has the tag {_said(tag)}, which is unknown or not alone")
         return self._tags[tag](document[tag], path)
 
-    def _tuple(self, content: Any, path: Path) -> Any:
+    def _tuple(self, content: object, path: Path) -> Any:
         if type(content) is not list:
             raise _damaged(path, f"is a tuple of {_said(content)}")
         return tuple(self.decode(part, (*path, place)) for place, part in enumerate(content))
 
-    def _dict(self, content: Any, path: Path) -> Any:
+    def _dict(self, content: object, path: Path) -> Any:
         if type(content) is not list:
             raise _damaged(path, f"is a dict of {_said(content)}")
         decoded: Dict[Any, Any] = {}
@@ -233,18 +233,18 @@ class _Decoder:
             decoded[key] = self.decode(part, (*path, key))
         return decoded
 
-    def _float(self, content: Any, path: Path) -> Any:
+    def _float(self, content: object, path: Path) -> Any:
         if type(content) is not str or content not in _NOT_FINITE:
             raise _damaged(path, f"is a float written as {_said(content)}")
         return float(content)
 
-    def _int(self, content: Any, path: Path) -> Any:
+    def _int(self, content: object, path: Path) -> Any:
         # Digits of base 16 take linear time, however many there are.
         if type(content) is not str or not _HEX.fullmatch(content):
             raise _damaged(path, f"is an int written as {_said(content)}")
         return int(content, 16)
 
-    def _tensor(self, content: Any, path: Path) -> Any:
+    def _tensor(self, content: object, path: Path) -> Any:
         if type(content) is not str:
             raise _damaged(path, f"is a tensor named by {_said(content)}")
         if content not in self._tensors or content in self.used:

@@ -126,7 +126,7 @@ class Span:
         clock._around.append(clock._phase)
         clock._phase = self._place
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         clock, now = self._clock, time.perf_counter()
         clock._seconds[clock._phase] += now - clock.since
         clock.since = now

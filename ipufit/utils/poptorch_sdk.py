@@ -36,7 +36,7 @@ def sdk_in_use() -> Optional[Any]:
 
 
 @contextlib.contextmanager
-def traced_by(sdk: Any) -> Iterator[None]:
+def traced_by(sdk: object) -> Iterator[None]:
     """The block is traced by this PopTorch."""
     before = _SDK.set(sdk)
     try:

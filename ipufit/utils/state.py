@@ -70,7 +70,7 @@ def fork_rng() -> Iterator[None]:
 def preserve_state(
     modules: Sequence[Optional[nn.Module]],
     optimizer: Optional[torch.optim.Optimizer],
-    loader: Any = None,
+    loader: object = None,
 ) -> Iterator[None]:
     """Put back, bit for bit, weights, buffers, optimizer state and random number generators.
 
@@ -107,7 +107,7 @@ def copy_optimizer_state(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
     return copied
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) is dict:
@@ -115,7 +115,7 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def generators_of(loader: Any) -> List[torch.Generator]:
+def generators_of(loader: object) -> List[torch.Generator]:
     """List the generators of a DataLoader and of its samplers, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = [loader, getattr(loader, "sampler", None), batch_sampler]

@@ -59,7 +59,7 @@ _LEAF = Structure(None)
 _NONE = Structure(type(None))
 
 
-def _children(value: Any) -> Any:
+def _children(value: object) -> Any:
     """Keys and values of a container, and the form of its path texts, or None for a leaf."""
     if isinstance(value, Mapping):
         keys = tuple(value)
@@ -72,7 +72,7 @@ def _children(value: Any) -> Any:
     return None
 
 
-def _walk(value: Any, path: str, out: List[Tuple[str, Any]]) -> Structure:
+def _walk(value: object, path: str, out: List[Tuple[str, Any]]) -> Structure:
     if value is None:
         return _NONE
     parts = _children(value)
@@ -84,7 +84,7 @@ def _walk(value: Any, path: str, out: List[Tuple[str, Any]]) -> Structure:
     return Structure(type(value), keys, children)
 
 
-def _gather(value: Any, out: List[Any]) -> Structure:
+def _gather(value: object, out: List[Any]) -> Structure:
     """Flatten without paths, which messages alone need."""
     if value is None:
         return _NONE
@@ -96,14 +96,14 @@ def _gather(value: Any, out: List[Any]) -> Structure:
     return Structure(type(value), keys, tuple([_gather(child, out) for child in values]))
 
 
-def flatten_with_paths(value: Any, root: str = "") -> Tuple[List[Tuple[str, Any]], Structure]:
+def flatten_with_paths(value: object, root: str = "") -> Tuple[List[Tuple[str, Any]], Structure]:
     """Leaves with their paths (``root['ids'][0]``), and the structure to rebuild them."""
     out: List[Tuple[str, Any]] = []
     structure = _walk(value, root, out)
     return out, structure
 
 
-def flatten(value: Any) -> Tuple[List[Any], Structure]:
+def flatten(value: object) -> Tuple[List[Any], Structure]:
     """Leaves in order, and the structure to rebuild them."""
     out: List[Any] = []
     structure = _gather(value, out)
@@ -141,7 +141,7 @@ def _build(source: Iterator[Any], structure: Structure) -> Any:
     return kind(values)
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: object) -> Any:
     """Apply ``function`` to every leaf, keeping the structure."""
     leaves, structure = flatten(value)
     return unflatten([function(leaf) for leaf in leaves], structure)

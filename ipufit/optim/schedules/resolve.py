@@ -132,7 +132,7 @@ class CallableSchedule(Schedule):
     def _own_state(self) -> Any:
         return None
 
-    def _load_own(self, state: Any) -> None:
+    def _load_own(self, state: object) -> None:
         """Nothing: the functions depend on the position alone."""
 
 
@@ -422,7 +422,7 @@ def _is_factory(function: Callable[..., object]) -> Optional[bool]:
     return None
 
 
-def _annotated(annotation: Any) -> Optional[bool]:
+def _annotated(annotation: object) -> Optional[bool]:
     """True if an annotation belongs to a factory, False to a schedule, None to neither."""
     if isinstance(annotation, str):
         last = annotation.rpartition(".")[2]

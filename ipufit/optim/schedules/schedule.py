@@ -259,7 +259,7 @@ class Schedule(abc.ABC):
         """Return the part of its state that goes into a checkpoint."""
 
     @abc.abstractmethod
-    def _load_own(self, state: Any) -> None:
+    def _load_own(self, state: object) -> None:
         """Take it from a checkpoint."""
 
     def _at_epoch_end(self, logs: Mapping[str, float]) -> Callable[[], None]:
@@ -296,7 +296,7 @@ class Schedule(abc.ABC):
             self._move(self._advance, before)
         return row
 
-    def _move(self, advance: Callable[[], None], before: Any) -> None:
+    def _move(self, advance: Callable[[], None], before: object) -> None:
         """Advance; where that fails, keep the error for when the value is needed."""
         updates, batches = self.updates, self._batches
         try:
@@ -322,7 +322,7 @@ class Schedule(abc.ABC):
                 if name == "lr" or value != first.get(name):
                     self._check_value(name, value, index)
 
-    def _check_value(self, name: str, value: Any, group: int) -> None:
+    def _check_value(self, name: str, value: object, group: int) -> None:
         number = settings.number(value)
         expected, low, high = _bounds(name)
         if number is not None and math.isfinite(number) and low <= number < high:
@@ -362,7 +362,7 @@ def _is_configuration(name: str) -> bool:
     return name in _PRIVATE or not (name.startswith("_") or name in _COUNTERS)
 
 
-def parts(scheduler: Any) -> Iterator[Any]:
+def parts(scheduler: object) -> Iterator[Any]:
     """The scheduler and those it is made of."""
     yield scheduler
     for inner in getattr(scheduler, "_schedulers", ()):
@@ -437,7 +437,7 @@ class TorchSchedule(Schedule):
     def _own_state(self) -> Any:
         return _without_functions(_copied(self._scheduler.state_dict()))
 
-    def _load_own(self, state: Any) -> None:
+    def _load_own(self, state: object) -> None:
         live = [vars(part) for part in parts(self._scheduler)]
         counters = [{k: v for k, v in one.items() if isinstance(v, dict)} for one in live]
         self._scheduler.load_state_dict(copy.deepcopy(state))
@@ -448,7 +448,7 @@ class TorchSchedule(Schedule):
                     one[key] = type(counter)({int(name): v for name, v in one[key].items()})
 
 
-def _owners(scheduler: Any) -> List[Any]:
+def _owners(scheduler: object) -> List[Any]:
     """Everything whose attributes change when the scheduler steps."""
     by_id: Dict[int, Any] = {}
     for part in parts(scheduler):
@@ -461,7 +461,7 @@ def _owners(scheduler: Any) -> List[Any]:
     return list(by_id.values())
 
 
-def _is_called_object(value: Any) -> bool:
+def _is_called_object(value: object) -> bool:
     if inspect.isroutine(value) or isinstance(value, (type, nn.Module, functools.partial)):
         return False
     return callable(value) and hasattr(value, "__dict__")

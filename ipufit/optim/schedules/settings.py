@@ -28,11 +28,11 @@ def read(optimizer: torch.optim.Optimizer) -> List[Dict[str, Any]]:
     ]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def number(value: Any) -> Optional[float]:
+def number(value: object) -> Optional[float]:
     """The value as a float if it is one number, else None; a boolean is none."""
     value = _plain(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -55,7 +55,7 @@ def numbers_of(settings: Dict[str, Any]) -> Dict[str, Any]:
     return hyper_parameters
 
 
-def target(name: Any, settings: Dict[str, Any], kind: str, group: int) -> Target:
+def target(name: object, settings: Dict[str, Any], kind: str, group: int) -> Target:
     """Find the setting of an optimizer that a name means.
 
     Args:
@@ -120,5 +120,5 @@ def keep(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     return restore
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value

@@ -120,7 +120,7 @@ class Replayed(ModuleWithLoss):
         """The results of the recording."""
         return list(self._recording[0](*tensors.values(), *leaves))
 
-    def loss_of(self, outputs: Any, target: Any, sample_weight: Any) -> LossTerm:
+    def loss_of(self, outputs: object, target: object, sample_weight: object) -> LossTerm:
         """Compute the loss of one micro-batch."""
         assert self._loss is not None
         return self._loss(outputs, target, sample_weight)
@@ -303,7 +303,7 @@ class BatchedGradStep:
         forward_count = forward_leaves(self._example)
         return target.kind is None and not weight.leaves and forward_count in self._rows
 
-    def _cast(self, value: Any, weight: Any) -> Tuple[Any, Any]:
+    def _cast(self, value: object, weight: object) -> Tuple[Any, Any]:
         """In the precision's type, but for the weights of samples."""
         cast = with_inputs_in(self._precision, (value, None, None, weight))
         return cast[0], cast[3]

@@ -154,11 +154,11 @@ class _Proof:
                 same = False
         return same
 
-    def _same(self, first: Any, second: Any, what: str) -> None:
+    def _same(self, first: object, second: object, what: str) -> None:
         if not self._alike(first, second):
             raise self._depends(what)
 
-    def _alike(self, first: Any, second: Any) -> bool:
+    def _alike(self, first: object, second: object) -> bool:
         if isinstance(first, fx.Node):
             return self._twin[first] is second
         if isinstance(first, (list, tuple)):

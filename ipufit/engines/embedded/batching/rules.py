@@ -81,14 +81,14 @@ class OperatorPair:
         """Return the shape of an argument, for several micro-batches."""
         return tuple(self._twins[node].meta["val"].shape)
 
-    def along(self, node: Any) -> BatchDim:
+    def along(self, node: object) -> BatchDim:
         """Where the samples are in an argument that must have them."""
         state = self.state(node)
         if not isinstance(state, BatchDim):
             raise self.coupled()
         return state
 
-    def fixed(self, *nodes: Any) -> None:
+    def fixed(self, *nodes: object) -> None:
         """Make sure that no sample is in these arguments."""
         if any(self.state(node) != NOT_MAPPED for node in nodes):
             raise self.coupled()
@@ -98,7 +98,7 @@ class OperatorPair:
         dims = [value] if isinstance(value, int) else list(value or range(rank))
         return [dim % max(rank, 1) for dim in dims]
 
-    def off(self, value: Any, node: fx.Node) -> List[int]:
+    def off(self, value: object, node: fx.Node) -> List[int]:
         """Dimensions of an argument, along none of which the samples lie."""
         dims = self.dims(value, len(self.shape(node)))
         if self.along(node).dim in dims:

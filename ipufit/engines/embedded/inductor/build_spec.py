@@ -148,7 +148,7 @@ def _refuse_operators(graph: fx.GraphModule) -> None:
                 )
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -83,7 +83,9 @@ def allow_any_weight() -> None:
         return
     assert mkldnn_lowerings is not None  # registers what is replaced here
 
-    def lower(x: Any, weight: Any, bias: Any, attr: Any, scalars: Any, algorithm: Any) -> Any:
+    def lower(
+        x: Any, weight: Any, bias: Any, attr: object, scalars: object, algorithm: object
+    ) -> Any:
         inputs = [kernel.require_contiguous(kernel.realize_input(x))]
         # The kernel reads its second matrix in any layout, the others it would copy.
         inputs.append(kernel.realize_input(weight))

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-def value_of(node: Any) -> Optional[Tensor]:
+def value_of(node: object) -> Optional[Tensor]:
     """The tensor without data that a node stands for; None where it is none."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
@@ -153,7 +153,7 @@ def call_directly(graph: fx.Graph) -> None:
         node.target = SHORT.get(node.target, node.target)
 
 
-def operator_called(target: Any, kwargs: Mapping[str, Any]) -> Optional[Any]:
+def operator_called(target: object, kwargs: Mapping[str, Any]) -> Optional[Any]:
     """The operator that a node calls, the short way or not; None where it is another function.
 
     Args:

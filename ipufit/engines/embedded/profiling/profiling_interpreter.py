@@ -145,7 +145,7 @@ class LiveBytes:
         self._holders: Dict[int, int] = {}
         self.now = 0
 
-    def take(self, value: Any) -> None:
+    def take(self, value: object) -> None:
         """A value is there: a tensor, or what has some."""
         for key, size in self._memories(value):
             if key not in self._holders:
@@ -153,7 +153,7 @@ class LiveBytes:
                 self.now += size
             self._holders[key] += 1
 
-    def drop(self, value: Any) -> None:
+    def drop(self, value: object) -> None:
         """A value that was taken is wanted no more."""
         for key, size in self._memories(value):
             self._holders[key] -= 1
@@ -162,7 +162,7 @@ class LiveBytes:
                 del self._holders[key]
                 self.now -= size
 
-    def _memories(self, value: Any) -> Iterator[Any]:
+    def _memories(self, value: object) -> Iterator[Any]:
         for leaf in tree.flatten(value)[0]:
             if isinstance(leaf, Tensor) and storage_id(leaf) not in self._given:
                 yield storage_id(leaf), leaf.untyped_storage().nbytes()
@@ -241,7 +241,7 @@ class ProfilingInterpreter(TimedRun):
             self._held.drop(self.env[over])
         return value
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(self, target: object, args: object, kwargs: object) -> Any:
         """The result of an operator."""
         result = super().call_function(target, args, kwargs)
         self.looked[self._name] = _looked(target, args, kwargs, result)
