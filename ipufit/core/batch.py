@@ -180,7 +180,7 @@ class CombinedBatch:
         return [sizes[i : i + group] for i in range(0, len(sizes), group)]
 
     def updates(self, plan: Plan) -> int:
-        """How many updates it makes."""
+        """Count the updates that the execution makes."""
         if self.layout is not None:
             return len(self.layout)
         return plan.updates_in(len(self.micro_batches))
@@ -233,7 +233,7 @@ class ProcessShard:
 
 
 def counts_by_rank(update: Sequence[int], plan: Plan, size: Optional[int] = None) -> List[int]:
-    """How many micro-batches of an update each process has.
+    """Count the micro-batches of an update that each process has.
 
     Args:
         update: samples of the micro-batches of all processes, by place; 0 where there is none.

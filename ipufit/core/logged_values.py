@@ -36,7 +36,7 @@ _FLAGS = ("on_update", "counted", "exact", "is_none")
 
 @dataclasses.dataclass(frozen=True)
 class LogRule:
-    """How the values of micro-batches become one.
+    """Reduction of the values that micro-batches log under one name.
 
     Attributes:
         reduce: "mean" (weighted with the samples), "sum", "max", "min" or "last".
@@ -62,7 +62,7 @@ class LoggedEntry:
     values: List[Union[Tensor, float]]
 
     def reduce(self, device: torch.device) -> Tensor:
-        """One value of the micro-batch, shape (), float64."""
+        """Reduce the values of the micro-batch to one, shape (), float64."""
         values = torch.stack([_as_tensor(value, device) for value in self.values])
         if self.rule.reduce == "last":
             return values[-1]
@@ -143,7 +143,7 @@ def report(name: str, value: Union[Tensor, float], rule: LogRule) -> None:
 def merge_rules(
     rules: Mapping[str, LogRule], new_rules: Mapping[str, LogRule]
 ) -> Dict[str, LogRule]:
-    """The rules of both.
+    """Merge two sets of logging rules.
 
     Raises:
         ConfigurationError: they have a name in common, and another rule for it.
@@ -210,7 +210,7 @@ class Running:
         self._value = math.nan
 
     def add(self, value: float, times: float, weight: float) -> None:
-        """One micro-batch, in stream order.
+        """Add the value of the next micro-batch, in stream order.
 
         Args:
             value: what it reported.
@@ -231,13 +231,13 @@ class Running:
             self._value = (max if how == "max" else min)(self._value, value)
 
     def state_dict(self) -> Dict[str, Any]:
-        """Where it stands, with its rule."""
+        """The reduction so far and its rule, as a checkpoint stores them."""
         numbers = {"total": self._total, "weight": self._weight, "value": self._value}
         return {"rule": dataclasses.asdict(self.rule), **numbers}
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> Running:
-        """One that goes on from there."""
+        """Make a reduction that goes on from a stored state."""
         rule = state["rule"]
         one_of("reduce", rule["reduce"], _REDUCTIONS)
         flags = {name: bool(rule.get(name)) for name in _FLAGS}
@@ -248,7 +248,7 @@ class Running:
 
     @property
     def value(self) -> float:
-        """The value so far."""
+        """The reduction of all values so far."""
         if self.rule.reduce in ("mean", "sum"):
             return self._total / self._weight if self._weight else math.nan
         return self._value

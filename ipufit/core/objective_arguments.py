@@ -69,7 +69,7 @@ _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentOrder:
-    """How a callable is given prediction and target.
+    """Order in which a loss or metric function takes prediction and target.
 
     Attributes:
         first: the role of the first of its two parameters.

@@ -110,7 +110,7 @@ def listed(value: object) -> str:
 
 
 def pick(value: object, key: Key, role: str, kind: Type[ConfigurationError]) -> Any:
-    """One output of several.
+    """Pick one output of a module that returns several.
 
     Args:
         value: a mapping, named tuple or dataclass for a name; a tuple or list for a position.

@@ -77,7 +77,7 @@ class Checks:
         return best
 
     def count(self, name: str, value: object, least: int = 1) -> int:
-        """A whole number of at least ``least``."""
+        """Check that an argument is a whole number of at least ``least``."""
         rule = "a positive whole number" if least else "a whole number of at least 0"
         return self.number(name, value, rule, lambda n: [max(n, least)])
 
@@ -199,7 +199,7 @@ def _kind(value: object) -> str:
 
 
 class Place(NamedTuple):
-    """Where one sample of a combined batch is worked on. Every part counts from 0."""
+    """Place of a sample of a combined batch in the work of a program. Every part counts from 0."""
 
     iteration: int
     accumulation: int
@@ -220,7 +220,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much work one call of the program does, and what that makes of an epoch.
+    """Work of one call of the program, and what that makes of an epoch.
 
     Build it with `Plan.make`, which checks the arguments; the constructor checks nothing. In
     inference an "update" is one device iteration: one micro-batch on every replica.
@@ -335,7 +335,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     @property
     def ipus(self) -> int:
-        """IPUs that work."""
+        """Number of IPUs that work."""
         return self.replicas * self.stages
 
     @property
@@ -363,7 +363,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         return number % self.all_replicas // self.replicas
 
     def own_before(self, number: int) -> int:
-        """How many of the first micro-batches of a stream this process computes."""
+        """Count those of the first micro-batches of a stream that this process computes."""
         turns, rest = divmod(number, self.all_replicas)
         return turns * self.replicas + max(
             0, min(self.replicas, rest - self.process * self.replicas)
@@ -375,7 +375,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         return dataclasses.replace(self, processes=1, process=0)
 
     def updates_in(self, micro_batches: int) -> int:
-        """How many updates so many micro-batches make, the last of which may be smaller."""
+        """Count the updates that so many micro-batches make; the last one may be smaller."""
         return -(-micro_batches // self.micro_batches_per_update)
 
     @property
@@ -437,7 +437,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     @property
     def shape(self) -> Tuple[int, int, int, int]:
-        """How a combined batch unfolds: iterations, accumulation, replicas, micro-batch size.
+        """Shape of a combined batch: iterations, accumulation, replicas, micro-batch size.
 
         The order is `Place`'s: the iteration changes slowest, the position fastest.
         """
@@ -449,7 +449,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         )
 
     def place(self, index: int) -> Place:
-        """Where sample ``index`` of a combined batch is worked on.
+        """Find the place where sample ``index`` of a combined batch is worked on.
 
         >>> plan = Plan.make(micro_batch_size=8, ipus=4, gradient_accumulation=2)
         >>> plan.place(37)
@@ -583,7 +583,7 @@ def _inside(name: str, value: int, size: int) -> int:
 
 
 def _parts(count: int, size: int) -> int:
-    """How many parts of ``size`` hold ``count``, a smaller last one included."""
+    """Count the parts of ``size`` that hold ``count``, a smaller last one included."""
     return -(-count // size)
 
 

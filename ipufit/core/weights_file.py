@@ -30,7 +30,7 @@ _SAFE = "2.6"
 
 
 def read_torch(path: str) -> Dict[str, Tensor]:
-    """The tensors of a state dict, by name.
+    """Read the tensors of a state dict that ``torch.save`` wrote, by name.
 
     Raises:
         ConfigurationError: this torch reads no such file safely, or it is something else.
@@ -131,7 +131,7 @@ def save_weights(module: nn.Module, path: Path, about: Optional[Mapping[str, str
 
 
 def checked_path(path: Path) -> str:
-    """The path of a file to write as a string.
+    """Check the path of a weights file that is to be written, and return it as a string.
 
     Raises:
         ConfigurationError: it has another suffix, is a folder, or its folder is missing.
@@ -275,11 +275,11 @@ class WeightsCopy:
         }
 
     def state_dict(self) -> Dict[str, Any]:
-        """The copies, for a checkpoint."""
+        """The copies by name, as a checkpoint stores them."""
         return {"tensors": [value for _, value in self._copies], "extra": self._extra}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take other copies."""
+        """Replace the copies by those of a checkpoint."""
         pairs = zip(self._copies, state["tensors"])
         self._copies = [(tensor, value.to(tensor.device)) for (tensor, _), value in pairs]
         self._extra = dict(state["extra"])

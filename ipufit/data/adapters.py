@@ -82,7 +82,7 @@ class DataArguments:
 
 
 def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) -> DataAdapter:
-    """A source of batches for data in any form.
+    """Make a source of batches of data in any form.
 
     Args:
         arguments: the data and what goes with it, as they were passed.
@@ -150,7 +150,7 @@ def _can_bind(module: nn.Module, *inputs: object) -> bool:
 
 
 def _kind(arguments: DataArguments) -> str:
-    """One of "arrays", "dataset", "stream" (an IterableDataset), or "loader" (anything else)."""
+    """Form of the data: "arrays", "dataset", "stream" (an IterableDataset) or "loader"."""
     x = arguments.x.loader if isinstance(arguments.x, Sharded) else arguments.x
     if isinstance(x, DataLoader):
         return "loader"

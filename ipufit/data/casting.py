@@ -89,7 +89,7 @@ class Casting:
         self._announced.clear()
 
     def _casts(self, batch: MicroBatch, level: int) -> Casts:
-        """The casts that go so far.
+        """Choose the dtype to which each tensor of a batch is cast.
 
         Args:
             batch: as it came.

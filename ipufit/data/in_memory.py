@@ -56,7 +56,7 @@ _PIECE = 2**15 - 1
 
 @dataclasses.dataclass
 class ReadAhead:
-    """How far a pass may read ahead.
+    """Number of batches that a pass over the data may read ahead.
 
     Attributes:
         batches: so many will be asked for before anything is done with the first of them.
@@ -88,7 +88,7 @@ class RowBlock:
         return not self.leaves[0].shape[0] % self.batch_size
 
     def columns(self) -> List[Sequence[Tensor]]:
-        """Each tensor in parts, one for each batch."""
+        """Split each tensor into parts, one for each batch."""
         return [torch.split(leaf, self.batch_size) for leaf in self.leaves]
 
     def batches(self) -> List[Any]:
@@ -96,12 +96,12 @@ class RowBlock:
         return [tree.unflatten(leaves, self.structure) for leaves in zip(*self.columns())]
 
     def apart(self) -> List[RowBlock]:
-        """Each batch by itself."""
+        """Yield the batches of the block, each by itself."""
         return [dataclasses.replace(self, leaves=leaves) for leaves in zip(*self.columns())]
 
 
 def batch_count(raw: object) -> int:
-    """How many batches it is that a pass over the data yields at once."""
+    """Count the batches in what a pass over the data yields at once."""
     return len(raw) if isinstance(raw, RowBlock) else 1
 
 
@@ -289,7 +289,7 @@ class EpochOrder:
         self._key = key
 
     def permutation(self) -> Tensor:
-        """Shape (samples,), int64."""
+        """Draw the order of the samples, shape (samples,), int64."""
         generator = torch.Generator(device="cpu").manual_seed(self._key)
         return torch.randperm(self._samples, generator=generator, device="cpu")
 

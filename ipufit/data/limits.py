@@ -18,7 +18,7 @@ __all__ = ["batch_count", "dev_run_length", "first_batches", "validation_epochs"
 
 
 def batch_count(name: str, value: Any, source: DataAdapter, least: int = 1) -> int:
-    """A limit as a number of the source's batches.
+    """Convert a limit, a number or a fraction, to a number of the source's batches.
 
     Args:
         name: of the argument.

@@ -97,7 +97,7 @@ def row_count(batch: object, loader: Any) -> int:
 
 
 def length_of(sized: Any) -> Optional[int]:
-    """Its length, or None where it has none."""
+    """Length of a loader, or None where it has none."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):

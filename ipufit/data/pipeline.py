@@ -32,7 +32,7 @@ Stage = Callable[[CombinedBatch], CombinedBatch]
 
 
 class _Sought(NamedTuple):
-    """Where an epoch begins.
+    """Position at which the next epoch begins, when a run goes on from a checkpoint.
 
     Attributes:
         place: of the data.
@@ -44,7 +44,7 @@ class _Sought(NamedTuple):
 
 
 class BatchPipeline:
-    """One source, cut into the executions of a plan.
+    """Cuts the batches of one source into the executions of a plan.
 
     Args:
         source: the data.
@@ -125,7 +125,7 @@ class BatchPipeline:
         self._begun = []
 
     def _pass(self, plan: Plan, number: int, skip: int, done: int) -> Generator[Any, None, None]:
-        """One pass over the source.
+        """Read one pass over the source, batch by batch.
 
         Args:
             plan: says which of its batches this process reads.
@@ -186,7 +186,7 @@ class BatchPipeline:
         self._updates = fed
 
     def after(self, epoch: int, last: Optional[DataCursor]) -> Optional[DataCursor]:
-        """Where the data stands after an epoch whose last execution left it there."""
+        """Position of the data after an epoch whose last execution left it at ``last``."""
         if self._ahead is not None:
             # Its first batch was looked at.
             return dataclasses.replace(self._place, batches=self._place.batches - 1)
@@ -228,7 +228,7 @@ class BatchPipeline:
 
     @property
     def micro_batch_size(self) -> Optional[int]:
-        """The loader's, or that of the first batch seen."""
+        """Batch size of the loader, or that of the first batch that was read."""
         return self.unpacker.micro_batch_size
 
     def executions(
@@ -295,7 +295,7 @@ class BatchPipeline:
             raise self._source.too_few(done, plan.fixed_updates, epoch, plan.training)
 
     def _here(self) -> DataCursor:
-        """Where the data stands after the last execution that was read."""
+        """Position of the data after the last execution that was read."""
         if self._ledger is None:
             return self._place
         end = self._ledger.begin

@@ -62,7 +62,7 @@ class GlobalBatchIndex:
         self._orders: Dict[int, int] = {}
 
     def note(self, sizes: Iterable[int], order: bytes = b"") -> None:
-        """The next batches.
+        """Record the sizes of the next batches of all processes.
 
         Args:
             sizes: of each.
@@ -123,7 +123,7 @@ class RankShard:
         return turn * plan.all_replicas + first + replica - self.begin
 
     def count(self, batches: int) -> int:
-        """How many of the first batches of the pass are own ones."""
+        """Count those of the first batches of the pass that this process reads."""
         return self.plan.own_before(self.begin + batches) - self.plan.own_before(self.begin)
 
     def is_own(self, number: int) -> bool:
@@ -171,7 +171,7 @@ class RankShard:
             number += len(group)
 
     def rows(self, rows: RowBatches, most: Optional[int] = None) -> RowBatches:
-        """The rows of the own batches."""
+        """Select the rows of the batches that this process reads."""
         with self.drawing():
             order = rows.order()
         size = rows.batch_size
@@ -376,7 +376,7 @@ class ShardedLoader:
         self._own = like(loader, batch_sampler=self._sampler)
 
     def batches(self, portion: RankShard, most: Optional[int], draws_once: bool) -> Iterator[Any]:
-        """One pass over the own batches.
+        """Yield the batches of one pass that this process reads.
 
         Args:
             portion: says which they are.

@@ -216,7 +216,7 @@ class DataAdapter:
         return rows is not None and all(map(is_in_memory, rows.leaves()))
 
     def own_place(self, between_epochs: bool = False) -> Any:
-        """Where the data says it stands, by torchdata's convention; None if it says nothing.
+        """Position that the data itself reports, by torchdata's convention; None if it has none.
 
         Between two epochs a loader says so too, which may have an order to go on with; what a
         stream says then is that there is nothing left.
@@ -428,7 +428,7 @@ class DataAdapter:
             )
 
     def no_batches(self, epoch: int) -> DataError:
-        """The error for an epoch without a single batch."""
+        """Make the error for an epoch without a single batch."""
         if self._has_yielded:
             return DataError(
                 f"{self.role} must yield batches in every epoch, but it yielded none in epoch "
@@ -464,7 +464,7 @@ class DataAdapter:
         )
 
     def origin(self) -> str:
-        """Where in the user's code samples or batches are made, for error messages."""
+        """Name where in the user's code samples or batches are made, for error messages."""
         loader = self.loader
         if isinstance(loader, DataLoader):
             candidates = [loader.collate_fn, *sample_makers(loader.dataset)]
@@ -477,7 +477,7 @@ class DataAdapter:
         return ""
 
     def preview(self) -> List[Any]:
-        """One batch, of the first samples; none where the loader's own order would suffer."""
+        """Make a batch of the first samples; none where that disturbs the loader's own order."""
         loader: Any = self.loader
         if isinstance(loader, (list, tuple)):
             return list(loader[:1])

@@ -170,7 +170,7 @@ class ClassWeights:
             self.by_class[operator.index(key)] = float(value)
 
     def of(self, target: object, name: str) -> Tensor:
-        """One weight per sample, in torch's default dtype.
+        """Look up a weight for every sample, in torch's default dtype.
 
         Args:
             target: class indices of shape (batch,) or (batch, 1), whole numbers of any dtype, or

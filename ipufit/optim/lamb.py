@@ -89,7 +89,7 @@ class LAMB(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:
-        """One weight update of every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
             closure: evaluates the loss again and returns it, as for every optimizer of torch.

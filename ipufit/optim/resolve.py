@@ -88,7 +88,7 @@ def resolve_optimizer(
 
 
 def class_by_name(name: str) -> Type[torch.optim.Optimizer]:
-    """The class with this name, in any case.
+    """Find the optimizer class with this name, in any case.
 
     Raises:
         UnknownNameError: no optimizer has that name.

@@ -26,7 +26,7 @@ Group = Mapping[str, Any]
 
 
 class OptimizerRule:
-    """How one parameter group is updated.
+    """Update rule of one parameter group.
 
     Attributes:
         counted: whether torch keeps a "step" for every parameter.
@@ -73,7 +73,7 @@ class OptimizerRule:
 
 
 class SGDRule(OptimizerRule):
-    """torch.optim.SGD."""
+    """Update rule of torch.optim.SGD."""
 
     counted = False
 
@@ -157,7 +157,7 @@ class AdamRule(OptimizerRule):
 
 
 class AdamWRule(AdamRule):
-    """torch.optim.AdamW."""
+    """Update rule of torch.optim.AdamW."""
 
     decoupled = True
 
@@ -205,7 +205,7 @@ class LAMBRule(OptimizerRule):
 
 
 class RMSpropRule(OptimizerRule):
-    """torch.optim.RMSprop.
+    """Update rule of torch.optim.RMSprop.
 
     Attributes:
         tensorflow: whether it is TensorFlow's: eps within the root, and the learning rate within

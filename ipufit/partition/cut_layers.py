@@ -38,7 +38,7 @@ _DENSE = (nn.Embedding, nn.Linear)
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """One layer that is to be cut.
+    """A layer that is to be cut, and into which parts.
 
     Attributes:
         name, layer: as in the module.
@@ -118,7 +118,7 @@ def to_dense(module: nn.Module) -> nn.Module:
 
 
 def ipus_of(module: nn.Module, training: bool = True) -> int:
-    """How many IPUs the parts of serialised layers ask for; 0 where none has a place."""
+    """Number of IPUs that the parts of serialised layers need; 0 where none has a place."""
     placed = [
         layer.parts_in(training).per_ipu or ()
         for layer in module.modules()

@@ -20,7 +20,7 @@ _FLOPS_32, _FLOPS_16, _BYTES = 32, 128, 24
 
 @dataclasses.dataclass
 class OperatorWork:
-    """A sum over operators.
+    """Work of one or several operators.
 
     Attributes:
         flops: of matrix products, convolutions and attention, two per multiply-add.

@@ -159,7 +159,7 @@ def _layers_in(module: nn.Module, name: str) -> Tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """Where the model goes on at some point of its forward pass.
+    """Change to another IPU at some point of the forward pass.
 
     Attributes:
         name: as in ``Partition.begins``.
@@ -364,7 +364,7 @@ class Division:
 def divide_layers(
     module: nn.Module, request: PartitionRequest, can_return: bool = True
 ) -> Division:
-    """The modules that begin a stage.
+    """Divide repeated layers among IPUs, as ``layers_per_ipu`` counts them.
 
     Args:
         module: the user's.
@@ -401,7 +401,7 @@ def divide_layers(
 
 
 def _places(module: nn.Module, layers: Sequence[str]) -> str:
-    """The stacks of layers, and how many are in each."""
+    """Describe the stacks that hold the layers, and how many are in each."""
     counts: Dict[str, int] = {}
     for layer in layers:
         stack = layer.rpartition(".")[0]

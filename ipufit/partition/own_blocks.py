@@ -37,7 +37,7 @@ class UncountedError(PartitionError):
 
 
 class OwnBlocks:
-    """The blocks that a forward pass enters.
+    """Blocks that a forward pass enters, in order.
 
     Args:
         partition: as ``compile`` has it; None for one IPU.
@@ -74,7 +74,7 @@ class OwnBlocks:
         return [entry for entry in self._placed if not entry[0].startswith(BLOCK)]
 
     def _ipu_of(self, name: str, ipu: Optional[int]) -> Optional[int]:
-        """The IPU of a block, as the strategy has it."""
+        """Find the IPU of a block, as the strategy has it."""
         strategy = self._partition.poptorch_strategy if self._partition is not None else None
         if strategy is None or name.startswith(BLOCK):
             return ipu

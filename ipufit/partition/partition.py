@@ -16,7 +16,7 @@ STRATEGIES = ("pipelined", "sharded", "serial_phased", "parallel_phased")
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """How a module lies on the IPUs of a replica.
+    """Stages of a module and the IPUs of a replica that they lie on.
 
     Attributes:
         begins: modules that begin a stage, by name, with the stage's number, in the order of
@@ -86,7 +86,7 @@ class Partition:
         return "phase" if "phased" in self.strategy else "stage"
 
     def first(self) -> Dict[int, str]:
-        """The module that begins each stage."""
+        """Map each stage to the module that begins it."""
         begins_by_stage: Dict[int, str] = {}
         for name, stage in self.begins:
             begins_by_stage.setdefault(stage, name)
@@ -114,7 +114,7 @@ class Partition:
         return f"{self.strategy} over {self.stages} {unit}s{ipus}{origin}: {begins}"
 
     def where(self, stage: int) -> str:
-        """The IPU of a stage that has not its number."""
+        """Name the IPU of a stage where it is not the stage's number."""
         has_own = not self.places or self.places[stage] == stage
         return "" if has_own else f" on IPU {self.places[stage]}"
 
@@ -134,7 +134,7 @@ class Partitions:
     is_ipus_set: bool = False
 
     def of(self, training: bool) -> Optional[Partition]:
-        """One of the two."""
+        """Choose the partition of training or of inference."""
         return self.training if training else self.inference
 
     @property
@@ -181,7 +181,7 @@ class Partitions:
         return marks_by_name
 
     def describe(self) -> List[str]:
-        """In words, a line each; what they share once."""
+        """Describe both partitions, a line each; what they share is said once."""
         if self.training is None and self.inference is None:
             return []
         alone = "the whole module on one IPU"

@@ -250,7 +250,7 @@ def _places(placed: Mapping[str, Placed], stages: int, argument: str) -> Tuple[i
 
 
 def _place(name: str, order: Mapping[str, int]) -> Tuple[int, bool]:
-    """Where a beginning stands in the order of definition; after a module is after its inside."""
+    """Position of a beginning in the order of definition; after a module is after its inside."""
     if name in order:
         return order[name], False
     inside = begun_by(name, order)

@@ -37,7 +37,7 @@ MODES = ("output_channels", "reducing_dim", "input_channels")
 
 @dataclasses.dataclass(frozen=True)
 class Serialization:
-    """How one layer is serialised; either ``factor`` or ``splits_per_ipu`` is given.
+    """Serialisation of one layer; either ``factor`` or ``splits_per_ipu`` is given.
 
     Attributes:
         factor: the number of parts, which stay on the layer's IPU.
@@ -54,7 +54,7 @@ class Serialization:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A serialisation in normal form.
+    """Parts of a serialised layer, in normal form.
 
     Attributes:
         count: number of parts.
@@ -73,7 +73,7 @@ class Parts:
 
     @property
     def dim(self) -> int:
-        """The dimension of the weight that is cut."""
+        """Dimension of the weight that is cut."""
         return 1 if self.mode == "reducing_dim" else 0
 
     @property
@@ -229,11 +229,11 @@ class Serialized(SerializedModule):
         return self.parts if training else self.inference_parts
 
     def pieces(self) -> List[nn.Parameter]:
-        """The parameters that the weight is."""
+        """Parameters that make up the weight."""
         return [self.weight]  # type: ignore[list-item]
 
     def piece_names(self) -> List[str]:
-        """Their names."""
+        """Names of the parameters that make up the weight."""
         return ["weight"]
 
     def places(self, training: bool) -> Dict[str, Tuple[int, ...]]:
@@ -321,11 +321,11 @@ class CutWeight(Serialized):
         return f"{names[0]!r} to {names[-1]!r}" if len(names) > 1 else repr(names[0])
 
     def pieces(self) -> List[nn.Parameter]:
-        """The parts of the weight."""
+        """Parameters that the weight is cut into."""
         return [getattr(self, name) for name in self.piece_names()]
 
     def piece_names(self) -> List[str]:
-        """Names of their parameters."""
+        """Names of the parameters that the weight is cut into."""
         return [f"weight_{part}" for part in range(self.parts.count)]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -397,7 +397,7 @@ class SerializedLookup(Serialized, nn.Embedding):
         return total
 
     def _padding_of(self, part: int, rows: int) -> Optional[int]:
-        """The row of this part that gets no gradient."""
+        """Index, in one part of the table, of the row that gets no gradient."""
         if self.padding_idx is None or self.padding_idx // rows != part:
             return None
         return self.padding_idx % rows

@@ -60,7 +60,7 @@ def named_stages(module: nn.Module, stages: Mapping[Any, Any], argument: str) ->
 
 
 def _placed(setting: Any, argument: str) -> Placed:
-    """The number of a stage, alone or with its IPU.
+    """Read the number of a stage, alone or with its IPU.
 
     Raises:
         PartitionError: it is something else.

@@ -150,7 +150,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Walk:
-    """One forward pass, call by call; see :func:`ipufit.partition.stage_context.followed`."""
+    """Checks a forward pass call by call; see :func:`ipufit.partition.stage_context.followed`."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class Walk:
         self._stage, self._last = stage, name
 
     def _spread(self, name: str, ipus: Sequence[int]) -> None:
-        """A layer whose parts begin blocks by themselves."""
+        """Enter a layer whose parts begin blocks on several IPUs by themselves."""
         if ipus[0] < self._stage:
             raise PartitionError(
                 f"stages must run in the order of their numbers, but {name!r} has parts on IPU "
@@ -351,7 +351,7 @@ class Walk:
                 )
 
     def _ipu(self, place: int) -> int:
-        """Where a stage is; what has no IPU of its choice is told by its number."""
+        """Find the IPU of a stage; without a partition's places, its number."""
         return self._partition.places[place] if self._partition.places else place
 
     def _read_in(self, stage: int, names: List[str], default: str) -> str:
@@ -360,7 +360,7 @@ class Walk:
         return next(readers, default)
 
     def _way_back(self, name: str, home: int, stage: int) -> str:
-        """How ``stages`` says that a module goes back to the IPU of a weight, if it can."""
+        """Say how ``stages`` lets a module go back to the IPU of a weight, if it can."""
         partition, module = self._partition, name.rpartition(".")[0]
         if not self._begins or "phased" in partition.strategy or module not in self._called:
             return ""

@@ -247,7 +247,7 @@ class _Tensors:
         self._ended: Dict[int, float] = {}
 
     def add(self, segment: Segment) -> None:
-        """The stage goes on over this one."""
+        """Extend the stage by a segment."""
         sizes, born = self._trace.sizes, self._trace.born
         for key in segment.saved - self._kept:
             self._kept.add(key)

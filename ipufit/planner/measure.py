@@ -55,7 +55,7 @@ class Segment:
 
 @dataclasses.dataclass
 class CallTrace:
-    """One micro-batch through the module, the loss and back.
+    """Calls of modules in one micro-batch: through the module, the loss and back.
 
     Attributes:
         segments: in the order of execution; the loss is in the last one.

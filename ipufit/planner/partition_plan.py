@@ -41,7 +41,7 @@ _COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """How the stages are used.
+    """Settings that a plan was made for.
 
     Attributes:
         title: class of the module.
@@ -108,7 +108,7 @@ class PartitionPlan:
         return 1 + max(self.planned.places) if self.planned.places else len(self.costs)
 
     def ipu_of(self, stage: int) -> int:
-        """The IPU of a stage."""
+        """Find the IPU of a stage."""
         return self.planned.places[stage] if self.planned.places else stage
 
     @property
@@ -210,7 +210,7 @@ class PartitionPlan:
         return simulate(schedule, forward, backward, count, self.planned.places)
 
     def to_dict(self) -> Dict[str, Any]:
-        """Everything in plain values."""
+        """Return the whole plan as plain values, which JSON can hold."""
         planned = dataclasses.asdict(self.planned)
         planned.update(
             begins=dict(self.planned.begins),

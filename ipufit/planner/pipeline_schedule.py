@@ -13,7 +13,7 @@ SCHEDULES = ("grouped", "interleaved", "sequential")
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The work of one stage on one micro-batch.
+    """Work of one stage on one micro-batch.
 
     Attributes:
         stage, micro_batch: which, from 0.
@@ -30,7 +30,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """All tasks of one weight update.
+    """Tasks of all stages in one weight update.
 
     Attributes:
         tasks: in the order of their beginning.
@@ -50,7 +50,7 @@ def simulate(
     micro_batches: int,
     places: Sequence[int] = (),
 ) -> Timeline:
-    """One weight update, whose steps end on all IPUs at the same time.
+    """Simulate one weight update, whose steps end on all IPUs at the same time.
 
     Stages that share an IPU work one after the other in a step.
 

@@ -44,12 +44,12 @@ class CompiledModule(Protocol):
 
     @property
     def config(self) -> TrainConfig:
-        """How an update is made."""
+        """Configuration of an update."""
         ...
 
     @property
     def partitions(self) -> Partitions:
-        """Where the module lies on the IPUs of a replica."""
+        """Partitions of the module for training and inference."""
         ...
 
     @property

@@ -82,7 +82,7 @@ def tail_of(trace: CallTrace, module: nn.Module) -> Optional[TiedTail]:
 def cuts_of(
     trace: CallTrace, module: nn.Module, fine: bool, tail: Optional[TiedTail] = None
 ) -> List[SplitPoint]:
-    """Where stages may begin, in the order of execution.
+    """Find where stages may begin, in the order of execution.
 
     A module that is called once, and no parameter of which is used on both sides. What does no work
     of its own, such as a Flatten, begins none.
@@ -266,7 +266,7 @@ def schedule_of(strategy: str, schedule: Optional[str] = None) -> str:
 
 
 class Divided(NamedTuple):
-    """A division that was found.
+    """Stages of a division and their costs.
 
     Attributes:
         costs: what the stages take, in their order.
@@ -357,7 +357,7 @@ class PartitionEstimator:
     def divide(
         self, stages: int, schedule: str, recompute: bool = False, memory: Optional[int] = None
     ) -> Optional[Divided]:
-        """The best division over so many IPUs.
+        """Find the best division into so many stages.
 
         Args:
             stages: how many, each on an IPU; there may be one more, which goes back to one of them

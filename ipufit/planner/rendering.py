@@ -24,7 +24,7 @@ def size(count: int) -> str:
 
 
 def flops(count: int) -> str:
-    """FLOPs likewise.
+    """Format a number of FLOPs in a unit that suits its size.
 
     >>> flops(0), flops(1500), flops(2_000_000_000)
     ('0', '1.5 k', '2.0 G')
@@ -36,7 +36,7 @@ def flops(count: int) -> str:
 
 
 def share(part: float) -> str:
-    """A share in percent.
+    """Format a share in percent.
 
     >>> share(0.5), share(0.0001), share(0.0)
     ('50.0 %', '< 0.1 %', '0.0 %')

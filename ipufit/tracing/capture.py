@@ -203,7 +203,7 @@ def _one_hot_error(frame: Optional[Frame]) -> CaptureError:
 
 
 def text_error(frame: Optional[Frame]) -> CaptureError:
-    """A tensor's value is written into a text there."""
+    """Make the error for a tensor's value that is written into a text."""
     return capture_error(
         "a tensor's value was written into a text, but the program is recorded once, before there "
         "are values",
@@ -215,7 +215,7 @@ def text_error(frame: Optional[Frame]) -> CaptureError:
 
 
 def shape_error(frame: Optional[Frame]) -> CaptureError:
-    """A shape depends on a tensor's values there."""
+    """Make the error for a shape that depends on a tensor's values."""
     return capture_error(
         "a shape depends on a tensor's values, but the shapes of the program are fixed when it is "
         "recorded",
@@ -228,7 +228,7 @@ def shape_error(frame: Optional[Frame]) -> CaptureError:
 
 
 def numpy_error(frame: Optional[Frame]) -> CaptureError:
-    """A tensor is converted to NumPy there."""
+    """Make the error for a tensor that is converted to NumPy."""
     return capture_error(
         "a tensor was converted to NumPy, but the program is recorded once, before there are "
         "values",

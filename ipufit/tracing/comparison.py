@@ -44,7 +44,7 @@ class Distance:
 
 
 def distance(one: Tensor, other: Tensor) -> Distance:
-    """How far a tensor is from another one; NaN is as good as NaN."""
+    """Measure the distance of a tensor from another one; NaN is as good as NaN."""
     if one.shape != other.shape:
         return Distance(math.inf, math.inf)
     if not one.numel():
@@ -61,7 +61,7 @@ def distance(one: Tensor, other: Tensor) -> Distance:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How far apart tensors may be: ``atol + rtol * (largest magnitude)``.
+    """Largest distance that tensors may have: ``atol + rtol * (largest magnitude)``.
 
     Attributes:
         rtol, atol: None for those of the dtype. Integers and booleans must be equal.
@@ -85,7 +85,7 @@ class Tolerance:
                 )
 
     def of(self, dtype: torch.dtype, scale: float) -> float:
-        """The largest difference that is no fault.
+        """Compute the largest difference that is no fault.
 
         Args:
             dtype: of the program's tensor.
@@ -111,7 +111,7 @@ _REFERENCES = {
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One value of the program, held against the reference.
+    """Distance of one value of the program from the reference.
 
     Attributes:
         kind: "operator", "module", "loss", "gradient", "buffer"; or "lowering" for a result that is
@@ -194,7 +194,7 @@ class Comparison:
 
     @property
     def first(self) -> Optional[Difference]:
-        """The first difference; None if there is none."""
+        """First value that differs; None if there is none."""
         return next(iter(self.differences), None)
 
     def first_of(self, kind: str) -> Optional[Difference]:

@@ -128,7 +128,7 @@ class _Failure:
 
     @property
     def layer(self) -> str:
-        """The module's name and what it is."""
+        """Name of the module that failed, and its class."""
         shown = repr(self.module)
         if "\n" in shown or len(shown) > 100:
             shown = type(self.module).__name__
@@ -444,7 +444,7 @@ def _type_mismatch(layer: nn.Module, x: Tensor) -> Optional[_Mismatch]:
 
 
 def _fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
-    """The first rule that knows what is wrong."""
+    """Find the first rule that explains the failure."""
     for rule in (_unregistered_fault, _layer_fault, _loss_fault, _operator_fault):
         fault = rule(failure, step, where)
         if fault is not None:
@@ -453,7 +453,7 @@ def _fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
 
 
 def _unregistered_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
-    """A device holds only what is registered."""
+    """Explain a tensor that the module has not registered, and that no device holds."""
     if "IPU tensor" in failure.text:
         for attribute in unregistered(step.module).values():
             return CaptureError(
@@ -463,7 +463,7 @@ def _unregistered_fault(failure: _Failure, step: Step, where: str) -> Optional[I
 
 
 def _layer_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
-    """One of torch's layers got what it can't take."""
+    """Explain an input that one of torch's layers can't take."""
     layer = failure.module
     if layer is None or not type(layer).forward.__module__.startswith("torch.nn"):
         return None
@@ -481,7 +481,7 @@ def _layer_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitEr
 
 
 def _loss_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
-    """One of torch's losses got a prediction and a target that don't go together."""
+    """Explain a prediction and a target that don't go together in one of torch's losses."""
     if failure.functional is None:
         return None
     name, local = failure.functional

@@ -67,7 +67,7 @@ class RowTracker:
             self._spans[_key(leaf)] = leaf.numel() // self._size
 
     def forget(self, tensor: Tensor) -> None:
-        """Its memory is that of another one now."""
+        """Forget the rows of a tensor, whose memory another one has now."""
         self._spans.pop(_key(tensor), None)
 
     def note(self, func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> None:
@@ -302,7 +302,7 @@ class NonFiniteSearch(TorchDispatchMode):
         return next(reversed(same or candidates), None)
 
     def cause_of(self, result: Tensor) -> Optional[NonFiniteValue]:
-        """Where a result's value that is not finite came from; None if the search has not seen it.
+        """Find the cause of a value that is not finite; None if the search has not seen it.
 
         Args:
             result: one with such a value.

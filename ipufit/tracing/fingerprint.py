@@ -394,7 +394,7 @@ class FrozenValues:
 
 
 def _copied(value: object) -> object:
-    """The value, of a container what it holds now."""
+    """Copy a value; of a container, the values in it."""
     return value.copy() if isinstance(value, (list, dict, set)) else value
 
 

@@ -51,7 +51,7 @@ def _strides(shape: Sequence[int], order: Sequence[int], odd: Sequence[int]) -> 
 
 
 def flatten_like(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """One dimension, elements in the memory order of a parameter (channels-last, say)."""
+    """Flatten a tensor in the memory order of a parameter (channels-last, say)."""
     if list(order) == sorted(order):
         return tensor.reshape(-1)
     return tensor.permute(tuple(order)).reshape(-1)
@@ -76,7 +76,7 @@ def flat_of(tensor: Tensor, flats: Sequence[Tensor]) -> Optional[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in its block.
+    """Place of one parameter in its block.
 
     Attributes:
         name: the parameter's name in the step module.
@@ -94,7 +94,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """One past the last element in the flat tensor."""
+        """Index behind the parameter's last element in the flat tensor."""
         return self.start + self.parameter.numel()
 
     def view(self, flat: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def group_alike(
     named: Sequence[Tuple[str, nn.Parameter]],
     updates: Callable[[nn.Parameter], float],
 ) -> List[FlatBlock]:
-    """One block for the parameters of one group, dtype, device and number of updates."""
+    """Make a block for the parameters of one group, dtype, device and number of updates."""
     groups = {
         id(parameter): index
         for index, group in enumerate(optimizer.param_groups)

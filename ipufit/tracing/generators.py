@@ -28,7 +28,7 @@ def generator_state(value: object) -> Any:
 
 
 def set_generator(value: Any, state: Any) -> None:
-    """Set it back."""
+    """Set a generator back to a state."""
     if isinstance(value, random.Random):
         value.setstate(state)
     elif isinstance(value, torch.Generator):
@@ -40,7 +40,7 @@ def set_generator(value: Any, state: Any) -> None:
 
 
 def hashable(state: object) -> Any:
-    """The state in a form that can be compared."""
+    """Convert the state of a generator to a form that can be compared."""
     if isinstance(state, Tensor):
         return state.numpy().tobytes()
     if isinstance(state, dict):
@@ -87,7 +87,7 @@ class Generators:
         ]
 
     def restore(self) -> None:
-        """Set all back."""
+        """Set all generators back to their states at the start."""
         for name, each in self._objects.items():
             set_generator(each, self._states[name])
 

@@ -51,7 +51,7 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 
 
 class OutputShape:
-    """How the tensors that a step returns become the module's outputs again.
+    """Structure of a module's outputs, by which tensors of a step become outputs again.
 
     Leaves that are not tensors (None, numbers, strings) are what they were when the step was
     recorded.
@@ -79,7 +79,7 @@ class OutputShape:
         self.tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """The module's outputs around these tensors."""
+        """Build the module's outputs around these tensors."""
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, tensors):
             leaves[place] = tensor

@@ -28,7 +28,7 @@ _SHELVES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclasses.dataclass
 class Layer:
-    """One module of the tree.
+    """A module of the tree, with what the summary says of it.
 
     Attributes:
         name: as in ``state_dict``; empty for the model itself.

@@ -47,7 +47,7 @@ def recompute_layers(graph: fx.GraphModule) -> int:
 
 
 class _Segment:
-    """The forward nodes of one call of a layer.
+    """Forward nodes of one call of a layer.
 
     Args:
         nodes: in their order.

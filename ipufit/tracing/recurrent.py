@@ -118,7 +118,7 @@ class _Layer(NamedTuple):
 
     @property
     def directions(self) -> int:
-        """How many there are."""
+        """Number of directions in which the sequence is read, 1 or 2."""
         return 2 if self.bidirectional else 1
 
 
@@ -184,7 +184,7 @@ def _autograd(enabled: bool) -> Iterator[None]:
 
 
 def run_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
-    """Compute a layer.
+    """Compute the forward pass of a recurrent layer.
 
     Args:
         tensors: input (time, batch, features), initial states and parameters.
@@ -234,7 +234,7 @@ def _reserve(size: int) -> Tensor:
 
 
 def _reserve_size(tensors: Sequence[Tensor], layer: _Layer, wanted: Sequence[int]) -> int:
-    """How many float32 are about what torch keeps: the gates of every time step, twice."""
+    """Estimate the float32 values that torch keeps: the gates of every time step, twice."""
     if not wanted:
         return 0
     rows = sum(tensor.shape[0] for tensor in tensors[1 + layer.states :] if tensor.dim() == 2)
@@ -243,7 +243,7 @@ def _reserve_size(tensors: Sequence[Tensor], layer: _Layer, wanted: Sequence[int
 
 
 def _empty_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
-    """Results without values."""
+    """Make results of the forward pass without values, for tracing."""
     *fields, wanted = settings
     layer = _Layer(*fields)
     time, batch, _ = tensors[0].shape
@@ -298,12 +298,12 @@ def _empty_backward(
     wanted: Sequence[int],
     directions: int,
 ) -> List[Tensor]:
-    """Gradients without values."""
+    """Make gradients without values, for tracing."""
     return [tensors[place].new_empty(tensors[place].shape) for place in wanted]
 
 
 class _Gradient(torch.autograd.Function):
-    """The operator with its gradient."""
+    """Autograd function that pairs the operator with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, settings: Sequence[Any], *tensors: Tensor) -> Tuple[Tensor, ...]:

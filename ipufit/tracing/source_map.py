@@ -42,7 +42,7 @@ LOSS = "loss"
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where an operator comes from.
+    """Module, line and pass that an operator comes from.
 
     Attributes:
         module: name of the innermost module, "" for the user's own, "loss" for what the loss
@@ -69,7 +69,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module.
+    """A call of a module that has returned.
 
     Attributes:
         name: of the module.
@@ -106,7 +106,7 @@ class SourceTracker:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """The step runs in the block."""
+        """Track the step that runs in the block."""
         # Hooks for all modules: one of a module's own would switch off torch's fast paths.
         handles = [
             register_module_forward_pre_hook(self._begin),
@@ -161,7 +161,7 @@ class SourceTracker:
             todo += [following for following, _ in node.next_functions]
 
     def _turn(self, objective: Optional[Tensor]) -> None:
-        """The backward pass begins, or has ended."""
+        """Note that the backward pass begins, or has ended."""
         self._running = None
         if objective is None:
             self._claimed, self._nodes = {}, []
@@ -213,7 +213,7 @@ def _number_of_last() -> Optional[int]:
 
 @dataclasses.dataclass
 class TracedCall:
-    """One call of an operator by the user's Python, or by torch on the way back.
+    """Call of an operator by the user's Python, or by torch in the backward pass.
 
     Attributes:
         operator: such as "aten.mm.default".
@@ -249,7 +249,7 @@ class CallRecorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def listed(self) -> Iterator[None]:
-        """The step runs in the block."""
+        """List the calls of the step that runs in the block."""
         self._graph = graph_in_recording()
         with self._where.followed(), self:
             yield
@@ -330,10 +330,10 @@ class SourceInterpreter(fx.Interpreter):
         self._node: Optional[fx.Node] = None
 
     def now(self) -> Origin:
-        """The origin of the node that runs."""
+        """Origin of the node that runs."""
         return Origin() if self._node is None else self._origins.get(self._node.name, Origin())
 
     def run_node(self, n: fx.Node) -> Any:
-        """The node's value."""
+        """Run a node, whose origin :meth:`now` tells meanwhile."""
         self._node = n
         return super().run_node(n)

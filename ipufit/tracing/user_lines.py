@@ -55,7 +55,7 @@ def users_module(value: object) -> bool:
 
 
 def users_frame(frame: Optional[types.FrameType], everywhere: bool = False) -> Optional[Frame]:
-    """The innermost frame of the user's.
+    """Find the innermost frame of the user's code.
 
     Args:
         frame: from where on outwards.

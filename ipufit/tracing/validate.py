@@ -167,7 +167,7 @@ def public_name(name: str) -> str:
 
 
 def storages(tensors: Mapping[str, Tensor]) -> Dict[str, int]:
-    """Where the tensors' values are, by name."""
+    """Map the names of a module's tensors to their storages."""
     return {name: storage_id(tensor) for name, tensor in tensors.items()}
 
 

@@ -59,7 +59,7 @@ class ErrorCollector:
 
 
 def at_least(name: str, value: Any, least: int, also: str = "") -> int:
-    """The value as an int.
+    """Check that an argument is a whole number of at least ``least``, and return it as an int.
 
     Args:
         name: of the argument.

@@ -32,7 +32,7 @@ _VARIABLES = (
 
 @functools.lru_cache(maxsize=None)
 def _glibc() -> Optional[Any]:
-    """The C library, if it is one that can be told."""
+    """Load the C library; None where it is not glibc."""
     try:
         library = ctypes.CDLL(None)
     except (OSError, TypeError):

@@ -279,7 +279,7 @@ def _unknown(
 
 
 def _advice(kind: type, method: str, name: str) -> str:
-    """The sentence that says what to write instead."""
+    """The sentence of an error that says what to write instead."""
     if name in REGROUPED.get(method, {}):
         return f"Write {REGROUPED[method][name]}."
     parameters = _parameters(kind, method)

@@ -30,14 +30,14 @@ class NoClock:
     """Measures nothing, and costs next to nothing."""
 
     def during(self, phase: str) -> ContextManager[object]:
-        """The block belongs to no phase."""
+        """Do nothing: time is not measured here."""
         return _NOWHERE
 
     def turn(self, phase: str) -> None:
         """Count the time that follows for no phase."""
 
     def reading(self, values: Iterator[T]) -> Iterator[T]:
-        """The values themselves."""
+        """Return the values as they are: time is not measured here."""
         return values
 
 
@@ -62,7 +62,7 @@ class Clock(NoClock):
         return Span(self, place)
 
     def during(self, phase: str) -> ContextManager[object]:
-        """The block belongs to this phase."""
+        """Count the time of the block for a phase."""
         return self._spans[phase]
 
     def turn(self, phase: str) -> None:
@@ -110,7 +110,7 @@ class Clock(NoClock):
 
 
 class Span:
-    """One phase of a clock; entered any number of times."""
+    """Context that counts its time for one phase of a clock; it may be entered again and again."""
 
     __slots__ = ("_clock", "_place")
 

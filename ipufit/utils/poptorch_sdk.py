@@ -37,7 +37,7 @@ def sdk_in_use() -> Optional[Any]:
 
 @contextlib.contextmanager
 def traced_by(sdk: object) -> Iterator[None]:
-    """The block is traced by this PopTorch."""
+    """Tell code in the block that this PopTorch traces it."""
     before = _SDK.set(sdk)
     try:
         yield

@@ -43,7 +43,7 @@ class Structure:
 
     @property
     def leaves(self) -> int:
-        """Number of leaves below."""
+        """Number of leaves of a value of this structure."""
         return 1 if self.kind is None else sum(child.leaves for child in self.children)
 
     def __str__(self) -> str:

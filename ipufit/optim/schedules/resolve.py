@@ -60,7 +60,7 @@ class CallableSchedule(Schedule):
 
     @property
     def name(self) -> str:
-        """The names of what is scheduled."""
+        """Names of the hyper-parameters that are scheduled."""
         names = dict.fromkeys(name for part in self._parts for name in part.functions)
         return f"the schedule of {', '.join(names)}"
 

@@ -161,7 +161,7 @@ class Schedule(abc.ABC):
             put_back()
 
     def state_dict(self) -> Dict[str, Any]:
-        """Where the schedule stands: numbers, strings, lists and dicts, as far as torch's are."""
+        """State of the schedule: numbers, strings, lists and dicts, as far as torch's are."""
         return {
             "kind": self.name,
             "updates": self.updates,
@@ -244,7 +244,7 @@ class Schedule(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """Name in messages."""
+        """Name of the schedule in messages."""
 
     @abc.abstractmethod
     def _advance(self) -> None:
@@ -363,7 +363,7 @@ def _is_configuration(name: str) -> bool:
 
 
 def parts(scheduler: object) -> Iterator[Any]:
-    """The scheduler and those it is made of."""
+    """Yield the scheduler and those it is made of."""
     yield scheduler
     for inner in getattr(scheduler, "_schedulers", ()):
         yield from parts(inner)
@@ -393,7 +393,7 @@ class TorchSchedule(Schedule):
 
     @property
     def name(self) -> str:
-        """The scheduler's class."""
+        """Class name of the scheduler."""
         return type(self._scheduler).__name__
 
     @property

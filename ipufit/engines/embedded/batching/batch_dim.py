@@ -55,7 +55,7 @@ State = Union[Fixed, Unread, BatchDim, Tuple["State", ...]]
 def regrouped(
     along: BatchDim, before: Sequence[int], after: Sequence[int], samples: int
 ) -> BatchDim:
-    """Where the samples are after a view of another shape.
+    """Find the batch dimension after a view of another shape.
 
     Args:
         along: where they are before.

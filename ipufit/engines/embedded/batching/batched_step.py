@@ -27,7 +27,7 @@ __all__ = ["BatchedGradStep", "BatchedStep", "Forward", "Replayed", "forward_lea
 
 
 def forward_leaves(batch: MicroBatch) -> int:
-    """How many of a micro-batch's leaves forward gets; the loss gets the others."""
+    """Count the leaves of a micro-batch that forward gets; the loss gets the others."""
     return sum(child.leaves for child in batch.structure.children[:2])
 
 
@@ -75,7 +75,7 @@ class Forward:
         self.has_logged = False
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
-        """The tensors among the outputs."""
+        """Run forward, and return the tensors among the outputs."""
         count = len(self._names)
         state = dict(zip(self._names, _trainable(tensors[:count], self._trained)))
         places = self._structure[0].leaves + count
@@ -117,7 +117,7 @@ class Replayed(ModuleWithLoss):
         return outputs, self.loss_of(outputs, target, sample_weight)
 
     def run(self, tensors: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> List[Tensor]:
-        """The results of the recording."""
+        """Run the recording."""
         return list(self._recording[0](*tensors.values(), *leaves))
 
     def loss_of(self, outputs: object, target: object, sample_weight: object) -> LossTerm:
@@ -249,7 +249,7 @@ class BatchedGradStep:
         return leaves
 
     def _parts(self, leaves: Sequence[Tensor]) -> List[Sequence[Tensor]]:
-        """For each leaf, those of the micro-batches."""
+        """Split the leaves of the larger batch into those of its micro-batches."""
         source = iter(leaves)
         parts: List[Sequence[Tensor]] = []
         for i in range(len(self._example.leaves)):
@@ -350,7 +350,7 @@ class BatchedResult:
     gradients: List[Tensor]
 
     def losses(self) -> List[float]:
-        """The loss of each micro-batch, on the host."""
+        """Losses of the micro-batches, on the host."""
         column = self.numbers if self.numbers.dim() == 1 else self.numbers[:, 0]
         values: List[float] = column.tolist()
         return values
@@ -368,7 +368,7 @@ class BatchedResult:
 
 @dataclasses.dataclass(frozen=True)
 class BatchedStep:
-    """Ready to run.
+    """A recording of several micro-batches in one, ready to run.
 
     Attributes:
         run: takes weights, other state and what the step makes of the leaves.

@@ -58,7 +58,7 @@ class Decision:
 
     @staticmethod
     def against(total: int, reason: str) -> Decision:
-        """One by one."""
+        """Make the decision to run micro-batches one by one, with the reason."""
         return Decision(None, f"The {total} micro-batches of an update run one by one: {reason}.")
 
     def among(self, replicas: Sequence[Mapping[str, Tensor]], total: int) -> Decision:
@@ -163,7 +163,7 @@ def _python_numbers() -> Iterator[None]:
 
 
 class _Work:
-    """The recordings on the way to a merged one."""
+    """Makes the recordings on the way to a batched step."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ __all__ = ["prove"]
 def prove(
     small: fx.GraphModule, large: fx.GraphModule, fixed: int, samples: Tuple[int, int]
 ) -> List[State]:
-    """Where the samples are in the results.
+    """Find the batch dimensions of the results, or refuse.
 
     Args:
         small, large: forward of a micro-batch, and of several of them in one.
@@ -45,7 +45,7 @@ def prove(
 
 
 class _Proof:
-    """Both graphs side by side."""
+    """Comparison of the two graphs, node by node."""
 
     def __init__(
         self, small: fx.GraphModule, large: fx.GraphModule, samples: Tuple[int, int]
@@ -66,7 +66,7 @@ class _Proof:
         return RefusalError(f"{what} does something else with {many} samples than with {few}")
 
     def states(self, fixed: int) -> List[State]:
-        """The states of all results."""
+        """Batch dimensions of all results."""
         placeholders = 0
         for small, large in self._pairs:
             if small.op == "placeholder":

@@ -25,7 +25,7 @@ __all__ = ["BATCHING_RULES", "IN_PLACE", "SIZED", "OperatorPair"]
 
 
 class OperatorPair:
-    """One operator, as recorded for a micro-batch and for several of them.
+    """An operator, as recorded for a micro-batch and for several of them.
 
     Args:
         small, large: the two nodes.
@@ -55,13 +55,13 @@ class OperatorPair:
 
     @property
     def first(self) -> fx.Node:
-        """The tensor that it is called on."""
+        """Tensor that the operator is called on."""
         node: fx.Node = next(iter(self._given.values()))
         return node
 
     @property
     def tensors(self) -> List[fx.Node]:
-        """All of its tensors, those in lists included."""
+        """Tensor arguments of the operator, those in lists included."""
         return [node for value in self._given.values() for node in nodes_in(value)]
 
     @property
@@ -70,7 +70,7 @@ class OperatorPair:
         return self._small.meta["val"], self._large.meta["val"]
 
     def state(self, node: Any) -> State:
-        """Where the samples are in an argument; what is no tensor is fixed."""
+        """Batch dimension of an argument; what is no tensor is fixed."""
         return self._states[node] if isinstance(node, fx.Node) else NOT_MAPPED
 
     def shape(self, node: fx.Node) -> Sequence[int]:
@@ -82,7 +82,7 @@ class OperatorPair:
         return tuple(self._twins[node].meta["val"].shape)
 
     def along(self, node: object) -> BatchDim:
-        """Where the samples are in an argument that must have them."""
+        """Batch dimension of an argument that must have one."""
         state = self.state(node)
         if not isinstance(state, BatchDim):
             raise self.coupled()
@@ -452,7 +452,7 @@ def _index_select(call: OperatorPair) -> State:
 
 @_rule("index.Tensor")
 def _index(call: OperatorPair) -> State:
-    """One tensor of indices, along one dimension."""
+    """Batching rule of indexing by one tensor, along one dimension."""
     indexed = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
     if len(indexed) != 1:
         raise call.coupled()

@@ -37,7 +37,7 @@ class UncompilableError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class CompilableUpdate:
-    """A form, and the tensors that go with it.
+    """Specification of an update, and the tensors that go with it.
 
     Attributes:
         form: of an update.

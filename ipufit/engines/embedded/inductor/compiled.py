@@ -45,7 +45,7 @@ _SHOWN = 2000
 
 
 class CompilerError(Exception):
-    """The text is the compiler's."""
+    """Failure of the compiler, with its own text."""
 
 
 class Compilation:
@@ -327,7 +327,7 @@ class CompiledUpdates:
         )
 
     def make(self, update: Update, first: int, wanted: Set[int], results: ExecutionOutputs) -> None:
-        """One update, with its results like those of other updates.
+        """Make one update, with its results in the form of other updates.
 
         Raises:
             NonFiniteLossError: a loss is not finite; nothing has changed.
@@ -371,7 +371,7 @@ class CompiledUpdates:
         self._bound = live.storage
 
     def explain(self) -> List[str]:
-        """How updates run, in sentences."""
+        """Say how updates run, in sentences."""
         if self.reason is not None:
             return [f"Updates run as recorded, uncompiled: {self.reason}."]
         if self.origin is not None:
@@ -380,7 +380,7 @@ class CompiledUpdates:
 
 
 def _losses(numbers: Tensor, micro_batches: int) -> List[float]:
-    """The loss of each micro-batch, on the host."""
+    """Losses of the micro-batches, on the host."""
     if micro_batches == 1:
         return [(numbers[0] if numbers.dim() else numbers).item()]
     losses: List[float] = (numbers[:, 0] if numbers.dim() > 1 else numbers).tolist()

@@ -33,12 +33,12 @@ Parts = Mapping[str, str]
 
 
 def key_of(parts: Parts) -> str:
-    """One name for all that a program depends on."""
+    """Name under which the store keeps a program, a digest of all that it depends on."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 class LibraryStore:
-    """The compiled programs of a directory.
+    """Compiled libraries in a directory.
 
     Args:
         root: the directory; None for that of the user: $IPUFIT_CACHE_DIR, or ipufit in the
@@ -61,7 +61,7 @@ class LibraryStore:
             return False
 
     def find(self, parts: Parts) -> Optional[Path]:
-        """The library of a program, or None."""
+        """Find the library of a program; None if it is not stored."""
         entry = self._root / key_of(parts)
         described = _description(entry)
         if described is None or described.get("sha256") != _digest(entry / LIBRARY):
@@ -125,7 +125,7 @@ class LibraryStore:
         return entry / LIBRARY
 
     def drop(self, parts: Parts) -> None:
-        """Forget a program."""
+        """Delete the library of a program."""
         shutil.rmtree(self._root / key_of(parts), ignore_errors=True)
 
     def _entries(self) -> List[Tuple[Path, Dict[str, Any]]]:

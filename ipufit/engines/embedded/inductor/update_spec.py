@@ -41,7 +41,7 @@ _NAMES: Mapping[str, object] = {
 
 @dataclasses.dataclass(frozen=True)
 class SlotSpec:
-    """A trained parameter.
+    """Specification of a trained parameter.
 
     Attributes:
         block: which of the blocks it belongs to.
@@ -63,11 +63,11 @@ class SlotSpec:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the parameter."""
         return math.prod(self.shape)
 
     def alone(self) -> FlatBlock:
-        """A block that holds nothing else."""
+        """Make a block that holds this parameter alone."""
         parameter = torch.empty(self.shape, device="meta")
         return FlatBlock(0, 0.0, (Slot("", parameter, self.order, (), 0),))
 
@@ -85,7 +85,7 @@ class BlockSpec:
     settings: Mapping[str, bool]
 
     def build_rule(self) -> OptimizerRule:
-        """The rule."""
+        """Build the update rule of the block."""
         kind: Type[OptimizerRule] = getattr(rules, self.rule)
         return kind(self.settings)
 
@@ -140,7 +140,7 @@ class UpdateSpec:
 
 
 def update_of(form: UpdateSpec) -> Callable[..., List[Tensor]]:
-    """The function of an update.
+    """Build the function of an update from its specification.
 
     It takes, as one flat list: each slot's part of the flat parameters; each slot's states; for
     each replica the rest of its state; constants; for each block its coefficients; for each

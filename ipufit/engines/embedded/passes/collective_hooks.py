@@ -61,7 +61,7 @@ class CollectiveHooks(nn.Module):
         self.order: Tuple[int, ...] = ()
 
     def forward(self, what: str, piece: int, *tensors: torch.Tensor) -> Any:
-        """One event."""
+        """Handle one event of the graph."""
         if self.host is None:
             return tensors[-1]
         return getattr(self.host, what)(piece, *tensors)

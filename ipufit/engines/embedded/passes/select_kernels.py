@@ -35,7 +35,7 @@ _AS_IT_IS = "Runs the graph as it was recorded"
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A traced graph as it runs.
+    """A traced graph with the kernels that it runs with.
 
     Attributes:
         run: takes and returns what the recorded graph does.

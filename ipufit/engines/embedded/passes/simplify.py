@@ -34,7 +34,7 @@ def value_of(node: object) -> Optional[Tensor]:
 
 
 class Flow:
-    """When the memory of values is written.
+    """Order in which the memory of a graph's values is written.
 
     Args:
         graph: recorded, of ATen operators.

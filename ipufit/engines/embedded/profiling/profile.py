@@ -282,7 +282,7 @@ class OperatorProfiler:
         return [*(tensor.clone() for tensor in self.live.states[0]), *leaves, *scale]
 
     def _dtype(self) -> torch.dtype:
-        """In which most is computed."""
+        """Dtype in which most of the graph is computed."""
         return self.spec.config.precision.autocast or self.live.storage.flats[0].dtype
 
     def _notes(self) -> Iterator[str]:
@@ -338,7 +338,7 @@ class OperatorProfiler:
         }
 
     def _watched_merged(self, merged: BatchedStep, graph: fx.GraphModule) -> ProfilingInterpreter:
-        """A run of several micro-batches as one."""
+        """Profile a run of several micro-batches as one larger batch."""
         batches = [self.batch] * merged.count
         arguments = [t.clone() for t in (*self.live.states[0], *merged.step.arguments(batches))]
         watched = ProfilingInterpreter(graph, timer_for(arguments[-1].device), arguments)
@@ -346,7 +346,7 @@ class OperatorProfiler:
         return watched
 
     def _optimizer_rows(self, results: Sequence[Tensor]) -> List[Dict[str, Any]]:
-        """One for a weight update, where it can be tried on copies."""
+        """Make the row of a weight update, where it can be tried on copies."""
         blocks, live = len(self.live.storage.blocks), self.live
         gradients = list(results[len(results) - blocks :])
         update = live.updater.aside(_ROUNDS)
@@ -364,5 +364,5 @@ class OperatorProfiler:
 
 
 def _name_of(spec: ProgramSpec) -> str:
-    """Name a weight update among operators."""
+    """Name of a weight update among operators."""
     return type(spec.optimizer).__name__

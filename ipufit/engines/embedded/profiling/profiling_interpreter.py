@@ -36,24 +36,24 @@ class CallTimer(Protocol):
     method: str
 
     def begin(self) -> Any:
-        """A call begins; what :meth:`end` takes."""
+        """Begin a call, and return what :meth:`end` takes."""
         ...
 
     def end(self, name: str, begun: Any) -> None:
-        """It is over."""
+        """End the call of a name that :meth:`begin` has begun."""
         ...
 
     def end_round(self) -> None:
-        """Everything was called once."""
+        """End a round, in which everything was called once."""
         ...
 
     def seconds(self, name: str) -> float:
-        """The shortest time of a name; 0 for one that was never called."""
+        """Shortest time of a name; 0 for one that was never called."""
         ...
 
 
 class HostTimer:
-    """By the host's clock, where a call that returns is over."""
+    """Times calls by the host's clock, where a call that returns is over."""
 
     method = "by the clock of the host"
 
@@ -61,7 +61,7 @@ class HostTimer:
         self._best: Dict[str, float] = {}
 
     def begin(self) -> float:
-        """Now."""
+        """Read the clock."""
         return time.perf_counter()
 
     def end(self, name: str, begun: float) -> None:
@@ -71,15 +71,15 @@ class HostTimer:
             self._best[name] = seconds
 
     def end_round(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: times are kept as they come."""
 
     def seconds(self, name: str) -> float:
-        """The shortest time of a name."""
+        """Shortest time of a name."""
         return self._best.get(name, 0.0)
 
 
 class DeviceTimer:
-    """By events on the stream of a GPU, so that the host need not wait for each call.
+    """Times calls by events on the stream of a GPU, so that the host need not wait for each.
 
     Args:
         device: the GPU.
@@ -97,7 +97,7 @@ class DeviceTimer:
         return self._event()
 
     def end(self, name: str, begun: Any) -> None:
-        """Another one."""
+        """Record the event that ends the call."""
         self._pairs.append((name, begun, self._event()))
 
     def _event(self) -> Any:
@@ -115,12 +115,12 @@ class DeviceTimer:
         self._pairs = []
 
     def seconds(self, name: str) -> float:
-        """The shortest time of a name."""
+        """Shortest time of a name."""
         return self._best.get(name, 0.0)
 
 
 def timer_for(device: torch.device) -> CallTimer:
-    """The one for calls on a device."""
+    """Make the timer for calls on a device."""
     return DeviceTimer(device) if device.type == "cuda" else HostTimer()
 
 
@@ -146,7 +146,7 @@ class LiveBytes:
         self.now = 0
 
     def take(self, value: object) -> None:
-        """A value is there: a tensor, or what has some."""
+        """Count a value in: a tensor, or what holds some."""
         for key, size in self._memories(value):
             if key not in self._holders:
                 self._holders[key] = 0
@@ -154,7 +154,7 @@ class LiveBytes:
             self._holders[key] += 1
 
     def drop(self, value: object) -> None:
-        """A value that was taken is wanted no more."""
+        """Count a value out that was counted in."""
         for key, size in self._memories(value):
             self._holders[key] -= 1
             if not self._holders[key]:
@@ -170,7 +170,7 @@ class LiveBytes:
 
 @dataclasses.dataclass(frozen=True)
 class OpRecord:
-    """One call of an operator: its work in operations and bytes.
+    """Work of one call of an operator, in operations and bytes.
 
     Attributes:
         operator: such as "aten.mm.default"; the name of a function that is none.
@@ -197,13 +197,13 @@ class TimedRun(fx.Interpreter):
         self._name = ""
 
     def run_node(self, n: fx.Node) -> Any:
-        """The node's value, unless nobody wants it."""
+        """Run a node and time it; one whose value nobody wants is left out."""
         self._name = n.name
         value = super().run_node(n)
         return value if n.users or n.op == "output" else None
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operator."""
+        """Call an operator, and time the call."""
         begun = self._timer.begin()
         result = target(*args, **kwargs)
         self._timer.end(self._name, begun)
@@ -231,7 +231,7 @@ class ProfilingInterpreter(TimedRun):
         self._held = LiveBytes(arguments)
 
     def run_node(self, n: fx.Node) -> Any:
-        """The node's value, unless nobody wants it."""
+        """Run a node, and count the bytes in use behind it."""
         value = super().run_node(n)
         self._held.take(value)
         if n.op == "call_function":
@@ -242,7 +242,7 @@ class ProfilingInterpreter(TimedRun):
         return value
 
     def call_function(self, target: object, args: object, kwargs: object) -> Any:
-        """The result of an operator."""
+        """Call an operator, and record its work."""
         result = super().call_function(target, args, kwargs)
         self.looked[self._name] = _looked(target, args, kwargs, result)
         return result

@@ -21,7 +21,7 @@ GRADIENTS = "gradients"
 
 @dataclasses.dataclass(frozen=True)
 class OperatorSource:
-    """Where an operator comes from.
+    """Module, line and pass that an operator comes from.
 
     Attributes:
         origin: its module and line.
@@ -44,7 +44,7 @@ def rows_of(
     places: Mapping[str, OperatorSource],
     seconds: Callable[[str], float],
 ) -> List[Dict[str, Any]]:
-    """One for all calls of an operator that come from one line, the longest first.
+    """Add up the calls of an operator that come from one line, the longest first.
 
     Args:
         looked: what each call does, by its name.
@@ -97,7 +97,7 @@ _ALL = tuple(kind for kinds in _INSTEAD.values() for kind in kinds)
 def places_of(
     graph: fx.GraphModule, recorded: fx.GraphModule, calls: Sequence[TracedCall]
 ) -> Dict[str, OperatorSource]:
-    """Where every operator comes from, by the name of its node.
+    """Find the source of every operator, by the name of its node.
 
     A node that stands in the place of a recorded one comes from where that came from; one that was
     put before another one, from where that comes from.
