@@ -5,13 +5,13 @@ from __future__ import annotations
 import urllib.error
 import urllib.parse
 import urllib.request
-import warnings
 from typing import Dict, Mapping, Optional, Tuple
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import finite, one_of
 from ipufit.callbacks.records import as_json
 from ipufit.errors import ConfigurationError
+from ipufit.utils.console import warn_user
 
 __all__ = ["RemoteMonitor"]
 
@@ -77,9 +77,7 @@ class RemoteMonitor(Callback):
             with urllib.request.urlopen(request, timeout=self.timeout):
                 pass
         except (urllib.error.URLError, OSError) as error:
-            warnings.warn(
+            warn_user(
                 f"RemoteMonitor could not send epoch {epoch} to {self.root}: {error}. Training "
                 "goes on.",
-                UserWarning,
-                stacklevel=2,
             )

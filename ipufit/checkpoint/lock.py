@@ -9,11 +9,11 @@ import os
 import socket
 import threading
 import time
-import warnings
 from typing import Dict, Iterator, Optional, Set
 
 from ipufit.checkpoint.store import Store
 from ipufit.errors import CheckpointError
+from ipufit.utils.console import warn_user
 
 try:
     import fcntl
@@ -74,12 +74,10 @@ def _open(path: str, folder: str) -> int:
                 continue  # The run before has just ended, and removed it.
             host = (before or {}).get("host")
             if before is not None and host != socket.gethostname():
-                warnings.warn(
+                warn_user(
                     f"the folder {folder!r} was last written to by {_name(before)}, which has not "
                     "ended as a run does. Locks of other machines are not always seen: if it still "
                     "runs, end one of the two.",
-                    UserWarning,
-                    stacklevel=6,
                 )
             os.ftruncate(handle, 0)
             os.lseek(handle, 0, os.SEEK_SET)

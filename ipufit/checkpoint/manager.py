@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import warnings
 from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, Optional, Sequence
 
 from ipufit.callbacks import Callback, CallbackList
@@ -27,7 +26,7 @@ from ipufit.checkpoint.training_state import (
 )
 from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.utils.codec import encode
-from ipufit.utils.console import stacklevel_of_user
+from ipufit.utils.console import warn_user
 
 __all__ = ["CheckpointManager", "Resumption", "find"]
 
@@ -63,7 +62,7 @@ def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[Re
     assert store is not None
     newest, faults = store.newest()
     for fault in faults:
-        warnings.warn(fault, UserWarning, stacklevel=stacklevel_of_user())
+        warn_user(fault)
     if newest is None:
         if faults:
             raise CheckpointError(

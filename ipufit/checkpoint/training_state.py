@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from typing import Any, Dict, FrozenSet, List, Mapping, Sequence, Tuple
 
 import torch
@@ -38,6 +37,7 @@ from ipufit.metrics import MetricSet
 from ipufit.optim.schedules import settings
 from ipufit.processes import Processes
 from ipufit.utils.codec import decode, encode
+from ipufit.utils.console import warn_user
 
 __all__ = ["RestoredState", "RunConfiguration", "checkpoint_contents", "loop_state", "restore"]
 
@@ -365,12 +365,10 @@ class RunConfiguration:
         """Return how this run's configuration differs from the one that wrote a checkpoint."""
         stored = checkpoint.document.get("configuration")
         if stored is None:
-            warnings.warn(
+            warn_user(
                 f"the checkpoint {checkpoint.name!r} is of an older ipufit and does not say how "
                 "its run was configured: that loss, optimizer settings, data and module are the "
                 "same is not checked, and the optimizer settings are those of the checkpoint.",
-                UserWarning,
-                stacklevel=2,
             )
             return []
         same_torch = checkpoint.document["torch"] == torch.__version__

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ipufit.core.train_config import Precision
 from ipufit.errors import ConfigurationError
 from ipufit.utils import tree
+from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import isolated
 
 __all__ = [
@@ -174,12 +175,10 @@ def warn_of_vanishing_eps(optimizer: torch.optim.Optimizer) -> None:
         if not is_number or not any(p.dtype == torch.float16 for p in group["params"]):
             continue
         if torch.tensor(eps, dtype=torch.float16) == 0:
-            warnings.warn(
+            warn_user(
                 f"eps={eps:g} of {type(optimizer).__name__} is zero in float16, so that a weight "
                 "whose gradient vanishes becomes nan. Pass a larger one, such as 1e-4, or keep "
                 "weights in float32 with precision='mixed_float16'.",
-                UserWarning,
-                stacklevel=2,
             )
             return
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
@@ -12,7 +11,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
 from ipufit.losses import Loss
 from ipufit.utils import tree
-from ipufit.utils.console import stacklevel_of_user
+from ipufit.utils.console import warn_user
 
 __all__ = ["Casting", "Casts"]
 
@@ -77,11 +76,9 @@ class Casting:
         if not changes or text in self._announced:
             return
         self._announced.add(text)
-        warnings.warn(
+        warn_user(
             f"{role} is converted batch by batch to what module and loss compute in: {text}; "
             "convert it beforehand to save that work.",
-            UserWarning,
-            stacklevel=stacklevel_of_user(),
         )
 
     def start_call(self) -> None:

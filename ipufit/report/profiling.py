@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any, Iterator, List, TypeVar
 
 import torch
@@ -11,6 +10,7 @@ from torch.profiler import ProfilerAction
 
 from ipufit.errors import ConfigurationError
 from ipufit.report.files import TORCH_TRACE
+from ipufit.utils.console import warn_user
 from ipufit.utils.phase_timer import PHASES, Clock, Span
 
 __all__ = ["NamingClock", "Profiler", "refuse_profiler"]
@@ -162,12 +162,10 @@ class Profiler:
         if has_handler or not hasattr(self._profiler, "export_chrome_trace"):
             return
         if waits or getattr(self._profiler, "profiler", self) is None:
-            warnings.warn(
+            warn_user(
                 f"profiler of Report has nothing to show, so that there is no {TORCH_TRACE}: at "
                 "the end of the run its schedule was waiting or warming up. Choose a schedule that "
                 "ends before the run does, or pass on_trace_ready.",
-                UserWarning,
-                stacklevel=2,
             )
             return
         self._profiler.export_chrome_trace(self._path)

@@ -9,7 +9,6 @@ import math
 import operator
 import os
 import time
-import warnings
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
@@ -37,6 +36,7 @@ from ipufit.report.files import (
 from ipufit.report.profiling import Profiler
 from ipufit.report.rows import Rows, columns_of
 from ipufit.report.settings import Report
+from ipufit.utils.console import warn_user
 from ipufit.utils.phase_timer import NO_CLOCK, PHASES
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import fork_rng
@@ -320,11 +320,9 @@ class Recorder(Observer):
                     step()
             except OSError as error:
                 self._is_lost = True
-                warnings.warn(
+                warn_user(
                     f"the report in {self._report.folder!r} ends here, because it can't be written "
                     f"any more: {error}. Training goes on without it.",
-                    UserWarning,
-                    stacklevel=2,
                 )
 
     def _profiled(self) -> Dict[str, Any]:
@@ -339,11 +337,10 @@ class Recorder(Observer):
         except Exception as error:
             # Hours of training are worth more than a table.
             why = f"{type(error).__name__}: {error}"
-            warnings.warn(
+            warn_user(
                 f"the operators of the report could not be timed ({why}). Training goes on, and "
                 "the report has all else; Report(operators=False) does not try.",
                 RuntimeWarning,
-                stacklevel=2,
             )
             return {"missing": why}
         if operators is None:

@@ -12,7 +12,6 @@ import functools
 import inspect
 import sys
 import types
-import warnings
 import weakref
 import zlib
 from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from ipufit.losses import Loss
 from ipufit.tracing.generators import generator_state
 from ipufit.tracing.user_lines import is_users, users_module
+from ipufit.utils.console import warn_user
 
 __all__ = [
     "CodeReader",
@@ -375,7 +375,7 @@ class FrozenValues:
             title = key[0]
             if key in now and now[key][0] != frozen and title not in self._reported:
                 self._reported.append(title)
-                warnings.warn(_text(title, before, now[key][1]), UserWarning, stacklevel=2)
+                warn_user(_text(title, before, now[key][1]))
 
     def _now(self) -> Dict[Tuple[str, int], Tuple[object, object]]:
         reader = CodeReader(self._step)

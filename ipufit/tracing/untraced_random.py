@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import linecache
 import re
-import warnings
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -20,6 +19,7 @@ from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import GraphSignature
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.user_lines import Lines
+from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import LOCK
 
 __all__ = ["advise_call", "describe_draw", "record_alone", "refuse_draws"]
@@ -126,12 +126,10 @@ def _recorded(record: Callable[[], fx.GraphModule]) -> Optional[GraphSignature]:
 def _warn(places: Sequence[Tuple[str, Optional[Frame]]]) -> None:
     name, frame = places[0]
     where = f" at {_place(frame)}" if frame is not None else ""
-    warnings.warn(
+    warn_user(
         f"a random number is drawn from {name}{where}, but Python runs once, to be recorded. The "
         "program is the same with other numbers, so it changes nothing now; where it is to count, "
         "draw with torch.rand or the like.",
-        UserWarning,
-        stacklevel=2,
     )
 
 

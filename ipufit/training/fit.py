@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 from ipufit.callbacks import Callback, CallbackList
@@ -26,7 +25,7 @@ from ipufit.training.rank_consistency import sync_inference_config, sync_run_con
 from ipufit.training.session import Session
 from ipufit.training.summary import stripped
 from ipufit.training.validation import Validation
-from ipufit.utils.console import say_dev_run, stacklevel_of_user
+from ipufit.utils.console import say_dev_run, warn_user
 from ipufit.utils.phase_timer import NO_CLOCK
 from ipufit.utils.state import eval_mode, train_mode
 
@@ -76,11 +75,9 @@ def _fit_again(model: CallbackModel, session: Session, arguments: FitArguments) 
 
             arguments = arguments.again(find(arguments.checkpoint, "auto"))
             assert arguments.restored is not None
-            warnings.warn(
+            warn_user(
                 f"restart {restart} of {arguments.max_restarts}, from update "
                 f"{arguments.restored.done}: {error}",
-                UserWarning,
-                stacklevel=stacklevel_of_user(),
             )
     return _train(model, session, arguments)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from typing import Any, Callable, Dict, Generator, Iterator, List, Optional, Sequence
 
 import torch
@@ -22,7 +21,7 @@ from ipufit.errors import DataError, NonFiniteLossError
 from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.sanity_check import FailureExplainer
 from ipufit.utils import tree
-from ipufit.utils.console import stacklevel_of_user
+from ipufit.utils.console import warn_user
 from ipufit.utils.fault_injection import raise_injected_fault
 from ipufit.utils.interrupts import ForkGuard, defer_sigint
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
@@ -227,12 +226,10 @@ class Fit:
     def _warn_of_skipped(self, epoch: int) -> None:
         meter = self.job.meter
         if meter.skipped and meter.skipped == meter.updates:
-            warnings.warn(
+            warn_user(
                 f"all {meter.updates} updates of epoch {epoch} were skipped, because their "
                 "gradients were not finite at the loss scale: nothing was learned. Choose a "
                 "smaller loss_scale, or 'dynamic'.",
-                UserWarning,
-                stacklevel=stacklevel_of_user(),
             )
 
 

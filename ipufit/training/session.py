@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import warnings
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -51,7 +50,7 @@ from ipufit.training.sanity_check import (
     probe,
     wrap_batch_errors,
 )
-from ipufit.utils.console import stacklevel_of_user
+from ipufit.utils.console import warn_user
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import draw_seed
@@ -623,12 +622,10 @@ class Session:
         """Say so if a parameter became trainable after ``compile`` made the optimizer."""
         late = [name for name in self._outside_optimizer() if name not in self._left_out]
         if late:
-            warnings.warn(
+            warn_user(
                 f"{', '.join(late[:5])}{', ...' if len(late) > 5 else ''} became trainable after "
                 "compile made the optimizer, so fit leaves it as it is. Call compile again to "
                 "train it.",
-                UserWarning,
-                stacklevel=stacklevel_of_user(),
             )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import Any, Mapping, Union
+import warnings
+from typing import Any, Mapping, Type, Union
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["PACKAGE", "resolve_verbose", "say_dev_run", "stacklevel_of_user"]
+__all__ = ["PACKAGE", "resolve_verbose", "say_dev_run", "warn_user"]
 
 # The folder of the package, with a separator at its end, as code objects name their files.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -19,12 +20,15 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OURS = (PACKAGE, contextlib.__file__)
 
 
-def stacklevel_of_user() -> int:
-    """The ``stacklevel`` with which a warning of the caller's shows the user's line."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame, level = frame.f_back, level + 1
-    return level
+def warn_user(text: str, category: Type[Warning] = UserWarning) -> None:
+    """Warn of the line of the user's, or of another library's, from which ipufit was called."""
+    if sys.version_info >= (3, 12):
+        warnings.warn(text, category, skip_file_prefixes=_OURS)
+    else:
+        frame, level = sys._getframe(), 1
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(text, category, stacklevel=level)
 
 
 def resolve_verbose(verbose: Union[int, str]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-import warnings
 from collections import OrderedDict
 from typing import (
     TYPE_CHECKING,
@@ -51,6 +50,7 @@ from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recompute import recompute_layers
 from ipufit.tracing.untraced_random import refuse_draws
+from ipufit.utils.console import warn_user
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 if TYPE_CHECKING:
@@ -267,13 +267,11 @@ class EngineContext:
                 self._recompute(graph)
         self.captures += 1
         if changed:
-            warnings.warn(
+            warn_user(
                 f"forward sets {', '.join(sorted(set(changed)))}, but it runs once, to be "
                 "recorded, and the attribute keeps the value that it has now. To carry a value "
                 "from one micro-batch to the next, register a buffer and change it in place; to "
                 "run forward every time, use compile(..., run_eagerly=True).",
-                UserWarning,
-                stacklevel=2,
             )
         blocks = len(micro.blocks) if isinstance(micro, GradStep) else 0
         if divided is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
@@ -18,6 +17,7 @@ from ipufit.errors import DataError
 from ipufit.tracing.fingerprint import note_writes
 from ipufit.tracing.grad_step import ReportedScalars, attributes_kept
 from ipufit.tracing.untraced_random import record_alone, refuse_draws
+from ipufit.utils.console import warn_user
 
 __all__ = ["Executable", "Result", "cut_rows"]
 
@@ -178,10 +178,8 @@ def cut_rows(tensors: Sequence[Tensor], rows: int, samples: int) -> List[Tensor]
 
 def _warn_of_attributes(changed: Sequence[str]) -> None:
     if changed:
-        warnings.warn(
+        warn_user(
             f"forward sets {', '.join(changed)}, but it runs once, to be traced, and "
             "the attribute keeps the value that it had. To carry a value from one micro-batch to "
             "the next, register a buffer of floating point and change it in place.",
-            UserWarning,
-            stacklevel=2,
         )

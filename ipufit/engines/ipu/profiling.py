@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import warnings
 from typing import Any, Dict, List, Optional
 
 from ipufit.core.compile_arguments import TRAINING
 from ipufit.engines.ipu.sdk import is_standin
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.program import ProgramSpec
+from ipufit.utils.console import warn_user
 
 __all__ = ["place_of_profile", "set_profile"]
 
@@ -55,11 +55,9 @@ def place_of_profile(sdk: Any, options: Any, spec: ProgramSpec) -> Optional[str]
     place = os.path.abspath(own.get(_DIRECTORY, "."))
     if place != asked or not writes:
         what = f"is written to {place!r}" if writes else "is not written"
-        warnings.warn(
+        warn_user(
             f"report would have PopVision's profile written to {asked!r}, but {who} sets "
             f"{', '.join(sorted(own))}, which holds: the profile {what}.",
-            UserWarning,
-            stacklevel=2,
         )
     return place if writes and not is_standin(sdk) else None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 import weakref
 from typing import Any, Callable, List, NamedTuple, Sequence, Tuple, Union
 
@@ -15,6 +14,7 @@ from ipufit.poptorch._errors import error
 from ipufit.poptorch._operators.graph import define
 from ipufit.poptorch._tracing import Trace, tracing
 from ipufit.tracing.ipu_only import is_for_this_engine
+from ipufit.utils.console import warn_user
 
 __all__ = ["Style", "ipu_print_tensor", "text_of"]
 
@@ -223,11 +223,9 @@ def ipu_print_tensor(
     trace = tracing()
     if trace is None:
         if is_for_this_engine():
-            warnings.warn(
+            warn_user(
                 "poptorch.ipu_print_tensor prints nothing on the embedded engine. Use ipufit.log, "
                 "or compile(..., run_eagerly=True) and print().",
-                UserWarning,
-                stacklevel=2,
             )
         return tensor
     if title:

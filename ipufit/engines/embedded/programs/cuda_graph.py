@@ -8,7 +8,6 @@ to have a loss or a gradient that is not finite is taken back and left to whoeve
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import OrderedDict
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -29,6 +28,7 @@ from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult, ProgramSpec
+from ipufit.utils.console import warn_user
 
 __all__ = ["CapturedExecutions"]
 
@@ -185,10 +185,8 @@ class CapturedExecutions:
         self._reason = reason
         self._engine.replaying = f"Runs no CUDA graphs: {reason}."
         if self._spec.config.jit == CUDAGRAPH:
-            warnings.warn(
+            warn_user(
                 f"jit='cudagraph' runs this program as jit='graph' does: {reason}.",
-                UserWarning,
-                stacklevel=2,
             )
 
     def _captured(
