@@ -93,8 +93,8 @@ class MicroBatch:
 
     @staticmethod
     def of(
-        args: Tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: Tuple[object, ...],
+        kwargs: Mapping[str, object],
         target: object,
         size: int,
         sample_weight: object = None,

@@ -79,7 +79,9 @@ class ArgumentOrder:
     first: _Role = "prediction"
     keywords: Tuple[Optional[str], Optional[str]] = (None, None)
 
-    def call(self, function: Callable[..., Any], prediction: Any, target: Any, **more: Any) -> Any:
+    def call(
+        self, function: Callable[..., object], prediction: Any, target: Any, **more: Any
+    ) -> Any:
         """Call the function with prediction and target where it takes them.
 
         Args:

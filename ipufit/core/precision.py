@@ -157,7 +157,7 @@ def mixes_double(tensors: Sequence[Tensor]) -> bool:
     return torch.float64 in kinds and len(kinds) > 1
 
 
-def try_out(run: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
+def try_out(run: Callable[..., object], arguments: Sequence[Tensor]) -> None:
     """Run once on copies: a recording knows of no missing kernels and few mixed types.
 
     Raises:

@@ -92,7 +92,7 @@ class HyperparameterSchedule(Protocol):
         """Return the state that a checkpoint stores."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from a stored state, settings included."""
         ...
 

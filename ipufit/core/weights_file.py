@@ -219,7 +219,7 @@ def _read(path: Path) -> Dict[str, Tensor]:
 
 
 def differences(
-    module_state: Mapping[str, Any],
+    module_state: Mapping[str, object],
     stored: Mapping[str, Tensor],
     where: str,
     strict: bool = True,

@@ -343,7 +343,7 @@ def _arguments(inputs: object) -> Tuple[Tuple[Any, ...], Mapping[str, Any]]:
 
 
 def executions(
-    batches: Iterable[Any],
+    batches: Iterable[object],
     unpack: Callable[[Any, int], Sequence[MicroBatch]],
     plan: Plan,
     reuses_memory: bool = False,
@@ -394,7 +394,7 @@ def executions(
 
 
 def sharded_executions(
-    batches: Iterator[Any],
+    batches: Iterator[object],
     unpack: Callable[[Any, int], Sequence[MicroBatch]],
     plan: Plan,
     ledger: GlobalBatchIndex,

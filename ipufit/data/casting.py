@@ -130,7 +130,7 @@ class Casting:
         dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
         return dtypes.pop() if len(dtypes) == 1 else None
 
-    def _own_labels(self, args: Sequence[Any], kwargs: Any) -> Set[int]:
+    def _own_labels(self, args: Sequence[object], kwargs: Any) -> Set[int]:
         """Return the ids of tensors that are targets of a module that computes its own loss."""
         if not self._loss.in_module:
             return set()

@@ -100,7 +100,7 @@ class FirstBatches:
         count: how many.
     """
 
-    def __init__(self, batches: Iterable[Any], count: int) -> None:
+    def __init__(self, batches: Iterable[object], count: int) -> None:
         self._batches = batches
         self._count = count
         self._rest: Optional[Iterator[Any]] = None

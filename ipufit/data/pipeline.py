@@ -343,7 +343,7 @@ class BatchPipeline:
                 opened.close()
 
 
-def _first(batches: Iterator[Any], count: int) -> Iterator[Any]:
+def _first(batches: Iterator[object], count: int) -> Iterator[Any]:
     """So many batches, of which never more are picked at once than are wanted."""
     while count > 0:
         raw = next(batches, _NO_BATCH)

@@ -22,7 +22,7 @@ __all__ = ["describe_dead_worker", "ends_in_a_sample", "frames_of", "is_dead_wor
 
 
 def unreadable(
-    error: Exception, loader: object, role: str, batch: int, replay: Callable[[], Any]
+    error: Exception, loader: object, role: str, batch: int, replay: Callable[[], object]
 ) -> Exception:
     """The error to raise for one that came while batch number ``batch`` was read.
 
@@ -78,7 +78,7 @@ def describe_dead_worker(error: Exception) -> str:
 
 
 def _what(
-    error: Exception, loader: object, batch: int, replay: Callable[[], Any]
+    error: Exception, loader: object, batch: int, replay: Callable[[], object]
 ) -> Tuple[str, str]:
     """Describe the failure, and what to do."""
     plain = "the batch could not be read", "Its traceback above shows the line that failed."
@@ -144,7 +144,7 @@ def _has_been_read(local: Any) -> bool:
     return fetcher.ended or len(local["data"]) == len(local["possibly_batched_index"])
 
 
-def _index(error: Exception, fetch: Any, replay: Callable[[], Any]) -> Any:
+def _index(error: Exception, fetch: Any, replay: Callable[[], object]) -> Any:
     """The index of the sample that could not be read; None if nobody knows it."""
     if fetch is None or hasattr(fetch.f_locals["self"], "dataset_iter"):
         return None
@@ -178,7 +178,7 @@ def _first_argument(frame: FrameType) -> Any:
 
 
 def _sought(
-    error: Exception, dataset: Any, indices: Iterable[Any], replay: Callable[[], Any]
+    error: Exception, dataset: Any, indices: Iterable[object], replay: Callable[[], Any]
 ) -> Any:
     """Which sample of a batch made it fail: the first that fails again in the same way."""
     for index in indices:

@@ -134,7 +134,7 @@ class RankShard:
         self,
         every: Callable[[], Iterable[Any]],
         size: Callable[[Any], int],
-        read: Callable[[Any], Any],
+        read: Callable[[Any], object],
         most: Optional[int] = None,
         draws_once: bool = False,
         are_indices: bool = True,
@@ -229,7 +229,7 @@ class Sharded:
         DataError: it is none of these.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    def __init__(self, loader: Iterable[object]) -> None:
         if isinstance(loader, (torch.Tensor, str, bytes, dict)) or not hasattr(
             type(loader), "__iter__"
         ):

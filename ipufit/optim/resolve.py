@@ -171,7 +171,7 @@ def _checked(
     return optimizer
 
 
-def _is_name_with_options(pair: Tuple[Any, ...]) -> bool:
+def _is_name_with_options(pair: Tuple[object, ...]) -> bool:
     return (
         len(pair) == 2
         and isinstance(pair[0], (str, type))
@@ -180,7 +180,7 @@ def _is_name_with_options(pair: Tuple[Any, ...]) -> bool:
     )
 
 
-def _with_options(optimizer: Any, options: Mapping[str, Any]) -> OptimizerError:
+def _with_options(optimizer: Any, options: Mapping[str, object]) -> OptimizerError:
     """The error for a name or class beside its options, with the factory that says the same."""
     kind = class_by_name(optimizer) if isinstance(optimizer, str) else optimizer
     module = "ipufit.optim" if kind is LAMB else "torch.optim"

@@ -63,8 +63,8 @@ class _Work:
 
 def serialize(
     module: nn.Module,
-    layers: Mapping[str, Any],
-    inference_layers: Optional[Mapping[str, Any]] = None,
+    layers: Mapping[str, object],
+    inference_layers: Optional[Mapping[str, object]] = None,
 ) -> nn.Module:
     """Let embeddings and linear layers compute in parts, one after another, as IPUs need it.
 
@@ -145,8 +145,8 @@ def can_be_serialized(layer: nn.Module, kind: type) -> bool:
 @contextlib.contextmanager
 def serialized_while_checked(
     module: nn.Module,
-    layers: Optional[Mapping[str, Any]],
-    inference_layers: Optional[Mapping[str, Any]],
+    layers: Optional[Mapping[str, object]],
+    inference_layers: Optional[Mapping[str, object]],
     faults: ErrorCollector,
     by_config: bool = False,
 ) -> Iterator[None]:

@@ -38,7 +38,7 @@ class OperatorWork:
 
 
 def work_of(
-    operator: object, args: Sequence[Any], kwargs: Dict[str, Any], result: object
+    operator: object, args: Sequence[object], kwargs: Dict[str, Any], result: object
 ) -> OperatorWork:
     """The work of one call of an ATen operator; a view has none.
 
@@ -65,7 +65,7 @@ def _is_view(operator: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def flops_of(operator: object, args: Sequence[Any], result: object) -> int:
+def flops_of(operator: object, args: Sequence[object], result: object) -> int:
     """Two per multiply-add of matrix products, convolutions and attention; 0 for all else.
 
     The same as ``torch.utils.flop_counter`` has, but for what that leaves out, which is products
@@ -80,7 +80,9 @@ def flops_of(operator: object, args: Sequence[Any], result: object) -> int:
     return 0
 
 
-def bytes_of(operator: object, args: Sequence[Any], kwargs: Dict[str, Any], result: object) -> int:
+def bytes_of(
+    operator: object, args: Sequence[object], kwargs: Dict[str, Any], result: object
+) -> int:
     """Bytes that one call of an ATen operator reads and writes in memory; of a view, none.
 
     Each argument and each result once, and of what is expanded only what is there. What is looked

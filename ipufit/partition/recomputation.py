@@ -98,7 +98,7 @@ def calls_watched(
     module: nn.Module,
     names: Sequence[str],
     on_begin: Callable[[str], None],
-    on_end: Callable[[str, Any], Any],
+    on_end: Callable[[str, Any], object],
 ) -> Iterator[None]:
     """Tell of each call of these layers in the block.
 

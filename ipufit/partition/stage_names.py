@@ -18,7 +18,9 @@ __all__ = ["Placed", "begun_by", "first_called", "first_gap", "is_called", "name
 Placed = Tuple[int, Optional[int]]
 
 
-def named_stages(module: nn.Module, stages: Mapping[Any, Any], argument: str) -> Dict[str, Placed]:
+def named_stages(
+    module: nn.Module, stages: Mapping[object, object], argument: str
+) -> Dict[str, Placed]:
     """The stage of each module, and its IPU where that is said, by the first of its names.
 
     Args:

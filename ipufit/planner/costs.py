@@ -356,7 +356,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> Dict[int, int]:
 
 
 def _tried(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor
+    optimizer: torch.optim.Optimizer, group: Mapping[str, object], parameter: Tensor
 ) -> Mapping[str, Any]:
     """The state of a parameter like this after one step."""
     zeros = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))
@@ -385,6 +385,6 @@ def _tried(
     return dict(state[zeros])
 
 
-def _size(state: Mapping[str, Any]) -> int:
+def _size(state: Mapping[str, object]) -> int:
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -238,7 +238,7 @@ class _Weigher:
             handle.remove()
             self._is_forward = False
 
-    def claim(self, results: Sequence[Any]) -> None:
+    def claim(self, results: Sequence[object]) -> None:
         """The graph behind these tensors, as far as nobody has it, is the present segment's."""
         waiting = [t.grad_fn for t in results if isinstance(t, Tensor) and t.requires_grad]
         while waiting:

@@ -580,7 +580,7 @@ def uses_random_numbers(graph: fx.GraphModule) -> bool:
     )
 
 
-def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws(operator: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Say whether a call of an operator draws random numbers.
 
     Attention and recurrent layers draw them for their dropout alone, which may be 0.

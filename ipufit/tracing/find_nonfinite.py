@@ -70,7 +70,7 @@ class RowTracker:
         """Forget the rows of a tensor, whose memory another one has now."""
         self._spans.pop(_key(tensor), None)
 
-    def note(self, func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> None:
+    def note(self, func: Any, args: Sequence[object], outputs: Sequence[Tensor]) -> None:
         """An operator was called."""
         name = func._schema.name.partition("::")[2].rstrip("_")
         for place, output in enumerate(outputs):
@@ -94,7 +94,7 @@ class RowTracker:
         rows = torch.div(places, span, rounding_mode="floor") % self._size
         return tuple(torch.unique(rows).tolist())
 
-    def _span_after(self, name: str, args: Sequence[Any], output: Tensor) -> Optional[int]:
+    def _span_after(self, name: str, args: Sequence[object], output: Tensor) -> Optional[int]:
         operands = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else (arg,))]
         tensors = [t for t in operands if isinstance(t, Tensor)]
         if name in _PRODUCTS and len(tensors) > _PRODUCTS[name]:
@@ -113,7 +113,7 @@ class RowTracker:
         return None
 
     def _moved(
-        self, name: str, args: Sequence[Any], source: Tensor, span: int, output: Tensor
+        self, name: str, args: Sequence[object], source: Tensor, span: int, output: Tensor
     ) -> Optional[int]:
         """The span where the rows lie along one dimension, wherever that has gone."""
         dim = next((d for d in range(source.dim()) if math.prod(source.shape[d + 1 :]) <= span), 0)
@@ -159,7 +159,7 @@ def _order(name: str, args: Sequence[Any], dims: int) -> Sequence[int]:
     return order
 
 
-def _dims(args: Sequence[Any], dims: int) -> Sequence[int]:
+def _dims(args: Sequence[object], dims: int) -> Sequence[int]:
     """Return the dimensions that an operator reduces; all where its arguments name none."""
     reduced = args[1] if len(args) > 1 else None
     if isinstance(reduced, int):
@@ -245,7 +245,7 @@ class NonFiniteSearch(TorchDispatchMode):
         self,
         func: Any,
         types: object,
-        args: Tuple[Any, ...] = (),
+        args: Tuple[object, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         origin = self._now()

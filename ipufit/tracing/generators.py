@@ -63,7 +63,7 @@ class Generators:
         probes: by name, what is another value after any draw: "random", "numpy.random" and titles.
     """
 
-    def __init__(self, objects: Sequence[Tuple[str, Any]] = ()) -> None:
+    def __init__(self, objects: Sequence[Tuple[str, object]] = ()) -> None:
         self._objects: Dict[str, Any] = {"random": random._inst}
         numpy = sys.modules.get("numpy")
         if numpy is not None:

@@ -212,7 +212,7 @@ def form(output: Any) -> str:
     return _nested(structure, iter(leaves))
 
 
-def _nested(structure: tree.Structure, leaves: Iterator[Any]) -> str:
+def _nested(structure: tree.Structure, leaves: Iterator[object]) -> str:
     if structure.kind is None:
         return form(next(leaves))
     if structure.kind is type(None):

@@ -259,7 +259,7 @@ class CallRecorder(TorchDispatchMode):
         self,
         func: Any,
         types: object,
-        args: Tuple[Any, ...] = (),
+        args: Tuple[object, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         call = TracedCall(str(func), self._where.now())

@@ -233,7 +233,7 @@ def with_hints(kind: Type[T]) -> Type[T]:
     return kind
 
 
-def _hinting(method: Callable[..., Any]) -> Callable[..., Any]:
+def _hinting(method: Callable[..., object]) -> Callable[..., Any]:
     parameters = list(inspect.signature(method).parameters.values())
     if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
         return method
@@ -259,7 +259,7 @@ def _parameters(kind: type, method: str) -> Dict[str, inspect.Parameter]:
 
 
 def _unknown(
-    kind: type, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    kind: type, method: str, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> UnknownArgumentError:
     """The error for all arguments that a method does not have."""
     parameters = _parameters(kind, method)

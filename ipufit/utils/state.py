@@ -157,7 +157,7 @@ def eval_mode(*modules: Optional[nn.Module]) -> Iterator[None]:
 def call_with(
     module: nn.Module,
     tensors: Mapping[str, Tensor],
-    args: Sequence[Any],
+    args: Sequence[object],
     kwargs: Optional[Dict[str, Any]] = None,
 ) -> Any:
     """``torch.func.functional_call``, also of a module that has another one under two names.

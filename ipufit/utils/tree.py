@@ -110,7 +110,7 @@ def flatten(value: object) -> Tuple[List[Any], Structure]:
     return out, structure
 
 
-def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
+def unflatten(leaves: Sequence[object], structure: Structure) -> Any:
     """The inverse of :func:`flatten`: same containers, given leaves."""
     if structure.is_leaf and len(leaves) == 1:
         return leaves[0]
@@ -121,7 +121,7 @@ def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
     return value
 
 
-def _build(source: Iterator[Any], structure: Structure) -> Any:
+def _build(source: Iterator[object], structure: Structure) -> Any:
     kind = structure.kind
     if kind is None:
         return next(source)
@@ -141,7 +141,7 @@ def _build(source: Iterator[Any], structure: Structure) -> Any:
     return kind(values)
 
 
-def map_leaves(function: Callable[[Any], Any], value: object) -> Any:
+def map_leaves(function: Callable[[Any], object], value: object) -> Any:
     """Apply ``function`` to every leaf, keeping the structure."""
     leaves, structure = flatten(value)
     return unflatten([function(leaf) for leaf in leaves], structure)

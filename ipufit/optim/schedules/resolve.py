@@ -325,7 +325,7 @@ def _parts(scheduler: object, groups: int) -> List[ScheduledGroups]:
     )
 
 
-def _check_functions(functions: Mapping[Any, Any], empty: bool = False) -> None:
+def _check_functions(functions: Mapping[object, object], empty: bool = False) -> None:
     if not functions and not empty:
         raise ConfigurationError(
             "lr_scheduler must name a hyper-parameter, got an empty dict. Pass for example "

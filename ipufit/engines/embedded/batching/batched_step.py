@@ -108,7 +108,7 @@ class Replayed(ModuleWithLoss):
         self._outputs = outputs
 
     def forward(
-        self, batch: Sequence[Any], tensors: Mapping[str, Tensor], with_loss: bool
+        self, batch: Sequence[object], tensors: Mapping[str, Tensor], with_loss: bool
     ) -> Tuple[Any, Any]:
         """Outputs and loss of a micro-batch."""
         args, kwargs, target, sample_weight = batch

@@ -157,7 +157,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _code(
-    graph: fx.GraphModule, count: int, blocks: Sequence[Any]
+    graph: fx.GraphModule, count: int, blocks: Sequence[object]
 ) -> Tuple[str, str, Tuple[Tensor, ...], int]:
     """Both texts for a form, the constants it takes after ``count`` tensors, its outputs."""
     copied = copy.deepcopy(graph.graph)

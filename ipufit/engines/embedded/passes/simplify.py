@@ -153,7 +153,7 @@ def call_directly(graph: fx.Graph) -> None:
         node.target = SHORT.get(node.target, node.target)
 
 
-def operator_called(target: object, kwargs: Mapping[str, Any]) -> Optional[Any]:
+def operator_called(target: object, kwargs: Mapping[str, object]) -> Optional[Any]:
     """The operator that a node calls, the short way or not; None where it is another function.
 
     Args:
