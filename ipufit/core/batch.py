@@ -15,11 +15,13 @@ from ipufit.core.plan import Plan
 from ipufit.utils import tree
 
 __all__ = [
+    "BatchParts",
     "CombinedBatch",
     "DataCursor",
     "MicroBatch",
     "Mode",
     "ProcessShard",
+    "RawBatch",
     "counts_by_rank",
     "local_indices",
     "loss_counts",
@@ -27,6 +29,10 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+# A batch as a loader yields it, before it is looked at.
+RawBatch = Any
+# Positional and keyword arguments of the module, the target, and the samples' weights.
+BatchParts = Tuple[Tuple[tree.Tree, ...], Dict[str, tree.Tree], tree.Tree, tree.Tree]
 
 
 class Mode(enum.Enum):
@@ -103,7 +109,7 @@ class MicroBatch:
         leaves, structure = tree.flatten((args, dict(kwargs), target, sample_weight))
         return MicroBatch(tuple(leaves), structure, size)
 
-    def unpack(self) -> Tuple[Tuple[Any, ...], Dict[str, Any], Any, Any]:
+    def unpack(self) -> BatchParts:
         """(args, kwargs, target, sample_weight)."""
         args, kwargs, target, sample_weight = tree.unflatten(self.leaves, self.structure)
         return args, kwargs, target, sample_weight

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, List, Mapping, Tuple, Type, Union
+from typing import Any, Hashable, List, Mapping, Tuple, Type, Union
 
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes)
 _DEPTH = 4
 
 
-def handed_back(module: nn.Module, outputs: object) -> Any:
+def handed_back(module: nn.Module, outputs: tree.Tree) -> tree.Tree:
     """The outputs without those that the module itself says nobody wants.
 
     Models of the transformers library say so of the caches that make generating words faster, in
@@ -88,7 +88,7 @@ def label(key: Key) -> str:
     return key if isinstance(key, str) else f"output_{key}"
 
 
-def children(value: object) -> Tuple[Any, ...]:
+def children(value: tree.Tree) -> Tuple[Hashable, ...]:
     """Keys of a mapping, fields of a named tuple or dataclass, else positions; () of a leaf."""
     if isinstance(value, Mapping):
         return tuple(value)
@@ -109,7 +109,7 @@ def listed(value: object) -> str:
     return f"{type(value).__name__} with {[str(key) for key in keys]}"
 
 
-def pick(value: object, key: Key, role: str, kind: Type[ConfigurationError]) -> Any:
+def pick(value: object, key: Key, role: str, kind: Type[ConfigurationError]) -> tree.Tree:
     """Pick one output of a module that returns several.
 
     Args:

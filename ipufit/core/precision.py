@@ -77,7 +77,7 @@ def computing_in(precision: Precision, device: torch.device) -> Iterator[None]:
         yield
 
 
-def with_inputs_in(precision: Precision, batch: Any) -> Any:
+def with_inputs_in(precision: Precision, batch: Tuple[tree.Tree, ...]) -> Tuple[tree.Tree, ...]:
     """The batch (args, kwargs, target, sample_weight), floating point as the precision asks.
 
     Weights of samples stay as they are: they are no part of what the module computes.
@@ -85,7 +85,7 @@ def with_inputs_in(precision: Precision, batch: Any) -> Any:
     if precision.inputs is None:
         return batch
 
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: tree.Leaf) -> tree.Leaf:
         floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return leaf.to(precision.inputs) if floating else leaf
 

@@ -10,7 +10,7 @@ from typing import Any, Iterable, List, Mapping, Optional, Tuple
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from ipufit.core.batch import Mode
+from ipufit.core.batch import Mode, RawBatch
 from ipufit.data.in_memory import (
     ArrayLoader,
     EpochOrder,
@@ -331,7 +331,7 @@ def _of_dataset(
             "torch.utils.data.IterableDataset."
         ) from error
 
-    def shuffled(key: int) -> Iterable[Any]:
+    def shuffled(key: int) -> Iterable[RawBatch]:
         # Its present length: a callback may have changed the dataset.
         return DataLoader(dataset, batch_size=batch_size, sampler=EpochOrder(len(dataset), key))
 

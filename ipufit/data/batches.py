@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, Callable, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
+from ipufit.core.batch import BatchParts, CombinedBatch, MicroBatch, Mode, RawBatch
 from ipufit.core.plan import Plan
 from ipufit.data.casting import Casting, Casts
 from ipufit.data.in_memory import ReadAhead, RowBlock, frame_as_tensor, is_frame
@@ -23,7 +23,6 @@ from ipufit.utils import tree
 __all__ = ["BatchValidator", "executions", "is_weighted", "sharded_executions"]
 
 # What forward is called with (positional, by name), the target, and the samples' weights.
-_Call = Tuple[Tuple[Any, ...], Mapping[str, Any], Any, Any]
 
 
 class BatchValidator:
@@ -156,7 +155,7 @@ class BatchValidator:
         self._last = batch
         return batch
 
-    def _is_like_the_last(self, leaves: List[Any], structure: tree.Structure) -> bool:
+    def _is_like_the_last(self, leaves: List[tree.Leaf], structure: tree.Structure) -> bool:
         """True if the batch needs no closer look: the usual case, found out quickly."""
         last = self._last
         return (
@@ -172,7 +171,7 @@ class BatchValidator:
             )
         )
 
-    def _weighted(self, call: _Call, index: int) -> _Call:
+    def _weighted(self, call: BatchParts, index: int) -> BatchParts:
         """With weights that are known to be good: the batch's own, or those of its classes."""
         args, kwargs, target, weight = call
         by_class = self._source.class_weights
@@ -188,7 +187,7 @@ class BatchValidator:
             )
         return args, kwargs, target, by_class.of(target, f"{where}target")
 
-    def _split(self, raw: Any, index: int) -> _Call:
+    def _split(self, raw: RawBatch, index: int) -> BatchParts:
         where = f"{self._source.role}, batch {index}"
         if self._own_loss == "whole":
             return (raw,), {}, None, None
@@ -333,7 +332,7 @@ def _size(named: List[Tuple[str, Tensor]], where: str) -> int:
     return int(size)
 
 
-def _arguments(inputs: object) -> Tuple[Tuple[Any, ...], Mapping[str, Any]]:
+def _arguments(inputs: tree.Tree) -> Tuple[Tuple[tree.Tree, ...], Dict[str, tree.Tree]]:
     """Positional and keyword arguments of forward."""
     if isinstance(inputs, Mapping):
         return (), {str(name): value for name, value in inputs.items()}
@@ -344,7 +343,7 @@ def _arguments(inputs: object) -> Tuple[Tuple[Any, ...], Mapping[str, Any]]:
 
 def executions(
     batches: Iterable[object],
-    unpack: Callable[[Any, int], Sequence[MicroBatch]],
+    unpack: Callable[[RawBatch, int], Sequence[MicroBatch]],
     plan: Plan,
     reuses_memory: bool = False,
     check_update: Optional[Callable[[Sequence[MicroBatch], int], None]] = None,
@@ -395,7 +394,7 @@ def executions(
 
 def sharded_executions(
     batches: Iterator[object],
-    unpack: Callable[[Any, int], Sequence[MicroBatch]],
+    unpack: Callable[[RawBatch, int], Sequence[MicroBatch]],
     plan: Plan,
     ledger: GlobalBatchIndex,
     updates: Callable[[], int],

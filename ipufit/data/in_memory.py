@@ -29,6 +29,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from ipufit.core.batch import RawBatch
 from ipufit.data.prefetch import reads_ahead
 from ipufit.errors import DataError
 from ipufit.utils import tree
@@ -91,7 +92,7 @@ class RowBlock:
         """Split each tensor into parts, one for each batch."""
         return [torch.split(leaf, self.batch_size) for leaf in self.leaves]
 
-    def batches(self) -> List[Any]:
+    def batches(self) -> List[RawBatch]:
         """Yield batches as the user's loader has them."""
         return [tree.unflatten(leaves, self.structure) for leaves in zip(*self.columns())]
 
@@ -117,13 +118,13 @@ class RowBatches:
         order: draws the indices of the rows, as the pass begins; None is their own order.
     """
 
-    leaves: Callable[[], Sequence[Any]]
+    leaves: Callable[[], Sequence[tree.Leaf]]
     structure: tree.Structure
     samples: int
     batch_size: int
     order: Callable[[], Optional[Tensor]]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[RawBatch]:
         for picked in self.picked(ReadAhead()):
             yield from picked.batches()
 
@@ -154,7 +155,7 @@ def is_in_memory(leaf: object) -> bool:
     return True
 
 
-def _copy(leaf: Any, rows: Union[slice, Tensor]) -> Tensor:
+def _copy(leaf: tree.Leaf, rows: Union[slice, Tensor]) -> Tensor:
     """Only these rows are read: of a memory-mapped array nothing else enters memory."""
     if not isinstance(leaf, Tensor):
         picked = leaf[rows if isinstance(rows, slice) else rows.numpy()]
@@ -206,7 +207,7 @@ def is_table(value: object) -> bool:
     return all(hasattr(kind, name) for name in ("__getitem__", "__len__", "with_format"))
 
 
-def as_tensors(value: Any) -> Any:
+def as_tensors(value: tree.Tree) -> tree.Tree:
     """A table whose rows are tensors, as ``with_format("torch")`` has them; others as they are.
 
     One with a format or a transform of its own keeps it.
@@ -325,7 +326,7 @@ class ArrayLoader:
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[RawBatch]:
         return iter(self.rows(None))
 
     def rows(self, key: Optional[int]) -> RowBatches:
@@ -339,7 +340,7 @@ class ArrayLoader:
         )
 
 
-def _samples(leaves: List[Any], names: List[str], role: str) -> int:
+def _samples(leaves: List[tree.Leaf], names: List[str], role: str) -> int:
     """The common length; every leaf is looked at before any is used."""
     sizes = []
     for name, leaf in zip(names, leaves):

@@ -8,6 +8,7 @@ from typing import Any, Collection, Iterable, Iterator, List, Optional
 
 from torch import Tensor
 
+from ipufit.core.batch import RawBatch
 from ipufit.data.loaders import unshuffled
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
@@ -103,10 +104,10 @@ class FirstBatches:
     def __init__(self, batches: Iterable[object], count: int) -> None:
         self._batches = batches
         self._count = count
-        self._rest: Optional[Iterator[Any]] = None
-        self._kept: List[Any] = []
+        self._rest: Optional[Iterator[RawBatch]] = None
+        self._kept: List[RawBatch] = []
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[RawBatch]:
         for index in range(self._count):
             if index == len(self._kept):
                 if self._rest is None:
@@ -119,7 +120,7 @@ class FirstBatches:
             yield self._kept[index]
 
 
-def _copy(leaf: Any) -> Any:
+def _copy(leaf: tree.Leaf) -> tree.Leaf:
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
     return leaf.copy() if type(leaf).__module__ == "numpy" else leaf

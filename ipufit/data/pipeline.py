@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from typing import Any, Callable, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
-from ipufit.core.batch import CombinedBatch, DataCursor, MicroBatch, Mode
+from ipufit.core.batch import CombinedBatch, DataCursor, MicroBatch, Mode, RawBatch
 from ipufit.core.plan import Plan
 from ipufit.data.batches import BatchValidator, executions, sharded_executions
 from ipufit.data.casting import Casting
@@ -83,8 +83,8 @@ class BatchPipeline:
         self._prefetch = prefetch
         self._updates = 0
         self._horizon = ReadAhead()
-        self._open: Optional[Generator[Any, None, None]] = None
-        self._ahead: Optional[Iterator[Any]] = None
+        self._open: Optional[Generator[RawBatch, None, None]] = None
+        self._ahead: Optional[Iterator[RawBatch]] = None
         self._ahead_epoch = -1
         self._place = DataCursor(0, 0)
         self.tells_place = False
@@ -95,7 +95,7 @@ class BatchPipeline:
         self._begun: List[Tuple[int, DataCursor]] = []
         self._process: Optional[int] = None
 
-    def _start(self, epoch: int, plan: Plan) -> Iterator[Any]:
+    def _start(self, epoch: int, plan: Plan) -> Iterator[RawBatch]:
         """The raw batches of an epoch: a pass over the source, or the next part of many passes."""
         is_portion = self._source.is_portioned
         sought, self._sought = self._sought, None
@@ -124,7 +124,9 @@ class BatchPipeline:
         self._ledger = None if skipped is None else GlobalBatchIndex(skipped)
         self._begun = []
 
-    def _pass(self, plan: Plan, number: int, skip: int, done: int) -> Generator[Any, None, None]:
+    def _pass(
+        self, plan: Plan, number: int, skip: int, done: int
+    ) -> Generator[RawBatch, None, None]:
         """Read one pass over the source, batch by batch.
 
         Args:
@@ -165,7 +167,9 @@ class BatchPipeline:
         drawing = contextlib.nullcontext if self._source.draws_nothing else stream.active
         return RankShard(plan, self._ledger, self._ledger.total, drawing)
 
-    def _passes(self, plan: Plan, number: int, skip: int, done: int) -> Generator[Any, None, None]:
+    def _passes(
+        self, plan: Plan, number: int, skip: int, done: int
+    ) -> Generator[RawBatch, None, None]:
         """Pass after pass, from one of its batches on."""
         while True:
             yield from self._pass(plan, number, skip, done)
@@ -343,7 +347,7 @@ class BatchPipeline:
                 opened.close()
 
 
-def _first(batches: Iterator[object], count: int) -> Iterator[Any]:
+def _first(batches: Iterator[object], count: int) -> Iterator[RawBatch]:
     """So many batches, of which never more are picked at once than are wanted."""
     while count > 0:
         raw = next(batches, _NO_BATCH)

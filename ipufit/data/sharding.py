@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data import _utils as torchs_utils
 from torch.utils.data.distributed import DistributedSampler
 
-from ipufit.core.batch import MicroBatch
+from ipufit.core.batch import MicroBatch, RawBatch
 from ipufit.core.plan import Plan
 from ipufit.data.in_memory import ArrayLoader, RowBatches
 from ipufit.data.loaders import like, reads_as_torch
@@ -113,7 +113,7 @@ class RankShard:
     begin: int
     drawing: Callable[[], ContextManager[None]]
     total: Optional[int] = None
-    example: Optional[Callable[[], Any]] = None
+    example: Optional[Callable[[], RawBatch]] = None
 
     def number(self, index: int) -> int:
         """The number in the pass of the own batch of this index."""
@@ -134,11 +134,11 @@ class RankShard:
         self,
         every: Callable[[], Iterable[Any]],
         size: Callable[[Any], int],
-        read: Callable[[Any], object],
+        read: Callable[[Any], RawBatch],
         most: Optional[int] = None,
         draws_once: bool = False,
         are_indices: bool = True,
-    ) -> Iterator[Any]:
+    ) -> Iterator[RawBatch]:
         """The own ones of all batches, or of what stands for them.
 
         What belongs to an update is looked at together, so that the sizes of all its batches are
@@ -198,7 +198,7 @@ class RankShard:
         return rows
 
 
-def _first_of(rows: RowBatches, order: Optional[Tensor], samples: int) -> Any:
+def _first_of(rows: RowBatches, order: Optional[Tensor], samples: int) -> RawBatch:
     first = torch.arange(samples, device="cpu") if order is None else order
     one = dataclasses.replace(rows, samples=min(samples, rows.batch_size), order=lambda: first)
     return next(iter(one))
@@ -356,7 +356,7 @@ class _ShardSampler:
     def __init__(self) -> None:
         self.indices: Iterator[Any] = iter(())
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[RawBatch]:
         return self.indices
 
 
@@ -375,7 +375,9 @@ class ShardedLoader:
         self._sampler = _ShardSampler()
         self._own = like(loader, batch_sampler=self._sampler)
 
-    def batches(self, portion: RankShard, most: Optional[int], draws_once: bool) -> Iterator[Any]:
+    def batches(
+        self, portion: RankShard, most: Optional[int], draws_once: bool
+    ) -> Iterator[RawBatch]:
         """Yield the batches of one pass that this process reads.
 
         Args:
@@ -391,7 +393,7 @@ class ShardedLoader:
                 torch.empty((), dtype=torch.int64).random_()
             return whole.batch_sampler
 
-        def read(indices: Any) -> Any:
+        def read(indices: Any) -> RawBatch:
             return whole.collate_fn([whole.dataset[index] for index in indices])
 
         self._sampler.indices = portion.picked(every, len, read, most, draws_once)

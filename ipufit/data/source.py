@@ -18,7 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ipufit.core.batch import DataCursor
+from ipufit.core.batch import DataCursor, RawBatch
 from ipufit.data.in_memory import (
     ArrayLoader,
     ReadAhead,
@@ -91,14 +91,14 @@ class DataAdapter:
         self,
         loader: Any,
         role: str,
-        shuffled: Optional[Callable[[int], Iterable[Any]]] = None,
+        shuffled: Optional[Callable[[int], Iterable[RawBatch]]] = None,
         class_weights: Optional[ClassWeights] = None,
         is_cut: bool = False,
     ) -> None:
         _refuse_what_has_no_batches(loader, role)
         self._is_cut = is_cut
         self.is_portioned = False
-        self.loader: Iterable[Any] = loader
+        self.loader: Iterable[RawBatch] = loader
         self.role = role
         self.class_weights = class_weights
         self.micro_batch_size: Optional[int] = None
@@ -272,7 +272,7 @@ class DataAdapter:
         key: int = 0,
         horizon: Optional[ReadAhead] = None,
         portion: Optional[RankShard] = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[RawBatch]:
         """The batches of one epoch, each as the loader yields it, or several as ``RowBlock``.
 
         Args:
@@ -309,7 +309,7 @@ class DataAdapter:
         stream: DataStream,
         horizon: ReadAhead,
         portion: Optional[RankShard],
-    ) -> Iterator[Any]:
+    ) -> Iterator[RawBatch]:
         iterator: Any = None
         index = rows_read = 0
         limit = stream_length(loader)
@@ -384,7 +384,7 @@ class DataAdapter:
 
     def _own_batches(
         self, loader: object, rows: Optional[RowBatches], horizon: ReadAhead, portion: RankShard
-    ) -> Iterator[Any]:
+    ) -> Iterator[RawBatch]:
         """Yield the batches of a pass over a loader that a shard names."""
         if rows is not None:
             return portion.rows(rows, self.most).picked(horizon)
@@ -476,7 +476,7 @@ class DataAdapter:
                 return f" Batches are made at {place[0]}:{place[1]}."
         return ""
 
-    def preview(self) -> List[Any]:
+    def preview(self) -> List[RawBatch]:
         """Make a batch of the first samples; none where that disturbs the loader's own order."""
         loader: Any = self.loader
         if isinstance(loader, (list, tuple)):

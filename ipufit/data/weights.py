@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from typing import Any, Dict, Mapping, Optional, Sequence
+from typing import Dict, Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ __all__ = [
 _CHUNK = 1 << 20
 
 
-def checked_weight(weight: object, name: str) -> Any:
+def checked_weight(weight: object, name: str) -> tree.Tree:
     """Weights as floating-point tensors, every value known to be finite and not negative.
 
     Integers and bools become torch's default dtype; a floating dtype stays. Nested weights keep
@@ -44,7 +44,7 @@ def checked_weight(weight: object, name: str) -> Any:
     return tree.unflatten([_checked(leaf, path) for path, leaf in pairs], structure)
 
 
-def _checked(leaf: Any, name: str, first: int = 0) -> Any:
+def _checked(leaf: tree.Leaf, name: str, first: int = 0) -> tree.Leaf:
     if isinstance(leaf, (bool, int, float)):
         leaf = torch.tensor(leaf)
     if is_frame(leaf):

@@ -78,7 +78,7 @@ class OutputShape:
         """Let go of the tensors of the recording."""
         self.tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
 
-    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+    def rebuild(self, tensors: Sequence[Tensor]) -> tree.Tree:
         """Build the module's outputs around these tensors."""
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, tensors):
@@ -148,8 +148,8 @@ class ModuleWithLoss(nn.Module):
         self.functions = loss_functions(loss)
 
     def forward(
-        self, batch: Sequence[Any], tensors: Mapping[str, Tensor], with_loss: bool
-    ) -> Tuple[Any, Optional[LossTerm]]:
+        self, batch: Sequence[tree.Tree], tensors: Mapping[str, Tensor], with_loss: bool
+    ) -> Tuple[tree.Tree, Optional[LossTerm]]:
         """Outputs and, if asked for, the loss.
 
         Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Callable, Dict, Iterator, List, Optional
 
 from torch import Tensor
 
@@ -54,7 +54,7 @@ _listeners: List[Callable[[str, object], None]] = []
 
 
 @contextlib.contextmanager
-def record_hints(batch: Any, hints: Dict[str, None]) -> Iterator[None]:
+def record_hints(batch: tree.Tree, hints: Dict[str, None]) -> Iterator[None]:
     """Record the names of the hints that are called in the context.
 
     Args:

@@ -126,7 +126,7 @@ def output_shapes(
     return shapes, used, None
 
 
-def outputs_of(module: nn.Module, batch: MicroBatch) -> Any:
+def outputs_of(module: nn.Module, batch: MicroBatch) -> tree.Tree:
     """Return the module's outputs in eval mode, as tensors without values; None where it fails.
 
     No value is computed, no buffer changes and no random number is drawn.
@@ -202,7 +202,7 @@ def _shallow(value: Any) -> Tuple[Any, Any]:
     return value, type(value)(value) if type(value) in (list, dict, set) else value
 
 
-def form(output: Any) -> str:
+def form(output: tree.Tree) -> str:
     """The shapes of nested outputs: ``(4, 10)``, ``[(4, 2), (4,)]``, ``{a: (4, 2)}``."""
     if isinstance(output, Tensor):
         return str(tuple(output.shape))

@@ -14,7 +14,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Callable, Iterator, List, Sequence, Tuple
 
-__all__ = ["Structure", "flatten", "flatten_with_paths", "map_leaves", "unflatten"]
+__all__ = ["Leaf", "Structure", "Tree", "flatten", "flatten_with_paths", "map_leaves", "unflatten"]
+
+# A nested value of any depth, such as a batch or the outputs of a module.
+Tree = Any
+# What a tree holds that is no container: tensors, most of all.
+Leaf = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +64,7 @@ _LEAF = Structure(None)
 _NONE = Structure(type(None))
 
 
-def _children(value: object) -> Any:
+def _children(value: Tree) -> Any:
     """Keys and values of a container, and the form of its path texts, or None for a leaf."""
     if isinstance(value, Mapping):
         keys = tuple(value)
@@ -72,7 +77,7 @@ def _children(value: object) -> Any:
     return None
 
 
-def _walk(value: object, path: str, out: List[Tuple[str, Any]]) -> Structure:
+def _walk(value: Tree, path: str, out: List[Tuple[str, Leaf]]) -> Structure:
     if value is None:
         return _NONE
     parts = _children(value)
@@ -84,7 +89,7 @@ def _walk(value: object, path: str, out: List[Tuple[str, Any]]) -> Structure:
     return Structure(type(value), keys, children)
 
 
-def _gather(value: object, out: List[Any]) -> Structure:
+def _gather(value: Tree, out: List[Leaf]) -> Structure:
     """Flatten without paths, which messages alone need."""
     if value is None:
         return _NONE
@@ -96,21 +101,21 @@ def _gather(value: object, out: List[Any]) -> Structure:
     return Structure(type(value), keys, tuple([_gather(child, out) for child in values]))
 
 
-def flatten_with_paths(value: object, root: str = "") -> Tuple[List[Tuple[str, Any]], Structure]:
+def flatten_with_paths(value: Tree, root: str = "") -> Tuple[List[Tuple[str, Leaf]], Structure]:
     """Leaves with their paths (``root['ids'][0]``), and the structure to rebuild them."""
-    out: List[Tuple[str, Any]] = []
+    out: List[Tuple[str, Leaf]] = []
     structure = _walk(value, root, out)
     return out, structure
 
 
-def flatten(value: object) -> Tuple[List[Any], Structure]:
+def flatten(value: Tree) -> Tuple[List[Leaf], Structure]:
     """Leaves in order, and the structure to rebuild them."""
-    out: List[Any] = []
+    out: List[Leaf] = []
     structure = _gather(value, out)
     return out, structure
 
 
-def unflatten(leaves: Sequence[object], structure: Structure) -> Any:
+def unflatten(leaves: Sequence[object], structure: Structure) -> Tree:
     """The inverse of :func:`flatten`: same containers, given leaves."""
     if structure.is_leaf and len(leaves) == 1:
         return leaves[0]
@@ -121,7 +126,7 @@ def unflatten(leaves: Sequence[object], structure: Structure) -> Any:
     return value
 
 
-def _build(source: Iterator[object], structure: Structure) -> Any:
+def _build(source: Iterator[object], structure: Structure) -> Tree:
     kind = structure.kind
     if kind is None:
         return next(source)
@@ -141,7 +146,7 @@ def _build(source: Iterator[object], structure: Structure) -> Any:
     return kind(values)
 
 
-def map_leaves(function: Callable[[Any], object], value: object) -> Any:
+def map_leaves(function: Callable[[Leaf], object], value: Tree) -> Tree:
     """Apply ``function`` to every leaf, keeping the structure."""
     leaves, structure = flatten(value)
     return unflatten([function(leaf) for leaf in leaves], structure)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
-from ipufit.core.logged_values import collecting
+from ipufit.core.logged_values import Entries, collecting
 from ipufit.core.outputs import handed_back
 from ipufit.core.precision import with_inputs_in
 from ipufit.core.train_config import Precision
@@ -109,7 +109,7 @@ class Replayed(ModuleWithLoss):
 
     def forward(
         self, batch: Sequence[object], tensors: Mapping[str, Tensor], with_loss: bool
-    ) -> Tuple[Any, Any]:
+    ) -> Tuple[tree.Tree, tree.Tree]:
         """Outputs and loss of a micro-batch."""
         args, kwargs, target, sample_weight = batch
         leaves = [*tree.flatten(args)[0], *tree.flatten(kwargs)[0]]
@@ -127,7 +127,7 @@ class Replayed(ModuleWithLoss):
 
 
 # Of one micro-batch: its outputs, its loss, and what the loss has logged.
-_Found = Tuple[Any, LossTerm, Any]
+_Found = Tuple[tree.Tree, LossTerm, Entries]
 
 
 class _Chunks(Replayed):
@@ -136,7 +136,7 @@ class _Chunks(Replayed):
     def forward(  # type: ignore[override]
         self,
         leaves: Sequence[Tensor],
-        others: Sequence[Tuple[Any, Any]],
+        others: Sequence[Tuple[tree.Tree, tree.Tree]],
         target: Optional[Tensor],
         tensors: Mapping[str, Tensor],
         along: Sequence[State],
@@ -303,7 +303,7 @@ class BatchedGradStep:
         forward_count = forward_leaves(self._example)
         return target.kind is None and not weight.leaves and forward_count in self._rows
 
-    def _cast(self, value: object, weight: object) -> Tuple[Any, Any]:
+    def _cast(self, value: object, weight: object) -> Tuple[tree.Tree, tree.Tree]:
         """In the precision's type, but for the weights of samples."""
         cast = with_inputs_in(self._precision, (value, None, None, weight))
         return cast[0], cast[3]
