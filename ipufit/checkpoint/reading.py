@@ -14,7 +14,7 @@ from ipufit.checkpoint.files import Files
 from ipufit.checkpoint.json_io import parse
 from ipufit.checkpoint.manifest import MANIFEST, MOST_BYTES, STATE, SUFFIX, Entry, read_manifest
 from ipufit.errors import CheckpointError
-from ipufit.utils.codec import UnfitError, reason_of, shown
+from ipufit.utils.codec import UnfitError, advice_of, reason_of, shown
 
 __all__ = ["MOST_STATE_BYTES", "Contents", "read_contents"]
 
@@ -82,7 +82,7 @@ def _told(path: str, name: str) -> Iterator[None]:
         usual = "Read another checkpoint, or restore this one from a copy."
         raise CheckpointError(
             f"{name!r} of the checkpoint {path!r} must be as ipufit wrote it, but {reason}. "
-            f"{getattr(error, 'advice', '') or usual}"
+            f"{advice_of(error) or usual}"
         ) from error
 
 

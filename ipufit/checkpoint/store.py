@@ -16,7 +16,7 @@ from ipufit.checkpoint.manifest import MANIFEST, STATE, SUFFIX, Entry, check_gro
 from ipufit.checkpoint.names import held, is_left_over, is_name, name_of, part_of, place_of
 from ipufit.checkpoint.reading import MOST_STATE_BYTES, Contents, read_contents
 from ipufit.errors import CheckpointError
-from ipufit.utils.codec import UnfitError, reason_of, shown, why_not_stored
+from ipufit.utils.codec import UnfitError, advice_of, reason_of, shown, why_not_stored
 
 __all__ = ["Store"]
 
@@ -62,7 +62,10 @@ class Store:
             with held(part):
                 self._write(hidden, target, document, tensors)
         except (OSError, UnfitError) as error:
-            is_taken = getattr(error, "errno", None) in (errno.EEXIST, errno.ENOTEMPTY)
+            is_taken = isinstance(error, OSError) and error.errno in (
+                errno.EEXIST,
+                errno.ENOTEMPTY,
+            )
             if is_taken and os.path.lexists(target):
                 # Another thread was faster.
                 raise self._exists(name) from error
@@ -71,7 +74,7 @@ class Store:
             )
             raise CheckpointError(
                 f"a checkpoint must be written as a whole, but {name!r} can't be written to "
-                f"{self.folder!r}: {reason_of(error)}. {getattr(error, 'advice', '') or usual}"
+                f"{self.folder!r}: {reason_of(error)}. {advice_of(error) or usual}"
             ) from error
         return target
 

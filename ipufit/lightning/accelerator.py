@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List
+from typing import Any, Dict
 
 import torch
 
 from ipufit.errors import ConfigurationError
 from ipufit.lightning.packages import part
-from ipufit.lightning.strategy import IPUStrategy
+from ipufit.lightning.strategy import IPUStrategy, Replicas
 
 __all__ = ["IPUAccelerator", "Replicas", "Trainer"]
-
-
-class Replicas(List[torch.device]):
-    """Device list of a Trainer: one device, with the number of replicas behind it."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__([torch.device("cpu")])
-        self.replicas = count
 
 
 class IPUAccelerator(part("accelerators").Accelerator):  # type: ignore[misc]

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any, Callable, Dict, List, Optional, Union
 
+import torch
 from torch import Tensor
 
 from ipufit.core.batch import Mode
@@ -32,7 +33,7 @@ from ipufit.report.settings import Report, refuse_report, resolve_report
 from ipufit.training import loop
 from ipufit.utils.poptorch_sdk import sdk_kind
 
-__all__ = ["IPUStrategy"]
+__all__ = ["IPUStrategy", "Replicas"]
 
 # Names of the strategy's for the arguments of compile.
 _OPTIONS = {TRAINING: "training_opts", INFERENCE: "inference_opts"}
@@ -52,6 +53,14 @@ class _Facts:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
+
+
+class Replicas(List[torch.device]):
+    """Device list of a Trainer: one device, with the number of replicas behind it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__([torch.device("cpu")])
+        self.replicas = count
 
 
 class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc]
@@ -227,7 +236,8 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         Raises:
             ConfigurationError: strategy and options disagree.
         """
-        replicas = getattr(self.parallel_devices, "replicas", 1)
+        devices = self.parallel_devices
+        replicas = devices.replicas if isinstance(devices, Replicas) else 1
         self._options = {}
         for role, options in self._opts.items():
             work = Work(

@@ -291,7 +291,7 @@ def check_splits(module: nn.Module, strategy: str, ipus: int, is_training: bool)
 
 
 def _misplaced(module: nn.Module, wanted: int, ipus: int, is_training: bool) -> PartitionError:
-    by_config = any(getattr(layer, "by_config", False) for layer in module.modules())
+    by_config = any(isinstance(layer, Serialized) and layer.by_config for layer in module.modules())
     if is_training:
         cure = "Divide the module with stages, or pass ipus_per_replica="
         cure = f"{cure}{wanted}." if not by_config else f"Set IPUConfig.ipus_per_replica={wanted}."

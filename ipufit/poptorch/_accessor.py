@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from ipufit.poptorch._data_process import DataProcess
-from ipufit.poptorch._data_worker import WorkerSettings
+from ipufit.poptorch._data_worker import CombiningLoader, WorkerSettings
 from ipufit.poptorch._errors import error
 from ipufit.poptorch.enums import SharingStrategy
 
@@ -94,10 +94,11 @@ class AsynchronousDataAccessor:
 
     @property
     def _keeps_rest(self) -> bool:
-        drop_last = getattr(self._dataset, "rebatched_drop_last", None)
-        if drop_last is None and _is_own(self._dataset):
-            drop_last = self._dataset.drop_last
-        return drop_last is not None and not drop_last
+        loader = self._dataset
+        if not isinstance(loader, CombiningLoader):
+            return False
+        drop_last = loader.rebatched_drop_last
+        return not (loader.drop_last if drop_last is None else drop_last)
 
     def terminate(self) -> None:
         """End the process and give its memory back. Tensors that are still in use stay valid."""
@@ -159,13 +160,8 @@ def _strategy_of(value: Union[SharingStrategy, int, str]) -> SharingStrategy:
     )
 
 
-def _is_own(dataset: object) -> bool:
-    """Return True for a DataLoader of this package, whose class can't be imported here."""
-    return isinstance(dataset, TorchDataLoader) and hasattr(dataset, "combinedBatchSize")
-
-
 def _check_loader(dataset: Any, rebatched_size: Optional[int]) -> None:
-    if not _is_own(dataset):
+    if not isinstance(dataset, CombiningLoader):
         return
     if dataset._accessor is not None:
         raise error(

@@ -36,7 +36,37 @@ from torch import Tensor
 from ipufit.poptorch._batch_layout import Layout
 from ipufit.poptorch._ring_buffer import RingBufferWriter
 
-__all__ = ["Command", "DataWorker", "Event", "FiledDataset", "WorkerSettings", "serve"]
+__all__ = [
+    "CombiningLoader",
+    "Command",
+    "DataWorker",
+    "Event",
+    "FiledDataset",
+    "WorkerSettings",
+    "serve",
+]
+
+
+class CombiningLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as in old torch
+    """The part of :class:`ipufit.poptorch.DataLoader` that another process reads it by.
+
+    Attributes:
+        rebatched_drop_last: whether rebatching leaves out the samples that don't fill a batch; None
+            where nothing is rebatched.
+    """
+
+    rebatched_drop_last: Optional[bool] = None
+    _accessor: Optional[object]
+    _is_user_batch_sampler_set: bool
+
+    @property
+    def combinedBatchSize(self) -> Optional[int]:
+        """Number of samples in a combined batch; None where the dataset makes batches itself."""
+        raise NotImplementedError
+
+    def _set_next_epoch(self, epoch: int) -> None:
+        """Use the order of this epoch in the next iteration; the first one is 1."""
+        raise NotImplementedError
 
 
 class FiledDataset:
@@ -233,8 +263,8 @@ class DataWorker:
 
     def _batches(self, epoch: int) -> Iterator[List[Tensor]]:
         self._seed(epoch)
-        if hasattr(self._dataset, "_set_next_epoch"):
-            # A DataLoader, whose order depends on how often it has been iterated over. The epochs
+        if isinstance(self._dataset, CombiningLoader):
+            # Its order depends on how often it has been iterated over. The epochs
             # that count are the reader's, not those that were begun here and given up.
             self._dataset._set_next_epoch(epoch)
         for batch in _iterated(self._dataset):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any, Dict, Iterator, Optional
 
-import torch.utils.data
 from torch.utils.data import IterableDataset
 
 from ipufit.poptorch._accessor import AsynchronousDataAccessor
+from ipufit.poptorch._data_worker import CombiningLoader
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._process_share import ProcessShare, ShuffledShare
@@ -121,7 +121,7 @@ def _length(sampler: Any) -> Optional[int]:
         return None
 
 
-class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as in old torch
+class DataLoader(CombiningLoader):
     """A torch ``DataLoader`` whose batches are what one run of a model takes.
 
     Such a combined batch has batch_size × deviceIterations × replicationFactor ÷ (replicas that
@@ -352,7 +352,6 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as i
         return batches
 
     def _set_next_epoch(self, epoch: int) -> None:
-        """Use the order of this epoch in the next iteration; the first one is 1."""
         self._next_epoch = epoch
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "WrappedModel",
     "WrappedTensor",
     "isWrapped",
+    "links_of",
     "living",
     "pull",
     "quietly",
@@ -172,6 +173,11 @@ class WrappedModel(_Wrapped, nn.Module):
         return result
 
 
+def links_of(model: nn.Module) -> Tuple[ExecutorLink, ...]:
+    """Return the links of a module to the executors that have wrapped it; empty of a plain one."""
+    return type(model)._poptorch_links if isinstance(model, WrappedModel) else ()
+
+
 def isWrapped(value: object) -> bool:
     """Return True for a module, parameter or buffer that a training executor has wrapped."""
     return isinstance(value, _Wrapped)
@@ -224,7 +230,7 @@ def unwrap(model: nn.Module, source: Optional[WeightSource] = None) -> None:
             that another executor has wrapped too stay wrapped for that one.
     """
     rewrapModelIfNecessary(model)
-    links: Tuple[ExecutorLink, ...] = getattr(type(model), "_poptorch_links", ())
+    links = links_of(model)
     if source is not None:
         links = tuple(link for link in links if link.source() is source)
     with quietly():

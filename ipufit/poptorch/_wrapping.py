@@ -19,6 +19,7 @@ from ipufit.poptorch._wrapped import (
     WrappedModel,
     WrappedTensor,
     isWrapped,
+    links_of,
     living,
     pull,
     quietly,
@@ -81,8 +82,7 @@ def wrap(model: nn.Module, source: WeightSource, sync: WeightSync) -> None:
 
 
 def _link_of(model: nn.Module, source: WeightSource) -> Optional[ExecutorLink]:
-    links: Tuple[ExecutorLink, ...] = getattr(type(model), "_poptorch_links", ())
-    return next((link for link in links if link.source() is source), None)
+    return next((link for link in links_of(model) if link.source() is source), None)
 
 
 def _check_parameter(name: str, parameter: Tensor) -> None:

@@ -199,7 +199,7 @@ class FitArguments:
             held_out = (data.held_out, inference, held_prefetch)
         notes = data.notes
         if dev_run:
-            left_out = [c for c in callbacks if getattr(c, "writes_files", False)]
+            left_out = [callback for callback in callbacks if callback.writes_files]
             callbacks = [c for c in callbacks if c not in left_out]
             notes["fast_dev_run"] = dev_run
             notes["left_out_callbacks"] = [type(callback).__name__ for callback in left_out]

@@ -20,6 +20,7 @@ from ipufit.errors import CheckpointError
 __all__ = [
     "MAX_DEPTH",
     "UnfitError",
+    "advice_of",
     "apart",
     "decode",
     "encode",
@@ -47,8 +48,13 @@ class UnfitError(Exception):
 
 def reason_of(error: Exception) -> str:
     """Describe an error without the path, which the whole message has already."""
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return str(text).rstrip(".")
+    text = error.strerror if isinstance(error, OSError) else None
+    return (text or str(error) or type(error).__name__).rstrip(".")
+
+
+def advice_of(error: Exception) -> str:
+    """Return what an error advises to do; empty where it is the usual."""
+    return error.advice if isinstance(error, UnfitError) else ""
 
 
 def shown(text: str) -> str:

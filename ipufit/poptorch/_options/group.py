@@ -55,7 +55,22 @@ def need_type(option: str, value: object, *kinds: type) -> None:
         )
 
 
-class OptionGroup:
+class Freezable:
+    """Options that an executor freezes, because it is compiled for their values."""
+
+    _is_frozen = False
+
+    def checkIsFrozen(self, option: Optional[str] = None) -> None:
+        """Refuse a change of frozen options.
+
+        Raises:
+            AttributeError: they are frozen.
+        """
+        if option != "_is_frozen" and self._is_frozen:
+            raise AttributeError(_FROZEN)
+
+
+class OptionGroup(Freezable):
     """A dictionary of options whose names and types are those of its defaults.
 
     Values are read as attributes (``options.device_iterations``), by name (``options.exists``,
@@ -103,15 +118,6 @@ class OptionGroup:
         self.checkIsFrozen()
         self._values.pop(option, None)
 
-    def checkIsFrozen(self, option: Optional[str] = None) -> None:
-        """Refuse a change of frozen options.
-
-        Raises:
-            AttributeError: they are frozen.
-        """
-        if option != "_is_frozen" and self.__dict__.get("_is_frozen", False):
-            raise AttributeError(_FROZEN)
-
     def update(self, other: Dict[str, Any]) -> Dict[str, Any]:
         """Add this group's values to a dictionary, which is returned.
 
@@ -144,7 +150,7 @@ class OptionGroup:
         """Freeze or unfreeze this group and the groups inside it."""
         self._is_frozen = frozen
         for value in self.__dict__.values():
-            if hasattr(type(value), "checkIsFrozen"):
+            if isinstance(value, Freezable):
                 value._is_frozen = frozen
 
     def __call__(self, option: str) -> Any:
@@ -188,7 +194,7 @@ class OptionGroup:
         return f"{type(self).__name__}({values})"
 
 
-class _PopartOptions:
+class _PopartOptions(Freezable):
     """Session options of the device's compiler, by its own names: ``options._Popart``.
 
     Any name and any value is taken here; ``compile`` refuses what the compiler does not know.
@@ -202,15 +208,6 @@ class _PopartOptions:
         self.options: Dict[str, Any] = {}
         self.set("instrumentWithHardwareCycleCounter", False)
         self.set("rearrangeAnchorsOnHost", False)
-
-    def checkIsFrozen(self, option: Optional[str] = None) -> None:
-        """Refuse a change of frozen options.
-
-        Raises:
-            AttributeError: they are frozen.
-        """
-        if option != "_is_frozen" and self._is_frozen:
-            raise AttributeError(_FROZEN)
 
     def set(self, key: str, value: object) -> _PopartOptions:
         """Set one option."""
