@@ -1,6 +1,6 @@
 """A Keras-like fit library for PyTorch whose whole training step is one traced program."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ipufit import callbacks, engines, errors, optim, partition
 from ipufit._version import __version__ as __version__
@@ -13,7 +13,7 @@ from ipufit.data.sharding import Sharded
 from ipufit.processes import distributed
 from ipufit.report import Report
 from ipufit.training.load import load
-from ipufit.training.model import Model
+from ipufit.training.model import Model, register_steps_model
 from ipufit.utils.lazy_exports import lazy_exports
 from ipufit.utils.random_streams import seed_everything
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.ipu_config import IPUConfig
     from ipufit.engines.ipu.preflight.report import PreflightReport
     from ipufit.planner.partition_plan import PartitionPlan
+    from ipufit.training.model import StepsModel
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -63,3 +64,11 @@ __all__ = [
     "partition",
     "seed_everything",
 ]
+
+
+@register_steps_model
+def _model_of_lightning(module: Any, engine: Any, device: Any) -> "StepsModel":
+    # Imported here, as above: few models are LightningModules.
+    from ipufit.lightning_module import LightningModel
+
+    return LightningModel(module, engine, device)

@@ -105,7 +105,7 @@ class ExperimentLogger(Callback):
         found = {n: v for n, v in self.model.history.params.items() if n not in _UNTOLD}
         found["optimizer"] = type(self.model.optimizer).__name__
         log_rates(self.model.optimizer, found)
-        found.update(getattr(getattr(self.model, "lightning", None), "hparams", {}))
+        found.update(self.model.hyperparameters)
         return found
 
     def state_dict(self) -> Any:

@@ -42,6 +42,11 @@ class CallbackModel(Protocol):
         ...
 
     @property
+    def hyperparameters(self) -> Dict[str, Any]:
+        """Settings that the module itself says it was made with."""
+        ...
+
+    @property
     def capture_seconds(self) -> float:
         """Seconds spent on recording so far."""
         ...

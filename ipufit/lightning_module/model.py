@@ -25,7 +25,7 @@ from ipufit.lightning_module.trainer_proxy import FitTrainerProxy, NotKnownYetEr
 from ipufit.lightning_module.unsupported import refuse_module
 from ipufit.losses.module_loss import WHOLE_BATCH
 from ipufit.metrics import MetricSet
-from ipufit.training.model import Model
+from ipufit.training.model import Model, StepsModel
 from ipufit.utils.error_collector import ErrorCollector
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ _RECOUNTING = (
 _DIVIDING = ("stages", "layers_per_ipu", "strategy", "config", "training_options")
 
 
-class LightningModel(Model):
-    """Model that trains a LightningModule, made by :meth:`ipufit.Model.from_lightning`.
+class LightningModel(StepsModel):
+    """Model that calls the steps of a LightningModule as recorded programs.
 
     Args:
         module: a LightningModule.
@@ -145,20 +145,7 @@ class LightningModel(Model):
         datamodule: Any = None,
         **options: Any,
     ) -> History:
-        """Train with ``training_step``, and validate with ``validation_step``.
-
-        Args:
-            x: as for :meth:`ipufit.Model.fit`, or a LightningDataModule; None takes
-                ``train_dataloader`` and ``val_dataloader`` of the LightningModule.
-            y: as for :meth:`ipufit.Model.fit`; a batch is then ``(x, y)``.
-            batch_size: as for :meth:`ipufit.Model.fit`.
-            epochs: as for :meth:`ipufit.Model.fit`.
-            datamodule: a LightningDataModule instead of x.
-            options: as for :meth:`ipufit.Model.fit`.
-
-        Raises:
-            ConfigurationError: as for :meth:`ipufit.Model.fit`; or no data, or several loaders.
-        """
+        """Train with ``training_step``, and validate with ``validation_step``."""
         options.update(batch_size=batch_size, epochs=epochs)
         self._refuse_checkpoint_hooks(options)
         loaders = loaders_for(self.lightning, x, datamodule, "fit")
@@ -173,7 +160,7 @@ class LightningModel(Model):
             if self._is_waiting:
                 self._make_session(FitTrainerProxy({**facts, **self._counted(data, y, options)}))
             options["callbacks"] = self._with_hooks(hooks, options.get("callbacks", ()))
-            return super().fit(data, y, **options)
+            return Model.fit(self, data, y, **options)
 
     def evaluate(
         self,
@@ -184,16 +171,7 @@ class LightningModel(Model):
         datamodule: Any = None,
         **options: Any,
     ) -> Union[float, List[float], Dict[str, float]]:
-        """Evaluate with ``validation_step``: the values that it logs, and its loss, if any.
-
-        Args:
-            x: as for :meth:`ipufit.Model.evaluate`, or a LightningDataModule; None takes
-                ``val_dataloader`` of the LightningModule.
-            y: as for ``fit``.
-            batch_size: as for ``fit``.
-            datamodule: a LightningDataModule instead of x.
-            options: as for :meth:`ipufit.Model.evaluate`.
-        """
+        """Evaluate with ``validation_step``."""
         options["batch_size"] = batch_size
         return self._evaluated("validate", "validation", x, y, datamodule, options)
 
@@ -210,7 +188,7 @@ class LightningModel(Model):
         loaders = loaders_for(self.lightning, x, datamodule, stage)
         with self._stage(stage, loaders, role, {}) as hooks:
             options["callbacks"] = self._with_hooks(hooks, options.get("callbacks", ()))
-            return super().evaluate(loaders.main(), y, **options)
+            return Model.evaluate(self, loaders.main(), y, **options)
 
     def predict(
         self,
@@ -220,19 +198,11 @@ class LightningModel(Model):
         datamodule: Any = None,
         **options: Any,
     ) -> Any:
-        """Predict with ``predict_step``, whose results are joined over all batches.
-
-        Args:
-            x: as for :meth:`ipufit.Model.predict`, or a LightningDataModule; None takes
-                ``predict_dataloader`` of the LightningModule.
-            batch_size: as for ``fit``.
-            datamodule: a LightningDataModule instead of x.
-            options: as for :meth:`ipufit.Model.predict`.
-        """
+        """Predict with ``predict_step``."""
         loaders = loaders_for(self.lightning, x, datamodule, "predict")
         with self._stage("predict", loaders, "predict", {}) as hooks:
             options["callbacks"] = self._with_hooks(hooks, options.get("callbacks", ()))
-            return super().predict(loaders.main(), batch_size, **options)
+            return Model.predict(self, loaders.main(), batch_size, **options)
 
     def predict_iter(
         self, x: Any = None, batch_size: Optional[int] = None, **options: Any
@@ -272,6 +242,11 @@ class LightningModel(Model):
         """Check the steps for what a recorded program would not do as it is written."""
         self._ready()
         return super().check(x)
+
+    @property
+    def hyperparameters(self) -> Dict[str, Any]:
+        """The ``hparams`` of the LightningModule."""
+        return dict(getattr(self.lightning, "hparams", {}))
 
     def _ready(self) -> None:
         """Compile for calls that need no optimizer, unless that was done."""

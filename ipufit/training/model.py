@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 from typing import (
     TYPE_CHECKING,
@@ -44,10 +45,9 @@ from ipufit.utils.names import with_hints
 if TYPE_CHECKING:
     from ipufit.analysis.tuner.lr_finder import LearningRates
     from ipufit.analysis.tuner.trials import BatchSize
-    from ipufit.lightning_module import LightningModel
     from ipufit.planner.partition_plan import PartitionPlan
 
-__all__ = ["Model"]
+__all__ = ["Model", "StepsModel", "register_steps_model"]
 
 
 @with_hints
@@ -96,13 +96,18 @@ class Model(InspectionMixin):
         self._session: Optional[Session] = None
         self._predictor: Optional[Session] = None
 
+    @property
+    def hyperparameters(self) -> Dict[str, Any]:
+        """Settings that the module itself says it was made with, for loggers of experiments."""
+        return {}
+
     @classmethod
     def from_lightning(
         cls,
         module: nn.Module,
         engine: Union[str, Callable[[], Engine]] = "auto",
         device: Union[str, torch.device, None] = None,
-    ) -> LightningModel:
+    ) -> StepsModel:
         """A model of a LightningModule, as it is: its steps, optimizers, hooks and ``self.log``.
 
         ``fit`` runs ``training_step`` and ``validation_step``, ``evaluate`` the latter, ``test``
@@ -119,10 +124,7 @@ class Model(InspectionMixin):
             ConfigurationError: it is none, or does what a recorded program can't, such as manual
                 optimization; all of it.
         """
-        # Imported here: it makes a subclass of this class.
-        from ipufit.lightning_module import LightningModel
-
-        return LightningModel(module, engine, device)
+        return _makers[-1](module, engine, device)
 
     def compile(
         self,
@@ -939,6 +941,101 @@ class Model(InspectionMixin):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class StepsModel(Model, abc.ABC):
+    """Model of a LightningModule, as :meth:`Model.from_lightning` makes it.
+
+    Attributes:
+        lightning: the LightningModule; ``module`` is another face of it, whose forward is its
+            steps.
+    """
+
+    lightning: nn.Module
+
+    @abc.abstractmethod
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: Optional[int] = None,
+        epochs: int = 1,
+        *,
+        datamodule: Any = None,
+        **options: Any,
+    ) -> History:
+        """Train with ``training_step``, and validate with ``validation_step``.
+
+        Args:
+            x: as for :meth:`ipufit.Model.fit`, or a LightningDataModule; None takes
+                ``train_dataloader`` and ``val_dataloader`` of the LightningModule.
+            y: as for :meth:`ipufit.Model.fit`; a batch is then ``(x, y)``.
+            batch_size: as for :meth:`ipufit.Model.fit`.
+            epochs: as for :meth:`ipufit.Model.fit`.
+            datamodule: a LightningDataModule instead of x.
+            options: as for :meth:`ipufit.Model.fit`.
+
+        Raises:
+            ConfigurationError: as for :meth:`ipufit.Model.fit`; or no data, or several loaders.
+        """
+
+    @abc.abstractmethod
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: Optional[int] = None,
+        *,
+        datamodule: Any = None,
+        **options: Any,
+    ) -> Union[float, List[float], Dict[str, float]]:
+        """Evaluate with ``validation_step``: the values that it logs, and its loss, if any.
+
+        Args:
+            x: as for :meth:`ipufit.Model.evaluate`, or a LightningDataModule; None takes
+                ``val_dataloader`` of the LightningModule.
+            y: as for ``fit``.
+            batch_size: as for ``fit``.
+            datamodule: a LightningDataModule instead of x.
+            options: as for :meth:`ipufit.Model.evaluate`.
+        """
+
+    @abc.abstractmethod
+    def test(
+        self, x: Any = None, y: Any = None, *, datamodule: Any = None, **options: Any
+    ) -> Union[float, List[float], Dict[str, float]]:
+        """Evaluate with ``test_step`` and ``test_dataloader``."""
+
+    @abc.abstractmethod
+    def predict(
+        self,
+        x: Any = None,
+        batch_size: Optional[int] = None,
+        *,
+        datamodule: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Predict with ``predict_step``, whose results are joined over all batches.
+
+        Args:
+            x: as for :meth:`ipufit.Model.predict`, or a LightningDataModule; None takes
+                ``predict_dataloader`` of the LightningModule.
+            batch_size: as for ``fit``.
+            datamodule: a LightningDataModule instead of x.
+            options: as for :meth:`ipufit.Model.predict`.
+        """
+
+
+# The function that from_lightning calls. The room of LightningModules lies above this one, which
+# can't import it, so the package registers it.
+_StepsModelMaker = Callable[[Any, Any, Any], StepsModel]
+_makers: List[_StepsModelMaker] = []
+
+
+def register_steps_model(make: _StepsModelMaker) -> _StepsModelMaker:
+    """Register the function to which :meth:`Model.from_lightning` hands on its arguments."""
+    _makers.append(make)
+    return make
 
 
 def _moved(module: nn.Module, device: Union[str, torch.device]) -> nn.Module:
