@@ -12,10 +12,9 @@ from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.callbacks.history import History
 from ipufit.core.batch import DataCursor, MicroBatch
 from ipufit.core.plan import Plan
-from ipufit.core.train_config import TrainConfig
 from ipufit.data.pipeline import BatchPipeline
 from ipufit.engines.program import Engine, Program
-from ipufit.losses import Loss
+from ipufit.planner.compiled_module import CompiledModule
 from ipufit.processes import Processes
 
 __all__ = ["CallbackModel", "Measurement", "ObservedSession", "RunningFit"]
@@ -77,23 +76,8 @@ class Measurement:
     first: MicroBatch
 
 
-class ObservedSession(Protocol):
+class ObservedSession(CompiledModule, Protocol):
     """The part of a compiled model that observers of a fit read."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's module."""
-        ...
-
-    @property
-    def loss(self) -> Loss:
-        """The loss in its normal form."""
-        ...
-
-    @property
-    def config(self) -> TrainConfig:
-        """How an update is made."""
-        ...
 
     @property
     def engine(self) -> Engine:
@@ -113,6 +97,15 @@ class ObservedSession(Protocol):
     @property
     def groups(self) -> List[Dict[str, Any]]:
         """The optimizer's parameter groups with their present settings."""
+        ...
+
+    @property
+    def sample(self) -> Optional[MicroBatch]:
+        """Shapes of the first micro-batch of the last ``fit``, or None."""
+        ...
+
+    def explain(self) -> str:
+        """Describe in a few lines how the program runs."""
         ...
 
 

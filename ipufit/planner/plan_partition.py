@@ -3,73 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Optional, Protocol, Sequence, Tuple
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 from torch import nn
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.compile_arguments import GRAPH
 from ipufit.core.plan import Plan, round_up
-from ipufit.core.train_config import TrainConfig
 from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
-from ipufit.losses import Loss
-from ipufit.partition.partition import AFTER, STRATEGIES, Partition, Partitions
+from ipufit.partition.partition import AFTER, STRATEGIES, Partition
 from ipufit.partition.recomputation import resolve_recompute
 from ipufit.partition.request import PartitionRequest
 from ipufit.partition.resolve import AUTO, resolve_partition
+from ipufit.planner.compiled_module import CompiledModule
 from ipufit.planner.costs import IPU_MEMORY, StageCost
 from ipufit.planner.partition_plan import PartitionPlan, Planned, fingerprint
 from ipufit.planner.pipeline_schedule import SCHEDULES
 from ipufit.planner.planning import Divided, PartitionEstimator, schedule_of
 from ipufit.utils.error_collector import ErrorCollector, one_of
 
-__all__ = ["CompiledModule", "plan_partition"]
+__all__ = ["plan_partition"]
 
 # IPUs of a replica that are looked for where nobody says how many there are: a whole POD64.
 _MOST = 64
-
-
-class CompiledModule(Protocol):
-    """A module with the settings of ``compile`` that decide where it lies on IPUs."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's module."""
-        ...
-
-    @property
-    def loss(self) -> Loss:
-        """The loss in its normal form."""
-        ...
-
-    @property
-    def config(self) -> TrainConfig:
-        """Configuration of an update."""
-        ...
-
-    @property
-    def partitions(self) -> Partitions:
-        """Partitions of the module for training and inference."""
-        ...
-
-    @property
-    def auto_round_ipus(self) -> bool:
-        """True if IPUs may be rounded up to a number that can be reserved."""
-        ...
-
-    def recomputes(self, strategy: str, stages: int) -> bool:
-        """Return True if training has PopTorch compute activations again."""
-        ...
-
-    def plan_estimator(
-        self, sample: MicroBatch, partition: Optional[Partition], recompute: Sequence[str]
-    ) -> PartitionEstimator:
-        """Follow a micro-batch through module and loss, for estimates of its divisions.
-
-        Raises:
-            DataError: the module or the loss can't take it.
-        """
-        ...
 
 
 def plan_partition(

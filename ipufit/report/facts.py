@@ -7,7 +7,7 @@ import inspect
 import os
 import platform
 import warnings
-from typing import Any, Dict, Iterator, List, Optional, Protocol, TextIO, Tuple, Type, Union
+from typing import Any, Dict, Iterator, List, Optional, TextIO, Tuple, Type, Union
 
 import torch
 from torch import nn
@@ -19,23 +19,10 @@ from ipufit.core.plan import Plan
 from ipufit.errors import IpufitError
 from ipufit.partition.request import PartitionRequest
 from ipufit.planner.partition_plan import PartitionPlan
-from ipufit.planner.plan_partition import CompiledModule, plan_partition
+from ipufit.planner.plan_partition import plan_partition
 from ipufit.tracing.layers import layers_of, note_calls, output_shapes
 
-__all__ = ["CapturedWarnings", "RecordedSession", "environment", "layers", "partition", "totals"]
-
-
-class RecordedSession(ObservedSession, CompiledModule, Protocol):
-    """The part of a compiled model that its report describes."""
-
-    @property
-    def sample(self) -> Optional[MicroBatch]:
-        """Shapes of the first micro-batch of the last ``fit``, or None."""
-        ...
-
-    def explain(self) -> str:
-        """Describe in a few lines how the program runs."""
-        ...
+__all__ = ["CapturedWarnings", "environment", "layers", "partition", "totals"]
 
 
 def environment(session: ObservedSession) -> Dict[str, str]:
@@ -113,7 +100,7 @@ def _least(plan: PartitionPlan, utilisation: float) -> Optional[int]:
         return None
 
 
-def partition(session: RecordedSession, plan: Plan) -> Dict[str, Any]:
+def partition(session: ObservedSession, plan: Plan) -> Dict[str, Any]:
     """Plan the stages as :meth:`ipufit.Model.plan` does, with the timeline of one update."""
     request, sample = PartitionRequest(None, None, None, None, None), session.sample
     assert sample is not None

@@ -16,12 +16,11 @@ import torch
 from ipufit.callbacks.callback_list import Observer
 from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.callbacks.history import History
-from ipufit.callbacks.running_fit import Measurement
+from ipufit.callbacks.running_fit import Measurement, ObservedSession
 from ipufit.errors import ConfigurationError, IpufitError
 from ipufit.report import facts
 from ipufit.report.advice import advised
 from ipufit.report.build import write_page
-from ipufit.report.facts import RecordedSession
 from ipufit.report.files import (
     EXECUTIONS,
     FACTS,
@@ -69,7 +68,7 @@ _FEW, _APART = 10, 100
 
 @contextlib.contextmanager
 def recorded(
-    session: RecordedSession, report: Report, goes_on_from: Optional[int]
+    session: ObservedSession, report: Report, goes_on_from: Optional[int]
 ) -> Iterator[Recorder]:
     """A recorder of what the block does; the report is made at its end, however it ends.
 
@@ -116,7 +115,7 @@ class Recorder(Observer):
     phase = "report"
 
     def __init__(
-        self, session: RecordedSession, report: Report, goes_on_from: Optional[int]
+        self, session: ObservedSession, report: Report, goes_on_from: Optional[int]
     ) -> None:
         self._session = session
         self._report = report
