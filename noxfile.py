@@ -19,6 +19,8 @@ nox.options.sessions = ["lint", "typing", "tests"]
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
+# What Python compiles and pytest rewrites is kept: each process of each session would do it anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 PROJECT = PYPROJECT["project"]

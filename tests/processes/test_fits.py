@@ -16,6 +16,8 @@ SAMPLE = (
     *("forms passes", "forms limited", "models cnn", "models transformer", "models logged"),
     *("models clipped", "models tokens", "measures", "callbacks"),
 )
+# In four: an update of which some have no micro-batch, and statistics that are added up.
+IN_FOUR = ("lengths 61", "models cnn")
 IN_BUCKETS = ("models cnn", "models transformer", "models clipped")
 
 
@@ -81,9 +83,8 @@ def test_buckets_that_go_along_with_backward_change_nothing(alone, tmp_path, pro
     check(alone, results(tmp_path, processes, ("buckets", *parts)))
 
 
-@pytest.mark.long
 @on_one_python
 def test_four_processes_give_the_numbers_of_one(alone, tmp_path, sample):
-    found = results(tmp_path, 4, sample)
-    assert found[0].keys() == alone.keys()
+    found = results(tmp_path, 4, sample and IN_FOUR)
+    assert len(found[0]) == len(IN_FOUR if sample else alone)
     check(alone, found)

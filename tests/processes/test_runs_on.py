@@ -67,7 +67,6 @@ def test_other_numbers_of_processes_go_on_up_to_summation_order(whole, ended, tm
     assert numbers(json.loads(found(tmp_path))) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.long
 def test_torchrun_begins_again_and_the_run_goes_on(whole, tmp_path):
     ended = run_torchrun(SCRIPT, 2, timeout=180, restarts=1, args=(str(tmp_path), "kill"))
     assert ended.code == 0, str(ended)
