@@ -114,11 +114,12 @@ def pytest_collection_modifyitems(config, items):
             points[item.nodeid.partition("[")[0]].append(item)
     chosen = set()
     for test in points.values():
-        if test[0].get_closest_marker("grid") is not None:
+        is_grid = test[0].get_closest_marker("grid") is not None
+        if test[0].get_closest_marker("ends") is not None or (is_partly and not is_grid):
+            chosen.update((test[0], test[-1]))
+        elif is_grid:
             places = cover([_sides(point) for point in test], pairs=not is_partly)
             chosen.update(test[place] for place in places)
-        elif is_partly or test[0].get_closest_marker("ends") is not None:
-            chosen.update((test[0], test[-1]))
         else:
             chosen.update(test)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
@@ -126,9 +127,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _sides(point):
-    """Name the parameters of a point with the identities of their values, hashable or not."""
-    parameters = point.callspec.params if hasattr(point, "callspec") else {}
-    return {name: id(value) for name, value in parameters.items()}
+    """Number the value of each parameter of a point."""
+    return dict(point.callspec.indices) if hasattr(point, "callspec") else {}
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ def cover(points, pairs=True):
     """Choose points among which every value of every side is met, and every two of them.
 
     Greedy, and the same in every run: the next point is the one that meets most of what has not
-    been met yet; of several, the first.
+    been met yet; of several, the first. Names that change together are one side.
 
     Args:
         points: the values of each point by the name of its side, in the order of the grid. A side
@@ -23,6 +23,8 @@ def cover(points, pairs=True):
     Returns:
         The places of the chosen points, in order.
     """
+    columns = {tuple(point[name] for point in points): name for name in reversed(list(points[0]))}
+    points = [{name: point[name] for name in columns.values()} for point in points]
     counts = collections.Counter(name for name, _ in set().union(*(p.items() for p in points)))
     ends = {*points[0].items(), *points[-1].items()}
     wide = pairs and len(counts) > 2

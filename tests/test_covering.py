@@ -46,6 +46,11 @@ def test_of_two_sides_every_value_is_met_and_not_every_pair():
     assert len(cover(grid(5, 4))) == 5
 
 
+def test_names_that_change_together_are_one_side():
+    points = [{"a": a, "too": a, "b": b} for a, b in itertools.product(range(5), range(4))]
+    assert len(cover(points)) == 5
+
+
 def test_of_a_list_of_cases_the_ends_are_run():
     points = grid(LONGEST_SIDE + 1)
     assert cover(points) == [0, LONGEST_SIDE]

@@ -77,6 +77,7 @@ def test_peers_are_measured_in_processes_of_their_own(shared):
         assert (result.peak is None) == shared
 
 
+@pytest.mark.long
 def test_a_process_that_ends_ends_the_benchmark():
     with pytest.raises(SystemExit, match="nobody ended with 1"):
         measured(["mlp"], ["nobody"], TINY)
@@ -103,6 +104,7 @@ def test_curves_go_from_point_to_point_and_line_to_line():
     assert told == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("name", CURVES)
 def test_every_curve_can_be_measured(name, monkeypatch):
     """On few and small points, one epoch each."""
@@ -184,6 +186,7 @@ def test_fresh_processes_tell_of_import_and_start():
         assert 0 < cost.median < 600
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("name", shares.SHARES)
 def test_every_share_can_be_measured(name, capsys):
     value = shares.SHARES[name](WORKLOADS["mlp"].of(8))()

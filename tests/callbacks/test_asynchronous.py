@@ -141,6 +141,7 @@ def test_nothing_is_lost_when_training_is_interrupted(update, error):
     assert late.entries[-1][0] == "on_train_end"
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("bad", [0, 2, 6])
 def test_nothing_is_lost_when_the_loss_is_no_number(bad):
     """The updates before it are reported."""
@@ -168,6 +169,7 @@ def test_two_errors_are_both_seen():
     assert type(found.__context__) is KeyboardInterrupt
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("seed", range(4))
 def test_stop_training_takes_effect_with_a_later_execution(seed):
     """Every update that was made is reported, and the first ones are those of the plain run."""

@@ -34,6 +34,7 @@ def final_bars(text):
     return last
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("di", [1, 5, 100])
 def test_the_bar_counts_updates_whatever_the_execution(di, capsys):
     """With many updates per call, bars elsewhere have counted wrongly again and again."""
@@ -181,6 +182,7 @@ def test_a_terminal_shows_the_loss_all_the_time_and_whole_lines(columns):
     assert re.match(r"predict: .*24/24 \[", predicted)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 def test_a_terminal_shows_the_loss_where_nobody_knows_the_end():
     """A stream has no total, no bar and no time that is left."""
@@ -242,6 +244,7 @@ def test_a_progress_bar_of_the_user_is_the_only_one(capsys):
     assert capsys.readouterr().err.count("epoch 1/1: 12 updates") == 1
 
 
+@pytest.mark.long
 def test_bars_that_are_switched_off_for_the_whole_process():
     """tqdm's own switch: training goes on without a bar."""
     code = (

@@ -20,6 +20,7 @@ def spoilt(index, value=math.nan, count=6):
     ]
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (1e30, "inf")])
 @pytest.mark.parametrize("di", [1, 4])
 @takes_back

@@ -228,6 +228,7 @@ def test_the_version_changes_where_an_sdk_gives_way(sdk, clean):
     assert metadata.version("poptorch") == "3.4.0+ipufit"
 
 
+@pytest.mark.long
 def test_processes_that_a_script_starts_are_told_the_same_version(tmp_path):
     script = write(
         tmp_path,
@@ -318,6 +319,7 @@ def module_of_children(folder):
     return {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spelt", [["-m", "pack.train"], ["-mpack.train"]])
 def test_a_module_and_the_processes_it_starts_find_the_stand_in(spelt, tmp_path):
     environment = {**os.environ, **module_of_children(tmp_path)}
@@ -432,6 +434,7 @@ for module, name in ((popart, "Builder"), (popdist, "tensorflow")):
 """
 
 
+@pytest.mark.long
 def test_a_script_for_one_process_finds_popart_s_enums_and_popdist_s_functions(tmp_path):
     status, out, err = command(write(tmp_path, SETTINGS))
     assert status == 0, err
@@ -448,6 +451,7 @@ def test_a_script_for_one_process_finds_popart_s_enums_and_popdist_s_functions(t
     )
 
 
+@pytest.mark.long
 def test_several_processes_of_poprun_are_not_taken_for_one(tmp_path):
     script = write(tmp_path, "import popdist\npopdist.init()\n")
     status, _, err = command(script, env={**os.environ, "POPDIST_NUM_TOTAL_REPLICAS": "4"})
@@ -459,6 +463,7 @@ def test_several_processes_of_poprun_are_not_taken_for_one(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_the_sdk_s_own_modules_come_first(tmp_path):
     write(tmp_path, "name = 'of the SDK'", "popart.py")
     script = write(tmp_path, "import popart; print(popart.name)", "elsewhere/script.py")

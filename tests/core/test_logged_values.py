@@ -315,6 +315,7 @@ class Sized(nn.Module):
         return x
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("di", [1, 2, 100])
 def test_micro_batches_may_log_different_names(di, way):

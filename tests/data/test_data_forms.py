@@ -249,6 +249,7 @@ def test_a_module_with_a_loss_of_its_own_takes_arrays():
     assert_same_bits(*states)
 
 
+@pytest.mark.long
 def test_a_dataset_larger_than_memory_trains_with_flat_memory(tmp_path):
     """Of a memory-mapped array only the rows of a micro-batch are copied."""
     array = np.lib.format.open_memmap(

@@ -312,6 +312,7 @@ def test_all_ways_to_train_and_to_look_take_them(eagerly):
         assert torch.equal(torch.cat(list(model.predict_iter(x))), plain.predict(X, verbose=0))
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     ("loss", "outputs"),
     [
@@ -506,6 +507,7 @@ def test_a_fault_of_another_kind_is_told_as_it_was():
     assert "floating point" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_mapped_array_is_converted_a_batch_at_a_time(tmp_path):
     """As it is read: the whole in another dtype would not fit."""
     array = np.lib.format.open_memmap(

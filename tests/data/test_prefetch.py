@@ -262,6 +262,7 @@ DEFAULTS = {
 }
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_the_default_leaves_code_of_the_user_in_its_thread(name, engine):
     """A connection to a database belongs to the thread that made it."""

@@ -512,6 +512,7 @@ def test_a_model_that_is_only_evaluated_needs_no_optimizer():
         model.fit(BATCHES, verbose=0)
 
 
+@pytest.mark.long
 def test_lightning_is_not_imported():
     """from_lightning looks at the module's own classes."""
     import subprocess

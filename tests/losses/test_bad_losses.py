@@ -151,6 +151,7 @@ def test_a_module_with_ctc_loss_of_its_own_trains_eagerly():
     assert fit(compiled(WithCtc(), loss=None, run_eagerly=True), [batch]).epoch == [0]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize(
     "loss",

@@ -889,6 +889,7 @@ def test_anything_else_is_refused(metric, came):
     )
 
 
+@pytest.mark.long
 def test_torchmetrics_is_not_imported():
     """It takes seconds, which nobody should wait who uses none of it."""
     code = (

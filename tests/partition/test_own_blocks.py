@@ -53,6 +53,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.grid
 @ENGINES
 @pytest.mark.parametrize("kind", list(STRATEGIES))
 def test_a_strategy_whose_blocks_are_missing_is_refused(engine, kind):
@@ -149,6 +150,7 @@ def test_nothing_is_computed_between_blocks(engine):
     )
 
 
+@pytest.mark.ends
 @ENGINES
 @pytest.mark.parametrize("named", [False, True])
 def test_the_loss_is_in_the_last_block_though_it_ended(engine, named):

@@ -106,6 +106,7 @@ def group_norm():
     return nn.GroupNorm(2, 4)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     "net",
     [

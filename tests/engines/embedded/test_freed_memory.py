@@ -104,6 +104,7 @@ def run(script, **variables):
     return int(done.stdout)
 
 
+@pytest.mark.long
 @tells
 def test_updates_get_no_new_pages():
     """What is freed and asked for again in every update stays in the heap."""
@@ -158,6 +159,7 @@ def test_what_is_given_back_is_all_that_is_free(monkeypatch):
     assert asked == [0]
 
 
+@pytest.mark.long
 @tells
 def test_what_comes_once_stays_out_of_the_heap():
     """A block lies apart from it meanwhile, and none afterwards, even after an error."""

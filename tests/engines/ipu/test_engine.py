@@ -536,6 +536,7 @@ def test_the_environment_chooses_for_auto_only(monkeypatch):
     )
 
 
+@pytest.mark.long
 def test_neither_import_nor_the_embedded_engine_imports_a_poptorch():
     code = (
         "import sys, torch, ipufit\n"

@@ -91,6 +91,7 @@ def test_masks_are_those_of_the_embedded_engine_whatever_the_plan(kind, plan, n)
     on_both(life)
 
 
+@pytest.mark.long
 def test_masks_go_on_over_fits_evaluations_and_predictions():
     """What runs in between takes the device, and draws nothing from training's numbers."""
     net = Normed().double()

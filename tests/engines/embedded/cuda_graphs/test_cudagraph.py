@@ -144,6 +144,7 @@ def test_every_optimizer_of_ipufit_is_captured(name, on):
     pair(MLP().double(), OPTIMIZERS[name], on, compile_options=options)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("net", [MLP, CNN])
 def test_the_numbers_are_those_of_a_loop_written_by_hand(net, on):
     """In float64, dropout on the CPU included; a GPU draws other numbers than the loop there."""
@@ -167,6 +168,7 @@ def test_two_fits_with_validation_in_between(on):
     pair(CNN().double(), adam, on, fits=2, validation_data=held_out)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(("optimizer", "atol"), [(sgd, None), (adam, 1e-11)], ids=["sgd", "adam"])
 def test_a_schedule_reaches_every_replay(optimizer, atol, on):
     """Adam's kernel takes numbers, so its rule is captured instead, which agrees to rounding."""
@@ -180,6 +182,7 @@ def test_a_schedule_reaches_every_replay(optimizer, atol, on):
     assert len(set(model.history.history["learning_rate"])) == 3
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("optimizer", [sgd, adam], ids=["sgd", "adam"])
 def test_a_rate_changed_between_executions_is_used(optimizer, on):
     """A constant of a graph would be the old one."""
@@ -253,6 +256,7 @@ def test_updates_that_overflow_are_left_out(places, value, every, initial, on):
     assert_alike(on, *models)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_ends_training_before_its_update(value, on):
     """The state is that from before the update, though its execution was replayed."""
@@ -272,6 +276,7 @@ def test_a_loss_that_is_no_number_ends_training_before_its_update(value, on):
     assert_alike(on, *models)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     "options",
     [
@@ -361,6 +366,7 @@ def test_one_copy_comes_back_per_execution(on):
     assert model._session.engine.transfer.count == counted.executions == 12
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_samples_are_sent_ahead(prefetch, on, monkeypatch):
     """Once an execution like theirs has been captured, by the thread that prepares them."""

@@ -136,6 +136,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_the_compiler_ends_when_its_parent_is_killed(tmp_path):
     command = [sys.executable, "-c", _PARENT, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[4]) as parent:

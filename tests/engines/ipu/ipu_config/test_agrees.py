@@ -117,6 +117,7 @@ def test_blocks_of_its_own_are_on_the_same_ipus_in_inference():
 # One IPU
 
 
+@pytest.mark.ends
 @EVERY
 @pytest.mark.parametrize(
     ("given", "ipus"),

@@ -234,6 +234,7 @@ def test_the_sdks_options_are_made_where_it_is(monkeypatch):
     assert made == [1]
 
 
+@pytest.mark.long
 def test_importing_ipufit_imports_no_poptorch():
     """Options are made on demand."""
     import subprocess

@@ -36,6 +36,7 @@ def test_every_fact_has_its_cases():
     assert rest == {CONSTANT}
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("key", HANDLED)
 def test_an_operator_is_supported_by_its_row_alone(key):
     """What no row is about must be called unknown, or a hole in the table would read as a yes."""
@@ -51,6 +52,7 @@ def test_a_limit_is_told_where_it_is_met(key):
     assert key in LIMITS[key][0]()
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("key", LIMITED_KEYS)
 def test_a_limit_is_told_nowhere_else(key):
     """A false alarm makes somebody rewrite what runs."""

@@ -207,6 +207,7 @@ def test_a_model_of_what_poptorch_has_is_ok(name, optimizer):
     assert report.operators > 3
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("name", list(CLEAN))
 def test_a_model_that_only_predicts_is_looked_at_in_eval_mode(name):
     """Torch has short cuts there that PopTorch's device does not take."""
