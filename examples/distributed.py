@@ -38,8 +38,7 @@ def main():
         epochs=4,
         ipus=max(1, REPLICAS // processes.num_processes),
         validation_data=(x[3600:], y[3600:]),
-        checkpoint=folder,
-        resume="auto" if folder else None,
+        checkpoint=ipufit.Checkpoint(folder, resume="auto") if folder else None,
         seed=0,
         verbose=0,
     )

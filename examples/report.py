@@ -52,7 +52,7 @@ def main(folder):
         validation_split=0.2,
         seed=SEED,
         verbose=2,
-        report=folder,
+        callbacks=[ipufit.Report(folder)],
     )
     facts = json.loads((folder / "run.json").read_text())
     for name, seconds in sorted(facts["phases"].items(), key=lambda each: -each[1]):

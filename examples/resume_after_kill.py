@@ -36,13 +36,10 @@ def train(folder, checkpoints):
     net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
     model = ipufit.Model(net)
     model.compile("adam", "cross_entropy", metrics=["accuracy"])
-    kept = {}
+    checkpoint = None
     if checkpoints:
-        kept = {
-            "checkpoint": ipufit.Checkpoint(folder / "checkpoints", every_updates=25),
-            "resume": "auto",
-        }
-    model.fit(x, y, batch_size=16, epochs=20, seed=SEED, verbose=0, **kept)
+        checkpoint = ipufit.Checkpoint(folder / "checkpoints", every_updates=25, resume="auto")
+    model.fit(x, y, batch_size=16, epochs=20, checkpoint=checkpoint, seed=SEED, verbose=0)
     model.save_weights(folder / "end.safetensors")
 
 

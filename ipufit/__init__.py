@@ -9,6 +9,7 @@ from ipufit.checkpoint.settings import Checkpoint
 from ipufit.core.logged_values import log
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import LossScale
+from ipufit.data.settings import Loading, Validation
 from ipufit.data.sharding import Sharded
 from ipufit.processes import distributed
 from ipufit.report import Report
@@ -47,6 +48,7 @@ __all__ = [
     "History",
     "IPUConfig",
     "LearningRates",
+    "Loading",
     "LossScale",
     "Model",
     "PartitionPlan",
@@ -54,6 +56,7 @@ __all__ = [
     "PreflightReport",
     "Report",
     "Sharded",
+    "Validation",
     "callbacks",
     "distributed",
     "engines",

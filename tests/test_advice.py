@@ -76,12 +76,14 @@ ADVICE = {
         lambda: fit(ipus=4),
         lambda: fit(ipus=3, model=compiled(auto_round_ipus=True)),
     ),
-    "inference_ipus": (
-        lambda: fit(inference_ipus=3, validation_data=(X, Y)),
-        "`inference_ipus`, the total number of IPUs, must be a power of two, got 3. Try 2 or 4, or "
-        "compile(..., auto_round_ipus=True)",
-        lambda: fit(inference_ipus=2, validation_data=(X, Y)),
-        lambda: fit(inference_ipus=3, validation_data=(X, Y), model=compiled(auto_round_ipus=True)),
+    "ipus of Validation": (
+        lambda: fit(validation_data=ipufit.Validation((X, Y), ipus=3)),
+        "`ipus` of Validation, the total number of IPUs, must be a power of two, got 3. Try 2 or "
+        "4, or compile(..., auto_round_ipus=True)",
+        lambda: fit(validation_data=ipufit.Validation((X, Y), ipus=2)),
+        lambda: fit(
+            validation_data=ipufit.Validation((X, Y), ipus=3), model=compiled(auto_round_ipus=True)
+        ),
     ),
     "device_iterations": (
         lambda: fit(device_iterations=0),
@@ -95,9 +97,9 @@ ADVICE = {
         lambda: fit(gradient_accumulation=2),
     ),
     "epochs": (
-        lambda: fit(epochs=3, initial_epoch=3),
-        "Try 4.",
-        lambda: fit(epochs=4, initial_epoch=3),
+        lambda: fit(epochs=range(3, 3)),
+        "Pass for example range(3, 10).",
+        lambda: fit(epochs=range(3, 10)),
     ),
     "epochs of none": (
         lambda: fit(epochs=0),
@@ -121,9 +123,12 @@ ADVICE = {
         lambda: fit(validation_data=(X, Y)),
     ),
     "no validation": (
-        lambda: fit(validation_freq=2, validation_steps=1),
-        "Pass validation_data, or leave them out.",
-        lambda: fit(validation_freq=2, epochs=2, validation_steps=1, validation_data=(X, Y)),
+        lambda: fit(validation_data=ipufit.Validation(freq=2, steps=1)),
+        "Pass Validation(data, ...) or validation_split, or leave them out.",
+        lambda: fit(epochs=2, validation_data=ipufit.Validation((X, Y), freq=2, steps=1)),
+        lambda: fit(
+            epochs=2, validation_split=0.5, validation_data=ipufit.Validation(freq=2, steps=1)
+        ),
         fit,
     ),
     "validation tuple": (
@@ -133,21 +138,21 @@ ADVICE = {
         lambda: fit(validation_data=DataLoader(PAIRS)),
     ),
     "limits": (
-        lambda: fit(steps_per_epoch=1, limit_train_batches=1),
+        lambda: fit(steps_per_epoch=1, loading=ipufit.Loading(limit_train_batches=1)),
         "Pass one of them.",
         lambda: fit(steps_per_epoch=1),
-        lambda: fit(limit_train_batches=1),
+        lambda: fit(loading=ipufit.Loading(limit_train_batches=1)),
     ),
     "small fraction": (
-        lambda: fit(limit_train_batches=0.01),
+        lambda: fit(loading=ipufit.Loading(limit_train_batches=0.01)),
         "Use a larger fraction, or a number of batches.",
-        lambda: fit(limit_train_batches=1.0),
-        lambda: fit(limit_train_batches=1),
+        lambda: fit(loading=ipufit.Loading(limit_train_batches=1.0)),
+        lambda: fit(loading=ipufit.Loading(limit_train_batches=1)),
     ),
     "overfit": (
-        lambda: fit(overfit_batches=1, shuffle=True),
+        lambda: fit(loading=ipufit.Loading(overfit_batches=1), shuffle=True),
         "Leave one out.",
-        lambda: fit(overfit_batches=1),
+        lambda: fit(loading=ipufit.Loading(overfit_batches=1)),
         lambda: fit(shuffle=True),
     ),
     "callback class": (
@@ -349,20 +354,14 @@ VALUES = {
     "lr_scheduler": lambda update: 0.01,
     "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01),
     "precision": "mixed_bfloat16",
-    "resume": "auto",
     "seed": 1,
     "steps_per_epoch": 2,
-    "validation_batch_size": 4,
     "validation_data": (X, Y),
-    "validation_freq": 1,
     "validation_split": 0.25,
     "x": DataLoader(PAIRS, batch_size=4, num_workers=0),
     "y": Y,
 }
 NEEDED = {
-    "resume": lambda path: {"checkpoint": str(path / "run")},
-    "validation_batch_size": lambda path: {"validation_data": (X, Y)},
-    "validation_freq": lambda path: {"validation_data": (X, Y)},
     "steps_per_epoch": lambda path: {"epochs": 1},
 }
 
@@ -452,8 +451,8 @@ def test_every_argument_that_is_not_there_is_told_at_once():
         compiled().fit(X, Y, max_epochs=2, metrics=["mae"], batchsize=4, device="cpu", frobnicate=1)
     lines = str(caught.value).split("\n")
     assert lines[:4] == [
-        "fit has no argument 'max_epochs'. Write epochs=...: the index of the epoch to stop "
-        "before, a count where initial_epoch is 0.",
+        "fit has no argument 'max_epochs'. Write epochs=...: how many, or a range of their "
+        "indices.",
         "fit has no argument 'metrics'. Write compile(..., metrics=...).",
         "fit has no argument 'batchsize'. Write batch_size=...",
         "fit has no argument 'device'. Write Model(..., device=...).",

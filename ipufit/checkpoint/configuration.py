@@ -19,6 +19,7 @@ import types
 from typing import (
     TYPE_CHECKING,
     Any,
+    Collection,
     Dict,
     FrozenSet,
     Iterable,
@@ -28,6 +29,7 @@ from typing import (
     Optional,
     Sequence,
     Tuple,
+    Union,
 )
 
 import torch
@@ -38,7 +40,7 @@ from torch.utils.data import DataLoader
 from ipufit.data.batches import is_weighted
 from ipufit.data.in_memory import ReadAhead, RowBatches, rows_in_memory
 from ipufit.data.loaders import reads_as_torch
-from ipufit.errors import ConfigurationError, UnknownNameError
+from ipufit.errors import UnknownNameError
 from ipufit.optim.schedules import settings
 from ipufit.utils import tree
 
@@ -135,34 +137,18 @@ class ConfigurationChange:
 
 
 def resolve_resume_changes(
-    names: Any, resume: Any, groups: Sequence[Mapping[str, Any]]
+    names: Union[str, Collection[str], None], groups: Sequence[Mapping[str, Any]]
 ) -> FrozenSet[str]:
-    """Check the names of ``fit(resume_changes=)``.
+    """Bring the names of ``Checkpoint(resume_changes=)`` into one form.
 
     Args:
-        names: as they came.
-        resume: what ``fit`` goes on from, as it came.
+        names: as they came, checked by Checkpoint.
         groups: of the optimizer, whose hyper-parameters are names too.
 
     Raises:
-        ConfigurationError: it is no collection of names, or nothing is resumed.
         UnknownNameError: nothing with that name can change; with the nearest that can.
     """
-    if names is None:
-        return frozenset()
-    if isinstance(names, str):
-        names = (names,)
-    is_collection = isinstance(names, (list, tuple, set, frozenset))
-    if not is_collection or not all(isinstance(name, str) for name in names):
-        raise ConfigurationError(
-            "resume_changes must be names of what may differ from the checkpoint, such as "
-            f"{{'lr'}}, got {names!r}. Leave it out to let nothing differ."
-        )
-    if names and (resume is None or resume is False):
-        raise ConfigurationError(
-            "resume_changes says what may differ from the checkpoint that fit goes on from, but "
-            "resume is not given. Pass resume='auto' too, or leave it out."
-        )
+    names = (names,) if isinstance(names, str) else names or ()
     changeable = CHANGEABLE | _hyperparameter_names(groups)
     for name in sorted(names):
         if name not in changeable:

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from typing import Dict, Iterator, Optional, Set
+from typing import Dict, Iterator, Optional, Set, Union
 
 from ipufit.checkpoint.store import Store
 from ipufit.errors import CheckpointError
@@ -30,7 +30,7 @@ _GUARD = threading.Lock()
 
 
 @contextlib.contextmanager
-def locked(folder: str) -> Iterator[None]:
+def locked(folder: Union[str, os.PathLike[str]]) -> Iterator[None]:
     """Within the block no other run writes checkpoints into the folder, which is made if missing.
 
     The operating system holds a lock on a file in it, and lets go of it when the process ends, in

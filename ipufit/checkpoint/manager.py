@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import os
 import sys
-from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 from ipufit.callbacks import Callback, CallbackList
 from ipufit.callbacks.callback_list import Observer, missing
 from ipufit.callbacks.monitor_mode import direction_of
 from ipufit.callbacks.running_fit import CallbackModel, ObservedSession, RunningFit
-from ipufit.checkpoint.configuration import ConfigurationChange, RunData
+from ipufit.checkpoint.configuration import ConfigurationChange, RunData, resolve_resume_changes
 from ipufit.checkpoint.names import name_of
 from ipufit.checkpoint.settings import Checkpoint
 from ipufit.checkpoint.signals import PreemptionHandler
@@ -28,25 +28,26 @@ from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.utils.codec import encode
 from ipufit.utils.console import warn_user
 
-__all__ = ["CheckpointManager", "Resumption", "find"]
+__all__ = ["CheckpointManager", "find"]
 
 
-def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[RestoredState]:
+def find(checkpoint: Checkpoint) -> Optional[RestoredState]:
     """The checkpoint that ``fit`` goes on from; None to begin.
 
     Raises:
         CheckpointError: it can't be read.
         ConfigurationError: there are checkpoints of an earlier run, and nobody said to resume.
     """
-    store = None if checkpoint is None else Store(checkpoint.folder)
+    store = None if checkpoint.folder is None else Store(checkpoint.folder)
     names = [] if store is None else store.names()
+    resume = checkpoint.resume
     if resume is None:
         if names:
-            assert checkpoint is not None
             raise ConfigurationError(
                 f"checkpoint must be a folder without checkpoints when fit begins anew, but "
                 f"{checkpoint.folder!r} has {len(names)}, the latest of them {names[-1]!r}. Pass "
-                "resume='auto' to go on from there, or another folder."
+                f"ipufit.Checkpoint({checkpoint.folder!r}, resume='auto') to go on from there, or "
+                "another folder."
             )
         return None
     if resume != "auto":
@@ -88,31 +89,15 @@ class _Best:
     value: Optional[float] = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Resumption:
-    """How a run goes on from a checkpoint.
-
-    Attributes:
-        checkpoint: that was read; None to begin.
-        allowed: names of what may differ from the run that goes on.
-        restarts: how often the device has failed so far.
-        max_restarts: how often it may fail.
-    """
-
-    checkpoint: Optional[RestoredState]
-    allowed: FrozenSet[str]
-    restarts: int
-    max_restarts: int
-
-
 class CheckpointManager(Observer):
     """Writes the checkpoints of one ``fit``.
 
     Args:
         model: that is trained.
         session: of the model.
-        settings: where and when to write; None to write nothing.
-        resumption: what to go on from.
+        settings: where and when to write, and what may differ from the run that goes on.
+        restored: what to go on from; None to begin.
+        restarts: how often the device has failed so far.
         data: of the run.
         callbacks: of the fit.
         stateful: callbacks of the user, whose state is stored.
@@ -129,22 +114,23 @@ class CheckpointManager(Observer):
         self,
         model: CallbackModel,
         session: ObservedSession,
-        settings: Optional[Checkpoint],
-        resumption: Resumption,
+        settings: Checkpoint,
+        restored: Optional[RestoredState],
+        restarts: int,
         data: RunData,
         callbacks: CallbackList,
         stateful: Sequence[Callback],
         run: Mapping[str, Any],
     ) -> None:
-        self._resumption = resumption
+        self._restarts = restarts
         self._data = data
         self._begun = RunConfiguration()
         self._processes = session.processes
         self._model = model
         self._session = session
         self._settings = settings
-        self._store = None if settings is None else Store(settings.folder)
-        self.restored = resumption.checkpoint
+        self._store = None if settings.folder is None else Store(settings.folder)
+        self.restored = restored
         self._callbacks = callbacks
         self._stateful = list(stateful)
         self.run = dict(run)
@@ -155,7 +141,7 @@ class CheckpointManager(Observer):
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Within the block SIGINT and SIGTERM wait for the checkpoint."""
-        if self._settings is None:
+        if self._store is None:
             yield
             return
         with self._signals.listening():
@@ -169,12 +155,11 @@ class CheckpointManager(Observer):
                 another run.
         """
         self._fit = fit
-        if self._settings is not None:
-            assert self._store is not None
+        if self._store is not None:
             fit.feed.tells_place = True
             self._find_direction()
             encode(loop_state(fit, self._stateful))
-        restarts = self._resumption.max_restarts > 0
+        restarts = self._settings.max_restarts > 0
         self._begun = RunConfiguration.of(self._session, self._data, fit.job)
         if self.restored is None:
             if restarts:
@@ -183,7 +168,7 @@ class CheckpointManager(Observer):
         if self.restored.in_epoch:
             self._callbacks.call("on_epoch_begin", self.restored.epoch, {})
         changes = self._compare()
-        allowed = self._resumption.allowed
+        allowed = resolve_resume_changes(self._settings.resume_changes, self._session.groups)
         restore(self.restored, fit, self._session, self._stateful, changes, allowed)
         self._begun.adopt(self.restored, changes)
         if self._begun.changes or allowed:
@@ -204,7 +189,7 @@ class CheckpointManager(Observer):
         """Return the configuration's changes since the checkpoint, found by the first process."""
         checkpoint = self.restored
         assert checkpoint is not None
-        if self._resumption.restarts:
+        if self._restarts:
             return []  # This very call has begun it.
         changes = self._processes.run_on_rank_zero(
             lambda: [dataclasses.asdict(each) for each in self._begun.changes_since(checkpoint)]
@@ -213,7 +198,6 @@ class CheckpointManager(Observer):
 
     def _find_direction(self) -> None:
         settings = self._settings
-        assert settings is not None
         if settings.monitor is None:
             return
         metrics = self._callbacks.params["metrics"]
@@ -235,10 +219,9 @@ class CheckpointManager(Observer):
         Raises:
             KeyboardInterrupt, SystemExit: the process is to end.
         """
-        settings = self._settings
-        if settings is None or self._fit.ending():
+        if self._store is None or self._fit.ending():
             return
-        every = settings.every_updates
+        every = self._settings.every_updates
         came = self._signals.agree(self._processes)
         if came or (every is not None and not self._done() % every):
             self._write(epoch, in_epoch=True)
@@ -250,11 +233,11 @@ class CheckpointManager(Observer):
         Raises:
             KeyboardInterrupt, SystemExit: the process is to end.
         """
-        settings = self._settings
-        if settings is None:
+        if self._store is None:
             return
         name = self._name(in_epoch=False)
-        value = None if settings.monitor is None else logs.get(settings.monitor)
+        monitor = self._settings.monitor
+        value = None if monitor is None else logs.get(monitor)
         if value is not None and self._is_better(float(value)):
             self._best = _Best(name, float(value))
         self._signals.agree(self._processes)
@@ -277,7 +260,6 @@ class CheckpointManager(Observer):
 
     def _write(self, epoch: int, in_epoch: bool, name: Optional[str] = None) -> None:
         assert self._store is not None
-        assert self._settings is not None
         name = name or self._name(in_epoch)
         best = dataclasses.asdict(self._best)
         about = {
@@ -298,13 +280,12 @@ class CheckpointManager(Observer):
     def _end_if_asked(self, epoch: int) -> None:
         if self._signals.agreed_on is None:
             return
-        assert self._settings is not None
         # Whoever ends first may end the others: not before it is written.
         self._processes.gather(None)
         message = (
             f"{self._signals.agreed_on.name}: fit ends after update {self._done()}, in epoch "
             f"{epoch}, which is written down in {self._settings.folder!r}. Call it again with "
-            "resume='auto' to go on."
+            "Checkpoint(..., resume='auto') to go on."
         )
         if self._processes.is_rank_zero:
             print(f"ipufit: {message}", file=sys.stderr)

@@ -1,60 +1,125 @@
-"""The arguments ``checkpoint`` and ``resume`` of ``fit``."""
+"""Settings of checkpoints: the argument ``checkpoint`` of ``fit``, and its checks."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from typing import Any, Optional, Union
+from typing import Any, Collection, Dict, Optional, Union
 
 from ipufit.errors import ConfigurationError
-from ipufit.utils.error_collector import at_least, folder_of, one_of
+from ipufit.utils.error_collector import ErrorCollector, at_least, folder_of, one_of
+from ipufit.utils.settings import SettingsRepr
 
-__all__ = ["Checkpoint", "resolve_checkpoint", "resolve_resume"]
+__all__ = ["Checkpoint", "resolve_checkpoint"]
 
 Path = Union[str, "os.PathLike[str]"]
 
 
-class Checkpoint:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Checkpoint(SettingsRepr):
     """Where and when ``fit`` writes down everything that it needs to go on exactly.
 
     A checkpoint is written at the end of every epoch, after its callbacks, and when SIGINT or
     SIGTERM asks the process to end. Each is a folder of its own, complete or not there at all.
 
     Args:
-        folder: holds the checkpoints of one run; made if it is missing.
+        folder: holds the checkpoints of one run; made if it is missing. None writes nothing, where
+            ``resume`` names the checkpoint to go on from.
         every_updates: write one after every so many weight updates as well, counted from the start
             of ``fit``: executions are cut so that one ends there.
         keep: how many are kept, the latest ones; the best one besides.
         monitor: name of the value of an epoch that says which is the best; None keeps no best one.
         mode: "min", "max", or "auto": as the metric says; an error if it does not.
+        resume: "auto" goes on from the latest checkpoint in the folder, at the very update, and
+            begins anew if there is none yet; a path from that checkpoint. Model, data and arguments
+            are those of the run that wrote it.
+        resume_changes: names of what may differ from that run all the same, such as {"lr"}: it is
+            then as the call of ``fit`` says, from the first update on. What has changed is noted in
+            ``History.params``.
+        max_restarts: so often training goes on by itself, from the last checkpoint, when a device
+            has failed that can be used again after "IPU_RESET".
 
     Raises:
-        ConfigurationError: an argument can't work.
+        ConfigurationError: an argument can't work, or not beside the others; all of them.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        every_updates: Optional[int] = None,
-        keep: int = 2,
-        monitor: Optional[str] = None,
-        mode: str = "auto",
-    ) -> None:
-        self.folder: str = folder_of("folder of Checkpoint", folder)
-        if every_updates is not None:
-            every_updates = at_least("every_updates of Checkpoint", every_updates, 1, " or None")
-        self.every_updates = every_updates
-        self.keep: int = at_least("keep of Checkpoint", keep, 1)
-        if monitor is not None and not (isinstance(monitor, str) and monitor):
-            raise ConfigurationError(
-                "monitor of Checkpoint must be the name of a value, such as 'val_loss', or None, "
-                f"got {monitor!r}."
-            )
-        self.monitor = monitor
-        one_of("mode of Checkpoint", mode, ("auto", "min", "max"))
-        self.mode = mode
+    folder: Optional[Path] = None
+    every_updates: Optional[int] = None
+    keep: int = 2
+    monitor: Optional[str] = None
+    mode: str = "auto"
+    resume: Optional[Path] = None
+    resume_changes: Union[str, Collection[str], None] = None
+    max_restarts: int = 0
 
-    def __repr__(self) -> str:
-        return f"Checkpoint({self.folder!r})"
+    def __post_init__(self) -> None:
+        faults = ErrorCollector()
+        with faults.collect():
+            if self.every_updates is not None:
+                at_least("every_updates of Checkpoint", self.every_updates, 1, " or None")
+        with faults.collect():
+            at_least("keep of Checkpoint", self.keep, 1)
+        with faults.collect():
+            if self.monitor is not None and not (isinstance(self.monitor, str) and self.monitor):
+                raise ConfigurationError(
+                    "monitor of Checkpoint must be the name of a value, such as 'val_loss', or "
+                    f"None, got {self.monitor!r}."
+                )
+        with faults.collect():
+            one_of("mode of Checkpoint", self.mode, ("auto", "min", "max"))
+        with faults.collect():
+            at_least("max_restarts", self.max_restarts, 0)
+        paths: Dict[str, Optional[str]] = {"folder": None, "resume": None}
+        with faults.collect():
+            paths["resume"] = _resolve_resume(self.resume)
+        with faults.collect():
+            if self.folder is not None or not self.resume:
+                paths["folder"] = folder_of("folder of Checkpoint", self.folder)
+            else:
+                self._check_without_folder()
+        with faults.collect():
+            self._check_changes()
+        faults.raise_all()
+        for name, path in paths.items():
+            object.__setattr__(self, name, path)
+
+    def _check_without_folder(self) -> None:
+        """Refuse what needs a folder to write into."""
+        if self.resume == "auto":
+            raise ConfigurationError(
+                "resume='auto' looks for the latest checkpoint in the folder of Checkpoint, but "
+                "there is none. Pass Checkpoint('runs/1', resume='auto'), or the path of one "
+                "checkpoint as resume."
+            )
+        if self.max_restarts:
+            raise ConfigurationError(
+                f"max_restarts={self.max_restarts} goes on from the last checkpoint when a device "
+                "has failed, but Checkpoint has no folder to write one into. Pass "
+                "Checkpoint('runs/1', ...)."
+            )
+        names = [name for name in ("every_updates", "monitor") if getattr(self, name) is not None]
+        if names:
+            raise ConfigurationError(
+                f"{' and '.join(names)} of Checkpoint set what is written into its folder, but "
+                "there is none. Pass Checkpoint('runs/1', ...), or leave them out."
+            )
+
+    def _check_changes(self) -> None:
+        """Refuse ``resume_changes`` that are no names, or of a run that goes on from nothing."""
+        names = self.resume_changes
+        if names is None or isinstance(names, str):
+            names = names or ()
+        is_collection = isinstance(names, (str, list, tuple, set, frozenset))
+        if not is_collection or not all(isinstance(name, str) for name in names):
+            raise ConfigurationError(
+                "resume_changes must be names of what may differ from the checkpoint, such as "
+                f"{{'lr'}}, got {names!r}. Leave it out to let nothing differ."
+            )
+        if names and not self.resume:
+            raise ConfigurationError(
+                "resume_changes says what may differ from the checkpoint that fit goes on from, "
+                "but resume is not given. Pass resume='auto' too, or leave it out."
+            )
 
 
 def resolve_checkpoint(checkpoint: Any) -> Optional[Checkpoint]:
@@ -73,12 +138,8 @@ def resolve_checkpoint(checkpoint: Any) -> Optional[Checkpoint]:
     return Checkpoint(folder_of("checkpoint", checkpoint))
 
 
-def resolve_resume(resume: Any, checkpoint: Optional[Checkpoint]) -> Optional[str]:
-    """Resolve the argument ``resume`` of ``fit``: None, "auto", or the path of one checkpoint.
-
-    Raises:
-        ConfigurationError: it is something else, or "auto" without a folder to look into.
-    """
+def _resolve_resume(resume: Any) -> Optional[str]:
+    """None, "auto", or the path of one checkpoint."""
     if resume is None or resume is False:
         return None
     if isinstance(resume, bool):
@@ -86,10 +147,4 @@ def resolve_resume(resume: Any, checkpoint: Optional[Checkpoint]) -> Optional[st
             "resume must be 'auto', the path of a checkpoint or None, got True. Use 'auto', which "
             "begins anew where there is no checkpoint yet."
         )
-    found = folder_of("resume", resume)
-    if found == "auto" and checkpoint is None:
-        raise ConfigurationError(
-            "resume='auto' looks for the latest checkpoint of a run, but checkpoint is not given. "
-            "Pass checkpoint='runs/1' too, or the path of one checkpoint as resume."
-        )
-    return found
+    return folder_of("resume", resume)

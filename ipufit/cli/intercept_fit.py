@@ -111,7 +111,11 @@ def _fit_replaced(look: Look, every: bool, calls: List[int]) -> Iterator[None]:
     signature = inspect.signature(original)
 
     def fit(self: Model, *args: Any, **kwargs: Any) -> History:
-        bound = signature.bind(self, *args, **kwargs)
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            original(self, *args, **kwargs)  # which says what was meant
+            raise
         bound.apply_defaults()
         look(self, self._trainable("fit"), bound.arguments, sys._getframe(1))
         calls[0] += 1
@@ -138,8 +142,7 @@ def check_fit_arguments(
         instead: arguments in the place of these.
     """
     names = [field.name for field in dataclasses.fields(FitRequest)]
-    writes: Dict[str, Any] = {"checkpoint": None, "resume": None, "max_restarts": 0}
-    writes.update(report=None, autoreport=False, autoreport_dir=None, callbacks=())
+    writes: Dict[str, Any] = {"checkpoint": None, "callbacks": ()}
     values = {**{name: arguments[name] for name in names}, **writes, **instead}
     return FitArguments.check(session, FitRequest(**values))
 

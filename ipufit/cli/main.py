@@ -30,7 +30,7 @@ examples:
   ipufit plan train.py           what it takes on IPUs, by estimate
   ipufit bench train.py          how fast it trains here, one way and another
   ipufit run train.py --lr 0.1   a PopTorch script, with or without the Poplar SDK
-  ipufit watch runs/1            the page of a run of fit(report="runs/1") while it trains
+  ipufit watch runs/1            the page of a run with ipufit.Report("runs/1") while it trains
 
 `ipufit COMMAND --help` says more of each.
 In bash, `eval "$(ipufit --print-completion bash)"` makes TAB complete all of it.

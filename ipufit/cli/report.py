@@ -14,9 +14,9 @@ from ipufit.errors import ConfigurationError
 __all__ = ["add"]
 
 _ABOUT = """\
-Make the page of a run anew from what fit(report=FOLDER) has written down, also of a run that still
-goes on or was killed; or, of several folders, one page that compares them. The path of the page is
-printed. Exit status: 0 it was made, 2 a folder is no report, or a file can't be written.
+Make the page of a run anew from what ipufit.Report(FOLDER) has written down, also of a run that
+still goes on or was killed; or, of several folders, one page that compares them. The path of the
+page is printed. Exit status: 0 it was made, 2 a folder is no report, or a file can't be written.
 """
 _EXAMPLES = """\
 examples:
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    command.add_argument("folders", nargs="+", metavar="folder", help="of fit(report=FOLDER)")
+    command.add_argument("folders", nargs="+", metavar="folder", help="of ipufit.Report(FOLDER)")
     command.add_argument(
         "--output",
         metavar="FILE",

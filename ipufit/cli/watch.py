@@ -12,9 +12,9 @@ from ipufit.errors import ConfigurationError
 __all__ = ["add"]
 
 _ABOUT = """\
-Show the page of a run in a browser while it trains in another process, which fit(report=FOLDER)
-has told to write down what it does. The folder may be missing at first. The page brings itself up
-to date. Only this machine can reach it, at 127.0.0.1; it only reads. Ctrl-C ends it.
+Show the page of a run in a browser while it trains in another process, where the callback
+ipufit.Report(FOLDER) writes down what it does. The folder may be missing at first. The page brings
+itself up to date. Only this machine can reach it, at 127.0.0.1; it only reads. Ctrl-C ends it.
 Exit status: 0 it was ended, 2 the port can't be had.
 """
 _EXAMPLES = """\
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    command.add_argument("folder", help="of fit(report=FOLDER)")
+    command.add_argument("folder", help="of ipufit.Report(FOLDER)")
     command.add_argument(
         "--port", type=int, metavar="N", help="to listen at; 0 is any that is free"
     )
@@ -50,7 +50,7 @@ def _do(options: argparse.Namespace) -> int:
     if os.path.exists(options.folder) and not os.path.isdir(options.folder):
         raise ConfigurationError(
             f"watch shows the folder of a report, but {options.folder!r} is a file. Pass the "
-            "folder that fit(report=...) was given."
+            "folder that ipufit.Report was given."
         )
     with Server(Watched(options.folder), options.port) as server:
         sys.stdout.write(f"{server.url} shows {options.folder}; Ctrl-C ends it.\n")

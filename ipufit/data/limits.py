@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, Collection, Iterable, Iterator, List, Optional
+from typing import Iterable, Iterator, List, Optional, Union
 
 from torch import Tensor
 
@@ -13,31 +13,24 @@ from ipufit.data.loaders import unshuffled
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.utils import tree
-from ipufit.utils.error_collector import at_least
 
-__all__ = ["batch_count", "dev_run_length", "first_batches", "validation_epochs"]
+__all__ = ["batch_count", "first_batches"]
 
 
-def batch_count(name: str, value: Any, source: DataAdapter, least: int = 1) -> int:
+def batch_count(name: str, value: Union[int, float], source: DataAdapter, least: int = 1) -> int:
     """Convert a limit, a number or a fraction, to a number of the source's batches.
 
     Args:
         name: of the argument.
-        value: a count, or a fraction of an epoch as a float.
+        value: a count, or a fraction of an epoch as a float; checked by ``Loading``.
         source: what it limits.
         least: the smallest good count.
 
     Raises:
-        ConfigurationError: it is neither, leaves nothing, or is a fraction of an unknown length.
+        ConfigurationError: it is a fraction that leaves nothing, or of an unknown length.
     """
-    whole = isinstance(value, numbers.Integral)
-    if whole and not isinstance(value, bool) and int(value) >= least:
+    if isinstance(value, numbers.Integral):
         return int(value)
-    if whole or not isinstance(value, numbers.Real) or not 0 < float(value) <= 1:
-        raise ConfigurationError(
-            f"{name} must be a number of batches, an integer of at least {least}, or a fraction of "
-            f"the epoch, a float above 0 and up to 1.0, got {value!r}."
-        )
     if value == 1 and source.micro_batches is None:
         raise ConfigurationError(
             f"{name}=1.0 means all batches of the {source.role}, which is what happens without it. "
@@ -56,41 +49,6 @@ def batch_count(name: str, value: Any, source: DataAdapter, least: int = 1) -> i
             f"of the {source.role} it leaves none. Use a larger fraction, or a number of batches."
         )
     return count
-
-
-def dev_run_length(value: object) -> int:
-    """Executions of a dry run; 0 for none.
-
-    Raises:
-        ConfigurationError: it is neither a bool nor a count.
-    """
-    if isinstance(value, bool):
-        return int(value)
-    return at_least("fast_dev_run", value, 1, " executions, True or False")
-
-
-def validation_epochs(value: object, first: int, last: int) -> List[int]:
-    """Indices of the epochs after which there is a validation.
-
-    Args:
-        value: every so many epochs; or a collection of epochs counted from 1, as in Keras.
-        first: index of the first epoch.
-        last: index of the epoch to stop before.
-
-    Raises:
-        ConfigurationError: it is neither, or names no epoch of this run.
-    """
-    if not isinstance(value, Collection) or isinstance(value, (str, bytes)):
-        every = at_least("validation_freq", value, 1, " or a collection of epochs")
-        return [epoch for epoch in range(first, last) if (epoch + 1) % every == 0]
-    chosen = {at_least("an epoch in validation_freq", epoch, 1) - 1 for epoch in value}
-    due = [epoch for epoch in range(first, last) if epoch in chosen]
-    if not due:
-        raise ConfigurationError(
-            f"validation_freq must name an epoch from {first + 1} to {last}, counted from 1, got "
-            f"{value!r}."
-        )
-    return due
 
 
 class FirstBatches:

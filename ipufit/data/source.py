@@ -454,8 +454,6 @@ class DataAdapter:
     def too_few(self, updates: int, wanted: int, epoch: int, training: bool) -> DataError:
         """The error for an epoch that ended before it had all that it was to have."""
         name, unit = ("steps_per_epoch", "updates") if training else ("steps", "device iterations")
-        if self.role == "validation data":
-            name = "validation_steps"
         kept_text = " What was trained so far is kept." if training else ""
         return DataError(
             f"{self.role} must last for {name}={wanted} {unit}, but ended after {updates} of epoch "

@@ -1,4 +1,4 @@
-"""Report of a Trainer's training, as ``fit(report=)`` writes it."""
+"""Report of a Trainer's training, as ``fit`` writes it for ``ipufit.Report``."""
 
 from __future__ import annotations
 

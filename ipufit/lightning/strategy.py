@@ -29,8 +29,9 @@ from ipufit.lightning_module.model import LightningModel
 from ipufit.lightning_module.optimizers import configure_optimizer
 from ipufit.lightning_module.steps import acting_as
 from ipufit.processes import current
-from ipufit.report.settings import Report, refuse_report, resolve_report
+from ipufit.report.settings import Report, refuse_report
 from ipufit.training import loop
+from ipufit.utils.error_collector import folder_of, one_of
 from ipufit.utils.poptorch_sdk import sdk_kind
 
 __all__ = ["IPUStrategy", "Replicas"]
@@ -73,7 +74,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         accelerator: as for other strategies.
         device_iterations: weight updates per execution.
         autoreport: whether a report of training is written: on IPUs PopVision's profile, else that
-            of ``fit(report=)``. What the folder has of an earlier run is written over.
+            of :class:`ipufit.Report`. What the folder has of an earlier run is written over.
         autoreport_dir: its folder, which asks for it too; None is "autoreport" in the present one.
         checkpoint_io: as for other strategies.
         precision_plugin: as for other strategies.
@@ -106,8 +107,12 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
         # A folder alone asks for a report too, as on Lightning's pages.
-        report = resolve_report(None, autoreport or autoreport_dir is not None, autoreport_dir)
-        self._report_folder = None if report is None else os.path.abspath(report.folder)
+        one_of("autoreport", autoreport, (True, False))
+        self._report_folder: Optional[str] = None
+        if autoreport or autoreport_dir is not None:
+            # PopVision's own default is the present folder.
+            folder = "autoreport" if autoreport_dir is None else autoreport_dir
+            self._report_folder = os.path.abspath(folder_of("autoreport_dir", folder))
         self._in_validation = contextlib.ExitStack()
         if type(device_iterations) is not int or device_iterations < 1:
             raise ConfigurationError(

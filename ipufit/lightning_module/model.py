@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Union
 
@@ -12,6 +13,7 @@ from ipufit.callbacks import Callback
 from ipufit.callbacks.callback_list import checked
 from ipufit.callbacks.history import History
 from ipufit.core.batch import Mode
+from ipufit.data.settings import resolve_validation
 from ipufit.engines.choice import engine_maker
 from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import ConfigurationError
@@ -34,10 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["LightningModel"]
 
 # Arguments that make the count of updates another than that of the loader's batches.
-_RECOUNTING = (
-    *("steps_per_epoch", "limit_train_batches", "overfit_batches", "fast_dev_run"),
-    *("initial_epoch", "validation_split"),
-)
+_RECOUNTING = ("steps_per_epoch", "loading", "validation_split")
 _DIVIDING = ("stages", "layers_per_ipu", "strategy", "config", "training_options")
 
 
@@ -140,7 +139,7 @@ class LightningModel(StepsModel):
         x: Any = None,
         y: Any = None,
         batch_size: Optional[int] = None,
-        epochs: int = 1,
+        epochs: Union[int, range] = 1,
         *,
         datamodule: Any = None,
         **options: Any,
@@ -149,14 +148,17 @@ class LightningModel(StepsModel):
         options.update(batch_size=batch_size, epochs=epochs)
         self._refuse_checkpoint_hooks(options)
         loaders = loaders_for(self.lightning, x, datamodule, "fit")
-        facts = {"max_epochs": epochs}
+        facts = {"max_epochs": epochs.stop if isinstance(epochs, range) else epochs}
         with self._stage("fit", loaders, "validation", facts) as hooks:
             data = loaders.main()
-            if "validation_data" not in options and "validation_split" not in options:
-                if overrides(self.lightning, "validation_step"):
-                    options["validation_data"] = loaders.held_out()
-            elif options.get("validation_data") is not None or options.get("validation_split"):
+            validation = resolve_validation(options.get("validation_data"))
+            has_step = overrides(self.lightning, "validation_step")
+            is_none = "validation_data" in options and options["validation_data"] is None
+            if validation.data is not None or options.get("validation_split"):
                 self._require("validation_step")
+            elif not is_none and "validation_split" not in options and has_step:
+                held_out = dataclasses.replace(validation, data=loaders.held_out())
+                options["validation_data"] = held_out
             if self._is_waiting:
                 self._make_session(FitTrainerProxy({**facts, **self._counted(data, y, options)}))
             options["callbacks"] = self._with_hooks(hooks, options.get("callbacks", ()))
@@ -316,7 +318,9 @@ class LightningModel(StepsModel):
 
     def _counted(self, data: Any, y: Any, options: Dict[str, Any]) -> Dict[str, Any]:
         """Count batches and updates under a Trainer's names, as far as that can be done."""
-        if any(options.get(name) for name in _RECOUNTING) or y is not None:
+        epochs = options.get("epochs", 1)
+        recounts = any(options.get(name) for name in _RECOUNTING) or isinstance(epochs, range)
+        if recounts or y is not None:
             return {}
         if any(self._options.get(name) is not None for name in _DIVIDING):
             return {}
@@ -329,7 +333,7 @@ class LightningModel(StepsModel):
                 return counts
             updates = math.ceil(batches / (accumulation * (options.get("ipus") or 1)))
             counts["num_training_batches"] = batches
-            counts["estimated_stepping_batches"] = updates * int(options.get("epochs", 1))
+            counts["estimated_stepping_batches"] = updates * int(epochs)
         return counts
 
 

@@ -84,13 +84,13 @@ def _of_time(facts: Facts) -> Iterator[_Said]:
     part = phases["validation"] / (training + phases["validation"])
     if part >= _VALIDATION:
         text = f"{share(part)} of the time goes to validation."
-        yield text, "Validate less often (validation_freq) or on less (limit_val_batches)."
+        yield text, "Validate less often (Validation(freq=2)) or on less (Validation(steps=...))."
 
 
 def _data_cure(params: Mapping[str, Any]) -> str:
     if not params.get("prefetch") and not params.get("trainer"):
         return (
-            "Prepare executions ahead with fit(prefetch=1), or let workers read: "
+            "Prepare executions ahead with loading=Loading(prefetch=1), or let workers read: "
             "DataLoader(num_workers=2, persistent_workers=True)."
         )
     return "Give the DataLoader more workers, or make reading a sample cheaper."

@@ -100,7 +100,7 @@ class Watched:
         if not os.path.exists(os.path.join(self.folder, FACTS)):
             raise NotYetError(
                 f"Waiting for a run: {self.folder} holds no report yet. It begins with "
-                f"fit(report={self.folder!r})."
+                f"fit(callbacks=[ipufit.Report({self.folder!r})])."
             )
         try:
             return Run.read(self.folder)

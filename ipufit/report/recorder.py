@@ -140,7 +140,7 @@ class Recorder(Observer):
             write_rows(self._path(EXECUTIONS), self._rows.flat)
         except OSError as error:
             raise ConfigurationError(
-                f"report must be a folder that can be written, but {report.folder!r} can't: "
+                f"folder of Report must be one that can be written, but {report.folder!r} can't: "
                 f"{error}. Pass another path."
             ) from error
         # What the clock would have shown if an earlier part of the run had ended just now.

@@ -1,30 +1,28 @@
-"""Settings of a report: the argument ``fit(report=)``, and its checks."""
+"""Settings of a report: the callback that asks for one, and its checks."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any, Optional, Union
+from typing import Any, List, Optional, Sequence, Tuple, Union
 
+from ipufit.callbacks import Callback
 from ipufit.errors import ConfigurationError
 from ipufit.report.files import EXECUTIONS, FACTS, POPVISION
 from ipufit.report.profiling import refuse_profiler
 from ipufit.utils.error_collector import folder_of, one_of
 
-__all__ = ["Report", "refuse_report", "resolve_report"]
+__all__ = ["Report", "refuse_report", "refuse_reports", "split_reports"]
 
 Path = Union[str, "os.PathLike[str]"]
 
-# Where Lightning's IPUStrategy(autoreport=True) puts things when nobody says where: PopVision's own
-# default is the present folder.
-_AUTOREPORT = "autoreport"
 
-
-class Report:
-    """Where and how ``fit`` writes down what it does.
+class Report(Callback):
+    """Writes down what a ``fit`` does and where its time and memory go: one of its callbacks.
 
     The folder gets ``report.html``, a page that needs nothing else, what it was made of
-    (``run.json``, ``executions.f64``), and ``trace.json`` for trace viewers such as Perfetto.
+    (``run.json``, ``executions.f64``), and ``trace.json`` for trace viewers such as Perfetto. On
+    IPUs PopVision's own report goes there too.
 
     Args:
         folder: of one run; made if it is missing.
@@ -41,6 +39,9 @@ class Report:
         ConfigurationError: an argument can't work.
     """
 
+    # Its hooks do nothing: ``fit`` has a Recorder look at what lies between them too.
+    writes_files = True
+
     def __init__(
         self,
         folder: Path,
@@ -48,6 +49,7 @@ class Report:
         operators: bool = True,
         profiler: Any = None,
     ) -> None:
+        super().__init__()
         self.folder: str = folder_of("folder of Report", folder)
         one_of("overwrite of Report", overwrite, (True, False))
         one_of("operators of Report", operators, (True, False))
@@ -70,38 +72,38 @@ class Report:
         return f"Report({self.folder!r})"
 
 
-def resolve_report(report: Any, autoreport: Any, autoreport_dir: Any) -> Optional[Report]:
-    """Bring the arguments of ``fit`` about reports into one form.
-
-    Args:
-        report: a path, a Report, or None.
-        autoreport: Lightning's name of the switch.
-        autoreport_dir: Lightning's name of the folder.
+def split_reports(callbacks: Sequence[Callback]) -> Tuple[List[Callback], Optional[Report]]:
+    """The callbacks that have hooks to call, and the report among them, if there is one.
 
     Raises:
-        ConfigurationError: they are of other types, or contradict each other.
+        ConfigurationError: there are several.
     """
-    one_of("autoreport", autoreport, (True, False))
-    if report is not None and (autoreport or autoreport_dir is not None):
+    reports = [callback for callback in callbacks if isinstance(callback, Report)]
+    if len(reports) > 1:
         raise ConfigurationError(
-            "report and autoreport both ask for a report; autoreport is the name that it has in "
-            "Lightning. Pass report='runs/1' alone."
+            f"callbacks must have at most one Report, got {len(reports)}: "
+            f"{', '.join(map(repr, reports))}. Leave all but one out."
         )
-    if autoreport_dir is not None and not autoreport:
+    others = [callback for callback in callbacks if not isinstance(callback, Report)]
+    return others, next(iter(reports), None)
+
+
+def refuse_reports(callbacks: Sequence[Callback], call: str) -> None:
+    """Refuse a report of what is no training.
+
+    Args:
+        callbacks: of a call.
+        call: the method.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    _, report = split_reports(callbacks)
+    if report is not None:
         raise ConfigurationError(
-            f"autoreport_dir={autoreport_dir!r} is the folder of a report, but autoreport is not "
-            "given. Pass autoreport=True too, or report='runs/1'."
+            f"callbacks of {call} must be without a Report, which writes down what fit does, got "
+            f"{report!r}. Leave it out."
         )
-    if autoreport:
-        folder = _AUTOREPORT if autoreport_dir is None else autoreport_dir
-        return Report(folder_of("autoreport_dir", folder))
-    if report is None or isinstance(report, Report):
-        return report
-    if isinstance(report, type):
-        raise ConfigurationError(
-            "report must be a path or an object, got the class Report. Pass Report('runs/1')."
-        )
-    return Report(folder_of("report", report))
 
 
 def refuse_report(report: Report, resumes: bool) -> None:
@@ -117,17 +119,18 @@ def refuse_report(report: Report, resumes: bool) -> None:
     """
     if importlib.util.find_spec("plotly") is None:
         raise ConfigurationError(
-            "report draws its curves with plotly, which is not installed. Run: "
+            "Report draws its curves with plotly, which is not installed. Run: "
             "pip install ipufit[report]"
         )
     refuse_profiler(report.profiler)
     if os.path.exists(report.folder) and not os.path.isdir(report.folder):
         raise ConfigurationError(
-            f"report must be a folder, but {report.folder!r} is a file. Pass another path."
+            f"folder of Report must be a folder, but {report.folder!r} is a file. Pass another "
+            "path."
         )
     existing = [f for f in (FACTS, EXECUTIONS) if os.path.exists(os.path.join(report.folder, f))]
     if existing and not (report.overwrite or resumes):
         raise ConfigurationError(
-            f"report={report.folder!r} holds the report of another run. Pass another folder, or "
-            f"report=ipufit.Report({report.folder!r}, overwrite=True)."
+            f"{report!r} must have a folder of its own, but that one holds the report of another "
+            f"run. Pass another folder, or ipufit.Report({report.folder!r}, overwrite=True)."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
 
@@ -16,6 +17,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted
 from torch import Tensor, nn
 
 from ipufit.callbacks.history import History
+from ipufit.data.settings import Validation
 from ipufit.errors import ConfigurationError, IpufitError, UnknownNameError
 from ipufit.losses.resolve import resolve_loss
 from ipufit.sklearn.building import build_module, build_optimizer
@@ -33,7 +35,7 @@ GROUPS = ("module", "optimizer", "compile", "fit")
 _TAKEN: Dict[str, Iterable[str]] = {
     "compile": ("optimizer", "loss", "metrics"),
     "fit": (
-        *("x", "y", "sample_weight", "class_weight", "batch_size", "epochs", "initial_epoch"),
+        *("x", "y", "sample_weight", "class_weight", "batch_size", "epochs"),
         *("ipus", "device_iterations", "gradient_accumulation", "callbacks", "seed", "verbose"),
         *("validation_data", "validation_split"),
     ),
@@ -88,9 +90,11 @@ def _check_options(group: str, options: Mapping[str, object], call: Callable[...
     names: List[str] = [name for name in inspect.signature(call).parameters if name != "self"]
     free = [name for name in names if name not in _TAKEN[group]]
     faults = ErrorCollector()
-    for name in options:
+    for name, value in options.items():
         with faults.collect():
-            _check_option(group, name, names, free)
+            # How the estimator's own part is evaluated, without data of its own.
+            if not (isinstance(value, Validation) and value.data is None):
+                _check_option(group, name, names, free)
     faults.raise_all()
 
 
@@ -273,6 +277,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         Args:
             classes: index of each sample's class, for a validation part that has all of them.
         """
+        options = group_of(self, "fit")
+        how = options.pop("validation_data", Validation())
         validation = None
         if self.validation_fraction:
             parts = [x, y] if weight is None else [x, y, weight]
@@ -293,16 +299,15 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 y,
                 sample_weight=weight,
                 batch_size=self.batch_size,
-                initial_epoch=self.n_iter_,
-                epochs=self.n_iter_ + epochs,
+                epochs=range(self.n_iter_, self.n_iter_ + epochs),
                 ipus=self.ipus,
                 device_iterations=self.device_iterations,
                 gradient_accumulation=self.gradient_accumulation,
                 callbacks=() if self.callbacks_ is None else self.callbacks_,
-                validation_data=validation,
+                validation_data=dataclasses.replace(how, data=validation),
                 seed=self._seed,
                 verbose=self.verbose,
-                **group_of(self, "fit"),
+                **options,
             )
         finally:
             if model.history is not before:

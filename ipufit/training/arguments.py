@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 import torch
 
 from ipufit.callbacks import Callback
 from ipufit.callbacks.callback_list import checked
-from ipufit.checkpoint.settings import Checkpoint, resolve_checkpoint, resolve_resume
+from ipufit.checkpoint.settings import Checkpoint, resolve_checkpoint
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.adapters import DataArguments, get_data_adapter
-from ipufit.data.limits import validation_epochs
+from ipufit.data.settings import Loading, resolve_loading
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
-from ipufit.report.settings import Report, refuse_report, resolve_report
+from ipufit.report.settings import Report, refuse_report, refuse_reports, split_reports
 from ipufit.training.fit_data import (
     FitData,
     FitRequest,
@@ -83,6 +83,7 @@ class InferenceArguments:
                 inference_plan(session, DataAdapter([], given.role), None, "steps", *work)
         with faults.collect():
             callbacks = checked(callbacks)
+            refuse_reports(callbacks, mode.value)
         with faults.collect():
             seed = None if seed is None else checked_seed(seed)
             seed = session.fixed.seed_or(seed, is_training=False) or 0
@@ -105,19 +106,16 @@ class FitArguments:
         plan: its batch algebra.
         held_out: the validation data, its batch algebra and prefetch, or None.
         validation_epochs: indices of the epochs after which it is evaluated.
-        first_epoch, last_epoch: epochs from the first up to, not including, the last.
+        epochs: indices of the epochs; of a run that goes on, of those that are left.
         callbacks: a list.
         asked_seed: given, or of the run that goes on; None to draw one.
         level: how much to print: 0, 1 or 2.
         prefetch: executions to prepare ahead.
         notes: what else History should say of the run.
-        checkpoint: where and when checkpoints are written; None for none.
-        resume: what to go on from, as asked for.
-        resume_changes: names of what may differ from the run that goes on.
+        checkpoint: where and when checkpoints are written, and what to go on from; or None.
+        report: where a report is written; None for none.
         restarts: how often the device has failed so far.
         restored: the checkpoint to go on from; None to begin.
-        max_restarts: how often a device may fail.
-        report: where a report is written; None for none.
         seed: drawn, if none was given.
     """
 
@@ -125,17 +123,13 @@ class FitArguments:
     plan: Plan
     held_out: Optional[Tuple[DataAdapter, Plan, int]]
     validation_epochs: List[int]
-    first_epoch: int
-    last_epoch: int
+    epochs: range
     callbacks: List[Callback]
     asked_seed: Optional[int]
     level: int
     prefetch: int
     notes: Dict[str, Any]
     checkpoint: Optional[Checkpoint]
-    resume: Optional[str]
-    resume_changes: FrozenSet[str]
-    max_restarts: int
     report: Optional[Report] = None
     restarts: int = 0
     restored: Optional[RestoredState] = None
@@ -150,47 +144,35 @@ class FitArguments:
                 "outside of that block; evaluate and predict need no such block."
             )
         faults = ErrorCollector()
-        first, last = 0, 1
+        epochs = range(1)
         with faults.collect():
-            first, last = _epochs(request.initial_epoch, request.epochs)
-        data = FitData(session, request, faults)
+            epochs = _epochs(request.epochs)
+        loading = Loading()
+        with faults.collect():
+            loading = resolve_loading(request.loading)
+        data = FitData(session, request, loading, faults)
         data.open()
-        dev_run = data.limit()
-        plan = data.plan(dev_run)
+        data.limit()
+        plan = data.plan()
         callbacks, seed, level = _common(session, faults, request)
-        inference = data.inference_plan(dev_run)
-        with faults.collect():
-            refuse_unused(request)
+        inference = data.inference_plan()
         due: List[int] = []
         with faults.collect():
-            due = validation_epochs(request.validation_freq, first, last)
-        prefetch = held_prefetch = 0
-        with faults.collect():
-            passes = request.steps_per_epoch is not None
-            prefetch = resolve_prefetch(request.prefetch, data.source, session, passes)
-            held_prefetch = resolve_prefetch(request.prefetch, data.held_out, session)
-        checkpoint = resume = None
-        max_restarts = 0
+            refuse_unused(data.validation, request.validation_split, loading)
+            due = data.validation.epochs_of(epochs)
+        passes = request.steps_per_epoch is not None
+        prefetch = resolve_prefetch(loading.prefetch, data.source, session, passes)
+        held_prefetch = resolve_prefetch(loading.prefetch, data.held_out, session)
+        checkpoint = None
         with faults.collect():
             checkpoint = resolve_checkpoint(request.checkpoint)
-        with faults.collect():
-            resume = resolve_resume(request.resume, checkpoint)
-        resume_changes: FrozenSet[str] = frozenset()
-        if request.resume_changes is not None:
-            # Imported here: few runs change anything.
-            from ipufit.checkpoint.configuration import resolve_resume_changes
-
-            with faults.collect():
-                resume_changes = resolve_resume_changes(
-                    request.resume_changes, request.resume, session.groups
-                )
-        with faults.collect():
-            max_restarts = _restarts(session, request.max_restarts, request.checkpoint)
+            if checkpoint is not None:
+                _check_checkpoint(session, checkpoint)
         report = None
         with faults.collect():
-            report = resolve_report(request.report, request.autoreport, request.autoreport_dir)
-            if report is not None and not dev_run:
-                refuse_report(report, resume is not None)
+            callbacks, report = split_reports(callbacks)
+            if report is not None and not loading.fast_dev_run:
+                refuse_report(report, resumes=bool(checkpoint and checkpoint.resume))
         faults.raise_all()
         assert data.source is not None
         assert plan is not None
@@ -198,16 +180,17 @@ class FitArguments:
         if data.held_out is not None and inference is not None:
             held_out = (data.held_out, inference, held_prefetch)
         notes = data.notes
-        if dev_run:
+        if loading.fast_dev_run:
             left_out = [callback for callback in callbacks if callback.writes_files]
             callbacks = [c for c in callbacks if c not in left_out]
-            notes["fast_dev_run"] = dev_run
+            notes["fast_dev_run"] = int(loading.fast_dev_run)
             notes["left_out_callbacks"] = [type(callback).__name__ for callback in left_out]
             notes["left_out_callbacks"] += [] if checkpoint is None else ["checkpoint"]
             notes["left_out_callbacks"] += [] if report is None else ["report"]
-            checkpoint = resume = report = None
-            last, due = first + 1, [first]
-        if max_restarts and plan.fixed_updates is None:
+            checkpoint = report = None
+            epochs = epochs[:1]
+            due = [*epochs]
+        if checkpoint is not None and checkpoint.max_restarts and plan.fixed_updates is None:
             # Whatever goes on reads the data anew.
             data.source.check_epochs(2)
         if held_out is not None:
@@ -217,17 +200,13 @@ class FitArguments:
             plan=plan,
             held_out=held_out,
             validation_epochs=due,
-            first_epoch=first,
-            last_epoch=last,
+            epochs=epochs,
             callbacks=callbacks,
             asked_seed=seed,
             level=level,
             prefetch=prefetch,
             notes=notes,
             checkpoint=checkpoint,
-            resume=resume,
-            resume_changes=resume_changes,
-            max_restarts=max_restarts,
             report=report,
         )
 
@@ -238,35 +217,38 @@ class FitArguments:
             ConfigurationError: the checkpoint is of a run with other arguments.
             DataError: the data can't be read so often.
         """
-        seed, first = self.asked_seed, self.first_epoch
+        seed, epochs = self.asked_seed, self.epochs
         if restored is not None:
             seed = _seed_of(restored, seed)
-            first = _first_of(restored, first, self.last_epoch)
+            epochs = _epochs_left(restored, epochs)
         if self.plan.fixed_updates is None:
-            self.source.check_epochs(self.last_epoch - first)
-        return dataclasses.replace(self, restored=restored, asked_seed=seed, first_epoch=first)
+            self.source.check_epochs(len(epochs))
+        return dataclasses.replace(self, restored=restored, asked_seed=seed, epochs=epochs)
 
     def again(self, restored: Optional[RestoredState]) -> FitArguments:
         """Return these arguments for another try after the device failed, from a checkpoint."""
         if restored is None:
             return self
-        original = restored.run["first_epoch"]
-        first = _first_of(restored, original, self.last_epoch)
+        epochs = range(restored.run["first_epoch"], self.epochs.stop)
+        epochs = _epochs_left(restored, epochs)
         restarts = self.restarts + 1
-        return dataclasses.replace(self, restored=restored, first_epoch=first, restarts=restarts)
+        return dataclasses.replace(self, restored=restored, epochs=epochs, restarts=restarts)
 
 
-def _restarts(session: Session, max_restarts: Any, checkpoint: Any) -> int:
-    count = at_least("max_restarts", max_restarts, 0)
-    if count:
-        instead = "Leave it out, and let the launcher begin again: torchrun --max-restarts."
-        require_single_process(session, f"max_restarts={count}", instead)
-    if count and checkpoint is None:
-        raise ConfigurationError(
-            f"max_restarts={count} goes on from the last checkpoint when a device has failed, but "
-            "checkpoint is not given. Pass checkpoint='runs/1' too."
-        )
-    return count
+def _check_checkpoint(session: Session, checkpoint: Checkpoint) -> None:
+    """Check what a Checkpoint can't know by itself."""
+    faults = ErrorCollector()
+    if checkpoint.resume_changes is not None:
+        # Imported here: few runs change anything.
+        from ipufit.checkpoint.configuration import resolve_resume_changes
+
+        with faults.collect():
+            resolve_resume_changes(checkpoint.resume_changes, session.groups)
+    with faults.collect():
+        if checkpoint.max_restarts:
+            instead = "Leave it out, and let the launcher begin again: torchrun --max-restarts."
+            require_single_process(session, f"max_restarts={checkpoint.max_restarts}", instead)
+    faults.raise_all()
 
 
 def _seed_of(checkpoint: RestoredState, seed: Optional[int]) -> int:
@@ -278,15 +260,21 @@ def _seed_of(checkpoint: RestoredState, seed: Optional[int]) -> int:
     return checkpoint.seed
 
 
-def _first_of(checkpoint: RestoredState, first: int, last: int) -> int:
-    """The epoch to begin with."""
-    if first != checkpoint.run["first_epoch"]:
+def _epochs_left(checkpoint: RestoredState, epochs: range) -> range:
+    """The epochs of a run that its checkpoint has not finished."""
+    first = checkpoint.run["first_epoch"]
+    if epochs.start != first:
         raise ConfigurationError(
-            "initial_epoch must be that of the run that goes on, "
-            f"{checkpoint.run['first_epoch']}, got {first}. The checkpoint has the epoch "
-            "to go on with."
+            f"epochs must begin with that of the run that goes on, {first}, got {epochs!r}. Pass "
+            f"{_as_argument(range(first, epochs.stop))}: the checkpoint has the epoch to go on "
+            "with."
         )
-    return last if checkpoint.is_over else min(checkpoint.epoch, last)
+    done = len(epochs) if checkpoint.is_over else checkpoint.epoch - first
+    return epochs[done:]
+
+
+def _as_argument(epochs: range) -> str:
+    return f"epochs={epochs.stop if epochs.start == 0 else epochs!r}"
 
 
 def _common(
@@ -303,15 +291,16 @@ def _common(
     return callbacks, seed, level
 
 
-def _epochs(initial_epoch: Any, epochs: Any) -> Tuple[int, int]:
-    for name, value, least in (("epochs", epochs, 1), ("initial_epoch", initial_epoch, 0)):
-        at_least(name, value, least)
-    if initial_epoch >= epochs:
+def _epochs(epochs: Any) -> range:
+    """The indices of the epochs, of a number of them or as a range."""
+    if not isinstance(epochs, range):
+        return range(at_least("epochs", epochs, 1, " or a range such as range(3, 10)"))
+    if epochs.step != 1 or epochs.start < 0 or not epochs:
         raise ConfigurationError(
-            f"epochs is the index to stop before, so it must be more than initial_epoch "
-            f"({initial_epoch}), got {epochs}. Try {initial_epoch + 1}."
+            "epochs must be a number of epochs or a range of their indices, at least one, from 0 "
+            f"or later on and without gaps, got {epochs!r}. Pass for example range(3, 10)."
         )
-    return operator.index(initial_epoch), operator.index(epochs)
+    return epochs
 
 
 def checked_seed(seed: Any) -> int:

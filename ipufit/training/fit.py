@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
@@ -24,7 +25,7 @@ from ipufit.training.loop import Job
 from ipufit.training.rank_consistency import sync_inference_config, sync_run_config
 from ipufit.training.session import Session
 from ipufit.training.summary import stripped
-from ipufit.training.validation import Validation
+from ipufit.training.validation import ValidationRunner
 from ipufit.utils.console import say_dev_run, warn_user
 from ipufit.utils.phase_timer import NO_CLOCK
 from ipufit.utils.state import eval_mode, train_mode
@@ -65,7 +66,9 @@ def fit(model: CallbackModel, session: Session, request: FitRequest) -> History:
 
 def _fit_again(model: CallbackModel, session: Session, arguments: FitArguments) -> History:
     session.warn_of_changes()
-    for restart in range(1, arguments.max_restarts + 1):
+    checkpoint = arguments.checkpoint
+    restarts = 0 if checkpoint is None else checkpoint.max_restarts
+    for restart in range(1, restarts + 1):
         try:
             return _train(model, session, arguments)
         except RecoverableDeviceError as error:
@@ -73,11 +76,11 @@ def _fit_again(model: CallbackModel, session: Session, arguments: FitArguments) 
                 raise
             from ipufit.checkpoint.manager import find
 
-            arguments = arguments.again(find(arguments.checkpoint, "auto"))
+            assert checkpoint is not None
+            arguments = arguments.again(find(dataclasses.replace(checkpoint, resume="auto")))
             assert arguments.restored is not None
             warn_user(
-                f"restart {restart} of {arguments.max_restarts}, from update "
-                f"{arguments.restored.done}: {error}",
+                f"restart {restart} of {restarts}, from update {arguments.restored.done}: {error}",
             )
     return _train(model, session, arguments)
 
@@ -99,7 +102,9 @@ def _train(model: CallbackModel, session: Session, arguments: FitArguments) -> H
         validation = None
         if arguments.held_out is not None:
             held_out, inference, held_prefetch = arguments.held_out
-            validation = Validation(session, held_out, inference, arguments.seed, held_prefetch)
+            validation = ValidationRunner(
+                session, held_out, inference, arguments.seed, held_prefetch
+            )
         stack.enter_context(train_mode(model.module, session.loss.module))
         _prefer(session, arguments)
         job = session.start_on_all_ranks(
@@ -108,21 +113,21 @@ def _train(model: CallbackModel, session: Session, arguments: FitArguments) -> H
             Mode.TRAIN,
             arguments.seed,
             "train",
-            arguments.first_epoch,
+            arguments.epochs.start,
             wants_outputs=any(callback.wants_outputs for callback in arguments.callbacks),
             cut_every=_cuts(arguments),
             prefetch=arguments.prefetch,
             profile_folder=None if arguments.report is None else arguments.report.popvision,
         )
         with session.running(job):
-            run = {"first_update": job.program.updates, "first_epoch": arguments.first_epoch}
+            run = {"first_update": job.program.updates, "first_epoch": arguments.epochs.start}
             session.processes.run_on_all_ranks(lambda: _check(session, job, arguments, validation))
             # Those that prefetch may be further on; all have looked at the first update.
             refuse_other_order(session.processes.gather(job.feed.order, "order of samples"))
             _expect(job, arguments)
             session.last_plan, session.sample = job.plan, stripped(job.first)
             callbacks = _callbacks(
-                model, session, arguments, job, Mode.TRAIN, arguments.last_epoch, validation
+                model, session, arguments, job, Mode.TRAIN, arguments.epochs.stop, validation
             )
             about = {name: value for name, value in callbacks.params.items() if name != "resumes"}
             model.history.params = {
@@ -140,7 +145,7 @@ def _train(model: CallbackModel, session: Session, arguments: FitArguments) -> H
                 may_stop = any(map(_may_stop, arguments.callbacks))
                 observers.append(_StopAgreement(model, session.processes, may_stop))
             manager = None
-            if arguments.checkpoint is not None or arguments.restored is not None:
+            if arguments.checkpoint is not None:
                 manager = _checkpoint_manager(model, session, arguments, callbacks, run)
                 observers.append(manager)
                 run = manager.run
@@ -165,7 +170,7 @@ def _train(model: CallbackModel, session: Session, arguments: FitArguments) -> H
             try:
                 with contextlib.nullcontext() if manager is None else manager.listening():
                     callbacks.check_monitors()
-                    fit.run(arguments.first_epoch, arguments.last_epoch, is_within_epoch)
+                    fit.run(arguments.epochs, is_within_epoch)
             finally:
                 model.history.params["updates_done"] = job.program.updates - run["first_update"]
                 model.history.params["capture_seconds"] = model.capture_seconds
@@ -212,12 +217,13 @@ def _checkpoint_manager(
 ) -> CheckpointManager:
     from ipufit.checkpoint import configuration, manager
 
-    changes, restarts = arguments.resume_changes, arguments.restarts
+    assert arguments.checkpoint is not None
     return manager.CheckpointManager(
         model,
         session,
         arguments.checkpoint,
-        manager.Resumption(arguments.restored, changes, restarts, arguments.max_restarts),
+        arguments.restored,
+        arguments.restarts,
         configuration.RunData(
             arguments.source,
             None if arguments.held_out is None else arguments.held_out[0],
@@ -275,7 +281,7 @@ def _expect(job: Job, arguments: FitArguments) -> None:
 def _updates_to_come(job: Job, arguments: FitArguments) -> Optional[int]:
     """In all epochs, from the beginning of the first one; None if nobody knows."""
     updates = _updates_per_epoch(job.plan, arguments.source)
-    return None if updates is None else updates * (arguments.last_epoch - arguments.first_epoch)
+    return None if updates is None else updates * len(arguments.epochs)
 
 
 def _way(session: Session) -> str:
@@ -293,7 +299,7 @@ def _updates_per_epoch(plan: Plan, source: DataAdapter) -> Optional[int]:
 
 
 def _check(
-    session: Session, job: Job, arguments: FitArguments, validation: Optional[Validation]
+    session: Session, job: Job, arguments: FitArguments, validation: Optional[ValidationRunner]
 ) -> None:
     """Find out now what would fail at the end of an epoch, or in the middle of one."""
     if validation is not None:
@@ -301,7 +307,7 @@ def _check(
     schedule = session.config.schedule
     updates = _updates_per_epoch(job.plan, arguments.source)
     if schedule is not None and updates is not None:
-        coming = min(updates * (arguments.last_epoch - arguments.first_epoch), _CHECKED_UPDATES)
+        coming = min(updates * len(arguments.epochs), _CHECKED_UPDATES)
         schedule.check(coming, _accumulation_steps(job.plan, arguments.source, updates))
 
 
@@ -407,7 +413,7 @@ def _callbacks(
     job: Job,
     mode: Mode,
     epochs: int = 1,
-    validation: Optional[Validation] = None,
+    validation: Optional[ValidationRunner] = None,
 ) -> CallbackList:
     """The user's, then History, then the progress bar, as in Keras; one of the user's is enough."""
     is_first = session.processes.is_rank_zero

@@ -1,4 +1,4 @@
-"""The data of ``fit``, ``evaluate`` and ``predict`` as asked for: opened, split and limited."""
+"""The data of ``fit``, ``evaluate`` and ``predict``: opened, split and limited."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.adapters import DataArguments, comes_in_samples, get_data_adapter, split_data
 from ipufit.data.in_memory import is_array, is_frame
-from ipufit.data.limits import batch_count, dev_run_length, first_batches
+from ipufit.data.limits import batch_count, first_batches
+from ipufit.data.settings import (
+    Loading,
+    Validation,
+    resolve_loading,
+    resolve_validation,
+    rivals,
+)
 from ipufit.data.source import DataAdapter
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, PlanError
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, at_least
 
@@ -25,7 +32,6 @@ __all__ = [
     "limited_plan",
     "refuse_unused",
     "resolve_prefetch",
-    "training_work",
 ]
 
 
@@ -37,36 +43,20 @@ class FitRequest:
     y: Any
     batch_size: Any
     epochs: Any
-    ipus: Any
-    device_iterations: Any
-    gradient_accumulation: Any
+    verbose: Any
+    callbacks: Any
     validation_split: Any
     validation_data: Any
     shuffle: Any
     class_weight: Any
     sample_weight: Any
-    initial_epoch: Any
     steps_per_epoch: Any
-    validation_steps: Any
-    validation_batch_size: Any
-    validation_freq: Any
-    limit_train_batches: Any
-    limit_val_batches: Any
-    overfit_batches: Any
-    fast_dev_run: Any
-    prefetch: Any
-    inference_ipus: Any
-    inference_device_iterations: Any
-    callbacks: Any
+    ipus: Any
+    device_iterations: Any
+    gradient_accumulation: Any
     checkpoint: Any
-    resume: Any
-    resume_changes: Any
-    max_restarts: Any
-    report: Any
-    autoreport: Any
-    autoreport_dir: Any
+    loading: Any
     seed: Any
-    verbose: Any
 
 
 class FitData:
@@ -74,63 +64,67 @@ class FitData:
 
     Attributes:
         source: the training data; None where it has faults.
+        validation: how held-out data is evaluated.
         held_out: the validation data, or None.
         notes: what History should say of it.
     """
 
-    def __init__(self, session: Session, asked: FitRequest, faults: ErrorCollector) -> None:
+    def __init__(
+        self, session: Session, request: FitRequest, loading: Loading, faults: ErrorCollector
+    ) -> None:
         self._session = session
-        self._asked = asked
+        self._request = request
+        self._loading = loading
         self._faults = faults
         self._steps: Optional[int] = None
-        self._validation_steps: Optional[int] = None
+        self.validation = Validation()
         self.source: Optional[DataAdapter] = None
         self.held_out: Optional[DataAdapter] = None
         self.notes: Dict[str, Any] = {}
 
     def open(self) -> None:
         """Training and validation data, whatever forms they have."""
-        asked, faults = self._asked, self._faults
+        request, faults = self._request, self._faults
         own_loss = self._session.loss.in_module
         given = DataArguments(
             "training data",
-            asked.x,
-            asked.y,
-            asked.sample_weight,
-            asked.class_weight,
-            asked.batch_size,
-            asked.shuffle,
-            shuffles=asked.overfit_batches is None,
+            request.x,
+            request.y,
+            request.sample_weight,
+            request.class_weight,
+            request.batch_size,
+            request.shuffle,
+            shuffles=self._loading.overfit_batches is None,
         )
         with faults.collect():
             self.source = get_data_adapter(given, Mode.TRAIN, own_loss)
-        held = DataArguments(
-            "validation data",
-            None,
-            batch_size=asked.validation_batch_size,
-            batch_size_name="validation_batch_size",
-        )
         with faults.collect():
+            self.validation = resolve_validation(request.validation_data)
+            held = DataArguments(
+                "validation data",
+                None,
+                batch_size=self.validation.batch_size,
+                batch_size_name="batch_size of Validation",
+            )
             held_given = self._held_out(held, given)
             if held_given is not None:
                 self.held_out = get_data_adapter(held_given, Mode.EVALUATE, own_loss)
 
     def _held_out(self, held: DataArguments, given: DataArguments) -> Optional[DataArguments]:
         """The validation data in the user's form; of a split, what is left is the training data."""
-        asked = self._asked
-        split = asked.validation_split
+        split = self._request.validation_split
         is_number = isinstance(split, numbers.Real) and not isinstance(split, bool)
         if not is_number or not 0 <= split < 1:
             raise ConfigurationError(
                 "validation_split must be a fraction of at least 0.0 and less than 1.0, got "
                 f"{split!r}. Try 0.2."
             )
-        if split and asked.validation_data is not None:
+        if split and self.validation.data is not None:
             raise ConfigurationError(
                 "validation_split and validation_data both say what to evaluate. Pass one of them."
             )
         own_loss = self._session.loss.in_module
-        rest = _validation_parts(asked.validation_data, held, bool(own_loss))
+        rest = _validation_parts(self.validation.data, held, bool(own_loss))
         if split:
             if self.source is None:
                 return None
@@ -142,37 +136,34 @@ class FitData:
             rest = dataclasses.replace(rest, batch_size=given.batch_size)
         return rest
 
-    def limit(self) -> int:
-        """Apply all limits but those in executions, whose number is returned; 0 for none."""
-        asked, faults = self._asked, self._faults
-        dev_run = 0
+    def limit(self) -> None:
+        """Apply all limits but those in executions."""
+        request, faults, loading = self._request, self._faults, self._loading
         with faults.collect():
-            dev_run = dev_run_length(asked.fast_dev_run)
+            if request.steps_per_epoch is not None:
+                self._steps = at_least("steps_per_epoch", request.steps_per_epoch, 1, " or None")
         with faults.collect():
-            if asked.steps_per_epoch is not None:
-                self._steps = at_least("steps_per_epoch", asked.steps_per_epoch, 1, " or None")
-        with faults.collect():
-            if asked.validation_steps is not None:
-                name = "validation_steps"
-                self._validation_steps = at_least(name, asked.validation_steps, 1, " or None")
-        with faults.collect():
-            _refuse_rivals(asked)
+            refuse_rivals(request.steps_per_epoch, loading, self.validation)
+            if loading.overfit_batches is not None and request.shuffle is True:
+                raise ConfigurationError(
+                    "overfit_batches reads the same batches in every epoch, but shuffle=True asks "
+                    "for others. Leave one out."
+                )
         if self.source is not None:
             with faults.collect():
                 self._limit_training(self.source)
-        if self.held_out is not None and asked.overfit_batches is None:
+        if self.held_out is not None and loading.overfit_batches is None:
             with faults.collect():
                 self._limit_validation(self.held_out)
-        return dev_run
 
     def _limit_training(self, source: DataAdapter) -> None:
-        asked = self._asked
-        if asked.limit_train_batches is not None:
-            count = batch_count("limit_train_batches", asked.limit_train_batches, source)
+        loading = self._loading
+        if loading.limit_train_batches is not None:
+            count = batch_count("limit_train_batches", loading.limit_train_batches, source)
             source.limit(count)
             self.notes["limit_train_batches"] = count
-        if asked.overfit_batches is not None:
-            count = batch_count("overfit_batches", asked.overfit_batches, source)
+        if loading.overfit_batches is not None:
+            count = batch_count("overfit_batches", loading.overfit_batches, source)
             self.source = first_batches(source, count, source.role)
             if self.held_out is not None:
                 self.held_out = self.source.again("validation data")
@@ -181,7 +172,7 @@ class FitData:
             self.notes["steps_per_epoch"] = self._steps
 
     def _limit_validation(self, held_out: DataAdapter) -> None:
-        value = self._asked.limit_val_batches
+        value = self._loading.limit_val_batches
         if value is None:
             return
         count = batch_count("limit_val_batches", value, held_out, least=0)
@@ -191,71 +182,113 @@ class FitData:
         else:
             self.held_out = None
 
-    def plan(self, dev_run: int) -> Optional[Plan]:
+    def plan(self) -> Optional[Plan]:
         """The batch algebra of training; None where it has faults.
 
         Without data, whose faults are told too, what the arguments say by themselves is checked.
         """
-        asked, source = self._asked, self.source or DataAdapter([], "training data")
-        given = asked.ipus, asked.device_iterations, asked.gradient_accumulation
+        request, source = self._request, self.source or DataAdapter([], "training data")
+        work = request.ipus, request.device_iterations, request.gradient_accumulation
         with self._faults.collect():
-            work = training_work(self._session, source, given)
-            plan = self._session.plan(source, *work, True, self._steps)
-            if not dev_run:
-                return plan
-            if self._steps is not None:
-                self._steps = min(self._steps, dev_run * plan.device_iterations)
-            else:
-                source.limit(dev_run * plan.micro_batches_per_execution)
-            return self._session.plan(source, *work, True, self._steps)
+            return training_plan(
+                self._session, source, work, self._steps, int(self._loading.fast_dev_run)
+            )
         return None
 
-    def inference_plan(self, dev_run: int) -> Optional[Plan]:
+    def inference_plan(self) -> Optional[Plan]:
         """The batch algebra of validation; its arguments are looked at without validation too."""
-        asked = self._asked
+        request, validation = self._request, self.validation
         source = self.held_out or self.source or DataAdapter([], "training data")
-        own = {"ipus": asked.inference_ipus, "device_iterations": asked.inference_device_iterations}
+        own = {"ipus": validation.ipus, "device_iterations": validation.device_iterations}
         own = {name: value for name, value in own.items() if value is not None}
         fixed = self._session.fixed.names(False)
-        shared = {"ipus": asked.ipus, "device_iterations": asked.device_iterations}
+        shared = {"ipus": request.ipus, "device_iterations": request.device_iterations}
         shared = {name: shared[name] for name in shared if name not in fixed}
         shared = {"ipus": None, "device_iterations": None, **shared, **own}
-        with self._faults.collect(inference=list(own)):
-            shared = self._session.resolve_work(source, False, **shared)
-            if self.held_out is None:
-                self._session.plan(source, **shared, gradient_accumulation=1, training=False)
-                return None
-            steps = self._validation_steps
-            if dev_run:
-                plan = self._session.plan(source, **shared, gradient_accumulation=1, training=False)
-                source.limit(dev_run * plan.micro_batches_per_execution)
-                steps = None
-            return inference_plan(self._session, source, steps, "validation_steps", **shared)
+        with self._faults.collect():
+            try:
+                return self._validation_plan(source, shared)
+            except PlanError as error:
+                raise _of_validation(error, validation, list(own)) from error
         return None
+
+    def _validation_plan(self, source: DataAdapter, work: Dict[str, Any]) -> Optional[Plan]:
+        work = self._session.resolve_work(source, False, **work)
+        dev_run, steps = int(self._loading.fast_dev_run), self.validation.steps
+        if dev_run or self.held_out is None:
+            plan = self._session.plan(source, **work, gradient_accumulation=1, training=False)
+            if self.held_out is None:
+                return None
+            source.limit(dev_run * plan.micro_batches_per_execution)
+            steps = None
+        return inference_plan(self._session, source, steps, "steps of Validation", **work)
+
+
+def _of_validation(error: PlanError, validation: Validation, names: List[str]) -> PlanError:
+    """An error of the plan in the words of who called fit: these arguments are of Validation."""
+    faults, suggestion = list(error.faults), dict(error.suggestion)
+    for name in names:
+        faults = [fault.replace(f"`{name}`", f"`{name}` of Validation") for fault in faults]
+    changes: Dict[str, Any] = {n: suggestion.pop(n) for n in names if n in suggestion}
+    if changes:
+        suggestion["validation_data"] = dataclasses.replace(validation, **changes)
+    return PlanError(faults, suggestion)
+
+
+def training_plan(
+    session: Session,
+    source: DataAdapter,
+    work: Tuple[Any, Any, Any],
+    steps: Optional[int],
+    dev_run: int = 0,
+) -> Plan:
+    """The batch algebra of a training.
+
+    Args:
+        session: of the model.
+        source: the training data, which a trial run limits.
+        work: ipus, device_iterations, gradient_accumulation.
+        steps: ``steps_per_epoch``, or None.
+        dev_run: executions of a trial run; 0 for none.
+
+    Raises:
+        PlanError: it does not fit.
+    """
+    work = training_work(session, source, work)
+    plan = session.plan(source, *work, True, steps)
+    if not dev_run:
+        return plan
+    if steps is not None:
+        steps = min(steps, dev_run * plan.device_iterations)
+    else:
+        source.limit(dev_run * plan.micro_batches_per_execution)
+    return session.plan(source, *work, True, steps)
 
 
 def limited_plan(
-    session: Session, source: DataAdapter, limit: Any, steps: Any, work: Tuple[Any, Any, Any]
+    session: Session, source: DataAdapter, loading: Any, steps: Any, work: Tuple[Any, Any, Any]
 ) -> Plan:
     """The batch algebra of a training that is limited, for ``explain``.
 
     Args:
         session: of the model.
         source: the training data.
-        limit: ``limit_train_batches``.
+        loading: as for ``fit``.
         steps: ``steps_per_epoch``.
         work: ipus, device_iterations, gradient_accumulation.
 
     Raises:
         ConfigurationError: arguments that can't work.
     """
-    if limit is not None and steps is not None:
-        raise _rivals(["steps_per_epoch", "limit_train_batches"], "an epoch")
+    loading = resolve_loading(loading)
+    refuse_rivals(steps, loading, Validation())
     if steps is not None:
         steps = at_least("steps_per_epoch", steps, 1, " or None")
-    if limit is not None:
-        source.limit(batch_count("limit_train_batches", limit, source))
-    return session.plan(source, *training_work(session, source, work), True, steps)
+    for name in ("limit_train_batches", "overfit_batches"):
+        limit = getattr(loading, name)
+        if limit is not None:
+            source.limit(batch_count(name, limit, source))
+    return training_plan(session, source, work, steps, int(loading.fast_dev_run))
 
 
 def training_work(
@@ -344,44 +377,36 @@ def resolve_prefetch(
     return at_least("prefetch", prefetch, 0, " or None")
 
 
-def _refuse_rivals(asked: FitRequest) -> None:
-    """Refuse two arguments of which each says how much of the data an epoch reads."""
-    groups = (
-        ("an epoch", ("steps_per_epoch", "limit_train_batches", "overfit_batches")),
-        ("a validation", ("validation_steps", "limit_val_batches", "overfit_batches")),
+def refuse_rivals(steps: Any, loading: Loading, validation: Validation) -> None:
+    """Refuse ``steps_per_epoch`` and steps of a validation beside limits in batches.
+
+    Raises:
+        ConfigurationError: both say how much of the data is read.
+    """
+    pairs = (
+        (steps, "steps_per_epoch", "limit_train_batches", "an epoch"),
+        (validation.steps, "steps of Validation", "limit_val_batches", "a validation"),
     )
-    for what, names in groups:
-        rivals = [name for name in names if getattr(asked, name) is not None]
-        if len(rivals) > 1:
-            raise _rivals(rivals, what)
-    if asked.overfit_batches is not None and asked.shuffle is True:
-        raise ConfigurationError(
-            "overfit_batches reads the same batches in every epoch, but shuffle=True asks for "
-            "others. Leave one out."
-        )
+    for value, name, limit, what in pairs:
+        names = [each for each in (limit, "overfit_batches") if getattr(loading, each) is not None]
+        if value is not None and names:
+            raise rivals([name, *names], what)
 
 
-def _rivals(names: List[str], what: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{' and '.join(names)} each say how much of the data {what} reads. Pass one of them."
-    )
-
-
-def refuse_unused(asked: FitRequest) -> None:
-    """Refuse arguments of a validation where there is none.
+def refuse_unused(validation: Validation, split: Any, loading: Loading) -> None:
+    """Refuse settings of a validation where there is none.
 
     Raises:
         ConfigurationError: naming them.
     """
-    names = [
-        *("inference_ipus", "inference_device_iterations", "validation_steps"),
-        *("validation_batch_size", "limit_val_batches"),
-    ]
-    given = [name for name in names if getattr(asked, name) is not None]
-    if asked.validation_freq is not None and asked.validation_freq != 1:
-        given.append("validation_freq")
-    if given and asked.validation_data is None and not asked.validation_split:
+    if validation.data is not None or split:
+        return
+    names = ("ipus", "device_iterations", "steps", "batch_size")
+    unused = [f"{n} of Validation" for n in names if getattr(validation, n) is not None]
+    unused += ["limit_val_batches"] if loading.limit_val_batches is not None else []
+    unused += ["freq of Validation"] if validation.freq != 1 else []
+    if unused:
         raise ConfigurationError(
-            f"{' and '.join(given)} set how validation_data is evaluated, but there is none. Pass "
-            "validation_data, or leave them out."
+            f"{' and '.join(unused)} set how validation_data is evaluated, but there is none. Pass "
+            "Validation(data, ...) or validation_split, or leave them out."
         )

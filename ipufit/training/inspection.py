@@ -10,6 +10,7 @@ from torch import nn
 
 from ipufit.core.batch import Mode
 from ipufit.data.adapters import DataArguments, get_data_adapter
+from ipufit.data.settings import Loading
 from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.partition.request import PartitionRequest
@@ -31,7 +32,7 @@ __all__ = ["InspectionMixin"]
 
 
 def explained(
-    session: Session, x: Any, batch_size: Any, steps: Any, limit: Any, work: Tuple[Any, Any, Any]
+    session: Session, x: Any, batch_size: Any, steps: Any, loading: Any, work: Tuple[Any, Any, Any]
 ) -> str:
     """The plan, and how the program runs.
 
@@ -40,7 +41,7 @@ def explained(
         x: training data; None for the plan of the last ``fit``.
         batch_size: of data without batches of its own.
         steps: ``steps_per_epoch``.
-        limit: ``limit_train_batches``.
+        loading: as for ``fit``.
         work: ipus, device_iterations, gradient_accumulation.
 
     Raises:
@@ -50,11 +51,11 @@ def explained(
     if x is not None:
         given = DataArguments("training data", x, batch_size=batch_size)
         source = get_data_adapter(given, Mode.PREDICT, session.loss.in_module)
-        plan = limited_plan(session, source, limit, steps, work)
-    elif (batch_size, steps, limit) != (None, None, None):
+        plan = limited_plan(session, source, loading, steps, work)
+    elif (batch_size, steps, loading) != (None, None, None):
         raise ConfigurationError(
-            "explain needs the data that batch_size, steps_per_epoch and limit_train_batches are "
-            "for, got none. Pass explain(x, ...), or leave them out to explain the last fit."
+            "explain needs the data that batch_size, steps_per_epoch and loading are for, got "
+            "none. Pass explain(x, ...), or leave them out to explain the last fit."
         )
     if plan is None:
         raise ConfigurationError(
@@ -110,10 +111,10 @@ class InspectionMixin:
         *,
         batch_size: Optional[int] = None,
         steps_per_epoch: Optional[int] = None,
-        limit_train_batches: Union[int, float, None] = None,
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
         gradient_accumulation: Optional[int] = None,
+        loading: Optional[Loading] = None,
     ) -> None:
         """Print what ``fit`` would do with these arguments, in plain words; nothing is run.
 
@@ -121,10 +122,10 @@ class InspectionMixin:
             x: as for ``fit``; None explains the last ``fit``.
             batch_size: as for ``fit``.
             steps_per_epoch: as for ``fit``.
-            limit_train_batches: as for ``fit``.
             ipus: as for ``fit``.
             device_iterations: as for ``fit``.
             gradient_accumulation: as for ``fit``.
+            loading: as for ``fit``.
 
         Raises:
             NotCompiledError: before ``compile``.
@@ -133,7 +134,7 @@ class InspectionMixin:
         """
         session = self._compiled("explain")
         work = (ipus, device_iterations, gradient_accumulation)
-        print(explained(session, x, batch_size, steps_per_epoch, limit_train_batches, work))
+        print(explained(session, x, batch_size, steps_per_epoch, loading, work))
 
     def summary(
         self,

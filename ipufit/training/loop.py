@@ -112,20 +112,19 @@ class Fit:
     _process: ForkGuard = dataclasses.field(default_factory=ForkGuard, init=False)
     _non_finite: Optional[NonFiniteLossError] = dataclasses.field(default=None, init=False)
 
-    def run(self, first_epoch: int, epochs: int, is_within_epoch: bool = False) -> None:
-        """Train from one epoch up to, not including, another.
+    def run(self, epochs: range, is_within_epoch: bool = False) -> None:
+        """Train.
 
         Args:
-            first_epoch: index of the first epoch.
-            epochs: index of the epoch to stop before.
+            epochs: indices of the epochs.
             is_within_epoch: whether a checkpoint has begun the first epoch.
         """
         logs: Dict[str, float] = {}
         try:
             for observer in self.observers:
                 observer.begin_fit(self)
-            for epoch in range(first_epoch, epochs):
-                if not (is_within_epoch and epoch == first_epoch):
+            for epoch in epochs:
+                if not (is_within_epoch and epoch == epochs.start):
                     for observer in self.observers:
                         with self.clock.during(observer.phase):
                             observer.notify("on_epoch_begin", epoch, {})

@@ -8,7 +8,6 @@ from typing import (
     TYPE_CHECKING,
     Any,
     Callable,
-    Collection,
     Dict,
     Iterator,
     List,
@@ -28,11 +27,11 @@ from ipufit.checkpoint.settings import Checkpoint
 from ipufit.core.batch import Mode
 from ipufit.core.train_config import LossScale
 from ipufit.data.adapters import DataArguments, are_inputs
+from ipufit.data.settings import Loading
 from ipufit.engines.choice import engine_maker
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.partition.request import PartitionRequest
-from ipufit.report.settings import Report
 from ipufit.tracing.validate import refuse_unrecordable
 from ipufit.training import fit, loop, on_batch
 from ipufit.training.compile import CompileRequest, build_session
@@ -408,38 +407,22 @@ class Model(InspectionMixin):
         x: Any,
         y: Any = None,
         batch_size: Optional[int] = None,
-        epochs: int = 1,
+        epochs: Union[int, range] = 1,
         *,
-        ipus: Optional[int] = None,
-        device_iterations: Optional[int] = None,
-        gradient_accumulation: Optional[int] = None,
+        verbose: Union[int, str] = "auto",
+        callbacks: Union[Callback, Sequence[Callback], None] = (),
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: Optional[bool] = None,
         class_weight: Optional[Mapping[int, float]] = None,
         sample_weight: Any = None,
-        initial_epoch: int = 0,
         steps_per_epoch: Optional[int] = None,
-        validation_steps: Optional[int] = None,
-        validation_batch_size: Optional[int] = None,
-        validation_freq: Union[int, Collection[int]] = 1,
-        limit_train_batches: Union[int, float, None] = None,
-        limit_val_batches: Union[int, float, None] = None,
-        overfit_batches: Union[int, float, None] = None,
-        fast_dev_run: Union[bool, int] = False,
-        prefetch: Optional[int] = None,
-        inference_ipus: Optional[int] = None,
-        inference_device_iterations: Optional[int] = None,
-        callbacks: Union[Callback, Sequence[Callback], None] = (),
+        ipus: Optional[int] = None,
+        device_iterations: Optional[int] = None,
+        gradient_accumulation: Optional[int] = None,
         checkpoint: Union[str, os.PathLike[str], Checkpoint, None] = None,
-        resume: Union[str, os.PathLike[str], None] = None,
-        resume_changes: Union[str, Collection[str], None] = None,
-        max_restarts: int = 0,
-        report: Union[str, os.PathLike[str], Report, None] = None,
-        autoreport: bool = False,
-        autoreport_dir: Union[str, os.PathLike[str], None] = None,
+        loading: Optional[Loading] = None,
         seed: Optional[int] = None,
-        verbose: Union[int, str] = "auto",
     ) -> History:
         """Train.
 
@@ -451,7 +434,26 @@ class Model(InspectionMixin):
                 micro-batch; its sampler, collate_fn, workers and generator are used as they are.
             y: targets beside tensors and arrays, in any structure, one row per sample.
             batch_size: of tensors, arrays and datasets: the micro-batch. None is 32.
-            epochs: index of the epoch to stop before: a count when initial_epoch is 0, as in Keras.
+            epochs: how many, or a range of their indices, such as range(3, 10) for those that
+                follow the first three.
+            verbose: 0 silent, 1 a progress bar, 2 a line per epoch; "auto" is 1 in a terminal, else
+                2.
+            callbacks: told what happens; see :class:`ipufit.callbacks.Callback`. With
+                :class:`ipufit.Report` a run writes down where its time and memory go.
+            validation_split: the last fraction of tensors, arrays or a map-style dataset is held
+                out, before shuffling.
+            validation_data: evaluated after every epoch; it never disturbs training. ``(x, y)`` or
+                ``(x, y, sample_weight)`` of tensors and arrays, as a tuple or list, or any other
+                form of ``x``; or an :class:`ipufit.Validation`, which also says how often and how
+                much.
+            shuffle: tensors, arrays and map-style datasets, anew in every epoch, in an order that
+                depends on seed and epoch alone. None is True for these; a loader has its own order.
+            class_weight: weight of the samples by class index; other classes weigh 1. The target
+                holds class indices, or rows of probabilities.
+            sample_weight: how much each sample counts, beside tensors and arrays; shape (samples,)
+                or more dimensions. Integers and bools become floating point.
+            steps_per_epoch: weight updates of an epoch. The next epoch goes on with the data where
+                this one ends; data that runs out is read anew.
             ipus: total number of IPUs, of each process where there are several, a multiple of those
                 of a replica. None is that of
                 ``compile(config=...)``, else one replica.
@@ -459,63 +461,12 @@ class Model(InspectionMixin):
                 ``compile(config=...)``, else 1.
             gradient_accumulation: micro-batches that a replica sums before an update; None as for
                 ``device_iterations``.
-            validation_split: the last fraction of tensors, arrays or a map-style dataset is held
-                out, before shuffling.
-            validation_data: evaluated after every epoch; it never disturbs training. ``(x, y)`` or
-                ``(x, y, sample_weight)`` of tensors and arrays, as a tuple or list, or any other
-                form of ``x``.
-            shuffle: tensors, arrays and map-style datasets, anew in every epoch, in an order that
-                depends on seed and epoch alone. None is True for these; a loader has its own order.
-            class_weight: weight of the samples by class index; other classes weigh 1. The target
-                holds class indices, or rows of probabilities.
-            sample_weight: how much each sample counts, beside tensors and arrays; shape (samples,)
-                or more dimensions. Integers and bools become floating point.
-            initial_epoch: index of the first epoch.
-            steps_per_epoch: weight updates of an epoch. The next epoch goes on with the data where
-                this one ends; data that runs out is read anew.
-            validation_steps: device iterations of a validation; each one starts anew.
-            validation_batch_size: of validation data without batches of its own; None is
-                ``batch_size``.
-            validation_freq: validate every so many epochs, or after the epochs of this collection,
-                counted from 1.
-            limit_train_batches: batches of an epoch to read at most, or a fraction of them as a
-                float; every epoch starts anew.
-            limit_val_batches: the same for validation; 0 for no validation.
-            overfit_batches: train on the first batches alone (a count, or a fraction as a float),
-                the same in every epoch and unshuffled, kept in memory; validate on them too if
-                there is a validation.
-            fast_dev_run: try everything: so many executions (True for one) of training and of
-                validation, one epoch, without callbacks that write files.
-            prefetch: executions that a thread prepares ahead; 0 for none. None is 1 where no code
-                of yours reads the data in this process (a DataLoader with workers, arrays mapped
-                into memory, and, where a device computes, tensors, arrays and a DataLoader over a
-                TensorDataset), else 0. What a callback changes in the data is seen by so many
-                executions later.
-            inference_ipus: total number of IPUs for validation; None is that of
-                ``compile(config=...)``, else ``ipus``.
-            inference_device_iterations: forward passes per execution of the validation; None is
-                that of the config, else ``device_iterations``.
-            callbacks: told what happens; see :class:`ipufit.callbacks.Callback`.
-            checkpoint: folder to write everything down in, so that the run can go on exactly; see
-                :class:`ipufit.Checkpoint`, of which a path is the short form.
-            resume: "auto" goes on from the latest checkpoint there, at the very update, and begins
-                anew if there is none yet; a path from that checkpoint. Model, data and arguments
-                are those of the run that wrote it.
-            resume_changes: names of what may differ from that run all the same, such as {"lr"}: it
-                is then as this call says, from the first update on. What has changed is noted in
-                ``History.params``.
-            max_restarts: so often training goes on by itself, from the last checkpoint, when a
-                device has failed that can be used again after "IPU_RESET".
-            report: folder to write down in what the run did and where its time and memory went, as
-                a page for a browser and a trace; see :class:`ipufit.Report`, of which a path is the
-                short form. On IPUs PopVision's own report goes there too.
-            autoreport: the same by the name that it has in Lightning, into ``autoreport_dir``.
-            autoreport_dir: folder of ``autoreport``; None is "autoreport" in the present one.
+            checkpoint: folder to write everything down in, so that the run can go on exactly; or an
+                :class:`ipufit.Checkpoint`, which also says how often, and from where to go on.
+            loading: how much of the data is read, and how far ahead; None reads all.
             seed: of all random numbers: dropout and the like, the order of samples, and what a
                 loader draws from torch's generator in this process. None is that of
                 ``compile(config=...)``, else one drawn from that generator.
-            verbose: 0 silent, 1 a progress bar, 2 a line per epoch; "auto" is 1 in a terminal, else
-                2.
 
         Returns:
             The history; it is in ``self.history`` too, also when this call does not return.
@@ -531,43 +482,27 @@ class Model(InspectionMixin):
         """
         later = "Start the second one when the first has returned."
         session = self._trainable("fit", later)
-        asked = FitRequest(
+        request = FitRequest(
             x=x,
             y=y,
             batch_size=batch_size,
             epochs=epochs,
-            ipus=ipus,
-            device_iterations=device_iterations,
-            gradient_accumulation=gradient_accumulation,
+            verbose=verbose,
+            callbacks=callbacks,
             validation_split=validation_split,
             validation_data=validation_data,
             shuffle=shuffle,
             class_weight=class_weight,
             sample_weight=sample_weight,
-            initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch,
-            validation_steps=validation_steps,
-            validation_batch_size=validation_batch_size,
-            validation_freq=validation_freq,
-            limit_train_batches=limit_train_batches,
-            limit_val_batches=limit_val_batches,
-            overfit_batches=overfit_batches,
-            fast_dev_run=fast_dev_run,
-            prefetch=prefetch,
-            inference_ipus=inference_ipus,
-            inference_device_iterations=inference_device_iterations,
-            callbacks=callbacks,
+            ipus=ipus,
+            device_iterations=device_iterations,
+            gradient_accumulation=gradient_accumulation,
             checkpoint=checkpoint,
-            resume=resume,
-            resume_changes=resume_changes,
-            max_restarts=max_restarts,
-            report=report,
-            autoreport=autoreport,
-            autoreport_dir=autoreport_dir,
+            loading=loading,
             seed=seed,
-            verbose=verbose,
         )
-        return fit.fit(self, session, asked)
+        return fit.fit(self, session, request)
 
     def evaluate(
         self,
@@ -959,7 +894,7 @@ class StepsModel(Model, abc.ABC):
         x: Any = None,
         y: Any = None,
         batch_size: Optional[int] = None,
-        epochs: int = 1,
+        epochs: Union[int, range] = 1,
         *,
         datamodule: Any = None,
         **options: Any,

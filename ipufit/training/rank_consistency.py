@@ -79,12 +79,12 @@ def _restore_on_all_ranks(processes: Processes, given: FitArguments) -> Optional
     restored: List[RestoredState] = []
 
     def read() -> Any:
-        if given.checkpoint is None and given.resume is None:
+        if given.checkpoint is None:
             return []
         # Imported here, as below: many runs keep no checkpoints.
         from ipufit.checkpoint.manager import find
 
-        restored.extend(each for each in [find(given.checkpoint, given.resume)] if each is not None)
+        restored.extend(each for each in [find(given.checkpoint)] if each is not None)
         names = [field.name for each in restored for field in dataclasses.fields(each)]
         return [{name: getattr(each, name) for name in names} for each in restored]
 
@@ -176,7 +176,7 @@ def _refuse_one_gpu_for_two(session: Session) -> None:
 def _of_fit(given: FitArguments) -> Dict[str, Any]:
     held_out = given.held_out
     return {
-        "epochs": [given.first_epoch, given.last_epoch],
+        "epochs": [given.epochs.start, given.epochs.stop],
         "steps_per_epoch": given.plan.fixed_updates,
         "seed": given.asked_seed,
         "callbacks": [type(each).__name__ for each in given.callbacks],

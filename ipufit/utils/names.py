@@ -93,9 +93,7 @@ _OPTIMIZER = Meant(
     "optimizer",
     "the optimizer has it, as in lambda params: torch.optim.AdamW(params, lr=0.01)",
 )
-_EPOCHS = Meant(
-    "fit", "epochs", "the index of the epoch to stop before, a count where initial_epoch is 0"
-)
+_EPOCHS = Meant("fit", "epochs", "how many, or a range of their indices")
 _UPDATES = Meant("fit", "steps_per_epoch", "weight updates of an epoch, of which epochs is 1")
 _MICRO_BATCH = Meant("fit", "batch_size", "the samples that one replica sees at once")
 _ACCUMULATION = Meant("fit", "gradient_accumulation", "micro-batches that are summed for an update")
@@ -222,6 +220,7 @@ REGROUPED: Mapping[str, Mapping[str, str]] = {
         "autoreport": "callbacks=[ipufit.Report('autoreport')]",
         "autoreport_dir": "callbacks=[ipufit.Report('autoreport')]",
     },
+    "explain": {"limit_train_batches": "loading=ipufit.Loading(limit_train_batches=10)"},
 }
 
 
@@ -292,10 +291,10 @@ def _advice(kind: type, method: str, name: str) -> str:
     near = difflib.get_close_matches(name.lower(), list(parameters), n=1, cutoff=0.75)
     if near:
         return f"Write {near[0]}=..."
-    for owner in ("compile", "fit", "evaluate", "Model"):
-        if name in _parameters(kind, owner):
-            return f"Write {owner}(..., {name}=...)."
     for owner, rows in REGROUPED.items():
         if name in rows:
             return f"Write {owner}(..., {rows[name]})."
+    for owner in ("compile", "fit", "evaluate", "Model"):
+        if name in _parameters(kind, owner):
+            return f"Write {owner}(..., {name}=...)."
     return f"Leave it out, or write one that there is: {', '.join(parameters)}."

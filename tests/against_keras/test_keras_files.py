@@ -5,7 +5,7 @@ import csv
 import pytest
 
 import ipufit
-from tests.against_keras.twins import X, Y, from_keras, keras, pair
+from tests.against_keras.twins import X, Y, from_keras, keras, pair, regrouped
 
 pytestmark = from_keras
 LIBRARIES = ((keras.callbacks, "theirs"), (ipufit.callbacks, "ours"))
@@ -24,6 +24,7 @@ def tables(tmp_path, before=None, fits=1, fit=None, **options):
             told = [] if before is None else [before(library)]
             told.append(library.CSVLogger(str(path), **options))
             given = {"batch_size": 10, "shuffle": False, "epochs": 3, "verbose": 0, **(fit or {})}
+            given = regrouped(**given) if side == "ours" else given
             getattr(both, side).fit(X, Y, callbacks=told, **given)
         with open(path, newline="") as file:
             written.append(list(csv.reader(file, delimiter=options.get("separator", ","))))

@@ -25,6 +25,16 @@ WEIGHTS = torch.rand(60, generator=GENERATOR).numpy() + 0.5
 BATCH_SIZE = 10
 
 
+def regrouped(initial_epoch=0, epochs=1, validation_data=None, **options):
+    """Keras' arguments of ``fit`` as those of ours."""
+    names = {"validation_freq": "freq", "validation_steps": "steps"}
+    names["validation_batch_size"] = "batch_size"
+    fields = {ours: options.pop(theirs) for theirs, ours in names.items() if theirs in options}
+    if fields:
+        validation_data = ipufit.Validation(validation_data, **fields)
+    return {"epochs": range(initial_epoch, epochs), "validation_data": validation_data, **options}
+
+
 @dataclasses.dataclass
 class Pair:
     """The same network with the same weights, and what either side calls its linear layers."""
@@ -57,8 +67,8 @@ class Pair:
         if arguments.pop("validated", False):
             arguments["validation_data"] = (XV, YV)
         return [
-            model.fit(**arguments, callbacks=list(callbacks))
-            for model, callbacks in ((self.theirs, theirs), (self.ours, ours))
+            self.theirs.fit(**arguments, callbacks=list(theirs)),
+            self.ours.fit(**regrouped(**arguments), callbacks=list(ours)),
         ]
 
 

@@ -1,4 +1,4 @@
-"""``python -m tests.bench.report_cost``: what ``fit(report=...)`` adds to a fit of the MLP.
+"""``python -m tests.bench.report_cost``: what ``ipufit.Report`` adds to a fit of the MLP.
 
 Prints a table for docs/report.md. One fit with a report goes with and without it in turns, every
 few milliseconds: so near to each other that what else the machine does meets both alike. What is
@@ -104,7 +104,7 @@ def measured(work: Workload, device_iterations: int, fits: int) -> Tuple[List[fl
 
 def fit(work: Workload, device_iterations: int, epochs: int, report: Report) -> None:
     """Train the MLP."""
-    how: Dict[str, Any] = {"epochs": epochs, "report": report, "batch_size": work.batch}
+    how: Dict[str, Any] = {"epochs": epochs, "callbacks": report, "batch_size": work.batch}
     how.update(device_iterations=device_iterations, shuffle=False, verbose=0, seed=0)
     compiled(work.module()).fit(*work.tensors(), **how)
 

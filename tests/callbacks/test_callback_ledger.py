@@ -117,8 +117,7 @@ def trained(callback, di, **options):
         "epochs": 2,
         "gradient_accumulation": 2,
         "device_iterations": di,
-        "inference_device_iterations": 2,
-        "validation_data": loader(7, 1),
+        "validation_data": ipufit.Validation(loader(7, 1), device_iterations=2),
         "seed": 0,
         "verbose": 0,
     }

@@ -173,7 +173,7 @@ def test_a_run_that_goes_on_continues_its_steps(tmp_path):
     """In another process too: the count is in the checkpoint, and the run is not told again."""
     checkpoint = ipufit.Checkpoint(tmp_path / "run", every_updates=2)
     first, second, third = OfMLflow(), OfMLflow(), OfMLflow()
-    options = {"checkpoint": checkpoint, "resume": "auto"}
+    options = {"checkpoint": ipufit.Checkpoint(checkpoint, resume="auto")}
     fit(compiled(), batches(3), callbacks=[ExperimentLogger(first)], **options)
     fit(compiled(), batches(3), epochs=2, callbacks=[ExperimentLogger(second)], **options)
     assert [step for _, step in logged(first) + logged(second)] == [3, 6]
@@ -217,7 +217,12 @@ def test_a_logger_of_lightning_writes_each_time_and_learns_the_end():
 def test_a_trial_run_leaves_it_alone():
     """fast_dev_run, which says so."""
     tracker = OfMLflow()
-    history = fit(compiled(), batches(3), fast_dev_run=True, callbacks=[ExperimentLogger(tracker)])
+    history = fit(
+        compiled(),
+        batches(3),
+        loading=ipufit.Loading(fast_dev_run=True),
+        callbacks=[ExperimentLogger(tracker)],
+    )
     assert tracker.calls == []
     assert history.params["left_out_callbacks"] == ["ExperimentLogger"]
 

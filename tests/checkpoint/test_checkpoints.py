@@ -137,7 +137,9 @@ def test_the_weights_need_no_ipufit_to_be_read(tmp_path):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("change", [{"device_iterations": 7}, {"prefetch": 2}])
+@pytest.mark.parametrize(
+    "change", [{"device_iterations": 7}, {"loading": ipufit.Loading(prefetch=2)}]
+)
 @pytest.mark.parametrize("before", [3, 12, 16])
 def test_what_only_cuts_the_work_may_change(change, before, tmp_path):
     checkpoint = ipufit.Checkpoint(tmp_path / "run", every_updates=1)
@@ -292,7 +294,7 @@ def test_signals_let_the_execution_end_and_a_checkpoint_be_written(kind, when, t
     done, epoch = (13, 1) if when == "batch" else (12, 0)
     said = (
         f"ipufit: {kind.name}: fit ends after update {done}, in epoch {epoch}, which is written "
-        f"down in {str(folder)!r}. Call it again with resume='auto' to go on.\n"
+        f"down in {str(folder)!r}. Call it again with Checkpoint(..., resume='auto') to go on.\n"
     )
     assert said in capfd.readouterr().err
     if kind is signal.SIGTERM:
@@ -335,7 +337,7 @@ def test_other_threads_need_no_signals(tmp_path):
 
 
 def test_a_trial_run_writes_none(tmp_path):
-    model = fit(tmp_path / "run", fast_dev_run=True)
+    model = fit(tmp_path / "run", loading=ipufit.Loading(fast_dev_run=True))
     assert not (tmp_path / "run").exists()
     assert model.history.params["left_out_callbacks"] == ["checkpoint"]
 
@@ -383,8 +385,8 @@ def test_a_folder_with_checkpoints_is_not_begun_anew(tmp_path):
     refused(
         lambda: fit(folder),
         f"checkpoint must be a folder without checkpoints when fit begins anew, but {folder!r} has "
-        "2, the latest of them 'update-000000024-epoch'. Pass resume='auto' to go on from there, "
-        "or another folder.",
+        "2, the latest of them 'update-000000024-epoch'. Pass "
+        f"ipufit.Checkpoint({folder!r}, resume='auto') to go on from there, or another folder.",
     )
     refused(
         lambda: fit(folder, resume=f"{folder}/update-000000012-epoch"),
@@ -438,8 +440,8 @@ def test_another_run_is_refused_with_all_that_differs(tmp_path):
     [
         ({"seed": 6}, "seed must be that of the run that goes on, 5, got 6. Leave it out: the "
          "checkpoint has it."),
-        ({"initial_epoch": 1}, "initial_epoch must be that of the run that goes on, 0, got 1. The "
-         "checkpoint has the epoch to go on with."),
+        ({"epochs": range(1, 2)}, "epochs must begin with that of the run that goes on, 0, got "
+         "range(1, 2). Pass epochs=2: the checkpoint has the epoch to go on with."),
     ],
 )  # fmt: skip
 def test_what_the_checkpoint_has_is_not_said_otherwise(options, text, tmp_path):
@@ -450,9 +452,9 @@ def test_what_the_checkpoint_has_is_not_said_otherwise(options, text, tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"resume": "auto"}, "resume='auto' looks for the latest checkpoint of a run, but "
-         "checkpoint is not given. Pass checkpoint='runs/1' too, or the path of one checkpoint as "
-         "resume."),
+        ({"resume": "auto"}, "resume='auto' looks for the latest checkpoint in the folder of "
+         "Checkpoint, but there is none. Pass Checkpoint('runs/1', resume='auto'), or the path of "
+         "one checkpoint as resume."),
         ({"resume": True}, "resume must be 'auto', the path of a checkpoint or None, got True. Use "
          "'auto', which begins anew where there is no checkpoint yet."),
         ({"resume": 3}, "resume must be the path of a folder, got 3. Use for example 'runs/1'."),
@@ -476,6 +478,11 @@ def test_arguments_that_cannot_work(options, text):
         ({"keep": 0}, "keep of Checkpoint must be an integer of at least 1, got 0."),
         ({"monitor": 1}, "monitor of Checkpoint must be the name of a value, such as 'val_loss', "
          "or None, got 1."),
+        ({"folder": None, "resume": "runs/1/update-000000012", "monitor": "loss"}, "monitor of "
+         "Checkpoint set what is written into its folder, but there is none. Pass "
+         "Checkpoint('runs/1', ...), or leave them out."),
+        ({"folder": None}, "folder of Checkpoint must be the path of a folder, got None. Use for "
+         "example 'runs/1'."),
         ({"mode": "best"}, "mode of Checkpoint must be 'auto' or 'min' or 'max', got 'best'."),
     ],
 )  # fmt: skip
@@ -665,12 +672,13 @@ def test_faults_that_there_are_not(arguments, text):
 
 def test_restarts_need_checkpoints():
     refused(
-        lambda: fit(None, max_restarts=1),
-        "max_restarts=1 goes on from the last checkpoint when a device has failed, but checkpoint "
-        "is not given. Pass checkpoint='runs/1' too.",
+        lambda: fit(None, max_restarts=1, resume="runs/1/update-000000012"),
+        "max_restarts=1 goes on from the last checkpoint when a device has failed, but Checkpoint "
+        "has no folder to write one into. Pass Checkpoint('runs/1', ...).",
     )
     refused(
-        lambda: fit(None, max_restarts=-1), "max_restarts must be an integer of at least 0, got -1."
+        lambda: fit("unused", max_restarts=-1),
+        "max_restarts must be an integer of at least 0, got -1.",
     )
 
 

@@ -37,10 +37,19 @@ pytestmark = [
 ]
 
 
-def fit(folder, **options):
+def fit(folder, epochs=1, callbacks=(), **fields):
     model = ipufit.Model(nn.Linear(3, 2))
     model.compile("sgd", "cross_entropy")
-    model.fit(X, Y, batch_size=8, checkpoint=folder, seed=1, verbose=0, **options)
+    model.fit(
+        X,
+        Y,
+        batch_size=8,
+        epochs=epochs,
+        checkpoint=ipufit.Checkpoint(folder, **fields),
+        callbacks=callbacks,
+        seed=1,
+        verbose=0,
+    )
     return model
 
 

@@ -1,5 +1,6 @@
 """A run that was interrupted and goes on ends with the bits of one that was not."""
 
+import dataclasses
 import gc
 import random
 
@@ -117,6 +118,18 @@ class Shuffling:
         self.start = state["read"]
 
 
+RESUMING = ("resume", "resume_changes", "max_restarts")
+
+
+def resuming(checkpoint, **fields):
+    """What ``fit`` takes: a folder or a Checkpoint, with other fields if there are any."""
+    if not fields:
+        return checkpoint
+    if isinstance(checkpoint, ipufit.Checkpoint):
+        return dataclasses.replace(checkpoint, **fields)
+    return ipufit.Checkpoint(checkpoint, **fields)
+
+
 class Case:
     """One way to train. Arguments make anew what a process would.
 
@@ -133,22 +146,24 @@ class Case:
         self.compile = compile or (lambda net: {})
         self.fit = {"epochs": 3, "verbose": 0, **fit}
 
-    def run(self, before=None, **options):
-        """A fit, which ends before an execution if asked to."""
+    def run(self, before=None, checkpoint=None, **options):
+        """A fit, which ends before an execution if asked to; fields of Checkpoint are options."""
+        fields = {name: options.pop(name) for name in RESUMING if name in options}
         torch.manual_seed(1)
         model = ipufit.Model(self.net().double())
         given = {"optimizer": "adam", "loss": "cross_entropy", "metrics": ["accuracy"]}
         with skipping_refusals():
             model.compile(**{**given, **self.compile(model.module)})
         # A new process has other random numbers.
-        start = 99 if "resume" in options else 7
+        start = 99 if "resume" in fields else 7
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(start)
         callbacks = [*self.callbacks(), Ends(before)]
         arguments = {**self.fit, "callbacks": callbacks, **options}
+        checkpoint = resuming(checkpoint, **fields)
         try:
             with skipping_refusals():
-                model.fit(self.train(), **arguments)
+                model.fit(self.train(), checkpoint=checkpoint, **arguments)
         except EndError:
             assert before is not None
         return model
@@ -237,7 +252,7 @@ CASES = {
     "merged": Case(MLP, seed=5, ipus=2, gradient_accumulation=2),
     "buffers of replicas": Case(Running, seed=5, ipus=2),
     "no order of its own": Case(train=lambda: loader(shuffle=False), seed=5),
-    "prefetched": Case(seed=5, prefetch=2),
+    "prefetched": Case(seed=5, loading=ipufit.Loading(prefetch=2)),
     "workers": Case(train=lambda: loader(num_workers=1), seed=5),
     "a generator of the user's": Case(
         train=lambda: loader(generator=torch.Generator().manual_seed(3)), seed=5

@@ -13,6 +13,7 @@ import ipufit
 from ipufit.callbacks import Callback, EarlyStopping, LearningRateScheduler
 from ipufit.errors import CheckpointError
 from ipufit.testing import inject
+from tests.checkpoint.test_resume import RESUMING, resuming
 from tests.engines import clips_apart, keeps_averages, runs_eagerly, weighs_classes
 from tests.nets import data
 from tests.told import refused
@@ -55,7 +56,9 @@ def run(folder, epochs, change=None, **options):
     given = {**FIT, **{name: value for name, value in change.items() if name in FITTED}}
     made = {name: value for name, value in change.items() if name not in FITTED}
     model = compiled(**made)
-    model.fit(**given, epochs=epochs, checkpoint=folder, resume="auto", **options)
+    fields = {name: options.pop(name) for name in RESUMING if name in options}
+    checkpoint = resuming(folder, resume="auto", **fields)
+    model.fit(**given, epochs=epochs, checkpoint=checkpoint, **options)
     return model
 
 
@@ -183,7 +186,7 @@ def test_each_change_is_refused_and_allowed_by_its_name(name, change, line, begu
     # The update that a schedule and dropout count from is another.
     if name not in ("lr_scheduler", "dropout"):
         given = {**FIT, **{k: v for k, v in change.items() if k in FITTED}}
-        by_hand.fit(**given, epochs=3, initial_epoch=2)
+        by_hand.fit(**given, epochs=range(2, 3))
         for key, value in by_hand.module.state_dict().items():
             assert torch.equal(model.module.state_dict()[key], value), key
     # And the checkpoints after that are of the run as it is now.
@@ -294,7 +297,7 @@ def test_settings_that_callbacks_change_are_no_change_of_the_run(tmp_path):
         return [LearningRateScheduler(lambda epoch, lr: lr / 2)]
 
     model = run(tmp_path / "run", 2, callbacks=halves())
-    given = {**FIT, "checkpoint": tmp_path / "run", "resume": "auto"}
+    given = {**FIT, "checkpoint": ipufit.Checkpoint(tmp_path / "run", resume="auto")}
     model.fit(**given, epochs=3, callbacks=halves())
     assert model.optimizer.param_groups[0]["lr"] == 0.1 / 8
     model = run(tmp_path / "run", 4, callbacks=halves())
@@ -360,7 +363,7 @@ def test_a_loss_that_is_a_module_has_the_settings_of_now(tmp_path):
     model = run(tmp_path / "run", 2, change, resume_changes={"loss"})
     by_hand = compiled(**weighted([5.0, 1, 1, 1, 1]))
     by_hand.module.load_state_dict(first.module.state_dict())
-    by_hand.fit(**FIT, epochs=2, initial_epoch=1)
+    by_hand.fit(**FIT, epochs=range(1, 2))
     for key, value in by_hand.module.state_dict().items():
         assert torch.equal(model.module.state_dict()[key], value), key
 
@@ -388,7 +391,7 @@ def test_frozen_layers_and_loaders(tmp_path):
         model.compile(torch.optim.SGD(parameters, 0.1), "cross_entropy")
         given = {**FIT, **(change or {})}
         del given["batch_size"]
-        model.fit(**given, checkpoint=folder, resume="auto", **options)
+        model.fit(**given, checkpoint=ipufit.Checkpoint(folder, resume="auto"), **options)
 
     frozen = Net()
     frozen.layers[0].weight.requires_grad = False
@@ -421,10 +424,10 @@ def test_what_changes_no_number_is_no_change(change, tmp_path):
 
 def test_names_that_nothing_has():
     def fit(**options):
-        return lambda: compiled().fit(**FIT, **options)
+        return lambda: compiled().fit(**FIT, checkpoint=ipufit.Checkpoint(**options))
 
     refused(
-        fit(resume="auto", checkpoint="unused", resume_changes={"learning_rat"}),
+        fit(folder="unused", resume="auto", resume_changes={"learning_rat"}),
         "unknown name in resume_changes 'learning_rat'. Known names: accumulation_dtype, "
         "activation, callbacks, class_weight, clipnorm, clipvalue, dampening, data, dropout, "
         "ema_momentum, ema_overwrite_frequency, global_clipnorm, gradient_reduction, loss, "
@@ -433,14 +436,14 @@ def test_names_that_nothing_has():
         "sample_weight_reduction, shuffle, use_ema, validation_data, weight_decay.",
     )
     with pytest.raises(ipufit.errors.UnknownNameError, match="Did you mean 'momentum'"):
-        fit(resume="auto", checkpoint="unused", resume_changes="momentun")()
+        fit(folder="unused", resume="auto", resume_changes="momentun")()
     refused(
-        fit(resume_changes={"lr"}),
+        fit(folder="unused", resume_changes={"lr"}),
         "resume_changes says what may differ from the checkpoint that fit goes on from, but resume "
         "is not given. Pass resume='auto' too, or leave it out.",
     )
     refused(
-        fit(resume="auto", checkpoint="unused", resume_changes={"lr": 0.1}),
+        fit(folder="unused", resume="auto", resume_changes={"lr": 0.1}),
         "resume_changes must be names of what may differ from the checkpoint, such as {'lr'}, got "
         "{'lr': 0.1}. Leave it out to let nothing differ.",
     )
@@ -463,7 +466,9 @@ def test_a_schedule_that_has_begun_is_not_moved(tmp_path):
         group["initial_lr"] = 0.2
     refused(
         lambda: model.fit(
-            **FIT, epochs=2, checkpoint=tmp_path / "run", resume="auto", resume_changes={"lr"}
+            **FIT,
+            epochs=2,
+            checkpoint=ipufit.Checkpoint(tmp_path / "run", resume="auto", resume_changes={"lr"}),
         ),
         "a run can go on with another lr or lr_scheduler where StepLR stands at its beginning and "
         "counts updates or epochs, but it has made 5 updates and 1 epochs, and counts by 1. Call "

@@ -148,11 +148,11 @@ def test_an_epoch_has_the_same_order_whatever_came_before_it():
     orders = []
     for first in (0, 2):
         model, engine = recording()
-        model.fit(NUMBERED, NUMBERED, initial_epoch=first, epochs=3, seed=1, verbose=0)
+        model.fit(NUMBERED, NUMBERED, epochs=range(first, 3), seed=1, verbose=0)
         orders.append(rows(engine.programs[0])[-10:])
     assert orders[0] == orders[1] != list(range(10))
     model, engine = recording()
-    model.fit(NUMBERED, NUMBERED, initial_epoch=2, epochs=3, seed=2, verbose=0)
+    model.fit(NUMBERED, NUMBERED, epochs=range(2, 3), seed=2, verbose=0)
     assert rows(engine.programs[0]) != orders[0]
 
 
@@ -328,7 +328,7 @@ def test_validation_data_takes_every_form_and_batch_size():
         weighted = [b.unpack()[3] is not None for e in program.executions for b in e.micro_batches]
         assert all(weighted) == (isinstance(validation_data, tuple) and len(validation_data) == 3)
     model, engine = recording()
-    held = {"validation_data": (NUMBERED, NUMBERED), "validation_batch_size": 7}
+    held = {"validation_data": ipufit.Validation((NUMBERED, NUMBERED), batch_size=7)}
     model.fit(NUMBERED, NUMBERED, batch_size=4, verbose=0, **held)
     program = [p for p in engine.programs if p.executions][1]
     assert [b.size for e in program.executions for b in e.micro_batches] == [7, 3]

@@ -115,8 +115,7 @@ def test_a_later_first_epoch_starts_where_the_earlier_ones_would_have_ended():
         model.fit(
             *(TEN, TEN),
             batch_size=3,
-            initial_epoch=first,
-            epochs=3,
+            epochs=range(first, 3),
             steps_per_epoch=3,
             seed=1,
             verbose=0,
@@ -181,20 +180,20 @@ def test_explain_and_the_plan_know_the_steps(capsys):
     counts = plan.micro_batches_per_epoch, plan.updates_per_epoch, plan.executions_per_epoch
     assert counts == (10, 5, 3)
     assert plan.full_executions_per_epoch == 2
-    model.explain(TEN, batch_size=4, limit_train_batches=2)
+    model.explain(TEN, batch_size=4, loading=ipufit.Loading(limit_train_batches=2))
     assert "One epoch = 8 samples = 2 updates in 2 executions." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["batch_size", "steps_per_epoch", "limit_train_batches"])
+@pytest.mark.parametrize("name", ["batch_size", "steps_per_epoch", "loading"])
 def test_explain_of_the_last_fit_takes_no_limits(name):
     """They would be ignored."""
     model, _ = recording()
     model.fit(TEN, TEN, verbose=0)
     with pytest.raises(ConfigurationError) as caught:
-        model.explain(**{name: 2})
+        model.explain(**{name: ipufit.Loading() if name == "loading" else 2})
     assert str(caught.value) == (
-        "explain needs the data that batch_size, steps_per_epoch and limit_train_batches are for, "
-        "got none. Pass explain(x, ...), or leave them out to explain the last fit."
+        "explain needs the data that batch_size, steps_per_epoch and loading are for, got none. "
+        "Pass explain(x, ...), or leave them out to explain the last fit."
     )
 
 
@@ -226,7 +225,7 @@ def test_steps_of_evaluate_and_predict_are_device_iterations_from_the_start():
 def test_validation_steps_start_anew_every_time():
     """The same samples are looked at after every epoch."""
     model, engine = recording()
-    held = {"validation_data": (TEN, TEN), "validation_batch_size": 2, "validation_steps": 2}
+    held = {"validation_data": ipufit.Validation((TEN, TEN), batch_size=2, steps=2)}
     model.fit(TEN, TEN, epochs=2, verbose=0, **held)
     assert [fed(p) for p in programs(engine)[1:]] == [[[0, 1], [2, 3]]] * 2
 
@@ -238,7 +237,7 @@ def test_validation_freq_is_keras(freq, epochs):
     """Every so many epochs, or those of a collection counted from 1."""
     model, _ = recording()
     hooks = Hooks()
-    held = {"validation_data": (TEN, TEN), "validation_freq": freq}
+    held = {"validation_data": ipufit.Validation((TEN, TEN), freq=freq)}
     history = model.fit(TEN, TEN, epochs=4, callbacks=hooks, verbose=0, **held)
     assert hooks.validated == epochs
     assert len(history.history["val_loss"]) == len(epochs)
@@ -252,7 +251,9 @@ def test_validation_freq_is_keras(freq, epochs):
 def test_limit_train_batches_starts_every_epoch_anew(limit, count):
     """A count of the loader's batches, or a fraction of them, rounded down."""
     model, engine = recording()
-    model.fit(DataLoader(PAIRS, 2), epochs=2, limit_train_batches=limit, verbose=0)
+    model.fit(
+        DataLoader(PAIRS, 2), epochs=2, loading=ipufit.Loading(limit_train_batches=limit), verbose=0
+    )
     assert fed(engine.programs[0]) == [[2 * i, 2 * i + 1] for i in range(count)] * 2
     params = model.history.params
     assert (params["samples"], params["updates"]) == (2 * count, count)
@@ -262,7 +263,15 @@ def test_limit_train_batches_starts_every_epoch_anew(limit, count):
 def test_a_limit_takes_part_of_each_shuffled_epoch():
     """The order is that of the whole epoch."""
     model, engine = recording()
-    model.fit(TEN, TEN, batch_size=2, epochs=2, limit_train_batches=2, seed=1, verbose=0)
+    model.fit(
+        TEN,
+        TEN,
+        batch_size=2,
+        epochs=2,
+        loading=ipufit.Loading(limit_train_batches=2),
+        seed=1,
+        verbose=0,
+    )
     for epoch in range(2):
         order = list(EpochOrder(10, stream_key(1, "train", "order", epoch)))[:4]
         part = fed(engine.programs[0])[2 * epoch : 2 * epoch + 2]
@@ -273,7 +282,7 @@ def test_a_limit_reads_no_batch_more_of_a_stream():
     """Reading one more could block for ever."""
     model, _ = recording()
     stream = endless()
-    model.fit(stream, limit_train_batches=4, verbose=0)
+    model.fit(stream, loading=ipufit.Loading(limit_train_batches=4), verbose=0)
     assert next(stream)[0].item() == 4
 
 
@@ -281,7 +290,10 @@ def test_a_limit_reads_no_batch_more_of_a_stream():
 def test_limit_val_batches(limit, count):
     """0 switches validation off."""
     model, engine = recording()
-    held = {"validation_data": DataLoader(PAIRS, 2), "limit_val_batches": limit}
+    held = {
+        "validation_data": DataLoader(PAIRS, 2),
+        "loading": ipufit.Loading(limit_val_batches=limit),
+    }
     history = model.fit(TEN, TEN, epochs=2, verbose=0, **held)
     assert [fed(p) for p in programs(engine)[1:]] == ([[[0, 1], [2, 3]][:count]] * 2)[: 2 * count]
     assert ("val_loss" in history.history) == bool(count)
@@ -303,13 +315,17 @@ def test_overfit_batches_has_the_same_batches_in_every_epoch_and_in_validation(m
     model, engine = recording()
     args, options = make()
     held = {"validation_data": (TEN + 100, TEN)}
-    model.fit(*args, epochs=3, overfit_batches=2, verbose=0, **options, **held)
+    model.fit(
+        *args, epochs=3, loading=ipufit.Loading(overfit_batches=2), verbose=0, **options, **held
+    )
     two = [[0, 1], [2, 3]]
     assert fed(engine.programs[0]) == two * 3
     assert [fed(p) for p in programs(engine)[1:]] == [two] * 3
     assert model.history.params["overfit_batches"] == 2
     assert model.history.params["updates"] in (2, None)
-    model.fit(DataLoader(PAIRS, 2), overfit_batches=0.6, epochs=2, verbose=0)
+    model.fit(
+        DataLoader(PAIRS, 2), loading=ipufit.Loading(overfit_batches=0.6), epochs=2, verbose=0
+    )
     assert fed(programs(engine)[-1]) == [[0, 1], [2, 3], [4, 5]] * 2
 
 
@@ -321,7 +337,7 @@ class Doubled(DataLoader):
             yield torch.cat([x, x + 100]), torch.cat([y, y])
 
 
-@pytest.mark.parametrize("options", [{}, {"overfit_batches": 5}])
+@pytest.mark.parametrize("options", [{}, {"loading": ipufit.Loading(overfit_batches=5)}])
 def test_a_loader_that_makes_its_own_batches_is_read_through_them(options):
     """Sizes, order and the look at validation data must not go past a subclass's __iter__."""
     model, engine = recording()
@@ -349,10 +365,15 @@ def test_fast_dev_run_tries_everything_once(run, count, steps, capsys):
     """One epoch of so many executions, and nothing is written."""
     model, engine = recording()
     hooks = Hooks()
-    held = {"validation_data": (TEN, TEN), "validation_batch_size": 1, "validation_freq": 3}
+    held = {"validation_data": ipufit.Validation((TEN, TEN), batch_size=1, freq=3)}
     work = {"batch_size": 2, "device_iterations": 2, "epochs": 9, "steps_per_epoch": steps}
     history = model.fit(
-        *(TEN, TEN), fast_dev_run=run, callbacks=[Writer(), hooks], verbose=2, **work, **held
+        *(TEN, TEN),
+        loading=ipufit.Loading(fast_dev_run=run),
+        callbacks=[Writer(), hooks],
+        verbose=2,
+        **work,
+        **held,
     )
     updates = min(2 * count, steps or 99)
     assert len(fed(engine.programs[0])) == updates
@@ -364,10 +385,12 @@ def test_fast_dev_run_tries_everything_once(run, count, steps, capsys):
     assert history.params["left_out_callbacks"] == ["Writer"]
     text = f"fast_dev_run: 1 epoch of {count} execution{'s' if count > 1 else ''}, validation "
     assert text + "likewise; left out: Writer" in capsys.readouterr().err
-    model.fit(TEN, TEN, fast_dev_run=True, verbose=0)
+    model.fit(TEN, TEN, loading=ipufit.Loading(fast_dev_run=True), verbose=0)
     assert capsys.readouterr().err == ""
     with pytest.raises(AssertionError, match="must be left out"):
-        model.fit(TEN, TEN, fast_dev_run=False, callbacks=Writer(), verbose=0)
+        model.fit(
+            TEN, TEN, loading=ipufit.Loading(fast_dev_run=False), callbacks=Writer(), verbose=0
+        )
 
 
 # ---- executions that end where a callback needs it ----------------------------------------------
@@ -404,24 +427,11 @@ REFUSED = [
     ({"batch_size": 0}, "batch_size must be an integer of at least 1 or None, got 0."),
     ({"batch_size": 2.5}, "batch_size must be an integer of at least 1 or None, got 2.5."),
     ({"shuffle": "batch"}, "shuffle must be True, False or None, got 'batch'."),
-    ({"prefetch": -1}, "prefetch must be an integer of at least 0 or None, got -1."),
     ({"steps_per_epoch": 0}, "steps_per_epoch must be an integer of at least 1 or None, got 0."),
     (
-        {"fast_dev_run": 0.5},
-        "fast_dev_run must be an integer of at least 1 executions, True or False, got 0.5.",
-    ),
-    ({"limit_train_batches": 0}, f"limit_train_batches {NUMBER} 1, {FRACTION} 0."),
-    ({"limit_train_batches": True}, f"limit_train_batches {NUMBER} 1, {FRACTION} True."),
-    ({"limit_train_batches": 1.5}, f"limit_train_batches {NUMBER} 1, {FRACTION} 1.5."),
-    ({"overfit_batches": "2"}, f"overfit_batches {NUMBER} 1, {FRACTION} '2'."),
-    (
-        {"limit_train_batches": 0.1, "batch_size": 2},
+        {"loading": ipufit.Loading(limit_train_batches=0.1), "batch_size": 2},
         "limit_train_batches=0.1 must leave at least one batch, but of 5 batches of the training "
         "data it leaves none. Use a larger fraction, or a number of batches.",
-    ),
-    (
-        {"limit_val_batches": -1, "validation_split": 0.5},
-        f"limit_val_batches {NUMBER} 0, {FRACTION} -1.",
     ),
     (
         {"validation_split": 1.0},
@@ -446,69 +456,147 @@ REFUSED = [
         "Pass batches as a list or a DataLoader.",
     ),
     (
-        {"validation_steps": 0, "validation_split": 0.5},
-        "validation_steps must be an integer of at least 1 or None, got 0.",
+        {"validation_data": ipufit.Validation(steps=2), "validation_split": 0.5},
+        "steps of Validation must be at most 1, the device iterations that the validation data "
+        "lasts for, got 2. Leave it out to use all.",
     ),
     (
-        {"validation_steps": 2, "validation_split": 0.5},
-        "validation_steps must be at most 1, the device iterations that the validation data lasts "
-        "for, got 2. Leave it out to use all.",
-    ),
-    (
-        {"validation_batch_size": 0, "validation_split": 0.5},
-        "validation_batch_size must be an integer of at least 1 or None, got 0.",
-    ),
-    (
-        {"validation_batch_size": 2, "validation_data": [(TEN, TEN)]},
-        "validation_batch_size goes with tensors, arrays and datasets, but the validation data "
+        {"validation_data": ipufit.Validation([(TEN, TEN)], batch_size=2)},
+        "batch_size of Validation goes with tensors, arrays and datasets, but the validation data "
         "comes in batches already, from a list. Set it there.",
     ),
     (
-        {"validation_freq": 0, "validation_split": 0.5},
-        "validation_freq must be an integer of at least 1 or a collection of epochs, got 0.",
+        {"validation_data": ipufit.Validation(freq=[3]), "validation_split": 0.5},
+        "freq of Validation must name an epoch from 1 to 1, counted from 1, got [3].",
     ),
     (
-        {"validation_freq": [3], "validation_split": 0.5},
-        "validation_freq must name an epoch from 1 to 1, counted from 1, got [3].",
-    ),
-    (
-        {"validation_freq": [0], "validation_split": 0.5},
-        "an epoch in validation_freq must be an integer of at least 1, got 0.",
-    ),
-    (
-        {"steps_per_epoch": 2, "limit_train_batches": 2},
+        {"steps_per_epoch": 2, "loading": ipufit.Loading(limit_train_batches=2)},
         "steps_per_epoch and limit_train_batches each say how much of the data an epoch reads. "
         "Pass one of them.",
     ),
     (
-        {"steps_per_epoch": 2, "overfit_batches": 2},
+        {"steps_per_epoch": 2, "loading": ipufit.Loading(overfit_batches=2)},
         "steps_per_epoch and overfit_batches each say how much of the data an epoch reads. Pass "
         "one of them.",
     ),
     (
-        {"validation_split": 0.5, "validation_steps": 1, "limit_val_batches": 1},
-        "validation_steps and limit_val_batches each say how much of the data a validation reads. "
-        "Pass one of them.",
+        {
+            "validation_split": 0.5,
+            "validation_data": ipufit.Validation(steps=1),
+            "loading": ipufit.Loading(limit_val_batches=1),
+        },
+        "steps of Validation and limit_val_batches each say how much of the data a validation "
+        "reads. Pass one of them.",
     ),
     (
-        {"overfit_batches": 2, "shuffle": True},
+        {"loading": ipufit.Loading(overfit_batches=2), "shuffle": True},
         "overfit_batches reads the same batches in every epoch, but shuffle=True asks for others. "
         "Leave one out.",
     ),
     *(
         (
-            {name: 2},
-            f"{name} set how validation_data is evaluated, but there is none. Pass "
-            "validation_data, or leave them out.",
+            {"validation_data": ipufit.Validation(**{name: 2})},
+            f"{name} of Validation set how validation_data is evaluated, but there is none. Pass "
+            "Validation(data, ...) or validation_split, or leave them out.",
         )
-        for name in (
-            "validation_steps",
-            "validation_batch_size",
-            "limit_val_batches",
-            "validation_freq",
-        )
+        for name in ("steps", "batch_size", "freq")
+    ),
+    (
+        {"loading": ipufit.Loading(limit_val_batches=2)},
+        "limit_val_batches set how validation_data is evaluated, but there is none. Pass "
+        "Validation(data, ...) or validation_split, or leave them out.",
+    ),
+    (
+        {"validation_data": ipufit.Validation},
+        "validation_data must be data or an object, got the class Validation. Pass "
+        "Validation((x_val, y_val)).",
+    ),
+    (
+        {"loading": 3},
+        "loading must be an ipufit.Loading object or None, got 3. Write for example "
+        "Loading(limit_train_batches=10).",
     ),
 ]
+REFUSED_BY_THEMSELVES = [
+    (
+        ipufit.Loading,
+        {"prefetch": -1},
+        "prefetch must be an integer of at least 0 or None, got -1.",
+    ),
+    (
+        ipufit.Loading,
+        {"fast_dev_run": 0.5},
+        "fast_dev_run must be an integer of at least 1 executions, True or False, got 0.5.",
+    ),
+    *(
+        (ipufit.Loading, {name: value}, f"{name} {NUMBER} {least}, {FRACTION} {value!r}.")
+        for name, value, least in [
+            ("limit_train_batches", 0, 1),
+            ("limit_train_batches", True, 1),
+            ("limit_train_batches", 1.5, 1),
+            ("overfit_batches", "2", 1),
+            ("limit_val_batches", -1, 0),
+        ]
+    ),
+    *(
+        (
+            ipufit.Loading,
+            {name: 1, "overfit_batches": 2},
+            f"{name} and overfit_batches each say how much of the data {what} reads. Pass one of "
+            "them.",
+        )
+        for name, what in [
+            ("limit_train_batches", "an epoch"),
+            ("limit_val_batches", "a validation"),
+        ]
+    ),
+    (
+        ipufit.Validation,
+        {"steps": 0},
+        "steps of Validation must be an integer of at least 1 or None, got 0.",
+    ),
+    (
+        ipufit.Validation,
+        {"batch_size": 0},
+        "batch_size of Validation must be an integer of at least 1 or None, got 0.",
+    ),
+    (
+        ipufit.Validation,
+        {"freq": 0},
+        "freq of Validation must be an integer of at least 1 or a collection of epochs, got 0.",
+    ),
+    (
+        ipufit.Validation,
+        {"freq": [0]},
+        "an epoch in freq of Validation must be an integer of at least 1, got 0.",
+    ),
+    (
+        ipufit.Validation,
+        {"steps": 0, "freq": "often"},
+        "steps of Validation must be an integer of at least 1 or None, got 0.\nfreq of Validation "
+        "must be an integer of at least 1 or a collection of epochs, got 'often'.",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "text"), REFUSED_BY_THEMSELVES, ids=lambda a: str(a)[:40]
+)
+def test_settings_that_cannot_work_are_refused_where_they_are_written(kind, arguments, text):
+    """The line that has the fault raises the error, with all faults of the object."""
+    with pytest.raises(ConfigurationError) as caught:
+        kind(**arguments)
+    assert str(caught.value) == text
+
+
+def test_settings_show_what_was_set_and_stay_as_they_are():
+    """A run's script can print them; nothing changes them between the check and the run."""
+    assert repr(ipufit.Loading(prefetch=2)) == "Loading(prefetch=2)"
+    validation = ipufit.Validation([1, 2], freq=2)
+    assert repr(validation) == "Validation(data=[1, 2], freq=2)"
+    assert len(repr(ipufit.Validation(torch.zeros(100, 100)))) < 60
+    with pytest.raises(AttributeError):
+        validation.freq = 1
 
 
 @pytest.mark.parametrize(("arguments", "text"), REFUSED, ids=lambda a: str(a)[:40])
@@ -532,15 +620,14 @@ def test_all_of_them_are_reported_together():
             epochs=0,
             steps_per_epoch=0,
             verbose=9,
-            validation_freq=0,
-            fast_dev_run="yes",
-            prefetch="no",
+            validation_data=ipufit.Validation(freq=2),
+            loading=3,
             class_weight=1,
             sample_weight=TEN,
         )
     lines = str(caught.value).splitlines()
-    names = ["epochs", "batch_size", "shuffle", "class_weight", "fast_dev_run", "steps_per_epoch"]
-    names += ["verbose", "validation_freq", "validation_freq", "prefetch"]
+    names = ["epochs", "loading", "batch_size", "shuffle", "class_weight", "steps_per_epoch"]
+    names += ["verbose", "freq"]
     assert [line.split()[0] for line in lines] == names
     for method in (model.evaluate, model.predict):
         with pytest.raises(ConfigurationError) as caught:
@@ -593,13 +680,13 @@ def test_all_of_them_are_reported_together():
         ),
         (
             Batches([]),
-            {"limit_train_batches": 0.5},
+            {"loading": ipufit.Loading(limit_train_batches=0.5)},
             "limit_train_batches=0.5 is a fraction of the batches of the training data, but nobody "
             "knows how many it has. Pass a number of batches, an integer.",
         ),
         (
             Batches([]),
-            {"limit_train_batches": 1.0},
+            {"loading": ipufit.Loading(limit_train_batches=1.0)},
             "limit_train_batches=1.0 means all batches of the training data, which is what happens "
             "without it. Leave it out, or write 1 for a single batch.",
         ),

@@ -93,7 +93,7 @@ def trained(prefetch, dataset, **options):
         DataLoader(dataset, 4, shuffle=True),
         epochs=3,
         seed=7,
-        prefetch=prefetch,
+        loading=ipufit.Loading(prefetch=prefetch),
         validation_data=(X, Y),
         callbacks=SetEpoch(dataset),
         verbose=0,
@@ -179,7 +179,9 @@ def test_no_thread_is_used_where_it_would_wait_for_its_reader():
 
     x, y = batches(1, 12)[0]
     assert fit(
-        compiled(), DataLoader(TensorDataset(x, y), 4, collate_fn=collate), prefetch=1
+        compiled(),
+        DataLoader(TensorDataset(x, y), 4, collate_fn=collate),
+        loading=ipufit.Loading(prefetch=1),
     ).epoch == [0]
 
 
@@ -219,7 +221,7 @@ def test_what_the_users_code_draws_depends_on_seed_and_epoch_alone(kind, prefetc
         torch.manual_seed(0)
         model = compiled()
         torch.manual_seed(noise)
-        fit(model, data, epochs=2, prefetch=prefetch)
+        fit(model, data, epochs=2, loading=ipufit.Loading(prefetch=prefetch))
         return state(model)
 
     assert_same_bits(final(1, prefetch), final(2, 0))
@@ -311,7 +313,7 @@ def test_a_dataset_may_belong_to_the_main_thread(connection):
     loader = DataLoader(Rows(), 4)
     assert fit(compiled(), loader).epoch == [0]
     with pytest.raises(DataError, match=r"sample 4 of Rows could not be read: ProgrammingError"):
-        fit(compiled(), loader, prefetch=1)
+        fit(compiled(), loader, loading=ipufit.Loading(prefetch=1))
 
 
 class MineError(Exception):
@@ -343,7 +345,13 @@ def test_an_error_surfaces_in_its_place_with_its_own_traceback(di):
     twin.module.load_state_dict(model.module.state_dict())
     loader = DataLoader(Breaks(SAMPLES, MineError("disk full")), batch_size=4)
     with pytest.raises(DataError) as caught:
-        fit(model, loader, device_iterations=di, callbacks=[told], prefetch=2)
+        fit(
+            model,
+            loader,
+            device_iterations=di,
+            callbacks=[told],
+            loading=ipufit.Loading(prefetch=2),
+        )
     assert str(caught.value).startswith("training data, batch 3: sample 13 of Breaks could not be ")
     cause = caught.value.__cause__
     assert type(cause) is MineError
@@ -362,7 +370,7 @@ def test_what_is_no_exception_passes_untouched(error):
         mine = error()
         loader = DataLoader(Breaks(SAMPLES, mine), batch_size=4)
         with pytest.raises(error) as caught:
-            fit(compiled(), loader, prefetch=prefetch)
+            fit(compiled(), loader, loading=ipufit.Loading(prefetch=prefetch))
         assert caught.value is mine
 
 
@@ -400,11 +408,13 @@ def test_an_interrupt_as_the_thread_begins_or_ends_leaves_none(moment, monkeypat
 
     monkeypatch.setattr(threading.Thread, moment, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fit(model, DataLoader(data, 4), prefetch=1, callbacks=StopAt("stop"))
+        fit(
+            model, DataLoader(data, 4), loading=ipufit.Loading(prefetch=1), callbacks=StopAt("stop")
+        )
     release.join()
     assert interrupts
     assert_clean(model)
-    fit(model, prefetch=0)
+    fit(model, loading=ipufit.Loading(prefetch=0))
 
 
 class StopAt(Callback):
@@ -435,10 +445,10 @@ def test_an_early_end_closes_what_was_being_read(how):
 
     model = compiled()
     if how == "stop":
-        fit(model, Closing(), callbacks=StopAt(how), prefetch=2)
+        fit(model, Closing(), callbacks=StopAt(how), loading=ipufit.Loading(prefetch=2))
     else:
         with pytest.raises(type(how)):
-            fit(model, Closing(), callbacks=StopAt(how), prefetch=2)
+            fit(model, Closing(), callbacks=StopAt(how), loading=ipufit.Loading(prefetch=2))
     assert len(closed) == 1
     assert model._session.updates == 1
     assert_clean(model)
@@ -468,7 +478,12 @@ def test_a_change_of_the_data_in_a_callback_is_seen_late():
         engine = RecordingEngine()
         model = ipufit.Model(nn.Linear(4, 3), engine=lambda engine=engine: engine)
         model.compile("sgd", "mse")
-        model.fit(DataLoader(dataset, 1), callbacks=Late(), prefetch=prefetch, verbose=0)
+        model.fit(
+            DataLoader(dataset, 1),
+            callbacks=Late(),
+            loading=ipufit.Loading(prefetch=prefetch),
+            verbose=0,
+        )
         executions = engine.programs[0].executions
         assert [e.micro_batches[0].leaves[0][0, 0].item() for e in executions] == expected
 
@@ -487,8 +502,8 @@ def test_buffers_that_the_user_still_has_are_not_read_late(reuses):
 
     model, twin = compiled(), compiled()
     twin.module.load_state_dict(model.module.state_dict())
-    fit(model, items(), prefetch=3, device_iterations=2)
-    fit(twin, batches(9), prefetch=0)
+    fit(model, items(), loading=ipufit.Loading(prefetch=3), device_iterations=2)
+    fit(twin, batches(9), loading=ipufit.Loading(prefetch=0))
     assert_same_bits(state(model), state(twin))
 
 
@@ -527,7 +542,7 @@ def test_nothing_of_the_executions_is_kept(monkeypatch):
 
     monkeypatch.setattr("ipufit.data.batches.CombinedBatch", remembered)
     x, y = batches(1, 80)[0]
-    fit(compiled(), x, y=y, batch_size=4, prefetch=2, callbacks=Counts())
+    fit(compiled(), x, y=y, batch_size=4, loading=ipufit.Loading(prefetch=2), callbacks=Counts())
     assert len(made) == len(alive) == 20
     # The running one, two ahead, and what the loop still names.
     assert max(alive) <= 5
@@ -540,7 +555,7 @@ def test_workers_read_ahead_give_the_same():
         torch.manual_seed(0)
         model = compiled()
         loader = DataLoader(Samples(SAMPLES), 4, shuffle=True, num_workers=2)
-        fit(model, loader, epochs=2, prefetch=prefetch)
+        fit(model, loader, epochs=2, loading=ipufit.Loading(prefetch=prefetch))
         expected = expected or state(model)
         assert_same_bits(state(model), expected)
 
@@ -553,7 +568,7 @@ def test_workers_that_stay_give_the_order_of_those_that_do_not(prefetch):
     def final(cuts=(0, 3), **options):
         model, data = compiled(), DataLoader(pairs, 4, shuffle=True, **options)
         for first, last in zip(cuts, cuts[1:]):
-            fit(model, data, initial_epoch=first, epochs=last, prefetch=prefetch)
+            fit(model, data, epochs=range(first, last), loading=ipufit.Loading(prefetch=prefetch))
         return state(model)
 
     torch.manual_seed(0)
@@ -582,7 +597,14 @@ def test_a_callback_may_draw_while_batches_are_read(form, engine):
         drawn = []
         model = compiled()
         data = x if form == "tensors" else loader
-        history = fit(model, data, epochs=2, prefetch=prefetch, callbacks=Draws(), **arguments)
+        history = fit(
+            model,
+            data,
+            epochs=2,
+            loading=ipufit.Loading(prefetch=prefetch),
+            callbacks=Draws(),
+            **arguments,
+        )
         assert history.params["prefetch"] == (is_ahead if prefetch is None else prefetch)
         results.append({**state(model), "drawn": drawn})
     assert_same_bits(*results[:2])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
+import ipufit
 from ipufit.callbacks import Callback
 from ipufit.errors import DataError
 from tests.faulty import Batches, Samples, Stream, batches, compiled, fit, refused
@@ -161,7 +162,7 @@ def test_an_error_of_data_code_names_batch_and_sample(name, prefetch):
     make, text = CASES[name]
     model = compiled()
     with pytest.raises(DataError) as caught:
-        fit(model, make(), prefetch=prefetch)
+        fit(model, make(), loading=ipufit.Loading(prefetch=prefetch))
     assert str(caught.value) == f"training data, {text}"
     assert type(caught.value.__cause__) in (ValueError, KeyError, StopIteration)
     before = state_of(model)
@@ -183,7 +184,7 @@ def test_a_shuffled_worker_is_followed_to_its_sample():
     texts = []
     for loader in (plain, workers):
         with pytest.raises(DataError) as caught:
-            fit(compiled(), loader, epochs=2, initial_epoch=1)
+            fit(compiled(), loader, epochs=range(1, 2))
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
     assert "sample 13 of Breaks could not be read: ValueError: file 13 is broken" in texts[0]
@@ -239,7 +240,11 @@ def test_a_worker_that_dies_keeps_torchs_text(prefetch, monkeypatch):
     handling = torch.utils.data._utils.signal_handling
     monkeypatch.setattr(handling, "_error_if_any_worker_fails", lambda: None)
     with pytest.raises(DataError) as caught:
-        fit(compiled(), DataLoader(Dies(SAMPLES), 4, num_workers=1), prefetch=prefetch)
+        fit(
+            compiled(),
+            DataLoader(Dies(SAMPLES), 4, num_workers=1),
+            loading=ipufit.Loading(prefetch=prefetch),
+        )
     # Or that the connection to it is lost, if it was to hand over what it had made.
     told = r"RuntimeError: DataLoader worker \(pid|ConnectionResetError|EOFError|ConnectionRefused"
     where = r"training data, batch [34]: a worker process of the DataLoader ended: "

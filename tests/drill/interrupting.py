@@ -82,7 +82,7 @@ def _again(name: str) -> Callable[[ipufit.Model, Path], None]:
 # What is interrupted, by name. The first is what most users do.
 CASES: Dict[str, Callable[[ipufit.Model, Path], None]] = {
     "fit": _fit(),
-    "fit in this thread": _fit(prefetch=0),
+    "fit in this thread": _fit(loading=ipufit.Loading(prefetch=0)),
     "persistent workers": _fit(data=lambda: _loader(persistent_workers=True)),
     "validation": _fit(validation_data=_loader),
     "steps": _fit(steps_per_epoch=4),
@@ -92,7 +92,9 @@ CASES: Dict[str, Callable[[ipufit.Model, Path], None]] = {
     "a stream": _fit(data=lambda: _loader(Stream())),
     "a loader of one's own": _fit(data=lambda: _loader(kind=Own)),
     "slow samples": _fit(data=lambda: _loader(Samples(30.0))),
-    "slow samples in this thread": _fit(data=lambda: _loader(Samples(30.0)), prefetch=0),
+    "slow samples in this thread": _fit(
+        data=lambda: _loader(Samples(30.0)), loading=ipufit.Loading(prefetch=0)
+    ),
     "slow samples, persistent": _fit(
         data=lambda: _loader(Samples(30.0), persistent_workers=True, batch_size=1)
     ),

@@ -67,7 +67,6 @@ def train(folder: Path, checkpoint: Any) -> str:
             EarlyStopping("val_loss", patience=3, restore_best_weights=True),
         ],
         checkpoint=checkpoint,
-        resume=None if checkpoint is None else "auto",
     )
     digest = hashlib.sha256()
     for values in model.optimizer.state.values():
@@ -98,7 +97,7 @@ class Drill:
             for name in (Path(folder) / _IMPORTED).read_text().split():
                 with contextlib.suppress(ImportError):
                     importlib.import_module(name)
-            checkpoint = ipufit.Checkpoint(Path(folder) / "run", every_updates=2)
+            checkpoint = ipufit.Checkpoint(Path(folder) / "run", every_updates=2, resume="auto")
             start = time.perf_counter()
             process = _started(Path(folder), checkpoint)
             assert os.waitpid(process, 0)[1] == 0
@@ -114,7 +113,7 @@ class Drill:
         return found
 
     def _one_run(self, folder: Path, kills: int, found: Found) -> None:
-        checkpoint = ipufit.Checkpoint(folder / "run", every_updates=2)
+        checkpoint = ipufit.Checkpoint(folder / "run", every_updates=2, resume="auto")
         while True:
             process = _started(folder, checkpoint)
             ended = None

@@ -157,7 +157,9 @@ def test_training_goes_on_and_is_interrupted_as_ever(tmp_path):
     whole, parted, resumed = (ipufit_of(Classifier()) for _ in range(3))
     whole.fit(BATCHES, epochs=4, seed=0, verbose=0)
     parted.fit(BATCHES, epochs=2, seed=0, checkpoint=tmp_path, verbose=0)
-    resumed.fit(BATCHES, epochs=4, seed=0, checkpoint=tmp_path, resume="auto", verbose=0)
+    resumed.fit(
+        BATCHES, epochs=4, seed=0, checkpoint=ipufit.Checkpoint(tmp_path, resume="auto"), verbose=0
+    )
     for name, value in whole.lightning.state_dict().items():
         assert torch.equal(value, resumed.lightning.state_dict()[name])
 

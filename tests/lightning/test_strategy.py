@@ -353,7 +353,9 @@ def test_autoreport_on_the_embedded_engine_is_the_report_of_fit(tmp_path, asked)
     found = facts_of(tmp_path / "here")
     model = ipufit.Model.from_lightning(two)
     how = {"epochs": 2, "device_iterations": 2, "seed": found["params"]["seed"], "verbose": 0}
-    model.fit(BATCHES, validation_data=BATCHES, report=tmp_path / "there", **how)
+    model.fit(
+        BATCHES, validation_data=BATCHES, callbacks=[ipufit.Report(tmp_path / "there")], **how
+    )
     expected = facts_of(tmp_path / "there")
     for name in ("status", "title", "layers", "totals", "first_update", "total_updates"):
         assert found[name] == expected[name]
@@ -411,7 +413,7 @@ def test_without_a_report_no_folder_is_made(tmp_path, monkeypatch):
 
 
 def test_the_advice_of_a_report_has_the_names_of_a_trainer():
-    """It has no fit(prefetch=) and no fit(device_iterations=)."""
+    """It has no Loading(prefetch=) and no fit(device_iterations=)."""
     phases = {**dict.fromkeys(PHASES, 0.0), "data": 8.0, "compute": 1.0, "callbacks": 1.0}
     facts = {
         "params": {"device_iterations": 1, "trainer": True},

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import threading
 import warnings
 from collections import OrderedDict
@@ -197,21 +196,45 @@ of(
     shuffle=(True, False),
     class_weight=(None, {0: 5.0}),
     sample_weight=(None, WEIGHTS),
-    initial_epoch=(0, 1),
     steps_per_epoch=(None, 3),
-    validation_steps=With(None, 1, validation_data=HELD),
-    validation_batch_size=With(None, 6, validation_data=HELD),
-    validation_freq=With(1, 2, validation_data=HELD),
-    limit_train_batches=(None, 2),
-    limit_val_batches=With(None, 1, validation_data=HELD),
-    overfit_batches=(None, 1),
-    fast_dev_run=(False, True),
-    prefetch=With(0, 2, **LOADED),
-    inference_ipus=With(None, 2, validation_data=HELD),
-    inference_device_iterations=With(None, 2, validation_data=HELD),
+    loading=(None, ipufit.Loading(limit_train_batches=2)),
     callbacks=(None, Made(Stop)),
     seed=(1, 2),
     verbose=(0, 2),
+)
+
+
+def reading(x=X, y=Y, batch_size=3, **options):
+    """A fit with a validation that reads data in this way."""
+    data = {"x": x, "y": y, "batch_size": batch_size, "validation_data": HELD}
+    return fitted(loading=ipufit.Loading(**options), **data)
+
+
+of(
+    "Loading",
+    reading,
+    limit_train_batches=(None, 2),
+    limit_val_batches=(None, 1),
+    overfit_batches=(None, 1),
+    fast_dev_run=(False, True),
+    prefetch=With(0, 2, **LOADED),
+)
+
+
+def validating(**options):
+    """A fit with a validation of this kind."""
+    return fitted(validation_data=ipufit.Validation(**{"data": HELD, **options}))
+
+
+of(
+    "Validation",
+    validating,
+    data=(HELD, (X[:6], Y[:6])),
+    steps=(None, 1),
+    batch_size=(None, 6),
+    freq=(1, 2),
+    ipus=(None, 2),
+    device_iterations=(None, 2),
 )
 
 
@@ -361,7 +384,7 @@ of(
     x=(X, X[:6]),
     batch_size=(3, 4),
     steps_per_epoch=(None, 2),
-    limit_train_batches=With(None, 2, batch_size=3),
+    loading=With(None, ipufit.Loading(limit_train_batches=2), batch_size=3),
     ipus=(None, 2),
     device_iterations=(1, 2),
     gradient_accumulation=(1, 2),
@@ -515,15 +538,20 @@ of(
 )
 
 
-def resumed(checkpoint=True, resume=None):
-    """What a first fit leaves, and what a second one makes of it."""
+def written(checkpoint):
+    """Which checkpoints a fit leaves."""
     with folder() as place:
-        run = {"checkpoint": place / "run"} if checkpoint else {}
-        names, _ = kept(place, **run)
+        return kept(place, checkpoint=place / "run" if checkpoint else None)[0]
+
+
+def resumed(resume):
+    """What a second fit makes of what the first leaves."""
+    with folder() as place:
+        kept(place, checkpoint=place / "run")
         try:
-            return names, kept(place, resume=resume, **run)
+            return kept(place, checkpoint=ipufit.Checkpoint(place / "run", resume=resume))
         except ipufit.errors.ConfigurationError:
-            return names, "refused"
+            return "refused"
 
 
 def restarted(max_restarts):
@@ -531,7 +559,8 @@ def restarted(max_restarts):
     with folder() as place, ipufit.testing.inject("ipu_reset", 1):
         with contextlib.suppress(ipufit.errors.DeviceError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            kept(place, checkpoint=place / "run", max_restarts=max_restarts)
+            checkpoint = ipufit.Checkpoint(place / "run", max_restarts=max_restarts)
+            kept(place, checkpoint=checkpoint)
         return sorted(each.name for each in place.rglob("update-*"))
 
 
@@ -539,36 +568,27 @@ def unshuffled(resume_changes):
     """Whether a run goes on in another order."""
     with folder() as place:
         kept(place, checkpoint=place / "run")
-        go_on = {"checkpoint": place / "run", "resume": "auto", "epochs": 4, "shuffle": False}
+        fields = {"resume": "auto", "resume_changes": resume_changes}
+        checkpoint = ipufit.Checkpoint(place / "run", **fields)
         try:
-            return kept(place, resume_changes=resume_changes, **go_on)
+            return kept(place, checkpoint=checkpoint, epochs=4, shuffle=False)
         except ipufit.errors.CheckpointError:
             return "refused"
 
 
-of("Model.fit", resumed, checkpoint=(True, False), resume=(None, "auto"))
-of("Model.fit", unshuffled, resume_changes=(None, {"shuffle"}))
-of("Model.fit", restarted, max_restarts=(0, 1))
+of("Model.fit", written, checkpoint=(True, False))
+of("Checkpoint", resumed, resume=(None, "auto"))
+of("Checkpoint", unshuffled, resume_changes=(None, {"shuffle"}))
+of("Checkpoint", restarted, max_restarts=(0, 1))
 
 
-def files_of(place, report=None, **options):
+def files_of(place, report, **options):
     """What a fit of three epochs leaves in folders, and whether it could be."""
     given = {"batch_size": 3, "seed": 1, "verbose": 0, **options}
     model = ipufit.Model(linear())
     model.compile("sgd", "cross_entropy")
-    model.fit(X, Y, report=report, **given)
+    model.fit(X, Y, callbacks=report, **given)
     return sorted(str(each.relative_to(place)) for each in place.rglob("run.json"))
-
-
-def reported(**options):
-    """The same in the present folder, which is a scratch one."""
-    before = os.getcwd()
-    with folder() as place:
-        os.chdir(place)
-        try:
-            return files_of(place, **options)
-        finally:
-            os.chdir(before)
 
 
 class Counts:
@@ -600,13 +620,6 @@ def report_of(**options):
         return found, "asked for" in str(facts["operators"])
 
 
-of(
-    "Model.fit",
-    reported,
-    report=(None, "a"),
-    autoreport=(False, True),
-    autoreport_dir=With("a", "b", autoreport=True),
-)
 of(
     "Report",
     report_of,

@@ -145,8 +145,8 @@ def forms():
         "list": ((batches,), {}),
         "passes": ((shuffled(13),), {"steps_per_epoch": 3, "epochs": 3}),
         "passes of arrays": (data(13), {"batch_size": 4, "steps_per_epoch": 3, "epochs": 3}),
-        "limited": ((shuffled(37),), {"limit_train_batches": 5}),
-        "prefetch": ((shuffled(37),), {"prefetch": 2}),
+        "limited": ((shuffled(37),), {"loading": ipufit.Loading(limit_train_batches=5)}),
+        "prefetch": ((shuffled(37),), {"loading": ipufit.Loading(prefetch=2)}),
         "split": ((x, y), {"batch_size": 4, "validation_split": 0.3}),
         "class_weight": ((x, y), {"batch_size": 4, "class_weight": {0: 2.0, 1: 0.5}}),
     }

@@ -139,7 +139,7 @@ def refused():
     yield "compare", lambda: made().compare((X, Y))
     yield "invariance", lambda: made().check_invariance((X, Y))
     yield "detection", lambda: fit(X, Y, model=made(detect_nan=True))
-    yield "restarts", lambda: fit(X, Y, checkpoint="runs", max_restarts=1)
+    yield "restarts", lambda: fit(X, Y, checkpoint=ipufit.Checkpoint("runs", max_restarts=1))
     zero = torch.ones(20)
     zero[8:12] = 0
     yield "weights", lambda: fit(X, Y, batch_size=2, sample_weight=zero, shuffle=False)

@@ -48,8 +48,9 @@ def main():
         device_iterations=1,
         validation_data=(x, y),
         callbacks=[Happens(), EarlyStopping("val_loss", patience=9)],
-        checkpoint=ipufit.Checkpoint(os.path.join(FOLDER, "checkpoints"), every_updates=2),
-        resume="auto",
+        checkpoint=ipufit.Checkpoint(
+            os.path.join(FOLDER, "checkpoints"), every_updates=2, resume="auto"
+        ),
         seed=5,
         verbose=0,
     )

@@ -295,8 +295,8 @@ def refused():
 def checkpointed(shards, name, epochs, **options):
     """A fit that writes, or goes on from, checkpoints."""
     model = compiled(shards, optimizer=options.pop("optimizer", "adam"))
-    settings = ipufit.Checkpoint(os.path.join(FOLDER, name), every_updates=2)
-    fit(model, epochs, checkpoint=settings, resume="auto", **options)
+    settings = ipufit.Checkpoint(os.path.join(FOLDER, name), every_updates=2, resume="auto")
+    fit(model, epochs, checkpoint=settings, **options)
     return model
 
 

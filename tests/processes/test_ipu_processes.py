@@ -119,7 +119,7 @@ OTHERS = """
     norm = {"between": [nn.BatchNorm1d(6)], "samples": 36}
     whole = run(**norm)
     run(**norm, epochs=1, fit={"checkpoint": folder})
-    resumed = run(**norm, fit={"checkpoint": folder, "resume": "auto"})
+    resumed = run(**norm, fit={"checkpoint": ipufit.Checkpoint(folder, resume="auto")})
     say([whole["weights"] == resumed["weights"], whole["history"] == resumed["history"]])
 
     # A loss of process 1 is NaN in the first of the updates of one execution.

@@ -52,7 +52,7 @@ def trained(folder, epochs=3, samples=320, stages=True, lr=0.01):
         ipus=4 if stages else 1,
         epochs=epochs,
         validation_split=0.1,
-        report=ipufit.Report(folder, overwrite=True),
+        callbacks=[ipufit.Report(folder, overwrite=True)],
         verbose=0,
     )
     model.close()

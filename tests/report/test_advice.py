@@ -75,7 +75,7 @@ CASES = {
     "data": (
         facts(data=2.0),
         "20.0 % of the training waits for data.",
-        "Prepare executions ahead with fit(prefetch=1), or let workers read: "
+        "Prepare executions ahead with loading=Loading(prefetch=1), or let workers read: "
         "DataLoader(num_workers=2, persistent_workers=True).",
     ),
     "metrics": (
@@ -101,7 +101,7 @@ CASES = {
     "validation": (
         facts(validation=6.0),
         "60.0 % of the time goes to validation.",
-        "Validate less often (validation_freq)",
+        "Validate less often (Validation(freq=2))",
     ),
     "around": (
         facts(other=4.0),
@@ -200,7 +200,7 @@ def test_a_real_run_says_what_its_pipeline_lacks(tmp_path):
         batch_size=2,
         ipus=4,
         gradient_accumulation=7,
-        report=tmp_path,
+        callbacks=[ipufit.Report(tmp_path)],
         verbose=0,
     )
     told = Run.read(str(tmp_path)).facts["warnings"]

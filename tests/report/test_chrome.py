@@ -265,7 +265,7 @@ def test_a_fit_leaves_its_trace_beside_the_facts(tmp_path):
         epochs=3,
         validation_split=0.2,
         gradient_accumulation=2,
-        report=tmp_path,
+        callbacks=[ipufit.Report(tmp_path)],
         verbose=0,
     )
     trace = json.loads((tmp_path / TRACE).read_text())

@@ -61,7 +61,7 @@ def told(name, jit, how, monkeypatch, folder):
 
     monkeypatch.setattr(recorder.Recorder, "_profiled", kept)
     monkeypatch.setattr(recorder, "write_page", lambda folder: None)
-    fitted(name, jit, how, report=folder)
+    fitted(name, jit, how, callbacks=ipufit.Report(folder))
     return found["memory"]
 
 

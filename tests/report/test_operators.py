@@ -42,7 +42,7 @@ def fitted(folder, make=CNN, engine=EmbeddedEngine, dtype=torch.float64, compili
     model.compile(optimizer, "cross_entropy", ["accuracy"], **(compiling or {}))
     report = None if folder is None else ipufit.Report(folder, overwrite=True)
     given = {"batch_size": 4, "epochs": 2, "seed": 1, "verbose": 0, **how}
-    model.fit(x.to(dtype), y, report=report, **given)
+    model.fit(x.to(dtype), y, callbacks=report, **given)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     return model, states
 
@@ -295,7 +295,7 @@ def test_nobody_is_timed_who_is_not_asked_for(tmp_path, monkeypatch):
     model = ipufit.Model(MLP().double(), engine="embedded")
     model.compile("sgd", "cross_entropy")
     report = ipufit.Report(tmp_path / "r", operators=False)
-    model.fit(*data(8), batch_size=4, verbose=0, report=report)
+    model.fit(*data(8), batch_size=4, verbose=0, callbacks=report)
 
 
 def test_the_peak_is_measured_once():

@@ -20,7 +20,7 @@ def test_the_plan_in_a_report_is_that_before_the_run(tmp_path):
         y,
         batch_size=4,
         gradient_accumulation=2,
-        report=ipufit.Report(tmp_path, operators=False),
+        callbacks=[ipufit.Report(tmp_path, operators=False)],
         verbose=0,
     )
     found = json.loads((tmp_path / "run.json").read_text())["plan"]

@@ -39,8 +39,8 @@ def fit(folder, samples=8, options=None, **more):
     model = ipufit.Model(nn.Linear(3, 2), engine="ipu-standin")
     model.compile("sgd", "mse", training_options=options)
     data = torch.ones(samples, 3), torch.ones(samples, 2)
-    asked = {"report": folder, **more} if folder is not None else more
-    model.fit(*data, batch_size=2, verbose=0, **asked)
+    report = None if folder is None else ipufit.Report(folder)
+    model.fit(*data, batch_size=2, verbose=0, callbacks=report, **more)
     return model
 
 
@@ -73,11 +73,6 @@ def test_the_training_program_writes_its_profile_into_the_folder(tmp_path, compi
 def test_without_a_report_there_is_no_profile(compiled):
     fit(None)
     assert list(map(engine_options, compiled)) == [{}]
-
-
-def test_lightnings_names_do_the_same(tmp_path, compiled):
-    fit(None, autoreport=True, autoreport_dir=tmp_path / "auto")
-    assert engine_options(compiled[0]) == profile_into(tmp_path / "auto" / "popvision")
 
 
 def test_programs_of_smaller_updates_have_folders_beside(tmp_path, compiled):

@@ -16,7 +16,7 @@ SCRIPT = """
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     report = ipufit.Report(sys.argv[1], profiler=profiler)
     x, y = torch.randn(22, 3), torch.randn(22, 2)
-    history = model.fit(x, y, batch_size=2, epochs=2, ipus=2, report=report, verbose=0)
+    history = model.fit(x, y, batch_size=2, epochs=2, ipus=2, callbacks=report, verbose=0)
     print(history.history["loss"][-1])
 """
 

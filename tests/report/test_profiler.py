@@ -24,7 +24,7 @@ def fit(report, epochs=2, **options):
     model = ipufit.Model(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
     model.compile("sgd", "mse")
     data = torch.ones(16, 3), torch.ones(16, 2)
-    model.fit(*data, batch_size=4, epochs=epochs, report=report, verbose=0, **options)
+    model.fit(*data, batch_size=4, epochs=epochs, callbacks=report, verbose=0, **options)
     return model
 
 

@@ -46,8 +46,10 @@ def made(engine="embedded", **options):
 def fitted(model, report, **options):
     """Train it."""
     given = {"batch_size": 3, "epochs": 3, "seed": 5, "verbose": 0, **options}
-    model.fit(X, Y, report=report, **given)
-    return Run.read(os.fspath(getattr(report, "folder", report)))
+    report = report if isinstance(report, ipufit.Report) else ipufit.Report(report)
+    callbacks = [*given.pop("callbacks", ()), report]
+    model.fit(X, Y, callbacks=callbacks, **given)
+    return Run.read(report.folder)
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 10])
@@ -161,7 +163,7 @@ def test_on_an_ipu_compiling_is_told_apart(tmp_path):
     """The stand-in has the same report, but for single operators."""
     model = ipufit.Model(nn.Linear(4, 3), engine="ipu-standin")
     model.compile("sgd", "cross_entropy")
-    model.fit(X.float(), Y, batch_size=3, verbose=0, report=tmp_path)
+    model.fit(X.float(), Y, batch_size=3, verbose=0, callbacks=[ipufit.Report(tmp_path)])
     facts = Run.read(os.fspath(tmp_path)).facts
     assert facts["phases"]["capture"] > 0
     assert facts["phases"]["compute"] > 0
@@ -192,7 +194,7 @@ def test_a_run_that_ends_early_has_its_report(tmp_path, error, status, text):
     """With all that had happened, and the error as it was raised."""
     model = made()
     with pytest.raises(type(error)):
-        fitted(model, tmp_path, callbacks=Raising(error))
+        fitted(model, tmp_path, callbacks=[Raising(error)])
     run = Run.read(os.fspath(tmp_path))
     assert (run.facts["status"], run.facts["error"]) == (status, text)
     assert len(run.rows["begin"]) == 7
@@ -205,7 +207,9 @@ def test_a_loss_that_is_not_finite_ends_the_report(tmp_path):
     bad = X.clone()
     bad[20] = float("nan")
     with pytest.raises(NonFiniteLossError):
-        model.fit(bad, Y, batch_size=3, shuffle=False, verbose=0, report=tmp_path)
+        model.fit(
+            bad, Y, batch_size=3, shuffle=False, verbose=0, callbacks=[ipufit.Report(tmp_path)]
+        )
     run = Run.read(os.fspath(tmp_path))
     assert run.facts["status"] == "failed"
     assert run.facts["error"].startswith("NonFiniteLossError: the loss must be finite")
@@ -223,7 +227,7 @@ def test_while_it_runs_everything_can_be_read(tmp_path):
             run = Run.read(os.fspath(tmp_path))
             seen.append((run.facts["status"], len(run.rows["begin"]), len(run.facts["epochs"])))
 
-    fitted(made(), tmp_path, callbacks=Looks())
+    fitted(made(), tmp_path, callbacks=[Looks()])
     assert seen == [("running", 0, 0), ("running", 7, 1), ("running", 14, 2)]
 
 
@@ -235,7 +239,7 @@ def test_warnings_are_heard_and_still_shown(tmp_path):
             warnings.warn("mind <the> gap", UserWarning, stacklevel=1)
 
     with pytest.warns(UserWarning, match="mind <the> gap") as shown:
-        facts = fitted(made(), tmp_path, callbacks=Warns()).facts
+        facts = fitted(made(), tmp_path, callbacks=[Warns()]).facts
     assert len(shown) == 3
     (heard,) = [each for each in facts["warnings"] if each["kind"] == "warning"]
     assert (heard["text"], heard["count"]) == ("mind <the> gap", 3)
@@ -260,10 +264,11 @@ def test_a_run_that_goes_on_has_one_report(tmp_path):
 
     kept = {"checkpoint": tmp_path / "run", "epochs": 3}
     with pytest.raises(ValueError, match="a power cut"):
-        fitted(made(), tmp_path / "run", callbacks=Stops(12), **kept)
+        fitted(made(), tmp_path / "run", callbacks=[Stops(12)], **kept)
     first = Run.read(os.fspath(tmp_path / "run"))
     assert len(first.rows["begin"]) == 11
-    run = fitted(made(), tmp_path / "run", resume="auto", callbacks=Stops(99), **kept)
+    kept["checkpoint"] = ipufit.Checkpoint(tmp_path / "run", resume="auto")
+    run = fitted(made(), tmp_path / "run", callbacks=[Stops(99)], **kept)
     assert run.rows["first_update"] == [float(update) for update in range(21)]
     assert [epoch["epoch"] for epoch in run.facts["epochs"]] == [0, 1, 2]
     assert run.facts["begun"] == first.facts["begun"]
@@ -275,7 +280,7 @@ def test_a_run_that_goes_on_has_one_report(tmp_path):
 def test_a_device_that_is_used_again_goes_on_with_the_report(tmp_path):
     """A restart is a warning in it."""
     model = made()
-    again = {"checkpoint": ipufit.Checkpoint(tmp_path / "c", every_updates=2), "max_restarts": 1}
+    again = {"checkpoint": ipufit.Checkpoint(tmp_path / "c", every_updates=2, max_restarts=1)}
     with ipufit.testing.inject("ipu_reset", 5), pytest.warns(UserWarning, match="restart 1 of 1"):
         run = fitted(model, tmp_path / "r", **again)
     assert run.facts["status"] == "finished"
@@ -285,21 +290,39 @@ def test_a_device_that_is_used_again_goes_on_with_the_report(tmp_path):
 def test_trying_everything_out_writes_no_report(tmp_path):
     """And History says so."""
     model = made()
-    model.fit(X, Y, batch_size=3, fast_dev_run=True, verbose=0, report=tmp_path / "r")
+    model.fit(
+        X,
+        Y,
+        batch_size=3,
+        loading=ipufit.Loading(fast_dev_run=True),
+        verbose=0,
+        callbacks=[ipufit.Report(tmp_path / "r")],
+    )
     assert not (tmp_path / "r").exists()
     assert "report" in model.history.params["left_out_callbacks"]
 
 
-def test_lightning_has_another_name_for_it(tmp_path, monkeypatch):
-    """The same report, in the present folder where nobody says otherwise."""
-    monkeypatch.chdir(tmp_path)
-    made().fit(X, Y, verbose=0, autoreport=True)
-    assert Run.read("autoreport").facts["status"] == "finished"
-    made().fit(X, Y, verbose=0, autoreport=True, autoreport_dir="mine")
-    assert Run.read("mine").facts["status"] == "finished"
+def test_a_report_is_one_of_the_callbacks_of_fit(tmp_path):
+    """A run has one, and evaluate has none."""
+    report = ipufit.Report(tmp_path / "run")
+    with pytest.raises(ConfigurationError) as caught:
+        made().fit(X, Y, callbacks=[report, ipufit.Report("other")], verbose=0)
+    assert str(caught.value) == (
+        f"callbacks must have at most one Report, got 2: {report!r}, Report('other'). Leave all "
+        "but one out."
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        made().evaluate(X, Y, callbacks=[report], verbose=0)
+    assert str(caught.value) == (
+        f"callbacks of evaluate must be without a Report, which writes down what fit does, got "
+        f"{report!r}. Leave it out."
+    )
+    assert not (tmp_path / "run").exists()
+    made().fit(X, Y, callbacks=report, verbose=0)
+    assert Run.read(report.folder).facts["status"] == "finished"
 
 
-TAKEN = "holds the report of another run. Pass another folder, or report=ipufit.Report("
+TAKEN = "holds the report of another run. Pass another folder, or ipufit.Report("
 
 
 def test_a_report_is_not_written_over_unasked(tmp_path):
@@ -317,40 +340,22 @@ def test_a_report_is_not_written_over_unasked(tmp_path):
 
 
 BAD = [
-    ({"report": 3}, "report must be the path of a folder, got 3. Use for example 'runs/1'."),
-    ({"report": ""}, "report must be the path of a folder, got ''. Use for example 'runs/1'."),
+    (3, "folder of Report must be the path of a folder, got 3. Use for example 'runs/1'."),
+    ("", "folder of Report must be the path of a folder, got ''. Use for example 'runs/1'."),
     (
-        {"report": ipufit.Report},
-        "report must be a path or an object, got the class Report. Pass Report('runs/1').",
+        __file__,
+        f"folder of Report must be a folder, but {__file__!r} is a file. Pass another path.",
     ),
-    (
-        {"report": "r", "autoreport": True},
-        "report and autoreport both ask for a report; autoreport is the name that it has in "
-        "Lightning. Pass report='runs/1' alone.",
-    ),
-    (
-        {"autoreport_dir": "r"},
-        "autoreport_dir='r' is the folder of a report, but autoreport is not given. Pass "
-        "autoreport=True too, or report='runs/1'.",
-    ),
-    ({"autoreport": "yes"}, "autoreport must be True or False, got 'yes'."),
-    (
-        {"report": __file__},
-        f"report must be a folder, but {__file__!r} is a file. Pass another path.",
-    ),
-    (
-        {"report": "/proc/here"},
-        "report must be a folder that can be written, but '/proc/here' can't: ",
-    ),
+    ("/proc/here", "folder of Report must be one that can be written, but '/proc/here' can't: "),
 ]
 
 
-@pytest.mark.parametrize(("options", "text"), BAD)
-def test_what_can_not_be_is_refused(options, text):
+@pytest.mark.parametrize(("place", "text"), BAD)
+def test_what_can_not_be_is_refused(place, text):
     """Before any work."""
     model = made()
     with pytest.raises(ConfigurationError) as caught:
-        model.fit(X, Y, verbose=0, **options)
+        model.fit(X, Y, callbacks=[ipufit.Report(place)], verbose=0)
     assert text in str(caught.value)
     assert model.capture_seconds == 0
 
@@ -396,7 +401,7 @@ def test_operators_need_not_be_timed(tmp_path):
 
 def test_a_folder_without_a_report_is_refused(tmp_path):
     """By whoever reads it."""
-    with pytest.raises(ConfigurationError, match=r"a report must be a folder that fit\(report="):
+    with pytest.raises(ConfigurationError, match="a report must be a folder that ipufit"):
         Run.read(os.fspath(tmp_path))
     (tmp_path / "run.json").write_text('{"format": "other"}')
     with pytest.raises(ConfigurationError, match=r"must have the format 'ipufit\.Report/1'"):
@@ -421,7 +426,13 @@ def test_a_full_disk_ends_the_report_and_not_the_training(tmp_path, monkeypatch,
     text = r"the report in .* ends here, because it can't be written any more: .*No space left"
     with pytest.warns(UserWarning, match=text) as caught:
         history = model.fit(
-            X, Y, batch_size=3, epochs=4, seed=5, verbose=0, report=tmp_path, callbacks=Fills()
+            X,
+            Y,
+            batch_size=3,
+            epochs=4,
+            seed=5,
+            verbose=0,
+            callbacks=[Fills(), ipufit.Report(tmp_path)],
         )
     assert len(caught) == 1
     plain.fit(X, Y, batch_size=3, epochs=4, seed=5, verbose=0)
@@ -439,7 +450,7 @@ def test_facts_of_many_short_epochs_are_written_seldom(tmp_path, monkeypatch):
             run = Run.read(os.fspath(tmp_path))
             seen.append((len(run.facts["epochs"]), len(run.rows["begin"])))
 
-    run = fitted(made(), tmp_path, callbacks=Looks())
+    run = fitted(made(), tmp_path, callbacks=[Looks()])
     assert seen == [(0, 0), (1, 7), (1, 14)]
     assert [epoch["epoch"] for epoch in run.facts["epochs"]] == [0, 1, 2]
     assert run.facts["status"] == "finished"

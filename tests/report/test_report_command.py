@@ -131,7 +131,7 @@ def test_a_run_that_failed_before_it_began_has_few_numbers(tmp_path, capsys):
     model = ipufit.Model(nn.Linear(3, 2))
     model.compile("sgd", "mse")
     with pytest.raises(DataError):
-        model.fit(torch.ones(4, 5), torch.ones(4, 2), report=folder, verbose=0)
+        model.fit(torch.ones(4, 5), torch.ones(4, 2), callbacks=[ipufit.Report(folder)], verbose=0)
     (found,) = json.loads(run(capsys, folder, "--json")[1])["runs"]
     assert (found["status"], found["samples_per_second"], found["final"]) == ("failed", None, {})
     assert found["error"].startswith("DataError: training data, batch 0: ")
@@ -159,7 +159,7 @@ def test_json_and_a_page_do_not_go_together(option, tmp_path, capsys):
 def test_what_is_no_report_is_one_line(more, tmp_path, capsys):
     status, out, err = run(capsys, tmp_path / "none", *more)
     assert (status, out) == (2, "")
-    assert err.startswith("ipufit report: a report must be a folder that fit(report=...) has")
+    assert err.startswith("ipufit report: a report must be a folder that ipufit.Report has")
     assert err.count("\n") == 1
 
 

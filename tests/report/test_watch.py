@@ -298,7 +298,7 @@ def test_a_file_can_not_be_watched(tmp_path, capsys):
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
         f"ipufit watch: watch shows the folder of a report, but {str(file)!r} is a file. Pass the "
-        "folder that fit(report=...) was given.\n"
+        "folder that ipufit.Report was given.\n"
     )
 
 

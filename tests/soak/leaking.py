@@ -131,7 +131,7 @@ def many_executions(executions: int) -> Grown:
             batch_size=4,
             epochs=max(8, executions // _UPDATES),
             validation_data=(x[:40], y[:40]),
-            prefetch=1,
+            loading=ipufit.Loading(prefetch=1),
             seed=0,
             verbose=0,
             callbacks=[

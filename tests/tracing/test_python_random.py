@@ -227,7 +227,9 @@ def test_data_may_draw(run_eagerly):
     """A dataset runs for every sample, also while something is recorded."""
     model = compiled(lambda: (nn.Linear(8, 3), "cross_entropy"), run_eagerly=run_eagerly)
     loader = DataLoader(Augmented(), batch_size=4)
-    model.fit(loader, epochs=2, prefetch=2, validation_data=loader, verbose=0)
+    model.fit(
+        loader, epochs=2, loading=ipufit.Loading(prefetch=2), validation_data=loader, verbose=0
+    )
     model.evaluate(loader, prefetch=2, verbose=0)
 
 

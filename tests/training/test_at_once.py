@@ -17,7 +17,11 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes can't be f
 
 def test_two_fits_in_two_threads_have_the_bits_of_two_in_turn(tmp_path):
     """With random numbers and checkpoints, of which torch and the process have one each."""
-    cases = [Case(CNN, seed=5), Case(MLP, seed=6, prefetch=1), Case(CNN, seed=7, ipus=2)]
+    cases = [
+        Case(CNN, seed=5),
+        Case(MLP, seed=6, loading=ipufit.Loading(prefetch=1)),
+        Case(CNN, seed=7, ipus=2),
+    ]
     together = threading.Barrier(len(cases))
     made = {}
 
@@ -72,7 +76,7 @@ class Forks(Callback):
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_copy_of_the_process_does_not_go_on(prefetch, tmp_path):
     """It has no threads, and would write the same files; the one that was copied is unharmed."""
-    case = Case(MLP, seed=5, prefetch=prefetch)
+    case = Case(MLP, seed=5, loading=ipufit.Loading(prefetch=prefetch))
     told = tmp_path / "told"
     callback = Forks()
     try:

@@ -271,18 +271,17 @@ def test_all_faults_of_fit_are_reported_together():
         fit(model, **plan)
     assert fit(model, **{**plan, **caught.value.suggestion}).epoch == [0]
     own = [
-        f"{IPUS}, got 3. {TRY_4}".replace("`ipus`", "`inference_ipus`"),
-        f"`inference_device_iterations` {WHOLE}, got -2. Try 1.",
+        f"{IPUS}, got 3. {TRY_4}".replace("`ipus`", "`ipus` of Validation"),
+        f"`device_iterations` of Validation {WHOLE}, got -2. Try 1.",
     ]
-    inference = {"inference_ipus": 3, "inference_device_iterations": -2}
+    validation = ipufit.Validation(loader(), ipus=3, device_iterations=-2)
     with refused(model, PlanError, "\n".join([*faults, *own])) as caught:
-        fit(model, validation_data=loader(), **plan, **inference)
+        fit(model, validation_data=validation, **plan)
     assert caught.value.faults == (*faults, *own)
-    mended = {**plan, **inference, **caught.value.suggestion}
-    assert fit(model, validation_data=loader(), **mended).epoch == [0]
+    assert fit(model, **{**plan, **caught.value.suggestion}).epoch == [0]
     built = engine.built
     rest = [
-        "epochs must be an integer of at least 1, got 0.",
+        "epochs must be an integer of at least 1 or a range such as range(3, 10), got 0.",
         *faults,
         f"{CALLBACKS}3. Subclass ipufit.callbacks.Callback and override its hooks.",
         "seed must be an integer or None, got 1.5.",
@@ -296,23 +295,23 @@ def test_all_faults_of_fit_are_reported_together():
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ({"inference_ipus": 2}, "inference_ipus"),
-        ({"inference_device_iterations": 2}, "inference_device_iterations"),
+        ({"ipus": 2}, "ipus of Validation"),
+        ({"device_iterations": 2}, "device_iterations of Validation"),
         (
-            {"inference_ipus": 2, "inference_device_iterations": 2},
-            "inference_ipus and inference_device_iterations",
+            {"ipus": 2, "device_iterations": 2},
+            "ipus of Validation and device_iterations of Validation",
         ),
     ],
 )
 def test_arguments_for_a_validation_that_is_not_there_are_refused(arguments, names):
     """An argument that does nothing would be taken for one that does."""
     text = (
-        f"{names} set how validation_data is evaluated, but there is none. Pass validation_data, "
-        "or leave them out."
+        f"{names} set how validation_data is evaluated, but there is none. Pass "
+        "Validation(data, ...) or validation_split, or leave them out."
     )
     model = compiled()
     with refused(model, ConfigurationError, text):
-        fit(model, **arguments)
+        fit(model, validation_data=ipufit.Validation(**arguments))
 
 
 def test_one_callback_or_none_is_taken_as_in_keras():
@@ -355,20 +354,20 @@ def test_without_an_optimizer_a_model_can_evaluate_and_predict_only():
     ("arguments", "text"),
     [
         *(
-            ({"epochs": value}, f"epochs must be an integer of at least 1, got {value!r}.")
-            for value in (0, -1, 1.5, True, "2", None)
+            (
+                {"epochs": value},
+                "epochs must be an integer of at least 1 or a range such as range(3, 10), got "
+                f"{value!r}.",
+            )
+            for value in (0, -1, 1.5, True, "2", None, [3, 4])
         ),
         *(
             (
-                {"initial_epoch": value},
-                f"initial_epoch must be an integer of at least 0, got {value!r}.",
+                {"epochs": value},
+                "epochs must be a number of epochs or a range of their indices, at least one, from "
+                f"0 or later on and without gaps, got {value!r}. Pass for example range(3, 10).",
             )
-            for value in (-1, 1.5, False, "0", None)
-        ),
-        (
-            {"epochs": 3, "initial_epoch": 3},
-            "epochs is the index to stop before, so it must be more than initial_epoch (3), got 3. "
-            "Try 4.",
+            for value in (range(-1, 1), range(3, 3), range(4, 3), range(0, 4, 2), range(4, 0, -1))
         ),
         *(
             ({"seed": value}, f"seed must be an integer or None, got {value!r}.")

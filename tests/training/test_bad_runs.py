@@ -6,6 +6,7 @@ import traceback
 import pytest
 import torch
 
+import ipufit
 from ipufit.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
 from ipufit.errors import ConfigurationError, LossError
 from tests.faulty import (
@@ -33,7 +34,13 @@ def test_complex_targets_are_refused_in_full_words(loss, prefetch):
     model = compiled(loss=loss)
     text = f"loss {loss!r} needs real numbers, got a target of dtype complex64. {REAL}"
     with refused(model, LossError, text):
-        fit(model, x, y=y.to(torch.complex64), batch_size=4, prefetch=prefetch)
+        fit(
+            model,
+            x,
+            y=y.to(torch.complex64),
+            batch_size=4,
+            loading=ipufit.Loading(prefetch=prefetch),
+        )
 
 
 BAD_SCHEDULES = {

@@ -128,8 +128,7 @@ def test_hooks_fire_once_per_execution_with_keras_indices():
             numbered(25, 2),
             gradient_accumulation=2,
             device_iterations=di,
-            inference_device_iterations=2,
-            validation_data=numbered(7, 2),
+            validation_data=ipufit.Validation(numbered(7, 2), device_iterations=2),
             callbacks=[ledger],
             epochs=2,
             verbose=0,
@@ -361,10 +360,10 @@ def test_running_logs_are_means_so_far():
     assert math.isclose(logs[-1]["loss"], model.history.history["loss"][0])
 
 
-def test_initial_epoch_is_keras():
+def test_epochs_as_a_range_are_keras_initial_epoch():
     """``epochs`` is the index to stop before, not a count."""
     model, engine = recording()
-    assert model.fit(numbered(4, 2), initial_epoch=3, epochs=5, verbose=0).epoch == [3, 4]
+    assert model.fit(numbered(4, 2), epochs=range(3, 5), verbose=0).epoch == [3, 4]
     assert engine.programs[0].updates == 4
 
 

@@ -151,7 +151,7 @@ def test_two_fits_go_on_where_one_would(kind, ipus):
     loader = DataLoader(TensorDataset(*data(n)), batch_size=4)
     losses, plan = [], {"ipus": ipus, "gradient_accumulation": 2}
     for epoch in range(2):
-        work = {"initial_epoch": epoch, "epochs": epoch + 1, **plan}
+        work = {"epochs": range(epoch, epoch + 1), **plan}
         losses += model.fit(loader, seed=7, verbose=0, **work).history["loss"]
     once = fit(net=copy.deepcopy(start), n=n, shuffle=False, **plan)
     assert equal((net.state_dict(), {"loss": losses}), once)

@@ -61,7 +61,8 @@ model.compile("adam", "cross_entropy")
 held_out = loader if kind == "validation" else None
 prefetch = 0 if kind in ("own", "here") else 1
 try:
-    model.fit(loader, epochs=3, validation_data=held_out, prefetch=prefetch, verbose=0)
+    loading = ipufit.Loading(prefetch=prefetch)
+    model.fit(loader, epochs=3, validation_data=held_out, loading=loading, verbose=0)
     print("trained on")
 except KeyboardInterrupt:
     left = [t.name for t in threading.enumerate() if "ipufit" in t.name]
@@ -126,7 +127,7 @@ def test_workers_have_nothing_to_do_with_ctrl_c(method, prefetch, children_befor
     model = ipufit.Model(nn.Linear(8, 3))
     model.compile("sgd", "cross_entropy")
     loader = DataLoader(Interrupting(), 4, num_workers=1, multiprocessing_context=method)
-    history = model.fit(loader, epochs=2, prefetch=prefetch, verbose=0)
+    history = model.fit(loader, epochs=2, loading=ipufit.Loading(prefetch=prefetch), verbose=0)
     assert history.epoch == [0, 1]
     assert set(multiprocessing.active_children()) <= children_before
 
@@ -341,10 +342,10 @@ def test_persistent_workers_that_are_slow_end_with_the_interrupt(prefetch, child
     strike = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     strike.start()
     with pytest.raises(KeyboardInterrupt):
-        model.fit(loader, prefetch=prefetch, verbose=0)
+        model.fit(loader, loading=ipufit.Loading(prefetch=prefetch), verbose=0)
     strike.join()
     assert set(multiprocessing.active_children()) <= children_before
     # Others are started when it is read next.
     loader.dataset.seconds = 0.0
-    assert model.fit(loader, prefetch=prefetch, verbose=0).epoch == [0]
+    assert model.fit(loader, loading=ipufit.Loading(prefetch=prefetch), verbose=0).epoch == [0]
     end_workers(loader._iterator)

@@ -152,7 +152,7 @@ def find_lr(
         blew_up = False
         try:
             fit = loop.Fit(job, [CallbackObserver(callbacks)], History(), None, lambda: watch.done)
-            fit.run(0, len(rates))
+            fit.run(range(len(rates)))
         except NonFiniteLossError:
             blew_up = True
         result = watch.result(blew_up)

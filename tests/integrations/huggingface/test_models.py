@@ -239,7 +239,7 @@ def test_a_checkpoint_goes_on_with_tied_weights(tmp_path):
         for epochs in [2] if whole else [1, 2]:
             model = ipufit.Model(net)
             model.compile(adamw)
-            how = {} if whole else {"checkpoint": tmp_path, "resume": "auto"}
+            how = {} if whole else {"checkpoint": ipufit.Checkpoint(tmp_path, resume="auto")}
             model.fit(batch, batch_size=4, epochs=epochs, seed=0, verbose=0, **how)
         runs.append(net)
     assert all(map(torch.equal, runs[0].parameters(), runs[1].parameters()))

@@ -383,7 +383,7 @@ def test_samples_are_sent_ahead(prefetch, on, monkeypatch):
     original, receives, received = Static.send, Static.receive, []
     monkeypatch.setattr(Static, "send", send)
     monkeypatch.setattr(Static, "receive", receive)
-    pair(MLP().double(), adam, on, prefetch=prefetch)
+    pair(MLP().double(), adam, on, loading=ipufit.Loading(prefetch=prefetch))
     # Of 9 full executions and 3 tails, those prepared after the captures of the second of each.
     threads = {"ipufit-prefetch"} if prefetch else {threading.current_thread().name}
     assert set(sent) == threads
@@ -402,7 +402,14 @@ def test_samples_sent_to_memory_that_was_given_up_are_copied_again():
 
         return [Loading()]
 
-    model = pair(MLP().double(), adam, "tape", callbacks=loading, prefetch=2, plan=Plan(2, 2))
+    model = pair(
+        MLP().double(),
+        adam,
+        "tape",
+        callbacks=loading,
+        loading=ipufit.Loading(prefetch=2),
+        plan=Plan(2, 2),
+    )
     assert model._session.engine.tape.captures >= 3
 
 

@@ -295,7 +295,7 @@ def test_a_run_that_goes_on_keeps_the_choice(described, monkeypatch, tmp_path):
     trained(net, epochs=2, checkpoint=tmp_path)
     monkeypatch.setattr(timing, "_known", {})
     let_win(monkeypatch, "graph")
-    resumed, engine, _ = trained(net, checkpoint=tmp_path, resume="auto")
+    resumed, engine, _ = trained(net, checkpoint=ipufit.Checkpoint(tmp_path, resume="auto"))
     assert engine.way == "inductor"
     assert_equal(whole.module, resumed.module)
 

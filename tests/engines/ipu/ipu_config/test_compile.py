@@ -71,10 +71,8 @@ def test_the_numbers_are_those_of_the_arguments(engine):
         ipus=2,
         gradient_accumulation=3,
         device_iterations=2,
-        inference_ipus=4,
-        inference_device_iterations=3,
         seed=0,
-        validation_data=(X, Y),
+        validation_data=ipufit.Validation((X, Y), ipus=4, device_iterations=3),
     )
     assert first.history == second.history
     assert torch.equal(one.module.weight, other.module.weight)
@@ -225,12 +223,12 @@ def test_a_folder_for_executables_is_used(tmp_path):
             ["`gradient_accumulation` must agree with IPUConfig.gradient_accumulation_steps, wh"],
         ),
         (
-            {"inference_ipus": 2, "validation_data": (X, Y)},
-            ["`inference_ipus` must agree with IPUConfig.inference_replication_factor x infer"],
+            {"validation_data": ipufit.Validation((X, Y), ipus=2)},
+            ["`ipus` of Validation must agree with IPUConfig.inference_replication_factor x in"],
         ),
         (
-            {"inference_device_iterations": 2, "validation_data": (X, Y)},
-            ["`inference_device_iterations` must agree with IPUConfig.inference_device_iterat"],
+            {"validation_data": ipufit.Validation((X, Y), device_iterations=2)},
+            ["`device_iterations` of Validation must agree with IPUConfig.inference_device_it"],
         ),
         ({"seed": 1}, ["seed must agree with IPUConfig.seed, which is 0, got 1. Leave it out, or"]),
         ({"ipus": 1, "device_iterations": 9, "seed": 5}, ["`ipus`", "`device_it", "seed must"]),
@@ -245,8 +243,7 @@ def test_an_argument_of_fit_that_disagrees_is_refused(given, texts):
     assert all(line.startswith(text) for line, text in zip(lines, texts))
     assert engine.programs == []
     fit(model, ipus=2, device_iterations=2, gradient_accumulation=3, seed=0)
-    same = {"inference_ipus": 4, "inference_device_iterations": 3}
-    fit(model, **same, validation_data=(X, Y))
+    fit(model, validation_data=ipufit.Validation((X, Y), ipus=4, device_iterations=3))
 
 
 def test_the_text_says_what_to_do():

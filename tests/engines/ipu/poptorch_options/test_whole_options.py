@@ -284,7 +284,7 @@ def test_the_seed_of_inference_is_that_of_its_options():
 def test_validation_has_the_seed_of_inference():
     given = compiled(0.5, inference_options=poptorch.Options().randomSeed(5), optimizer=still)
     plain = compiled(0.5, optimizer=still)
-    held_out = {"validation_data": (X, Y), "validation_batch_size": 4}
+    held_out = {"validation_data": ipufit.Validation((X, Y), batch_size=4)}
     expected = fitted(plain, seed=5, **held_out).history["val_loss"]
     assert fitted(given, **held_out).history["val_loss"] == expected
     assert fitted(plain, **held_out).history["val_loss"] != expected
@@ -294,7 +294,7 @@ def test_inference_has_work_of_its_own():
     training = poptorch.Options().deviceIterations(3)
     inference = poptorch.Options().deviceIterations(2).replicationFactor(2)
     model = compiled(training_options=training, inference_options=inference)
-    history = fitted(model, validation_data=(X, Y), validation_batch_size=2)
+    history = fitted(model, validation_data=ipufit.Validation((X, Y), batch_size=2))
     assert history.params["device_iterations"] == 3
     with pytest.raises(PlanError) as caught:
         model.evaluate(X, Y, batch_size=2, device_iterations=3, ipus=1, verbose=0)
@@ -311,7 +311,7 @@ def test_what_inference_options_leave_open_is_that_of_fit():
     model = compiled(inference_options=poptorch.Options().deviceIterations(2))
     with pytest.raises(PlanError, match="`ipus`"):
         model.fit(X, Y, batch_size=2, ipus=3, verbose=0)
-    fitted(model, ipus=2, validation_data=(X, Y), validation_batch_size=2)
+    fitted(model, ipus=2, validation_data=ipufit.Validation((X, Y), batch_size=2))
 
 
 def test_arguments_that_disagree_are_refused():

@@ -1,0 +1,173 @@
+"""Settings of the data of ``fit``: what ``loading`` and ``validation_data`` take, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from typing import Any, Collection, List, Optional, Union
+
+from ipufit.errors import ConfigurationError
+from ipufit.utils.error_collector import ErrorCollector, at_least
+from ipufit.utils.settings import SettingsRepr
+
+__all__ = ["Loading", "Validation", "resolve_loading", "resolve_validation"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Loading(SettingsRepr):
+    """How much of its data ``fit`` reads, and how far ahead; the words are Lightning's.
+
+    Args:
+        limit_train_batches: batches of an epoch to read at most, or a fraction of them as a float;
+            every epoch starts anew.
+        limit_val_batches: the same for validation; 0 for no validation.
+        overfit_batches: train on the first batches alone (a count, or a fraction as a float), the
+            same in every epoch and unshuffled, kept in memory; validate on them too if there is a
+            validation.
+        fast_dev_run: try everything: so many executions (True for one) of training and of
+            validation, one epoch, without callbacks that write files.
+        prefetch: executions that a thread prepares ahead; 0 for none. None is 1 where no code of
+            yours reads the data in this process (a DataLoader with workers, arrays mapped into
+            memory, and, where a device computes, tensors, arrays and a DataLoader over a
+            TensorDataset), else 0. What a callback changes in the data is seen by so many
+            executions later.
+
+    Raises:
+        ConfigurationError: an argument can't work, or not beside another one; all of them.
+    """
+
+    limit_train_batches: Union[int, float, None] = None
+    limit_val_batches: Union[int, float, None] = None
+    overfit_batches: Union[int, float, None] = None
+    fast_dev_run: Union[bool, int] = False
+    prefetch: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        faults = ErrorCollector()
+        limits = {"limit_train_batches": 1, "limit_val_batches": 0, "overfit_batches": 1}
+        for name, least in limits.items():
+            with faults.collect():
+                _check_limit(name, getattr(self, name), least)
+        with faults.collect():
+            self._check_rivals()
+        with faults.collect():
+            if not isinstance(self.fast_dev_run, bool):
+                also = " executions, True or False"
+                at_least("fast_dev_run", self.fast_dev_run, 1, also)
+        with faults.collect():
+            if self.prefetch is not None:
+                at_least("prefetch", self.prefetch, 0, " or None")
+        faults.raise_all()
+
+    def _check_rivals(self) -> None:
+        if self.overfit_batches is None:
+            return
+        if self.limit_train_batches is not None:
+            raise rivals(["limit_train_batches", "overfit_batches"], "an epoch")
+        if self.limit_val_batches is not None:
+            raise rivals(["limit_val_batches", "overfit_batches"], "a validation")
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Validation(SettingsRepr):
+    """Data that ``fit`` evaluates after its epochs, and how; the data alone is the short form.
+
+    Args:
+        data: ``(x, y)`` or ``(x, y, sample_weight)`` of tensors and arrays, as a tuple or list, or
+            any other form of ``x`` of ``fit``. None goes with ``validation_split``.
+        steps: device iterations of a validation; each one starts anew. None is all of the data.
+        batch_size: of data without batches of its own; None is that of ``fit``.
+        freq: validate every so many epochs, or after the epochs of this collection, counted from 1.
+        ipus: total number of IPUs for validation; None is that of ``compile(config=...)``, else
+            that of ``fit``.
+        device_iterations: forward passes per execution of the validation; None is that of the
+            config, else that of ``fit``.
+
+    Raises:
+        ConfigurationError: an argument can't work; all of them.
+    """
+
+    data: Any = None
+    steps: Optional[int] = None
+    batch_size: Optional[int] = None
+    freq: Union[int, Collection[int]] = 1
+    ipus: Optional[int] = None
+    device_iterations: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        faults = ErrorCollector()
+        for name in ("steps", "batch_size"):
+            with faults.collect():
+                if getattr(self, name) is not None:
+                    at_least(f"{name} of Validation", getattr(self, name), 1, " or None")
+        with faults.collect():
+            if not isinstance(self.freq, Collection) or isinstance(self.freq, (str, bytes)):
+                at_least("freq of Validation", self.freq, 1, " or a collection of epochs")
+            else:
+                for epoch in self.freq:
+                    at_least("an epoch in freq of Validation", epoch, 1)
+        faults.raise_all()
+
+    def epochs_of(self, epochs: range) -> List[int]:
+        """Indices of the epochs, of those of a run, after which there is a validation.
+
+        Raises:
+            ConfigurationError: ``freq`` names no epoch of this run.
+        """
+        if not isinstance(self.freq, Collection):
+            return [epoch for epoch in epochs if (epoch + 1) % self.freq == 0]
+        chosen = {epoch - 1 for epoch in self.freq}
+        due = [epoch for epoch in epochs if epoch in chosen]
+        if not due:
+            raise ConfigurationError(
+                f"freq of Validation must name an epoch from {epochs.start + 1} to {epochs.stop}, "
+                f"counted from 1, got {self.freq!r}."
+            )
+        return due
+
+
+def resolve_loading(loading: Any) -> Loading:
+    """Bring the argument ``loading`` of ``fit`` into its one form.
+
+    Raises:
+        ConfigurationError: it is no Loading.
+    """
+    if loading is None or isinstance(loading, Loading):
+        return loading or Loading()
+    raise ConfigurationError(
+        f"loading must be an ipufit.Loading object or None, got {loading!r}. Write for example "
+        "Loading(limit_train_batches=10)."
+    )
+
+
+def resolve_validation(data: Any) -> Validation:
+    """Bring the argument ``validation_data`` of ``fit`` into one form.
+
+    Raises:
+        ConfigurationError: it is the class Validation.
+    """
+    if data is Validation:
+        raise ConfigurationError(
+            "validation_data must be data or an object, got the class Validation. Pass "
+            "Validation((x_val, y_val))."
+        )
+    return data if isinstance(data, Validation) else Validation(data)
+
+
+def rivals(names: List[str], what: str) -> ConfigurationError:
+    """Make the error for arguments of which each one says how much of the data is read."""
+    return ConfigurationError(
+        f"{' and '.join(names)} each say how much of the data {what} reads. Pass one of them."
+    )
+
+
+def _check_limit(name: str, value: Any, least: int) -> None:
+    """Raise unless a limit is None, a count, or a fraction as a float."""
+    is_integer = isinstance(value, numbers.Integral)
+    if value is None or (is_integer and not isinstance(value, bool) and int(value) >= least):
+        return
+    if is_integer or not isinstance(value, numbers.Real) or not 0 < float(value) <= 1:
+        raise ConfigurationError(
+            f"{name} must be a number of batches, an integer of at least {least}, or a fraction of "
+            f"the epoch, a float above 0 and up to 1.0, got {value!r}."
+        )
