@@ -55,8 +55,8 @@ class Asynchronous(Callback):
 
     def _has(self, hook: str) -> bool:
         """Return True if the callback overrides a hook."""
-        own = getattr(self.callback, hook)
-        return getattr(own, "__func__", None) is not getattr(Callback, hook)
+        method = getattr(self.callback, hook)
+        return getattr(method, "__func__", None) is not getattr(Callback, hook)
 
     def _later(self, hook: str, batch: int, logs: Optional[Logs] = None) -> None:
         self._raise_error()

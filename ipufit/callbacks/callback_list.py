@@ -74,13 +74,13 @@ class CallbackList:
         Raises:
             ConfigurationError: naming the callback, the value and the values that there are.
         """
-        known = self.params.get("metrics")
-        if known is None:
+        available = self.params.get("metrics")
+        if available is None:
             return
         for callback in self.callbacks:
             for name in callback.monitors:
-                if name not in known and not any(_may_add(c, name) for c in self.callbacks):
-                    raise missing(callback, name, known)
+                if name not in available and not any(_may_add(c, name) for c in self.callbacks):
+                    raise missing(callback, name, available)
 
 
 class Observer:
@@ -171,22 +171,22 @@ def _call_all(callbacks: Sequence[Callback], hook: str, args: Sequence[Any]) -> 
             _call_all(callbacks[1:], hook, args)
 
 
-def missing(callback: object, name: str, known: Iterable[str]) -> ConfigurationError:
+def missing(callback: object, name: str, available: Iterable[str]) -> ConfigurationError:
     """The error for a callback that needs a value which is not there."""
     cure = "Ask for one of these, or add it to metrics."
-    if name.startswith("val_") and not any(other.startswith("val_") for other in known):
+    if name.startswith("val_") and not any(other.startswith("val_") for other in available):
         cure = "Pass validation_data to fit, or ask for one of these."
     return ConfigurationError(
         f"{type(callback).__name__} needs the value {name!r} at the end of an epoch, but there is "
-        f"only {', '.join(known) or 'none'}. {cure}"
+        f"only {', '.join(available) or 'none'}. {cure}"
     )
 
 
 def _may_add(callback: Callback, name: str) -> bool:
-    own = "on_epoch_end" in vars(callback) or type(callback).on_epoch_end is not (
+    overrides = "on_epoch_end" in vars(callback) or type(callback).on_epoch_end is not (
         Callback.on_epoch_end
     )
-    return own and (callback.adds is None or name in callback.adds)
+    return overrides and (callback.adds is None or name in callback.adds)
 
 
 def checked(callbacks: Any) -> List[Callback]:
@@ -199,15 +199,15 @@ def checked(callbacks: Any) -> List[Callback]:
         callbacks = [] if callbacks is None else [callbacks]
     if isinstance(callbacks, (str, bytes)) or not isinstance(callbacks, Iterable):
         raise _refusal(callbacks, "Pass a list of objects: callbacks=[...]; [] for none.")
-    found = list(callbacks)
-    for callback in found:
+    listed = list(callbacks)
+    for callback in listed:
         if isinstance(callback, type):
             raise _refusal(callback, f"Pass an object of it: {callback.__name__}(...).")
         if not isinstance(callback, Callback):
             raise _refusal(callback, _instead_of(callback))
         _check_every_updates(callback)
         _check_hooks(callback)
-    return found
+    return listed
 
 
 def _instead_of(came: object) -> str:

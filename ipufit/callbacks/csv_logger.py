@@ -58,8 +58,8 @@ class CSVLogger(Callback):
         path = log_file(self, self.filename)
         self._columns = ["epoch"]
         rows = self._read(path) if self.append or self.params.get("resumes") else []
-        known = [name for name in self.params.get("metrics", ()) if name not in self._columns]
-        self._rewrite([*self._columns, *sorted(known)], rows)
+        metrics = [name for name in self.params.get("metrics", ()) if name not in self._columns]
+        self._rewrite([*self._columns, *sorted(metrics)], rows)
 
     def state_dict(self) -> Any:
         """How many rows the table has."""

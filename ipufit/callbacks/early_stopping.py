@@ -79,9 +79,9 @@ class EarlyStopping(Monitor):
     def state_dict(self) -> Any:
         """The best value, the patience that is left, and the best weights if they are kept."""
         names = ("wait", "best", "best_epoch", "stopped_epoch")
-        own = {name: getattr(self, name) for name in names}
+        progress = {name: getattr(self, name) for name in names}
         snapshot = None if self._snapshot is None else self._snapshot.state_dict()
-        return {**super().state_dict(), **own, "weights": snapshot}
+        return {**super().state_dict(), **progress, "weights": snapshot}
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""

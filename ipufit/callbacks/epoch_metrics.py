@@ -23,7 +23,7 @@ from ipufit.core.plan import Plan
 from ipufit.engines.program import ExecutionResult
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
-from ipufit.metrics.metric_set import Seen
+from ipufit.metrics.metric_set import MetricInputs
 from ipufit.processes import Processes
 from ipufit.utils.names import check_log_name
 
@@ -63,7 +63,7 @@ class EpochMetrics:
         settings: Sequence[str] = (),
     ) -> None:
         self.settings = settings
-        self._given: Optional[weakref.ReferenceType[RunningLogs]] = None
+        self._last_logs: Optional[weakref.ReferenceType[RunningLogs]] = None
         self._known = (
             dict(logged) if isinstance(logged, Mapping) else dict.fromkeys(logged, LogRule())
         )
@@ -128,7 +128,7 @@ class EpochMetrics:
         self._total, self._weight = float(state["total"]), float(state["weight"])
         by_update = state["by_update"].items()
         self.by_update = {str(name): [float(v) for v in values] for name, values in by_update}
-        self._logged = {str(name): Running.of(own) for name, own in state["logged"].items()}
+        self._logged = {str(name): Running.of(running) for name, running in state["logged"].items()}
         self._rules = {name: running.rule for name, running in self._logged.items()}
         self._settings = {str(name): float(value) for name, value in state["settings"].items()}
         self.metrics.load_state_dict(state["metrics"])
@@ -160,11 +160,11 @@ class EpochMetrics:
         self._settings.update(anchors.settings)
         self._values = None
         if self.metrics:
-            self.metrics.update_all(self._seen(batch, anchors))
+            self.metrics.update_all(self._metric_inputs(batch, anchors))
 
-    def _seen(self, batch: CombinedBatch, anchors: ExecutionResult) -> List[Seen]:
+    def _metric_inputs(self, batch: CombinedBatch, anchors: ExecutionResult) -> List[MetricInputs]:
         """Return what metrics see of the micro-batches whose outputs came back."""
-        seen: List[Seen] = []
+        inputs: List[MetricInputs] = []
         structure, is_target_last = None, False
         for place, outputs in zip(anchors.places, anchors.outputs):
             micro_batch = batch.micro_batches[place]
@@ -176,8 +176,8 @@ class EpochMetrics:
                 target, sample_weight = micro_batch.leaves[-1], None
             else:
                 target, sample_weight = metric_target(micro_batch, self._loss)
-            seen.append((outputs, target, micro_batch.size, sample_weight))
-        return seen
+            inputs.append((outputs, target, micro_batch.size, sample_weight))
+        return inputs
 
     def _add_logged(
         self,
@@ -244,15 +244,15 @@ class EpochMetrics:
     def running(self) -> RunningLogs:
         """The values so far, for callbacks; somebody who keeps them has those of this moment."""
         logs = RunningLogs(self)
-        self._given = weakref.ref(logs)
+        self._last_logs = weakref.ref(logs)
         return logs
 
     def _settle(self) -> None:
         """Before the values change: work out those that somebody has kept."""
-        kept = self._given() if self._given is not None else None
-        self._given = None
-        if kept is not None:
-            kept.settle()
+        logs = self._last_logs() if self._last_logs is not None else None
+        self._last_logs = None
+        if logs is not None:
+            logs.settle()
 
     def values(self) -> Dict[str, float]:
         """Loss, logged values and metrics over the samples so far.

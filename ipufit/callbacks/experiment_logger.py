@@ -102,11 +102,11 @@ class ExperimentLogger(Callback):
         self._handled = sys.exc_info()[1]
 
     def _description(self) -> Dict[str, Any]:
-        found = {n: v for n, v in self.model.history.params.items() if n not in _UNTOLD}
-        found["optimizer"] = type(self.model.optimizer).__name__
-        log_rates(self.model.optimizer, found)
-        found.update(self.model.hyperparameters)
-        return found
+        params = {n: v for n, v in self.model.history.params.items() if n not in _UNTOLD}
+        params["optimizer"] = type(self.model.optimizer).__name__
+        log_rates(self.model.optimizer, params)
+        params.update(self.model.hyperparameters)
+        return params
 
     def state_dict(self) -> Any:
         """How many updates there were."""
@@ -151,23 +151,23 @@ class ExperimentLogger(Callback):
 
 def logs_metrics(candidate: object) -> bool:
     """Return True for a tracker of a supported kind."""
-    return not isinstance(candidate, type) and _known(candidate) is not None
+    return not isinstance(candidate, type) and _match_tracker(candidate) is not None
 
 
 def _tracker(logger: Any) -> _Tracker:
     if isinstance(logger, type):
         raise _refusal(f"the class {logger.__name__}", "Pass an object of it.")
-    found = _known(logger)
-    if found is None and callable(logger):
-        found = _Tracker(logger)
-    if found is None:
+    tracker = _match_tracker(logger)
+    if tracker is None and callable(logger):
+        tracker = _Tracker(logger)
+    if tracker is None:
         raise _refusal(
             repr(logger), "For any other, pass a function: lambda values, step: ..., which logs."
         )
-    return found
+    return tracker
 
 
-def _known(logger: Any) -> Optional[_Tracker]:
+def _match_tracker(logger: Any) -> Optional[_Tracker]:
     def log(values: Dict[str, float], step: int) -> None:
         logger.log(values, step=step)
 
@@ -179,9 +179,9 @@ def _known(logger: Any) -> Optional[_Tracker]:
         # As Lightning's Trainer does: some write nothing before.
         logger.save()
 
-    def configure(found: Dict[str, Any]) -> None:
+    def configure(params: Dict[str, Any]) -> None:
         # The module's config is another object once a run has begun.
-        logger.config.update(found, allow_val_change=True)
+        logger.config.update(params, allow_val_change=True)
 
     if _has(logger, "log_metrics", "log_hyperparams", "save", "finalize"):
         return _Tracker(log_and_save, logger.log_hyperparams, logger.finalize)

@@ -87,12 +87,12 @@ class History(Callback):
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""
         self.epoch = [int(epoch) for epoch in state["epoch"]]
-        self.history = {str(n): [float(v) for v in own] for n, own in state["history"].items()}
+        self.history = {str(n): [float(v) for v in vs] for n, vs in state["history"].items()}
         self.updates = {
-            str(name): [(int(update), float(value)) for update, value in own]
-            for name, own in state["updates"].items()
+            str(name): [(int(update), float(value)) for update, value in points]
+            for name, points in state["updates"].items()
         }
-        self._places = {str(n): [int(p) for p in own] for n, own in state["places"].items()}
+        self._places = {str(n): [int(p) for p in places] for n, places in state["places"].items()}
 
     def append_update(self, name: str, update: int, value: float) -> None:
         """Add a value that belongs to one update.
@@ -111,9 +111,9 @@ class History(Callback):
             ConfigurationError: nothing has that name; with the names there are.
         """
         self._known(name)
-        count, kept = len(self.history[name]), self._places.get(name, [])
-        if len(kept) == count:
-            return list(kept)
+        count, places = len(self.history[name]), self._places.get(name, [])
+        if len(places) == count:
+            return list(places)
         # A list that somebody put there by hand: its end is the last epoch.
         return list(range(len(self.epoch) - count, len(self.epoch)))
 
@@ -123,8 +123,8 @@ class History(Callback):
         Raises:
             ConfigurationError: nothing has that name; with the names there are.
         """
-        found = dict(zip(self.places(name), self.history[name]))
-        return [found.get(place, math.nan) for place in range(len(self.epoch))]
+        value_by_place = dict(zip(self.places(name), self.history[name]))
+        return [value_by_place.get(place, math.nan) for place in range(len(self.epoch))]
 
     def best_epoch(self, monitor: str = "val_loss", mode: str = "auto") -> int:
         """The epoch with the best value; the first of them if several are as good.
@@ -147,8 +147,8 @@ class History(Callback):
                 "value is better."
             )
         self._known(monitor)
-        told = self.params.get("directions")
-        direction = direction_of(monitor, told) if mode == "auto" else mode
+        directions = self.params.get("directions")
+        direction = direction_of(monitor, directions) if mode == "auto" else mode
         if direction is None:
             raise ConfigurationError(
                 "mode='auto' needs a name that says whether smaller is better, such as 'val_loss' "

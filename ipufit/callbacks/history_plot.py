@@ -41,8 +41,8 @@ class RecordedValues(Protocol):
 def best_place(values: Sequence[float], direction: str) -> Optional[int]:
     """Index of the first value that is as good as any; None if all are NaN."""
     sign = 1.0 if direction == "min" else -1.0
-    found = [(sign * value, i) for i, value in enumerate(values) if not math.isnan(value)]
-    return min(found)[1] if found else None
+    ranked = [(sign * value, i) for i, value in enumerate(values) if not math.isnan(value)]
+    return min(ranked)[1] if ranked else None
 
 
 def draw(
@@ -78,24 +78,24 @@ def _chosen(
     held_out = [n[4:] for n in history.history if n.startswith("val_") and n[4:] not in trained]
     epochs = [*trained, *held_out]
     epochs = [n for n in epochs if n not in _RATES] + [n for n in epochs if n in _RATES]
-    known = [(name, False) for name in epochs] + [(name, True) for name in history.updates]
+    available = [(name, False) for name in epochs] + [(name, True) for name in history.updates]
     if metrics is None:
-        return known
+        return available
     wanted = [metrics] if isinstance(metrics, str) else list(metrics)
-    found: List[Tuple[str, bool]] = []
+    chosen: List[Tuple[str, bool]] = []
     for name in wanted:
-        panels = [panel for panel in known if panel[0] == name]
+        panels = [panel for panel in available if panel[0] == name]
         if not panels:
             raise ConfigurationError(
                 f"metrics must be names of the history without 'val_', got {name!r}. It has "
-                f"{', '.join(dict.fromkeys(name for name, _ in known))}."
+                f"{', '.join(dict.fromkeys(name for name, _ in available))}."
             )
-        found += panels
-    if not found:
+        chosen += panels
+    if not chosen:
         raise ConfigurationError(
             "metrics must name at least one value, got none. Leave it out to draw all."
         )
-    return found
+    return chosen
 
 
 def _columns(columns: Optional[int], panels: int) -> int:

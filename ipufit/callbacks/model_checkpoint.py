@@ -93,9 +93,9 @@ class ModelCheckpoint(Monitor):
         """Names of values in the path, which is tried out."""
         parts = list(string.Formatter().parse(self.filepath))
         fields = {field for _, field, _, _ in parts if field is not None}
-        own = {"epoch": 1, **({"batch": 1} if self.every_updates is not None else {})}
+        counters = {"epoch": 1, **({"batch": 1} if self.every_updates is not None else {})}
         try:
-            path = self.filepath.format(**{**dict.fromkeys(fields, 0.5), **own})
+            path = self.filepath.format(**{**dict.fromkeys(fields, 0.5), **counters})
         except (AttributeError, IndexError, KeyError, ValueError) as error:
             raise ConfigurationError(
                 "filepath of ModelCheckpoint may have fields such as {epoch:02d} and "
@@ -109,7 +109,7 @@ class ModelCheckpoint(Monitor):
             )
         if not path.endswith(".safetensors"):
             checked_path(path)
-        return tuple(sorted(fields - set(own)))
+        return tuple(sorted(fields - set(counters)))
 
     def _own_path(self) -> re.Pattern[str]:
         """Return the pattern of the paths that ``filepath`` stands for."""
@@ -150,8 +150,8 @@ class ModelCheckpoint(Monitor):
 
     def state_dict(self) -> Any:
         """The best value, the files written, and how many updates there were."""
-        own = {"best": self.best, "files": list(self.files), "count": self._count.state_dict()}
-        return {**super().state_dict(), **own}
+        progress = {"best": self.best, "files": list(self.files), "count": self._count.state_dict()}
+        return {**super().state_dict(), **progress}
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from there.

@@ -44,9 +44,9 @@ class Monitor(Callback):
         """
         if self.mode != "auto":
             return str(self.mode)
-        found = direction_of(self.monitor, self.params.get("directions"), guess=False)
-        if found is not None:
-            return found
+        direction = direction_of(self.monitor, self.params.get("directions"), guess=False)
+        if direction is not None:
+            return direction
         raise ConfigurationError(
             f"{type(self).__name__} must know whether {self.monitor!r} is better when it is small "
             "or when it is large, but nothing says so. Pass mode='min' or mode='max'."

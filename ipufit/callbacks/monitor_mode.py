@@ -30,19 +30,19 @@ _SMALL = {
 
 
 def direction_of(
-    name: str, told: Optional[Mapping[str, str]] = None, guess: bool = True
+    name: str, directions: Optional[Mapping[str, str]] = None, guess: bool = True
 ) -> Optional[str]:
     """Return "min" or "max", the direction of better values of a metric; None if unknown.
 
     Args:
         name: such as "val_loss", "BinaryAccuracy" or "top5_acc"; its words decide where nothing is
-            told, and of these the last one with a meaning: an "accuracy_loss" is a loss.
-        told: what losses and metrics say of themselves, by name: ``params["directions"]``.
+            known, and of these the last one with a meaning: an "accuracy_loss" is a loss.
+        directions: what losses and metrics say of themselves, by name: ``params["directions"]``.
         guess: whether other words than "loss" count. Not where a wrong guess would keep the worst
             weights instead of the best.
     """
-    if told is not None and name in told:
-        return told[name]
+    if directions is not None and name in directions:
+        return directions[name]
     if not guess:
         return "min" if name.endswith("_loss") else None
     spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)

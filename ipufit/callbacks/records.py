@@ -56,15 +56,15 @@ def log_file(owner: object, filename: Union[str, os.PathLike[str]]) -> str:
     return path
 
 
-def check_length(owner: object, path: str, unit: str, found: int, wanted: int) -> None:
+def check_length(owner: object, path: str, unit: str, length: int, wanted: int) -> None:
     """Make sure that a file still has all that was in it when a checkpoint was written.
 
     Raises:
         ConfigurationError: it is shorter.
     """
-    if found < wanted:
+    if length < wanted:
         raise ConfigurationError(
             f"{type(owner).__name__} goes on with {path!r}, which had {wanted} {unit} when the "
-            f"checkpoint was written, but has {found}. Put the file back, or choose another "
+            f"checkpoint was written, but has {length}. Put the file back, or choose another "
             "filename and begin anew."
         )

@@ -76,8 +76,8 @@ class ReduceLROnPlateau(Monitor):
 
     def state_dict(self) -> Any:
         """The best value, and how long it has been the best."""
-        own = {"best": self.best, "wait": self.wait, "cooling": self._cooling}
-        return {**super().state_dict(), **own}
+        progress = {"best": self.best, "wait": self.wait, "cooling": self._cooling}
+        return {**super().state_dict(), **progress}
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""

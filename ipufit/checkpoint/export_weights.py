@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ipufit.engines.program import TrainState
 
-__all__ = ["joined", "split"]
+__all__ = ["merge", "split"]
 
 Named = Dict[str, Tensor]
 
@@ -18,20 +18,20 @@ def split(module: nn.Module, state: TrainState) -> Tuple[Named, Named]:
 
     A tensor with several names is under each of them in the first.
     """
-    known = {**state.weights, **state.buffers[0]}
+    tensors = {**state.weights, **state.buffers[0]}
     first = _first_names(module)
     named: Named = {}
     for name, value in module.state_dict().items():
-        own = known.get(first.get(name, name))
-        if own is None and isinstance(value, Tensor):
-            own = value.detach()  # extra state
-        if own is not None:
-            named[name] = own
-    taken = {first.get(name, name) for name in named}
-    return named, {name: value for name, value in known.items() if name not in taken}
+        tensor = tensors.get(first.get(name, name))
+        if tensor is None and isinstance(value, Tensor):
+            tensor = value.detach()  # extra state
+        if tensor is not None:
+            named[name] = tensor
+    exported = {first.get(name, name) for name in named}
+    return named, {name: value for name, value in tensors.items() if name not in exported}
 
 
-def joined(module: nn.Module, named: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Named:
+def merge(module: nn.Module, named: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Named:
     """Parameters and buffers by the names that programs know them by."""
     first = _first_names(module)
     return {**{first.get(name, name): value for name, value in named.items()}, **others}
@@ -39,12 +39,12 @@ def joined(module: nn.Module, named: Mapping[str, Tensor], others: Mapping[str, 
 
 def _first_names(module: nn.Module) -> Dict[str, str]:
     """For every name of a tensor, the first one."""
-    seen: Dict[int, str] = {}
-    found: Dict[str, str] = {}
+    name_by_id: Dict[int, str] = {}
+    first_names: Dict[str, str] = {}
     named: List[Tuple[str, Any]] = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
     for name, tensor in named:
-        found[name] = seen.setdefault(id(tensor), name)
-    return found
+        first_names[name] = name_by_id.setdefault(id(tensor), name)
+    return first_names

@@ -128,7 +128,7 @@ def _opened(path: str) -> BinaryIO:
         raise
 
 
-def _size(found: os.stat_result) -> int:
-    if not stat.S_ISREG(found.st_mode):
+def _size(status: os.stat_result) -> int:
+    if not stat.S_ISREG(status.st_mode):
         raise UnfitError("it is no regular file, but a link for example")
-    return found.st_size
+    return status.st_size

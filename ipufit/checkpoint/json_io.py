@@ -71,12 +71,12 @@ def _check_depth(data: bytes) -> None:
 
 
 def _unique(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
-    found: Dict[str, Any] = {}
+    members: Dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in members:
             raise ValueError(f"the key {shown(name)} comes twice")
-        found[name] = value
-    return found
+        members[name] = value
+    return members
 
 
 def _no_constant(text: str) -> NoReturn:

@@ -74,7 +74,7 @@ def find(checkpoint: Checkpoint) -> Optional[RestoredState]:
     name, contents = newest
     for damaged in names[names.index(name) + 1 :]:
         store.set_aside(damaged)
-    return RestoredState.made(store, name, contents)
+    return RestoredState.from_contents(store, name, contents)
 
 
 def _is_in(store: Optional[Store], folder: str) -> bool:

@@ -78,10 +78,10 @@ def _check_version(version: Any) -> None:
     if not is_pair or version[0] < VERSION[0] or version[1] < 0:
         raise UnfitError("its version is none that ever was")
     if _pair(version) > VERSION:
-        came, known = (".".join(map(str, pair)) for pair in (version, VERSION))
+        came, supported = (".".join(map(str, pair)) for pair in (version, VERSION))
         raise UnfitError(
             f"it was written by a newer ipufit, in version {came} of the format, and this one "
-            f"reads up to {known}",
+            f"reads up to {supported}",
             "Update ipufit, or read a checkpoint that this one wrote.",
         )
 

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Iterator, Set, Tuple
 
-__all__ = ["held", "is_left_over", "is_name", "name_of", "part_of", "place_of"]
+__all__ = ["is_left_over", "is_name", "name_of", "part_of", "place_of", "protect_part"]
 
 _NAME = re.compile(r"update-([0-9]{9,18})(?:[-_.][A-Za-z0-9_.-]{0,80})?")
 _PART = re.compile(r"\.update-.*\.([0-9]{1,20})\.[0-9]{1,20}\.part")
@@ -41,7 +41,7 @@ def part_of(name: str) -> str:
 
 
 @contextlib.contextmanager
-def held(part: str) -> Iterator[None]:
+def protect_part(part: str) -> Iterator[None]:
     """Inside, a hidden folder is no leftover."""
     _HELD.add(part)
     try:

@@ -20,10 +20,10 @@ def check_optimizer(state: Any) -> None:
     Raises:
         ValueError, TypeError, KeyError: it has not.
     """
-    for key, own in state["state"].items():
+    for key, values in state["state"].items():
         if type(key) is not int:
             raise ValueError(f"it has optimizer state of {key!r}")
-        for name, value in own.items():
+        for name, value in values.items():
             _check_value(name, value)
     for group in state["param_groups"]:
         if not all(type(each) is int for each in group["params"]):
@@ -56,29 +56,29 @@ def optimizer_differences(
     sizes, own_sizes = ([len(group["params"]) for group in each] for each in (stored, groups))
     if sizes != own_sizes:
         return [f"parameters of the optimizer's groups: {sizes} in the checkpoint, {own_sizes} now"]
-    found = []
+    faults = []
     for number, (group, other) in enumerate(zip(groups, stored)):
         wrong = sorted(
             name
             for name in {*group, *other} - {"params", *left_out}
             if name not in group or name not in other or not _alike(group[name], other[name])
         )
-        found += [f"setting {name!r} of the optimizer's group {number}" for name in wrong]
+        faults += [f"setting {name!r} of the optimizer's group {number}" for name in wrong]
     shapes = [parameter.shape for group in groups for parameter in group["params"]]
     places = [key for group in stored for key in group["params"]]
     by_place = dict(zip(places, shapes))
-    for key, own in state["state"].items():
-        for name, value in own.items():
+    for key, values in state["state"].items():
+        for name, value in values.items():
             is_number = value is None or isinstance(value, _NUMBERS)
             is_tensor = isinstance(value, Tensor) and value.shape in (by_place.get(key), ())
             if key not in by_place or not (is_number or is_tensor):
-                found.append(f"{name!r} of the optimizer's parameter {key}")
-    return found
+                faults.append(f"{name!r} of the optimizer's parameter {key}")
+    return faults
 
 
-def _alike(own: Any, other: Any) -> bool:
+def _alike(one: Any, other: Any) -> bool:
     """Return True if two settings are of one kind; a rate may have become a tensor."""
     numbers = (*_NUMBERS, Tensor)
-    if isinstance(own, numbers) and isinstance(other, numbers):
+    if isinstance(one, numbers) and isinstance(other, numbers):
         return True
-    return own is None or other is None or isinstance(other, type(own))
+    return one is None or other is None or isinstance(other, type(one))

@@ -86,9 +86,9 @@ def _told(path: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def _check_listed(found: Iterable[str], entries: Mapping[str, Entry]) -> None:
+def _check_listed(names: Iterable[str], entries: Mapping[str, Entry]) -> None:
     """A file of state that is not listed was not checked; a note or a hidden file does no harm."""
-    for name in sorted(found):
+    for name in sorted(names):
         is_state = name.endswith((SUFFIX, ".json")) and not name.startswith(".")
         if is_state and name != MANIFEST and name not in entries:
             raise UnfitError(f"it does not list {shown(name)}, which is in the folder")

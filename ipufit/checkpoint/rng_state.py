@@ -23,12 +23,12 @@ def stored() -> Dict[str, Any]:
 
 def restore(states: Mapping[str, Any]) -> None:
     """Let those of them that are here go on from there."""
-    found = {name: states[name] for name in ("torch", "python")}
+    usable = {name: states[name] for name in ("torch", "python")}
     numpy: Any = sys.modules.get("numpy")
     if "numpy" in states and numpy is not None:
         kind, keys, *rest = states["numpy"]
-        found["numpy"] = (kind, numpy.array(keys, dtype="uint32"), *rest)
+        usable["numpy"] = (kind, numpy.array(keys, dtype="uint32"), *rest)
     cuda = states.get("cuda", [])
     if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
-        found["cuda"] = cuda
-    set_generators(found)
+        usable["cuda"] = cuda
+    set_generators(usable)

@@ -60,8 +60,8 @@ class PreemptionHandler:
 
         They ask at the same time. What comes later counts when they ask next.
         """
-        own = None if self.signal is None else int(self.signal)
-        numbers = [number for number in processes.gather(own, "signals") if number is not None]
+        local = None if self.signal is None else int(self.signal)
+        numbers = [number for number in processes.gather(local, "signals") if number is not None]
         if numbers:
             self.agreed_on = signal.Signals(numbers[0])
         return bool(numbers)

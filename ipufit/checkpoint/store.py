@@ -13,7 +13,7 @@ from torch import Tensor
 from ipufit.checkpoint.files import Files
 from ipufit.checkpoint.json_io import dump
 from ipufit.checkpoint.manifest import MANIFEST, STATE, SUFFIX, Entry, check_group, write_manifest
-from ipufit.checkpoint.names import held, is_left_over, is_name, name_of, part_of, place_of
+from ipufit.checkpoint.names import is_left_over, is_name, name_of, part_of, place_of, protect_part
 from ipufit.checkpoint.reading import MOST_STATE_BYTES, Contents, read_contents
 from ipufit.errors import CheckpointError
 from ipufit.utils.codec import UnfitError, advice_of, reason_of, shown, why_not_stored
@@ -59,7 +59,7 @@ class Store:
         try:
             self._make_folder(self.folder)
             self._sweep()
-            with held(part):
+            with protect_part(part):
                 self._write(hidden, target, document, tensors)
         except (OSError, UnfitError) as error:
             is_taken = isinstance(error, OSError) and error.errno in (
@@ -162,7 +162,7 @@ class Store:
             CheckpointError: the folder can't be looked at. One that is missing has none.
         """
         try:
-            found = self._files.names(self.folder)
+            entries = self._files.names(self.folder)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -170,7 +170,7 @@ class Store:
                 f"checkpoints are in a folder, but {self.folder!r} can't be looked at: "
                 f"{reason_of(error)}. Choose another folder."
             ) from error
-        names = [name for name in found if is_name(name)]
+        names = [name for name in entries if is_name(name)]
         return sorted(
             (n for n in names if os.path.lexists(os.path.join(self.folder, n, MANIFEST))),
             key=place_of,
@@ -207,8 +207,8 @@ class Store:
 
     def newest_readable(self) -> Tuple[Optional[str], List[str]]:
         """Its name, or None; and why those after it can't be read."""
-        found, faults = self.newest()
-        return None if found is None else found[0], faults
+        checkpoint, faults = self.newest()
+        return None if checkpoint is None else checkpoint[0], faults
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint: as a whole, whatever happens.
@@ -222,7 +222,7 @@ class Store:
         hidden = os.path.join(self.folder, part)
         try:
             self._sweep()
-            with held(part):
+            with protect_part(part):
                 self._files.rename(path, hidden)
                 self._files.sync_folder(self.folder)
                 self._files.remove_tree(hidden)
@@ -273,10 +273,10 @@ class Store:
 
     def _missing(self, name: str) -> CheckpointError:
         others = self.names()
-        known = f"the newest is {others[-1]!r}" if others else "there is none"
+        hint = f"the newest is {others[-1]!r}" if others else "there is none"
         return CheckpointError(
             f"a checkpoint must be one of those in {self.folder!r}, but {name!r} is not there; "
-            f"{known}. Choose one of Store.names()."
+            f"{hint}. Choose one of Store.names()."
         )
 
     def _make_folder(self, path: str) -> None:

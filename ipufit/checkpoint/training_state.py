@@ -25,7 +25,7 @@ from ipufit.checkpoint.configuration import (
     lines_of,
     mutable_configuration,
 )
-from ipufit.checkpoint.export_weights import joined, split
+from ipufit.checkpoint.export_weights import merge, split
 from ipufit.checkpoint.optimizers import check_optimizer, optimizer_differences
 from ipufit.checkpoint.reading import Contents
 from ipufit.checkpoint.store import Store
@@ -136,10 +136,10 @@ class RestoredState:
         Raises:
             CheckpointError: it can't be read, or is no checkpoint of a training run.
         """
-        return RestoredState.made(store, name, store.read(name))
+        return RestoredState.from_contents(store, name, store.read(name))
 
     @staticmethod
-    def made(store: Store, name: str, contents: Contents) -> RestoredState:
+    def from_contents(store: Store, name: str, contents: Contents) -> RestoredState:
         """Make one of contents that were read already.
 
         Raises:
@@ -240,7 +240,7 @@ class RestoredState:
         if len(states) == processes.num_processes:
             meter["metrics"] = states[processes.process_id]
         elif processes.is_rank_zero:
-            meter["metrics"] = metrics.joined(states)
+            meter["metrics"] = metrics.merge_states(states)
         else:
             meter["metrics"] = metrics.fresh().state_dict()
         return meter
@@ -530,7 +530,7 @@ def _restore_program(
     changed: FrozenSet[str],
 ) -> None:
     tree = checkpoint.tree
-    tensors = joined(session.module, checkpoint.weights, tree["others"])
+    tensors = merge(session.module, checkpoint.weights, tree["others"])
     replicas = tree["replicas"]
     if "loss" in changed:
         # A loss that is a module keeps its settings, such as weights of classes, in buffers.

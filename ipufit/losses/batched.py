@@ -58,10 +58,12 @@ def _by_rows(layout: Layout, call: Any, prediction: Tensor, target: Tensor) -> b
         return False
     if layout == "classes" and not target.is_floating_point():
         return target.shape == prediction.shape[:1] + prediction.shape[2:]
-    own = call.keywords if isinstance(call, functools.partial) else vars(call)
-    own = {**own, **own.get("_buffers", {})}
-    given = [own.get(name) for name in ("weight", "pos_weight")]
-    wide = any(isinstance(each, Tensor) and each.dim() >= prediction.dim() for each in given)
+    settings = call.keywords if isinstance(call, functools.partial) else vars(call)
+    settings = {**settings, **settings.get("_buffers", {})}
+    weights = [settings.get(name) for name in ("weight", "pos_weight")]
+    wide = any(
+        isinstance(weight, Tensor) and weight.dim() >= prediction.dim() for weight in weights
+    )
     return layout == "rows" or (target.shape == prediction.shape and not wide)
 
 

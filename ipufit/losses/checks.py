@@ -160,10 +160,10 @@ def check_labels(name: str, target: Tensor, classes: int, ignore_index: int, whe
 
 def _picking(name: str, role: str, value: Any) -> str:
     """Advise, in a sentence, how a named loss gets one tensor of several."""
-    own = "a callable loss(prediction, target) that picks its tensors"
+    advice = "a callable loss(prediction, target) that picks its tensors"
     if role == "prediction" and isinstance(value, Mapping) and value:
-        return f"Name the output, loss={{{next(iter(value))!r}: {name!r}}}, or pass {own}."
-    return f"Pass {own}."
+        return f"Name the output, loss={{{next(iter(value))!r}: {name!r}}}, or pass {advice}."
+    return f"Pass {advice}."
 
 
 def check_tensors(name: str, prediction: Any, target: Any) -> None:

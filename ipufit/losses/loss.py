@@ -273,15 +273,15 @@ class Loss:
     def _with_count(self, loss: Any, count: Any, where: str) -> LossTerm:
         value = check_loss_value(loss, where)
         if isinstance(count, numbers.Real) and not isinstance(count, bool):
-            found = constant(float(count), value)
+            number = constant(float(count), value)
         elif isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
-            found = count.detach().reshape(()).double()
+            number = count.detach().reshape(()).double()
         else:
             raise LossError(
                 f"{where} must give its count as one number, got {describe(count)}. Return how "
                 "many tokens the mean is over, such as (target != -100).sum()."
             )
-        return LossTerm(nothing_counts(value, found), found)
+        return LossTerm(nothing_counts(value, number), number)
 
     def split(self, result: Any) -> Tuple[Any, LossTerm]:
         """Take apart what a module that computes its own loss returned.
@@ -299,13 +299,13 @@ class Loss:
             LossError: there is no loss in the result, or no count where one is needed.
         """
         assert self.in_module, "only a module that computes its own loss returns one"
-        found = find_loss(result)
-        if found is None:
+        outputs_and_loss = find_loss(result)
+        if outputs_and_loss is None:
             raise LossError(
                 "with loss=None the module must return (outputs, loss), the loss a tensor of one "
                 f"number, got {describe(result)}. {own_loss_advice(result)}"
             )
-        outputs, loss = found
+        outputs, loss = outputs_and_loss
         where = "the module's own loss"
         if self.normalize != "tokens":
             return outputs, LossTerm(check_loss_value(loss, where))

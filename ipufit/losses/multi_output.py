@@ -180,11 +180,11 @@ def joined_module(parts: Sequence[Part]) -> Optional[nn.Module]:
     ]
     if not modules:
         return None
-    joined = nn.Module()
+    container = nn.Module()
     for place, (key, module) in enumerate(modules):
         name = label(key)
         # torch wants a name without dots that is no attribute yet.
-        if "." in name or hasattr(joined, name):
+        if "." in name or hasattr(container, name):
             name = f"output_{place}"
-        joined.add_module(name, module)
-    return joined
+        container.add_module(name, module)
+    return container

@@ -233,7 +233,7 @@ def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Los
         )
     weights = _loss_weights(loss_weights, items, by_key)
     parts: List[Part] = []
-    taken: List[str] = []
+    log_names: List[str] = []
     for key, entry in items:
         if by_key and (not isinstance(key, str) or not key):
             raise ConfigurationError(
@@ -245,7 +245,7 @@ def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Los
                 f"each output must have one loss, got {type(entry).__name__} of {len(entry)} for "
                 f"{label(key)!r}. Pass a callable loss(prediction, target) that adds them up."
             )
-        taken.append(check_log_name(f"{label(key)}_loss", taken))
+        log_names.append(check_log_name(f"{label(key)}_loss", log_names))
         if entry is not None:
             one = dataclasses.replace(_one(entry), **options)
             _check_options(one)
@@ -284,7 +284,7 @@ def _loss_weights(
     trained = [key for key, loss in items if loss is not None]
     if loss_weights is None:
         return dict.fromkeys(keys, 1.0)
-    given: Dict[Any, Any]
+    weights: Dict[Any, Any]
     if by_key and isinstance(loss_weights, Mapping):
         unknown = [key for key in loss_weights if key not in trained]
         if unknown:
@@ -292,18 +292,18 @@ def _loss_weights(
                 f"loss_weights must go by the outputs that have a loss, {trained}, got "
                 f"{unknown[0]!r}. Use these names."
             )
-        given = dict(loss_weights)
+        weights = dict(loss_weights)
     elif not by_key and isinstance(loss_weights, (list, tuple)):
         if len(loss_weights) != len(items):
             raise ConfigurationError(
                 f"loss_weights must have one number for each of the {len(items)} losses, got "
                 f"{len(loss_weights)}. Give 1 where nothing is to change."
             )
-        given = dict(enumerate(loss_weights))
-        idle = [key for key, loss in items if loss is None and given[key] != 1]
+        weights = dict(enumerate(loss_weights))
+        idle = [key for key, loss in items if loss is None and weights[key] != 1]
         if idle:
             raise ConfigurationError(
-                f"loss_weights must be 1 for outputs without a loss, got {given[idle[0]]!r} "
+                f"loss_weights must be 1 for outputs without a loss, got {weights[idle[0]]!r} "
                 f"for {label(idle[0])!r}. Give it a loss, or 1 as its weight."
             )
     else:
@@ -312,14 +312,14 @@ def _loss_weights(
             f"loss_weights must be {form}, like the losses, got {type(loss_weights).__name__}. "
             "Give one number for each loss."
         )
-    for key, weight in given.items():
+    for key, weight in weights.items():
         number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
         if not number or not math.isfinite(weight):
             raise ConfigurationError(
                 f"loss_weights must be finite numbers, got {weight!r} for {label(key)!r}. Give for "
                 "example 0.5."
             )
-    return {key: float(given.get(key, 1.0)) for key in keys}
+    return {key: float(weights.get(key, 1.0)) for key in keys}
 
 
 # ---- modules and reductions ---------------------------------------------------------------------

@@ -120,11 +120,11 @@ class TorchRule:
             return Elements(values, values.shape[0] / max(values.numel(), 1))
         if self.layout != "classes" or target.is_floating_point():
             return Elements(values)
-        kept = target != self.ignore_index
+        counted = target != self.ignore_index
         if self.class_weight is None:
-            return Elements(values, kept.to(values.dtype))
+            return Elements(values, counted.to(values.dtype))
         classes = self.class_weight.detach()
-        shares = classes[target.masked_fill(~kept, 0)].masked_fill(~kept, 0.0)
+        shares = classes[target.masked_fill(~counted, 0)].masked_fill(~counted, 0.0)
         return Elements(values, shares)
 
     def _guarded(self, prediction: Tensor, target: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
@@ -186,8 +186,8 @@ def torch_rule(loss: Union[nn.Module, Callable[..., Any]]) -> Optional[TorchRule
 
 def _module_layout(module: nn.Module) -> Optional[Layout]:
     for kind, layout in _MODULES.items():
-        own = "forward" in vars(module) or type(module).forward is not kind.forward
-        if isinstance(module, kind) and not own:
+        overridden = "forward" in vars(module) or type(module).forward is not kind.forward
+        if isinstance(module, kind) and not overridden:
             return layout
     return None
 

@@ -14,7 +14,7 @@ from ipufit.core.objective_arguments import PREDICTION_FIRST, ArgumentOrder
 from ipufit.core.outputs import Key, pick
 from ipufit.core.sample_weights import as_weights
 from ipufit.errors import MetricError
-from ipufit.metrics.stored import joined, refuse_unjoined, restore, stored, without_talk
+from ipufit.metrics.stored import merge_states, refuse_unjoined, restore, stored, without_talk
 from ipufit.metrics.values import Part, shapes
 
 __all__ = ["Mean", "Metric", "OutputMetric", "TorchMetricAdapter", "shapes"]
@@ -70,7 +70,7 @@ class Metric(Protocol):
         """Go on from there."""
         ...
 
-    def joined(self, states: Sequence[Any]) -> Any:
+    def merge_states(self, states: Sequence[Any]) -> Any:
         """One state of what several processes have seen, each a part of the samples.
 
         Raises:
@@ -127,8 +127,8 @@ class Mean:
 
     def fresh(self) -> Mean:
         """Clone the metric without state, sharing nothing."""
-        given = (self._part, self._finish, self._weighted, self._better, self.counts)
-        return Mean(self._own, self.name, *given)
+        settings = (self._part, self._finish, self._weighted, self._better, self.counts)
+        return Mean(self._own, self.name, *settings)
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
         """By name; None where nobody knows."""
@@ -147,7 +147,7 @@ class Mean:
         """Go on from there."""
         self._total, self._count = float(state["total"]), float(state["count"])
 
-    def joined(self, states: Sequence[Any]) -> Any:
+    def merge_states(self, states: Sequence[Any]) -> Any:
         """Sum and count of all."""
         return {name: math.fsum(state[name] for state in states) for name in ("total", "count")}
 
@@ -239,16 +239,16 @@ class TorchMetricAdapter:
         self._seen = bool(state["seen"])
         restore(self._metric, state["metric"])
 
-    def joined(self, states: Sequence[Any]) -> Any:
+    def merge_states(self, states: Sequence[Any]) -> Any:
         """Merge states as torchmetrics has declared them.
 
         Raises:
             MetricError: a state can't be joined.
         """
-        own = [state["metric"] for state in states]
+        metric_states = [state["metric"] for state in states]
         return {
             "seen": any(state["seen"] for state in states),
-            "metric": joined(self._metric, own, self.name),
+            "metric": merge_states(self._metric, metric_states, self.name),
         }
 
     def check_joined(self, processes: int) -> None:
@@ -325,9 +325,9 @@ class OutputMetric:
         """Go on from there."""
         self._inner.load_state_dict(state)
 
-    def joined(self, states: Sequence[Any]) -> Any:
+    def merge_states(self, states: Sequence[Any]) -> Any:
         """Merge the states that the metric for this output has in several processes."""
-        return self._inner.joined(states)
+        return self._inner.merge_states(states)
 
     def check_joined(self, processes: int) -> None:
         """Refuse a metric for this output whose states can't be merged."""

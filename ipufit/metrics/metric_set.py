@@ -17,18 +17,18 @@ from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import fork_rng
 from ipufit.utils.tree import flatten, map_leaves
 
-__all__ = ["MetricSet", "PendingBatches", "Seen", "joined"]
+__all__ = ["MetricInputs", "MetricSet", "PendingBatches", "concatenate"]
 
-# What is known of a micro-batch: prediction, target, size and sample_weight.
-Seen = Tuple[Any, Any, int, Any]
+# What metrics get of a micro-batch: prediction, target, size and sample_weight.
+MetricInputs = Tuple[Any, Any, int, Any]
 
 # Elements that are worth a copy, to look at them all at once; and at most of those that wait.
 _JOINED, _MOST = 2**16, 2**18
 
 
-def joined(seen: Sequence[Seen]) -> Optional[Seen]:
+def concatenate(batches: Sequence[MetricInputs]) -> Optional[MetricInputs]:
     """A copy of several micro-batches as one; None where they are not alike, or not small."""
-    predictions, targets, _, weights = zip(*seen) if seen else ((), (), (), ())
+    predictions, targets, _, weights = zip(*batches) if batches else ((), (), (), ())
     if {*map(type, (*predictions, *targets))} != {Tensor} or {*map(type, weights)} != {type(None)}:
         return None
     # What follows looks at each form once, not at each of many micro-batches.
@@ -37,13 +37,13 @@ def joined(seen: Sequence[Seen]) -> Optional[Seen]:
         return None
     if len({(p[1:], t[1:], *dtypes) for p, t, *dtypes in forms}) > 1:
         return None
-    if len(seen) * max(p.numel() + t.numel() for p, t, *_ in forms) > _JOINED:
+    if len(batches) * max(p.numel() + t.numel() for p, t, *_ in forms) > _JOINED:
         return None
-    return _as_one(seen)
+    return _as_one(batches)
 
 
-def _as_one(seen: Sequence[Seen]) -> Seen:
-    predictions, targets, sizes, _ = zip(*seen)
+def _as_one(batches: Sequence[MetricInputs]) -> MetricInputs:
+    predictions, targets, sizes, _ = zip(*batches)
     return torch.cat(predictions), torch.cat(targets), sum(sizes), None
 
 
@@ -55,27 +55,27 @@ class PendingBatches:
     """
 
     def __init__(self) -> None:
-        self._known: object = None
-        self._seen: List[Seen] = []
+        self._taken_form: object = None
+        self._pending: List[MetricInputs] = []
         self._elements = 0
 
-    def learn(self, one: Seen) -> None:
+    def learn(self, one: MetricInputs) -> None:
         """Remember the form of a micro-batch that the metrics took, if its target is class indices.
 
         They then take every other micro-batch of that form.
         """
         if one[0].shape != one[1].shape:
-            self._known = _form(one)
+            self._taken_form = _form(one)
 
-    def takes(self, one: Seen) -> bool:
+    def takes(self, one: MetricInputs) -> bool:
         """Let a micro-batch wait, if the metrics are sure to take it; return True if it waits.
 
         Args:
-            one: copies, as :func:`joined` makes them.
+            one: copies, as :func:`concatenate` makes them.
         """
-        if _form(one) != self._known:
+        if _form(one) != self._taken_form:
             return False
-        self._seen.append(one)
+        self._pending.append(one)
         self._elements += one[0].numel() + one[1].numel()
         return True
 
@@ -84,18 +84,18 @@ class PendingBatches:
         """True if the batches should wait no longer."""
         return self._elements > _MOST
 
-    def taken(self) -> Optional[Seen]:
+    def pop_all(self) -> Optional[MetricInputs]:
         """Remove all batches that wait, and return them as one; None if none do."""
-        seen = self._seen
+        pending = self._pending
         self.forget()
-        return _as_one(seen) if seen else None
+        return _as_one(pending) if pending else None
 
     def forget(self) -> None:
         """Drop all batches that wait, without a look at them."""
-        self._seen, self._elements = [], 0
+        self._pending, self._elements = [], 0
 
 
-def _form(one: Seen) -> object:
+def _form(one: MetricInputs) -> object:
     prediction, target, _, _ = one
     return prediction.shape[1:], target.shape[1:], prediction.dtype, target.dtype
 
@@ -127,8 +127,10 @@ class MetricSet:
     @property
     def higher_is_better(self) -> Dict[str, bool]:
         """By name, for the metrics that are named ones or have this attribute, as torchmetrics'."""
-        found = [item for metric in self._metrics for item in metric.higher_is_better().items()]
-        return {name: bool(better) for name, better in found if better is not None}
+        directions = [
+            item for metric in self._metrics for item in metric.higher_is_better().items()
+        ]
+        return {name: bool(better) for name, better in directions if better is not None}
 
     def fresh(self) -> MetricSet:
         """Clone the set without any state, sharing nothing."""
@@ -155,14 +157,14 @@ class MetricSet:
         """
         self._update(self._metrics, (prediction, target, size, sample_weight))
 
-    def update_all(self, seen: Sequence[Seen]) -> None:
+    def update_all(self, batches: Sequence[MetricInputs]) -> None:
         """Add the micro-batches of an execution, the arguments of :meth:`update` for each.
 
         Raises:
             MetricError: a metric can't take them, chained from the metric's own error.
         """
         counting = [metric for metric in self._metrics if metric.counts]
-        one = joined(seen) if counting else None
+        one = concatenate(batches) if counting else None
         if one is None:
             counted: Sequence[Metric] = ()
         elif self._waiting.takes(one):
@@ -172,12 +174,12 @@ class MetricSet:
             if len(counted) == len(counting):
                 self._waiting.learn(one)
         rest = [metric for metric in self._metrics if metric not in counted]
-        for each in seen if rest else ():
-            self._update(rest, each)
+        for batch in batches if rest else ():
+            self._update(rest, batch)
         if self._waiting.are_many:
             self._catch_up()
 
-    def _counted(self, metric: Metric, one: Seen) -> bool:
+    def _counted(self, metric: Metric, one: MetricInputs) -> bool:
         """Add all micro-batches as one, where that gives the same bits.
 
         Of what the metric can't take it says so for the micro-batch in which it is.
@@ -190,22 +192,22 @@ class MetricSet:
 
     def _catch_up(self) -> None:
         """Add what has been waiting."""
-        one = self._waiting.taken()
+        one = self._waiting.pop_all()
         if one is not None:
             self._update([metric for metric in self._metrics if metric.counts], one)
 
-    def _update(self, metrics: Sequence[Metric], seen: Seen) -> None:
-        prediction, target, size, sample_weight = seen
+    def _update(self, metrics: Sequence[Metric], inputs: MetricInputs) -> None:
+        prediction, target, size, sample_weight = inputs
         if not size:
             return
         for metric in metrics:
-            given = (prediction, target, sample_weight)
+            arguments = (prediction, target, sample_weight)
             if metric.writes:
-                given = map_leaves(_copy, given)
-            tensors = [leaf for leaf in flatten(given)[0] if isinstance(leaf, Tensor)]
+                arguments = map_leaves(_copy, arguments)
+            tensors = [leaf for leaf in flatten(arguments)[0] if isinstance(leaf, Tensor)]
             before = _versions(tensors)
             with _named_failure(metric.name, prediction, target):
-                metric.update(given[0], given[1], size, given[2])
+                metric.update(arguments[0], arguments[1], size, arguments[2])
             # One metric's scratch work must not be what the next one, or the loss, sees.
             metric.writes = metric.writes or _versions(tensors) != before
 
@@ -238,19 +240,22 @@ class MetricSet:
         """This set as if it had seen what those of all processes have."""
         if not processes.is_distributed or not self._metrics:
             return self
-        found = self.fresh()
-        found.load_state_dict(self.joined(processes.gather(self.state_dict(), "metrics")))
-        for metric, own in zip(found._metrics, self._metrics):
-            metric.names = own.names
-        return found
+        merged = self.fresh()
+        merged.load_state_dict(self.merge_states(processes.gather(self.state_dict(), "metrics")))
+        for metric, source in zip(merged._metrics, self._metrics):
+            metric.names = source.names
+        return merged
 
-    def joined(self, states: Sequence[Sequence[Any]]) -> List[Any]:
+    def merge_states(self, states: Sequence[Sequence[Any]]) -> List[Any]:
         """One state of those of several processes.
 
         Raises:
             MetricError: one can't be joined.
         """
-        return [metric.joined(each) for metric, each in zip(self._metrics, zip(*states))]
+        return [
+            metric.merge_states(metric_states)
+            for metric, metric_states in zip(self._metrics, zip(*states))
+        ]
 
     def state_dict(self) -> List[Any]:
         """Return the states of all metrics.
@@ -264,14 +269,14 @@ class MetricSet:
     def load_state_dict(self, state: Sequence[Any]) -> None:
         """Go on from there."""
         self._waiting.forget()
-        for metric, own in zip(self._metrics, state):
-            metric.load_state_dict(own)
+        for metric, metric_state in zip(self._metrics, state):
+            metric.load_state_dict(metric_state)
 
     def load_lasting(self, state: Sequence[Any]) -> None:
         """Go on from there after the end of an epoch, with what it does not end."""
-        for metric, own in zip(self._metrics, state):
+        for metric, metric_state in zip(self._metrics, state):
             if metric.lasts:
-                metric.load_state_dict(own)
+                metric.load_state_dict(metric_state)
 
     def probe(self, prediction: Any, target: Any, size: int, sample_weight: Any = None) -> None:
         """Find out, before any training, whether the metrics can take such tensors.
@@ -291,8 +296,8 @@ class MetricSet:
             ConfigurationError: two values have one name.
         """
         trial = self.fresh()
-        given = map_leaves(_copy, (prediction, target, sample_weight))
-        prediction, target, sample_weight = given
+        copies = map_leaves(_copy, (prediction, target, sample_weight))
+        prediction, target, sample_weight = copies
         # Another thread may be reading data with torch's generator.
         with warnings.catch_warnings(), LOCK, fork_rng():
             warnings.simplefilter("ignore")

@@ -86,16 +86,16 @@ def resolve_metrics(
             one that can't be weighted.
     """
     resolved: List[Metric] = []
-    taken: Set[str] = set(_part_names(outputs))
-    for argument, given, weighted in (
+    names: Set[str] = set(_part_names(outputs))
+    for argument, entries, weighted in (
         ("metrics", metrics, False),
         ("weighted_metrics", weighted_metrics, True),
     ):
-        plain = frozenset(taken)
-        for item in _items(given, argument, outputs):
-            metric = _resolve(item, weighted, taken, plain)
+        plain = frozenset(names)
+        for item in _items(entries, argument, outputs):
+            metric = _resolve(item, weighted, names, plain)
             for name in metric.names:
-                taken.add(check_log_name(name, taken))
+                names.add(check_log_name(name, names))
             resolved.append(metric)
     return MetricSet(resolved)
 
@@ -129,41 +129,41 @@ def _items(
                 f"{argument} must be a list with one element for each of the {outputs} losses, got "
                 f"{came}. Give a metric, a list of metrics or None for each output."
             )
-        for position, given in enumerate(metrics):
-            yield from _of_output(position, given)
+        for position, entry in enumerate(metrics):
+            yield from _of_output(position, entry)
     elif outputs is not None:
         if not isinstance(metrics, Mapping) or _is_object(metrics):
             raise ConfigurationError(
                 f"{argument} must be a dict by output, like the losses, got "
                 f"{type(metrics).__name__}. Write {{{next(iter(outputs))!r}: ['accuracy']}}."
             )
-        for key, given in metrics.items():
-            yield from _of_output(_check_key(key, argument), given)
+        for key, entry in metrics.items():
+            yield from _of_output(_check_key(key, argument), entry)
     elif isinstance(metrics, Mapping) and not _is_object(metrics):
-        for key, given in metrics.items():
-            if isinstance(given, (list, tuple, Mapping)) and not _is_object(given):
+        for key, entry in metrics.items():
+            if isinstance(entry, (list, tuple, Mapping)) and not _is_object(entry):
                 position = isinstance(key, int) and not isinstance(key, bool) and key >= 0
-                yield from _of_output(key if position else _check_key(key, argument), given)
+                yield from _of_output(key if position else _check_key(key, argument), entry)
             else:
-                yield _Item(None, _check_key(key, argument), given)
+                yield _Item(None, _check_key(key, argument), entry)
     elif isinstance(metrics, (list, tuple)):
         yield from (_Item(None, None, metric) for metric in metrics)
     else:
         yield _Item(None, None, metrics)
 
 
-def _of_output(output: Key, given: object) -> Iterator[_Item]:
+def _of_output(output: Key, entry: object) -> Iterator[_Item]:
     """The metrics of one output: none, one, a list, or a dict by name."""
-    if given is None:
+    if entry is None:
         return
-    if isinstance(given, Mapping) and not _is_object(given):
-        for name, metric in given.items():
+    if isinstance(entry, Mapping) and not _is_object(entry):
+        for name, metric in entry.items():
             yield _Item(output, _check_key(name, "metrics"), metric)
-    elif isinstance(given, (list, tuple)):
-        for metric in given:
+    elif isinstance(entry, (list, tuple)):
+        for metric in entry:
             yield _Item(output, None, metric)
     else:
-        yield _Item(output, None, given)
+        yield _Item(output, None, entry)
 
 
 def _check_key(key: object, argument: str) -> str:
@@ -177,23 +177,23 @@ def _check_key(key: object, argument: str) -> str:
 # ---- one metric ---------------------------------------------------------------------------------
 
 
-def _resolve(item: _Item, weighted: bool, taken: Set[str], plain: Any) -> Metric:
+def _resolve(item: _Item, weighted: bool, names: Set[str], plain: Any) -> Metric:
     """One metric in normal form; a weighted one gives way to a plain one of its name."""
     prefix = "" if item.output is None else f"{label(item.output)}_"
-    metric = _build(item, weighted, prefix, taken)
+    metric = _build(item, weighted, prefix, names)
     if weighted and any(prefix + name in plain for name in metric.names):
         metric = OutputMetric("weighted_", metric)
     return metric if item.output is None else OutputMetric(prefix, metric, item.output)
 
 
-def _build(item: _Item, weighted: bool, prefix: str, taken: Set[str]) -> Metric:
+def _build(item: _Item, weighted: bool, prefix: str, names: Set[str]) -> Metric:
     metric: Any = item.metric
     if isinstance(metric, str):
         values, finish = lookup(metric)
         name = item.name or metric
         part = functools.partial(sum_of_elements, values, prefix + name)
-        known = (not is_error(metric), is_count(metric))
-        return Mean(name, prefix + name, part, finish, weighted, *known)
+        traits = (not is_error(metric), is_count(metric))
+        return Mean(name, prefix + name, part, finish, weighted, *traits)
     if _is_object(metric):
         name = item.name or type(metric).__name__
         weight_name = _weight_name(metric, prefix + name) if weighted else None
@@ -207,7 +207,7 @@ def _build(item: _Item, weighted: bool, prefix: str, taken: Set[str]) -> Metric:
             "such as keras.metrics.mean_squared_error, or a name, such as 'mse'."
         )
     if callable(metric) and not isinstance(metric, type):
-        name = item.name or _callable_name(metric, prefix, taken)
+        name = item.name or _callable_name(metric, prefix, names)
         better = getattr(metric, "higher_is_better", None)
         order = argument_order(metric, f"metric {prefix + name!r}")
         ordered = functools.partial(order.call, metric)
@@ -257,13 +257,13 @@ def _weight_name(metric: Any, shown: str) -> str:
     )
 
 
-def _callable_name(metric: Callable[..., Any], prefix: str, taken: Set[str]) -> str:
+def _callable_name(metric: Callable[..., Any], prefix: str, names: Set[str]) -> str:
     inner = metric.func if isinstance(metric, functools.partial) else metric
     name = str(getattr(inner, "__name__", type(inner).__name__))
     if name != "<lambda>":
         return name
     name, index = "metric", 0
-    while prefix + name in taken:
+    while prefix + name in names:
         index += 1
         name = f"metric_{index}"
     return name

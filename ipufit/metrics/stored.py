@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ipufit.errors import MetricError
 
-__all__ = ["is_plain", "joined", "refuse_unjoined", "restore", "stored", "without_talk"]
+__all__ = ["is_plain", "merge_states", "refuse_unjoined", "restore", "stored", "without_talk"]
 
 # Of torchmetrics' wrappers, those that keep nothing besides the metrics inside.
 _PLAIN_WRAPPERS = ("ClasswiseWrapper", "MultioutputWrapper", "MultitaskWrapper")
@@ -46,13 +46,13 @@ def restore(metric: Any, state: Dict[str, Any]) -> None:
     if "own" in state:
         metric.load_state_dict(state["own"])
         return
-    for each, own in zip(_declared(metric), state["metrics"]):
-        for name, value in own["values"].items():
+    for each, member in zip(_declared(metric), state["metrics"]):
+        for name, value in member["values"].items():
             now = getattr(each, name)
             if isinstance(now, Tensor) and isinstance(value, Tensor):
                 value = value.to(now.device)
             setattr(each, name, list(value) if isinstance(value, list) else value)
-        each._update_count = own["updates"]
+        each._update_count = member["updates"]
         each._computed = None
 
 
@@ -75,7 +75,7 @@ def refuse_unjoined(metric: Any, shown: str, processes: int) -> None:
         )
 
 
-def joined(metric: Any, states: Sequence[Dict[str, Any]], shown: str) -> Dict[str, Any]:
+def merge_states(metric: Any, states: Sequence[Dict[str, Any]], shown: str) -> Dict[str, Any]:
     """Merge the states that :func:`stored` returned in each process.
 
     States are joined as torchmetrics has declared it for each, by sum, maximum, minimum or one
@@ -86,14 +86,14 @@ def joined(metric: Any, states: Sequence[Dict[str, Any]], shown: str) -> Dict[st
     """
     members = []
     for index, each in enumerate(_declared(metric)):
-        own = [state["metrics"][index] for state in states]
-        seen = [part for part in own if part["updates"]]
-        if len(seen) < 2:
-            members.append((seen or own)[0])
+        member_states = [state["metrics"][index] for state in states]
+        updated = [part for part in member_states if part["updates"]]
+        if len(updated) < 2:
+            members.append((updated or member_states)[0])
             continue
         values = {
-            name: _joined_value(each._reductions[name], [part["values"][name] for part in seen])
-            for name in seen[0]["values"]
+            name: _joined_value(each._reductions[name], [part["values"][name] for part in updated])
+            for name in updated[0]["values"]
         }
         for name, value in values.items():
             if value is None:
@@ -102,7 +102,7 @@ def joined(metric: Any, states: Sequence[Dict[str, Any]], shown: str) -> Dict[st
                     "seen, and the means of several processes do not tell how many samples each "
                     "stands for. Use a metric that keeps sums."
                 )
-        members.append({"updates": sum(part["updates"] for part in seen), "values": values})
+        members.append({"updates": sum(part["updates"] for part in updated), "values": values})
     return {"metrics": members}
 
 
@@ -128,8 +128,8 @@ def _is_collection(metric: Any) -> bool:
 
 def _declared(metric: Any) -> List[Any]:
     """List the torchmetrics in it; none if something in it keeps more than it declares."""
-    found = metric.modules() if isinstance(metric, nn.Module) else [metric]
-    members = [each for each in found if isinstance(getattr(each, "_defaults", None), dict)]
+    modules = metric.modules() if isinstance(metric, nn.Module) else [metric]
+    members = [each for each in modules if isinstance(getattr(each, "_defaults", None), dict)]
     if any(not hasattr(each, "_update_count") or _keeps_more(each) for each in members):
         return []
     return members

@@ -242,28 +242,28 @@ def shapes(value: Any) -> str:
     return f"{type(value).__name__} ({inside})"
 
 
-def sums(name: str, values: Tensor, kept: Optional[Tensor], weight: Any) -> Tuple[float, float]:
+def sums(name: str, values: Tensor, counted: Optional[Tensor], weight: Any) -> Tuple[float, float]:
     """The sum of the values and how many there are, each times its weight.
 
     Args:
         name: of the metric, for messages.
         values: shape (batch, ...).
-        kept: which of them count, of their shape; None: all.
+        counted: which of them count, of their shape; None: all.
         weight: shape (batch,) or more leading dimensions of the values; None: 1 each. A weight of
             zero hides inf and nan.
     """
     if weight is None and values.dtype is torch.bool:
-        hits = values if kept is None else values & kept
-        return float(hits.sum()), values.numel() if kept is None else int(kept.sum())
+        hits = values if counted is None else values & counted
+        return float(hits.sum()), values.numel() if counted is None else int(counted.sum())
     values = values.double()
     if weight is None:
-        values = values if kept is None else values[kept]
+        values = values if counted is None else values[counted]
         return float(values.sum()), values.numel()
     spreaded = broadcast_weights(
         as_weights(weight, MetricError), values.shape, f"metric {name!r}", MetricError
     )
     wide = spreaded.double().expand(values.shape)
-    counts = wide != 0 if kept is None else kept & (wide != 0)
+    counts = wide != 0 if counted is None else counted & (wide != 0)
     return float((values[counts] * wide[counts]).sum()), float(wide[counts].sum())
 
 
@@ -277,8 +277,8 @@ def sum_of_elements(
                 f"metric {name!r} takes one tensor as {role}, got {type(value).__name__}. Pass a "
                 "callable metric(prediction, target) that picks its tensors."
             )
-    found, kept = values(name, prediction, target)
-    return sums(name, found, kept, weight)
+    elements, counted = values(name, prediction, target)
+    return sums(name, elements, counted, weight)
 
 
 def sum_of_samples(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ipufit.errors import ConfigurationError, MetricError
 from ipufit.lightning_module.detect import is_collection, metrics_in
 from ipufit.lightning_module.metrics.recording import MetricKey
-from ipufit.metrics.stored import is_plain, joined, restore, stored
+from ipufit.metrics.stored import is_plain, merge_states, restore, stored
 from ipufit.metrics.values import shapes
 from ipufit.processes import Processes
 
@@ -155,7 +155,7 @@ class ModuleMetrics:
             local_states = {path: stored(metric, path) for path, metric in objects.items()}
             states = processes.gather(local_states, "metrics")
             for path, metric in objects.items():
-                restore(metric, joined(metric, [each[path] for each in states], path))
+                restore(metric, merge_states(metric, [each[path] for each in states], path))
         with contextlib.ExitStack() as stack:
             for metric in self._objects.values():
                 stack.enter_context(without_sync(metric))
@@ -317,14 +317,14 @@ class StepMetrics:
             if path in state:
                 restore(metric, state[path])
 
-    def joined(self, states: Sequence[Any]) -> Any:
+    def merge_states(self, states: Sequence[Any]) -> Any:
         """Merge states as torchmetrics has declared it.
 
         Raises:
             MetricError: a state can't be joined.
         """
         return {
-            path: joined(metric, [state[path] for state in states], f"self.{path}")
+            path: merge_states(metric, [state[path] for state in states], f"self.{path}")
             for path, metric in self._objects.items()
         }
 
