@@ -64,7 +64,7 @@ class EpochMetrics:
     ) -> None:
         self.settings = settings
         self._last_logs: Optional[weakref.ReferenceType[RunningLogs]] = None
-        self._known = (
+        self._declared = (
             dict(logged) if isinstance(logged, Mapping) else dict.fromkeys(logged, LogRule())
         )
         self.metrics = metrics
@@ -75,11 +75,11 @@ class EpochMetrics:
     @property
     def names(self) -> List[str]:
         """Keys of :meth:`values`, but for the settings."""
-        names = dict.fromkeys(["loss", *self._known, *self.metrics.names])
+        names = dict.fromkeys(["loss", *self._declared, *self.metrics.names])
         return [name for name in names if not self._rule(name).is_none]
 
     def _rule(self, name: str) -> LogRule:
-        return self._rules.get(name) or self._known.get(name) or LogRule()
+        return self._rules.get(name) or self._declared.get(name) or LogRule()
 
     @property
     def directions(self) -> Dict[str, str]:

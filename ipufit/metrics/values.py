@@ -34,9 +34,9 @@ __all__ = [
 IGNORED_CLASS = -100
 
 # One value for each element, and which of them count; None: all.
-Found = Tuple[Tensor, Optional[Tensor]]
+ElementValues = Tuple[Tensor, Optional[Tensor]]
 # From the metric's name (for messages), prediction and target.
-Values = Callable[[str, Tensor, Tensor], Found]
+Values = Callable[[str, Tensor, Tensor], ElementValues]
 
 
 def _same_shape(name: str, prediction: Tensor, target: Tensor) -> Tensor:
@@ -51,12 +51,12 @@ def _same_shape(name: str, prediction: Tensor, target: Tensor) -> Tensor:
     return target
 
 
-def _squared_error(name: str, prediction: Tensor, target: Tensor) -> Found:
+def _squared_error(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
     target = _same_shape(name, prediction, target)
     return (prediction.double() - target.double()).square(), None
 
 
-def _absolute_error(name: str, prediction: Tensor, target: Tensor) -> Found:
+def _absolute_error(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
     target = _same_shape(name, prediction, target)
     return (prediction.double() - target.double()).abs(), None
 
@@ -96,16 +96,16 @@ def _index_advice(prediction: Tensor, target: Tensor) -> str:
     return "Pass a callable metric(prediction, target) for other shapes."
 
 
-def _kept(values: Tensor, target: Tensor) -> Found:
+def _counted(values: Tensor, target: Tensor) -> ElementValues:
     return values, target != IGNORED_CLASS
 
 
-def _sparse_accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
+def _sparse_accuracy(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
     target = _check_indices(name, prediction, target)
-    return _kept(prediction.argmax(1) == target, target)
+    return _counted(prediction.argmax(1) == target, target)
 
 
-def _categorical_accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
+def _categorical_accuracy(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
     target = _same_shape(name, prediction, target)
     if prediction.dim() < 2 or prediction.shape[1] < 2:
         raise MetricError(
@@ -115,7 +115,7 @@ def _categorical_accuracy(name: str, prediction: Tensor, target: Tensor) -> Foun
     return prediction.argmax(1) == target.argmax(1), None
 
 
-def _top_k_accuracy(k: int, name: str, prediction: Tensor, target: Tensor) -> Found:
+def _top_k_accuracy(k: int, name: str, prediction: Tensor, target: Tensor) -> ElementValues:
     if prediction.dim() > 1 and prediction.shape == target.shape:
         target = target.argmax(1)
     target = _check_indices(name, prediction, target)
@@ -125,10 +125,10 @@ def _top_k_accuracy(k: int, name: str, prediction: Tensor, target: Tensor) -> Fo
             f"'top_{prediction.shape[1] - 1}_accuracy' or less; over all classes it is always 1."
         )
     best = prediction.topk(k, dim=1).indices
-    return _kept((best == target.unsqueeze(1)).any(1), target)
+    return _counted((best == target.unsqueeze(1)).any(1), target)
 
 
-def _binary_accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
+def _binary_accuracy(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
     target = _same_shape(name, prediction, target)
     if ((prediction < 0) | (prediction > 1)).any():
         raise MetricError(
@@ -139,12 +139,12 @@ def _binary_accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
     return (prediction > 0.5) == (target > 0.5), None
 
 
-def _binary_accuracy_with_logits(name: str, prediction: Tensor, target: Tensor) -> Found:
+def _binary_accuracy_with_logits(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
     target = _same_shape(name, prediction, target)
     return (prediction > 0) == (target > 0.5), None
 
 
-def _accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
+def _accuracy(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
     if prediction.dim() == 1 or prediction.shape[1] == 1:
         target = fit_values(prediction, target)
     if prediction.shape == target.shape:
@@ -158,12 +158,12 @@ def _accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
     return _sparse_accuracy(name, prediction, target)
 
 
-def _token_loss(name: str, prediction: Tensor, target: Tensor) -> Found:
+def _token_loss(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
     target = _check_indices(name, prediction, target)
     losses = functional.cross_entropy(
         prediction.double(), target.long(), reduction="none", ignore_index=IGNORED_CLASS
     )
-    return _kept(losses, target)
+    return _counted(losses, target)
 
 
 def _exp(value: float) -> float:
