@@ -8,7 +8,15 @@ from typing import Any, Dict, Mapping, NamedTuple, Tuple
 from ipufit.checkpoint.json_io import dump, parse
 from ipufit.utils.codec import UnfitError, shown
 
-__all__ = ["MANIFEST", "STATE", "SUFFIX", "Entry", "check_group", "read_manifest", "write_manifest"]
+__all__ = [
+    "MANIFEST",
+    "STATE",
+    "SUFFIX",
+    "ManifestEntry",
+    "check_group",
+    "read_manifest",
+    "write_manifest",
+]
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -22,7 +30,7 @@ _GROUP = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class Entry(NamedTuple):
+class ManifestEntry(NamedTuple):
     """Size and digest that a file must have.
 
     Attributes:
@@ -43,7 +51,7 @@ def check_group(group: str) -> None:
         )
 
 
-def write_manifest(entries: Mapping[str, Entry]) -> bytes:
+def write_manifest(entries: Mapping[str, ManifestEntry]) -> bytes:
     """The text of a manifest."""
     files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in entries.items()}
     if len(files) > _MOST_FILES:
@@ -53,7 +61,7 @@ def write_manifest(entries: Mapping[str, Entry]) -> bytes:
     return dump({"format": _FORMAT, "version": list(VERSION), "files": files}, MOST_BYTES)
 
 
-def read_manifest(data: bytes) -> Dict[str, Entry]:
+def read_manifest(data: bytes) -> Dict[str, ManifestEntry]:
     """The files that it lists, by plain names.
 
     Raises:
@@ -97,10 +105,10 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _entry(name: str, parts: Any) -> Entry:
+def _entry(name: str, parts: Any) -> ManifestEntry:
     if isinstance(parts, dict) and set(parts) == {"size", "sha256"}:
         size, sha256 = parts["size"], parts["sha256"]
         is_hash = isinstance(sha256, str) and _SHA256.fullmatch(sha256)
         if type(size) is int and size >= 0 and is_hash:
-            return Entry(size, sha256)
+            return ManifestEntry(size, sha256)
     raise UnfitError(f"it does not give a size and a hash for {shown(name)}")

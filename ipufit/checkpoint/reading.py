@@ -12,7 +12,14 @@ from torch import Tensor
 
 from ipufit.checkpoint.files import Files
 from ipufit.checkpoint.json_io import parse
-from ipufit.checkpoint.manifest import MANIFEST, MOST_BYTES, STATE, SUFFIX, Entry, read_manifest
+from ipufit.checkpoint.manifest import (
+    MANIFEST,
+    MOST_BYTES,
+    STATE,
+    SUFFIX,
+    ManifestEntry,
+    read_manifest,
+)
 from ipufit.errors import CheckpointError
 from ipufit.utils.codec import UnfitError, advice_of, reason_of, shown
 
@@ -86,7 +93,7 @@ def _told(path: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def _check_listed(names: Iterable[str], entries: Mapping[str, Entry]) -> None:
+def _check_listed(names: Iterable[str], entries: Mapping[str, ManifestEntry]) -> None:
     """A file of state that is not listed was not checked; a note or a hidden file does no harm."""
     for name in sorted(names):
         is_state = name.endswith((SUFFIX, ".json")) and not name.startswith(".")
@@ -94,6 +101,6 @@ def _check_listed(names: Iterable[str], entries: Mapping[str, Entry]) -> None:
             raise UnfitError(f"it does not list {shown(name)}, which is in the folder")
 
 
-def _check_hash(sha256: str, entry: Entry) -> None:
+def _check_hash(sha256: str, entry: ManifestEntry) -> None:
     if sha256 != entry.sha256:
         raise UnfitError(f"its content has changed since {MANIFEST} was written")

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from ipufit.checkpoint.files import Files
 from ipufit.checkpoint.json_io import dump
-from ipufit.checkpoint.manifest import MANIFEST, STATE, SUFFIX, Entry, check_group, write_manifest
+from ipufit.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    SUFFIX,
+    ManifestEntry,
+    check_group,
+    write_manifest,
+)
 from ipufit.checkpoint.names import is_left_over, is_name, name_of, part_of, place_of, protect_part
 from ipufit.checkpoint.reading import MOST_STATE_BYTES, Contents, read_contents
 from ipufit.errors import CheckpointError
@@ -108,12 +115,12 @@ class Store:
         entries = {}
         data = _state(document)
         self._files.write(os.path.join(hidden, STATE), data)
-        entries[STATE] = Entry(len(data), hashlib.sha256(data).hexdigest())
+        entries[STATE] = ManifestEntry(len(data), hashlib.sha256(data).hexdigest())
         for group, members in tensors.items():
             path = os.path.join(hidden, group + SUFFIX)
             self._files.write_tensors(path, members)
             size = self._files.size_of(path)
-            entries[group + SUFFIX] = Entry(size, self._files.sha256_of(path, size))
+            entries[group + SUFFIX] = ManifestEntry(size, self._files.sha256_of(path, size))
         self._files.write(os.path.join(hidden, MANIFEST), write_manifest(entries))
         self._files.sync_folder(hidden)
 

@@ -29,10 +29,17 @@ from ipufit.training.session import Session
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
-__all__ = ["Done", "Execution", "Executions", "Programs", "Work", "words_of_strategy"]
+__all__ = [
+    "Done",
+    "ExecutionBatches",
+    "ExecutionSize",
+    "Executions",
+    "Programs",
+    "words_of_strategy",
+]
 
 
-class Execution(List[Any]):
+class ExecutionBatches(List[Any]):
     """Batches of one execution, in order."""
 
 
@@ -63,19 +70,19 @@ class Executions:
     def __len__(self) -> int:
         return -(-len(self.loader) // self.count)
 
-    def __iter__(self) -> Iterator[Execution]:
+    def __iter__(self) -> Iterator[ExecutionBatches]:
         batches = iter(self.loader)
         while True:
             clock = self._find_clock()
             clock.turn("data")
-            execution = Execution(itertools.islice(batches, self.count))
+            execution = ExecutionBatches(itertools.islice(batches, self.count))
             clock.turn("callbacks")
             if not execution:
                 return
             yield execution
 
 
-class Work(NamedTuple):
+class ExecutionSize(NamedTuple):
     """Batch algebra of an execution."""
 
     replicas: int
@@ -153,7 +160,9 @@ class Programs:
         session: Session = self._model._compiled("fit")
         return session
 
-    def run(self, batch: Execution, mode: Mode, work: Work, trainer: Any) -> List[Done]:
+    def run(
+        self, batch: ExecutionBatches, mode: Mode, work: ExecutionSize, trainer: Any
+    ) -> List[Done]:
         """The batches of an execution; of several where more came than one takes."""
         micro_batches = self._micro_batches(batch, mode)
         with words_of_strategy():
@@ -173,14 +182,14 @@ class Programs:
             done.append(Done.of(anchors, combined))
         return done
 
-    def _micro_batches(self, batch: Execution, mode: Mode) -> List[MicroBatch]:
+    def _micro_batches(self, batch: ExecutionBatches, mode: Mode) -> List[MicroBatch]:
         if mode not in self._unpackers:
             source = DataAdapter([batch[0]], f"{mode.value} data")
             self._unpackers[mode] = BatchValidator(source, mode, "whole")
         unpacker = self._unpackers[mode]
         return [unpacker(raw, index) for index, raw in enumerate(batch)]
 
-    def _program(self, mode: Mode, first: MicroBatch, work: Work, trainer: Any) -> Program:
+    def _program(self, mode: Mode, first: MicroBatch, work: ExecutionSize, trainer: Any) -> Program:
         if mode in self._programs:
             return self._programs[mode]
         session, trains = self._session, mode is Mode.TRAIN
@@ -198,7 +207,7 @@ class Programs:
         self,
         mode: Mode,
         first: MicroBatch,
-        work: Work,
+        work: ExecutionSize,
         source: Optional[DataAdapter],
         trainer: Any,
     ) -> Program:
@@ -376,7 +385,7 @@ _INSTEAD_OF_COMPILE = {
 }
 
 
-def _is_pipeline(partition: Partition, work: Work, trains: bool) -> bool:
+def _is_pipeline(partition: Partition, work: ExecutionSize, trains: bool) -> bool:
     """Tell if the stages of an execution work at the same time; log what a user should know.
 
     Raises:

@@ -18,10 +18,10 @@ from ipufit.errors import ConfigurationError
 from ipufit.lightning.packages import part
 from ipufit.lightning.programs import (
     Done,
-    Execution,
+    ExecutionBatches,
     Executions,
+    ExecutionSize,
     Programs,
-    Work,
     words_of_strategy,
 )
 from ipufit.lightning.reporting import TrainingReport
@@ -129,7 +129,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
                     "poptorch.Options()."
                 )
         self._options: Dict[str, Any] = {}
-        self._works: Dict[str, Work] = {}
+        self._works: Dict[str, ExecutionSize] = {}
         self._engine = engine
         self._trainer: Any = None
         self._ours: Optional[LightningModel] = None
@@ -245,7 +245,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         replicas = devices.replicas if isinstance(devices, Replicas) else 1
         self._options = {}
         for role, options in self._opts.items():
-            work = Work(
+            work = ExecutionSize(
                 replicas, self._device_iterations, self._accumulation if role == TRAINING else 1
             )
             if options is not None:
@@ -253,7 +253,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
                 work = _merge(work, options, _OPTIONS[role])
             self._options[role], self._works[role] = options, work
 
-    def _work(self, mode: Mode) -> Work:
+    def _work(self, mode: Mode) -> ExecutionSize:
         """Return the work of an execution in a mode."""
         return self._works[role_of(mode)]
 
@@ -277,7 +277,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
 
     # Training
 
-    def training_step(self, batch: Execution, *_: Any) -> Tensor:
+    def training_step(self, batch: ExecutionBatches, *_: Any) -> Tensor:
         """One execution; the mean loss of its samples."""
         trainer = self._trainer
         (done,) = self._running.run(batch, Mode.TRAIN, self._work(Mode.TRAIN), trainer)
@@ -306,19 +306,19 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
 
     # Inference
 
-    def validation_step(self, batch: Execution, *_: Any) -> None:
+    def validation_step(self, batch: ExecutionBatches, *_: Any) -> None:
         """One execution of the validation."""
         self._inferred(batch, "validation", Mode.EVALUATE)
 
-    def test_step(self, batch: Execution, *_: Any) -> None:
+    def test_step(self, batch: ExecutionBatches, *_: Any) -> None:
         """One execution of the test."""
         self._inferred(batch, "test", Mode.EVALUATE)
 
-    def predict_step(self, batch: Execution, *_: Any) -> Any:
+    def predict_step(self, batch: ExecutionBatches, *_: Any) -> Any:
         """The outputs of one execution, joined."""
         return loop._joined(self._inferred(batch, "predict", Mode.PREDICT))
 
-    def _inferred(self, batch: Execution, role: str, mode: Mode) -> List[Any]:
+    def _inferred(self, batch: ExecutionBatches, role: str, mode: Mode) -> List[Any]:
         outputs: List[Any] = []
         with acting_as(self._model_of_ours.module, role):
             for done in self._running.run(batch, mode, self._work(mode), self._trainer):
@@ -387,7 +387,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
 
 
-def _merge(work: Work, options: Any, name: str) -> Work:
+def _merge(work: ExecutionSize, options: Any, name: str) -> ExecutionSize:
     """Bring options into line with the Trainer, which counts unless it has a default of 1.
 
     Args:
@@ -432,7 +432,7 @@ def _merge(work: Work, options: Any, name: str) -> Work:
             "nothing is accumulated in inference, where it counts as 1. Leave it out there."
         )
         training.gradientAccumulation(1)
-    work = Work(
+    work = ExecutionSize(
         options.replication_factor if replicas == 1 else replicas,
         options.device_iterations if iterations == 1 else iterations,
         training.gradient_accumulation if accumulation == 1 else accumulation,

@@ -15,13 +15,13 @@ from ipufit.losses.rules import TargetKind
 from ipufit.losses.unreduced import LabelRange, LossTerm
 from ipufit.utils import tree
 
-__all__ = ["Part", "SeveralLosses", "joined_module"]
+__all__ = ["OutputLoss", "SeveralLosses", "joined_module"]
 
 _OUTPUTS, _TARGET, _WEIGHT = "the module's outputs", "the target", "sample_weight"
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class OutputLoss:
     """The loss of one output.
 
     Attributes:
@@ -49,7 +49,7 @@ class SeveralLosses(Loss):
         positions: of losses by position, the number of outputs, those without a loss included.
     """
 
-    parts: Tuple[Part, ...] = ()
+    parts: Tuple[OutputLoss, ...] = ()
     positions: Optional[int] = None
 
     @property
@@ -173,7 +173,7 @@ def _weight_of(sample_weight: Any, key: Key) -> Any:
     return pick(sample_weight, key, _WEIGHT, LossError)
 
 
-def joined_module(parts: Sequence[Part]) -> Optional[nn.Module]:
+def joined_module(parts: Sequence[OutputLoss]) -> Optional[nn.Module]:
     """One module that owns those of the parts, so that all their parameters are trained."""
     modules: List[Tuple[Key, nn.Module]] = [
         (part.key, part.loss.module) for part in parts if part.loss.module is not None

@@ -20,7 +20,7 @@ from ipufit.losses.named import by_name
 from ipufit.utils.names import check_log_name
 
 if TYPE_CHECKING:
-    from ipufit.losses.multi_output import Part
+    from ipufit.losses.multi_output import OutputLoss
 
 __all__ = ["resolve_loss"]
 
@@ -222,7 +222,7 @@ def _check_parameters(name: str, call: Callable[..., object]) -> None:
 
 def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Loss:
     # Imported here: most models have one loss.
-    from ipufit.losses.multi_output import Part, SeveralLosses, joined_module
+    from ipufit.losses.multi_output import OutputLoss, SeveralLosses, joined_module
 
     by_key = isinstance(loss, Mapping)
     items: List[Tuple[Any, object]] = list(loss.items() if by_key else enumerate(loss))
@@ -232,7 +232,7 @@ def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Los
             "own. Pass one callable loss(prediction, target) that returns (mean, count)."
         )
     weights = _loss_weights(loss_weights, items, by_key)
-    parts: List[Part] = []
+    parts: List[OutputLoss] = []
     log_names: List[str] = []
     for key, entry in items:
         if by_key and (not isinstance(key, str) or not key):
@@ -249,7 +249,7 @@ def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Los
         if entry is not None:
             one = dataclasses.replace(_one(entry), **options)
             _check_options(one)
-            parts.append(Part(key, one, weights[key]))
+            parts.append(OutputLoss(key, one, weights[key]))
     if not parts:
         raise LossError(
             f"at least one output must have a loss, got {loss!r}. Pass for example "
@@ -265,7 +265,7 @@ def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Los
     )
 
 
-def _shared_reduction(parts: Sequence[Part]) -> Literal["mean", "sum"]:
+def _shared_reduction(parts: Sequence[OutputLoss]) -> Literal["mean", "sum"]:
     kinds = {part.loss.reduction for part in parts}
     if len(kinds) > 1:
         each = ", ".join(f"{label(part.key)} {part.loss.reduction!r}" for part in parts)

@@ -12,7 +12,7 @@ from ipufit.planner.rendering import share, size
 __all__ = ["advised"]
 
 Facts = Mapping[str, Any]
-Rows = Mapping[str, List[float]]
+Columns = Mapping[str, List[float]]
 _Said = Tuple[str, str]
 
 # Shares of the time of training from which a phase is worth a word, and seconds of a run below
@@ -42,7 +42,7 @@ _NAMES = {
 }
 
 
-def advised(facts: Facts, rows: Rows) -> List[Dict[str, Any]]:
+def advised(facts: Facts, rows: Columns) -> List[Dict[str, Any]]:
     """Derive advice, each with its cure, from the facts and executions of a run.
 
     Args:
@@ -101,7 +101,7 @@ def _caller(params: Mapping[str, Any]) -> str:
     return "IPUStrategy" if params.get("trainer") else "fit"
 
 
-def _of_work(facts: Facts, rows: Rows) -> Iterator[_Said]:
+def _of_work(facts: Facts, rows: Columns) -> Iterator[_Said]:
     params, phases = facts["params"], facts["phases"]
     executions = sum(rows["executions"])
     working = phases["compute"] + phases["to_device"] + phases["anchors"]

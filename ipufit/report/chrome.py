@@ -7,7 +7,7 @@ import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set
 
 from ipufit.report.files import plain
-from ipufit.report.rows import Rows, columns_of
+from ipufit.report.rows import ExecutionTable, columns_of
 from ipufit.report.run import Run
 from ipufit.utils.phase_timer import PHASES
 
@@ -161,7 +161,7 @@ def _rows(columns: Dict[str, List[float]], about: Dict[str, Any]) -> List[Dict[s
     """Return the executions, each with the sum of its seconds."""
     if sum(1 for name in PHASES for seconds in columns[name] if seconds) > MOST_PHASES:
         about["executions"] = "Two in a row are drawn as one."
-        rows = Rows(len(columns["begin"]) // 2 * 2)
+        rows = ExecutionTable(len(columns["begin"]) // 2 * 2)
         rows.take(columns, math.inf)
         columns = columns_of(rows.flat)
     executions = []

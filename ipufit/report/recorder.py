@@ -33,7 +33,7 @@ from ipufit.report.files import (
     write_text,
 )
 from ipufit.report.profiling import Profiler
-from ipufit.report.rows import Rows, columns_of
+from ipufit.report.rows import ExecutionTable, columns_of
 from ipufit.report.settings import Report
 from ipufit.utils.console import warn_user
 from ipufit.utils.phase_timer import NO_CLOCK, PHASES
@@ -122,7 +122,7 @@ class Recorder(Observer):
         self._profiler = Profiler(report.profiler, report.folder)
         self.clock = self._profiler.clock
         self.warnings = facts.CapturedWarnings()
-        self._rows = Rows()
+        self._rows = ExecutionTable()
         self._earlier = 0.0
         self._earlier_phases = dict.fromkeys(PHASES, 0.0)
         self._facts: Dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Dict, List, Sequence
 
 from ipufit.utils.phase_timer import PHASES
 
-__all__ = ["COLUMNS", "MOST_ROWS", "Rows", "columns_of"]
+__all__ = ["COLUMNS", "MOST_ROWS", "ExecutionTable", "columns_of"]
 
 # Of a row: when it begins, in seconds since the run did; what it is; and its seconds by phase.
 COLUMNS = (
@@ -34,7 +34,7 @@ _SUMS = [_AT[name] for name in ("executions", "updates", "samples", "skipped", *
 MOST_ROWS = 20_000
 
 
-class Rows:
+class ExecutionTable:
     """Table with a row for every execution or, in a long run, for several in a row.
 
     A row of several has the sum of their numbers and seconds, the mean of their losses over

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from ipufit.report.rows import COLUMNS, Rows, columns_of
+from ipufit.report.rows import COLUMNS, ExecutionTable, columns_of
 from ipufit.utils.phase_timer import PHASES
 
 SUMS = ("executions", "updates", "samples", "skipped", *PHASES)
@@ -33,7 +33,7 @@ def row(number, samples=4.0, loss=1.0, memory=math.nan, rate=0.1):
 
 def filled(count, most=8, **options):
     """A table after so many executions."""
-    rows = Rows(most)
+    rows = ExecutionTable(most)
     for number in range(count):
         rows.add(row(number, **options))
     rows.close()
@@ -64,7 +64,7 @@ def test_a_short_run_has_all_its_rows():
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(-5, 5)), min_size=1, max_size=60))
 def test_the_loss_of_joined_rows_is_the_mean_over_their_samples(executions):
     """Weighted by samples, so that the mean of all is the same however they were joined."""
-    rows = Rows(4)
+    rows = ExecutionTable(4)
     for number, (samples, loss) in enumerate(executions):
         rows.add(row(number, samples=float(samples), loss=loss))
     rows.close()
@@ -76,7 +76,7 @@ def test_the_loss_of_joined_rows_is_the_mean_over_their_samples(executions):
 
 def test_joined_rows_keep_the_largest_memory_and_the_last_rate():
     """Memory is not known for every row."""
-    rows = Rows(2)
+    rows = ExecutionTable(2)
     for number, (memory, rate) in enumerate([(math.nan, 3.0), (7.0, 2.0), (5.0, 1.0)]):
         rows.add(row(number, memory=memory, rate=rate))
     rows.close()
@@ -89,11 +89,11 @@ def test_joined_rows_keep_the_largest_memory_and_the_last_rate():
 def test_a_run_that_goes_on_keeps_the_rows_before_it():
     """What came after the checkpoint was not to be."""
     before = columns_of(filled(6).flat)
-    rows = Rows(8)
+    rows = ExecutionTable(8)
     rows.take(before, before=6)
     assert columns_of(rows.flat)["first_update"] == [0.0, 2.0, 4.0]
     joined = columns_of(filled(100).flat)
-    rows = Rows(8)
+    rows = ExecutionTable(8)
     rows.take(joined, before=1e9)
     assert columns_of(rows.flat)["updates"] == joined["updates"]
     assert rows.each == max(joined["executions"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ipufit.report.rows import COLUMNS, Rows, columns_of
+from ipufit.report.rows import COLUMNS, ExecutionTable, columns_of
 from ipufit.utils.phase_timer import PHASES
 
 WIDTH = len(COLUMNS) - len(PHASES)
@@ -17,7 +17,7 @@ def numbers(place):
 @pytest.mark.parametrize("count", [1, 5, 37])
 def test_rows_that_are_added_later_are_those_that_are_added_at_once(count):
     """Also where they are joined, and seen in between."""
-    later, at_once = Rows(8), Rows(8)
+    later, at_once = ExecutionTable(8), ExecutionTable(8)
     for place in range(count):
         if place % 5 == 0:
             # What an epoch does at its end belongs to no execution.

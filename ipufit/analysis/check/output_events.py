@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ipufit.analysis.check.trace_facts import Recorder
+from ipufit.analysis.check.trace_facts import OperationRecorder
 from ipufit.errors import CaptureError
 from ipufit.tracing.capture import Frame, numpy_error, text_error, value_error
 from ipufit.tracing.flat_storage import storage_id
@@ -119,7 +119,7 @@ class Reads(TorchFunctionMode):
         recorder: knows the tensors that depend on what the program is given.
     """
 
-    def __init__(self, note: Callable[[CaptureError], None], recorder: Recorder) -> None:
+    def __init__(self, note: Callable[[CaptureError], None], recorder: OperationRecorder) -> None:
         super().__init__()
         self._note = note
         self._recorder = recorder

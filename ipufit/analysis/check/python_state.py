@@ -9,7 +9,14 @@ from typing import Any, Callable, Dict, List, Tuple
 import torch
 from torch import Tensor, nn
 
-from ipufit.analysis.check.value_owners import CONTAINERS, DEEP, PLAIN, OwnedName, Owner, owners_of
+from ipufit.analysis.check.value_owners import (
+    CONTAINERS,
+    DEEP,
+    PLAIN,
+    OwnedName,
+    ValueOwner,
+    owners_of,
+)
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.generators import (
     Generators,
@@ -56,7 +63,7 @@ class PythonSnapshot:
     """
 
     def __init__(self, step: nn.Module) -> None:
-        self._saved: List[Tuple[Owner, Dict[str, Any]]] = []
+        self._saved: List[Tuple[ValueOwner, Dict[str, Any]]] = []
         self._contents: Dict[int, Tuple[OwnedName, Any, Any]] = {}
         self._tensors: Dict[int, Tuple[OwnedName, Tensor, int, Tensor]] = {}
         self._generators: Dict[int, Tuple[OwnedName, Any, Any]] = {}

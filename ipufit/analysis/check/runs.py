@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.analysis.check.output_events import Reads
-from ipufit.analysis.check.trace_facts import Operation, Recorder
+from ipufit.analysis.check.trace_facts import Operation, OperationRecorder
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError
@@ -23,11 +23,11 @@ from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
 from ipufit.utils import tree
 
-__all__ = ["ModuleUnderTest", "Run"]
+__all__ = ["CheckRun", "ModuleUnderTest"]
 
 
 @dataclasses.dataclass
-class Run:
+class CheckRun:
     """Result of one run.
 
     Attributes:
@@ -97,7 +97,7 @@ class ModuleUnderTest:
         leaves = tuple(leaf.detach().to(self.device, copy=True) for leaf in sample.leaves)
         self.sample = dataclasses.replace(sample, leaves=leaves)
 
-    def recorded(self, titles: Dict[int, str], training: bool, rolled: bool = False) -> Run:
+    def recorded(self, titles: Dict[int, str], training: bool, rolled: bool = False) -> CheckRun:
         """Record the module: nothing is computed, and no tensor has a value.
 
         Args:
@@ -121,7 +121,7 @@ class ModuleUnderTest:
         pristine: Mapping[str, Tensor],
         note: Optional[Callable[[CaptureError], None]] = None,
         around: Optional[contextlib.AbstractContextManager[Any]] = None,
-    ) -> Run:
+    ) -> CheckRun:
         """Run the module on copies of these tensors, with their values.
 
         Args:
@@ -166,8 +166,8 @@ class ModuleUnderTest:
         training: bool,
         execute: Callable[[Callable[..., Sequence[Tensor]]], object],
         note: Optional[Callable[[CaptureError], None]] = None,
-    ) -> Run:
-        run = Run()
+    ) -> CheckRun:
+        run = CheckRun()
         self._rebound.clear()
         fixed = self._names()[len(self.trained) :]
         with_gradients = training and bool(self.trained)
@@ -183,10 +183,10 @@ class ModuleUnderTest:
             False,
             self._partition(training),
         )
-        recorders: List[Recorder] = []
+        recorders: List[OperationRecorder] = []
 
         def call(*tensors: Tensor) -> Sequence[Tensor]:
-            recorders.append(Recorder(tensors, titles, note))
+            recorders.append(OperationRecorder(tensors, titles, note))
             reads = contextlib.nullcontext() if note is None else Reads(note, recorders[-1])
             with recorders[-1], reads:
                 return micro(*tensors)

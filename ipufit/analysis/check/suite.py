@@ -18,7 +18,7 @@ from ipufit.analysis.check.messages import (
 )
 from ipufit.analysis.check.python_state import Change, PythonSnapshot
 from ipufit.analysis.check.report import Finding, Findings
-from ipufit.analysis.check.runs import ModuleUnderTest, Run
+from ipufit.analysis.check.runs import CheckRun, ModuleUnderTest
 from ipufit.analysis.check.trace_facts import differences, same_results
 from ipufit.analysis.check.value_owners import OwnedName
 from ipufit.errors import CaptureError, IpufitError, LossError
@@ -109,7 +109,7 @@ class CheckSuite:
             self._follow(snapshot, changes, tuple(dict.fromkeys(drawn)))
         return None if drawn else with_gradient
 
-    def _recorded(self, snapshot: PythonSnapshot, rolled: bool = False) -> Run:
+    def _recorded(self, snapshot: PythonSnapshot, rolled: bool = False) -> CheckRun:
         seed_generators(_KEY, self._tested.device)
         return self._tested.recorded(snapshot.titles(), self._is_training, rolled)
 
@@ -118,13 +118,13 @@ class CheckSuite:
         snapshot: PythonSnapshot,
         read: Optional[List[CaptureError]] = None,
         around: Optional[Lines] = None,
-    ) -> Run:
+    ) -> CheckRun:
         seed_generators(_KEY, self._tested.device)
         note = None if read is None else read.append
         state = self._pristine
         return self._tested.ran(snapshot.titles(), self._is_training, state, note, around)
 
-    def _is_recordable(self, recorded: Run, valued: Run) -> bool:
+    def _is_recordable(self, recorded: CheckRun, valued: CheckRun) -> bool:
         """Return False if nothing can be found out, because the module itself fails.
 
         Raises:
@@ -146,7 +146,7 @@ class CheckSuite:
             self._findings.add(_unrecordable(recorded.error, text, cure))
         return True
 
-    def _add_findings(self, run: Run) -> None:
+    def _add_findings(self, run: CheckRun) -> None:
         """Add the findings of one run: what ended it, and what it came upon before."""
         self._findings.add(*map(error_at, run.rebound))
         self._findings.add(*map(generator_at, run.generators))
@@ -172,7 +172,7 @@ class CheckSuite:
         probes = {_name(change.place): snapshot.probe(change) for change in changes}
         probes.update((name, snapshot.interpreter.probes[name]) for name in drawn)
         lines = Lines(probes)
-        runs: List[Run] = []
+        runs: List[CheckRun] = []
         by_run: List[List[Change]] = []
         before = snapshot
         for _ in range(3):

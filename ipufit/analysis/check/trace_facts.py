@@ -22,7 +22,14 @@ from ipufit.tracing.grad_step import GradStep
 from ipufit.tracing.user_lines import users_frame
 from ipufit.utils import tree
 
-__all__ = ["Operation", "Recorder", "TraceDifference", "differences", "digest", "same_results"]
+__all__ = [
+    "Operation",
+    "OperationRecorder",
+    "TraceDifference",
+    "differences",
+    "digest",
+    "same_results",
+]
 
 
 @dataclasses.dataclass
@@ -81,7 +88,7 @@ def digest(tensor: Tensor) -> _Constant:
     return _Constant(hashlib.blake2b(text + data, digest_size=12).hexdigest(), shown)
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every operator below autograd, in recordings and in runs with values.
 
     Args:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ipufit.tracing.generators import generator_state
 from ipufit.tracing.user_lines import users_module
 
-__all__ = ["CONTAINERS", "DEEP", "PLAIN", "OwnedName", "Owner", "owners_of"]
+__all__ = ["CONTAINERS", "DEEP", "PLAIN", "OwnedName", "ValueOwner", "owners_of"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 CONTAINERS = (list, dict, set, collections.deque)
@@ -44,7 +44,7 @@ class OwnedName:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Owner:
+class ValueOwner:
     """Something with names: an object, a class, or the globals of a file."""
 
     object: Any
@@ -113,7 +113,7 @@ class _Cells(Dict[str, Any]):
         self._cells[name].cell_contents = value
 
 
-def owners_of(step: nn.Module) -> Iterator[Owner]:
+def owners_of(step: nn.Module) -> Iterator[ValueOwner]:
     """Yield modules, callables of the loss, objects in them, their classes and files."""
     visited: Set[int] = set()
     functions: List[Any] = []
@@ -126,10 +126,10 @@ def owners_of(step: nn.Module) -> Iterator[Owner]:
         visited.add(id(part))
         kind = type(part)
         is_torchs = kind.__module__.partition(".")[0] == "torch"
-        yield Owner(part, kind.__name__, is_torchs=is_torchs)
+        yield ValueOwner(part, kind.__name__, is_torchs=is_torchs)
         if isinstance(part, nn.Module):
             for members in _MEMBERS:
-                yield Owner(part, members, "members", mapping=vars(part)[members])
+                yield ValueOwner(part, members, "members", mapping=vars(part)[members])
         yield from _owned_objects(part, kind.__name__, visited, DEEP)
         for hooks in ("_forward_hooks", "_forward_pre_hooks"):
             functions += list(vars(part).get(hooks, {}).values())
@@ -137,7 +137,7 @@ def owners_of(step: nn.Module) -> Iterator[Owner]:
         for base in kind.__mro__:
             if users_module(base) and id(base) not in visited:
                 visited.add(id(base))
-                yield Owner(base, base.__name__)
+                yield ValueOwner(base, base.__name__)
                 yield from _file_of(base, visited)
                 functions += [f for f in vars(base).values() if inspect.isfunction(f)]
     for function in functions:
@@ -147,17 +147,17 @@ def owners_of(step: nn.Module) -> Iterator[Owner]:
             yield from _file_of(function, visited)
             if function.__closure__ and id(function) not in visited:
                 visited.add(id(function))
-                yield Owner(function, "", "global", mapping=_Cells(function))
+                yield ValueOwner(function, "", "global", mapping=_Cells(function))
 
 
-def _file_of(thing: Any, visited: Set[int]) -> Iterator[Owner]:
+def _file_of(thing: Any, visited: Set[int]) -> Iterator[ValueOwner]:
     module = sys.modules.get(thing.__module__)
     if module is not None and id(module) not in visited:
         visited.add(id(module))
-        yield Owner(module, "", "global")
+        yield ValueOwner(module, "", "global")
 
 
-def _owned_objects(part: Any, title: str, visited: Set[int], depth: int) -> Iterator[Owner]:
+def _owned_objects(part: Any, title: str, visited: Set[int], depth: int) -> Iterator[ValueOwner]:
     """Yield attributes of classes of the user, such as a configuration or a state."""
     for name, value in list(vars(part).items()):
         kind = type(value)
@@ -166,5 +166,5 @@ def _owned_objects(part: Any, title: str, visited: Set[int], depth: int) -> Iter
             continue
         if users_module(kind) and id(value) not in visited and depth:
             visited.add(id(value))
-            yield Owner(value, f"{title}.{name}")
+            yield ValueOwner(value, f"{title}.{name}")
             yield from _owned_objects(value, f"{title}.{name}", visited, depth - 1)
