@@ -87,12 +87,12 @@ class Asynchronous(Callback):
         if error is not None:
             raise error
 
-    def _now(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+    def _now(self, hook: str, *args: object, **kwargs: object) -> Any:
         self._waiting.join()
         self._raise_error()
         return getattr(self.callback, hook)(*args, **kwargs)
 
-    def _at_last(self, hook: str, *args: Any) -> None:
+    def _at_last(self, hook: str, *args: object) -> None:
         """Call a hook that ends something, also after the callback has failed."""
         self._waiting.join()
         try:
@@ -149,7 +149,7 @@ for _event in EVENTS.values():
         setattr(Asynchronous, _event.hook, _forward(_event))
 
 
-def _checked(callback: Any) -> Callback:
+def _checked(callback: object) -> Callback:
     if isinstance(callback, type) or not isinstance(callback, Callback):
         raise ConfigurationError(
             "Asynchronous takes one object of a subclass of ipufit.callbacks.Callback, got "

@@ -45,7 +45,7 @@ class CallbackList:
         if self.wants_outputs:
             self._model.outputs = outputs
 
-    def call(self, hook: str, *args: Any) -> None:
+    def call(self, hook: str, *args: object) -> None:
         """Call one hook, such as "on_epoch_end", of every callback.
 
         An error of one callback is raised at once, except from a hook that ends something: there
@@ -63,7 +63,7 @@ class CallbackList:
             if hook == "on_train_begin":
                 self._begun.append(callback)
 
-    def ask(self, hook: str, *args: Any) -> bool:
+    def ask(self, hook: str, *args: object) -> bool:
         """Call one hook of every callback; whether any has answered True."""
         answers = [bool(getattr(callback, hook)(*args)) for callback in self.callbacks]
         return any(answers)
@@ -95,7 +95,7 @@ class Observer:
     def begin_fit(self, fit: RunningFit) -> None:
         """Look at the fit, whose program is prepared, before its first epoch."""
 
-    def notify(self, hook: str, *args: Any) -> bool:
+    def notify(self, hook: str, *args: object) -> bool:
         """Look at an event of callbacks that has no method here; True ends training.
 
         Args:
@@ -134,7 +134,7 @@ class CallbackObserver(Observer):
         self._meter, self._history = fit.job.meter, fit.history
         self._callbacks.call("on_train_begin", {})
 
-    def notify(self, hook: str, *args: Any) -> bool:
+    def notify(self, hook: str, *args: object) -> bool:
         """Call the hook, and return True if any callback has."""
         return self._callbacks.ask(hook, *args)
 
@@ -162,7 +162,7 @@ class CallbackObserver(Observer):
             self._callbacks.call("close")
 
 
-def _call_all(callbacks: Sequence[Callback], hook: str, args: Sequence[Any]) -> None:
+def _call_all(callbacks: Sequence[Callback], hook: str, args: Sequence[object]) -> None:
     """Every one in order, whatever the others raise; several errors are chained."""
     if callbacks:
         try:
@@ -189,7 +189,7 @@ def _may_add(callback: Callback, name: str) -> bool:
     return overrides and (callback.adds is None or name in callback.adds)
 
 
-def checked(callbacks: Any) -> List[Callback]:
+def checked(callbacks: object) -> List[Callback]:
     """The callbacks as a list: of None, of a single one, or of several.
 
     Raises:
@@ -239,7 +239,7 @@ def _check_every_updates(callback: Callback) -> None:
     )
 
 
-def _refusal(came: Any, instead: str) -> ConfigurationError:
+def _refusal(came: object, instead: str) -> ConfigurationError:
     what = f"the class {came.__name__}" if isinstance(came, type) else repr(came)
     return ConfigurationError(
         f"callbacks must be a list of ipufit.callbacks.Callback objects, got {what}. {instead}"

@@ -22,7 +22,7 @@ def say(text: str) -> None:
     tqdm.write(text, file=sys.stderr)
 
 
-def stored(state: Mapping[str, Any], name: str, kind: Callable[[Any], T]) -> Optional[T]:
+def stored(state: Mapping[str, object], name: str, kind: Callable[[Any], T]) -> Optional[T]:
     """A value of a callback's state in a checkpoint, which may be None.
 
     Raises:
@@ -43,7 +43,7 @@ def whole(owner: object, name: str, value: Any, least: int = 0) -> int:
     return operator.index(value)
 
 
-def finite(owner: object, name: str, value: Any, least: Optional[float] = None) -> float:
+def finite(owner: object, name: str, value: object, least: Optional[float] = None) -> float:
     """The value as a finite float of at least ``least``.
 
     Raises:
@@ -58,7 +58,7 @@ def finite(owner: object, name: str, value: Any, least: Optional[float] = None) 
     return number
 
 
-def one_of(owner: object, name: str, value: Any, choices: Tuple[Any, ...]) -> Any:
+def one_of(owner: object, name: str, value: object, choices: Tuple[object, ...]) -> Any:
     """The value, one of the choices.
 
     Raises:
@@ -69,5 +69,5 @@ def one_of(owner: object, name: str, value: Any, choices: Tuple[Any, ...]) -> An
     return value
 
 
-def _refusal(owner: object, name: str, wanted: str, value: Any) -> ConfigurationError:
+def _refusal(owner: object, name: str, wanted: str, value: object) -> ConfigurationError:
     return ConfigurationError(f"{name} of {type(owner).__name__} must be {wanted}, got {value!r}.")

@@ -154,7 +154,7 @@ def logs_metrics(candidate: object) -> bool:
     return not isinstance(candidate, type) and _match_tracker(candidate) is not None
 
 
-def _tracker(logger: Any) -> _Tracker:
+def _tracker(logger: object) -> _Tracker:
     if isinstance(logger, type):
         raise _refusal(f"the class {logger.__name__}", "Pass an object of it.")
     tracker = _match_tracker(logger)

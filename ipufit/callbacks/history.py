@@ -40,7 +40,7 @@ class History(Callback):
 
     adds: Tuple[str, ...] = ()
 
-    def __init__(self, params: Optional[Mapping[str, Any]] = None) -> None:
+    def __init__(self, params: Optional[Mapping[str, object]] = None) -> None:
         super().__init__()
         self.history: Dict[str, List[float]] = {}
         self.epoch: List[int] = []

@@ -47,7 +47,7 @@ class JSONLinesLogger(Callback):
         self._file: Any = None
         self._count = UpdateCount()
 
-    def _write(self, event: str, values: Mapping[str, Any]) -> None:
+    def _write(self, event: str, values: Mapping[str, object]) -> None:
         record = {"event": event, "epoch": self._count.epoch, "update": self._count.done, **values}
         self._file.write(as_json(record) + "\n")
         # Whoever reads along, or finds the file after a crash, has every line.

@@ -63,7 +63,7 @@ class LearningRateScheduler(Callback):
             log_rates(self.model.optimizer, logs)
 
 
-def _count_arguments(schedule: Any) -> int:
+def _count_arguments(schedule: object) -> int:
     """2 or 1: how many of (epoch, rate) the schedule takes."""
     if not callable(schedule) or isinstance(schedule, type):
         raise _refusal(schedule)
@@ -80,7 +80,7 @@ def _count_arguments(schedule: Any) -> int:
     raise _refusal(schedule)
 
 
-def _refusal(schedule: Any) -> ConfigurationError:
+def _refusal(schedule: object) -> ConfigurationError:
     return ConfigurationError(
         "schedule of LearningRateScheduler must be a function of (epoch, rate) or of (epoch), got "
         f"{schedule!r}. Write one, such as lambda epoch, rate: 0.9 * rate."

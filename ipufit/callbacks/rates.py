@@ -25,7 +25,7 @@ def set_rates(optimizer: Any, new: Callable[[float], float]) -> List[float]:
     return rates
 
 
-def log_rates(optimizer: Any, logs: Dict[str, float]) -> None:
+def log_rates(optimizer: object, logs: Dict[str, float]) -> None:
     """Under "learning_rate" that of the first group, under "learning_rate_1", ... the others'."""
     for index, rate in enumerate(learning_rates(optimizer)):
         logs[f"learning_rate_{index}" if index else "learning_rate"] = rate

@@ -12,12 +12,12 @@ from ipufit.errors import ConfigurationError
 __all__ = ["as_json", "check_length", "log_file", "means"]
 
 
-def means(logs: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
+def means(logs: Optional[Mapping[str, object]]) -> Dict[str, Any]:
     """The means of the epoch so far, of the logs of an execution; not how much has been done."""
     return {name: v for name, v in (logs or {}).items() if name not in ("updates", "samples")}
 
 
-def as_json(record: Mapping[str, Any]) -> str:
+def as_json(record: Mapping[str, object]) -> str:
     """One line of JSON.
 
     JSON has no numbers that are not finite; they become "NaN", "Infinity" and "-Infinity", which

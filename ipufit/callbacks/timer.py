@@ -125,7 +125,7 @@ class Timer(Callback):
             self._end(stage)
 
 
-def _seconds(owner: Timer, duration: Any) -> float:
+def _seconds(owner: Timer, duration: object) -> float:
     if isinstance(duration, datetime.timedelta):
         duration = duration.total_seconds()
     if isinstance(duration, str):

@@ -156,12 +156,12 @@ def resolve_resume_changes(
     return frozenset(names)
 
 
-def _hyperparameter_names(groups: Sequence[Mapping[str, Any]]) -> FrozenSet[str]:
+def _hyperparameter_names(groups: Sequence[Mapping[str, object]]) -> FrozenSet[str]:
     names = frozenset(name for group in groups for name in group)
     return names - _NO_NUMBERS - _WITH_STATE - {*settings.NOTES}
 
 
-def is_changeable(change: ConfigurationChange, groups: Sequence[Mapping[str, Any]]) -> bool:
+def is_changeable(change: ConfigurationChange, groups: Sequence[Mapping[str, object]]) -> bool:
     """Say whether ``resume_changes`` can allow a change.
 
     Args:
@@ -274,7 +274,7 @@ def _module(module: nn.Module) -> Configuration:
     return {"class": kinds[0].__name__, **attributes}
 
 
-def _attributes(value: Any, plain: bool, depth: int = 0) -> Configuration:
+def _attributes(value: object, plain: bool, depth: int = 0) -> Configuration:
     """Return an object's public attributes, described; of an object of ipufit's, the others too."""
     is_own = type(value).__module__.partition(".")[0] == _OWN
     result = {}
@@ -318,7 +318,7 @@ def _described(value: object, depth: int = 0) -> Any:
     return _object(value, depth)
 
 
-def _object(value: Any, depth: int) -> Any:
+def _object(value: object, depth: int) -> Any:
     if isinstance(value, type):
         return value.__name__
     if isinstance(value, functools.partial):
@@ -426,7 +426,10 @@ def _tensor_digest(leaves: Iterable[object]) -> str:
 
 
 def changes_between(
-    begin: Mapping[str, Any], last: Mapping[str, Any], now: Mapping[str, Any], same_torch: bool
+    begin: Mapping[str, object],
+    last: Mapping[str, object],
+    now: Mapping[str, object],
+    same_torch: bool,
 ) -> List[ConfigurationChange]:
     """Return how a run's configuration differs from the one in a checkpoint.
 

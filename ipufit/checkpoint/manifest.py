@@ -105,7 +105,7 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _entry(name: str, parts: Any) -> ManifestEntry:
+def _entry(name: str, parts: object) -> ManifestEntry:
     if isinstance(parts, dict) and set(parts) == {"size", "sha256"}:
         size, sha256 = parts["size"], parts["sha256"]
         is_hash = isinstance(sha256, str) and _SHA256.fullmatch(sha256)

@@ -33,7 +33,7 @@ def check_optimizer(state: Any) -> None:
                 _check_value(name, value)
 
 
-def _check_value(name: object, value: Any) -> None:
+def _check_value(name: object, value: object) -> None:
     if type(name) is not str:
         raise ValueError(f"the optimizer has a value without a name, {name!r}")
     parts = value if isinstance(value, (list, tuple)) else [value]
@@ -76,7 +76,7 @@ def optimizer_differences(
     return faults
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: object, other: object) -> bool:
     """Return True if two settings are of one kind; a rate may have become a tensor."""
     numbers = (*_NUMBERS, Tensor)
     if isinstance(one, numbers) and isinstance(other, numbers):

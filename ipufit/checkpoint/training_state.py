@@ -503,7 +503,7 @@ def restore(
         ) from error
 
 
-def _restore_callbacks(callbacks: Sequence[Callback], states: Sequence[Tuple[str, Any]]) -> None:
+def _restore_callbacks(callbacks: Sequence[Callback], states: Sequence[Tuple[str, object]]) -> None:
     """Let each callback go on from the state of the next one of its class, if there is one."""
     left = list(states)
     for callback in callbacks:

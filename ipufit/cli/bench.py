@@ -81,7 +81,7 @@ def bench_script(
     results: List[Dict[str, Any]] = []
 
     def look(
-        model: Model, session: Session, fit_args: Mapping[str, Any], caller: FrameType
+        model: Model, session: Session, fit_args: Mapping[str, object], caller: FrameType
     ) -> None:
         require_single_process(session, "ipufit bench", "Start it without a launcher.")
         ways = _ways(session, with_inductor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from types import FrameType
-from typing import Any, Callable, List, Mapping
+from typing import Callable, List, Mapping
 
 from ipufit.analysis.check.check import checked_sample
 from ipufit.analysis.check.report import CheckReport
@@ -33,7 +33,7 @@ def check_script(execute: Callable[[], None], as_json: bool, every: bool) -> int
     reports: List[CheckReport] = []
 
     def look(
-        model: Model, session: Session, fit_args: Mapping[str, Any], caller: FrameType
+        model: Model, session: Session, fit_args: Mapping[str, object], caller: FrameType
     ) -> None:
         sample = first_micro_batch(session, fit_args)
         reports.append(checked_sample(model.module, session, sample, caller))

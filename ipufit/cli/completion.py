@@ -33,7 +33,7 @@ class _Print(argparse.Action):
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
         values: Any,
-        option_string: Any = None,
+        option_string: object = None,
     ) -> None:
         try:
             script = _script(parser, values)

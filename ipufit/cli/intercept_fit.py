@@ -95,7 +95,7 @@ def _ending(look: Look, in_one_line: bool) -> Look:
         return look
 
     def looking(
-        model: Model, session: Session, arguments: Mapping[str, Any], caller: FrameType
+        model: Model, session: Session, arguments: Mapping[str, object], caller: FrameType
     ) -> None:
         try:
             look(model, session, arguments, caller)
@@ -132,7 +132,7 @@ def _fit_replaced(look: Look, every: bool, calls: List[int]) -> Iterator[None]:
 
 
 def check_fit_arguments(
-    session: Session, arguments: Mapping[str, Any], **instead: Any
+    session: Session, arguments: Mapping[str, object], **instead: object
 ) -> FitArguments:
     """Check the arguments of ``fit``, without files that it would write.
 

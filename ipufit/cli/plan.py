@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from types import FrameType
-from typing import Any, Callable, List, Mapping, Optional
+from typing import Callable, List, Mapping, Optional
 
 from ipufit.cli.intercept_fit import check_fit_arguments, first_micro_batch, intercept_fit
 from ipufit.core.plan import Plan
@@ -42,7 +42,7 @@ def plan_script(
     batches: List[Plan] = []
 
     def look(
-        model: Model, session: Session, fit_args: Mapping[str, Any], caller: FrameType
+        model: Model, session: Session, fit_args: Mapping[str, object], caller: FrameType
     ) -> None:
         sample = first_micro_batch(session, fit_args)
         request = check_fit_arguments(session, fit_args, **({} if ipus is None else {"ipus": ipus}))

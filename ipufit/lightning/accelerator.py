@@ -38,12 +38,12 @@ class IPUAccelerator(part("accelerators").Accelerator):  # type: ignore[misc]
     def teardown(self) -> None:
         """Do nothing: there is nothing to free."""
 
-    def get_device_stats(self, device: Any) -> Dict[str, Any]:
+    def get_device_stats(self, device: object) -> Dict[str, Any]:
         """Return no statistics."""
         return {}
 
     @staticmethod
-    def parse_devices(devices: Any) -> int:
+    def parse_devices(devices: object) -> int:
         """Convert ``devices`` of a Trainer to a number of replicas."""
         if type(devices) is str and devices.isdigit():
             devices = int(devices)

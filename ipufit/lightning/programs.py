@@ -189,7 +189,9 @@ class Programs:
         unpacker = self._unpackers[mode]
         return [unpacker(raw, index) for index, raw in enumerate(batch)]
 
-    def _program(self, mode: Mode, first: MicroBatch, work: ExecutionSize, trainer: Any) -> Program:
+    def _program(
+        self, mode: Mode, first: MicroBatch, work: ExecutionSize, trainer: object
+    ) -> Program:
         if mode in self._programs:
             return self._programs[mode]
         session, trains = self._session, mode is Mode.TRAIN

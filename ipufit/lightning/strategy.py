@@ -138,7 +138,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
 
     # What a Trainer sets up
 
-    def connect(self, model: Any) -> None:
+    def connect(self, model: object) -> None:
         """Another run begins with this module."""
         super().connect(model)
         self._ours = LightningModel(model, self._engine, by_trainer=True)
@@ -257,7 +257,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         """Return the work of an execution in a mode."""
         return self._works[role_of(mode)]
 
-    def process_dataloader(self, dataloader: Any) -> Executions:
+    def process_dataloader(self, dataloader: object) -> Executions:
         """Batches for whole executions."""
         trains = self._trainer.state.stage == "train"
         mode = Mode.TRAIN if trains else Mode.EVALUATE
@@ -266,7 +266,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
             return Executions(dataloader, count)
         return Executions(dataloader, count, lambda: self._running.clock)
 
-    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+    def batch_to_device(self, batch: object, device: object = None, dataloader_idx: int = 0) -> Any:
         """Nothing: the engine does."""
         return batch
 
@@ -294,27 +294,27 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
                 options = notes[name]
                 self.lightning_module.log(name, value, batch_size=done.samples, **options)
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *_: Any, **__: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: object, *_: object, **__: object) -> Tensor:
         """Nothing: it is part of the program."""
         return closure_loss
 
     def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **_: Any
+        self, optimizer: object, closure: Callable[[], Any], model: object = None, **_: object
     ) -> Any:
         """The execution, of which updates are a part."""
         return closure()
 
     # Inference
 
-    def validation_step(self, batch: ExecutionBatches, *_: Any) -> None:
+    def validation_step(self, batch: ExecutionBatches, *_: object) -> None:
         """One execution of the validation."""
         self._inferred(batch, "validation", Mode.EVALUATE)
 
-    def test_step(self, batch: ExecutionBatches, *_: Any) -> None:
+    def test_step(self, batch: ExecutionBatches, *_: object) -> None:
         """One execution of the test."""
         self._inferred(batch, "test", Mode.EVALUATE)
 
-    def predict_step(self, batch: ExecutionBatches, *_: Any) -> Any:
+    def predict_step(self, batch: ExecutionBatches, *_: object) -> Any:
         """The outputs of one execution, joined."""
         return loop._joined(self._inferred(batch, "predict", Mode.PREDICT))
 
@@ -360,13 +360,15 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
 
     # Checkpoints
 
-    def optimizer_state(self, optimizer: Any) -> Dict[str, Any]:
+    def optimizer_state(self, optimizer: object) -> Dict[str, Any]:
         """Up to date."""
         self._running.publish()
         state: Dict[str, Any] = super().optimizer_state(optimizer)
         return state
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> Dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: object, *args: object, **options: object
+    ) -> Dict[str, Any]:
         """Weights for an evaluation.
 
         Raises:

@@ -81,7 +81,7 @@ class Loaders:
         return loaders
 
 
-def loaders_for(module: Any, x: Any, datamodule: Any, stage: str) -> Loaders:
+def loaders_for(module: object, x: object, datamodule: object, stage: str) -> Loaders:
     """Choose the data that the user passed, or else the loaders of the LightningModule.
 
     Args:

@@ -36,7 +36,7 @@ def is_data_module(value: object) -> bool:
     return base_of(value, "LightningDataModule") is not None
 
 
-def overrides(value: Any, name: str, base: str = "LightningModule") -> bool:
+def overrides(value: object, name: str, base: str = "LightningModule") -> bool:
     """Return True if the user has written this method, in the class or on the object.
 
     Args:

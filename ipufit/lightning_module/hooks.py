@@ -63,7 +63,7 @@ class ModuleHooks(Callback):
             setters={"should_stop": self._stop},
         )
 
-    def _stop(self, value: Any) -> None:
+    def _stop(self, value: object) -> None:
         self.model.stop_training = bool(value)
 
     def _process(self) -> Any:

@@ -46,7 +46,7 @@ def attached(module: nn.Module, trainer: object, log: Log) -> Iterator[None]:
         log: takes the arguments of ``LightningModule.log``.
     """
 
-    def log_dict(dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+    def log_dict(dictionary: Mapping[str, object], *args: object, **options: object) -> None:
         items: Any = dictionary
         if is_collection(dictionary):
             items = dict(zip(items.keys(), items.values(copy_state=False)))
@@ -82,10 +82,10 @@ def step_log(role: str, size: int, metrics: MetricCalls, notes: Optional[Notes] 
         logger: Optional[bool] = None,
         on_step: Optional[bool] = None,
         on_epoch: Optional[bool] = None,
-        reduce_fx: Any = "mean",
+        reduce_fx: object = "mean",
         enable_graph: bool = False,
         sync_dist: bool = False,
-        sync_dist_group: Optional[Any] = None,
+        sync_dist_group: object = None,
         add_dataloader_idx: bool = True,
         batch_size: Optional[int] = None,
         metric_attribute: Optional[str] = None,
@@ -152,7 +152,7 @@ def hook_log(values: Dict[str, float], computed: Callable[[str, Any], float]) ->
 def no_log(where: str) -> Log:
     """Make ``self.log`` of a method in which nothing can be logged."""
 
-    def log(name: object, *_: Any, **__: Any) -> None:
+    def log(name: object, *_: object, **__: object) -> None:
         raise ConfigurationError(
             f"self.log({name!r}) can't be called in {where}, where there is no epoch for the value "
             "to belong to. Log in training_step, validation_step, test_step or an on_..._epoch_end."
@@ -161,7 +161,7 @@ def no_log(where: str) -> Log:
     return log
 
 
-def _check(name: Any, value: Any, used: bool) -> None:
+def _check(name: object, value: object, used: bool) -> None:
     check_log_name(name, exact=True)
     if not is_metric(value) and not isinstance(value, MetricValue):
         check_value(name, value)
@@ -206,7 +206,7 @@ def _check_size(name: str, batch_size: object, size: int) -> None:
     )
 
 
-def _reduction(name: str, reduce_fx: Any) -> str:
+def _reduction(name: str, reduce_fx: object) -> str:
     key = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
     try:
         return _REDUCTIONS[key]

@@ -82,7 +82,11 @@ class LightningModel(StepsModel):
         self._is_waiting = True
 
     def compile(
-        self, optimizer: Any = None, loss: Any = None, metrics: Any = None, **options: Any
+        self,
+        optimizer: object = None,
+        loss: object = None,
+        metrics: object = None,
+        **options: object,
     ) -> None:
         """Choose how to train; without a call, everything is as the LightningModule says.
 
@@ -166,25 +170,31 @@ class LightningModel(StepsModel):
 
     def evaluate(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: object = None,
+        y: object = None,
         batch_size: Optional[int] = None,
         *,
-        datamodule: Any = None,
-        **options: Any,
+        datamodule: object = None,
+        **options: object,
     ) -> Union[float, List[float], Dict[str, float]]:
         """Evaluate with ``validation_step``."""
         options["batch_size"] = batch_size
         return self._evaluated("validate", "validation", x, y, datamodule, options)
 
     def test(
-        self, x: Any = None, y: Any = None, *, datamodule: Any = None, **options: Any
+        self, x: object = None, y: object = None, *, datamodule: object = None, **options: object
     ) -> Union[float, List[float], Dict[str, float]]:
         """Evaluate with ``test_step`` and ``test_dataloader``."""
         return self._evaluated("test", "test", x, y, datamodule, options)
 
     def _evaluated(
-        self, stage: str, role: str, x: Any, y: Any, datamodule: Any, options: Dict[str, Any]
+        self,
+        stage: str,
+        role: str,
+        x: object,
+        y: object,
+        datamodule: object,
+        options: Dict[str, Any],
     ) -> Union[float, List[float], Dict[str, float]]:
         self._require(f"{role}_step")
         loaders = loaders_for(self.lightning, x, datamodule, stage)
@@ -221,7 +231,7 @@ class LightningModel(StepsModel):
             pieces = super().predict_iter(x, batch_size, **options)
         return self._in_role(pieces)
 
-    def _in_role(self, pieces: Iterator[Any]) -> Iterator[Any]:
+    def _in_role(self, pieces: Iterator[object]) -> Iterator[Any]:
         while True:
             with acting_as(self.module, "predict"):
                 piece = list(_first(pieces))
@@ -229,7 +239,7 @@ class LightningModel(StepsModel):
                 return
             yield piece.pop()
 
-    def predict_on_batch(self, x: Any) -> Any:
+    def predict_on_batch(self, x: object) -> Any:
         """Return the result of ``predict_step`` for one batch."""
         self._ready()
         with acting_as(self.module, "predict"):
@@ -240,7 +250,7 @@ class LightningModel(StepsModel):
         self._ready()
         super().summary(x, **options)
 
-    def check(self, x: Any = None) -> CheckReport:
+    def check(self, x: object = None) -> CheckReport:
         """Check the steps for what a recorded program would not do as it is written."""
         self._ready()
         return super().check(x)
@@ -316,7 +326,7 @@ class LightningModel(StepsModel):
                 "Keep what they add in a buffer, or in the state_dict of a callback."
             )
 
-    def _counted(self, data: Any, y: Any, options: Dict[str, Any]) -> Dict[str, Any]:
+    def _counted(self, data: object, y: object, options: Dict[str, Any]) -> Dict[str, Any]:
         """Count batches and updates under a Trainer's names, as far as that can be done."""
         epochs = options.get("epochs", 1)
         recounts = any(options.get(name) for name in _RECOUNTING) or isinstance(epochs, range)
@@ -337,7 +347,7 @@ class LightningModel(StepsModel):
         return counts
 
 
-def _first(pieces: Iterator[Any]) -> Iterator[Any]:
+def _first(pieces: Iterator[object]) -> Iterator[Any]:
     for piece in pieces:
         yield piece
         return

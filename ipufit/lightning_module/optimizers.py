@@ -60,7 +60,7 @@ def configure_optimizer(module: Any, facts: object) -> Tuple[Optional[torch.opti
     return optimizer, _schedule(schedulers[0], monitor)
 
 
-def _taken_apart(result: Any) -> Tuple[List[Any], List[Any], Optional[str]]:
+def _taken_apart(result: object) -> Tuple[List[Any], List[Any], Optional[str]]:
     """Optimizers, schedulers, and the monitor of a dict."""
     if isinstance(result, torch.optim.Optimizer):
         return [result], [], None
@@ -116,7 +116,11 @@ def _schedule(returned: Any, monitor: Optional[str]) -> Any:
 
 
 def _check(
-    config: Mapping[str, Any], interval: Any, frequency: Any, monitor: Any, watches: bool
+    config: Mapping[str, object],
+    interval: object,
+    frequency: object,
+    monitor: object,
+    watches: bool,
 ) -> None:
     if interval not in ("step", "epoch"):
         raise ConfigurationError(

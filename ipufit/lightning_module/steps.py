@@ -59,11 +59,11 @@ class Steps(nn.Module):
             return getattr(self.lightning, name)
 
     # The hooks of the user's module are for its own forward, which the step calls.
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: object) -> Any:
         """Call :meth:`forward`."""
         return self.forward(batch)
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch: object) -> Any:
         """Run the step of the present role.
 
         Args:
@@ -167,12 +167,12 @@ def acting_as(steps: Steps, role: str) -> Iterator[None]:
         there[_ROLE] = before
 
 
-def _size(batch: Any) -> int:
+def _size(batch: object) -> int:
     leaves = tree.flatten(batch)[0]
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
-def _trained(result: Any) -> Mapping[str, Any]:
+def _trained(result: object) -> Mapping[str, Any]:
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise LossError(
@@ -194,7 +194,7 @@ def _trained(result: Any) -> Mapping[str, Any]:
     )
 
 
-def _evaluated(result: Any) -> Mapping[str, Any]:
+def _evaluated(result: object) -> Mapping[str, Any]:
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return dict(result) if isinstance(result, Mapping) else {"loss": loss}
@@ -203,7 +203,7 @@ def _evaluated(result: Any) -> Mapping[str, Any]:
     return {"loss": torch.zeros(())}
 
 
-def _described(result: Any) -> str:
+def _described(result: object) -> str:
     if isinstance(result, Mapping):
         return f"a dict of {', '.join(map(repr, result)) or 'nothing'}"
     return type(result).__name__

@@ -124,14 +124,14 @@ class FitTrainerProxy:
 
     def __init__(
         self,
-        facts: Mapping[str, Any],
+        facts: Mapping[str, object],
         fitting: bool = True,
         setters: Optional[Mapping[str, Callable[[Any], None]]] = None,
     ) -> None:
         state = {"_known": dict(facts), "_fitting": fitting, "_setters": dict(setters or {})}
         vars(self).update(state)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name not in self._setters:
             raise ConfigurationError(
                 f"there is no Trainer whose {name} could be set. Use ipufit's arguments and "
@@ -156,7 +156,7 @@ class FitTrainerProxy:
 
 
 @contextlib.contextmanager
-def replace_attributes(attributes: Iterable[Tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
+def replace_attributes(attributes: Iterable[Tuple[object, Mapping[str, object]]]) -> Iterator[None]:
     """Replace attributes of objects in the block, by name.
 
     Args:

@@ -120,7 +120,7 @@ def refuse_module(module: Any, by_trainer: bool = False) -> None:
     faults.raise_all()
 
 
-def refuse_data_hooks(data: Any) -> None:
+def refuse_data_hooks(data: object) -> None:
     """Refuse hooks of a LightningDataModule that are not called.
 
     Raises:

@@ -67,7 +67,7 @@ def _by_rows(layout: Layout, call: Any, prediction: Tensor, target: Tensor) -> b
     return layout == "rows" or (target.shape == prediction.shape and not wide)
 
 
-def _reduction(call: Any) -> Any:
+def _reduction(call: object) -> Any:
     """How one of torch's losses joins its elements."""
     if isinstance(call, nn.Module):
         return getattr(call, "reduction", None)

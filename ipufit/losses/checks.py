@@ -158,7 +158,7 @@ def check_labels(name: str, target: Tensor, classes: int, ignore_index: int, whe
     raise DataError(f"{what}. {cure}", what=what, cure=cure)
 
 
-def _picking(name: str, role: str, value: Any) -> str:
+def _picking(name: str, role: str, value: object) -> str:
     """Advise, in a sentence, how a named loss gets one tensor of several."""
     advice = "a callable loss(prediction, target) that picks its tensors"
     if role == "prediction" and isinstance(value, Mapping) and value:

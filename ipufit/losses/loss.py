@@ -64,7 +64,9 @@ class Loss:
         """Names of the outputs that several losses go by, or their number; None of one loss."""
         return None
 
-    def __call__(self, prediction: Any, target: Any, sample_weight: Any = None) -> LossTerm:
+    def __call__(
+        self, prediction: object, target: object, sample_weight: object = None
+    ) -> LossTerm:
         """The loss of one micro-batch.
 
         Args:
@@ -143,7 +145,7 @@ class Loss:
         kind = None if rule is None else rule.target_kind
         return [kind] * len(tree.flatten(target)[0])
 
-    def _fitted(self, prediction: Any, target: Any) -> Any:
+    def _fitted(self, prediction: object, target: object) -> Any:
         """The target in the shape that a loss of torch's takes for this prediction."""
         rule = self._rule
         if rule is None or not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
@@ -159,7 +161,7 @@ class Loss:
         return self.sample_weight_reduction == "mean_with_sample_weight"
 
     def _elements(
-        self, call: Any, prediction: Any, target: Any, weight: Optional[Tensor]
+        self, call: Any, prediction: object, target: object, weight: Optional[Tensor]
     ) -> Optional[Elements]:
         """The loss of each element, of one that can be asked for it without its reduction."""
         rule = torch_rule(call)
@@ -184,7 +186,7 @@ class Loss:
             return Elements(values, values.shape[0] / max(values.numel(), 1))
         return elements
 
-    def separated(self, prediction: Any, target: Any, weight: Tensor) -> Optional[Elements]:
+    def separated(self, prediction: object, target: object, weight: Tensor) -> Optional[Elements]:
         """The loss of each element; None of a loss that only tells one number for all of them.
 
         Args:
@@ -207,7 +209,7 @@ class Loss:
             elements = self._per_sample(values, target, prediction)
         return elements
 
-    def _per_sample(self, result: Any, target: Any, prediction: Any) -> Optional[Elements]:
+    def _per_sample(self, result: object, target: object, prediction: object) -> Optional[Elements]:
         """Take the result of a callable if it is a tensor with one row for each sample."""
         if not isinstance(result, Tensor) or not result.dim() or not result.is_floating_point():
             return None
@@ -230,7 +232,7 @@ class Loss:
         return LossTerm(value, size if with_count else None)
 
     def _own_weighting(
-        self, call: Callable[..., Any], prediction: Any, target: Any, weight: Optional[Tensor]
+        self, call: Callable[..., Any], prediction: object, target: object, weight: Optional[Tensor]
     ) -> LossTerm:
         """Make the term of a loss that gets the weights itself, and returns one number."""
         result = self.order.call(call, prediction, target, sample_weight=weight)
@@ -243,7 +245,7 @@ class Loss:
         value = nothing_counts(value, count)
         return LossTerm(value, None if self.normalize == "micro_batches" else count)
 
-    def _scalar(self, result: Any, weight: Optional[Tensor]) -> LossTerm:
+    def _scalar(self, result: object, weight: Optional[Tensor]) -> LossTerm:
         if weight is not None:
             raise LossError(
                 f"{self._where} must give one value per sample to be weighted with sample_weight, "
@@ -260,7 +262,7 @@ class Loss:
             )
         return LossTerm(check_loss_value(result, self._where))
 
-    def _counted(self, result: Any) -> LossTerm:
+    def _counted(self, result: object) -> LossTerm:
         """Make the term of a callable's (mean, count)."""
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise LossError(
@@ -270,7 +272,7 @@ class Loss:
             )
         return self._with_count(result[0], result[1], self._where)
 
-    def _with_count(self, loss: Any, count: Any, where: str) -> LossTerm:
+    def _with_count(self, loss: object, count: object, where: str) -> LossTerm:
         value = check_loss_value(loss, where)
         if isinstance(count, numbers.Real) and not isinstance(count, bool):
             number = constant(float(count), value)
@@ -283,7 +285,7 @@ class Loss:
             )
         return LossTerm(nothing_counts(value, number), number)
 
-    def split(self, result: Any) -> Tuple[Any, LossTerm]:
+    def split(self, result: object) -> Tuple[Any, LossTerm]:
         """Take apart what a module that computes its own loss returned.
 
         Args:

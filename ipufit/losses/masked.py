@@ -17,7 +17,7 @@ __all__ = ["loss_of_valid"]
 
 
 def loss_of_valid(
-    loss: Loss, prediction: Any, target: Any, sample_weight: Any, valid: Tensor
+    loss: Loss, prediction: object, target: object, sample_weight: object, valid: Tensor
 ) -> Optional[LossTerm]:
     """Compute the loss without the samples that do not count.
 
@@ -56,7 +56,7 @@ def _times(weight: Tensor, valid: Tensor) -> Tensor:
 
 
 def _of_several(
-    loss: SeveralLosses, prediction: Any, target: Any, sample_weight: Any, valid: Tensor
+    loss: SeveralLosses, prediction: object, target: object, sample_weight: object, valid: Tensor
 ) -> Optional[LossTerm]:
     value: Optional[Tensor] = None
     means = {}

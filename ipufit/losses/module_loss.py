@@ -20,7 +20,7 @@ class WholeBatch:
 WHOLE_BATCH = WholeBatch()
 
 
-def find_loss(result: Any) -> Optional[Tuple[Any, Any]]:
+def find_loss(result: object) -> Optional[Tuple[Any, Any]]:
     """Outputs and loss of a module that computes its own; None when the result holds no loss."""
     fields = getattr(result, "_fields", ()) if isinstance(result, tuple) else ()
     if isinstance(result, (tuple, list)):
@@ -46,7 +46,7 @@ def find_loss(result: Any) -> Optional[Tuple[Any, Any]]:
     return outputs, loss
 
 
-def own_loss_advice(result: Any) -> str:
+def own_loss_advice(result: object) -> str:
     """Advise, in a sentence or two, what to do about a result without a loss."""
     advice = "Return (outputs, loss) from forward, or pass loss= to compile."
     if isinstance(result, Mapping) and type(result) is not dict:

@@ -73,7 +73,9 @@ class SeveralLosses(Loss):
                 kinds.update(zip(map(id, inner), part.loss.target_kinds(inner)))
         return [kinds.get(id(leaf)) for leaf in tree.flatten(target)[0]]
 
-    def __call__(self, prediction: Any, target: Any, sample_weight: Any = None) -> LossTerm:
+    def __call__(
+        self, prediction: object, target: object, sample_weight: object = None
+    ) -> LossTerm:
         """The weighted sum for one micro-batch.
 
         Args:
@@ -116,7 +118,7 @@ class SeveralLosses(Loss):
             ranges += [dataclasses.replace(each, key=part.key) for each in of_part]
         return tuple(ranges)
 
-    def _check_forms(self, prediction: Any, target: Any, sample_weight: Any) -> None:
+    def _check_forms(self, prediction: object, target: object, sample_weight: object) -> None:
         if isinstance(target, Tensor):
             raise LossError(
                 f"the target must hold one for each of the {len(self.parts)} losses, got one "
@@ -148,7 +150,7 @@ class SeveralLosses(Loss):
             return f"a tuple of {self.positions}"
         return "{" + ", ".join(f"{part.key!r}: ..." for part in self.parts) + "}"
 
-    def _count(self, sample_weight: Any) -> Optional[Tensor]:
+    def _count(self, sample_weight: object) -> Optional[Tensor]:
         """How much weight the micro-batch has, where the mean is one over weights."""
         if sample_weight is None or self.sample_weight_reduction == "sum_over_batch_size":
             return None
@@ -164,7 +166,7 @@ class SeveralLosses(Loss):
         return total(as_weights(sample_weight, LossError))
 
 
-def _weight_of(sample_weight: Any, key: Key) -> Any:
+def _weight_of(sample_weight: object, key: Key) -> Any:
     """The weights of one output; None where none are given for it."""
     if sample_weight is None or isinstance(sample_weight, Tensor):
         return sample_weight

@@ -38,7 +38,7 @@ class Named:
         check_tensors(self.name, prediction, target)
         self.check(self.name, prediction, target)
 
-    def __call__(self, prediction: Any, target: Any) -> Tensor:
+    def __call__(self, prediction: object, target: object) -> Tensor:
         """The loss of one micro-batch, shape ()."""
         self.accept(prediction, target)
         return self.function(prediction, target)

@@ -192,7 +192,7 @@ def _module_layout(module: nn.Module) -> Optional[Layout]:
     return None
 
 
-def unreduced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def unreduced(module: nn.Module, *args: object, **kwargs: object) -> Any:
     """Call a copy of a module with ``reduction="none"`` on these arguments.
 
     The copy shares parameters, buffers and submodules with the module, which stays as it is.

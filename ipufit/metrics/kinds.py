@@ -70,7 +70,7 @@ class Metric(Protocol):
         """Go on from there."""
         ...
 
-    def merge_states(self, states: Sequence[Any]) -> Any:
+    def merge_states(self, states: Sequence[object]) -> Any:
         """One state of what several processes have seen, each a part of the samples.
 
         Raises:
@@ -325,7 +325,7 @@ class OutputMetric:
         """Go on from there."""
         self._inner.load_state_dict(state)
 
-    def merge_states(self, states: Sequence[Any]) -> Any:
+    def merge_states(self, states: Sequence[object]) -> Any:
         """Merge the states that the metric for this output has in several processes."""
         return self._inner.merge_states(states)
 
@@ -353,7 +353,9 @@ class OutputMetric:
         return {f"{self._prefix}{name}": value for name, value in self._inner.compute().items()}
 
 
-def _flattened(prefix: Optional[str], result: Mapping[Any, Any]) -> Iterator[Tuple[str, float]]:
+def _flattened(
+    prefix: Optional[str], result: Mapping[object, object]
+) -> Iterator[Tuple[str, float]]:
     for key, value in result.items():
         name = f"{prefix}_{key}" if prefix else str(key)
         if isinstance(value, Mapping):
@@ -362,7 +364,7 @@ def _flattened(prefix: Optional[str], result: Mapping[Any, Any]) -> Iterator[Tup
             yield name, _number(name, value)
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: object) -> float:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return float(value)
     if isinstance(value, numbers.Real):

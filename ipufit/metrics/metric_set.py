@@ -246,7 +246,7 @@ class MetricSet:
             metric.names = source.names
         return merged
 
-    def merge_states(self, states: Sequence[Sequence[Any]]) -> List[Any]:
+    def merge_states(self, states: Sequence[Sequence[object]]) -> List[Any]:
         """One state of those of several processes.
 
         Raises:
@@ -272,13 +272,15 @@ class MetricSet:
         for metric, metric_state in zip(self._metrics, state):
             metric.load_state_dict(metric_state)
 
-    def load_lasting(self, state: Sequence[Any]) -> None:
+    def load_lasting(self, state: Sequence[object]) -> None:
         """Go on from there after the end of an epoch, with what it does not end."""
         for metric, metric_state in zip(self._metrics, state):
             if metric.lasts:
                 metric.load_state_dict(metric_state)
 
-    def probe(self, prediction: Any, target: Any, size: int, sample_weight: Any = None) -> None:
+    def probe(
+        self, prediction: object, target: object, size: int, sample_weight: object = None
+    ) -> None:
         """Find out, before any training, whether the metrics can take such tensors.
 
         It works on copies and leaves no state, no warning, and random number generators as they
@@ -310,7 +312,7 @@ class MetricSet:
             metric.names, metric.writes = tried.names, tried.writes
 
 
-def _copy(leaf: Any) -> Any:
+def _copy(leaf: object) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
@@ -320,7 +322,7 @@ def _versions(tensors: Sequence[Tensor]) -> List[int]:
 
 
 @contextlib.contextmanager
-def _named_failure(name: str, prediction: Any, target: Any) -> Iterator[None]:
+def _named_failure(name: str, prediction: object, target: object) -> Iterator[None]:
     """Turn whatever a metric raises into an error that names it and both shapes."""
     try:
         yield

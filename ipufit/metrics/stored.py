@@ -56,12 +56,12 @@ def restore(metric: Any, state: Dict[str, Any]) -> None:
         each._computed = None
 
 
-def is_plain(metric: Any) -> bool:
+def is_plain(metric: object) -> bool:
     """True if :func:`stored` takes all that the object keeps."""
     return bool(_declared(metric))
 
 
-def refuse_unjoined(metric: Any, shown: str, processes: int) -> None:
+def refuse_unjoined(metric: object, shown: str, processes: int) -> None:
     """Make sure that what several processes have seen can be brought together.
 
     Raises:
@@ -75,7 +75,7 @@ def refuse_unjoined(metric: Any, shown: str, processes: int) -> None:
         )
 
 
-def merge_states(metric: Any, states: Sequence[Dict[str, Any]], shown: str) -> Dict[str, Any]:
+def merge_states(metric: object, states: Sequence[Dict[str, Any]], shown: str) -> Dict[str, Any]:
     """Merge the states that :func:`stored` returned in each process.
 
     States are joined as torchmetrics has declared it for each, by sum, maximum, minimum or one
@@ -116,17 +116,17 @@ def _joined_value(reduction: Any, values: Sequence[Any]) -> Any:
     return stacked if reduction is None else reduction(stacked)
 
 
-def without_talk(metric: Any) -> None:
+def without_talk(metric: object) -> None:
     """Keep torchmetrics from asking other processes by itself, at a time of its own."""
     for each in _declared(metric):
         each.sync_on_compute = each._to_sync = False
 
 
-def _is_collection(metric: Any) -> bool:
+def _is_collection(metric: object) -> bool:
     return callable(getattr(metric, "keys", None)) and callable(getattr(metric, "values", None))
 
 
-def _declared(metric: Any) -> List[Any]:
+def _declared(metric: object) -> List[Any]:
     """List the torchmetrics in it; none if something in it keeps more than it declares."""
     modules = metric.modules() if isinstance(metric, nn.Module) else [metric]
     members = [each for each in modules if isinstance(getattr(each, "_defaults", None), dict)]
@@ -135,7 +135,7 @@ def _declared(metric: Any) -> List[Any]:
     return members
 
 
-def _keeps_more(metric: Any) -> bool:
+def _keeps_more(metric: object) -> bool:
     is_wrapper = any(".wrappers." in kind.__module__ for kind in type(metric).__mro__)
     return is_wrapper and type(metric).__name__ not in _PLAIN_WRAPPERS
 
@@ -145,7 +145,7 @@ def _state(metric: Any) -> Dict[str, Any]:
     return {"updates": metric._update_count, "values": values}
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: object) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     return [_kept(each) for each in value] if isinstance(value, list) else value

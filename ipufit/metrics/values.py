@@ -233,7 +233,7 @@ def lookup(name: str) -> Tuple[Values, Callable[[float], float]]:
 Part = Callable[[Any, Any, int, Any], Tuple[float, float]]
 
 
-def shapes(value: Any) -> str:
+def shapes(value: object) -> str:
     """Describe shapes and dtypes of all tensors in a value, for a sentence."""
     leaves, structure = flatten_with_paths(value)
     if structure.kind is None or not leaves:
@@ -242,7 +242,9 @@ def shapes(value: Any) -> str:
     return f"{type(value).__name__} ({inside})"
 
 
-def sums(name: str, values: Tensor, counted: Optional[Tensor], weight: Any) -> Tuple[float, float]:
+def sums(
+    name: str, values: Tensor, counted: Optional[Tensor], weight: object
+) -> Tuple[float, float]:
     """The sum of the values and how many there are, each times its weight.
 
     Args:
@@ -282,7 +284,12 @@ def sum_of_elements(
 
 
 def sum_of_samples(
-    metric: Callable[..., Any], name: str, prediction: Any, target: Any, size: int, weight: Any
+    metric: Callable[..., Any],
+    name: str,
+    prediction: object,
+    target: object,
+    size: int,
+    weight: object,
 ) -> Tuple[float, float]:
     """Sum a user's callable: one value per sample, or one for the micro-batch."""
     value = metric(prediction, target)
@@ -301,10 +308,10 @@ def sum_of_weighted_samples(
     metric: Callable[..., Any],
     takes_weight: bool,
     name: str,
-    prediction: Any,
-    target: Any,
+    prediction: object,
+    target: object,
     size: int,
-    weight: Any,
+    weight: object,
 ) -> Tuple[float, float]:
     """Sum a user's callable under weighted_metrics: it takes the weights, or leaves them to us."""
     if not takes_weight:
@@ -328,13 +335,13 @@ def sum_of_weighted_samples(
     return (number * total, total) if total else (0.0, 0.0)
 
 
-def _number(value: Any) -> Optional[float]:
+def _number(value: object) -> Optional[float]:
     if isinstance(value, Tensor):
         return float(value) if not value.dim() and not value.is_complex() else None
     return float(value) if isinstance(value, numbers.Real) else None
 
 
-def _has_rows(value: Any, size: int) -> bool:
+def _has_rows(value: object, size: int) -> bool:
     return (
         isinstance(value, Tensor)
         and not value.is_complex()

@@ -109,7 +109,7 @@ class Processes:
         if self.is_distributed:
             self.connection.connect()
 
-    def gather(self, value: Any, at: str = "") -> List[Any]:
+    def gather(self, value: object, at: str = "") -> List[Any]:
         """All-gather a tree of numbers, texts and host tensors; one from each process, by rank.
 
         Args:
@@ -238,7 +238,7 @@ class Processes:
                 raise self._failed(process, text)
         return result
 
-    def assert_equal_across_ranks(self, **facts: Any) -> None:
+    def assert_equal_across_ranks(self, **facts: object) -> None:
         """Check that facts are equal in all processes.
 
         Args:
@@ -329,7 +329,7 @@ class Processes:
         )
         return common(ProcessError(what))
 
-    def _disagreed(self, fact: str, first: Any, process: int, theirs: Any) -> ProcessError:
+    def _disagreed(self, fact: str, first: object, process: int, theirs: object) -> ProcessError:
         text = (
             f"all processes of a run must have the same {fact}, but process 0 has {_shown(first)} "
             f"and process {process} has {_shown(theirs)}. Start all of them with the same program, "
@@ -385,7 +385,7 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(".: ")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return repr(value) if isinstance(value, str) else json.dumps(value, default=repr)
 
 

@@ -17,7 +17,7 @@ _BUCKET = 25 * 2**20  # bytes
 _LENGTH = 8  # bytes of a number
 
 
-def pack(value: Any) -> bytes:
+def pack(value: object) -> bytes:
     """A tree of values as a message that begins with its own length.
 
     Args:

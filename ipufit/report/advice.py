@@ -87,7 +87,7 @@ def _of_time(facts: Facts) -> Iterator[_Said]:
         yield text, "Validate less often (Validation(freq=2)) or on less (Validation(steps=...))."
 
 
-def _data_cure(params: Mapping[str, Any]) -> str:
+def _data_cure(params: Mapping[str, object]) -> str:
     if not params.get("prefetch") and not params.get("trainer"):
         return (
             "Prepare executions ahead with loading=Loading(prefetch=1), or let workers read: "
@@ -96,7 +96,7 @@ def _data_cure(params: Mapping[str, Any]) -> str:
     return "Give the DataLoader more workers, or make reading a sample cheaper."
 
 
-def _caller(params: Mapping[str, Any]) -> str:
+def _caller(params: Mapping[str, object]) -> str:
     """Name what takes the arguments of an execution, beside a Trainer or without."""
     return "IPUStrategy" if params.get("trainer") else "fit"
 

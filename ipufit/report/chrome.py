@@ -182,7 +182,7 @@ def _unfinished(lane: Lane, rows: Sequence[Mapping[str, Any]], finished_epochs: 
 
 
 def _executions(
-    lane: Lane, rows: Sequence[Mapping[str, Any]], epochs: Sequence[Mapping[str, Any]]
+    lane: Lane, rows: Sequence[Mapping[str, object]], epochs: Sequence[Mapping[str, object]]
 ) -> None:
     ends = {each["epoch"]: each for each in epochs}
     for place, row in enumerate(rows):
@@ -192,7 +192,7 @@ def _executions(
             _rest(lane, _back(rows, place), ends[row["epoch"]])
 
 
-def _back(rows: Sequence[Mapping[str, Any]], last: int) -> List[Mapping[str, Any]]:
+def _back(rows: Sequence[Mapping[str, object]], last: int) -> List[Mapping[str, Any]]:
     """Return the rows of the epoch that ends with the row at index ``last``."""
     first = last
     while first and rows[first - 1]["epoch"] == rows[last]["epoch"]:

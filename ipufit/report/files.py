@@ -81,7 +81,7 @@ def write_text(path: str, text: str) -> None:
     os.replace(partial, path)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Convert a value to types that JSON has: numbers that are not finite, and objects, to text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

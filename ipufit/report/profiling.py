@@ -18,7 +18,7 @@ __all__ = ["NamingClock", "Profiler", "refuse_profiler"]
 T = TypeVar("T")
 
 
-def refuse_profiler(profiler: Any) -> None:
+def refuse_profiler(profiler: object) -> None:
     """Refuse, before any work, a profiler that could not watch the run.
 
     Args:
@@ -105,7 +105,7 @@ class _Named(Span):
         self._open.append(_name(self._phase))
         self._open[-1].__enter__()
 
-    def __exit__(self, *about: Any) -> None:
+    def __exit__(self, *about: object) -> None:
         self._open.pop().__exit__(*about)
         super().__exit__(*about)
 

@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 
 
 def build_module(
-    module: Any, settings: Mapping[str, Any], seed: int, sizes: Mapping[str, int]
+    module: object, settings: Mapping[str, object], seed: int, sizes: Mapping[str, int]
 ) -> nn.Module:
     """A module of its own for one fit.
 

@@ -60,7 +60,7 @@ _HEADS: Dict[str, Head] = {
 }
 
 
-def head_of(loss: Any) -> Head:
+def head_of(loss: object) -> Head:
     """By the loss, in any form that ``compile`` takes; one output for each class where unknown."""
     return _HEADS.get(resolve_loss(loss).name, Head(False, None))
 
@@ -178,10 +178,10 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
     def partial_fit(
         self,
-        X: Any,
-        y: Any,
+        X: object,
+        y: object,
         classes: Any = None,
-        sample_weight: Any = None,
+        sample_weight: object = None,
     ) -> IpufitClassifier:
         """Train for one epoch more, on this data.
 
@@ -216,7 +216,7 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         self._learn(X, y, sample_weight, 1)
         return self
 
-    def predict_proba(self, X: Any) -> Any:
+    def predict_proba(self, X: object) -> Any:
         """The probability of each class, in float64.
 
         Args:
@@ -275,7 +275,7 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         function = setting if callable(setting) else self._head.to_probabilities
         return function
 
-    def _probabilities(self, outputs: Any) -> Any:
+    def _probabilities(self, outputs: object) -> Any:
         assert self._nonlinearity is not None
         # In float64, so that they add up to one in it.
         return self._nonlinearity(torch.from_numpy(outputs).double()).numpy()

@@ -216,7 +216,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             model._compiled("model_").updates = self._updates
         return model
 
-    def _check(self, x: Any, y: Any, reset: bool, **options: Any) -> Any:
+    def _check(self, x: object, y: object, reset: bool, **options: object) -> Any:
         """Arrays in the dtype of the computation.
 
         Args:
@@ -242,7 +242,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             )
         return np.dtype(self.dtype)
 
-    def _weights(self, sample_weight: Any, x: Any) -> Any:
+    def _weights(self, sample_weight: object, x: object) -> Any:
         """Shape (samples,), or None."""
         if sample_weight is None:
             return None

@@ -114,9 +114,9 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
     def partial_fit(
         self,
-        X: Any,
+        X: object,
         y: Any,
-        sample_weight: Any = None,
+        sample_weight: object = None,
     ) -> IpufitRegressor:
         """Train for one epoch more, on this data.
 
@@ -156,7 +156,7 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         outputs = self._outputs(X)
         return outputs[:, 0] if self._is_single else outputs
 
-    def _begin(self, x: Any, y: Any) -> None:
+    def _begin(self, x: object, y: Any) -> None:
         """Make a module for these targets."""
         self._is_single = y.ndim == 1
         self._start(x, _columns(y))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from typing import Any, Dict, Iterator, Optional
+from typing import Dict, Iterator, Optional
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ def _put_back(tested: ModuleUnderTest) -> Iterator[Dict[str, Tensor]]:
 
 
 def checked(
-    module: nn.Module, session: Optional[Session], x: Any, frame: Optional[types.FrameType]
+    module: nn.Module, session: Optional[Session], x: object, frame: Optional[types.FrameType]
 ) -> CheckReport:
     """Check a module on a batch.
 

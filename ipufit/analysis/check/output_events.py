@@ -70,7 +70,7 @@ def quiet(events: OutputEvents) -> Iterator[None]:
     def handle_record(self: logging.Logger, record: logging.LogRecord) -> None:
         events.out("logs")
 
-    def warned(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+    def warned(message: object, category: object, filename: str, lineno: int, *_: object) -> None:
         frame: Optional[types.FrameType] = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__") == "warnings":
             frame = frame.f_back
@@ -80,7 +80,7 @@ def quiet(events: OutputEvents) -> Iterator[None]:
             events.out("warns")
 
     def seeding(original: Callable[..., Any]) -> Callable[..., Any]:
-        def seed(*args: Any, **kwargs: Any) -> Any:
+        def seed(*args: object, **kwargs: object) -> Any:
             frame = users_frame(sys._getframe(1))
             if frame is not None:
                 events.seeds[frame] = None

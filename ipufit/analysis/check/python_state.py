@@ -74,7 +74,7 @@ class PythonSnapshot:
                 self._keep(owner.place(name), value, DEEP)
         self.interpreter = Generators()
 
-    def _keep(self, place: OwnedName, value: Any, depth: int) -> None:
+    def _keep(self, place: OwnedName, value: object, depth: int) -> None:
         if isinstance(value, Tensor):
             if place.kind != "members" and not value.is_meta:
                 self._tensors[id(value)] = (place, value, value._version, value.detach().clone())
@@ -160,7 +160,7 @@ class PythonSnapshot:
 _NOTHING = object()
 
 
-def _content(value: Any) -> Any:
+def _content(value: object) -> Any:
     """Return a value that differs after any change of a container; None for other values."""
     if not isinstance(value, CONTAINERS):
         return None
@@ -201,7 +201,7 @@ def _identical(one: Any, other: Any) -> bool:
     return True
 
 
-def _equal(old: Any, new: Any) -> bool:
+def _equal(old: object, new: object) -> bool:
     """Compare as a program does: plain values by value, others by identity."""
     if old is new:
         return True

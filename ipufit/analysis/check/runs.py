@@ -219,7 +219,7 @@ def _rolled(leaf: Tensor) -> Tensor:
     return leaf.roll(1, 0) if leaf.dim() else leaf
 
 
-def _all_outputs(prediction: Any, target: Any) -> Tensor:
+def _all_outputs(prediction: object, target: object) -> Tensor:
     """Stands for a loss that depends on every output."""
     total = torch.zeros(())
     for leaf in tree.flatten(prediction)[0]:

@@ -173,7 +173,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._numbers[key] = len(self._numbers)
             self._alive.append(tensor)
 
-    def _freeze(self, value: Any, operation: Operation) -> Any:
+    def _freeze(self, value: object, operation: Operation) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value, operation)
         if isinstance(value, (bool, numbers.Number, str)):

@@ -59,7 +59,7 @@ class ValueOwner:
             return {k: v for k, v in list(self.mapping.items()) if self._counts(k, v)}
         return {k: v for k, v in list(vars(self.object).items()) if self._counts(k, v)}
 
-    def _counts(self, name: str, value: Any) -> bool:
+    def _counts(self, name: str, value: object) -> bool:
         if self.kind == "members":
             return True
         if self.kind == "global" or isinstance(self.object, type):
@@ -74,7 +74,7 @@ class ValueOwner:
         title = f"{self.title}.{name}" if self.title else name
         return OwnedName(title, self.kind, self.object, name, self.is_torchs)
 
-    def assign(self, name: str, value: Any) -> None:
+    def assign(self, name: str, value: object) -> None:
         """Bind a name to a value."""
         if isinstance(self.object, type):
             setattr(self.object, name, value)
@@ -109,7 +109,7 @@ class _Cells(Dict[str, Any]):
                 continue
         return bound
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         self._cells[name].cell_contents = value
 
 
@@ -150,14 +150,14 @@ def owners_of(step: nn.Module) -> Iterator[ValueOwner]:
                 yield ValueOwner(function, "", "global", mapping=_Cells(function))
 
 
-def _file_of(thing: Any, visited: Set[int]) -> Iterator[ValueOwner]:
+def _file_of(thing: object, visited: Set[int]) -> Iterator[ValueOwner]:
     module = sys.modules.get(thing.__module__)
     if module is not None and id(module) not in visited:
         visited.add(id(module))
         yield ValueOwner(module, "", "global")
 
 
-def _owned_objects(part: Any, title: str, visited: Set[int], depth: int) -> Iterator[ValueOwner]:
+def _owned_objects(part: object, title: str, visited: Set[int], depth: int) -> Iterator[ValueOwner]:
     """Yield attributes of classes of the user, such as a configuration or a state."""
     for name, value in list(vars(part).items()):
         kind = type(value)

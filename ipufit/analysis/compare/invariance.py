@@ -40,7 +40,7 @@ _Way = Tuple[int, int, int, int]
 
 
 def check_invariance(
-    session: Session, make_engine: Callable[[], Engine], sample: Any, tolerances: Tuple[Any, Any]
+    session: Session, make_engine: Callable[[], Engine], sample: object, tolerances: Tuple[Any, Any]
 ) -> InvarianceReport:
     """Make some updates of the sample in each way, on copies of everything.
 
@@ -227,7 +227,7 @@ def _compare_results(
     return InvarianceSetting(*result.way, result.loss, apart, worst, parameter, ok)
 
 
-def _cast(batch: Any, dtype: Any) -> Any:
+def _cast(batch: object, dtype: Any) -> Any:
     def cast(leaf: Any) -> Any:
         tensor = torch.as_tensor(leaf) if type(leaf).__module__ == "numpy" else leaf
         if dtype is None or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -237,7 +237,7 @@ def _cast(batch: Any, dtype: Any) -> Any:
     return tree.map_leaves(cast, batch)
 
 
-def _rows(batch: Any, begin: int, end: int, size: int) -> Any:
+def _rows(batch: object, begin: int, end: int, size: int) -> Any:
     def cut(leaf: Any) -> Any:
         has_rows = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size
         return leaf[begin:end] if has_rows else leaf

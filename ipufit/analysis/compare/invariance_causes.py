@@ -81,7 +81,7 @@ def _calls(module: nn.Module, batch: MicroBatch) -> List[_Call]:
         args, kwargs = tree.map_leaves(_copy_tensor, (args, dict(kwargs)))
         stack.append(_Call(name, part, tuple(args), kwargs, _generators()))
 
-    def end(output: Any) -> None:
+    def end(output: object) -> None:
         call = stack.pop()
         call.output = tree.map_leaves(_copy_tensor, output)
         moved = any(not torch.equal(a, b) for a, b in zip(call.before, _generators()))
@@ -107,7 +107,7 @@ def _calls(module: nn.Module, batch: MicroBatch) -> List[_Call]:
     return done
 
 
-def _copy_tensor(leaf: Any) -> Any:
+def _copy_tensor(leaf: object) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
@@ -165,11 +165,11 @@ def _rows_differ(call: _Call, size: int) -> bool:
     return False
 
 
-def _leaves(whole: Any, part: Any) -> Sequence[Tuple[Any, Any]]:
+def _leaves(whole: object, part: object) -> Sequence[Tuple[Any, Any]]:
     return list(zip(tree.flatten(whole)[0], tree.flatten(part)[0]))
 
 
-def _differ(whole: Any, part: Any, begin: int, end: int, size: int) -> bool:
+def _differ(whole: object, part: object, begin: int, end: int, size: int) -> bool:
     """Return True if the tensor of a half differs from that half of the tensor of all rows."""
     if not _has_rows(whole, size) or not isinstance(part, Tensor):
         return False
@@ -209,7 +209,7 @@ def _replayed(call: _Call, begin: int, end: int, size: int) -> Iterator[List[Tup
     inner_arguments: List[Tuple[_Call, Any]] = []
     modules = {id(inner.module): inner.module for inner in call.inner}
 
-    def replay(coming: Iterator[_Call], *args: Any, **kwargs: Any) -> Any:
+    def replay(coming: Iterator[_Call], *args: object, **kwargs: object) -> Any:
         inner = next(coming)
         inner_arguments.append((inner, (args, kwargs)))
         return tree.map_leaves(lambda leaf: _cut(leaf, begin, end, size), inner.output)
@@ -224,7 +224,7 @@ def _replayed(call: _Call, begin: int, end: int, size: int) -> Iterator[List[Tup
             del part.__dict__["forward"]
 
 
-def _has_rows(leaf: Any, size: int) -> bool:
+def _has_rows(leaf: object, size: int) -> bool:
     if not isinstance(leaf, Tensor) or not leaf.dim() or not leaf.numel():
         return False
     return leaf.shape[0] % size == 0 or (leaf.dim() > 1 and leaf.shape[1] == size)

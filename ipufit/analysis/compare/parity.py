@@ -22,7 +22,7 @@ REFERENCES = ("eager", "float64")
 
 
 def compare(
-    session: Session, sample: Any, reference: Any, tolerances: Tuple[Any, Any]
+    session: Session, sample: object, reference: Any, tolerances: Tuple[Any, Any]
 ) -> Comparison:
     """Run one micro-batch through the program and through the reference; all is put back.
 

@@ -56,7 +56,7 @@ def find_lr(
 
 
 def find_batch_size(
-    trial: Trial, x: Any, y: Any, effective: Any, start: Any, ipus: Any, seed: Any
+    trial: Trial, x: object, y: object, effective: object, start: object, ipus: object, seed: Any
 ) -> BatchSize:
     """Look for the largest micro-batch that fits, at ``effective`` samples per update.
 

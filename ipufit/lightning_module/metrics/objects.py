@@ -186,7 +186,7 @@ def is_in(path: str, outer: str) -> bool:
     return path == outer or path.startswith(f"{outer}.")
 
 
-def as_number(value: Any, name: str) -> float:
+def as_number(value: object, name: str) -> float:
     """Convert the value of a metric to one real number.
 
     Raises:
@@ -206,13 +206,13 @@ def _members(metric: Any) -> List[Any]:
     return [each for each in metric.modules() if hasattr(each, "_update_count")]
 
 
-def has_seen(metric: Any) -> bool:
+def has_seen(metric: object) -> bool:
     """Return True if a metric has been updated since it was reset."""
     return any(each._update_count for each in _members(metric))
 
 
 @contextlib.contextmanager
-def without_sync(metric: Any) -> Iterator[None]:
+def without_sync(metric: object) -> Iterator[None]:
     """Keep a metric, in the block, from asking other processes by itself."""
     names = ("sync_on_compute", "_to_sync")
     saved = [(each, [getattr(each, name) for name in names]) for each in _members(metric)]

@@ -104,7 +104,7 @@ class MetricKey(str):
         return key
 
 
-def find_calls(outputs: Any) -> Optional[MetricKey]:
+def find_calls(outputs: object) -> Optional[MetricKey]:
     """Return the key among the outputs of a program; None if there is none."""
     if not isinstance(outputs, Mapping):
         return None
@@ -144,7 +144,7 @@ class MetricValue:
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, function: object, types: object, args: object = (), kwargs: object = None
     ) -> NoReturn:
         leaves = tree.flatten([args, kwargs])[0]
         _refuse_use(next(leaf for leaf in leaves if isinstance(leaf, MetricValue)))
@@ -202,8 +202,8 @@ class MetricCalls:
         with replace_attributes(stand_ins):
             yield
 
-    def _stand_ins(self, path: str, metric: Any) -> Dict[str, Callable[..., Any]]:
-        def forward(*args: Any, **kwargs: Any) -> Union[MetricValue, Dict[str, MetricValue]]:
+    def _stand_ins(self, path: str, metric: object) -> Dict[str, Callable[..., Any]]:
+        def forward(*args: object, **kwargs: object) -> Union[MetricValue, Dict[str, MetricValue]]:
             return self._called(path, metric, args, kwargs)
 
         def update(*args: Any, **kwargs: Any) -> None:
@@ -240,7 +240,7 @@ class MetricCalls:
             self._latest[self._paths[id(member)]] = value
         return values
 
-    def _add(self, path: str, args: Any, kwargs: Any) -> int:
+    def _add(self, path: str, args: object, kwargs: object) -> int:
         if self._refused is not None:
             refuse_here(f"self.{path} was called in {self._step}", self._refused)
         leaves, structure = tree.flatten((args, kwargs))
@@ -248,7 +248,7 @@ class MetricCalls:
         self._calls.append(MetricCall(path, structure, constants))
         return len(self._calls) - 1
 
-    def _record_leaf(self, path: str, leaf: Any) -> Any:
+    def _record_leaf(self, path: str, leaf: object) -> Any:
         if isinstance(leaf, Tensor):
             # A copy: what the step does to it in place later on is not what the metric got.
             key = id(leaf), 0 if leaf.is_inference() else leaf._version
@@ -272,10 +272,10 @@ class MetricCalls:
     def log_metric(
         self,
         name: str,
-        metric: Any,
+        metric: object,
         each: bool,
         whole: bool,
-        attribute: Any,
+        attribute: object,
         by_trainer: bool = False,
     ) -> None:
         """Log a metric itself under the names that Lightning gives it.
@@ -324,7 +324,7 @@ class MetricCalls:
         if path not in self._resets:
             self._resets.append(path)
 
-    def result(self, result: Any) -> Any:
+    def result(self, result: object) -> Any:
         """Return the result of the step, with the tensors of all calls.
 
         Raises:
@@ -356,7 +356,7 @@ def _hidden(module: nn.Module) -> Iterator[Tuple[str, Any]]:
 
 
 def _refusals(path: str) -> Dict[str, Callable[..., Any]]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         refuse_here(
             f"self.{path} was called inside a step, but a metric in a list or dict is no part of "
             "the module, and nobody would update it",
@@ -366,6 +366,6 @@ def _refusals(path: str) -> Dict[str, Callable[..., Any]]:
     return dict.fromkeys(("forward", "update"), refuse)
 
 
-def _without_values(result: Any) -> Any:
+def _without_values(result: object) -> Any:
     """Replace values of metrics in a result, besides the loss, by texts."""
     return tree.map_leaves(lambda leaf: repr(leaf) if type(leaf) is MetricValue else leaf, result)

@@ -203,7 +203,7 @@ def _plans(runs: Named) -> Section:
     return Section("plans", title, join_parts(parts))
 
 
-def _plan_text(value: Any) -> str:
+def _plan_text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return param_text(value)
@@ -257,11 +257,11 @@ def _operators(runs: Named) -> Section:
     return Section("operators", title, join_parts(parts))
 
 
-def _operator(row: Mapping[str, Any]) -> Tuple[str, ...]:
+def _operator(row: Mapping[str, object]) -> Tuple[str, ...]:
     return str(row["operator"]), str(row["direction"])
 
 
-def _placed(row: Mapping[str, Any]) -> Tuple[str, ...]:
+def _placed(row: Mapping[str, object]) -> Tuple[str, ...]:
     return (*_operator(row), str(row.get("module") or "outside of modules"))
 
 

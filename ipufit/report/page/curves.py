@@ -155,7 +155,7 @@ def _settings(runs: Named, column: str, title: str) -> Optional[Chart]:
     )
 
 
-def _changes(values: Sequence[Any]) -> List[int]:
+def _changes(values: Sequence[object]) -> List[int]:
     """Return the places where a value differs from a neighbour: the others lie on a line."""
     last = len(values) - 1
     return [
@@ -165,7 +165,9 @@ def _changes(values: Sequence[Any]) -> List[int]:
     ]
 
 
-def _both_thinned(places: Sequence[Sequence[Any]], y: Sequence[Any]) -> Tuple[List[Any], List[Any]]:
+def _both_thinned(
+    places: Sequence[Sequence[object]], y: Sequence[Any]
+) -> Tuple[List[Any], List[Any]]:
     """Thin points whose places are counted in several ways."""
     both = list(zip(*places))
     points, values = thinned(both, y)

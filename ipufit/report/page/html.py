@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
-from typing import Any, List, Optional, Sequence, Union
+from typing import List, Optional, Sequence, Union
 
 __all__ = ["Cell", "Column", "Html", "Part", "Row", "data", "element", "join_parts", "table"]
 
@@ -21,7 +21,7 @@ class Html(str):
 Part = Union[str, None, Sequence[Optional[str]]]
 
 
-def element(tag: str, /, *parts: Part, **attributes: Any) -> Html:
+def element(tag: str, /, *parts: Part, **attributes: object) -> Html:
     """Render one element.
 
     Args:
@@ -56,7 +56,7 @@ def join_parts(*parts: Part) -> Html:
     return Html("".join(markup))
 
 
-def data(value: Any) -> str:
+def data(value: object) -> str:
     """Render JSON that can't end the element ``script`` in which it stands."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     # Line separators are escaped by json already.

@@ -58,7 +58,7 @@ class OperatorTotals:
 Key = Tuple[str, ...]
 
 
-def place_of(row: Mapping[str, Any]) -> str:
+def place_of(row: Mapping[str, object]) -> str:
     """Return the file name and line of an operator or layer; "" if unknown."""
     file, line = row.get("file"), row.get("line")
     if not file:
@@ -67,18 +67,18 @@ def place_of(row: Mapping[str, Any]) -> str:
     return name if line is None else f"{name}:{line}"
 
 
-def _each(row: Mapping[str, Any]) -> Key:
+def _each(row: Mapping[str, object]) -> Key:
     return str(row["operator"]), str(row["direction"]), _module(row), place_of(row)
 
 
-def _module(row: Mapping[str, Any]) -> str:
+def _module(row: Mapping[str, object]) -> str:
     module, kind = row.get("module"), row.get("kind")
     if not module:
         return f"the module itself ({kind})" if kind else "outside of modules"
     return f"{module} ({kind})" if kind else str(module)
 
 
-def _line(row: Mapping[str, Any]) -> Key:
+def _line(row: Mapping[str, object]) -> Key:
     return place_of(row) or "not known", str(row.get("source") or "").strip()
 
 
@@ -94,7 +94,7 @@ _GROUPS: Tuple[Tuple[str, Tuple[str, ...], Callable[[Mapping[str, Any]], Key]], 
 
 
 def grouped(
-    rows: Sequence[Mapping[str, Any]], key: Callable[[Mapping[str, Any]], Key]
+    rows: Sequence[Mapping[str, object]], key: Callable[[Mapping[str, Any]], Key]
 ) -> List[Tuple[Key, OperatorTotals]]:
     """Sum operators by key, sorted by descending time."""
     by_key: Dict[Key, OperatorTotals] = {}
@@ -177,14 +177,14 @@ def _cells(work: OperatorTotals, whole: float, timing: Mapping[str, Any]) -> Lis
     ]
 
 
-def _of_peak(rate: Optional[float], peak: Any) -> Cell:
+def _of_peak(rate: Optional[float], peak: object) -> Cell:
     most = texts.real(peak)
     if rate is None or not most > 0:
         return Cell(texts.DASH, 0.0)
     return Cell(texts.share(rate / most), rate / most)
 
 
-def _bars(rows: Sequence[Mapping[str, Any]], whole: float) -> Chart:
+def _bars(rows: Sequence[Mapping[str, object]], whole: float) -> Chart:
     groups = grouped(rows, _each)[:_BARS]
     unit, name = texts.scale(max((work.seconds for _, work in groups), default=0.0), "seconds")
     titles = [f"{key[0]}, {key[2]}, {key[1]}" for key, _ in groups]
@@ -261,7 +261,7 @@ def layers(facts: Mapping[str, Any]) -> Section:
     return Section("layers", "Layers", join_parts(about, shown))
 
 
-def _by_layer(rows: Sequence[Mapping[str, Any]]) -> Dict[str, OperatorTotals]:
+def _by_layer(rows: Sequence[Mapping[str, object]]) -> Dict[str, OperatorTotals]:
     """Sum operators by layer, those of inner layers included."""
     by_layer: Dict[str, OperatorTotals] = {"": OperatorTotals()}
     for row in rows:

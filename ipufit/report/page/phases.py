@@ -35,7 +35,7 @@ LOOKS = ("compute", *(phase for phase in PHASES if phase != "compute"))
 _BARS, _STRETCHES, _POINTS = 30, 150, 400
 
 
-def used_phases(seconds: Mapping[str, Any]) -> List[str]:
+def used_phases(seconds: Mapping[str, object]) -> List[str]:
     """Return the phases that took any time, in their order."""
     return [phase for phase in PHASES if seconds.get(phase)]
 

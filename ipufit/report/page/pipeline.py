@@ -18,7 +18,7 @@ _MOST = 1600
 _PASSES = ("forward", "backward")
 
 
-def stage_title(number: int, stage: Mapping[str, Any]) -> str:
+def stage_title(number: int, stage: Mapping[str, object]) -> str:
     """Return the title of a stage, as the plan's table has it."""
     ipu = stage.get("ipu", number)
     where = "" if ipu == number else f" on IPU {ipu}"

@@ -147,7 +147,7 @@ def rounded(value: Any, digits: int = 7) -> Optional[float]:
 
 
 def thinned(
-    x: Sequence[Any], y: Sequence[Optional[float]], most: int = POINTS
+    x: Sequence[object], y: Sequence[Optional[float]], most: int = POINTS
 ) -> Tuple[List[Any], List[Optional[float]]]:
     """Keep at most so many points: the smallest and the largest of every stretch."""
     if len(y) <= most:

@@ -46,7 +46,7 @@ def status(run: Run) -> Html:
     )
 
 
-def when(text: Any) -> Html:
+def when(text: object) -> Html:
     """Render a moment as people write it, in UTC."""
     try:
         moment = datetime.datetime.fromisoformat(str(text))
@@ -117,7 +117,7 @@ def pairs(values: Sequence[Tuple[str, str]], name: str) -> Html:
     )
 
 
-def param_text(value: Any) -> str:
+def param_text(value: object) -> str:
     """Format a parameter of the run, cut where it is very long."""
     text = _param_text(value)
     if len(text) <= _LONGEST:
@@ -125,7 +125,7 @@ def param_text(value: Any) -> str:
     return f"{text[:_LONGEST]} … ({len(text):,} characters; run.json has them)"
 
 
-def _param_text(value: Any) -> str:
+def _param_text(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_param_text, value)) or "none"
     if isinstance(value, dict):
@@ -210,7 +210,7 @@ def _table_of_values(values: Sequence[Tuple[str, float, Optional[float], Any, st
     return table("table-values", "Values of the last epoch, and the best", columns, rows)
 
 
-def warnings_section(facts: Mapping[str, Any]) -> Section:
+def warnings_section(facts: Mapping[str, object]) -> Section:
     """Make the section of warnings; its body is empty where there are none."""
     return Section("warnings", "Warnings and advice", notices(facts, "h3"))
 

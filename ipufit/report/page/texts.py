@@ -22,7 +22,7 @@ def real(value: Any) -> float:
         return math.nan
 
 
-def number(value: Any) -> str:
+def number(value: object) -> str:
     """Format any number with five significant digits.
 
     >>> number(0.123456789), number(1234567.0), number("nan"), number(3), number(None)
@@ -48,7 +48,7 @@ def count(value: Any) -> str:
     return f"{as_float:,.0f}" if math.isfinite(as_float) else DASH
 
 
-def seconds(value: Any) -> str:
+def seconds(value: object) -> str:
     """Format a duration.
 
     >>> seconds(0.00042), seconds(0.0123), seconds(1.5), seconds(75.2), seconds(7384), seconds(0)
@@ -83,7 +83,7 @@ def size(value: Any) -> str:
     return rendering.size(round(as_float)) if math.isfinite(as_float) else DASH
 
 
-def work(value: Any) -> str:
+def work(value: object) -> str:
     """Format a number of FLOPs.
 
     >>> work(1500), work(None)
@@ -93,7 +93,7 @@ def work(value: Any) -> str:
     return rendering.flops(round(as_float)) if math.isfinite(as_float) else DASH
 
 
-def rate(value: Any, unit: str) -> str:
+def rate(value: object, unit: str) -> str:
     """Format an amount per second.
 
     >>> rate(2.5e9, "FLOP"), rate(None, "B")
@@ -106,7 +106,7 @@ def rate(value: Any, unit: str) -> str:
     return f"{text}{unit}/s" if " " in text else f"{text} {unit}/s"
 
 
-def speed(value: Any) -> str:
+def speed(value: object) -> str:
     """Format samples per second.
 
     >>> speed(23833.4), speed(12.34), speed(None)
@@ -118,7 +118,7 @@ def speed(value: Any) -> str:
     return f"{as_float:,.0f}" if as_float >= 1000 else f"{as_float:.3g}"
 
 
-def share(value: Any) -> str:
+def share(value: object) -> str:
     """Format a part of a whole in percent.
 
     >>> share(0.5), share(None)

@@ -79,7 +79,7 @@ def getNumIpusPerReplica() -> int:
 
 
 def execute_on_instances(
-    instances: Iterable[int], function: Callable[..., Any], *args: Any, **kwargs: Any
+    instances: Iterable[int], function: Callable[..., Any], *args: object, **kwargs: object
 ) -> Any:
     """Call a function in the processes of these numbers.
 

@@ -9,7 +9,7 @@ if __name__ == "popdist.poptorch":
     # By whichever name a script finds it: an SDK's without its PopDist, or the stand-in.
     _poptorch: Any = importlib.import_module("poptorch")
 
-    def _init(self: Any, ipus_per_replica: int = 1) -> None:
+    def _init(self: object, ipus_per_replica: int = 1) -> None:
         """Begin with the defaults.
 
         Args:
