@@ -6,7 +6,7 @@ import contextlib
 from multiprocessing.connection import Connection
 from typing import Any, Tuple
 
-from ipufit.poptorch._data_worker import Command, Event
+from ipufit.poptorch._data_worker import Command, WorkerEvent
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._ring_buffer import RingBufferReader
@@ -31,13 +31,13 @@ class BatchReader:
         self._is_used = False
         self._has_ended = False
         event, value = self._receive()
-        if event is Event.EMPTY:
+        if event is WorkerEvent.EMPTY:
             raise error(
                 "AsynchronousDataAccessor worker thread failed to start: The Dataset is empty. So "
                 "is a DataLoader with drop_last=True whose dataset has fewer samples than a "
                 "combined batch."
             )
-        if event is Event.FAILED:
+        if event is WorkerEvent.FAILED:
             (summary, text), problem = value
             logger.error("The worker process of an AsynchronousDataAccessor failed:\n%s", text)
             raise error(
@@ -58,7 +58,7 @@ class BatchReader:
         else:
             self._tell(Command.RESTART)
             # Of this epoch: Ctrl-C may have left one unread.
-            while self._receive_or_raise() != (Event.RESTARTED, self._epoch):
+            while self._receive_or_raise() != (WorkerEvent.RESTARTED, self._epoch):
                 pass
             self._data_buffers.clear()
         self._is_used = False
@@ -77,7 +77,7 @@ class BatchReader:
         if self._has_ended:
             raise StopIteration
         event, rows = self._receive_or_raise()
-        if event is Event.END:
+        if event is WorkerEvent.END:
             self._has_ended = True
             raise StopIteration
         self._is_used = True
@@ -91,19 +91,19 @@ class BatchReader:
         with contextlib.suppress(OSError):
             self._commands.send((command, self._epoch))
 
-    def _receive_or_raise(self) -> Tuple[Event, Any]:
+    def _receive_or_raise(self) -> Tuple[WorkerEvent, Any]:
         event, value = self._receive()
-        if event is Event.FAILED:
+        if event is WorkerEvent.FAILED:
             _, problem = value
             raise problem
         return event, value
 
-    def _receive(self) -> Tuple[Event, Any]:
+    def _receive(self) -> Tuple[WorkerEvent, Any]:
         """Return the next event, with the exception itself where the dataset has raised one."""
         try:
             self._await_event()
             event, value = self._events.recv()
-            if event is Event.FAILED:
+            if event is WorkerEvent.FAILED:
                 return event, (value, self._exception(*value))
         except (EOFError, OSError):
             raise self._gone() from None

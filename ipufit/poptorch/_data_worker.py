@@ -40,8 +40,8 @@ __all__ = [
     "CombiningLoader",
     "Command",
     "DataWorker",
-    "Event",
     "FiledDataset",
+    "WorkerEvent",
     "WorkerSettings",
     "serve",
 ]
@@ -137,7 +137,7 @@ class Command(enum.Enum):
     STOP = "stop"  # it wants no more
 
 
-class Event(enum.Enum):
+class WorkerEvent(enum.Enum):
     """Messages of the worker, each with a value."""
 
     READY = "ready"  # (layout, memory, indices_mem), once
@@ -211,7 +211,7 @@ class DataWorker:
         pieces = self._pieces(epoch)
         first = next(pieces, None)
         if first is None:
-            self._tell(Event.EMPTY, None)
+            self._tell(WorkerEvent.EMPTY, None)
             raise Stopped
         self._set_up(first[1])
         self._put(*first)
@@ -223,12 +223,12 @@ class DataWorker:
             except _Restart as restart:
                 epoch = restart.epoch
                 self._ring.clear()
-                self._tell(Event.RESTARTED, epoch)
+                self._tell(WorkerEvent.RESTARTED, epoch)
             pieces = self._pieces(epoch)
 
     def _set_up(self, tensors: List[Tensor]) -> None:
         self._ring = RingBufferWriter(tensors, self._settings.slots, self._settings.rows)
-        self._tell(Event.READY, (self._layout, self._ring.memory, self._ring.indices_mem))
+        self._tell(WorkerEvent.READY, (self._layout, self._ring.memory, self._ring.indices_mem))
 
     def _load(self, pieces: Iterator[Tuple[int, List[Tensor]]], epoch: int) -> None:
         while True:
@@ -243,7 +243,7 @@ class DataWorker:
         if self._filled and self._settings.keeps_rest:
             self._publish(self._filled)
         self._filled = 0
-        self._tell(Event.END, None)
+        self._tell(WorkerEvent.END, None)
 
     def _wait_for(self, epoch: int) -> None:
         """Wait until the reader has begun the epoch, or until it may be loaded ahead."""
@@ -293,9 +293,9 @@ class DataWorker:
 
     def _publish(self, rows: Optional[int]) -> None:
         self._ring.publish()
-        self._tell(Event.ITEM, rows)
+        self._tell(WorkerEvent.ITEM, rows)
 
-    def _tell(self, event: Event, value: object) -> None:
+    def _tell(self, event: WorkerEvent, value: object) -> None:
         try:
             self._events.send((event, value))
         except (BrokenPipeError, ConnectionResetError):
@@ -385,7 +385,7 @@ def _report(problem: Exception, events: Connection) -> None:
     summary = traceback.format_exception_only(type(problem), problem)[-1].strip()
     text = "".join(traceback.format_exception(type(problem), problem, problem.__traceback__))
     with contextlib.suppress(OSError):
-        events.send((Event.FAILED, (summary, text)))
+        events.send((WorkerEvent.FAILED, (summary, text)))
         try:
             # Some exceptions can be sent, and not be received.
             ForkingPickler.loads(ForkingPickler.dumps(problem))
