@@ -51,7 +51,7 @@ def command(*arguments, run=("-m", "ipufit", "run"), **options):
         capture_output=True,
         text=True,
         cwd=str(ROOT),
-        timeout=120,
+        timeout=600,
         **options,
     )
     return done.returncode, done.stdout, done.stderr
@@ -328,7 +328,7 @@ def test_a_module_and_the_processes_it_starts_find_the_stand_in(spelt, tmp_path)
         capture_output=True,
         text=True,
         cwd=str(tmp_path),
-        timeout=120,
+        timeout=600,
         env=environment,
     )
     assert done.returncode == 7, done.stderr

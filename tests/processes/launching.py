@@ -58,7 +58,7 @@ def clean_environment(**more):
     return kept
 
 
-def run_processes(script, count, timeout=90, env=None, args=()):
+def run_processes(script, count, timeout=600, env=None, args=()):
     """Run a script in processes numbered by RANK and WORLD_SIZE.
 
     Args:
@@ -86,7 +86,7 @@ def run_processes(script, count, timeout=90, env=None, args=()):
         return _run(commands, timeout)
 
 
-def run_torchrun(script, count, timeout=120, env=None, restarts=0, args=()):
+def run_torchrun(script, count, timeout=600, env=None, restarts=0, args=()):
     """Run a script by torchrun; one Ended, of torchrun itself, with what all of them printed."""
     with _written(script) as path:
         options = [f"--nproc_per_node={count}", f"--master_port={free_port()}"]

@@ -64,7 +64,7 @@ def in_two():
         say({{**run(**given), "calls": list(calls)}})
         calls.clear()
     """
-    ended = run_processes(BEGIN + script, 2, timeout=180)
+    ended = run_processes(BEGIN + script, 2)
     for each in ended:
         assert len(each.stdout.splitlines()) == len(RUNS), each
     return [dict(zip(RUNS, map(json.loads, each.stdout.splitlines()))) for each in ended]
@@ -183,7 +183,7 @@ OTHERS = """
 @pytest.fixture(scope="module")
 def others():
     """What each of two processes prints of these, by line."""
-    ended = run_processes(BEGIN + OTHERS, 2, timeout=180)
+    ended = run_processes(BEGIN + OTHERS, 2)
     for each in ended:
         assert len(each.stdout.splitlines()) == 8, each
     return [[json.loads(line) for line in each.stdout.splitlines()] for each in ended]
@@ -269,7 +269,7 @@ def test_a_device_error_of_one_process_ends_the_other():
         with refused(RecoverableDeviceError if current().process_id else ProcessError):
             run()
     """
-    ended = run_processes(BEGIN + script, 2, timeout=60)
+    ended = run_processes(BEGIN + script, 2)
     error = (
         "running failed on the device: a drill lets it fail. It can be used again after IPU_RESET; "
         "see the documentation of the Poplar SDK, then fit again."

@@ -118,7 +118,7 @@ LOST = (
 def told(tmp_path_factory):
     """By process, type and text of the errors, by name of what was tried."""
     folder = tmp_path_factory.mktemp("refused")
-    for ended in run_processes(SCRIPT, 2, timeout=120, args=(str(folder),)):
+    for ended in run_processes(SCRIPT, 2, args=(str(folder),)):
         assert ended.code == 0, str(ended)
     return [json.loads((folder / f"{each}.json").read_text()) for each in (0, 1)]
 

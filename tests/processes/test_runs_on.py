@@ -16,7 +16,7 @@ SCRIPT = (ROOT / "tests" / "processes" / "runs_on.py").read_text()
 
 def run(folder, happens, count=2):
     """The same script in so many processes."""
-    return run_processes(SCRIPT, count, timeout=120, args=(str(folder), happens))
+    return run_processes(SCRIPT, count, args=(str(folder), happens))
 
 
 def found(folder, process=0):
@@ -68,7 +68,7 @@ def test_other_numbers_of_processes_go_on_up_to_summation_order(whole, ended, tm
 
 
 def test_torchrun_begins_again_and_the_run_goes_on(whole, tmp_path):
-    ended = run_torchrun(SCRIPT, 2, timeout=180, restarts=1, args=(str(tmp_path), "kill"))
+    ended = run_torchrun(SCRIPT, 2, restarts=1, args=(str(tmp_path), "kill"))
     assert ended.code == 0, str(ended)
     assert [found(tmp_path, each) for each in (0, 1)] == [found(whole, each) for each in (0, 1)]
 

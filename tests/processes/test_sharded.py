@@ -19,7 +19,7 @@ SCRIPT += (ROOT / "tests" / "processes" / "sharded.py").read_text()
 
 def run(folder, count, *parts):
     """What each process has printed, when all have done these parts."""
-    ends = run_processes(SCRIPT, count, timeout=240, args=(str(folder), *parts))
+    ends = run_processes(SCRIPT, count, args=(str(folder), *parts))
     for ended in ends:
         assert ended.code == 0, str(ended)
         done = [part for part in parts if part not in ("weights", "briefly", "buckets")]
@@ -132,7 +132,7 @@ SUMS = """
 @pytest.mark.long
 def test_parts_are_summed_joined_and_collected():
     """Parts of every length and dtype, some empty, some of several windows."""
-    for ended in run_processes(textwrap.dedent(SUMS), 3, timeout=90):
+    for ended in run_processes(textwrap.dedent(SUMS), 3):
         assert (ended.code, ended.stdout) == (0, "whole\n"), str(ended)
 
 
