@@ -165,27 +165,25 @@ class FlatStorage:
     Attributes:
         blocks: the layout.
         flats: one flat tensor per block.
+        views: the parameters as parts of the flat tensors, by the names of the step module.
         form: all that a program over the flat tensors depends on.
     """
 
     def __init__(self, blocks: Sequence[FlatBlock]) -> None:
         self.blocks = list(blocks)
         self.flats: List[Tensor] = []
+        self.views: Dict[str, Tensor] = {}
         with torch.no_grad():
             for block in self.blocks:
                 flat = block.gather({slot.name: slot.parameter.detach() for slot in block.slots})
                 for slot in block.slots:
                     slot.parameter.data = slot.window(flat)
+                    self.views[slot.name] = slot.view(flat)
                 self.flats.append(flat)
         self.form: Tuple[object, ...] = tuple(
             (block.group, tuple((s.start, s.stop) for s in block.slots), flat.dtype, flat.device)
             for block, flat in zip(self.blocks, self.flats)
         )
-
-    def named_views(self) -> Dict[str, Tensor]:
-        """The parameters as parts of the flat tensors, by the names of the step module."""
-        pairs = zip(self.blocks, self.flats)
-        return {slot.name: slot.view(flat) for block, flat in pairs for slot in block.slots}
 
     def release(self) -> None:
         """Give every parameter memory of its own, with the present values; safe twice."""
@@ -193,5 +191,4 @@ class FlatStorage:
             for block in self.blocks:
                 for slot in block.slots:
                     slot.parameter.data = slot.parameter.data.clone()
-        self.blocks = []
-        self.flats = []
+        self.blocks, self.flats, self.views = [], [], {}

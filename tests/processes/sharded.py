@@ -228,7 +228,7 @@ class Looks(Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         program = self.model._session._training
-        self.held.append([t.numel() for t in program._live.updater._kept()])
+        self.held.append([t.numel() for t in program._live.updater.state_tensors()])
         assert not any(self.model.optimizer.state_dict()["state"].values()) or batch % 2
         state = self.model.gather_optimizer().state_dict()["state"]
         self.seen.append({place: own["exp_avg"].clone() for place, own in state.items()})

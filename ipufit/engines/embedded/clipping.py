@@ -26,6 +26,11 @@ class GradientTransform:
     clip: Clip
     dtype: Optional[torch.dtype]
 
+    @property
+    def is_identity(self) -> bool:
+        """True where the optimizer gets the gradient as it was accumulated."""
+        return self.dtype is None and not self.clip
+
     def examples(self, flats: Sequence[Tensor]) -> List[Tensor]:
         """Tensors like the accumulated gradients of these weights, without values."""
         return [torch.empty_like(flat, dtype=self.dtype or flat.dtype) for flat in flats]

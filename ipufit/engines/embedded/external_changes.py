@@ -52,7 +52,7 @@ def follow_the_module(
     refuse_replaced(step, {**parameters, **buffers})
     for flat, block in zip(storage.flats, storage.blocks):
         for slot in block.slots:
-            view, data = slot.view(flat), slot.parameter.data
+            view, data = storage.views[slot.name], slot.parameter.data
             if data.data_ptr() == view.data_ptr():
                 continue
             if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):

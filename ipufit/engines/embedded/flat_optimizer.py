@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from ipufit.core.precision import computes_in_half, try_out
 from ipufit.engines.embedded.clipping import GradientTransform
-from ipufit.engines.embedded.fused_optimizers import FusedOptimizer, fused_for, numbers_for
+from ipufit.engines.embedded.fused_optimizers import FusedKernel, fused_for, numbers_for
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.traced_optimizer import TracedOptimizer
 from ipufit.errors import OptimizerError
@@ -170,22 +170,31 @@ class RuleOptimizer:
         self._kind = rule
         self._graphs = graphs
         self._finish = finish
+        self._is_finished = finish.is_identity
         self.memory = memory
         self._storage = FlatStorage([])
         self._rules: List[OptimizerRule] = []
         self._states: List[Dict[str, Tensor]] = []
         self._tabled = tabled
-        # Per block: updates done, and the coefficients of those to come in this execution.
+        # The tensors of all states, in the order of the blocks.
+        self._kept: List[Tensor] = []
+        # Per block: updates done before this execution, and the coefficients of its updates.
         self._counts: List[float] = []
         self._rows: Rows = ()
         self._coming: List[Tuple[Tensor, ...]] = []
+        # How many updates of this execution are done.
+        self._made = 0
         # What the rules take in these updates, where something else than they makes some.
         self._table: List[Tuple[Tensor, ...]] = []
         self._switches = self._switches_of(optimizer.param_groups)
+        # Settings of the groups when they were last compared with the switches.
+        self._settings: List[Dict[str, Any]] = []
+        # Rows that were read last, and the settings of their groups.
+        self._read: Tuple[Rows, Dict[int, List[Dict[str, Any]]]] = ((), {})
         self._run: Callable[..., Any] = self._update
-        # A kernel for each block, where torch has one for all of them, and what it will be told.
-        self._fused: List[FusedOptimizer] = []
-        self._told: List[List[Dict[str, Any]]] = []
+        # A kernel for each block, where torch has one for all of them, and its settings by update.
+        self._fused: List[FusedKernel] = []
+        self._kernel_settings: List[List[Dict[str, Any]]] = []
 
     def _switches_of(self, groups: Sequence[Mapping[str, Any]]) -> Tuple[Tuple[object, ...], ...]:
         return tuple(self._kind.switches({**group, **self._always}) for group in groups)
@@ -206,7 +215,8 @@ class RuleOptimizer:
         blocks, groups = storage.blocks, self._optimizer.param_groups
         self._rules = [self._kind({**groups[block.group], **self._always}) for block in blocks]
         self._states = [self._load(*each) for each in zip(blocks, storage.flats, self._rules)]
-        self._counts = [block.updates for block in blocks]
+        self._kept = [tensor for state in self._states for tensor in state.values()]
+        self.counts = [block.updates for block in blocks]
         self._fused = self._kernels()
         self.refresh([groups])
         if not self._fused:
@@ -215,7 +225,7 @@ class RuleOptimizer:
 
     def _record(self, run_eagerly: bool) -> None:
         storage = self._storage
-        at_work = self.memory.fetch(self._kept())
+        at_work = self.memory.fetch(self._kept)
         arguments = self._arguments(self._finish.examples(storage.flats), at_work)
         key = (self._kind, self._switches, storage.form, self._finish)
         if not run_eagerly:
@@ -225,7 +235,7 @@ class RuleOptimizer:
         if arguments[-1].device.type == "cpu" and computes_in_half(arguments):
             try_out(self._run, arguments)
 
-    def _kernels(self) -> List[FusedOptimizer]:
+    def _kernels(self) -> List[FusedKernel]:
         # They take hyper-parameters as numbers.
         if self._tabled:
             return []
@@ -253,26 +263,45 @@ class RuleOptimizer:
         Args:
             rows: their hyper-parameters.
         """
-        if any(self._switches_of(row) != self._switches for row in _different(rows)):
-            raise OptimizerError(
-                f"a setting of {type(self._optimizer).__name__} that shapes the program changed "
-                "during fit: one that is on or off, such as nesterov, or a momentum, dampening or "
-                "weight decay between zero and non-zero. Change it between two calls of fit."
-            )
+        settings = self._read_settings(rows)
         if self._fused:
-            steps = [[[done + 1 + i] for i in range(len(rows))] for done in self._counts]
+            steps = [[[done + 1 + i] for i in range(len(rows))] for done in self.counts]
             return [torch.tensor(step, dtype=torch.float32) for step in steps]
-        return self._coefficients(rows)
+        return self._coefficients(rows, settings)
 
-    def _coefficients(self, rows: Rows) -> List[Tensor]:
+    def _read_settings(self, rows: Rows) -> Dict[int, List[Dict[str, Any]]]:
+        """Read the settings of all groups, by the identity of the row, and compare the switches."""
+        if rows is self._read[0]:
+            return self._read[1]
+        by_row: Dict[int, List[Dict[str, Any]]] = {}
+        for row in rows:
+            if id(row) in by_row:
+                continue
+            settings = [_numbers(group) for group in row]
+            if settings != self._settings:
+                if self._switches_of(row) != self._switches:
+                    raise OptimizerError(
+                        f"a setting of {type(self._optimizer).__name__} that shapes the program "
+                        "changed during fit: one that is on or off, such as nesterov, or a "
+                        "momentum, dampening or weight decay between zero and non-zero. Change it "
+                        "between two calls of fit."
+                    )
+                self._settings = settings
+            by_row[id(row)] = settings
+        self._read = rows, by_row
+        return by_row
+
+    def _coefficients(
+        self, rows: Rows, settings: Mapping[int, Sequence[Mapping[str, Any]]]
+    ) -> List[Tensor]:
         """Compute the numbers that the rules of all blocks take in each update, on the host."""
         tables = []
         for block, flat, rule, done in zip(
-            self._storage.blocks, self._storage.flats, self._rules, self._counts
+            self._storage.blocks, self._storage.flats, self._rules, self.counts
         ):
-            settings = {id(row): _numbers(row[block.group]) for row in _different(rows)}
             table = [
-                rule.coefficients(settings[id(row)], done + 1 + i) for i, row in enumerate(rows)
+                rule.coefficients(settings[id(row)][block.group], done + 1 + i)
+                for i, row in enumerate(rows)
             ]
             dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
             tables.append(torch.tensor(table, dtype=dtype))
@@ -281,15 +310,18 @@ class RuleOptimizer:
     def coming(self) -> Tuple[Tensor, ...]:
         """The coefficients of the next update, for each block."""
         if not self._table:
-            self._table = self._on_device(self._coefficients(self._rows))
-        return self._table[0]
+            # Updates that are done count already.
+            self._table = self._on_device(self._rows[self._made :])
+            self._table[:0] = [()] * self._made
+        return self._table[self._made]
 
     def like_coming(self) -> Tuple[Tensor, ...]:
         """Tensors like these, also where no update is coming."""
-        return self._on_device(self._coefficients([self._optimizer.param_groups]))[0]
+        return self._on_device([self._optimizer.param_groups])[0]
 
-    def _on_device(self, tables: Sequence[Tensor]) -> List[Tuple[Tensor, ...]]:
-        """Tables of the blocks as what each update takes."""
+    def _on_device(self, rows: Rows) -> List[Tuple[Tensor, ...]]:
+        """Compute what the rules take in each of these updates."""
+        tables = self._coefficients(rows, self._read_settings(rows))
         moved = [table.to(flat.device) for table, flat in zip(tables, self._storage.flats)]
         return list(zip(*(table.unbind() for table in moved)))
 
@@ -318,43 +350,49 @@ class RuleOptimizer:
 
     def take(self, rows: Rows, tables: Sequence[Tensor]) -> None:
         """Go by these tables, on the device, in the coming updates."""
+        self.counts = self.counts
         self._rows = rows
         self._coming = list(zip(*(table.unbind() for table in tables)))
-        self._told, self._table = [], []
+        self._kernel_settings = self._kernel_settings_of(rows) if self._fused else []
 
     def constants(self, rows: Rows) -> Tuple[object, ...]:
         """Return what the coming updates depend on that is in no table."""
         if not self._fused:
             return ()
         return tuple(
-            tuple(settings.values()) for arguments in self._told_of(rows) for settings in arguments
+            tuple(settings.values())
+            for by_block in self._kernel_settings_of(rows)
+            for settings in by_block
         )
 
     @property
     def counts(self) -> Sequence[float]:
         """Updates done, by block; set where others have counted."""
-        return self._counts
+        return [count + self._made for count in self._counts]
 
     @counts.setter
     def counts(self, counts: Sequence[float]) -> None:
-        self._counts, self._rows, self._coming, self._table = list(counts), (), [], []
+        self._counts, self._made = list(counts), 0
+        self._rows, self._coming, self._table = (), [], []
 
-    def _told_of(self, rows: Rows) -> List[List[Dict[str, Any]]]:
+    def _kernel_settings_of(self, rows: Rows) -> List[List[Dict[str, Any]]]:
         """Return the numbers that the kernels take, for each update and block."""
-        settings: Dict[int, List[Dict[str, Any]]] = {}
+        read = self._read_settings(rows)
+        counts, blocks = self.counts, self._storage.blocks
+        known: Dict[Tuple[int, Tuple[bool, ...]], List[Dict[str, Any]]] = {}
         arguments = []
-        for i, row in enumerate(rows):
-            if id(row) not in settings:
-                settings[id(row)] = [_numbers(row[block.group]) for block in self._storage.blocks]
-            numbers = zip(settings[id(row)], self._counts)
-            arguments.append([numbers_for(group, done + 1 + i) for group, done in numbers])
+        for i, row in enumerate(rows, 1):
+            key = id(row), tuple([done + i > 0 for done in counts])
+            if key not in known:
+                known[key] = [
+                    numbers_for(read[id(row)][block.group], done + i)
+                    for block, done in zip(blocks, counts)
+                ]
+            arguments.append(known[key])
         return arguments
 
-    def _kept(self) -> List[Tensor]:
-        return [tensor for state in self._states for tensor in state.values()]
-
     def _arguments(self, gradients: Sequence[Tensor], state: Sequence[Tensor]) -> List[Tensor]:
-        return [*self._coming[0], *self._storage.flats, *gradients, *state]
+        return [*self._coming[self._made], *self._storage.flats, *gradients, *state]
 
     def _update(self, *tensors: Tensor) -> List[Tensor]:
         count = len(self._storage.blocks)
@@ -368,49 +406,46 @@ class RuleOptimizer:
             rule.update(flat, gradient, block_state, row.unbind(), segments)
         return list(flats)
 
-    def _update_fused(self, gradients: Sequence[Tensor], state: Sequence[Tensor]) -> None:
-        flats, blocks, values = self._storage.flats, self._storage.blocks, iter(state)
-        finished = self._finish(gradients, blocks, flats)
-        self._told = self._told or self._told_of(self._rows)
-        arguments, numbers = self._told[0], self._coming[0]
-        for i, kernel in enumerate(self._fused):
-            block_state = {name: next(values) for name in self._states[i]}
-            kernel(flats[i], finished[i], block_state, numbers[i][0], arguments[i])
-
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update."""
-        stored = self._kept()
-        at_work = self.memory.fetch(stored)
+        kept, at_work = self._kept, self.memory.fetch(self._kept)
         if self._fused:
-            self._update_fused(gradients, at_work)
+            flats, coming = self._storage.flats, self._coming[self._made]
+            if not self._is_finished:
+                gradients = self._finish(gradients, self._storage.blocks, flats)
+            state = iter(at_work)
+            for i, kernel in enumerate(self._fused):
+                settings = self._kernel_settings[self._made][i]
+                first, second = [next(state)], [next(state)]
+                largest = [next(state)] if settings["amsgrad"] else []
+                step = [coming[i][0]]
+                kernel([flats[i]], [gradients[i]], first, second, largest, step, **settings)
         else:
             self._run(*self._arguments(gradients, at_work))
-        for tensor, updated in zip(stored, at_work):
-            self.memory.renew(tensor, updated)
-        self.count()
+        if at_work is not kept:
+            for tensor, updated in zip(kept, at_work):
+                self.memory.renew(tensor, updated)
+        self._made += 1
 
     def count(self) -> None:
-        """One weight update was made."""
-        for each in (self._coming, self._told, self._table):
-            del each[:1]
-        self._rows = self._rows[1:]
-        self._counts = [count + 1 for count in self._counts]
+        """One weight update was made elsewhere."""
+        self._made += 1
 
     def skip(self) -> None:
         """Leave a weight update out; what depends on its number is worked out again."""
-        rows = self._rows[1:]
-        self._coming, self._rows = [], rows
+        rows = self._rows[self._made + 1 :]
+        self.counts = self.counts
         if rows:
             self.refresh(rows)
 
     def snapshot(self) -> Any:
         """A copy of the state."""
         states = [{name: t.clone() for name, t in state.items()} for state in self._states]
-        return states, self._counts
+        return states, self.counts
 
     def restore(self, snapshot: Any) -> None:
         """Go back to a copy of the state, in place."""
-        states, self._counts = snapshot
+        states, self.counts = snapshot
         for state, values in zip(self._states, states):
             for name, tensor in state.items():
                 tensor.copy_(values[name])
@@ -421,7 +456,7 @@ class RuleOptimizer:
         Until :meth:`release` its tensors look into the flat ones: a copy would take as much
         memory again, and be out of date after one update.
         """
-        for block, state, updates in zip(self._storage.blocks, self._states, self._counts):
+        for block, state, updates in zip(self._storage.blocks, self._states, self.counts):
             group = self._optimizer.param_groups[block.group]
             if updates == 0:
                 continue
@@ -436,13 +471,13 @@ class RuleOptimizer:
 
     def state_tensors(self) -> List[Tensor]:
         """The tensors of the state, where it is between two updates."""
-        return self._kept()
+        return self._kept
 
     def release(self) -> None:
         """Let go of the state; a torch optimizer that still looks into it gets its own."""
         if self.memory.ended:
             self._give_own_memory(self._storage, self._states)
-        self._storage, self._states = FlatStorage([]), []
+        self._storage, self._states, self._kept = FlatStorage([]), [], []
         self.counts = []
 
     def _give_own_memory(
@@ -470,13 +505,9 @@ class RuleOptimizer:
         other._states = [
             {name: t.clone() for name, t in block_state.items()} for block_state in self._states
         ]
+        other._kept = [tensor for state in other._states for tensor in state.values()]
         other.refresh([self._optimizer.param_groups] * times)
         return other.apply
-
-
-def _different(rows: Rows) -> Rows:
-    """One of each run of rows that are one object, as they are without a schedule."""
-    return [row for i, row in enumerate(rows) if i == 0 or row is not rows[i - 1]]
 
 
 def _numbers(group: Mapping[str, Any]) -> Dict[str, Any]:

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Callable, Dict, List, Mapping, Optional, Type
+from typing import Any, Callable, Dict, Mapping, Optional, Type
 
 import torch
 from torch import Tensor
 
 from ipufit.optim.rules import AdamRule, AdamWRule, OptimizerRule
 
-__all__ = ["FusedOptimizer", "fused_for", "numbers_for"]
+__all__ = ["FusedKernel", "fused_for", "numbers_for"]
 
-State = Mapping[str, Tensor]
-# Changes parameters and state in place: flat parameters, flat gradient, state, which update of the
-# group it is, from 1, and what :func:`numbers_for` makes of the group's settings.
-FusedOptimizer = Callable[[Tensor, Tensor, State, Tensor, Mapping[str, Any]], None]
+# Changes parameters and state in place: flat parameters, flat gradients, both moments, the largest
+# second moments of amsgrad or an empty list, which update of the group it is, from 1, and what
+# :func:`numbers_for` makes of the group's settings.
+FusedKernel = Callable[..., None]
 
 # In narrower types a kernel rounds once where the rules round after each operator.
 _DTYPES = (torch.float32, torch.float64)
 
 
-def fused_for(rule: OptimizerRule, flat: Tensor) -> Optional[FusedOptimizer]:
+def fused_for(rule: OptimizerRule, flat: Tensor) -> Optional[FusedKernel]:
     """The kernel for a rule and the tensors of a block; None where there is none.
 
     Args:
@@ -37,7 +37,7 @@ def fused_for(rule: OptimizerRule, flat: Tensor) -> Optional[FusedOptimizer]:
     if kernel is None or flat.dtype not in _DTYPES:
         return None
     if isinstance(rule, AdamRule) and rule.decoupled:
-        kernel = _adamw
+        kernel = _KERNELS[AdamWRule]
     return kernel if _works(kernel, flat.device, flat.dtype) else None
 
 
@@ -58,32 +58,14 @@ def numbers_for(group: Mapping[str, Any], n: float) -> Dict[str, Any]:
         "weight_decay": group["weight_decay"],
         "eps": group["eps"],
         "maximize": bool(group["maximize"]),
+        "amsgrad": bool(group.get("amsgrad")),
     }
 
 
-def _adam_by(kernel: Callable[..., None]) -> FusedOptimizer:
-    def update(
-        flat: Tensor, gradient: Tensor, state: State, step: Tensor, numbers: Mapping[str, Any]
-    ) -> None:
-        largest = state.get("max_exp_avg_sq")
-        kernel(
-            [flat],
-            [gradient],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [] if largest is None else [largest],
-            [step],
-            amsgrad=largest is not None,
-            **numbers,
-        )
-
-    return update
-
-
-_adam = _adam_by(lambda *tensors, **numbers: torch._fused_adam_(*tensors, **numbers))
-_adamw = _adam_by(lambda *tensors, **numbers: torch._fused_adamw_(*tensors, **numbers))
-
-_KERNELS: Dict[Type[OptimizerRule], FusedOptimizer] = {AdamRule: _adam, AdamWRule: _adamw}
+_KERNELS: Dict[Type[OptimizerRule], Optional[FusedKernel]] = {
+    AdamRule: getattr(torch, "_fused_adam_", None),
+    AdamWRule: getattr(torch, "_fused_adamw_", None),
+}
 _EXAMPLE: Mapping[str, Any] = {
     "lr": 0.0,
     "weight_decay": 0.0,
@@ -94,14 +76,13 @@ _EXAMPLE: Mapping[str, Any] = {
 
 
 @functools.lru_cache(maxsize=None)
-def _works(kernel: FusedOptimizer, device: torch.device, dtype: torch.dtype) -> bool:
+def _works(kernel: FusedKernel, device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether this torch has the kernel for such tensors: for the CPU since 2.4."""
-    tensors: List[Tensor] = [torch.zeros(1, dtype=dtype, device=device) for _ in range(4)]
-    state = {"exp_avg": tensors[2], "exp_avg_sq": tensors[3]}
+    tensors = [[torch.zeros(1, dtype=dtype, device=device)] for _ in range(4)]
     step = torch.ones((), dtype=torch.float32, device=device)
     try:
         with torch.no_grad():
-            kernel(tensors[0], tensors[1], state, step, numbers_for(_EXAMPLE, 1))
+            kernel(*tensors, [], [step], **numbers_for(_EXAMPLE, 1))
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
     return True

@@ -98,9 +98,14 @@ class GradientSum:
             gradients: one flat tensor per block.
             count: what the loss is a mean over, shape (); None where it is the samples.
         """
-        factor = self.next_factor()
-        self._total = [self.joined(i, g, factor, count) for i, g in enumerate(gradients)]
-        self.note(count)
+        factor = next(self._factors)
+        if count is not None:
+            self.note(count)
+        is_first = not self._total
+        for block, gradient in enumerate(gradients):
+            joined = self.joined(block, gradient, factor, count)
+            if is_first:
+                self._total.append(joined)
 
     def joined(
         self, block: int, gradient: Tensor, factor: float, count: Optional[Tensor]
@@ -117,14 +122,13 @@ class GradientSum:
             gradient = gradient.to(self._dtype)
         if count is not None:
             gradient, factor = gradient.mul_(count), 1.0
-        if not self._total:
+        if block >= len(self._total):
             return gradient.mul_(factor) if factor != 1 else gradient
         return self._total[block].add_(gradient, alpha=factor)
 
-    def note(self, count: Optional[Tensor]) -> None:
-        """Add what one more loss is a mean over; None where that is the samples."""
-        if count is not None:
-            self._counted = count if self._counted is None else self._counted + count
+    def note(self, count: Tensor) -> None:
+        """Add what one more loss is a mean over."""
+        self._counted = count if self._counted is None else self._counted + count
 
     def add_summed(
         self, gradients: Sequence[Tensor], count: Optional[Tensor], factor: float = 1.0
@@ -147,7 +151,8 @@ class GradientSum:
             gradients: one flat tensor per block, which may be changed in place.
             count: what they are weighted with; None where losses stand for samples.
         """
-        self.note(count)
+        if count is not None:
+            self.note(count)
         if not self._total:
             self._total = list(gradients)
             return

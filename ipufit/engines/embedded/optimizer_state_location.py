@@ -24,9 +24,9 @@ class StateMemory:
         """The tensor that holds a new state from now on."""
         return tensor
 
-    def fetch(self, kept: Sequence[Tensor]) -> List[Tensor]:
-        """States as an update needs them."""
-        return list(kept)
+    def fetch(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        """States as an update needs them; the very sequence where they are there already."""
+        return kept
 
     def renew(self, kept: Tensor, updated: Tensor) -> Tensor:
         """The tensor that holds a state after an update."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ipufit.errors import ConfigurationError
-from ipufit.tracing.flat_storage import flat_of
 
 __all__ = ["OptimizerStateVersion"]
 
@@ -23,7 +22,8 @@ class OptimizerStateVersion:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._held: object = None
-        self._live: Sequence[Tensor] = ()
+        # Addresses of what the program itself works on: the first, and one past the last.
+        self._live: Sequence[Tuple[int, int]] = ()
         self._updates = 0
 
     @property
@@ -34,7 +34,7 @@ class OptimizerStateVersion:
     @property
     def is_changed(self) -> bool:
         """True when the optimizer holds something else now."""
-        return self.is_noted and _signature(self._optimizer, self._live) != self._held
+        return self._held is not None and self._signature() != self._held
 
     def note(self, updates: int, live: Sequence[Tensor] = ()) -> None:
         """It holds the state after so many updates.
@@ -44,8 +44,11 @@ class OptimizerStateVersion:
             live: what the program itself works on. Values that look into these are always up to
                 date, and what is written into them the next update finds.
         """
-        self._live = live
-        self._held, self._updates = _signature(self._optimizer, self._live), updates
+        self._live = [
+            (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
+            for tensor in live
+        ]
+        self._held, self._updates = self._signature(), updates
 
     def release(self) -> None:
         """Let go of what the program worked on: somebody may hold on to the program."""
@@ -71,18 +74,17 @@ class OptimizerStateVersion:
             )
         return True
 
-
-def _signature(optimizer: torch.optim.Optimizer, live: Sequence[Tensor]) -> object:
-    """Return a value that changes with the optimizer's state, but for what is live."""
-    return {
-        (id(parameter), name): (id(value), _content(value, live))
-        for parameter, state in optimizer.state.items()
-        for name, value in state.items()
-    }
-
-
-def _content(value: object, live: Sequence[Tensor]) -> object:
-    if not isinstance(value, Tensor):
-        return value
-    index = flat_of(value, live)
-    return value._version if index is None else ("live", index)
+    def _signature(self) -> object:
+        """Return a value that changes with the optimizer's state, but for what is live."""
+        signature = {}
+        for parameter, state in self._optimizer.state.items():
+            for name, value in state.items():
+                content = value
+                if isinstance(value, Tensor):
+                    content = value._version
+                    address = value.data_ptr() if value.layout is torch.strided else 0
+                    for index, (begin, end) in enumerate(self._live):
+                        if begin <= address < end:
+                            content = ("live", index)
+                signature[id(parameter), name] = (id(value), content)
+        return signature

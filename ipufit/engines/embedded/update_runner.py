@@ -181,7 +181,8 @@ class UpdateRunner:
                 results.add_outputs(recorded, outputs, first + index)
             count = numbers[1] if kind.counted else None
             if meets:
-                total.note(count)
+                if count is not None:
+                    total.note(count)
             elif divided is not None:
                 total.collect(gradients, count)
             else:

@@ -111,6 +111,7 @@ class ShardedWeights(FlatStorage):
 
     Attributes:
         blocks, flats: of the pieces that get gradients: the layout, and this process's parts.
+        views: all parameters by name as a graph takes them, with memory only between events.
         form: all that a program over the parts depends on.
         device: as given.
         events: of every graph that trains; empty before one is known.
@@ -140,6 +141,7 @@ class ShardedWeights(FlatStorage):
                     slot.parameter.data = slot.parameter.data.cpu()
         self.blocks = list(blocks[:trained])
         self.flats = [piece.own for piece in self.pieces[:trained]]
+        self.views = {name: view for piece in self.pieces for name, view in piece.views.items()}
         self.form: Tuple[object, ...] = tuple(
             (b.group, tuple((s.start, s.stop) for s in b.slots), p.own.dtype, device, tuple(p.cuts))
             for b, p in zip(self.blocks, self.pieces)
@@ -151,11 +153,6 @@ class ShardedWeights(FlatStorage):
         self._coming: Dict[int, PendingWork] = {}
         self._sum: Optional[PendingReduceScatter] = None
         self._seen = self._signature()
-
-    @property
-    def views(self) -> Dict[str, Tensor]:
-        """The parameters by name as a graph takes them, with memory only between events."""
-        return {name: view for piece in self.pieces for name, view in piece.views.items()}
 
     @property
     def names(self) -> List[List[str]]:
@@ -270,7 +267,7 @@ class ShardedWeights(FlatStorage):
 
     def release(self) -> None:
         """The module's parameters are where they were, with the values that they have."""
-        self.blocks, self.flats, self.pieces = [], [], []
+        self.blocks, self.flats, self.views, self.pieces = [], [], {}, []
         for parameter in self._home.values():
             if parameter.device != self.device:
                 parameter.data = parameter.data.to(self.device)

@@ -164,7 +164,7 @@ class TrainingProgram(BaseProgram):
 
     def _collect_state(self, buffers: Dict[str, Tensor]) -> List[Tensor]:
         # Not what the module has: somebody who shares that with other processes moves it.
-        views = self._live.storage.named_views()
+        views = self._live.storage.views
         parameters = self._parameters
         names = [*self._trained, *self._frozen]
         tensors = [views[n] if n in views else parameters[n].detach() for n in names]

@@ -207,7 +207,7 @@ class ShardedOptimizer(RuleOptimizer):
                 for name, whole in self._states[index].items()
             }
             group = self._whole.blocks[index].group
-            parts[slot.name] = StateShard(slot, group, self._counts[index], begin, end, tensors)
+            parts[slot.name] = StateShard(slot, group, self.counts[index], begin, end, tensors)
         return parts
 
     def keep(self) -> None:
