@@ -117,7 +117,7 @@ def flatten(value: Tree) -> Tuple[List[Leaf], Structure]:
 
 def unflatten(leaves: Sequence[object], structure: Structure) -> Tree:
     """The inverse of :func:`flatten`: same containers, given leaves."""
-    if structure.is_leaf and len(leaves) == 1:
+    if structure.kind is None and len(leaves) == 1:
         return leaves[0]
     source = iter(leaves)
     value = _build(source, structure)

@@ -56,7 +56,7 @@ def work():
         update_runner.UpdateRunner._gradients = timed
     x = torch.randn(24 * BATCH * processes.num_processes, WIDTH)
     model.fit(x, x, batch_size=BATCH, verbose=0)
-    measured = model._session.engine.overlap
+    measured = model._session.engine.carried.overlap
     size = sum(p.numel() * p.element_size() for p in model.module.parameters())
     found = {"alone": statistics.median(alone[2:] or [0.0]), "bytes": size}
     if measured is not None:

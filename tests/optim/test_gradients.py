@@ -300,7 +300,7 @@ def test_a_parameter_unfrozen_between_two_fits_joins_the_averages():
     for p in last.parameters():
         p.requires_grad_(False)
     fit(model, X, Y, epochs=1)
-    known = engine.averages["net.layers.0.weight"].clone()
+    known = engine.carried.averages["net.layers.0.weight"].clone()
     for p in last.parameters():
         p.requires_grad_(True)
     begun = last.weight.detach().clone()

@@ -150,7 +150,7 @@ def test_an_update_that_overflows_is_left_out(optimizer, series, di, way):
         step = model.optimizer.state[model.module.w]["step"]
         assert float(step) == 2 * len(x) - skipped
     assert model._session.updates == 2 * len(x)
-    assert engine.scale.value == report[-1][0]
+    assert engine.carried.scale.value == report[-1][0]
     assert_clean(model)
 
 
@@ -206,7 +206,7 @@ def test_every_way_and_every_plan_has_the_same_bits(optimizer):
             scale = ipufit.LossScale(2.0**50, growth_interval=2)
             model, engine = compiled(Scaling(), optimizer, loss, way, loss_scale=scale)
             history = fit(model, x, y, Plan(1, di), epochs=3).history
-            found.append((model.module, engine.scale, history))
+            found.append((model.module, engine.carried.scale, history))
     for module, scale, history in found[1:]:
         assert_equal(module, found[0][0])
         assert scale == found[0][1]
@@ -245,7 +245,7 @@ def test_the_scale_goes_on_in_a_second_fit_and_starts_anew_with_compile():
     model, engine = compiled(Scaling(), adam, loss, loss_scale=scale)
     first = fit(model, x, y, Plan(1), epochs=1).history
     assert first["loss_scale"] == [report[0][0]]
-    assert (engine.scale.value, engine.scale.good) == last
+    assert (engine.carried.scale.value, engine.carried.scale.good) == last
     second = fit(model, x, y, Plan(1), epochs=1).history
     _, report, _ = by_hand(adam, x, y, 5, 2.0**30, epochs=2)
     assert second["loss_scale"] == [report[1][0]]
@@ -342,7 +342,7 @@ def test_a_gradient_that_no_scale_helps_ends_training(way):
     good, _ = compiled(Root(), momentum, loss, way, loss_scale=scale)
     fit(good, x[:3], y[:3], Plan(1, 100), epochs=1)
     assert torch.equal(good.module.w, model.module.w)
-    assert engine.scale == ScaleState(2.0**-24)
+    assert engine.carried.scale == ScaleState(2.0**-24)
     assert_clean(model)
 
 
@@ -359,7 +359,7 @@ def test_a_loss_that_is_no_number_leaves_everything_as_before_its_update(ema, wa
         if not tail:
             keeper = Keeping()
             fit(model, x, y, Plan(1, 100), epochs=1, callbacks=keeper)
-            found.append((keeper.state, engine.scale))
+            found.append((keeper.state, engine.carried.scale))
             continue
         keeper = Keeping()
         with pytest.raises(NonFiniteLossError) as caught:
@@ -369,7 +369,7 @@ def test_a_loss_that_is_no_number_leaves_everything_as_before_its_update(ema, wa
             "optimizer state are those from before that update. Look for a learning rate that is "
             "too high, a log or division of zero, or non-finite data."
         )
-        found.append((keeper.state, engine.scale))
+        found.append((keeper.state, engine.carried.scale))
         assert model._session.updates == 6
     (good, scale), (failed, other) = found
     assert scale == other

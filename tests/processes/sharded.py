@@ -138,7 +138,7 @@ def optimizers():
             same(*models, name)
             assert not any(state_of(models[0].optimizer).values()), name
         sharded, whole = models
-        held = sharded._session.engine.state_parts
+        held = sharded._session.engine.carried.state_parts
         assert sharded.gather_optimizer() is sharded.optimizer
         assert whole.gather_optimizer() is whole.optimizer
         same_state(sharded.optimizer, whole.optimizer, name)
@@ -228,7 +228,7 @@ class Looks(Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         program = self.model._session._training
-        self.held.append([t.numel() for t in program._live.updater.state_tensors()])
+        self.held.append([t.numel() for t in program.state.updater.state_tensors()])
         assert not any(self.model.optimizer.state_dict()["state"].values()) or batch % 2
         state = self.model.gather_optimizer().state_dict()["state"]
         self.seen.append({place: own["exp_avg"].clone() for place, own in state.items()})
@@ -429,7 +429,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         program = self.model._session._training
-        pieces = program._weights.pieces
+        pieces = program.state.placement.weights.pieces
         assert not any(piece.is_there for piece in pieces)
         assert not any(piece.flat.untyped_storage().nbytes() for piece in pieces)
         self.bytes.append(sum(piece.own.numel() for piece in pieces))

@@ -2,6 +2,7 @@
 
 import inspect
 import random
+import types
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from ipufit.engines.embedded.profiling import profile, profiling_interpreter
 from ipufit.engines.embedded.profiling.profile import OperatorProfiler, thinned
 from ipufit.engines.embedded.profiling.profiling_interpreter import ProfilingInterpreter
 from ipufit.engines.embedded.profiling.rows import places_of
-from ipufit.engines.embedded.programs.fsdp import FSDPTrainingProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.report import recorder
 from ipufit.tracing.capture import capture
@@ -258,7 +258,8 @@ def test_what_has_no_recording_says_so(tmp_path, monkeypatch):
     assert found == {
         "missing": "the module itself runs, without a recording whose operators could be timed"
     }
-    assert FSDPTrainingProgram.profile(None, None) == {
+    divided = types.SimpleNamespace(placement=types.SimpleNamespace(weights=object()))
+    assert TrainingProgram.profile(types.SimpleNamespace(state=divided), None) == {
         "missing": "weights lie in parts, and one process alone can't run a micro-batch"
     }
 

@@ -322,7 +322,7 @@ def test_micro_batches_merge(kind):
         fit(model, x, y, Plan(2, 1, 3, 2))
         if jit == "kernels":
             said = "The 6 micro-batches of an update run as one batch of 12 samples."
-            assert engine.merging.explanation == said
+            assert engine.training.merging.explanation == said
         nets.append(model.module)
     # The larger batch sums up in another order.
     assert_close(nets[0], nets[1], 1e-10)
@@ -334,7 +334,7 @@ def test_micro_batches_whose_dropout_is_within_a_layer_stay_apart():
     x, y = sequences(24)
     model, engine = compiled(made("lstm", **DROPPING), sgd)
     fit(model, x, y, Plan(2, 1, 3, 2))
-    assert engine.merging.explanation == (
+    assert engine.training.merging.explanation == (
         "The 6 micro-batches of an update run one by one: ipufit.recurrent draws random numbers, "
         "other ones in each micro-batch."
     )
@@ -358,7 +358,7 @@ def test_samples_along_the_time_steps_are_not_merged():
     torch.manual_seed(1)
     model, engine = compiled(Tangled().double(), sgd)
     fit(model, x, y, Plan(2, 1, 3, 2))
-    assert engine.merging.explanation == (
+    assert engine.training.merging.explanation == (
         "The 6 micro-batches of an update run one by one: ipufit.recurrent in forward joins the "
         "samples of a batch."
     )

@@ -62,8 +62,8 @@ def test_updates_one_by_one_have_the_bits_of_fit(name):
     one_by_one, at_once = trained(True), trained(False)
     if name == "averages":
         # fit ends with the averages as weights; without its end they are kept beside them.
-        kept = one_by_one._session.engine.averages
-        other = at_once._session.engine.averages
+        kept = one_by_one._session.engine.carried.averages
+        other = at_once._session.engine.carried.averages
         assert kept.keys() == other.keys()
         for key, value in kept.items():
             assert torch.equal(value, other[key])
@@ -71,7 +71,7 @@ def test_updates_one_by_one_have_the_bits_of_fit(name):
         assert_same_bits(state(one_by_one), state(at_once))
     assert one_by_one._session.updates == 7
     if name == "dynamic scale":
-        assert one_by_one._session.engine.scale == at_once._session.engine.scale
+        assert one_by_one._session.engine.carried.scale == at_once._session.engine.carried.scale
     assert_clean(one_by_one)
 
 

@@ -1,4 +1,4 @@
-"""jit="auto" and compiled updates: looked for at once, measured, and compiled where that pays."""
+"""Compiled updates: always for jit="inductor"; for jit="auto" where they are measured to pay."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import math
 import time
 from typing import TYPE_CHECKING, Callable, List, Optional
 
-from ipufit.core.batch import MicroBatch
+import torch
+
+from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.compile_arguments import GRAPH, INDUCTOR
+from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
 from ipufit.engines.embedded.inductor.compiled import CompilerError
 from ipufit.engines.embedded.timing import fastest
-from ipufit.engines.embedded.traced_step import TracedStep
+from ipufit.engines.embedded.traced_step import TracedStep, computing
+from ipufit.engines.embedded.training_state import Snapshot, TrainingState
+from ipufit.engines.embedded.update_runner import UpdateRunner
+from ipufit.engines.program import ExecutionResult
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 
-__all__ = ["JitAutotuner", "Trial"]
+__all__ = ["AutotunedWay", "CompiledWay", "JitAutotuner", "Trial"]
 
 # Seconds that a compilation takes of a core, and how many times that it has to save to be begun:
 # what it will save is an estimate.
@@ -156,3 +162,126 @@ class JitAutotuner:
             return [f"Compiled updates {are}, as was measured before."]
         recorded, compiled = self._trials
         return [f"Compiled updates take {compiled / recorded:.2f} of the time, and {are}."]
+
+
+class CompiledWay(UpdateWay):
+    """``jit="inductor"``: updates that fit run compiled, others as recorded.
+
+    Args:
+        compiled: not yet started.
+        runner: makes executions.
+
+    Attributes:
+        compiled: as given.
+    """
+
+    def __init__(self, compiled: CompiledUpdates, runner: UpdateRunner) -> None:
+        self.compiled = compiled
+        self._runner = runner
+
+    @property
+    def jit(self) -> Optional[str]:
+        """INDUCTOR once updates run compiled."""
+        return INDUCTOR if self.compiled.is_ready else None
+
+    def explain(self) -> List[str]:
+        """Describe in sentences how updates run."""
+        return self.compiled.explain()
+
+    def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
+        """Begin to compile the program; doesn't wait."""
+        self.compiled.start(recorded, example)
+
+    def run(self, execution: ExecutionWork) -> ExecutionResult:
+        """Run all updates, once the compiler is done."""
+        self.compiled.wait()
+        execution.compiled = self.compiled
+        return self._runner.run(execution)
+
+    def close(self) -> None:
+        """Stop compiling, and let go of the tensors; safe twice."""
+        self.compiled.close()
+
+
+class AutotunedWay(UpdateWay):
+    """``jit="auto"``: updates run compiled where that turns out to be faster.
+
+    Args:
+        autotuner: decides.
+        runner: makes executions.
+        state: what updates change.
+        device: where.
+
+    Attributes:
+        autotuner: as given.
+    """
+
+    def __init__(
+        self,
+        autotuner: JitAutotuner,
+        runner: UpdateRunner,
+        state: TrainingState,
+        device: torch.device,
+    ) -> None:
+        self.autotuner = autotuner
+        self._runner = runner
+        self._state = state
+        self._device = device
+
+    @property
+    def jit(self) -> Optional[str]:
+        """INDUCTOR where updates run compiled."""
+        return INDUCTOR if self.autotuner.wins else None
+
+    def explain(self) -> List[str]:
+        """Describe in sentences how updates run."""
+        return self.autotuner.explain()
+
+    def expect(self, updates: int) -> None:
+        """So many updates are to come; what pays in a long run is done for no short one."""
+        self.autotuner.expect(updates)
+
+    def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
+        """Look for a library of the program."""
+        self.autotuner.enter(recorded, example)
+
+    def run(self, execution: ExecutionWork) -> ExecutionResult:
+        """Run all updates in the way that is the faster one as far as is known."""
+        execution.compiled = self._choose(execution)
+        result = self._runner.run(execution)
+        self.autotuner.after(len(execution.updates))
+        return result
+
+    def _choose(self, execution: ExecutionWork) -> Optional[CompiledUpdates]:
+        """Ask what makes the full updates of an execution; the first of them is there to try."""
+        autotuner, state = self.autotuner, self._state
+        if not autotuner.is_undecided:
+            return autotuner.choose(None)
+        updates, fits = execution.updates, autotuner.compiled.fits
+        full = next((i for i, update in enumerate(updates) if fits(update)), None)
+        if full is None:
+            return autotuner.choose(None)
+        batch = CombinedBatch([batch for batch, _ in updates[full]])
+        is_random = any(recorded.random for _, recorded in updates[full])
+        before: Optional[Snapshot] = None
+
+        def trial(compiled: Optional[CompiledUpdates]) -> float:
+            nonlocal before
+            # Not before it is needed: what was measured once in a process is not tried again.
+            before = before or state.snapshot()
+            alone = ExecutionWork(batch, [updates[full]], [execution.rows[full]])
+            alone.merged, alone.compiled = execution.merged, compiled
+            state.updater.refresh(alone.rows)
+            try:
+                with computing(self._device, is_random):
+                    start = time.perf_counter()
+                    self._runner.make(alone, alone.updates, None)
+                    return time.perf_counter() - start
+            finally:
+                state.restore(before)
+
+        return autotuner.choose(trial)
+
+    def close(self) -> None:
+        """Stop compiling, and let go of the tensors; safe twice."""
+        self.autotuner.compiled.close()

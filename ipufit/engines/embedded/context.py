@@ -31,15 +31,11 @@ from ipufit.core.precision import (
     without_autocast,
 )
 from ipufit.engines.embedded.cuda_graphs.capture import GraphMaker
-from ipufit.engines.embedded.execution_outputs import ExecutionOutputs
-from ipufit.engines.embedded.flat_optimizer import Graphs
+from ipufit.engines.embedded.execution import ExecutionOutputs
 from ipufit.engines.embedded.host_transfer import Transfer
-from ipufit.engines.embedded.loss_scale import ScaleState
-from ipufit.engines.embedded.optimizer_state_location import StateMemory
-from ipufit.engines.embedded.overlapped_reduction import Overlap
 from ipufit.engines.embedded.passes.select_kernels import Lowered, lower
-from ipufit.engines.embedded.replicas import ReplicaMemory
 from ipufit.engines.embedded.traced_step import TracedStep
+from ipufit.engines.embedded.training_state import CarriedState
 from ipufit.engines.program import ExecutionResult, ProgramSpec
 from ipufit.losses import Loss
 from ipufit.tracing.capture import capture, uses_random_numbers
@@ -54,12 +50,9 @@ from ipufit.utils.console import warn_user
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 if TYPE_CHECKING:
-    from ipufit.engines.embedded.autotune import JitAutotuner
-    from ipufit.engines.embedded.batching import BatchedStep, Decision
+    from ipufit.engines.embedded.batching import Decision
     from ipufit.engines.embedded.batching.batched_step import BatchedGradStep
-    from ipufit.engines.embedded.fsdp.weights import ShardedWeights
-    from ipufit.engines.embedded.inductor.compiled import CompiledUpdates, Libraries
-    from ipufit.engines.embedded.zero.state import StateParts
+    from ipufit.engines.embedded.inductor.store import Libraries
 
 __all__ = ["EngineContext"]
 
@@ -76,29 +69,14 @@ class EngineContext:
         seconds: time spent on them, in seconds.
         clock: is told what the time goes to.
         transfer: the way to the host; counts the copies.
-        replicas: buffers of every replica as the last training program left them.
-        optimizer_graphs: recorded optimizer updates, by all that they depend on.
-        averages: moving averages of weights as the last training program left them, by name.
-        scale: the loss scale as the last training program left it.
+        carried: state that a training program leaves to the next one.
         as_device: treat the host as a device of its own: look at losses after an execution, and
             keep in other memory what is to be there.
         tape: makes what captures work on a host that is treated as a device; None: nothing does.
-        replaying: what became of CUDA graphs in the last training program; None where nothing did.
-        replays: whether it captured any.
-        state_memory: where the optimizer's state of the last training program is between updates.
-        state_parts: this process's part of the optimizer's state, where it lies in parts and no
-            program has it.
-        divided: the weights, where each process has a part and a training program lives.
-        overlap: says when several processes add gradients that are in several buckets.
         hints: marks for an IPU that were seen in forward.
-        lowered: how full micro-batches of the last training program run; None before one came.
         libraries: compiled updates that are loaded.
-        compiled: those of the last training program; None where none were asked for.
-        autotuner: chooses between these and what is recorded; None where that is settled.
         recomputed: of the last training recording, the number of operators that run twice, and how
             many bytes its values take at most without and with that; None without recomputation.
-        merging: whether the last training program makes larger batches of micro-batches; None where
-            an update has but one.
     """
 
     def __init__(self) -> None:
@@ -106,25 +84,12 @@ class EngineContext:
         self.seconds = 0.0
         self.clock: NoClock = NO_CLOCK
         self.transfer = Transfer()
-        self.replicas = ReplicaMemory()
-        self.optimizer_graphs: Graphs = {}
-        self.averages: Dict[str, Tensor] = {}
-        self.scale: Optional[ScaleState] = None
+        self.carried = CarriedState()
         self.as_device = False
         self.tape: Optional[Callable[[torch.device], GraphMaker]] = None
-        self.replaying: Optional[str] = None
-        self.replays = False
-        self.state_memory = StateMemory()
-        self.state_parts: Optional[StateParts] = None
-        self.divided: Optional[ShardedWeights] = None
-        self.overlap: Optional[Overlap] = None
         self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
-        self.lowered: Optional[Lowered] = None
         self.libraries: Libraries = {}
-        self.compiled: Optional[CompiledUpdates] = None
-        self.autotuner: Optional[JitAutotuner] = None
-        self.merging: Optional[Decision] = None
         self._traced: OrderedDict[Tuple[object, ...], TracedStep] = OrderedDict()
         self._decisions: OrderedDict[Tuple[object, ...], Decision] = OrderedDict()
         self._steps: Dict[Tuple[int, int], ModuleWithLoss] = {}
@@ -204,8 +169,8 @@ class EngineContext:
         names: Tuple[Sequence[str], Sequence[str]],
         state: Sequence[Tensor],
         replicas: Sequence[Mapping[str, Tensor]],
-    ) -> Optional[BatchedStep]:
-        """Return a batched step for micro-batches like the example; None where results may differ.
+    ) -> Decision:
+        """Decide whether micro-batches like the example run as larger batches.
 
         Args:
             spec: what is built.
@@ -235,8 +200,7 @@ class EngineContext:
             if len(self._decisions) > _KEPT:
                 self._decisions.popitem(last=False)
         self._decisions.move_to_end(key)
-        self.merging = self._decisions[key].among(replicas, total)
-        return self.merging.merged
+        return self._decisions[key].among(replicas, total)
 
     def _make(
         self,

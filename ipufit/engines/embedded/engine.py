@@ -47,6 +47,8 @@ class EmbeddedEngine(EngineContext, Engine):
     """Builds programs for one compiled model, and keeps what it has recorded for the next one."""
 
     name = "embedded"
+    # The last training program, which may be closed already.
+    training: Optional[TrainingProgram] = None
 
     def check(
         self,
@@ -97,18 +99,10 @@ class EmbeddedEngine(EngineContext, Engine):
 
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec. Recording happens when the first micro-batch of a shape comes."""
-        is_training = spec.mode is Mode.TRAIN
-        if spec.divides_weights:
-            from ipufit.engines.embedded.programs import fsdp
-
-            if is_training:
-                return fsdp.FSDPTrainingProgram(self, spec)
-            return fsdp.FSDPInferenceProgram(self, spec)
-        if is_training and spec.config.shard_optimizer and spec.processes.is_distributed:
-            from ipufit.engines.embedded.programs.zero import ShardedTrainingProgram
-
-            return ShardedTrainingProgram(self, spec)
-        return (TrainingProgram if is_training else InferenceProgram)(self, spec)
+        if spec.mode is not Mode.TRAIN:
+            return InferenceProgram(self, spec)
+        self.training = TrainingProgram(self, spec)
+        return self.training
 
     def beside(self) -> EmbeddedEngine:
         """Another engine that runs what this one has recorded, and remembers no training."""
@@ -120,18 +114,16 @@ class EmbeddedEngine(EngineContext, Engine):
 
     def gather_optimizer(self) -> None:
         """Give torch's optimizer the whole state, if it lies in parts."""
-        if self.state_parts is not None:
-            self.state_parts.gather_optimizer({})
+        if self.carried.state_parts is not None:
+            self.carried.state_parts.gather_optimizer({})
 
     @property
     def way(self) -> Optional[str]:
         """The value of ``jit`` that stands for how training runs; None before it does."""
-        if self.replays:
-            return CUDAGRAPH
-        is_compiled = self.compiled is not None and self.compiled.is_ready
-        if is_compiled or (self.autotuner is not None and self.autotuner.wins):
-            return INDUCTOR
-        return None if self.lowered is None else self.lowered.way
+        training = self.training
+        if training is None:
+            return None
+        return training.way.jit or (None if training.lowered is None else training.lowered.way)
 
     def explain(self, config: TrainConfig, options: Mapping[str, Any]) -> List[str]:
         """Describe what is particular about how training runs, in sentences.
@@ -141,18 +133,19 @@ class EmbeddedEngine(EngineContext, Engine):
             options: those of an IPU; here there are none.
         """
         sentences = [describe_hints(self.hints)] if self.hints else []
-        if self.lowered is not None and self.lowered.why:
-            sentences.append(self.lowered.why)
-        sentences += [self.replaying] if self.replaying is not None else []
-        sentences += [self.merging.explanation] if self.merging is not None else []
+        training = self.training
+        if training is not None and training.lowered is not None and training.lowered.why:
+            sentences.append(training.lowered.why)
+        if training is not None and training.merging is not None:
+            sentences.append(training.merging.explanation)
         if config.offload_optimizer_state:
-            in_host = isinstance(self.state_memory, HostMemory)
-            sentences.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
+            memory = None if training is None else training.state.placement.memory
+            sentences.append(_OFFLOADED if isinstance(memory, HostMemory) else _NOT_OFFLOADED)
         if config.shard_optimizer:
             sentences.append(_sharded(config))
-        sentences += [self.overlap.explain()] if self.overlap is not None else []
-        sentences += self.compiled.explain() if self.compiled is not None else []
-        sentences += self.autotuner.explain() if self.autotuner is not None else []
+        overlap = self.carried.overlap
+        sentences += [overlap.explain()] if overlap is not None else []
+        sentences += training.way.explain() if training is not None else []
         if self.recomputed is None or not config.recompute:
             return sentences
         repeated, before, after = self.recomputed

@@ -1,16 +1,16 @@
-"""Changes that callbacks may have made to the module between two executions."""
+"""Changes that callbacks may have made to module or optimizer between two executions."""
 
 from __future__ import annotations
 
-from typing import Dict, Mapping
+from typing import Dict, Mapping, Sequence, Tuple
 
+import torch
 from torch import Tensor, nn
 
 from ipufit.errors import ConfigurationError
-from ipufit.tracing.flat_storage import FlatStorage
 from ipufit.tracing.grad_step import public_name
 
-__all__ = ["changed_shape", "follow_the_module", "refuse_replaced"]
+__all__ = ["OptimizerStateVersion", "changed_shape", "refuse_replaced"]
 
 
 def refuse_replaced(step: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -38,24 +38,79 @@ def changed_shape(name: str) -> ConfigurationError:
     )
 
 
-def follow_the_module(
-    step: nn.Module,
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    storage: FlatStorage,
-) -> None:
-    """Take over what a callback has put into parameters by other means than in place.
+class OptimizerStateVersion:
+    """A mark of what torch's optimizer held when a program last brought it up to date.
 
-    Raises:
-        ConfigurationError: a parameter or buffer is another object now.
+    Args:
+        optimizer: torch's.
     """
-    refuse_replaced(step, {**parameters, **buffers})
-    for flat, block in zip(storage.flats, storage.blocks):
-        for slot in block.slots:
-            view, data = storage.views[slot.name], slot.parameter.data
-            if data.data_ptr() == view.data_ptr():
-                continue
-            if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
-                raise changed_shape(slot.name)
-            view.copy_(data)
-            slot.parameter.data = slot.window(flat)
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._held: object = None
+        # Addresses of what the program itself works on: the first, and one past the last.
+        self._live: Sequence[Tuple[int, int]] = ()
+        self._updates = 0
+
+    @property
+    def is_noted(self) -> bool:
+        """True when the optimizer was ever brought up to date."""
+        return self._held is not None
+
+    @property
+    def is_changed(self) -> bool:
+        """True when the optimizer holds something else now."""
+        return self._held is not None and self._signature() != self._held
+
+    def note(self, updates: int, live: Sequence[Tensor] = ()) -> None:
+        """It holds the state after so many updates.
+
+        Args:
+            updates: how many.
+            live: what the program itself works on. Values that look into these are always up to
+                date, and what is written into them the next update finds.
+        """
+        self._live = [
+            (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
+            for tensor in live
+        ]
+        self._held, self._updates = self._signature(), updates
+
+    def release(self) -> None:
+        """Let go of what the program worked on: somebody may hold on to the program."""
+        self._live = ()
+
+    def is_ahead(self, updates: int) -> bool:
+        """Tell whether the state was changed when it was new, after so many updates."""
+        return self.is_changed and self._updates == updates
+
+    def to_take_over(self, updates: int) -> bool:
+        """Tell whether a callback has changed the state, after so many updates.
+
+        Raises:
+            ConfigurationError: it changed a state that was not up to date.
+        """
+        if self._held is None or self._signature() == self._held:
+            return False
+        if self._updates != updates:
+            raise ConfigurationError(
+                "the optimizer's state was changed during an epoch through a reference of your "
+                "own, where it was that of an earlier update. Read it as model.optimizer, which "
+                "brings it up to date, or change it at the end of an epoch."
+            )
+        return True
+
+    def _signature(self) -> object:
+        """Return a value that changes with the optimizer's state, but for what is live."""
+        signature = {}
+        for parameter, state in self._optimizer.state.items():
+            for name, value in state.items():
+                content = value
+                if isinstance(value, Tensor):
+                    content = value._version
+                    address = value.data_ptr() if value.layout is torch.strided else 0
+                    for index, (begin, end) in enumerate(self._live):
+                        if begin <= address < end:
+                            content = ("live", index)
+                signature[id(parameter), name] = (id(value), content)
+        return signature

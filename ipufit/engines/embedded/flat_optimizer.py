@@ -408,7 +408,8 @@ class RuleOptimizer:
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update."""
-        kept, at_work = self._kept, self.memory.fetch(self._kept)
+        kept: Sequence[Tensor] = self._kept
+        at_work = self.memory.fetch(kept) if self.memory.is_apart else kept
         if self._fused:
             flats, coming = self._storage.flats, self._coming[self._made]
             if not self._is_finished:
@@ -422,7 +423,7 @@ class RuleOptimizer:
                 kernel([flats[i]], [gradients[i]], first, second, largest, step, **settings)
         else:
             self._run(*self._arguments(gradients, at_work))
-        if at_work is not kept:
+        if self.memory.is_apart:
             for tensor, updated in zip(kept, at_work):
                 self.memory.renew(tensor, updated)
         self._made += 1

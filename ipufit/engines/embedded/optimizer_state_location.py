@@ -14,10 +14,12 @@ class StateMemory:
     """The state stays where the module is.
 
     Attributes:
+        is_apart: whether updates need states elsewhere than where they are kept.
         ended: whether no update follows: what the torch optimizer gets now is for others to work
             with, and its own.
     """
 
+    is_apart = False
     ended = False
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -25,7 +27,7 @@ class StateMemory:
         return tensor
 
     def fetch(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        """States as an update needs them; the very sequence where they are there already."""
+        """States as an update needs them."""
         return kept
 
     def renew(self, kept: Tensor, updated: Tensor) -> Tensor:
@@ -47,6 +49,8 @@ class HostMemory(StateMemory):
     Args:
         device: of the module.
     """
+
+    is_apart = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

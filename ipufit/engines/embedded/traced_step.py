@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.passes.select_kernels import Lowered
 from ipufit.tracing.grad_step import GradStep, OutputShape, ReportedScalars
+from ipufit.utils.random_streams import isolated
 
-__all__ = ["Seeding", "TracedStep", "Update"]
+__all__ = ["Seeding", "TracedStep", "Update", "computing"]
+
+
+@contextlib.contextmanager
+def computing(device: torch.device, is_random: bool) -> Iterator[None]:
+    """Compute without gradients of torch's own, and with random numbers of the program's own.
+
+    Args:
+        device: whose generators are put back.
+        is_random: whether any are drawn. Torch's generator has one user at a time: without need
+            the data pipeline is not kept from it.
+    """
+    with torch.no_grad(), isolated(device) if is_random else contextlib.nullcontext():
+        yield
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

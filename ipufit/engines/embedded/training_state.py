@@ -1,22 +1,138 @@
-"""State that updates change, on the device, and how to go back to what it was."""
+"""All that training changes, with one owner: weights, buffers, optimizer state, averages, scale."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from ipufit.core.batch import CombinedBatch
+from ipufit.core.precision import warn_of_vanishing_eps
+from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.ema import EMA
-from ipufit.engines.embedded.flat_optimizer import FlatOptimizer
+from ipufit.engines.embedded.external_changes import (
+    OptimizerStateVersion,
+    changed_shape,
+    refuse_replaced,
+)
+from ipufit.engines.embedded.flat_optimizer import (
+    FlatOptimizer,
+    Graphs,
+    Rows,
+    make_flat_optimizer,
+)
 from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
-from ipufit.engines.embedded.replicas import copy_of, put_back
-from ipufit.tracing.flat_storage import FlatStorage
+from ipufit.engines.embedded.optimizer_state_location import StateMemory
+from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
+from ipufit.engines.program import ProgramSpec, TrainState
+from ipufit.errors import ConfigurationError
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
+from ipufit.tracing.grad_step import ModuleWithLoss, public_name
+from ipufit.tracing.validate import refuse_shared_memory
+from ipufit.utils.state import copy_optimizer_state
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.fsdp.weights import ShardedWeights
+    from ipufit.engines.embedded.traced_step import TracedStep
+    from ipufit.engines.embedded.zero.state import StateParts
 
-__all__ = ["Snapshot", "TrainingState"]
+__all__ = [
+    "CarriedState",
+    "ModuleWeights",
+    "ReplicaMemory",
+    "Snapshot",
+    "StatePlacement",
+    "TrainingState",
+    "copy_of",
+    "on_host",
+    "put_back",
+    "same",
+]
+
+Buffers = Dict[str, Tensor]
+
+
+def copy_of(buffers: Mapping[str, Tensor]) -> Buffers:
+    """Independent copies."""
+    return {name: tensor.detach().clone() for name, tensor in buffers.items()}
+
+
+def put_back(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Write values into the buffers, in place."""
+    for name, tensor in buffers.items():
+        tensor.copy_(values[name])
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Equal in every element, where NaN equals NaN."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return bool(((first == second) | ((first != first) & (second != second))).all())
+
+
+def on_host(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:
+    """Copies under the user's names."""
+    return {public_name(name): tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+class ReplicaMemory:
+    """Buffers of every replica as a training program left them.
+
+    The module holds those of replica 0 of all processes. A later program with as many replicas
+    goes on where the others stopped, unless the module's own buffers have been changed in between.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: List[Buffers] = []
+        self._module: Buffers = {}
+
+    def keep(self, buffers: List[Buffers], module: Buffers) -> None:
+        """Remember those of this process's replicas, and of the module."""
+        self._buffers = [copy_of(own) for own in buffers]
+        self._module = copy_of(module)
+
+    def recall(self, replicas: int, module: Buffers, apart: bool = False) -> List[Buffers]:
+        """Buffers for each replica.
+
+        Args:
+            replicas: how many there are in this process.
+            module: the module's own.
+            apart: whether these belong to another process's replica; if not, to the first here.
+        """
+        known = self._module
+        unchanged = (
+            len(self._buffers) == replicas
+            and known.keys() == module.keys()
+            and all(same(known[name], module[name]) for name in module)
+        )
+        own = [copy_of(each) for each in (self._buffers if unchanged else [module] * replicas)]
+        return own if apart else [module, *own[1:]]
+
+
+class CarriedState:
+    """State that outlives a training program, and that the next one of the engine goes on from.
+
+    Attributes:
+        replicas: buffers of every replica.
+        averages: moving averages of weights, by name.
+        scale: the loss scale; None before a program had one.
+        optimizer_graphs: recorded optimizer updates, by all that they depend on.
+        state_parts: this process's part of the optimizer's state, where it lies in parts and no
+            program has it.
+        weights: those of which each process has a part, while a training program lives.
+        overlap: says when several processes add gradients that are in several buckets.
+    """
+
+    def __init__(self) -> None:
+        self.replicas = ReplicaMemory()
+        self.averages: Dict[str, Tensor] = {}
+        self.scale: Optional[ScaleState] = None
+        self.optimizer_graphs: Graphs = {}
+        self.state_parts: Optional[StateParts] = None
+        self.weights: Optional[ShardedWeights] = None
+        self.overlap: Optional[Overlap] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +147,181 @@ class Snapshot:
     updates: int
 
 
-@dataclasses.dataclass
-class TrainingState:
-    """All that training changes, while a program has it.
+class StatePlacement:
+    """Where weights and optimizer state lie between updates: whole, in every process.
+
+    Args:
+        spec: of the training program.
+        carried: what an earlier program has left.
+        memory: where the optimizer's state is.
+        device: of the module.
 
     Attributes:
+        cuts: of each block, where each process gets a part of its gradient; None: all get it whole.
+        weights: the weights, where each process has a part of them; None: all have all.
+    """
+
+    def __init__(
+        self, spec: ProgramSpec, carried: CarriedState, memory: StateMemory, device: torch.device
+    ) -> None:
+        assert spec.optimizer is not None
+        self.cuts: Optional[Sequence[Sequence[int]]] = None
+        self.weights: Optional[ShardedWeights] = None
+        self.memory = memory
+        self._spec = spec
+        self._carried = carried
+        self._device = device
+        self._optimizer = spec.optimizer
+        self._version = OptimizerStateVersion(spec.optimizer)
+
+    @property
+    def scheduled(self) -> Optional[FrozenSet[str]]:
+        """Hyper-parameters that change from update to update; None without a schedule."""
+        schedule = self._spec.config.schedule
+        return None if schedule is None else schedule.names
+
+    def make_updater(self, tabled: bool) -> FlatOptimizer:
+        """Return what applies the optimizer.
+
+        Args:
+            tabled: whether hyper-parameters that change must reach an update as tensors.
+        """
+        config = self._spec.config
+        return make_flat_optimizer(
+            self._optimizer,
+            self._carried.optimizer_graphs,
+            GradientTransform(config.clip, config.accumulation_dtype),
+            self.scheduled,
+            self.memory,
+            tabled and self.scheduled is not None,
+        )
+
+    def make_storage(
+        self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]]
+    ) -> FlatStorage:
+        """Take over parameters.
+
+        Args:
+            blocks: those that a gradient reaches.
+            others: by name, the others.
+        """
+        return FlatStorage(blocks)
+
+    def enter(self, state: TrainingState) -> None:
+        """Begin to own the optimizer's state, which the updater has taken over."""
+        self._version.note(state.updates, live=state.updater.state_tensors())
+
+    def attach(self, recorded: TracedStep) -> None:
+        """Let a recording know the weights that it takes, where these are not its arguments."""
+
+    def must_take_over(self, state: TrainingState) -> bool:
+        """Tell before an epoch, in all processes, whether callbacks have changed the state."""
+        return False
+
+    def follow_the_optimizer(self, state: TrainingState) -> bool:
+        """Tell before an execution whether a callback has changed the optimizer's state.
+
+        Raises:
+            ConfigurationError: it changed a state that can't be taken over.
+        """
+        return self._version.to_take_over(state.updates)
+
+    def follow_the_module(self, state: TrainingState) -> None:
+        """Take over what a callback has put into parameters by other means than in place.
+
+        Raises:
+            ConfigurationError: a parameter or buffer is another object now.
+        """
+        refuse_replaced(state.step, {**state.parameters, **state.buffers})
+        storage = state.storage
+        for flat, block in zip(storage.flats, storage.blocks):
+            for slot in block.slots:
+                view, data = storage.views[slot.name], slot.parameter.data
+                if data.data_ptr() == view.data_ptr():
+                    continue
+                if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
+                    raise changed_shape(slot.name)
+                view.copy_(data)
+                slot.parameter.data = slot.window(flat)
+
+    def publish(self, state: TrainingState) -> None:
+        """Write the optimizer's state where torch keeps it."""
+        # What a callback has made of it is the newer one, until the next update takes it over.
+        if not self._version.is_ahead(state.updates):
+            state.updater.export()
+            self.enter(state)
+
+    def gather_optimizer(self, state: TrainingState) -> None:
+        """Give torch's optimizer the whole state, where it lies in parts."""
+
+    def gather_weights(self) -> None:
+        """Bring the module's parameters up to date, where they lie in parts."""
+
+    def read_optimizer(self, state: TrainingState) -> Dict[str, Any]:
+        """Return a copy of the optimizer's state, as torch has it."""
+        state.publish()
+        return copy_optimizer_state(self._optimizer)
+
+    def forget(self) -> None:
+        """Take another optimizer state, which torch's optimizer has, from now on."""
+
+    def leave(self) -> None:
+        """Let the state go to where the next owner finds it."""
+
+    def release(self) -> None:
+        """Let go of what the program worked on: somebody may hold on to the program."""
+        self._version.release()
+
+
+class ModuleWeights:
+    """Weights that an inference program works on: the module's own, as they are now.
+
+    Args:
+        parameters: by name.
+        device: of the module.
+
+    Attributes:
+        tensors: what a recording takes, in the order of the parameters.
+        device: where it runs.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], device: torch.device) -> None:
+        self.tensors = [parameter.detach() for parameter in parameters.values()]
+        self.device = device
+
+    def attach(self, recorded: TracedStep) -> None:
+        """Let a recording know the weights that it takes, where these are not its arguments."""
+
+    def finish(self, batch: CombinedBatch) -> None:
+        """Do what other processes need after an execution."""
+
+    def gather(self) -> None:
+        """Bring the module's parameters up to date, where they lie in parts."""
+
+    def release(self) -> None:
+        """Let go of the tensors; safe twice."""
+        self.tensors = []
+
+
+class TrainingState:
+    """Owns all that training changes, from when a program takes it over until it lets go.
+
+    Between :meth:`bind` and :meth:`unbind` the module's trained parameters are views of flat
+    tensors, and the buffers of replica 0 are the module's own.
+
+    Args:
+        spec: of the training program.
+        step: the user's module with the loss.
+        carried: what an earlier program has left; takes what this one leaves.
+        placement: where weights and optimizer state lie.
+        tabled: whether hyper-parameters that change must reach an update as tensors.
+
+    Attributes:
+        step: the user's module with the loss.
+        parameters, buffers: of the step, by name.
+        trained, frozen: names of the parameters that are trained, and of the others.
+        with_gradient: names of those that a gradient reaches; empty while nothing is bound.
+        placement: where weights and optimizer state lie.
         updater: applies the optimizer, and holds its state.
         scaler: follows the loss scale; None without one.
         replicas: buffers of each replica; those of replica 0 are the module's own.
@@ -43,19 +329,217 @@ class TrainingState:
         storage: the trained parameters.
         averages: their moving averages; None without averaging.
         states: for each replica, what a micro-batch is computed from: parameters and its buffers.
-        cuts: of each block, where each process gets a part of its gradient; None: all get it whole.
-        divided: the weights, where each process has a part of them; None: all have all.
     """
 
-    updater: FlatOptimizer
-    scaler: Optional[Scaler]
-    replicas: List[Dict[str, Tensor]]
-    updates: int
-    storage: FlatStorage = dataclasses.field(default_factory=lambda: FlatStorage([]))
-    averages: Optional[EMA] = None
-    states: List[List[Tensor]] = dataclasses.field(default_factory=list)
-    cuts: Optional[Sequence[Sequence[int]]] = None
-    divided: Optional[ShardedWeights] = None
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        step: ModuleWithLoss,
+        carried: CarriedState,
+        placement: StatePlacement,
+        tabled: bool,
+    ) -> None:
+        assert spec.optimizer is not None
+        self._spec = spec
+        self.step = step
+        self._carried = carried
+        self._optimizer = spec.optimizer
+        self.parameters: Dict[str, nn.Parameter] = dict(step.named_parameters())
+        self.buffers: Dict[str, Tensor] = dict(step.named_buffers())
+        owned = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
+        self.trained = [
+            name for name, p in self.parameters.items() if p.requires_grad and id(p) in owned
+        ]
+        self.frozen = [name for name in self.parameters if name not in set(self.trained)]
+        refuse_shared_memory(self.trained, self.parameters, self.buffers)
+        warn_of_vanishing_eps(spec.optimizer)
+        self.placement = placement
+        self.updater = placement.make_updater(tabled)
+        scale = spec.config.loss_scale
+        self.scaler = Scaler(scale, carried.scale) if scale else None
+        self.replicas = carried.replicas.recall(
+            spec.plan.replicas, self.buffers, apart=not spec.processes.is_rank_zero
+        )
+        self.updates = spec.first_update
+        self.storage = FlatStorage([])
+        self.averages: Optional[EMA] = None
+        self.states: List[List[Tensor]] = []
+        self.with_gradient: Tuple[str, ...] = ()
+
+    @property
+    def fixed(self) -> List[str]:
+        """Names of all that a micro-batch is computed from and that is not trained."""
+        return [*self.frozen, *self.buffers]
+
+    def lay_out(self, names: Sequence[str]) -> List[FlatBlock]:
+        """Divide these parameters into blocks that are updated alike."""
+        named = [(name, self.parameters[name]) for name in names]
+        layout = self.updater.layout
+        if not self._spec.processes.is_distributed:
+            return layout(named)
+        return [block for bucket in buckets_of(named) for block in layout(bucket)]
+
+    def arguments(self, buffers: Mapping[str, Tensor]) -> List[Tensor]:
+        """Return what a micro-batch of a replica with these buffers is computed from."""
+        # Not what the module has: somebody who shares that with other processes moves it.
+        views, parameters = self.storage.views, self.parameters
+        names = [*self.trained, *self.frozen]
+        tensors = [views[n] if n in views else parameters[n].detach() for n in names]
+        return [*tensors, *buffers.values()]
+
+    def bind(self, with_gradient: Tuple[str, ...]) -> None:
+        """Take over parameters and optimizer state.
+
+        Args:
+            with_gradient: names of the parameters that a gradient reaches.
+        """
+        others = [(n, p) for n, p in self.parameters.items() if n not in set(with_gradient)]
+        self.storage = self.placement.make_storage(self.lay_out(with_gradient), others)
+        try:
+            self.updater.bind(self.storage, self._spec.run_eagerly)
+        except BaseException:
+            self.storage.release()
+            raise
+        self.with_gradient = with_gradient
+        rule, storage = self._spec.config.averaging, self.storage
+        if rule is not None:
+            self.averages = EMA(rule, storage.blocks, storage.flats, self._carried.averages)
+        self.placement.enter(self)
+        self.states = [self.arguments(buffers) for buffers in self.replicas]
+
+    def unbind(self) -> None:
+        """Give back parameters and state; what is there then is taken over by the next one."""
+        self._keep_averages()
+        self.placement.leave()
+        self.updater.release()
+        self.storage.release()
+        self.states, self.with_gradient = [], ()
+
+    def close(self) -> None:
+        """Give the module memory of its own again, and the optimizer its state."""
+        if self.with_gradient:
+            self.placement.memory.end()
+            self.publish()
+            self._carried.replicas.keep(self.replicas, self.buffers)
+            if self.averages is not None and self.averages.swapped:
+                self.averages.swap(self.storage.flats)
+        if self.scaler is not None:
+            self._carried.scale = self.scaler.state
+        self._keep_averages()
+        self.placement.leave()
+        # Callbacks and what explains the run may hold on to the program.
+        self.updater.release()
+        self.storage.release()
+        self.states = []
+        self.placement.release()
+
+    def _keep_averages(self) -> None:
+        if self.averages is not None:
+            self._carried.averages.update(self.averages.by_name())
+            self.averages = None
+
+    def refuse_frozen(self) -> None:
+        """Make sure that all trained parameters still are.
+
+        Raises:
+            ConfigurationError: one was frozen since the program was built.
+        """
+        for name in self.trained if self.with_gradient else ():
+            if not self.parameters[name].requires_grad:
+                raise ConfigurationError(
+                    f"{public_name(name)!r} was frozen during fit, but which parameters are "
+                    "trained is fixed when fit starts. Freeze it between two calls of fit."
+                )
+
+    def publish(self) -> None:
+        """Bring the state in torch's optimizer up to date, where it lies whole."""
+        if self.with_gradient:
+            self.placement.publish(self)
+
+    def read(self) -> TrainState:
+        """Copies of everything that training has changed, whichever weights are in the module."""
+        if self.averages is not None and self.averages.swapped:
+            self.swap_averages()
+            try:
+                return self.read()
+            finally:
+                self.swap_averages()
+        self.placement.gather_weights()
+        weights = on_host(self.parameters)
+        gathered = self._spec.processes.gather(
+            [on_host(replica) for replica in self.replicas], "buffers"
+        )
+        optimizer = self.placement.read_optimizer(self)
+        averages = self.averages.by_name() if self.averages is not None else {}
+        schedule = self._spec.config.schedule
+        return TrainState(
+            weights,
+            [replica for several in gathered for replica in several],
+            optimizer,
+            self._spec.seed,
+            self.updates,
+            on_host(averages),
+            dataclasses.astuple(self.scaler.state) if self.scaler is not None else None,
+            schedule.state_dict() if schedule is not None else None,
+        )
+
+    def write(self, state: TrainState, device: torch.device) -> None:
+        """Continue from another state. Replicas that it does not know start like its first.
+
+        Args:
+            state: on the host.
+            device: where averages of weights are to be.
+        """
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(state.weights[public_name(name)])
+            if not self._spec.processes.is_rank_zero:
+                names = {public_name(name): name for name in self.buffers}
+                first = {names[name]: value for name, value in state.buffers[0].items()}
+                put_back(self.buffers, first)
+            begin = self._spec.plan.process * self._spec.plan.replicas
+            for replica, buffers in enumerate(self.replicas, begin):
+                source = replica if replica < len(state.buffers) else 0
+                put_back(
+                    buffers, {name: state.buffers[source][public_name(name)] for name in buffers}
+                )
+        self._optimizer.load_state_dict(state.optimizer)
+        self.unbind()
+        self.placement.forget()
+        names = {public_name(name): name for name in self.parameters}
+        self._carried.averages = {
+            names[name]: tensor.to(device) for name, tensor in state.averages.items()
+        }
+        if self.scaler is not None and state.loss_scale is not None:
+            self.scaler.state = ScaleState(*state.loss_scale)
+        if self._spec.config.schedule is not None and state.schedule is not None:
+            self._spec.config.schedule.load_state_dict(state.schedule)
+        self.updates = state.updates
+
+    def swap_averages(self) -> None:
+        """Exchange weights and averages; without averages, nothing."""
+        if self.averages is not None:
+            with torch.no_grad():
+                self.averages.swap(self.storage.flats)
+
+    def adopt_averages(self) -> None:
+        """The averages become the weights; without averages, nothing."""
+        if self.averages is not None:
+            with torch.no_grad():
+                self.averages.adopt(self.storage.flats)
+
+    def describe(self, rows: Rows) -> Dict[str, float]:
+        """Return the settings that a program reports after an execution.
+
+        Args:
+            rows: settings of the optimizer for each update of the execution.
+        """
+        described = {}
+        if self._spec.config.schedule is not None:
+            described["learning_rate"] = float(rows[-1][0]["lr"])
+        if self.scaler is not None:
+            described["loss_scale"] = self.scaler.value
+        return described
 
     def snapshot(self) -> Snapshot:
         """Copies of everything."""

@@ -1,16 +1,18 @@
-"""One weight update: the gradients of its micro-batches, reduced and applied, or left out."""
+"""Weight updates as recorded: gradients of micro-batches, reduced and applied, or left out."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Iterator, List, Optional, Sequence, Set, Union
+from typing import TYPE_CHECKING, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
 import torch
 from torch import Tensor
 
-from ipufit.core.batch import ProcessShard
-from ipufit.engines.embedded.execution_outputs import ExecutionOutputs
+from ipufit.core.batch import ProcessShard, local_indices
+from ipufit.core.train_config import outputs_wanted
+from ipufit.engines.embedded.context import EngineContext
+from ipufit.engines.embedded.execution import ExecutionOutputs, ExecutionWork, UpdateWay
 from ipufit.engines.embedded.gradient_reduction import GradientSum, Reduction
 from ipufit.engines.embedded.nan_detection import (
     refuse_gradients,
@@ -18,168 +20,351 @@ from ipufit.engines.embedded.nan_detection import (
     refuse_weights,
 )
 from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
-from ipufit.engines.embedded.replicas import copy_of, put_back
-from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update
-from ipufit.engines.embedded.training_state import TrainingState
-from ipufit.engines.program import ProgramSpec
+from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update, computing
+from ipufit.engines.embedded.training_state import Snapshot, TrainingState, copy_of, put_back
+from ipufit.engines.program import ExecutionResult, ProgramSpec
 from ipufit.errors import NonFiniteLossError
 from ipufit.processes import common
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
-    from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
+    from ipufit.engines.embedded.replay_update import Replay
 
 __all__ = ["UpdateRunner"]
 
 
-class UpdateRunner:
-    """Makes one update after another.
+class UpdateRunner(UpdateWay):
+    """Makes one update after another, and sees to it that none is made of what is not finite.
+
+    Where the host can look at a number without waiting for the device, it does so before each
+    update. Elsewhere it looks after the last one, when everything has come over in one copy; if an
+    update turns out to have been bad, the execution is taken back and repeated without it. Data and
+    random numbers are functions of the update, so both ways give the same bits.
 
     Args:
+        engine: brings results to the host.
         spec: what is built.
-        live: what the updates change.
+        state: what the updates change.
         device: where.
         seed: starts the random numbers of a micro-batch.
         at_once: whether losses are looked at as they come, where the host need not wait for them.
+        replay: finds out where a value that is not finite began; None: nobody asks.
         scales: the loss scale of each update, where a captured graph reads it; None for the present
             one.
 
     Attributes:
+        at_once: as given.
         counted: whether losses are means over what they count, rather than over samples.
-        compiled: makes the updates that fit it, once it is ready; None for none.
-        merged: takes several micro-batches at once, where an update is made of such; None: never.
         overlap: says whether gradients are added during the backward pass; None where they are
             in one bucket, or in one process.
     """
 
     def __init__(
         self,
+        engine: EngineContext,
         spec: ProgramSpec,
-        live: TrainingState,
+        state: TrainingState,
         device: torch.device,
         seed: Seeding,
         at_once: bool,
+        replay: Optional[Replay] = None,
         scales: Optional[Iterator[Tensor]] = None,
     ) -> None:
-        self._live = live
+        self.at_once = at_once
+        self.counted = False
+        self.overlap: Optional[Overlap] = None
+        self._engine = engine
+        self._spec = spec
+        self._state = state
         self._device = device
         self._seed = seed
-        self._reduction = Reduction(spec)
-        self._clips = bool(spec.config.clip)
-        self.at_once = at_once
+        self._replay = replay
         self._scales = scales
+        self._reduction = Reduction(spec)
         self._processes = spec.processes
-        self._detects = spec.config.detect_nan
-        self.counted = False
-        self.compiled: Optional[CompiledUpdates] = None
-        self.merged: Optional[BatchedStep] = None
-        self.overlap: Optional[Overlap] = None
+        self._is_scaled = state.scaler is not None
+        # Whether anybody looks at gradients before they are applied.
+        self._is_judged = self._is_scaled or replay is not None
+
+    def run(self, execution: ExecutionWork) -> ExecutionResult:
+        """Run all updates.
+
+        Raises:
+            NonFiniteLossError: the state is that before the update named in it.
+        """
+        if not execution.is_here:
+            with self._engine.clock.during("to_device"):
+                execution.updates = [
+                    [(batch.to(self._device), recorded) for batch, recorded in update]
+                    for update in execution.updates
+                ]
+        self._state.updater.refresh(execution.rows)
+        with computing(self._device, execution.is_random):
+            if self._replay is not None:
+                return self._run_watched(execution, self._replay)
+            if not self.at_once:
+                return self._run_late(execution)
+            results = self.make(execution, execution.updates, None)
+            return self._engine.fetch(results, self._state.describe(execution.rows))[0]
+
+    def _run_watched(self, execution: ExecutionWork, replay: Replay) -> ExecutionResult:
+        """Run all updates, and trace what is not finite to where it began."""
+        state, updates = self._state, execution.updates
+        start, snapshot = state.updates, state.snapshot()
+        try:
+            results = self.make(execution, updates, None)
+        except NonFiniteLossError as error:
+            lost = state.updates - start
+            if error.found is not None:
+                # Weights show it when the update is made.
+                self._go_back(snapshot, execution)
+                self.make(execution, updates[:lost], None)
+            before = sum(batch.size for update in updates[:lost] for batch, _ in update)
+            raise replay.explain(error, updates[lost], before) from None
+        return self._engine.fetch(results, state.describe(execution.rows))[0]
+
+    def _run_late(self, execution: ExecutionWork) -> ExecutionResult:
+        """Run all updates, look at their numbers, and repeat them without those that were bad."""
+        state, updates = self._state, execution.updates
+        snapshot = state.snapshot()
+        left_out: Set[int] = set()
+        while True:
+            try:
+                results = self.make(execution, updates, left_out)
+            except NonFiniteLossError:
+                raise  # this is the update it names: all before it are known to be good
+            except BaseException:
+                # An update before this one may have been spoilt already: no loss was looked at.
+                state.restore(snapshot)
+                raise
+            anchors, finite = self._engine.fetch(results, state.describe(execution.rows))
+            lost = self._first_lost(execution, anchors.losses)
+            bad = next((i for i, ok in enumerate(finite) if not ok and i not in left_out), None)
+            if lost is not None and (bad is None or lost <= bad):
+                self._go_back(snapshot, execution)
+                self.make(execution, updates[:lost], left_out)
+                self._refuse(execution, lost, anchors.losses)
+            if bad is None:
+                return anchors
+            left_out.add(bad)
+            self._go_back(snapshot, execution)
+
+    def _go_back(self, snapshot: Snapshot, execution: ExecutionWork) -> None:
+        self._state.restore(snapshot)
+        self._state.updater.refresh(execution.rows)
+
+    def _first_lost(self, execution: ExecutionWork, losses: Tensor) -> Optional[int]:
+        """Return the first update with a loss that is not finite in any process."""
+        values, lost = iter(losses.tolist()), None
+        for index, update in enumerate(execution.updates):
+            if not all(math.isfinite(value) for value in [next(values) for _ in update]):
+                lost = index
+                break
+        if execution.shares is None:
+            return lost
+        lost_updates = [index for index in self._processes.gather(lost) if index is not None]
+        return min(lost_updates, default=None)
+
+    def _refuse(self, execution: ExecutionWork, lost: int, losses: Tensor) -> None:
+        first = sum(len(update) for update in execution.updates[:lost])
+        values = losses[first : first + len(execution.updates[lost])].tolist()
+        if execution.shares is not None:
+            self._refuse_common(values, execution.shares[lost])
+        for value in values:
+            refuse_loss(self._state, value)
 
     def make(
-        self,
-        update: Update,
-        first: int,
-        wanted: Set[int],
-        results: ExecutionOutputs,
-        left_out: Optional[bool],
-        share: Optional[ProcessShard] = None,
-    ) -> None:
-        """One update.
+        self, execution: ExecutionWork, updates: Sequence[Update], left_out: Optional[Set[int]]
+    ) -> ExecutionOutputs:
+        """Make updates, one after another.
 
         Args:
-            update: its micro-batches, of this process.
-            first: place of the first one among those of the execution.
-            wanted: places whose outputs come back.
-            results: where results go.
-            left_out: whether it is known to have a gradient that is not finite; None to look.
-            share: what these are of the whole update; None for all of it.
+            execution: that they belong to.
+            updates: all of the execution, or the first ones.
+            left_out: updates known to have a gradient that is not finite; None to look at once.
+
+        Returns:
+            Their results, on the device.
 
         Raises:
             NonFiniteLossError: a loss, or at every loss scale the gradient, is not finite; buffers
                 are back to what they were before the update. With ``detect_nan`` also a gradient,
                 or a weight afterwards, with which the update is made already.
         """
-        if self.compiled is not None and self.compiled.fits(update):
-            self.compiled.make(update, first, wanted, results)
-            return
-        live = self._live
-        # Where an update is known to be made, nobody needs this: what fails takes all of them back.
-        looks = left_out is not False and bool(live.replicas[0])
-        saved = [copy_of(own) for own in live.replicas] if looks else []
-        try:
-            gradients = self._gradients(update, first, wanted, results, share)
-            skip = False
-            if live.scaler is not None:
-                used_gradients = self._as_used(gradients)
-                if live.divided is not None:
-                    used_gradients = [self._lost_anywhere(used_gradients)]
-                skip = live.scaler.judge(used_gradients, left_out, results.finite, live.updates)
-            elif self._detects:
-                refuse_gradients(live, gradients)
-        except BaseException:
-            for buffers, values in zip(live.replicas, saved):
-                put_back(buffers, values)
-            raise
-        if skip:
-            results.skipped += 1
-            live.updater.skip()
-        else:
-            live.updater.apply(gradients)
-            if self._detects:
-                refuse_weights(live)
-        live.updates += 1
-        if live.averages is not None:
-            live.averages.after_update(live.storage.flats, live.updates, skipped=skip)
+        state, compiled = self._state, execution.compiled
+        is_sum = self._spec.config.output_mode.kind == "sum"
+        results = ExecutionOutputs(self._spec.plan.replicas if is_sum else 0)
+        wanted = self._places_wanted(execution) if self._spec.want_outputs else set()
+        has_buffers, first = bool(state.replicas[0]), 0
+        for index, update in enumerate(updates):
+            if compiled is not None and compiled.fits(update):
+                compiled.make(update, first, wanted, results)
+                first += len(update)
+                continue
+            left = None if left_out is None else index in left_out
+            # Where an update is known to be made, nobody needs this: what fails takes all back.
+            saves = has_buffers and left is not False
+            saved = [copy_of(buffers) for buffers in state.replicas] if saves else []
+            try:
+                gradients = self._gradients(execution, index, first, wanted, results)
+                is_skipped = self._is_judged and self._judge(gradients, left, results)
+            except BaseException:
+                for buffers, values in zip(state.replicas, saved):
+                    put_back(buffers, values)
+                raise
+            if is_skipped:
+                results.skipped += 1
+                state.updater.skip()
+            else:
+                state.updater.apply(gradients)
+                if self._replay is not None:
+                    refuse_weights(state)
+            state.updates += 1
+            if state.averages is not None:
+                state.averages.after_update(state.storage.flats, state.updates, is_skipped)
+            first += len(update)
+        return results
+
+    def _places_wanted(self, execution: ExecutionWork) -> Set[int]:
+        """Return the places among the own micro-batches whose outputs come back."""
+        plan, shares = self._spec.plan, execution.shares
+        mode, per_update = self._spec.config.output_mode, plan.micro_batches_per_update
+        if shares is None:
+            count = len(execution.batch.micro_batches)
+            return set(outputs_wanted(mode, count, per_update, plan.replicas))
+        count = sum(len(share.sizes) for share in shares)
+        wanted = set(outputs_wanted(mode, count, per_update, plan.all_replicas))
+        return {index for index, place in enumerate(local_indices(shares)) if place in wanted}
+
+    def _judge(
+        self, gradients: Sequence[Tensor], left_out: Optional[bool], results: ExecutionOutputs
+    ) -> bool:
+        """Tell whether an update with these gradients is skipped."""
+        state = self._state
+        if state.scaler is None:
+            if self._replay is not None:
+                refuse_gradients(state, gradients)
+            return False
+        used_gradients = list(gradients)
+        if not self._spec.config.clip:
+            # The weights' dtype may hold less than the sum; bounded gradients fit.
+            used_gradients = [g.to(flat.dtype) for g, flat in zip(gradients, state.storage.flats)]
+        if state.placement.weights is not None:
+            used_gradients = [self._lost_anywhere(used_gradients)]
+        return state.scaler.judge(used_gradients, left_out, results.finite, state.updates)
+
+    def _lost_anywhere(self, gradients: Sequence[Tensor]) -> Tensor:
+        """One number, finite if the gradients are so in all processes."""
+        lost = torch.stack([~gradient.isfinite().all() for gradient in gradients]).any()
+        count = lost.to(torch.float32).reshape(1)
+        self._processes.add([count])
+        return torch.where(count > 0, math.inf, 0.0)
 
     def _gradients(
         self,
-        update: Update,
+        execution: ExecutionWork,
+        index: int,
         first: int,
         wanted: Set[int],
         results: ExecutionOutputs,
-        share: Optional[ProcessShard],
     ) -> List[Tensor]:
-        """Reduced over the micro-batches of one update, one flat tensor per block."""
-        live = self._live
-        blocks = len(live.storage.blocks)
-        divided = live.divided
+        """Compute the gradient of an update, one flat tensor per block.
+
+        Args:
+            execution: that the update belongs to.
+            index: of the update in it.
+            first: place of the update's first micro-batch among those of the execution.
+            wanted: places whose outputs come back.
+            results: takes what micro-batches report.
+        """
+        update, state = execution.updates[index], self._state
+        share = None if execution.shares is None else execution.shares[index]
         total = self._reduction.start([batch.size for batch, _ in update], share)
-        sums, goes_along = None, False
-        if self.overlap is not None and share is not None:
-            sums = BucketSums(self._processes, self.overlap.order, total, live.cuts)
-            goes_along = self.overlap.begin()
-        reported = len(results.numbers)
-        merged = self.merged
+        merged = execution.merged
         # Of micro-batches of several sizes the gradients have factors of their own.
         alike = share is None or len(set(share.sizes)) == 1
         if merged is not None and alike and merged.takes([recorded for _, recorded in update]):
+            sums = None if share is None else self._begin_sums(total)[0]
+            reported = len(results.numbers)
             self._add_merged(merged, total, update, first, wanted, results)
-            self._add_others(total, share, results, reported, sums)
+            if share is not None:
+                self._add_others(total, share, results, reported, sums)
             return total.reduced(1.0)
-        scale: List[Tensor] = []
-        loss_scale: Union[float, Tensor] = 1.0
+        if share is not None:
+            return self._gradients_of_share(share, update, total, first, wanted, results)
+        scale, loss_scale = self._scale() if self._is_scaled else ([], 1.0)
+        for place, (batch, recorded) in enumerate(update):
+            if recorded.random:
+                self._seed(recorded, state.updates, place)
+            weights = state.states[place % len(state.states)]
+            numbers, *rest = recorded.run(*weights, *batch.leaves, *scale)
+            if self.at_once:
+                value = (numbers[0] if numbers.dim() else numbers).item()
+                if not math.isfinite(value):
+                    refuse_loss(state, value)
+            total.add(*self._report(recorded, numbers, rest, first + place, wanted, results))
+            # Not held while the next one is computed.
+            del rest
+        return total.reduced(loss_scale)
+
+    def _scale(self) -> Tuple[List[Tensor], Union[float, Tensor]]:
+        """Return the loss scale as an argument of a recording, and its value."""
         if self._scales is not None:
-            scale = [next(self._scales)]
-            loss_scale = scale[0]
-        elif live.scaler is not None:
-            scale, loss_scale = [live.scaler.tensor(self._device)], live.scaler.value
+            scale = next(self._scales)
+            return [scale], scale
+        scaler = self._state.scaler
+        assert scaler is not None
+        return [scaler.tensor(self._device)], scaler.value
+
+    def _report(
+        self,
+        recorded: TracedStep,
+        numbers: Tensor,
+        rest: List[Tensor],
+        place: int,
+        wanted: Set[int],
+        results: ExecutionOutputs,
+    ) -> Tuple[List[Tensor], Optional[Tensor]]:
+        """Keep what a micro-batch reports; return its gradients, and what its loss counts."""
+        kind, gradients_at = recorded.micro.reported, len(rest) - len(self._state.storage.blocks)
+        results.numbers.append(([kind], numbers))
+        if place in wanted:
+            results.add_outputs(recorded, rest[:gradients_at], place)
+        return rest[gradients_at:], numbers[1] if kind.counted else None
+
+    def _begin_sums(self, total: GradientSum) -> Tuple[Optional[BucketSums], bool]:
+        """Begin sums over processes by buckets; whether they go along with the backward pass."""
+        if self.overlap is None:
+            return None, False
+        cuts = self._state.placement.cuts
+        sums = BucketSums(self._processes, self.overlap.order, total, cuts)
+        return sums, self.overlap.begin()
+
+    def _gradients_of_share(
+        self,
+        share: ProcessShard,
+        update: Update,
+        total: GradientSum,
+        first: int,
+        wanted: Set[int],
+        results: ExecutionOutputs,
+    ) -> List[Tensor]:
+        """Compute the gradient of an update of which other processes have micro-batches as well."""
+        state, divided = self._state, self._state.placement.weights
+        sums, goes_along = self._begin_sums(total)
+        reported = len(results.numbers)
+        scale, loss_scale = self._scale() if self._is_scaled else ([], 1.0)
         for index, (batch, recorded) in enumerate(update):
-            place = index if share is None else share.places[index]
-            self._seed(recorded, live.updates, place)
-            state = live.states[place % len(live.states)]
+            place = share.places[index]
+            self._seed(recorded, state.updates, place)
+            weights = state.states[place % len(state.states)]
             if divided is not None:
                 divided.factor = None if self.counted else total.next_factor()
-            meets = goes_along and index == len(update) - 1 and recorded.lowered.meeting is not None
+            is_last = index == len(update) - 1
+            meets = goes_along and is_last and recorded.lowered.meeting is not None
             with self._met(sums if meets else None, recorded, total):
-                numbers, *rest = recorded.run(*state, *batch.leaves, *scale)
-            outputs, gradients = rest[: len(rest) - blocks], rest[len(rest) - blocks :]
-            kind = recorded.reported()
-            if self.at_once and share is None:
-                refuse_loss(self._live, (numbers[0] if numbers.dim() else numbers).item())
-            results.numbers.append(([kind], numbers))
-            if first + index in wanted:
-                results.add_outputs(recorded, outputs, first + index)
-            count = numbers[1] if kind.counted else None
+                numbers, *rest = recorded.run(*weights, *batch.leaves, *scale)
+            gradients, count = self._report(recorded, numbers, rest, first + index, wanted, results)
             if meets:
                 if count is not None:
                     total.note(count)
@@ -188,8 +373,8 @@ class UpdateRunner:
             else:
                 total.add(gradients, count)
             # Not held while the next one is computed.
-            del rest, outputs, gradients
-        if divided is not None and share is not None:
+            del rest, gradients
+        if divided is not None:
             for _ in range(share.most - len(update)):
                 total.collect(divided.idle(divided.events), None)
         self._add_others(total, share, results, reported, sums)
@@ -214,39 +399,36 @@ class UpdateRunner:
     def _add_others(
         self,
         total: GradientSum,
-        share: Optional[ProcessShard],
+        share: ProcessShard,
         results: ExecutionOutputs,
         reported: int,
-        sums: Optional[BucketSums] = None,
+        sums: Optional[BucketSums],
     ) -> None:
-        """Add the gradients of the other processes, if there are any.
+        """Add the gradients of the other processes.
 
         Args:
             total: the sum of this one.
-            share: what of the update is its own; None for all.
+            share: what of the update is its own.
             results: with what the update's micro-batches have reported.
             reported: how many entries of it are of earlier updates.
             sums: those of buckets, some begun perhaps; None for all of the gradient at once.
         """
-        if share is None:
-            return
         losses: List[float] = results.losses(reported).tolist() if self.at_once else []
         is_lost = not all(map(math.isfinite, losses))
-        live = self._live
-        flats = live.storage.flats
+        placement, flats = self._state.placement, self._state.storage.flats
         if sums is not None:
             assert self.overlap is not None
             sums.finish(flats)
             self.overlap.end()
-        if sums is not None or live.divided is not None:
+        if sums is not None or placement.weights is not None:
             # The gradients have met those of the others already.
             total.add_facts(self._processes, flats[0], self.counted, is_lost)
         else:
-            total.add_others(self._processes, flats, self.counted, is_lost, live.cuts)
+            total.add_others(self._processes, flats, self.counted, is_lost, placement.cuts)
         if self.at_once and total.is_suspect():
-            self.refuse_common(losses, share)
+            self._refuse_common(losses, share)
 
-    def refuse_common(self, losses: Sequence[float], share: ProcessShard) -> None:
+    def _refuse_common(self, losses: Sequence[float], share: ProcessShard) -> None:
         """In all processes, refuse the coming update for the first loss that is not finite, if any.
 
         Args:
@@ -263,7 +445,7 @@ class UpdateRunner:
         if not every:
             return
         try:
-            refuse_loss(self._live, min(every)[1])
+            refuse_loss(self._state, min(every)[1])
         except NonFiniteLossError as error:
             common(error)
             raise
@@ -277,14 +459,14 @@ class UpdateRunner:
         wanted: Set[int],
         results: ExecutionOutputs,
     ) -> None:
-        """The gradients of one update, several micro-batches at once."""
+        """Add the gradients of one update, several micro-batches at once."""
         for start in range(0, len(update), merged.count):
             batches = [batch for batch, _ in update[start : start + merged.count]]
-            result = merged(self._live.states[0], batches)
+            result = merged(self._state.states[0], batches)
             losses = result.losses() if self.at_once and not self._processes.is_distributed else []
             if not all(map(math.isfinite, losses)):
                 for value in losses:
-                    refuse_loss(self._live, value)
+                    refuse_loss(self._state, value)
             results.numbers.append((result.kinds, result.numbers))
             for place in range(len(batches)) if wanted else ():
                 if first + start + place in wanted:
@@ -292,16 +474,3 @@ class UpdateRunner:
                     results.add_outputs(merged.base, outputs, first + start + place)
             total.add_summed(result.gradients, result.count, merged.factor)
             del result
-
-    def _as_used(self, gradients: Sequence[Tensor]) -> List[Tensor]:
-        """In the dtype of the weights, which may hold less than the sum; bounded ones fit."""
-        if self._clips:
-            return list(gradients)
-        return [g.to(flat.dtype) for g, flat in zip(gradients, self._live.storage.flats)]
-
-    def _lost_anywhere(self, gradients: Sequence[Tensor]) -> Tensor:
-        """One number, finite if the gradients are so in all processes."""
-        lost = torch.stack([~gradient.isfinite().all() for gradient in gradients]).any()
-        count = lost.to(torch.float32).reshape(1)
-        self._processes.add([count])
-        return torch.where(count > 0, math.inf, 0.0)

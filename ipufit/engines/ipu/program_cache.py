@@ -7,7 +7,7 @@ from typing import Any, Dict, FrozenSet, List, Optional, Tuple
 import torch
 
 from ipufit.core.batch import MicroBatch
-from ipufit.engines.embedded.optimizer_state_version import OptimizerStateVersion
+from ipufit.engines.embedded.external_changes import OptimizerStateVersion
 from ipufit.engines.ipu.context import IpuContext
 from ipufit.engines.ipu.device import OWNER
 from ipufit.engines.ipu.failures import translate_errors

@@ -134,7 +134,7 @@ def test_an_update_by_kernels_is_recorded_nowhere():
         model, engine = compiled(MLP().double(), make, way="late")
         fit(model, X, Y)
         fit(model, X, Y)
-        assert len(engine.optimizer_graphs) == count
+        assert len(engine.carried.optimizer_graphs) == count
 
 
 def test_two_types_of_parameters_are_updated_by_rules_together():
@@ -152,5 +152,5 @@ def test_two_types_of_parameters_are_updated_by_rules_together():
     model, engine = compiled(Mixed(), OPTIMIZERS["adam"], way="late")
     before = copy.deepcopy(model.module.state_dict())
     fit(model, X, Y)
-    assert len(engine.optimizer_graphs) == 1
+    assert len(engine.carried.optimizer_graphs) == 1
     assert all(not torch.equal(v, before[k]) for k, v in model.module.state_dict().items())

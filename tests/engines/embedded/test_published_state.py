@@ -79,7 +79,7 @@ def test_the_state_exists_once(name, way, offload):
 
     class LiveBytes(Callback):
         def on_train_batch_end(self, batch, logs=None):
-            updater = self.model._session._training._live.updater
+            updater = self.model._session._training.state.updater
             held.append(places(updater.state_tensors()))
 
     fit(model, X, Y, callbacks=[look, LiveBytes()], epochs=2)

@@ -22,8 +22,8 @@ from ipufit.engines.embedded.batching.batched_step import (
 )
 from ipufit.engines.embedded.batching.proof import prove
 from ipufit.engines.embedded.gradient_reduction import Reduction
-from ipufit.engines.embedded.replicas import same
 from ipufit.engines.embedded.traced_step import TracedStep
+from ipufit.engines.embedded.training_state import same
 from ipufit.engines.program import ProgramSpec
 from ipufit.losses import Loss
 from ipufit.tracing.capture import capture

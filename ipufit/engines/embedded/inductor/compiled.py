@@ -13,13 +13,13 @@ import sys
 import time
 import weakref
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Set
+from typing import Any, Iterator, List, Optional, Set
 
 from torch import Tensor
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import without_autocast
-from ipufit.engines.embedded.execution_outputs import ExecutionOutputs
+from ipufit.engines.embedded.execution import ExecutionOutputs, WholeUpdates
 from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
 from ipufit.engines.embedded.inductor import worker
 from ipufit.engines.embedded.inductor.build_spec import (
@@ -28,7 +28,7 @@ from ipufit.engines.embedded.inductor.build_spec import (
     describe,
 )
 from ipufit.engines.embedded.inductor.requirements import loader
-from ipufit.engines.embedded.inductor.store import LIBRARY, LibraryStore, key_of
+from ipufit.engines.embedded.inductor.store import LIBRARY, Libraries, LibraryStore, Runner, key_of
 from ipufit.engines.embedded.inductor.update_spec import Request
 from ipufit.engines.embedded.nan_detection import refuse_loss
 from ipufit.engines.embedded.traced_step import TracedStep, Update
@@ -37,7 +37,7 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatStorage
 
-__all__ = ["Compilation", "CompiledUpdates", "CompilerError", "Libraries"]
+__all__ = ["Compilation", "CompiledUpdates", "CompilerError"]
 
 _LOG = "log.txt"
 _RUN = "import sys; from {0} import main; sys.exit(main(sys.argv[1], sys.argv[2]))"
@@ -141,12 +141,7 @@ def _said(place: Path) -> Optional[str]:
     return None
 
 
-Runner = Callable[..., List[Tensor]]
-# What is loaded already, by key.
-Libraries = Dict[str, Runner]
-
-
-class CompiledUpdates:
+class CompiledUpdates(WholeUpdates):
     """Compiles the updates of one training program, and makes them.
 
     ``start``, then ``poll`` now and then, or ``wait``: from then on updates that ``fits`` can be

@@ -15,11 +15,13 @@ import stat
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+
+from torch import Tensor
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["LIBRARY", "LibraryStore", "key_of"]
+__all__ = ["LIBRARY", "Libraries", "LibraryStore", "Runner", "key_of"]
 
 LIBRARY = "program.so"
 _DESCRIPTION, _SCRATCH = "entry.json", "scratch"
@@ -30,6 +32,10 @@ _ABANDONED = 24 * 3600
 
 # What a program depends on, by name; values are texts.
 Parts = Mapping[str, str]
+
+Runner = Callable[..., List[Tensor]]
+# What is loaded already, by key.
+Libraries = Dict[str, Runner]
 
 
 def key_of(parts: Parts) -> str:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
+from ipufit.core.compile_arguments import INDUCTOR
 from ipufit.core.precision import without_autocast
 from ipufit.core.train_config import outputs_wanted
+from ipufit.engines.embedded.execution import UpdateWay
 from ipufit.engines.embedded.profiling.profiling_interpreter import (
     OpRecord,
     ProfilingInterpreter,
@@ -34,7 +36,6 @@ from ipufit.tracing.source_map import Origin, trace_calls
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
-    from ipufit.engines.embedded.update_runner import UpdateRunner
     from ipufit.tracing.grad_step import ModuleWithLoss
 
 __all__ = ["DIVIDED", "OperatorProfiler", "thinned"]
@@ -212,8 +213,10 @@ class OperatorProfiler:
         live: the state.
         recorded: what runs a micro-batch.
         batch: a full one, on its device.
-        maker: of updates.
+        way: runs executions.
+        merged: takes several micro-batches at once, where an update is made of such; None: never.
         seed: starts the random numbers of the micro-batch.
+        at_once: whether losses are looked at as they come.
         captured: whether executions are CUDA graphs.
     """
 
@@ -222,8 +225,10 @@ class OperatorProfiler:
     live: TrainingState
     recorded: TracedStep
     batch: MicroBatch
-    maker: UpdateRunner
+    way: UpdateWay
+    merged: Optional[BatchedStep]
     seed: Callable[[], None]
+    at_once: bool
     captured: bool
 
     def run(self) -> Dict[str, Any]:
@@ -288,10 +293,10 @@ class OperatorProfiler:
     def _notes(self) -> Iterator[str]:
         if self.captured:
             yield _CAPTURED
-        elif self.maker.compiled is not None:
+        elif self.way.jit == INDUCTOR:
             yield _COMPILED
-        elif self.maker.merged is not None:
-            yield _MERGED.format(self.maker.merged.count)
+        elif self.merged is not None:
+            yield _MERGED.format(self.merged.count)
 
     def _memory(
         self,
@@ -299,7 +304,7 @@ class OperatorProfiler:
         places: Dict[str, OperatorSource],
         results: Sequence[Tensor],
     ) -> Dict[str, Any]:
-        config, merged = self.spec.config, self.maker.merged
+        config, merged = self.spec.config, self.merged
         runs = self.spec.plan.own_micro_batches_per_update
         if merged is not None and merged.graph is not None:
             watched, places = self._watched_merged(merged, merged.graph), {}
@@ -327,7 +332,7 @@ class OperatorProfiler:
             self.batch,
             results[: len(results) - blocks][1:],
             runs,
-            self.maker.at_once,
+            self.at_once,
         )
         peak = max(point[3] for point in points)
         return {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Dict, Iterator, List, Mapping, Sequence
+from typing import Dict, List, NamedTuple, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +16,26 @@ from ipufit.tracing.grad_step import public_name
 from ipufit.utils.malloc_policy import keep_freed_memory
 from ipufit.utils.random_streams import (
     check_keyed_devices,
-    isolated,
     micro_batch_key,
     seed_generators,
     update_key,
 )
 
-__all__ = ["BaseProgram", "on_host"]
+__all__ = ["BaseProgram", "TracedBatches"]
+
+
+class TracedBatches(NamedTuple):
+    """Micro-batches as they are about to run.
+
+    Attributes:
+        steps: what is recorded for each.
+        is_here: whether all are on the device.
+        is_random: whether any may draw random numbers.
+    """
+
+    steps: List[TracedStep]
+    is_here: bool
+    is_random: bool
 
 
 class BaseProgram(Program):
@@ -54,22 +66,20 @@ class BaseProgram(Program):
             self._by_form[form] = self._record(batch.to(self._device))
         return self._by_form[form]
 
-    def _recorded_for(self, batches: Sequence[MicroBatch]) -> List[TracedStep]:
-        """Return the traced step of each micro-batch."""
-        found: List[TracedStep] = []
-        for batch, previous in zip(batches, (None, *batches)):
-            alike = previous is not None and batch.shares_storage_with(previous)
-            found.append(found[-1] if alike else self._recorded(batch))
-        return found
-
-    def _is_here(self, batches: Sequence[MicroBatch]) -> bool:
-        """Tell whether all micro-batches are on the device."""
-        for batch, previous in zip(batches, (None, *batches)):
-            if previous is not None and batch.shares_storage_with(previous):
+    def _trace(self, batches: Sequence[MicroBatch]) -> TracedBatches:
+        """Find, or record, what runs each micro-batch."""
+        steps: List[TracedStep] = []
+        is_here, is_random = True, False
+        for index, batch in enumerate(batches):
+            # Rows of the same tensors are alike in all but their values.
+            if index and batch.shares_storage_with(batches[index - 1]):
+                steps.append(steps[-1])
                 continue
-            if any(leaf.device != self._device for leaf in batch.leaves):
-                return False
-        return True
+            steps.append(self._recorded(batch))
+            is_random = is_random or steps[-1].random
+            for leaf in batch.leaves:
+                is_here = is_here and leaf.device == self._device
+        return TracedBatches(steps, is_here, is_random)
 
     def prepare(self, example: MicroBatch) -> Prepared:
         """Record the program for micro-batches like this one."""
@@ -77,23 +87,9 @@ class BaseProgram(Program):
         outputs = recorded.outputs.rebuild(recorded.outputs.tensors)
         return Prepared(outputs, recorded.reported().rules, recorded.micro.labels or ())
 
-    @contextlib.contextmanager
-    def _computing(self, recorded: Sequence[TracedStep]) -> Iterator[None]:
-        """Without gradients of torch's own, and with random numbers of the program's own."""
-        random = any(each.random for each in recorded)
-        # Torch's generator has one user at a time: without need the data pipeline is not kept from
-        # it.
-        with torch.no_grad(), isolated(self._device) if random else contextlib.nullcontext():
-            yield
-
     def _seed(self, recorded: TracedStep, update: int, place: int = 0) -> None:
         if recorded.random:
             seed_generators(self._key(update, place), self._device)
 
     def _key(self, update: int, place: int) -> int:
         return micro_batch_key(update_key(self._spec.seed, self._spec.domain, update), place)
-
-
-def on_host(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:
-    """Copies under the user's names."""
-    return {public_name(name): tensor.detach().cpu().clone() for name, tensor in tensors.items()}

@@ -19,11 +19,10 @@ from ipufit.core.compile_arguments import CUDAGRAPH
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs.capture import Draw, Graph, GraphMaker
 from ipufit.engines.embedded.cuda_graphs.static_inputs import Sent, Static, keeps_its_form
-from ipufit.engines.embedded.execution_outputs import ExecutionOutputs
+from ipufit.engines.embedded.execution import ExecutionOutputs, ExecutionWork, UpdateWay
 from ipufit.engines.embedded.flat_optimizer import Rows, RuleOptimizer
 from ipufit.engines.embedded.host_transfer import pack, unpack
 from ipufit.engines.embedded.loss_scale import ScaleState
-from ipufit.engines.embedded.programs.execution import Execution, settings_of
 from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner
@@ -80,16 +79,17 @@ class _Counters:
     scale: Optional[ScaleState]
 
 
-class CapturedExecutions:
+class CapturedExecutions(UpdateWay):
     """Replays executions that have been captured, and captures those that come again.
 
     Args:
-        engine: brings results to the host, and says what became of this.
+        engine: brings results to the host.
         spec: what is built.
         live: what the updates change.
         device: where.
         maker: captures.
         key_of: of random numbers.
+        runner: makes executions that are not captured.
     """
 
     def __init__(
@@ -100,8 +100,10 @@ class CapturedExecutions:
         device: torch.device,
         maker: GraphMaker,
         key_of: KeyOf,
+        runner: UpdateRunner,
     ) -> None:
         self._engine = engine
+        self._runner = runner
         self._spec = spec
         self._live = live
         self._device = device
@@ -110,8 +112,19 @@ class CapturedExecutions:
         # Where samples of one form go, whatever else sets executions apart.
         self._inputs: Dict[object, Static] = {}
         self._reason: Optional[str] = None
-        self.aside = maker.aside
+        self._explanation: Optional[str] = None
+        self._replays = False
+        self._aside = maker.aside
         self._capture_work = maker.capture
+
+    @property
+    def jit(self) -> Optional[str]:
+        """CUDAGRAPH once an execution was captured."""
+        return CUDAGRAPH if self._replays else None
+
+    def explain(self) -> List[str]:
+        """Describe in a sentence what became of CUDA graphs, once it is known."""
+        return [] if self._explanation is None else [self._explanation]
 
     def forget(self) -> None:
         """The state is somewhere else from now on."""
@@ -127,16 +140,17 @@ class CapturedExecutions:
         with torch.no_grad():
             return StagedBatch(batch.micro_batches, batch.place, sent=inputs.send(leaves))
 
-    def run(
-        self, updates: Sequence[Update], rows: Rows, batch: CombinedBatch
-    ) -> Optional[ExecutionResult]:
-        """One execution; None if it is not captured, or bad: then nothing has changed.
+    def run(self, execution: ExecutionWork) -> ExecutionResult:
+        """Replay an execution, or run it as recorded where it is not captured, or bad."""
+        result = self._run_captured(execution)
+        if result is None:
+            with self._aside():
+                result = self._runner.run(execution)
+        return result
 
-        Args:
-            updates: its micro-batches, wherever they are.
-            rows: the settings of the optimizer for each update.
-            batch: the samples, which may have been staged.
-        """
+    def _run_captured(self, execution: ExecutionWork) -> Optional[ExecutionResult]:
+        """Run an execution; None if it is not captured, or bad: then nothing has changed."""
+        updates, rows, batch = execution.updates, execution.rows, execution.batch
         sent = batch.sent if isinstance(batch, StagedBatch) else None
         updater, averages = self._live.updater, self._live.averages
         if self._reason is None:
@@ -183,7 +197,7 @@ class CapturedExecutions:
         if reason is None:
             return
         self._reason = reason
-        self._engine.replaying = f"Runs no CUDA graphs: {reason}."
+        self._explanation = f"Runs no CUDA graphs: {reason}."
         if self._spec.config.jit == CUDAGRAPH:
             warn_user(
                 f"jit='cudagraph' runs this program as jit='graph' does: {reason}.",
@@ -224,8 +238,8 @@ class CapturedExecutions:
             finally:
                 self._go_on_from(updater, before)
             count = sum(captured is not None for captured in self._known.values())
-            self._engine.replays = True
-            self._engine.replaying = f"Runs as CUDA graphs of whole executions, {count} captured."
+            self._replays = True
+            self._explanation = f"Runs as CUDA graphs of whole executions, {count} captured."
         return self._known[key]
 
     def _capture(
@@ -267,13 +281,20 @@ class CapturedExecutions:
                 if recorded.random:
                     draw(draws[update - first, place], self._key_of(update, place))
 
-            maker = UpdateRunner(
-                self._spec, live, self._device, seed, False, iter(scales[0]) if scales else None
+            runner = UpdateRunner(
+                self._engine,
+                self._spec,
+                live,
+                self._device,
+                seed,
+                False,
+                scales=iter(scales[0]) if scales else None,
             )
             saved = live.snapshot()
             updater.take(rows, static.tensors[:blocks])
-            execution = Execution(self._engine, self._spec, live, maker, placed, rows)
-            results = execution.attempt(placed, set())
+            micro_batches = [batch for update in placed for batch, _ in update]
+            execution = ExecutionWork(CombinedBatch(micro_batches), placed, rows)
+            results = runner.make(execution, placed, set())
             packed = pack(results.tensors())
             results.forget()
             made.append((saved, results, packed))
@@ -293,8 +314,7 @@ class CapturedExecutions:
             counts = [count + len(rows) for count in before.counts]
             self._go_on_from(updater, _Counters(live.updates + len(rows), counts, scales[-1]))
             host = unpack(arrived(), captured.results.tensors())
-            settings = settings_of(self._spec, live, rows)
-            anchors, finite = captured.results.anchors(host, settings)
+            anchors, finite = captured.results.anchors(host, live.describe(rows))
         except BaseException:
             self._take_back(updater, captured, before)
             raise

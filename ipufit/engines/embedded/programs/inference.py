@@ -8,9 +8,10 @@ import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, local_indices
 from ipufit.engines.embedded.context import EngineContext
-from ipufit.engines.embedded.execution_outputs import ExecutionOutputs
-from ipufit.engines.embedded.programs.base import BaseProgram, on_host
-from ipufit.engines.embedded.traced_step import TracedStep
+from ipufit.engines.embedded.execution import ExecutionOutputs
+from ipufit.engines.embedded.programs.base import BaseProgram
+from ipufit.engines.embedded.traced_step import TracedStep, computing
+from ipufit.engines.embedded.training_state import ModuleWeights, on_host
 from ipufit.engines.program import ExecutionResult, ProgramSpec, TrainState
 from ipufit.tracing.grad_step import public_name
 
@@ -22,8 +23,9 @@ class InferenceProgram(BaseProgram):
 
     def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:
         super().__init__(engine, spec)
-        parameters = [p.detach() for p in self._parameters.values()]
-        self._state = [*parameters, *self._buffers.values()]
+        self._weights = self._choose_weights()
+        self._device = self._weights.device
+        self._state = [*self._weights.tensors, *self._buffers.values()]
         self._passes = 0
 
     @property
@@ -31,33 +33,47 @@ class InferenceProgram(BaseProgram):
         """Weight updates done since ``compile``: inference makes none."""
         return self._spec.first_update
 
+    def _choose_weights(self) -> ModuleWeights:
+        """Choose the weights to work on: the module's, or parts of them."""
+        if not self._spec.divides_weights:
+            return ModuleWeights(self._parameters, self._device)
+        # Imported here: what few runs need.
+        from ipufit.engines.embedded.programs.fsdp import FSDPWeights
+
+        return FSDPWeights(self._spec, self._engine.carried, self._parameters, self._device)
+
     def _record(self, example: MicroBatch) -> TracedStep:
         fixed = [*self._parameters, *self._buffers]
-        return self._engine.record(self._spec, example, (), fixed, self._state, None)
+        recorded = self._engine.record(self._spec, example, (), fixed, self._state, None)
+        self._weights.attach(recorded)
+        return recorded
 
     def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution. Replicas share the module's buffers: inference does not set them apart."""
         results = ExecutionOutputs()
         micro_batches = batch.micro_batches
-        if not self._is_here(micro_batches):
+        traced = self._trace(micro_batches)
+        if not traced.is_here:
             micro_batches = [micro_batch.to(self._device) for micro_batch in micro_batches]
-        programs = self._recorded_for(micro_batches)
-        with self._computing(programs):
+        with computing(self._device, traced.is_random):
             numbers: Sequence[int] = range(len(micro_batches))
             if batch.layout is not None:
                 numbers = local_indices(batch.shares(self._spec.plan))
-            for place, (micro_batch, recorded) in enumerate(zip(micro_batches, programs)):
+            for place, (micro_batch, recorded) in enumerate(zip(micro_batches, traced.steps)):
                 self._seed(recorded, self._passes + numbers[place])
-                result = list(recorded.run(*self._state, *micro_batch.leaves))
+                tensors = list(recorded.run(*self._state, *micro_batch.leaves))
                 if self._spec.mode is Mode.EVALUATE:
-                    results.numbers.append(([recorded.reported()], result.pop(0)))
+                    results.numbers.append(([recorded.reported()], tensors.pop(0)))
                 if self._spec.want_outputs:
-                    results.add_outputs(recorded, result, place)
+                    results.add_outputs(recorded, tensors, place)
         self._passes += sum(map(len, batch.sizes(self._spec.plan)))
-        return self._engine.fetch(results)[0]
+        result = self._engine.fetch(results)[0]
+        self._weights.finish(batch)
+        return result
 
     def read_state(self) -> TrainState:
         """The module's weights and buffers."""
+        self._weights.gather()
         weights, buffers = on_host(self._parameters), on_host(self._buffers)
         return TrainState(weights, [buffers], {}, self._spec.seed, self.updates)
 
@@ -73,3 +89,4 @@ class InferenceProgram(BaseProgram):
         """Nothing is held; safe twice."""
         self._state = []
         self._by_form = {}
+        self._weights.release()

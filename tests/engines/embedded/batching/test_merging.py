@@ -73,7 +73,7 @@ def trained(net, plan, n=23, merged=True, way="late", optimizer=sgd, run=fit, **
     """A copy of the network after two epochs, its history, and the engine."""
     model, engine = compiled(net, optimizer, way=way, **options)
     if not merged:
-        engine.merge = lambda *arguments: None
+        engine.merge = lambda *arguments: decision.Decision.against(1, "a test says so")
     history = run(model, *data(n), plan)
     return model.module, history.history, engine
 
@@ -94,7 +94,7 @@ def test_numbers_are_those_of_micro_batches_apart(kind, plan, way):
     options = {"metrics": ["accuracy"], "optimizer": adam, "way": way}
     one, history, engine = trained(net, plan, n=49, **options)
     if isinstance(engine, EmbeddedEngine):
-        assert engine.merging.merged is not None
+        assert engine.training.merging.merged is not None
     other, expected, _ = trained(net, plan, n=49, merged=False, **{**options, "way": "late"})
     assert_close(one, other, TOLERANCE)
     assert_same_numbers(history, expected)
@@ -106,7 +106,7 @@ def test_numbers_are_those_of_micro_batches_apart(kind, plan, way):
 def test_numbers_are_those_of_a_loop_written_by_hand(kind, plan):
     net = build(kind)
     ours, history, engine = trained(net, plan, optimizer=adam)
-    assert engine.merging.merged is not None
+    assert engine.training.merging.merged is not None
     report = train(
         net, adam(net.parameters()), functional.cross_entropy, *data(23), epochs=2, **plan.by_hand
     )
@@ -124,7 +124,7 @@ def test_float32_agrees_to_its_rounding(kind):
 
     net = build(kind).float()
     ours, history, engine = trained(net, Plan(2, 2, 2, 4), run=narrow)
-    assert engine.merging.merged is not None
+    assert engine.training.merging.merged is not None
     other, expected, _ = trained(net, Plan(2, 2, 2, 4), merged=False, run=narrow)
     assert_close(ours, other, 1e-5)
     assert history["loss"] == pytest.approx(expected["loss"], abs=1e-5)
@@ -241,7 +241,7 @@ def test_every_loss_is_what_it_is_apart(name):
     net = build(MLP)
     options = {"loss": loss, "run": fit_on(target), **options}
     one, history, engine = trained(net, Plan(2, 1, 2, 4), n=37, **options)
-    assert engine.merging.merged is not None, engine.merging.explanation
+    assert engine.training.merging.merged is not None, engine.training.merging.explanation
     other, expected, _ = trained(net, Plan(2, 1, 2, 4), n=37, merged=False, **options)
     assert_close(one, other, TOLERANCE)
     assert_same_numbers(history, expected)
@@ -308,7 +308,7 @@ def test_several_outputs_are_cut_where_their_samples_are():
     """Along any dimension; a tensor without samples goes to every micro-batch as it is."""
     net = build(Two)
     one, history, engine = trained(net, Plan(2, 1, 1, 4), loss=both_outputs)
-    assert engine.merging.merged is not None
+    assert engine.training.merging.merged is not None
     other, expected, _ = trained(net, Plan(2, 1, 1, 4), merged=False, loss=both_outputs)
     assert_close(one, other, TOLERANCE)
     assert_same_numbers(history, expected)
@@ -334,7 +334,7 @@ def test_several_losses():
         "run": fit_on(lambda x, y: [{"a": c, "b": t} for c, t in zip(y, float_targets(x, y))]),
     }
     one, history, engine = trained(net, Plan(2, 1, 1, 4), **options)
-    assert engine.merging.merged is not None
+    assert engine.training.merging.merged is not None
     other, expected, _ = trained(net, Plan(2, 1, 1, 4), merged=False, **options)
     assert {"a_loss", "b_loss"} <= history.keys()
     assert_close(one, other, TOLERANCE)
@@ -347,7 +347,7 @@ def execution(mode, merged, at_once):
     engine = EmbeddedEngine()
     engine.as_device = not at_once
     if not merged:
-        engine.merge = lambda *arguments: None
+        engine.merge = lambda *arguments: decision.Decision.against(1, "a test says so")
     spec = ProgramSpec(
         module=net,
         loss=resolve_loss(both_outputs),
@@ -367,7 +367,7 @@ def execution(mode, merged, at_once):
     program.prepare(batch.micro_batches[0])
     anchors = program.run(batch)
     program.close()
-    assert (engine.merging is not None) == merged
+    assert (engine.training.merging.merged is not None) == merged
     return anchors, net
 
 
@@ -394,7 +394,7 @@ def test_sums_of_outputs():
     for merged in (True, False):
         model, engine = compiled(build(MLP), sgd, **options)
         if not merged:
-            engine.merge = lambda *arguments: None
+            engine.merge = lambda *arguments: decision.Decision.against(1, "a test says so")
         kept = []
         callback = ipufit.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs, kept=kept: kept.append(logs["loss"])
@@ -531,7 +531,7 @@ def test_modules_of_independent_samples_merge(name, size):
     """Of micro-batches of one sample too, whose dimension could be taken for another one."""
     net = build(APART[name])
     one, history, engine = trained(net, Plan(size, 1, 3, 2))
-    assert engine.merging.explanation == (
+    assert engine.training.merging.explanation == (
         f"The 6 micro-batches of an update run as one batch of {6 * size} samples."
     )
     other, expected, _ = trained(net, Plan(size, 1, 3, 2), merged=False)
@@ -713,8 +713,8 @@ def test_modules_that_may_join_samples_do_not_merge(name):
         return fit(model, x.clone(), y, plan)
 
     ours, history, engine = trained(net, Plan(2, 1, 2, 2), n=20, run=copied)
-    assert engine.merging.merged is None
-    said = engine.merging.explanation
+    assert engine.training.merging.merged is None
+    said = engine.training.merging.explanation
     assert said.startswith("The 4 micro-batches of an update run one by one: ")
     assert said.endswith(".")
     assert reason in said, said
@@ -742,7 +742,7 @@ def test_what_compile_was_asked_for_may_forbid_it(options, reason):
         return fit(model, x.float(), y, plan)
 
     _, _, engine = trained(net, Plan(2, 1, 1, 4), run=narrow, **options)
-    assert engine.merging.explanation == (
+    assert engine.training.merging.explanation == (
         f"The 4 micro-batches of an update run one by one: {reason}."
     )
 
@@ -753,7 +753,7 @@ def test_a_hook_on_a_parameter_sees_every_micro_batch():
     model.module.layers[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
     fit(model, *data(16), Plan(2, 1, 1, 4))
     assert "a hook of 'layers.0.weight' sees the gradient of every micro-batch" in (
-        engine.merging.explanation
+        engine.training.merging.explanation
     )
 
 
@@ -770,7 +770,8 @@ class OwnLoss(nn.Module):
 def test_a_loss_of_the_modules_own_is_not_cut():
     _, _, engine = trained(build(OwnLoss), Plan(2, 1, 1, 4), loss=None)
     assert (
-        "the module computes its own loss, from a whole micro-batch" in engine.merging.explanation
+        "the module computes its own loss, from a whole micro-batch"
+        in engine.training.merging.explanation
     )
 
 
@@ -779,7 +780,7 @@ def test_a_loss_that_draws_random_numbers_has_its_own_in_each_micro_batch():
         return functional.cross_entropy(prediction + torch.randn_like(prediction), target)
 
     _, _, engine = trained(build(MLP), Plan(2, 1, 1, 4), loss=noisy)
-    assert "aten.randn_like draws random numbers" in engine.merging.explanation
+    assert "aten.randn_like draws random numbers" in engine.training.merging.explanation
 
 
 def test_too_large_a_batch_is_cut_to_what_memory_allows(monkeypatch):
@@ -798,7 +799,7 @@ def test_too_large_a_batch_is_cut_to_what_memory_allows(monkeypatch):
         monkeypatch.setattr(decision, "MOST_BYTES", limit)
         ours, _, engine = trained(net, Plan(2, 1, 4, 2))
         assert_close(ours, expected, TOLERANCE)
-        assert said in engine.merging.explanation
+        assert said in engine.training.merging.explanation
 
 
 @pytest.mark.ends
@@ -824,7 +825,7 @@ def test_a_share_that_is_a_power_of_two_is_multiplied_before_the_sum(
         run = fit_on(float_targets)
     # The last update of an epoch has half of the micro-batches, or less.
     ours, history, engine = trained(net, plan, n=24, run=run, **options)
-    merged = engine.merging.merged
+    merged = engine.training.merging.merged
     assert merged is not None
     assert merged.factor == factor
     other, expected, _ = trained(net, plan, n=24, merged=False, run=run, **options)
@@ -842,7 +843,7 @@ def test_replicas_whose_buffers_differ_run_apart():
             model.module.norm.running_mean.data.fill_(0.75 if epoch == 1 else 0.5)
 
         def on_epoch_end(self, epoch, logs=None):
-            said.append(engine.merging.explanation)
+            said.append(engine.training.merging.explanation)
 
     x, y = data(16)
     fit(model, x, y, Plan(2, 1, 1, 4), epochs=3, callbacks=[Change()])
@@ -869,14 +870,14 @@ def test_off_never_merges(options):
     model = ipufit.Model(build(MLP), engine=EmbeddedEngine)
     model.compile(sgd(model.module.parameters()), "cross_entropy", **options)
     fit(model, *data(16), Plan(2, 1, 1, 4))
-    assert model._session.engine.merging is None
+    assert model._session.engine.training.merging is None
     assert "micro-batches of an update" not in model._session.explain().partition("Runs")[2]
 
 
 def test_one_micro_batch_needs_no_word():
     model, engine = compiled(build(MLP), sgd, way="late")
     fit(model, *data(16), Plan(2))
-    assert engine.merging is None
+    assert engine.training.merging is None
 
 
 def test_a_second_fit_records_nothing_again():
@@ -910,6 +911,6 @@ def test_a_recording_is_freed_of_what_looking_at_it_set():
     net = build(Setting)
     with pytest.warns(UserWarning, match=r"forward sets Setting\.seen"):
         ours, _, engine = trained(net, Plan(2, 1, 1, 4))
-    assert engine.merging.merged is not None
+    assert engine.training.merging.merged is not None
     assert not hasattr(ours, "seen")
     assert copy.deepcopy(ours) is not ours

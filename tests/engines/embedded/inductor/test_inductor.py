@@ -79,7 +79,7 @@ def embedded(net, optimizer, *loss, jit="inductor", **options):
 
 
 def reasons(engine):
-    return engine.compiled.explain()
+    return engine.training.way.explain()
 
 
 @pytest.mark.grid
@@ -310,7 +310,7 @@ def test_losses_looked_at_late_are_not_compiled(described):
     model, engine = embedded(MLP().double(), "sgd")
     engine.as_device = True
     fit(model, x, y)
-    assert engine.compiled.reason == (
+    assert engine.training.way.compiled.reason == (
         "losses are looked at after an execution, which is then taken back"
     )
 

@@ -1,20 +1,109 @@
-"""Outputs of the micro-batches of an execution, and their one way to the host."""
+"""An execution: its updates, its results on their one way to the host, and what runs it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Sequence, Tuple
+import abc
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor
 
+from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard
 from ipufit.core.logged_values import LogRule, merge_rules
-from ipufit.engines.embedded.traced_step import TracedStep
+from ipufit.engines.embedded.flat_optimizer import Rows
+from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.program import ExecutionResult
 
 if TYPE_CHECKING:
+    from ipufit.engines.embedded.batching import BatchedStep
     from ipufit.tracing.grad_step import ReportedScalars
 
-__all__ = ["ExecutionOutputs"]
+__all__ = ["ExecutionOutputs", "ExecutionWork", "UpdateWay", "WholeUpdates"]
+
+
+class WholeUpdates(abc.ABC):
+    """Makes whole updates, each in one call."""
+
+    @abc.abstractmethod
+    def fits(self, update: Update) -> bool:
+        """Tell whether :meth:`make` can make an update."""
+
+    @abc.abstractmethod
+    def make(self, update: Update, first: int, wanted: Set[int], results: ExecutionOutputs) -> None:
+        """One update, with its results like those of other updates.
+
+        Raises:
+            NonFiniteLossError: a loss is not finite; nothing has changed.
+        """
+
+
+@dataclasses.dataclass
+class ExecutionWork:
+    """The updates of one execution.
+
+    Attributes:
+        batch: the samples, which may be on their way to the device already.
+        updates: micro-batches, with what is recorded for them, by update.
+        rows: settings of the optimizer for each update.
+        shares: parts of the updates of all processes that these are; None for one process.
+        is_here: whether the micro-batches are on the device.
+        is_random: whether any may draw random numbers.
+        merged: takes several micro-batches at once, where an update is made of such; None: never.
+        compiled: makes the updates that fit it; None for none.
+    """
+
+    batch: CombinedBatch
+    updates: Sequence[Update]
+    rows: Rows
+    shares: Optional[Sequence[ProcessShard]] = None
+    is_here: bool = True
+    is_random: bool = True
+    merged: Optional[BatchedStep] = None
+    compiled: Optional[WholeUpdates] = None
+
+
+class UpdateWay:
+    """How the updates of a training program run: as recorded, compiled, or captured."""
+
+    def run(self, execution: ExecutionWork) -> ExecutionResult:
+        """Run all updates.
+
+        Raises:
+            NonFiniteLossError: the state is that before the update named in it.
+        """
+        raise NotImplementedError
+
+    @property
+    def jit(self) -> Optional[str]:
+        """The value of ``jit`` that stands for how updates run; None where they run as recorded."""
+        return None
+
+    def explain(self) -> List[str]:
+        """Describe in sentences what is particular about how updates run."""
+        return []
+
+    def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
+        """Learn the program.
+
+        Args:
+            recorded: of a full micro-batch.
+            example: such a micro-batch.
+        """
+
+    def expect(self, updates: int) -> None:
+        """So many updates are to come."""
+
+    def stage(self, batch: CombinedBatch) -> CombinedBatch:
+        """Start to bring a batch to the device, ahead of its execution; from any thread."""
+        return batch
+
+    def forget(self) -> None:
+        """The state is somewhere else from now on."""
+
+    def close(self) -> None:
+        """Let go of everything; safe twice."""
 
 
 class ExecutionOutputs:
@@ -63,7 +152,13 @@ class ExecutionOutputs:
 
     def tensors(self) -> List[Tensor]:
         """All that goes to the host."""
-        flat = [_in_one([tensor for _, tensor in self.numbers])] if self.numbers else []
+        flat: List[Tensor] = []
+        if self.numbers:
+            numbers = [tensor for _, tensor in self.numbers]
+            if [tensor for tensor in numbers if tensor.dim()]:
+                flat.append(torch.cat([tensor.reshape(-1) for tensor in numbers]))
+            else:
+                flat.append(torch.stack(numbers))
         flat += [torch.stack(self.finite)] if self.finite else []
         for _, tensors in self.outputs:
             flat += tensors
@@ -86,7 +181,7 @@ class ExecutionOutputs:
         values = next(host).to(torch.float64) if self.numbers else torch.empty(0)
         finite = next(host).tolist() if self.finite else []
         outputs = [
-            recorded.outputs.rebuild([next(host) for _ in tensors])
+            recorded.outputs.rebuild(list(itertools.islice(host, len(tensors))))
             for recorded, tensors in self.outputs
         ]
         losses, counts, logged, rules = self._unpack(values)
@@ -102,7 +197,7 @@ class ExecutionOutputs:
     ) -> Tuple[Tensor, Optional[Tensor], Sequence[Dict[str, float]], Dict[str, LogRule]]:
         """Losses, counts, logged values and how these are reduced."""
         kinds = [kind for several, _ in self.numbers for kind in several]
-        if all(kind.is_loss_alone for kind in kinds):
+        if not [kind for kind in kinds if kind.counted or kind.rules]:
             return values, None, (), {}
         losses, counts, logged = [], [], []
         rules: Dict[str, LogRule] = {}
@@ -114,13 +209,6 @@ class ExecutionOutputs:
             rules = merge_rules(rules, kind.rules)
         as_tensor = torch.tensor(counts, dtype=torch.float64) if counts else None
         return torch.tensor(losses, dtype=torch.float64), as_tensor, logged, rules
-
-
-def _in_one(tensors: Sequence[Tensor]) -> Tensor:
-    """All their numbers, in one dimension."""
-    if all(not tensor.dim() for tensor in tensors):
-        return torch.stack(list(tensors))
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _without_values(tensor: Tensor) -> Tensor:
