@@ -43,7 +43,7 @@ def read_torch(path: str) -> Dict[str, Tensor]:
         )
     try:
         _refuse_bombs(path)
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+        state: object = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ConfigurationError(
             f"load_weights reads what torch.save(module.state_dict(), path) writes, but {path!r} "
@@ -190,7 +190,7 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
     if not isinstance(strict, bool):
         raise ConfigurationError(f"strict must be True or False, got {strict!r}.")
     stored = _read(path)
-    module_state: Dict[str, Any] = module.state_dict()
+    module_state: Dict[str, object] = module.state_dict()
     faults = differences(module_state, stored, "the file", strict)
     if faults:
         advice = "Load it into a module like the one it was saved from."

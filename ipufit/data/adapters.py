@@ -335,7 +335,7 @@ def _of_dataset(
         # Its present length: a callback may have changed the dataset.
         return DataLoader(dataset, batch_size=batch_size, sampler=EpochOrder(len(dataset), key))
 
-    loader: Any = DataLoader(dataset, batch_size=batch_size)
+    loader: object = DataLoader(dataset, batch_size=batch_size)
     order = shuffled if shuffle else None
     return DataAdapter(loader, arguments.role, order, class_weights=class_weights, is_cut=is_cut)
 

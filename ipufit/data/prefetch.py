@@ -82,7 +82,7 @@ class _Queue:
 
     def __init__(self, items: Generator[Any, None, None], depth: int) -> None:
         self._items = items
-        self._ready: queue.SimpleQueue[Tuple[str, Any]] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Tuple[str, object]] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closed = False
         for _ in range(depth):
@@ -126,7 +126,7 @@ class _Queue:
                 self._ready.get_nowait()
 
     def _fill(self) -> None:
-        last: Tuple[str, Any] = (_Kind.END, None)
+        last: Tuple[str, object] = (_Kind.END, None)
         try:
             with self._world:
                 try:

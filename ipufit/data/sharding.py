@@ -354,7 +354,7 @@ class _ShardSampler:
     """Batch sampler whose batches are set anew for every pass: the shard of another one's."""
 
     def __init__(self) -> None:
-        self.indices: Iterator[Any] = iter(())
+        self.indices: Iterator[object] = iter(())
 
     def __iter__(self) -> Iterator[RawBatch]:
         return self.indices

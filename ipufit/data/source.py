@@ -110,9 +110,9 @@ class DataAdapter:
         self._shuffled = shuffled
         self._own_loader: Optional[ShardedLoader] = None
         self._worker: Optional[Tuple[int, int]] = None
-        self._stream_loader: Optional[Any] = None
+        self._stream_loader: Optional[object] = None
         self._has_yielded = False
-        self._being_read: Any = None
+        self._being_read: object = None
         if isinstance(loader, ArrayLoader):
             self.micro_batch_size, self.samples = loader.batch_size, loader.samples
         elif reads_as_torch(loader):
@@ -175,7 +175,7 @@ class DataAdapter:
 
     @property
     def _is_stream(self) -> bool:
-        loader: Any = self.loader
+        loader: object = self.loader
         return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
     @property
@@ -310,7 +310,7 @@ class DataAdapter:
         horizon: ReadAhead,
         portion: Optional[RankShard],
     ) -> Iterator[RawBatch]:
-        iterator: Any = None
+        iterator: object = None
         index = rows_read = 0
         limit = stream_length(loader)
         alone = self.reads_alone

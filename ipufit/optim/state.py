@@ -71,7 +71,7 @@ def torch_state(
         states: the state of the device, by its names.
         done: updates made, for what torch counts and the device does not.
     """
-    converted: Dict[str, Any] = {}
+    converted: Dict[str, object] = {}
     for torchs, prefixes in _STATE[kind].items():
         for prefix in prefixes:
             if prefix + name in states:

@@ -38,7 +38,7 @@ def named_stages(
     }
     faults = ErrorCollector()
     placed_by_path: Dict[str, Placed] = {}
-    written: Dict[str, Any] = {}
+    written: Dict[str, object] = {}
     for key, stage in stages.items():
         with faults.collect():
             name = str(key)

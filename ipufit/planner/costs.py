@@ -340,7 +340,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> Dict[int, int]:
         PartitionError: its step fails on zeros.
     """
     bytes_by_parameter: Dict[int, int] = {}
-    bytes_by_key: Dict[Tuple[Any, ...], int] = {}
+    bytes_by_key: Dict[Tuple[object, ...], int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if not parameter.requires_grad:
@@ -364,7 +364,7 @@ def _tried(
     trial = object.__new__(type(optimizer))
     # A schedule may have put its own step, bound to the original, into the object.
     attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
-    hooks: Dict[str, Any] = {
+    hooks: Dict[str, object] = {
         name: collections.OrderedDict() for name in attributes if name.endswith("_hooks")
     }
     setting = {**group, **{name: None for name in _FASTER if name in group}, "params": [zeros]}

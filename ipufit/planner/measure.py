@@ -206,7 +206,7 @@ class _Weigher:
         self.placed: Dict[int, int] = {}
         self._modules = {id(part): name for name, part in module.named_modules()}
         self._owners: Dict[int, str] = {}
-        self._nodes: Dict[Any, int] = {}
+        self._nodes: Dict[object, int] = {}
         self._alive: List[Tensor] = []
         self._ended: Set[int] = set()
         self._is_forward = True

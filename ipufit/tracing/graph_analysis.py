@@ -45,7 +45,7 @@ class Memories:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._parent: Dict[fx.Node, fx.Node] = {}
-        constants: Dict[Any, fx.Node] = {}
+        constants: Dict[object, fx.Node] = {}
         written: List[Tuple[fx.Node, fx.Node]] = []
         for node in graph.nodes:
             self._parent[node] = node

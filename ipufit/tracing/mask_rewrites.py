@@ -40,7 +40,7 @@ def _encode_as_said(*args: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def unread_masks() -> Iterator[None]:
     """Within it a mask is causal only where ``is_causal`` says so."""
-    owner: Any = transformer
+    owner: object = transformer
     name, instead = "_detect_is_causal_mask", _as_said
     if not hasattr(owner, name):
         # torch 2.0 asks in the encoder itself, and only there.

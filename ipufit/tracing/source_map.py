@@ -101,8 +101,8 @@ class SourceTracker:
         self._stack: List[Tuple[str, str]] = []
         self._running: Optional[Origin] = None
         self._by_number: Dict[int, Origin] = {}
-        self._claimed: Dict[Any, Origin] = {}
-        self._nodes: List[Any] = []
+        self._claimed: Dict[object, Origin] = {}
+        self._nodes: List[object] = []
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -168,7 +168,7 @@ class SourceTracker:
             self._running = Origin()
             return
         todo: List[Any] = [objective.grad_fn]
-        reachable: Set[Any] = set()
+        reachable: Set[object] = set()
         while todo:
             node = todo.pop()
             if node is None or node in reachable:

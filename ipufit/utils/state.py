@@ -103,7 +103,7 @@ def preserve_state(
 
 def copy_optimizer_state(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
     """A copy of ``optimizer.state_dict()``; tensors that shared memory have their own in it."""
-    copied: Dict[str, Any] = _copied(optimizer.state_dict())
+    copied: Dict[str, object] = _copied(optimizer.state_dict())
     return copied
 
 

@@ -84,7 +84,7 @@ class Schedule(abc.ABC):
 
     def rows(
         self, updates: int, accumulation_steps: Sequence[int] = ()
-    ) -> List[List[Dict[str, Any]]]:
+    ) -> List[List[settings.Settings]]:
         """The settings for each of the coming updates, which count as done.
 
         Afterwards ``optimizer.param_groups`` holds the values for the update after these.
@@ -279,7 +279,7 @@ class Schedule(abc.ABC):
         """
         self._check(settings.read(self._optimizer))
 
-    def _row(self, left: int, start: Any, batches: int = 1) -> List[Dict[str, Any]]:
+    def _row(self, left: int, start: Any, batches: int = 1) -> List[settings.Settings]:
         """The next row; ``left`` more follow, and ``start`` is a snapshot from before them."""
         if self._fault is not None:
             raise ConfigurationError(self._fault) from self._cause
@@ -316,7 +316,7 @@ class Schedule(abc.ABC):
             self._fault, self._cause = fault, error
         self._settled()
 
-    def _check(self, row: List[Dict[str, Any]]) -> None:
+    def _check(self, row: List[settings.Settings]) -> None:
         for index, (group, first) in enumerate(zip(row, self._first)):
             for name, value in settings.numbers_of(group).items():
                 if name == "lr" or value != first.get(name):
@@ -450,7 +450,7 @@ class TorchSchedule(Schedule):
 
 def _owners(scheduler: object) -> List[Any]:
     """Everything whose attributes change when the scheduler steps."""
-    by_id: Dict[int, Any] = {}
+    by_id: Dict[int, object] = {}
     for part in parts(scheduler):
         by_id[id(part)] = part
         for value in vars(part).values():

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["NOTES", "Target", "keep", "number", "numbers_of", "read", "target", "write"]
+__all__ = ["NOTES", "Settings", "Target", "keep", "number", "numbers_of", "read", "target", "write"]
 
+# Hyper-parameters of a parameter group, by name.
+Settings = Dict[str, Any]
 # Name of a setting, and the place in it where it is a tuple: beta1 is ("betas", 0).
 Target = Tuple[str, Optional[int]]
 
@@ -20,7 +22,7 @@ Target = Tuple[str, Optional[int]]
 NOTES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 
-def read(optimizer: torch.optim.Optimizer) -> List[Dict[str, Any]]:
+def read(optimizer: torch.optim.Optimizer) -> List[Settings]:
     """The settings of every group, all but "params"; tensors of one element as numbers."""
     return [
         {name: _plain(value) for name, value in group.items() if name != "params"}
@@ -40,13 +42,13 @@ def number(value: object) -> Optional[float]:
     return float(value)
 
 
-def numbers_of(settings: Dict[str, Any]) -> Dict[str, Any]:
+def numbers_of(settings: Settings) -> Settings:
     """The hyper-parameters of a group that are numbers, by the names under which users know them.
 
     Returns:
         A dict with "beta1", "beta2", ... in place of "betas". A learning rate of any type is in it.
     """
-    hyper_parameters: Dict[str, Any] = {}
+    hyper_parameters: Settings = {}
     for name, value in settings.items():
         if name == "betas" and isinstance(value, (tuple, list)):
             hyper_parameters.update({f"beta{i + 1}": beta for i, beta in enumerate(value)})
@@ -55,7 +57,7 @@ def numbers_of(settings: Dict[str, Any]) -> Dict[str, Any]:
     return hyper_parameters
 
 
-def target(name: object, settings: Dict[str, Any], kind: str, group: int) -> Target:
+def target(name: object, settings: Settings, kind: str, group: int) -> Target:
     """Find the setting of an optimizer that a name means.
 
     Args:
@@ -81,7 +83,7 @@ def target(name: object, settings: Dict[str, Any], kind: str, group: int) -> Tar
     )
 
 
-def write(group: Dict[str, Any], where: Target, value: float) -> None:
+def write(group: Settings, where: Target, value: float) -> None:
     """Set a number; a tensor stays the same object, because programs may hold on to it."""
     name, place = where
     if place is not None:

@@ -181,7 +181,7 @@ def _private(root: Path) -> Path:
 
 def _description(entry: Path) -> Optional[Dict[str, Any]]:
     with contextlib.suppress(OSError, ValueError):
-        description: Dict[str, Any] = json.loads((entry / _DESCRIPTION).read_text())
+        description: Dict[str, object] = json.loads((entry / _DESCRIPTION).read_text())
         return description
     return None
 

@@ -57,7 +57,7 @@ class CollectiveHooks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.host: Any = None
+        self.host: object = None
         self.order: Tuple[int, ...] = ()
 
     def forward(self, what: str, piece: int, *tensors: torch.Tensor) -> Any:
