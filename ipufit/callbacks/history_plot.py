@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional, Protocol, Sequence, Tuple, Union
 
 from ipufit.callbacks.monitor_mode import direction_of
 from ipufit.errors import ConfigurationError
-from ipufit.utils.figures import new_figure, saved
+from ipufit.utils.figures import new_figure, save_figure
 
 __all__ = ["best_place", "draw"]
 
@@ -67,7 +67,7 @@ def draw(
             _draw_epochs(panel, name, history, mark_best)
     for panel in panels[len(names) :]:
         panel.remove()
-    return saved(figure, path, "History.plot")
+    return save_figure(figure, path, "History.plot")
 
 
 def _chosen(

@@ -12,7 +12,7 @@ from ipufit.callbacks.callback import Logs
 from ipufit.callbacks.checks import finite, one_of, say, stored, whole
 from ipufit.callbacks.monitor import Monitor
 from ipufit.callbacks.update_count import UpdateCount
-from ipufit.core.weights_file import checked_path
+from ipufit.core.weights_file import check_path
 from ipufit.errors import ConfigurationError
 
 __all__ = ["ModelCheckpoint"]
@@ -108,7 +108,7 @@ class ModelCheckpoint(Monitor):
                 f"number of updates, got {self.filepath!r}. Use {{epoch}}."
             )
         if not path.endswith(".safetensors"):
-            checked_path(path)
+            check_path(path)
         return tuple(sorted(fields - set(counters)))
 
     def _own_path(self) -> re.Pattern[str]:
@@ -137,7 +137,7 @@ class ModelCheckpoint(Monitor):
         if not any(field is not None for _, field, _, _ in string.Formatter().parse(folder)):
             self._make_folder(folder.format())
             if "{" not in self.filepath:
-                checked_path(self.filepath)
+                check_path(self.filepath)
 
     def _make_folder(self, folder: str) -> None:
         try:

@@ -13,9 +13,9 @@ from ipufit.utils import tree
 __all__ = [
     "Key",
     "children",
-    "handed_back",
+    "describe_value",
+    "drop_ignored_outputs",
     "label",
-    "listed",
     "pick",
     "refuse_hidden_tensors",
 ]
@@ -29,7 +29,7 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes)
 _DEPTH = 4
 
 
-def handed_back(module: nn.Module, outputs: tree.Tree) -> tree.Tree:
+def drop_ignored_outputs(module: nn.Module, outputs: tree.Tree) -> tree.Tree:
     """The outputs without those that the module itself says nobody wants.
 
     Models of the transformers library say so of the caches that make generating words faster, in
@@ -99,7 +99,7 @@ def children(value: tree.Tree) -> Tuple[Hashable, ...]:
     return ()
 
 
-def listed(value: object) -> str:
+def describe_value(value: object) -> str:
     """Describe a value in a sentence: its type, and the keys or the length if it has any."""
     keys = children(value)
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
@@ -126,11 +126,11 @@ def pick(value: object, key: Key, role: str, kind: Type[ConfigurationError]) -> 
             if key < len(value):
                 return value[key]
             raise kind(
-                f"{role} must have an element {key}, got {listed(value)}. Give as many as there "
-                "are outputs, in the order in which the module returns them."
+                f"{role} must have an element {key}, got {describe_value(value)}. Give as many as "
+                "there are outputs, in the order in which the module returns them."
             )
         raise kind(
-            f"{role} must be a tuple or list to be taken by position, got {listed(value)}. "
+            f"{role} must be a tuple or list to be taken by position, got {describe_value(value)}. "
             f"{_by_name(value, key)}"
         )
     if isinstance(value, Mapping) and key in value:
@@ -140,12 +140,12 @@ def pick(value: object, key: Key, role: str, kind: Type[ConfigurationError]) -> 
         return getattr(value, key)
     if any(isinstance(name, str) for name in keys) or isinstance(value, Mapping):
         raise kind(
-            f"{role} must hold {key!r}, got {listed(value)}. Use one of the names that are there, "
-            "or add it."
+            f"{role} must hold {key!r}, got {describe_value(value)}. Use one of the names that are "
+            "there, or add it."
         )
     raise kind(
         f"{role} must be a mapping, named tuple or dataclass to be taken by name ({key!r}), got "
-        f"{listed(value)}. Give a dict, or losses and metrics as a list by position."
+        f"{describe_value(value)}. Give a dict, or losses and metrics as a list by position."
     )
 
 

@@ -7,7 +7,7 @@ from typing import Sequence, Type
 import torch
 from torch import Tensor
 
-from ipufit.core.outputs import listed
+from ipufit.core.outputs import describe_value
 from ipufit.errors import ConfigurationError
 
 __all__ = ["as_weights", "broadcast_weights", "spread_shape", "total"]
@@ -28,8 +28,8 @@ def as_weights(weight: object, kind: Type[ConfigurationError]) -> Tensor:
     """
     if not isinstance(weight, Tensor):
         raise kind(
-            f"sample_weight must be one tensor of shape (batch,), got {listed(weight)}. Give a "
-            "dict or list of weights only where loss or metrics go by output."
+            f"sample_weight must be one tensor of shape (batch,), got {describe_value(weight)}. "
+            "Give a dict or list of weights only where loss or metrics go by output."
         )
     if weight.is_complex() or not weight.dim():
         dtype = str(weight.dtype).replace("torch.", "")

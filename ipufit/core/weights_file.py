@@ -115,7 +115,7 @@ def save_weights(module: nn.Module, path: Path, about: Optional[Mapping[str, str
     Raises:
         ConfigurationError: the path can't be written, or the state is not all tensors.
     """
-    target = checked_path(path)
+    target = check_path(path)
     tensors = {}
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
@@ -130,7 +130,7 @@ def save_weights(module: nn.Module, path: Path, about: Optional[Mapping[str, str
     _write(tensors, target, {"format": "pt", **(about or {})})
 
 
-def checked_path(path: Path) -> str:
+def check_path(path: Path) -> str:
     """Check the path of a weights file that is to be written, and return it as a string.
 
     Raises:

@@ -15,7 +15,7 @@ from ipufit.data.casting import Casting, Casts
 from ipufit.data.in_memory import ReadAhead, RowBlock, frame_as_tensor, is_frame
 from ipufit.data.sharding import GlobalBatchIndex, layout_of
 from ipufit.data.source import DataAdapter
-from ipufit.data.weights import checked_weight
+from ipufit.data.weights import check_weight
 from ipufit.errors import DataError
 from ipufit.losses.module_loss import OwnLoss
 from ipufit.utils import tree
@@ -179,7 +179,7 @@ class BatchValidator:
         if weight is None and by_class is None:
             return call
         if by_class is None:
-            return args, kwargs, target, checked_weight(weight, f"{where}sample_weight")
+            return args, kwargs, target, check_weight(weight, f"{where}sample_weight")
         if weight is not None:
             raise DataError(
                 f"{where}a batch with a sample_weight of its own needs no class_weight, but both "

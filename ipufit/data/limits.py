@@ -9,7 +9,7 @@ from typing import Iterable, Iterator, List, Optional, Union
 from torch import Tensor
 
 from ipufit.core.batch import RawBatch
-from ipufit.data.loaders import unshuffled
+from ipufit.data.loaders import without_shuffling
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.utils import tree
@@ -86,7 +86,7 @@ def _copy(leaf: tree.Leaf) -> tree.Leaf:
 
 def first_batches(source: DataAdapter, count: int, role: str) -> DataAdapter:
     """A source of the first batches alone, which are kept in memory."""
-    batches = FirstBatches(unshuffled(source.loader), count)
+    batches = FirstBatches(without_shuffling(source.loader), count)
     few = DataAdapter(batches, role, class_weights=source.class_weights)
     few.micro_batch_size, few.samples = source.micro_batch_size, source.samples
     few.micro_batches = source.micro_batches

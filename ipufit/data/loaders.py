@@ -42,7 +42,7 @@ __all__ = [
     "sample_makers",
     "starting_workers",
     "stream_length",
-    "unshuffled",
+    "without_shuffling",
 ]
 
 
@@ -127,7 +127,7 @@ def place_of(candidate: Any) -> Optional[Tuple[str, int]]:
         return None
 
 
-def unshuffled(loader: Any) -> Any:
+def without_shuffling(loader: Any) -> Any:
     """Make a loader in the order of the dataset, where the shuffling is torch's."""
     if not reads_as_torch(loader) or type(loader.sampler) is not RandomSampler:
         return loader

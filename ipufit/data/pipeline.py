@@ -13,7 +13,7 @@ from ipufit.core.plan import Plan
 from ipufit.data.batches import BatchValidator, executions, sharded_executions
 from ipufit.data.casting import Casting
 from ipufit.data.in_memory import ReadAhead, RowBlock, batch_count
-from ipufit.data.prefetch import prefetched
+from ipufit.data.prefetch import fetch_ahead
 from ipufit.data.read_errors import describe_dead_worker, is_dead_worker
 from ipufit.data.sharding import GlobalBatchIndex, RankShard
 from ipufit.data.source import DataAdapter
@@ -250,7 +250,7 @@ class BatchPipeline:
                 can't take.
         """
         prepared = self._prepared(epoch, self._read_by(plan), stage)
-        groups = prefetched(prepared, self._prefetch, self._source.give_up)
+        groups = fetch_ahead(prepared, self._prefetch, self._source.give_up)
         with contextlib.closing(groups):
             yield from groups
 

@@ -14,14 +14,14 @@ import torch
 from ipufit.utils.interrupts import ForkGuard, defer_sigint, is_interrupted
 from ipufit.utils.random_streams import LOCK
 
-__all__ = ["prefetched", "reads_ahead"]
+__all__ = ["fetch_ahead", "reads_ahead"]
 
 T = TypeVar("T")
 # How long an interrupt waits for the thread, in seconds, and then once more without what it reads.
 _PATIENCE = 1.0
 
 
-def prefetched(
+def fetch_ahead(
     items: Generator[T, None, None], depth: int, give_up: Callable[[], None] = lambda: None
 ) -> Generator[T, None, None]:
     """Yield items in their order, of which a thread prepares up to ``depth`` ahead.

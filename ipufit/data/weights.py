@@ -17,7 +17,7 @@ from ipufit.utils import tree
 
 __all__ = [
     "ClassWeights",
-    "checked_weight",
+    "check_weight",
     "has_weight",
     "refuse_bad_weights",
     "refuse_zero_update",
@@ -27,7 +27,7 @@ __all__ = [
 _CHUNK = 1 << 20
 
 
-def checked_weight(weight: object, name: str) -> tree.Tree:
+def check_weight(weight: object, name: str) -> tree.Tree:
     """Weights as floating-point tensors, every value known to be finite and not negative.
 
     Integers and bools become torch's default dtype; a floating dtype stays. Nested weights keep

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 
-from ipufit.core.outputs import Key, children, label, listed, pick
+from ipufit.core.outputs import Key, children, describe_value, label, pick
 from ipufit.core.sample_weights import as_weights, total
 from ipufit.errors import LossError
 from ipufit.losses.loss import Loss
@@ -133,8 +133,8 @@ class SeveralLosses(Loss):
                 if isinstance(value, (tuple, list)) and len(value) != self.positions:
                     raise LossError(
                         f"{role} must have one element for each of the {self.positions} losses, "
-                        f"got {listed(value)}. Give None as the loss of an output that is not "
-                        "trained."
+                        f"got {describe_value(value)}. Give None as the loss of an output that is "
+                        "not trained."
                     )
         elif children(sample_weight):
             there = children(prediction)
@@ -142,7 +142,7 @@ class SeveralLosses(Loss):
             if unknown:
                 raise LossError(
                     f"sample_weight must go by the names of outputs, got {unknown[0]!r} beside "
-                    f"outputs {listed(prediction)}. Use these names, or one tensor for all."
+                    f"outputs {describe_value(prediction)}. Use these names, or one tensor for all."
                 )
 
     def _form(self) -> str:
@@ -157,9 +157,9 @@ class SeveralLosses(Loss):
         if not isinstance(sample_weight, Tensor):
             raise LossError(
                 "sample_weight must be one tensor for all outputs with several losses and "
-                f"sample_weight_reduction='mean_with_sample_weight', got {listed(sample_weight)}: "
-                "with weights of their own, each loss would have a count of its own. Give one "
-                "tensor, or use 'sum_over_batch_size'."
+                "sample_weight_reduction='mean_with_sample_weight', got "
+                f"{describe_value(sample_weight)}: with weights of their own, each loss would have "
+                "a count of its own. Give one tensor, or use 'sum_over_batch_size'."
             )
         if self.normalize == "micro_batches":
             return None

@@ -25,10 +25,10 @@ from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = [
     "can_be_serialized",
-    "described",
+    "describe_cuts",
     "ipus_of",
     "serialize",
-    "serialized_while_checked",
+    "serialize_while_checking",
     "shared_with",
     "to_dense",
 ]
@@ -127,7 +127,7 @@ def ipus_of(module: nn.Module, training: bool = True) -> int:
     return max(map(len, placed), default=0)
 
 
-def described(module: nn.Module) -> List[str]:
+def describe_cuts(module: nn.Module) -> List[str]:
     """A sentence about the layers that are serialised; none where none is."""
     cuts = [
         f"{name or 'the module itself'} ({layer.cuts()})"
@@ -143,7 +143,7 @@ def can_be_serialized(layer: nn.Module, kind: type) -> bool:
 
 
 @contextlib.contextmanager
-def serialized_while_checked(
+def serialize_while_checking(
     module: nn.Module,
     layers: Optional[Mapping[str, object]],
     inference_layers: Optional[Mapping[str, object]],

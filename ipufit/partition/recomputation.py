@@ -16,7 +16,7 @@ from ipufit.core.compile_arguments import OFF
 from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.utils import tree
 
-__all__ = ["calls_watched", "outputs_checkpointed", "resolve_recompute"]
+__all__ = ["checkpoint_outputs", "resolve_recompute", "watch_calls"]
 
 # They are never called themselves.
 _SHELVES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -94,7 +94,7 @@ def _named(module: nn.Module, recompute: object) -> List[str]:
 
 
 @contextlib.contextmanager
-def calls_watched(
+def watch_calls(
     module: nn.Module,
     names: Sequence[str],
     on_begin: Callable[[str], None],
@@ -141,7 +141,7 @@ def calls_watched(
 
 
 @contextlib.contextmanager
-def outputs_checkpointed(sdk: Any, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+def checkpoint_outputs(sdk: Any, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Tell PopTorch to keep the outputs of these layers, between which it recomputes."""
 
     def checkpoint_output(name: str, output: object) -> Any:
@@ -150,5 +150,5 @@ def outputs_checkpointed(sdk: Any, module: nn.Module, names: Sequence[str]) -> I
             output,
         )
 
-    with calls_watched(module, names, lambda name: None, checkpoint_output):
+    with watch_calls(module, names, lambda name: None, checkpoint_output):
         yield

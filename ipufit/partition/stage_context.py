@@ -10,11 +10,11 @@ from torch import nn
 from ipufit.partition.own_blocks import OwnBlocks
 from ipufit.partition.partition import Partition
 
-__all__ = ["followed"]
+__all__ = ["follow_stages"]
 
 
 @contextlib.contextmanager
-def followed(
+def follow_stages(
     partition: Optional[Partition],
     module: nn.Module,
     on_begin: Callable[[int], None] = lambda stage: None,

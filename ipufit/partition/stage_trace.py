@@ -150,7 +150,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Walk:
-    """Checks a forward pass call by call; see :func:`ipufit.partition.stage_context.followed`."""
+    """Checks a forward pass call by call, for :func:`follow_stages`."""
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ from ipufit.errors import CaptureError
 from ipufit.losses import Loss
 from ipufit.partition.flops import OperatorWork, work_of
 from ipufit.partition.partition import AFTER, BLOCK, Partition
-from ipufit.partition.recomputation import calls_watched
-from ipufit.partition.stage_context import followed
+from ipufit.partition.recomputation import watch_calls
+from ipufit.partition.stage_context import follow_stages
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import blocks_watched
 from ipufit.utils.random_streams import isolated
@@ -103,7 +103,7 @@ def measure(
     """
     # Imported here: the engine builds on the partition.
     from ipufit.tracing.capture import capture
-    from ipufit.tracing.grad_step import ModuleWithLoss, attributes_kept
+    from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes
 
     step = ModuleWithLoss(module, loss)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -115,7 +115,7 @@ def measure(
     with_loss = loss is not None and (bool(loss.in_module) or target is not None)
     how = (precision or Precision(), partition, recompute)
     run = _Pass(step, list(named), batch, weigher, with_loss, how)
-    with isolated(device), train_mode(module, step.loss_module), attributes_kept(step):
+    with isolated(device), train_mode(module, step.loss_module), preserve_attributes(step):
         # Time step by time step, where it is seen what torch keeps of each.
         capture(run, [*map(_apart, named.values()), *leaves], whole_layers=False)
     return CallTrace(weigher.segments, weigher.sizes, weigher.born, weigher.placed)
@@ -166,11 +166,11 @@ class _Pass:
         with weigher.weighing(state, leaves), torch.set_grad_enabled(bool(weigher.trained)):
             with computing_in(self._precision, tensors[-1].device), weigher.forward():
                 batch = with_inputs_in(self._precision, batch)
-                ends = calls_watched(
+                ends = watch_calls(
                     self._step.net, self._recompute, lambda name: None, weigher.ended
                 )
                 parts = blocks_watched(weigher.on_part)
-                stages = followed(self._partition, self._step.net, self._on_begin)
+                stages = follow_stages(self._partition, self._step.net, self._on_begin)
                 with ends, parts, stages:
                     arguments = (batch, state, self._with_loss)
                     outputs, term = call_with(self._step, state, arguments)
@@ -370,7 +370,7 @@ def stages_of_blocks(
     """
     # Imported here: the engine builds on the partition.
     from ipufit.tracing.capture import capture
-    from ipufit.tracing.grad_step import ModuleWithLoss, attributes_kept
+    from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes
 
     step = ModuleWithLoss(module, loss)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -381,7 +381,7 @@ def stages_of_blocks(
     def run(*tensors: Tensor) -> Tuple[Tensor, ...]:
         state = dict(zip(named, tensors))
         inputs = tree.unflatten(tensors[len(named) :], batch.structure)
-        with torch.no_grad(), followed(partition, module) as blocks:
+        with torch.no_grad(), follow_stages(partition, module) as blocks:
             call_with(step, state, (inputs, state, False))
         if blocks.entered():
             counted_stages[0] = blocks.stages()
@@ -390,7 +390,7 @@ def stages_of_blocks(
     values: Sequence[Tensor] = [*(tensor.detach() for tensor in named.values()), *leaves]
     mode = (train_mode if is_training else eval_mode)(module, step.loss_module)
     try:
-        with isolated(device), mode, attributes_kept(step):
+        with isolated(device), mode, preserve_attributes(step):
             capture(run, values)
     except CaptureError:
         # Whatever runs the module says what it can't do.

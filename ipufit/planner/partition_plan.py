@@ -21,7 +21,7 @@ from ipufit.planner.pipeline_schedule import (
 )
 from ipufit.planner.rendering import columns, flops, share, size
 
-__all__ = ["PartitionPlan", "Planned", "as_planned", "fingerprint"]
+__all__ = ["PartitionPlan", "Planned", "apply_plan", "fingerprint"]
 
 _COLUMNS = (
     "stage begins with",
@@ -420,7 +420,7 @@ def fingerprint(module: nn.Module) -> str:
     return hashlib.sha256("\n".join([*parts, *shapes]).encode()).hexdigest()
 
 
-def as_planned(module: nn.Module, request: PartitionRequest) -> PartitionRequest:
+def apply_plan(module: nn.Module, request: PartitionRequest) -> PartitionRequest:
     """The request with the stages and the strategy of a plan, where its stages are one.
 
     Raises:

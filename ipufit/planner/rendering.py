@@ -6,7 +6,7 @@ import os
 from typing import Any, List, Mapping, Sequence, Union
 
 from ipufit.planner.pipeline_schedule import Timeline
-from ipufit.utils.figures import new_figure, saved
+from ipufit.utils.figures import new_figure, save_figure
 
 __all__ = ["columns", "draw", "flops", "share", "size"]
 
@@ -97,7 +97,7 @@ def draw(
         panel.set_yticklabels(names)
         panel.set_ylim(len(names) - 0.5, -0.5)
         panel.spines[["top", "right"]].set_visible(False)
-    return saved(figure, path, "PartitionPlan.plot")
+    return save_figure(figure, path, "PartitionPlan.plot")
 
 
 def _draw_timeline(panel: Any, title: str, timeline: Timeline) -> None:

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.errors import CaptureError
 from ipufit.tracing.mask_rewrites import (
-    fixed_classes,
-    fixed_repeats,
+    fix_classes,
+    fix_repeats,
     reads_classes,
     unread_masks,
 )
@@ -443,8 +443,8 @@ def recordable(rewrites_one_hot: bool = True) -> Iterator[None]:
     Args:
         rewrites_one_hot: as for :func:`capture`.
     """
-    classes = fixed_classes(rewrites_one_hot)
-    with _recordable_kernels(), _no_value_checks(), unread_masks(), fixed_repeats(), classes:
+    classes = fix_classes(rewrites_one_hot)
+    with _recordable_kernels(), _no_value_checks(), unread_masks(), fix_repeats(), classes:
         yield
 
 

@@ -42,9 +42,9 @@ from ipufit.errors import CaptureError, DataError, DeviceError, IpufitError, Los
 from ipufit.losses import Loss, check_labels
 from ipufit.losses.named import check_torch_loss
 from ipufit.tracing.capture import Frame, frame_of
-from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, attributes_kept
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
 from ipufit.tracing.ipu_only import for_this_engine
-from ipufit.tracing.validate import unregistered
+from ipufit.tracing.validate import find_unregistered
 from ipufit.utils import tree
 from ipufit.utils.console import PACKAGE
 from ipufit.utils.state import fork_rng
@@ -230,7 +230,7 @@ def _repeat(step: Step, sample: MicroBatch) -> Tuple[Optional[Exception], _Opera
     arguments = (whole, list(parameters), list(buffers), sample, step.with_loss)
     micro = GradStep(*arguments, False, None, step.precision, False)
     watched = _LastOperator()
-    with fork_rng(), attributes_kept(whole), for_this_engine(), warnings.catch_warnings():
+    with fork_rng(), preserve_attributes(whole), for_this_engine(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             copies = [tensor.detach().clone() for tensor in tensors]
@@ -455,7 +455,7 @@ def _fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
 def _unregistered_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
     """Explain a tensor that the module has not registered, and that no device holds."""
     if "IPU tensor" in failure.text:
-        for attribute in unregistered(step.module).values():
+        for attribute in find_unregistered(step.module).values():
             return CaptureError(
                 f"{attribute.text}, and a device has nothing of them. {attribute.cure}"
             )

@@ -21,18 +21,18 @@ from torch import Tensor, nn
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.logged_values import Entries, LogRule, collecting
-from ipufit.core.outputs import handed_back, refuse_hidden_tensors
+from ipufit.core.outputs import drop_ignored_outputs, refuse_hidden_tensors
 from ipufit.core.precision import computing_in, with_inputs_in
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, LossError
 from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
 from ipufit.partition.partition import Partition
-from ipufit.partition.stage_context import followed
+from ipufit.partition.stage_context import follow_stages
 from ipufit.tracing.fingerprint import called_objects, loss_functions
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
-from ipufit.tracing.node_meta import backward_marked, layers_marked
-from ipufit.tracing.validate import public_name, rebound, storages, unregistered
+from ipufit.tracing.node_meta import mark_backward_pass, mark_layers
+from ipufit.tracing.validate import find_unregistered, public_name, rebound, storages
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name
 from ipufit.utils.state import call_with
@@ -42,8 +42,8 @@ __all__ = [
     "ModuleWithLoss",
     "OutputShape",
     "ReportedScalars",
-    "attributes_kept",
     "carries_loss",
+    "preserve_attributes",
     "public_name",
 ]
 
@@ -170,7 +170,7 @@ class ModuleWithLoss(nn.Module):
             if self._forgive is None:
                 raise error
             self._forgive(error)
-        return handed_back(self.net, outputs), term if with_loss else None
+        return drop_ignored_outputs(self.net, outputs), term if with_loss else None
 
     def label_ranges(self, outputs: object, target: object) -> Tuple[LabelRange, ...]:
         """The class indices that the loss takes as target."""
@@ -178,7 +178,7 @@ class ModuleWithLoss(nn.Module):
 
 
 @contextlib.contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[List[str]]:
+def preserve_attributes(module: nn.Module) -> Iterator[List[str]]:
     """Undo what forward and loss set on themselves: tensors of a recording have no values.
 
     Yields:
@@ -310,11 +310,13 @@ class GradStep:
         result: List[Tensor] = []
         gradients: List[Tensor] = []
         with torch.set_grad_enabled(self._trains):
-            marked = layers_marked(self._step.net, self._recompute)
+            marked = mark_layers(self._step.net, self._recompute)
             precision = computing_in(self.precision, tensors[-1].device)
             with collecting() as entries, precision, marked:
                 batch = with_inputs_in(self.precision, batch)
-                with record_hints(batch, self.hints), followed(self._partition, self._step.net):
+                with record_hints(batch, self.hints), follow_stages(
+                    self._partition, self._step.net
+                ):
                     arguments = (batch, state, self._with_loss)
                     outputs, term = call_with(self._step, state, arguments)
             if term is not None:
@@ -351,7 +353,7 @@ class GradStep:
         if loss.requires_grad:
             self._refuse_bypass(loss)
             objective = loss if scale is None else loss * scale.to(loss.dtype)
-            with backward_marked(objective):
+            with mark_backward_pass(objective):
                 gradients = torch.autograd.grad(objective, weights, allow_unused=True)
         by_name = {n: g for n, g in zip(self.trained, gradients) if g is not None}
         if not self.with_gradient:
@@ -372,7 +374,7 @@ class GradStep:
         """A parameter reached by a reference from outside the module would get no gradient."""
         parameter_names = {id(p): name for name, p in self._step.named_parameters()}
         # Those are looked for once: it takes longer than the rest.
-        overlooked = {} if self.with_gradient else unregistered(self._step.net)
+        overlooked = {} if self.with_gradient else find_unregistered(self._step.net)
         todo, visited = [loss.grad_fn], set()
         while todo:
             node = todo.pop()

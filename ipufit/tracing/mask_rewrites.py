@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules import transformer
 
-__all__ = ["fixed_classes", "fixed_repeats", "reads_classes", "unread_masks"]
+__all__ = ["fix_classes", "fix_repeats", "reads_classes", "unread_masks"]
 
 
 def _as_said(
@@ -88,7 +88,7 @@ def _reads_repeats() -> bool:
 
 
 @contextlib.contextmanager
-def fixed_repeats() -> Iterator[None]:
+def fix_repeats() -> Iterator[None]:
     """Within it a whole number of repeats is a fixed one.
 
     Before torch 2.1 the number becomes a tensor, and the shape of the result one of its values.
@@ -136,7 +136,7 @@ def _call_fixed_one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
 
 
 @contextlib.contextmanager
-def fixed_classes(rewrites: bool) -> Iterator[None]:
+def fix_classes(rewrites: bool) -> Iterator[None]:
     """Within it one_hot does not look whether classes are under the number that it got.
 
     Args:

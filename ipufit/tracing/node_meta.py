@@ -8,17 +8,17 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ipufit.partition.recomputation import calls_watched
+from ipufit.partition.recomputation import watch_calls
 
 __all__ = [
-    "backward_heard",
-    "backward_marked",
     "graph_in_recording",
     "is_backward",
-    "layers_marked",
+    "listen_to_backward",
     "mark_again",
     "mark_backward",
-    "recorded_as",
+    "mark_backward_pass",
+    "mark_layers",
+    "recorded_name",
     "segment_of",
 ]
 
@@ -44,10 +44,10 @@ def mark_backward(node: fx.Node) -> None:
 
 def mark_again(node: fx.Node, first: fx.Node) -> None:
     """Note that the node computes again what another one was recorded for."""
-    node.meta[_AGAIN] = recorded_as(first)
+    node.meta[_AGAIN] = recorded_name(first)
 
 
-def recorded_as(node: fx.Node) -> str:
+def recorded_name(node: fx.Node) -> str:
     """The name that the node, or the one that it computes again, had in the recording."""
     name: str = node.meta.get(_AGAIN, node.name)
     return name
@@ -82,7 +82,7 @@ def _mark(graph: fx.Graph, after: fx.Node, key: str, value: object) -> None:
 
 
 @contextlib.contextmanager
-def backward_marked(objective: Optional[Tensor] = None) -> Iterator[None]:
+def mark_backward_pass(objective: Optional[Tensor] = None) -> Iterator[None]:
     """Mark what is recorded in the block as part of the backward pass.
 
     Args:
@@ -100,7 +100,7 @@ def backward_marked(objective: Optional[Tensor] = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def backward_heard(listener: Listener) -> Iterator[None]:
+def listen_to_backward(listener: Listener) -> Iterator[None]:
     """Tell of every backward pass in the block."""
     _LISTENERS.append(listener)
     try:
@@ -110,7 +110,7 @@ def backward_heard(listener: Listener) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def layers_marked(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+def mark_layers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Mark what is recorded in each call of these layers as belonging together.
 
     Raises:
@@ -129,5 +129,5 @@ def layers_marked(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
             _mark(graph, starts.pop(), _SEGMENT, calls)
             calls += 1
 
-    with calls_watched(module, names, begin, end):
+    with watch_calls(module, names, begin, end):
         yield

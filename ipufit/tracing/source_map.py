@@ -21,8 +21,8 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.tracing.capture import capture, user_frame
-from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, attributes_kept
-from ipufit.tracing.node_meta import backward_heard, graph_in_recording
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
+from ipufit.tracing.node_meta import graph_in_recording, listen_to_backward
 from ipufit.tracing.validate import public_name
 from ipufit.utils import tree
 
@@ -113,7 +113,7 @@ class SourceTracker:
             register_module_forward_hook(self._end),
         ]
         try:
-            with backward_heard(self._turn):
+            with listen_to_backward(self._turn):
                 yield
         finally:
             for handle in handles:
@@ -309,7 +309,7 @@ def trace_calls(
         with calls.listed():
             return micro(*tensors)
 
-    with attributes_kept(step):
+    with preserve_attributes(step):
         capture(watched, arguments)
     return calls.calls
 

@@ -18,6 +18,7 @@ from ipufit.errors import CaptureError, ConfigurationError, OptimizerError
 from ipufit.tracing.flat_storage import storage_id
 
 __all__ = [
+    "find_unregistered",
     "public_name",
     "rebound",
     "refuse_rebinding",
@@ -25,7 +26,6 @@ __all__ = [
     "refuse_unrecordable",
     "refuse_unregistered",
     "storages",
-    "unregistered",
 ]
 
 # Containers of Python, and what torch has in their place: for layers, and for parameters.
@@ -69,7 +69,7 @@ class Unregistered:
         return f"Write self.{attribute} = {self.instead}({value}) in __init__."
 
 
-def unregistered(module: nn.Module) -> Dict[int, Unregistered]:
+def find_unregistered(module: nn.Module) -> Dict[int, Unregistered]:
     """Tensors in plain lists, tuples, sets and dicts of a module's parts, by identity.
 
     Args:
@@ -102,7 +102,7 @@ def refuse_unregistered(module: nn.Module) -> None:
     Raises:
         OptimizerError: it has some.
     """
-    for attribute in unregistered(module).values():
+    for attribute in find_unregistered(module).values():
         raise OptimizerError(
             f"the module has no trainable parameter: {attribute.text}. {attribute.cure}"
         )

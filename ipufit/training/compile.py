@@ -137,9 +137,9 @@ def build_session(
     cuts = request.serialized_layers, request.inference_serialized_layers
     if config is None and all(cut is None for cut in cuts):
         return _checked(module, make_engine, request, config, pair, faults, limit)
-    from ipufit.partition.cut_layers import serialized_while_checked
+    from ipufit.partition.cut_layers import serialize_while_checking
 
-    with serialized_while_checked(module, *cuts, faults, by_config=config is not None):
+    with serialize_while_checking(module, *cuts, faults, by_config=config is not None):
         return _checked(module, make_engine, request, config, pair, faults, limit)
 
 
@@ -152,10 +152,10 @@ def _as_planned(module: nn.Module, request: CompileRequest) -> Tuple[CompileRequ
     first, second = request.partition, request.inference_partition
     if first.stages is None and second.stages is None:
         return request, None
-    from ipufit.planner.partition_plan import PartitionPlan, as_planned
+    from ipufit.planner.partition_plan import PartitionPlan, apply_plan
 
     limit = first.stages.planned.memory if isinstance(first.stages, PartitionPlan) else None
-    first, second = as_planned(module, first), as_planned(module, second)
+    first, second = apply_plan(module, first), apply_plan(module, second)
     return dataclasses.replace(request, partition=first, inference_partition=second), limit
 
 
@@ -212,11 +212,11 @@ def _checked(
         fixed = RunDefaults.of_options(pair.training, pair.inference, sentences)
     if config is not None:
         from ipufit.engines.ipu.ipu_config.report import in_short
-        from ipufit.partition.cut_layers import described
+        from ipufit.partition.cut_layers import describe_cuts
 
         train_config, options = _configured(config, engine, train_config, options)
         printed, fixed = [in_short(config, engine.name)], RunDefaults.of(config)
-        printed += described(module)
+        printed += describe_cuts(module)
     engine.check(module, optimizer, resolved, train_config, options, partitions)
     for text in printed:
         print(text)

@@ -545,7 +545,7 @@ class Session:
 
     def explain(self) -> str:
         """How the program of this session runs, in one or two lines."""
-        from ipufit.partition.cut_layers import described
+        from ipufit.partition.cut_layers import describe_cuts
 
         names = [p.device for p in self.module.parameters()]
         device = str(names[0]) if names else "cpu"
@@ -558,7 +558,7 @@ class Session:
         more = [f"{name}={value!r}" for name, value in self.config.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
         text += "".join(f"\n{line}" for line in self.partitions.describe())
-        text += "".join(f"\n{line}" for line in described(self.module))
+        text += "".join(f"\n{line}" for line in describe_cuts(self.module))
         text += "".join(f"\n{line}" for line in self.fixed.said)
         text += "".join(f"\n{line}" for line in self._explain_processes())
         return "\n".join([text, *self.engine.explain(self.config, self._options)])

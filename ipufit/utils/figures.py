@@ -9,7 +9,7 @@ from typing import Any, Dict, Tuple
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["new_figure", "saved"]
+__all__ = ["new_figure", "save_figure"]
 
 
 def new_figure(caller: str, size: Tuple[float, float]) -> Any:
@@ -34,7 +34,7 @@ def new_figure(caller: str, size: Tuple[float, float]) -> Any:
     return figure
 
 
-def saved(figure: Any, path: Any, caller: str) -> Any:
+def save_figure(figure: Any, path: Any, caller: str) -> Any:
     """Write the figure to a file, where a path is given; the suffix chooses the format.
 
     A cell of a notebook shows one that is not written, once, wherever in the cell it was drawn.

@@ -12,7 +12,7 @@ import functools
 import os
 from typing import Any, Iterator, Optional, Tuple
 
-__all__ = ["freed_at_once", "give_back_freed_memory", "keep_freed_memory"]
+__all__ = ["free_at_once", "give_back_freed_memory", "keep_freed_memory"]
 
 # Parameters of mallopt, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -57,7 +57,7 @@ def _set(library: Any, limits: Tuple[int, int]) -> bool:
 
 
 @contextlib.contextmanager
-def freed_at_once() -> Iterator[None]:
+def free_at_once() -> Iterator[None]:
     """Hand back what is freed meanwhile: what comes once must not leave holes in the heap.
 
     They are not filled again: an aligned tensor needs a little more than one of its size has left.

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 from typing import Any, Callable, Container, Iterator, Optional
 
-__all__ = ["begin_block", "blocks_watched", "sdk_in_use", "sdk_kind", "traced_by"]
+__all__ = ["begin_block", "blocks_watched", "sdk_in_use", "sdk_kind", "trace_with"]
 
 
 def sdk_kind(thing: object, names: Container[str]) -> Optional[str]:
@@ -36,7 +36,7 @@ def sdk_in_use() -> Optional[Any]:
 
 
 @contextlib.contextmanager
-def traced_by(sdk: object) -> Iterator[None]:
+def trace_with(sdk: object) -> Iterator[None]:
     """Tell code in the block that this PopTorch traces it."""
     before = _SDK.set(sdk)
     try:

@@ -18,7 +18,7 @@ from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.in_memory import ArrayLoader, EpochOrder, RowBatches, rows_in_memory
 from ipufit.data.pipeline import BatchPipeline
-from ipufit.data.prefetch import prefetched
+from ipufit.data.prefetch import fetch_ahead
 from ipufit.data.source import DataAdapter
 from ipufit.utils import tree
 
@@ -102,7 +102,7 @@ def test_rows_of_any_size_are_copied(shuffle, depth):
     wide, scalar = torch.arange(3.0 * 40000).view(3, 200, 200), torch.arange(3)
     empty = torch.zeros(3, 0)
     loader = DataLoader(TensorDataset(wide, scalar, empty), batch_size=2, shuffle=shuffle)
-    own, wanted = drawn_alike(prefetched(iter(rows_in_memory(loader)), depth), loader)
+    own, wanted = drawn_alike(fetch_ahead(iter(rows_in_memory(loader)), depth), loader)
     assert len(own) == 2
     for batch, expected in zip(own, wanted):
         for tensor, other in zip(batch, expected):

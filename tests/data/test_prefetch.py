@@ -25,7 +25,7 @@ from torch.utils.data import (
 import ipufit
 from ipufit.callbacks import Callback
 from ipufit.core.batch import CombinedBatch
-from ipufit.data.prefetch import prefetched
+from ipufit.data.prefetch import fetch_ahead
 from ipufit.data.source import DataAdapter
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import DataError
@@ -149,7 +149,7 @@ def test_so_many_executions_are_prepared_and_no_more(depth):
             begun.release()
             yield number
 
-    ahead = prefetched(items(), depth)
+    ahead = fetch_ahead(items(), depth)
     assert next(ahead) == 0
     for _ in range(depth + 1):
         assert begun.acquire(timeout=30)
@@ -167,7 +167,7 @@ def test_no_thread_is_used_where_it_would_wait_for_its_reader():
         yield 1
 
     with LOCK:
-        assert list(prefetched(items(), 1)) == [1]
+        assert list(fetch_ahead(items(), 1)) == [1]
     assert threads == [threading.current_thread()]
     other = ipufit.Model(nn.Linear(4, 4))
     other.compile(None, "mse")

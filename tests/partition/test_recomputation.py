@@ -16,7 +16,7 @@ from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.poptorch._precision import keep_float64
 from ipufit.tracing.capture import capture
 from ipufit.tracing.graph_analysis import peak_bytes
-from ipufit.tracing.node_meta import backward_marked, layers_marked
+from ipufit.tracing.node_meta import mark_backward_pass, mark_layers
 from ipufit.tracing.recompute import recompute_layers
 from tests.fitting import assert_equal
 from tests.nets import CNN, MLP, Running, Transformer, data
@@ -269,9 +269,9 @@ def recorded(net, names, x):
     def step(*tensors):
         leaves = [t.detach().requires_grad_() for t in tensors[: len(weights)]]
         state = dict(zip(keys, [*leaves, *tensors[len(weights) : -1]]))
-        with layers_marked(net, names):
+        with mark_layers(net, names):
             loss = torch.func.functional_call(net, state, (tensors[-1],)).square().sum()
-        with backward_marked():
+        with mark_backward_pass():
             return list(torch.autograd.grad(loss, leaves))
 
     arguments = [*weights, *buffers, x]

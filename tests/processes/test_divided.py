@@ -17,7 +17,7 @@ from ipufit.engines.embedded.passes.collective_hooks import (
 )
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.tracing.capture import capture
-from ipufit.tracing.node_meta import backward_marked
+from ipufit.tracing.node_meta import mark_backward_pass
 from tests.processes.test_sharded import REFUSED, SAID, locations_on_ipus, run
 
 WITHIN = """\
@@ -79,7 +79,7 @@ def step(first, bias, second, x):
     weights = [each.detach().requires_grad_() for each in (first, bias, second)]
     hidden = torch.tanh(x @ weights[0].t() + weights[1])
     loss = (hidden @ weights[2].t()).square().mean()
-    with backward_marked():
+    with mark_backward_pass():
         a, b, c = torch.autograd.grad(loss, weights)
     return [loss.detach(), torch.cat([a.reshape(-1), b]), torch.cat([c.reshape(-1)])]
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from ipufit.engines.embedded.profiling.profiling_interpreter import HostTimer, ProfilingInterpreter
 from ipufit.partition.flops import bytes_of, flops_of
 from ipufit.tracing.capture import capture, recordable
-from ipufit.tracing.node_meta import backward_marked, is_backward
+from ipufit.tracing.node_meta import is_backward, mark_backward_pass
 
 aten = torch.ops.aten
 
@@ -111,7 +111,7 @@ def counted(net, x):
         leaves = [tensor.detach().requires_grad_() for tensor in tensors[:-1]]
         state = dict(zip(names, leaves))
         loss = torch.func.functional_call(net, state, (tensors[-1],)).square().sum()
-        with backward_marked():
+        with mark_backward_pass():
             return list(torch.autograd.grad(loss, leaves))
 
     given = [*(weight.detach() for weight in weights), x]

@@ -13,7 +13,7 @@ import ipufit
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.passes.select_kernels import lower
 from ipufit.engines.embedded.profiling import profile, profiling_interpreter
-from ipufit.engines.embedded.profiling.profile import OperatorProfiler, thinned
+from ipufit.engines.embedded.profiling.profile import OperatorProfiler, thin_curve
 from ipufit.engines.embedded.profiling.profiling_interpreter import ProfilingInterpreter
 from ipufit.engines.embedded.profiling.rows import places_of
 from ipufit.engines.embedded.programs.training import TrainingProgram
@@ -325,10 +325,10 @@ def test_a_long_curve_keeps_its_peak():
     """It is drawn through the highest of several points."""
     points = [("op", "", "forward", value % 977) for value in range(7001)]
     points[3333] = ("high", "", "forward", 5000)
-    found = thinned(points)
+    found = thin_curve(points)
     assert len(found) <= 2000
     assert ["high", "", "forward", 5000] in found
-    assert thinned(points[:3]) == [["op", "", "forward", value] for value in range(3)]
+    assert thin_curve(points[:3]) == [["op", "", "forward", value] for value in range(3)]
 
 
 def test_on_a_gpu_events_are_looked_at_after_a_round(monkeypatch):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import ipufit
 from ipufit.data import loaders
 from ipufit.data.loaders import end_workers
-from ipufit.data.prefetch import prefetched
+from ipufit.data.prefetch import fetch_ahead
 from ipufit.errors import DataError
 from ipufit.utils.interrupts import defer_sigint, is_interrupted, starting_processes
 
@@ -280,12 +280,12 @@ def test_an_interrupt_does_not_wait_for_a_thread_that_reads_for_ever():
         may.wait(HANG)
 
     def interrupted():
-        with contextlib.closing(prefetched(items(), 1, lambda: given_up.append(True))) as ahead:
+        with contextlib.closing(fetch_ahead(items(), 1, lambda: given_up.append(True))) as ahead:
             assert next(ahead) == 1
             assert waits.wait(HANG)
             raise KeyboardInterrupt
 
-    ahead = prefetched(items(), 1, lambda: given_up.append(True))
+    ahead = fetch_ahead(items(), 1, lambda: given_up.append(True))
     assert next(ahead) == 1
     assert waits.wait(HANG)
     release = threading.Timer(0.2, may.set)

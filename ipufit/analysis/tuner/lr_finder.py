@@ -14,7 +14,7 @@ from typing import Any, List, Mapping, Optional, Tuple, Union
 from ipufit.callbacks import Callback
 from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.errors import ConfigurationError
-from ipufit.utils.figures import new_figure, saved
+from ipufit.utils.figures import new_figure, save_figure
 
 __all__ = ["LearningRates", "RangeTest", "check_range", "exponential_range"]
 
@@ -85,7 +85,7 @@ class LearningRates:
         panel.set_ylabel("loss")
         panel.grid(alpha=0.3)
         panel.legend(frameon=False)
-        return saved(figure, path, "LearningRates.plot")
+        return save_figure(figure, path, "LearningRates.plot")
 
     def __repr__(self) -> str:
         suggestion = self.suggestion

@@ -18,7 +18,7 @@ from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.comparison import Comparison, Difference, Tolerance, distance
-from ipufit.tracing.grad_step import ModuleWithLoss, attributes_kept, public_name
+from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes, public_name
 from ipufit.tracing.source_map import CallRecorder, TracedCall, trace_calls
 
 __all__ = ["ReferenceComparison"]
@@ -107,7 +107,7 @@ class ReferenceComparison:
         calls = CallRecorder(self.step, keeps=True)
         self.seed()
         run: Any = without_autocast(micro, arguments) if double else micro
-        with attributes_kept(self.step), calls.listed():
+        with preserve_attributes(self.step), calls.listed():
             results = list(run(*arguments))
         return calls.calls, results, arguments
 

@@ -41,7 +41,7 @@ from ipufit.losses import Loss
 from ipufit.tracing.capture import capture, uses_random_numbers
 from ipufit.tracing.fingerprint import fingerprint, note_writes
 from ipufit.tracing.flat_storage import FlatBlock
-from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, attributes_kept
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
 from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recompute import recompute_layers
@@ -220,10 +220,10 @@ class EngineContext:
         """
         if jit == OFF:
             # Once on copies, to see the outputs and which parameters a gradient reaches.
-            with attributes_kept(step), for_this_engine():
+            with preserve_attributes(step), for_this_engine():
                 try_out(micro, arguments)
             return micro, True, Lowered(micro, OFF, ""), None
-        with self.timed(), attributes_kept(step) as changed:
+        with self.timed(), preserve_attributes(step) as changed:
             record = functools.partial(capture, micro, arguments)
             with for_this_engine(), note_writes(step), refuse_draws(step, record):
                 graph = record()

@@ -14,7 +14,7 @@ from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import NonFiniteLossError, NonFiniteValue
 from ipufit.tracing.find_nonfinite import NonFiniteSearch
-from ipufit.tracing.grad_step import ModuleWithLoss, attributes_kept
+from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes
 from ipufit.tracing.source_map import SourceInterpreter, SourceTracker, trace_calls
 
 __all__ = ["Replay"]
@@ -106,7 +106,7 @@ class Replay:
         else:
             where = SourceTracker(self.step)
             search = NonFiniteSearch(where.now, batch, tensors)
-            with attributes_kept(self.step), where.followed(), search:
+            with preserve_attributes(self.step), where.followed(), search:
                 results = recorded.micro(*arguments)
         numbers, flats = results[0], results[len(results) - len(self.live.storage.blocks) :]
         loss = numbers[0] if numbers.dim() else numbers

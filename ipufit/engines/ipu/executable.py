@@ -15,7 +15,7 @@ from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import IpuStep, Traced
 from ipufit.errors import DataError
 from ipufit.tracing.fingerprint import note_writes
-from ipufit.tracing.grad_step import ReportedScalars, attributes_kept
+from ipufit.tracing.grad_step import ReportedScalars, preserve_attributes
 from ipufit.tracing.untraced_random import record_alone, refuse_draws
 from ipufit.utils.console import warn_user
 
@@ -77,7 +77,7 @@ class Executable:
             return record_alone(whole, example, step.trains, step.reports, step.precision)
 
         watched = refuse_draws(whole, record, runs_eagerly=False)
-        with attributes_kept(whole), note_writes(whole), watched, translate_errors(
+        with preserve_attributes(whole), note_writes(whole), watched, translate_errors(
             self._sdk, "compiling"
         ):
             OWNER.compile(self.executor, arguments)

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.logged_values import Entries, collecting
-from ipufit.core.outputs import handed_back, refuse_hidden_tensors
+from ipufit.core.outputs import drop_ignored_outputs, refuse_hidden_tensors
 from ipufit.core.precision import with_inputs_in
 from ipufit.engines.ipu.blocks import begin_loss, block_of, ipu_of
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.losses import LabelRange, Loss, LossTerm
 from ipufit.losses.masked import loss_of_valid
-from ipufit.partition.recomputation import outputs_checkpointed
-from ipufit.partition.stage_context import followed
+from ipufit.partition.recomputation import checkpoint_outputs
+from ipufit.partition.stage_context import follow_stages
 from ipufit.tracing.fingerprint import called_objects
 from ipufit.tracing.grad_step import ModuleWithLoss, OutputShape, ReportedScalars, carries_loss
 from ipufit.tracing.validate import refuse_rebinding, storages
 from ipufit.utils import tree
-from ipufit.utils.poptorch_sdk import traced_by
+from ipufit.utils.poptorch_sdk import trace_with
 
 __all__ = ["Form", "IpuStep", "Traced", "counts_batches"]
 
@@ -207,9 +207,9 @@ class IpuStep(nn.Module):
         versions, places = self._versions(), storages(tensors_by_name)
         attributes = Attributes([*self.net.modules(), *self.called])
         recompute = self._recompute if self.trains else ()
-        checkpointed = outputs_checkpointed(self._sdk, self.net, recompute)
+        checkpointed = checkpoint_outputs(self._sdk, self.net, recompute)
         borrowed = in_place_of(self.original[0] if self.original else None, self.net)
-        with collecting() as entries, traced_by(self._sdk), checkpointed, borrowed:
+        with collecting() as entries, trace_with(self._sdk), checkpointed, borrowed:
             outputs, term = self._call(batch, valid)
         refuse_rebinding(self, tensors_by_name, places)
         # Noted here, since a PopTorch may put them back when it has traced.
@@ -224,7 +224,7 @@ class IpuStep(nn.Module):
             if self.trains:
                 result.append(self._objective(term, entries, share))
         if self.wants_outputs:
-            outputs = handed_back(self.net, outputs)
+            outputs = drop_ignored_outputs(self.net, outputs)
             refuse_hidden_tensors(outputs)
             output_shape = OutputShape(outputs)
             self.traced.shapes = tuple(tensor.shape for tensor in output_shape.tensors)
@@ -250,7 +250,7 @@ class IpuStep(nn.Module):
         self, batch: Sequence[Any], valid: Optional[Tensor]
     ) -> Tuple[Any, Optional[LossTerm]]:
         args, kwargs, target, sample_weight = batch
-        with followed(self._partition, self.net, self._begin) as blocks:
+        with follow_stages(self._partition, self.net, self._begin) as blocks:
             result = self._called(*args, **kwargs)
             begin_loss(self._sdk, self._partition, blocks)
             return self._with_loss(result, target, sample_weight, valid)

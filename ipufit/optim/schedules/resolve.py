@@ -12,7 +12,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ipufit.errors import ConfigurationError
 from ipufit.optim.schedules import settings
-from ipufit.optim.schedules.schedule import Schedule, Scheduler, TorchSchedule, parts, silenced
+from ipufit.optim.schedules.schedule import (
+    Schedule,
+    Scheduler,
+    TorchSchedule,
+    parts,
+    silence_warnings,
+)
 
 __all__ = ["AtEpochEnd", "EveryBatches", "check_form", "resolve_schedule"]
 
@@ -216,7 +222,7 @@ def resolve_schedule(
         )
     restore = settings.keep(optimizer)
     try:
-        with silenced():
+        with silence_warnings():
             schedule = _schedule(lr_scheduler, optimizer, interval == "update")
         schedule.check_present()
     except BaseException:

@@ -45,7 +45,7 @@ _AT_ONCE = 1000  # updates whose settings are made together
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
+def silence_warnings() -> Iterator[None]:
     """Without the warnings that torch's schedulers give where no loop calls ``step``."""
     with warnings.catch_warnings():
         for text in _FALSE_WARNINGS:
@@ -102,7 +102,7 @@ class Schedule(abc.ABC):
         """
         snapshot = self.snapshot()
         try:
-            with silenced():
+            with silence_warnings():
                 return [
                     self._row(updates - 1 - i, snapshot, *accumulation_steps[i : i + 1])
                     for i in range(updates)
@@ -123,7 +123,7 @@ class Schedule(abc.ABC):
         """
         snapshot = self.snapshot()
         try:
-            with silenced():
+            with silence_warnings():
                 for i in range(updates):
                     place = i % len(epoch) if epoch else i
                     if not place:
@@ -144,7 +144,7 @@ class Schedule(abc.ABC):
         self._batches = 0
         if not self._per_update and not (self.epochs + 1) % self.frequency:
             advance = self._at_epoch_end(logs)
-            with silenced():
+            with silence_warnings():
                 self._move(advance, self.snapshot())
         self.epochs += 1
 

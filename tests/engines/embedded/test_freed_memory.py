@@ -72,7 +72,7 @@ model.fit(x, y, batch_size=8, verbose=0, callbacks=[LambdaCallback(on_train_batc
 AT_ONCE = (
     MALLINFO
     + """
-from ipufit.utils.malloc_policy import freed_at_once, keep_freed_memory
+from ipufit.utils.malloc_policy import free_at_once, keep_freed_memory
 
 def lies_apart():
     before = library.mallinfo2().hblks
@@ -83,7 +83,7 @@ def lies_apart():
 
 keep_freed_memory()
 try:
-    with freed_at_once():
+    with free_at_once():
         between = lies_apart()
         raise ValueError
 except ValueError:
@@ -182,7 +182,7 @@ def test_other_kernels_are_tried_outside_of_the_heap(monkeypatch):
         assert inside == [True]
         return disagreement(*args)
 
-    monkeypatch.setattr(select_kernels, "freed_at_once", noted)
+    monkeypatch.setattr(select_kernels, "free_at_once", noted)
     monkeypatch.setattr(select_kernels, "_disagreement", asked)
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 49, 3))
     model = ipufit.Model(net, engine="embedded")
@@ -195,7 +195,7 @@ def test_another_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(malloc_policy, "_glibc", lambda: None)
     malloc_policy.keep_freed_memory.cache_clear()
     assert not malloc_policy.keep_freed_memory()
-    with malloc_policy.freed_at_once():
+    with malloc_policy.free_at_once():
         pass
     malloc_policy.give_back_freed_memory()
     malloc_policy.keep_freed_memory.cache_clear()

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Sequence, Tuple, Union
 
-__all__ = ["NOT_MAPPED", "UNREAD", "BatchDim", "RefusalError", "State", "regrouped"]
+__all__ = ["NOT_MAPPED", "UNREAD", "BatchDim", "RefusalError", "State", "regroup"]
 
 
 class RefusalError(Exception):
@@ -52,9 +52,7 @@ NOT_MAPPED, UNREAD = Fixed(), Unread()
 State = Union[Fixed, Unread, BatchDim, Tuple["State", ...]]
 
 
-def regrouped(
-    along: BatchDim, before: Sequence[int], after: Sequence[int], samples: int
-) -> BatchDim:
+def regroup(along: BatchDim, before: Sequence[int], after: Sequence[int], samples: int) -> BatchDim:
     """Find the batch dimension after a view of another shape.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.logged_values import Entries, collecting
-from ipufit.core.outputs import handed_back
+from ipufit.core.outputs import drop_ignored_outputs
 from ipufit.core.precision import with_inputs_in
 from ipufit.core.train_config import Precision
 from ipufit.engines.embedded.batching.batch_dim import BatchDim, RefusalError, State
@@ -19,7 +19,7 @@ from ipufit.losses import Loss, LossTerm
 from ipufit.losses.batched import losses_together
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.grad_step import ModuleWithLoss, OutputShape, ReportedScalars
-from ipufit.tracing.node_meta import backward_marked
+from ipufit.tracing.node_meta import mark_backward_pass
 from ipufit.utils import tree
 from ipufit.utils.state import call_with
 
@@ -42,7 +42,7 @@ class _Net(ModuleWithLoss):
 
     def forward(self, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
         """The module's outputs, as far as they are handed back."""
-        return handed_back(self.net, self.net(*args, **kwargs))
+        return drop_ignored_outputs(self.net, self.net(*args, **kwargs))
 
 
 class Forward:
@@ -312,7 +312,7 @@ class BatchedGradStep:
         self, losses: Sequence[Tensor], shares: Sequence[Tensor], state: Dict[str, Tensor]
     ) -> List[Tensor]:
         weights = [state[name] for name in self._names[: self._trained]]
-        with backward_marked():
+        with mark_backward_pass():
             gradients = torch.autograd.grad(losses, weights, shares, allow_unused=True)
         by_name = {
             name: gradient for name, gradient in zip(self._names, gradients) if gradient is not None

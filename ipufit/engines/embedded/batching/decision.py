@@ -28,7 +28,7 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.losses import Loss
 from ipufit.tracing.capture import capture
 from ipufit.tracing.generators import Generators
-from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, OutputShape, attributes_kept
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, OutputShape, preserve_attributes
 from ipufit.tracing.graph_analysis import GraphSignature, peak_bytes
 from ipufit.tracing.validate import public_name
 
@@ -97,7 +97,7 @@ def decide(
     try:
         _check_request(spec, step, example, state)
         work = _Work(spec, step, example, recorded, names, state)
-        with warnings.catch_warnings(), attributes_kept(step), _python_numbers():
+        with warnings.catch_warnings(), preserve_attributes(step), _python_numbers():
             warnings.simplefilter("ignore")
             merged = work.merged(total, make)
     except RefusalError as refusal:

@@ -17,7 +17,7 @@ from ipufit.engines.embedded.batching.batch_dim import (
     BatchDim,
     RefusalError,
     State,
-    regrouped,
+    regroup,
 )
 from ipufit.tracing.graph_analysis import nodes_in, operator_name
 
@@ -186,7 +186,7 @@ def _broadcast(call: OperatorPair, nodes: Sequence[fx.Node]) -> BatchDim:
 def _view(call: OperatorPair) -> State:
     _, large = call.results
     before = call.large_shape(call.first)
-    return regrouped(call.along(call.first), before, large.shape, call.samples[1])
+    return regroup(call.along(call.first), before, large.shape, call.samples[1])
 
 
 @_rule("view.dtype")

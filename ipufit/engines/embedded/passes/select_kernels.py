@@ -19,7 +19,7 @@ from ipufit.engines.embedded.passes.simplify import (
     simplify,
 )
 from ipufit.engines.embedded.timing import fastest
-from ipufit.utils.malloc_policy import freed_at_once, give_back_freed_memory
+from ipufit.utils.malloc_policy import free_at_once, give_back_freed_memory
 from ipufit.utils.random_streams import isolated
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
         return plain
     chosen = Lowered(_ready(other), KERNELS, f"Runs {what}.", meeting)
     try:
-        with freed_at_once():
+        with free_at_once():
             away = _disagreement(plain.run, chosen.run, arguments)
         if away is not None:
             return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {away}.")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
     from ipufit.tracing.grad_step import ModuleWithLoss
 
-__all__ = ["DIVIDED", "OperatorProfiler", "thinned"]
+__all__ = ["DIVIDED", "OperatorProfiler", "thin_curve"]
 
 # Operator, module, direction, and bytes of values while it runs.
 Point = Tuple[str, str, str, int]
@@ -109,7 +109,7 @@ def _size(dtype: torch.dtype) -> int:
     return int(torch.empty(0, dtype=dtype).element_size())
 
 
-def thinned(points: Sequence[Point]) -> List[List[Any]]:
+def thin_curve(points: Sequence[Point]) -> List[List[Any]]:
     """A curve of at most so many points that its peak is still there."""
     each = -(-len(points) // _MOST) or 1
     parts = [points[begin : begin + each] for begin in range(0, len(points), each)]
@@ -337,7 +337,7 @@ class OperatorProfiler:
         peak = max(point[3] for point in points)
         return {
             "fixed": fixed,
-            "curve": thinned(points),
+            "curve": thin_curve(points),
             "peak": peak,
             "total": sum(fixed.values()) + peak,
         }

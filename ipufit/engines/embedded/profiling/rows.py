@@ -10,7 +10,7 @@ from torch import fx
 
 from ipufit.engines.embedded.passes.simplify import operator_called
 from ipufit.engines.embedded.profiling.profiling_interpreter import OpRecord
-from ipufit.tracing.node_meta import is_backward, recorded_as
+from ipufit.tracing.node_meta import is_backward, recorded_name
 from ipufit.tracing.source_map import LOSS, Origin, TracedCall
 
 __all__ = ["GRADIENTS", "OperatorSource", "places_of", "rows_of"]
@@ -117,14 +117,14 @@ def places_of(
     following = [len(order)] * len(nodes)
     for place in reversed(range(len(nodes) - 1)):
         following[place] = order.get(nodes[place + 1].name, following[place + 1])
-    as_recorded = {node.name: recorded_as(node) for node in recorded.graph.nodes}
+    as_recorded = {node.name: recorded_name(node) for node in recorded.graph.nodes}
     places: Dict[str, OperatorSource] = {}
     last, turned = -1, False
     for place, node in enumerate(nodes):
         if node.op != "call_function":
             last = order.get(node.name, last)
             continue
-        name = recorded_as(node)
+        name = recorded_name(node)
         if node.name in order:
             last = order[node.name]
         else:

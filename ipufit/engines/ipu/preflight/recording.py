@@ -82,7 +82,7 @@ def record(
     # Imported here: the engine builds on the facts.
     from ipufit.core.precision import with_inputs_in
     from ipufit.tracing.capture import capture
-    from ipufit.tracing.grad_step import ModuleWithLoss, attributes_kept
+    from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes
 
     step = ModuleWithLoss(module, loss)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -109,7 +109,7 @@ def record(
 
     values = [*(tensor.detach() for tensor in named.values()), *leaves]
     mode = (train_mode if is_training else eval_mode)(module, step.loss_module)
-    with isolated(device), mode, attributes_kept(step):
+    with isolated(device), mode, preserve_attributes(step):
         try:
             capture(run, values, whole_layers=False, rewrites_one_hot=False)
         except CaptureError as error:
