@@ -101,12 +101,12 @@ class Asynchronous(Callback):
             self._raise_error()
 
     def set_model(self, model: Any) -> None:
-        """For the callback as well."""
+        """Hand the model to the callback as well."""
         super().set_model(model)
         self.callback.set_model(model)
 
     def set_params(self, params: Dict[str, Any]) -> None:
-        """For the callback as well."""
+        """Hand the parameters of the run to the callback as well."""
         super().set_params(params)
         self.callback.set_params(params)
 
@@ -115,7 +115,7 @@ class Asynchronous(Callback):
         return self._now("state_dict")
 
     def load_state_dict(self, state: Any) -> None:
-        """For the callback."""
+        """Restore the callback's state, when nothing waits any more."""
         self._now("load_state_dict", state)
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
@@ -123,7 +123,7 @@ class Asynchronous(Callback):
         self._at_last("on_train_end", logs)
 
     def close(self) -> None:
-        """End the thread."""
+        """Close the callback when nothing waits any more, and end the thread."""
         try:
             self._at_last("close")
         finally:

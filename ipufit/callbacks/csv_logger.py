@@ -105,7 +105,7 @@ class CSVLogger(Callback):
         return csv.DictWriter(file, self._columns, restval=_ABSENT, delimiter=self.separator)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Write the row."""
+        """Write the row of the epoch, with new columns for new names."""
         row = {"epoch": epoch, **(logs or {})}
         new = sorted(name for name in row if name not in self._columns)
         if new:

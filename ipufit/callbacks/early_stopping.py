@@ -72,7 +72,7 @@ class EarlyStopping(Monitor):
         self._snapshot: Optional[WeightsCopy] = None
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Begin anew."""
+        """Forget the best value and the weights of an earlier fit."""
         super().on_train_begin(logs)
         self._forget()
 
@@ -84,7 +84,7 @@ class EarlyStopping(Monitor):
         return {**super().state_dict(), **progress, "weights": snapshot}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self.wait, self.best = int(state["wait"]), stored(state, "best", float)
         self.best_epoch = stored(state, "best_epoch", int)
@@ -113,7 +113,7 @@ class EarlyStopping(Monitor):
             self.model.stop_training = True
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """Put the best weights back."""
+        """Put the weights of the best epoch back, if they are to be restored."""
         if self.stopped_epoch is not None and self.verbose:
             say(
                 f"epoch {self.stopped_epoch + 1}: EarlyStopping ends training, {self.monitor} has "

@@ -89,7 +89,7 @@ class EpochMetrics:
         return {**losses, **{n: "max" if up else "min" for n, up in better.items()}}
 
     def reset(self) -> None:
-        """A new epoch."""
+        """Forget all values, before an epoch."""
         self._settle()
         self.samples = self.updates = self.skipped = 0
         self.by_update: Dict[str, List[float]] = {}
@@ -121,7 +121,7 @@ class EpochMetrics:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
         self.reset()
         self.samples, self.updates = int(state["samples"]), int(state["updates"])
         self.skipped, self.last_loss = int(state["skipped"]), float(state["last_loss"])

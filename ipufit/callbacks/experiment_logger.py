@@ -109,11 +109,11 @@ class ExperimentLogger(Callback):
         return params
 
     def state_dict(self) -> Any:
-        """How many updates there were."""
+        """Return how many updates there were over all fits."""
         return {"count": self._count.state_dict(), "earlier": self._earlier}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
         self._count.load_state_dict(state["count"])
         self._earlier = int(state["earlier"])
 
@@ -131,7 +131,7 @@ class ExperimentLogger(Callback):
             self._log("batch_{}", means(logs), epoch=self._count.epoch)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Log the epoch."""
+        """Log the epoch's values and learning rates."""
         values = dict(logs or {})
         log_rates(self.model.optimizer, values)
         self._log("{}", values, epoch=epoch)
@@ -142,7 +142,7 @@ class ExperimentLogger(Callback):
             self._log("evaluation_{}", logs or {})
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """Say how it ended."""
+        """Tell the tracker whether training succeeded or failed."""
         self._fits = False
         handled, self._handled = self._handled, None
         if self._tracker.end is not None:

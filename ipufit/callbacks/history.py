@@ -53,14 +53,14 @@ class History(Callback):
         """Without the model, a history can be copied and stored."""
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Forget an earlier fit."""
+        """Forget the values of an earlier fit."""
         self.history = {}
         self.epoch = []
         self.updates = {}
         self._places = {}
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Add the epoch's values."""
+        """Append the epoch's values to those of the epochs before."""
         self.append(epoch, logs or {})
 
     def append(self, epoch: int, logs: Mapping[str, float]) -> None:
@@ -76,7 +76,7 @@ class History(Callback):
             self.history.setdefault(name, []).append(number)
 
     def state_dict(self) -> Any:
-        """Everything but ``params``."""
+        """Return everything but ``params``."""
         return {
             "epoch": list(self.epoch),
             "history": {name: list(values) for name, values in self.history.items()},
@@ -85,7 +85,7 @@ class History(Callback):
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
         self.epoch = [int(epoch) for epoch in state["epoch"]]
         self.history = {str(n): [float(v) for v in vs] for n, vs in state["history"].items()}
         self.updates = {

@@ -54,7 +54,7 @@ class JSONLinesLogger(Callback):
         self._file.flush()
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Open the file."""
+        """Open the file, to append to it where it is to be kept."""
         path = log_file(self, self.filename)
         goes_on = self.append or self.params.get("resumes")
         self._file = open(path, "a" if goes_on else "w", encoding="utf-8")  # noqa: SIM115
@@ -86,11 +86,11 @@ class JSONLinesLogger(Callback):
             self._write("update", {} if logs is None else logs)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Write the epoch's line."""
+        """Write the line of the epoch."""
         self._write("epoch", {} if logs is None else logs)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, if it is open."""
         if self._file is not None:
             self._file.close()
             self._file = None

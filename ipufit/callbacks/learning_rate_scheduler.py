@@ -51,14 +51,14 @@ class LearningRateScheduler(Callback):
         return new
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Set the rate."""
+        """Set the learning rate of every parameter group for the epoch."""
         rates = set_rates(self.model.optimizer, lambda rate: self._rate(epoch, rate))
         if self.verbose:
             shown = ", ".join(f"{rate:g}" for rate in rates)
             say(f"epoch {epoch + 1}: LearningRateScheduler sets the learning rate to {shown}")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Log the rate."""
+        """Put the learning rates of the epoch into ``logs``."""
         if logs is not None:
             log_rates(self.model.optimizer, logs)
 

@@ -154,7 +154,7 @@ class ModelCheckpoint(Monitor):
         return {**super().state_dict(), **progress}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
             ValueError: it names files that this object can't have written, and must not remove.

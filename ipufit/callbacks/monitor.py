@@ -62,7 +62,7 @@ class Monitor(Callback):
         return {"was_there": self._was_there}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
         self._was_there = bool(state["was_there"])
 
     def _current(self, logs: Logs) -> Optional[float]:

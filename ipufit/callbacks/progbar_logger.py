@@ -139,7 +139,7 @@ class ProgbarLogger(Callback):
         self._line(f"epoch {epoch + 1}/{self.params['epochs']}", logs)
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """Leave no bar open."""
+        """Close a bar that an error or Ctrl-C left open."""
         self._training = False
         self._close()
 
@@ -160,7 +160,7 @@ class ProgbarLogger(Callback):
             self._line("evaluate", logs)
 
     def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
-        """Open a bar."""
+        """Open the bar of a prediction."""
         self._open("predict", self.params["updates"])
 
     def on_predict_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:

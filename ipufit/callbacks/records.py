@@ -18,7 +18,7 @@ def means(logs: Optional[Mapping[str, object]]) -> Dict[str, Any]:
 
 
 def as_json(record: Mapping[str, object]) -> str:
-    """One line of JSON.
+    """Return a record as one line of JSON, in which numbers that are not finite are texts.
 
     JSON has no numbers that are not finite; they become "NaN", "Infinity" and "-Infinity", which
     ``float`` reads.

@@ -70,7 +70,7 @@ class ReduceLROnPlateau(Monitor):
         self._cooling = 0
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Begin anew."""
+        """Forget the best value and the patience of an earlier fit."""
         super().on_train_begin(logs)
         self._forget()
 
@@ -80,7 +80,7 @@ class ReduceLROnPlateau(Monitor):
         return {**super().state_dict(), **progress}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self.best = stored(state, "best", float)
         self.wait, self._cooling = int(state["wait"]), int(state["cooling"])

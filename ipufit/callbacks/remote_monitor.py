@@ -59,11 +59,11 @@ class RemoteMonitor(Callback):
 
     @property
     def only_reports(self) -> bool:
-        """It only sends."""
+        """True, so that of several processes the first one alone sends."""
         return True
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Send the epoch."""
+        """Send the epoch's values, and warn where that fails."""
         text = as_json({"epoch": epoch, **(logs or {})})
         headers: Dict[str, str] = {}
         if self.send_as_json:

@@ -86,7 +86,7 @@ class ObservedSession(CompiledModule, Protocol):
 
     @property
     def processes(self) -> Processes:
-        """The processes that work together."""
+        """The processes that train together."""
         ...
 
     @property

@@ -38,7 +38,7 @@ class SwapEMAWeights(Callback):
             self._swapped = averaged
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Train the trained weights."""
+        """Put the trained weights back before the epoch trains them."""
         self._swap(False)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
@@ -47,11 +47,11 @@ class SwapEMAWeights(Callback):
             self._swap(True)
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """Hand the trained weights back."""
+        """Put the trained weights back into the module."""
         self._swap(False)
 
     def on_test_begin(self, logs: Optional[Logs] = None) -> None:
-        """Evaluate the average."""
+        """Put the averaged weights into the module for the evaluation."""
         self._swap(True)
 
     def on_test_end(self, logs: Optional[Logs] = None) -> None:
@@ -59,7 +59,7 @@ class SwapEMAWeights(Callback):
         self._swap(False)
 
     def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
-        """Predict with the average."""
+        """Put the averaged weights into the module for the prediction."""
         self._swap(True)
 
     def on_predict_end(self, logs: Optional[Logs] = None) -> None:

@@ -68,15 +68,15 @@ class TensorBoard(Callback):
         self._writers[part].flush()
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Count from here."""
+        """Count the updates of a new fit from zero."""
         self._count = UpdateCount()
 
     def state_dict(self) -> Any:
-        """How many updates there were."""
+        """Return how many updates this fit, and all fits so far, have made."""
         return {"count": self._count.state_dict(), "seen": self._updates_seen}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
         self._count.load_state_dict(state["count"])
         self._updates_seen = int(state["seen"])
 
@@ -93,7 +93,7 @@ class TensorBoard(Callback):
             self._write("train", "batch_{}", means(logs), self._count.done)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Write the epoch."""
+        """Write the epoch's values, and histograms of the weights where it is their turn."""
         train: Dict[str, float] = {}
         held_out: Dict[str, float] = {}
         for name, value in (logs or {}).items():
@@ -109,12 +109,12 @@ class TensorBoard(Callback):
                 self._writers["train"].add_histogram(f"{name}/histogram", values, epoch)
 
     def on_test_end(self, logs: Optional[Logs] = None) -> None:
-        """Write the evaluation."""
+        """Write the values of an evaluation at the number of updates made so far."""
         pattern = "evaluation_{}_vs_iterations"
         self._write("validation", pattern, logs or {}, self._updates_seen)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files of training and validation."""
         writers, self._writers = self._writers, {}
         for writer in writers.values():
             writer.close()

@@ -78,45 +78,45 @@ class Timer(Callback):
                 say(f"Timer ends training after {self.time_elapsed():.1f} s")
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Start the clock."""
+        """Start the clock of training."""
         self._spent["validate"] = 0.0
         self._begin("train")
 
     def state_dict(self) -> Any:
-        """The seconds spent."""
+        """Return the seconds spent so far in each stage."""
         return {stage: self.time_elapsed(stage) for stage in ("train", "validate")}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on counting from there."""
+        """Go on counting from the seconds that :meth:`state_dict` returned."""
         for stage in ("train", "validate"):
             self._spent[stage] = float(state[stage])
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Is the time up?"""
+        """End training if the time is up."""
         self._look()
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Validation takes time too."""
+        """End training if the validation has used up the time."""
         self._look()
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """Stop the clock."""
+        """Stop the clock of training."""
         self._end("train")
 
     def on_test_begin(self, logs: Optional[Logs] = None) -> None:
-        """Start the clock."""
+        """Start the clock of evaluation."""
         self._begin("validate" if "train" in self._since else "evaluate")
 
     def on_test_end(self, logs: Optional[Logs] = None) -> None:
-        """Stop the clock."""
+        """Stop the clock of evaluation."""
         self._end("validate" if "train" in self._since else "evaluate")
 
     def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
-        """Start the clock."""
+        """Start the clock of prediction."""
         self._begin("predict")
 
     def on_predict_end(self, logs: Optional[Logs] = None) -> None:
-        """Stop the clock."""
+        """Stop the clock of prediction."""
         self._end("predict")
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ class UpdateCount:
         return {"epoch": self.epoch, "done": self.done, "before": self._before}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
         self.epoch, self.done = int(state["epoch"]), int(state["done"])
         self._before = int(state["before"])
 

@@ -132,7 +132,7 @@ class ConfigurationChange:
 
     @property
     def place(self) -> Tuple[str, str, str]:
-        """All but the values."""
+        """What changed, without the two values."""
         return self.name, self.part, self.of
 
 

@@ -85,7 +85,7 @@ class Files:
             raise UnfitError("the checkpoint is no folder, or a link to one")
 
     def size_of(self, path: str) -> int:
-        """Bytes of a regular file."""
+        """Return the size of a regular file in bytes."""
         return _size(os.lstat(path))
 
     def read_bytes(self, path: str, most: int) -> bytes:

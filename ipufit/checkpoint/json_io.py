@@ -18,7 +18,7 @@ _TOKENS = re.compile(rb'\\.|["\[\]{}]', re.DOTALL)
 
 
 def dump(document: object, most: int) -> bytes:
-    """The text of a document.
+    """Return a document as the text of a JSON file.
 
     Raises:
         UnfitError: it is not plain JSON, or could not be read back.

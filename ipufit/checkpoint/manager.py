@@ -254,7 +254,7 @@ class CheckpointManager(Observer):
         return name_of(self._done()) + ("" if in_epoch else "-epoch")
 
     def _done(self) -> int:
-        """Updates of the run."""
+        """Updates made since the run began, those before a restart included."""
         first: int = self.run["first_update"]
         return self._fit.job.program.updates - first
 

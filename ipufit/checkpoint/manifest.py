@@ -52,7 +52,7 @@ def check_group(group: str) -> None:
 
 
 def write_manifest(entries: Mapping[str, ManifestEntry]) -> bytes:
-    """The text of a manifest."""
+    """Return the text of a manifest with the size and digest of each file."""
     files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in entries.items()}
     if len(files) > _MOST_FILES:
         raise UnfitError(

@@ -46,7 +46,7 @@ class Store:
     def write(
         self, name: str, document: Dict[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]
     ) -> str:
-        """Write a checkpoint.
+        """Write a checkpoint, which is complete or absent.
 
         Args:
             name: a new one: :func:`name_of` and perhaps a suffix such as "-last".
@@ -242,7 +242,7 @@ class Store:
             ) from error
 
     def rotate(self, keep: int, also: Iterable[str] = ()) -> List[str]:
-        """Remove old checkpoints.
+        """Remove the checkpoints that are not to be kept.
 
         Args:
             keep: how many of the newest stay, damaged ones counted.

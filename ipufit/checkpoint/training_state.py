@@ -115,7 +115,7 @@ def _apart(processes: Processes, tree: Mapping[str, Any]) -> List[Dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class RestoredState:
-    """A checkpoint that was read.
+    """A checkpoint that was read and checked, for a fit that goes on from it.
 
     Attributes:
         name: of the checkpoint.
@@ -131,7 +131,7 @@ class RestoredState:
 
     @staticmethod
     def of(store: Store, name: str) -> RestoredState:
-        """Read one.
+        """Read and check a checkpoint.
 
         Raises:
             CheckpointError: it can't be read, or is no checkpoint of a training run.
@@ -186,7 +186,7 @@ class RestoredState:
 
     @property
     def seed(self) -> int:
-        """The seed of the run."""
+        """The seed with which the run began."""
         seed: int = self.document["seed"]
         return seed
 
@@ -260,7 +260,7 @@ class RestoredState:
 
     @property
     def done(self) -> int:
-        """Updates of the run."""
+        """Updates that the run had made when the checkpoint was written."""
         done: int = self.document["updates"] - self.run["first_update"]
         return done
 

@@ -136,7 +136,7 @@ class _Given(importlib.abc.Loader):
         self._own = module.__spec__
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """Return the module of ipufit."""
+        """Return the module of ipufit that stands for the imported one."""
         return self._module
 
     def exec_module(self, module: types.ModuleType) -> None:

@@ -39,7 +39,7 @@ class IPUAccelerator(part("accelerators").Accelerator):  # type: ignore[misc]
         """Do nothing: there is nothing to free."""
 
     def get_device_stats(self, device: object) -> Dict[str, Any]:
-        """Return no statistics."""
+        """Return an empty dict: an IPU has no statistics to monitor."""
         return {}
 
     @staticmethod

@@ -83,7 +83,7 @@ class Executions:
 
 
 class ExecutionSize(NamedTuple):
-    """Batch algebra of an execution."""
+    """Counts of replicas, device iterations and accumulation, of which an execution is made."""
 
     replicas: int
     device_iterations: int
@@ -91,13 +91,13 @@ class ExecutionSize(NamedTuple):
 
     @property
     def micro_batches(self) -> int:
-        """So many it takes."""
+        """Number of micro-batches in an execution."""
         return self.replicas * self.device_iterations * self.accumulation
 
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """Result of an execution.
+    """Outputs and losses of an execution.
 
     Attributes:
         samples: how many it had.
@@ -113,7 +113,7 @@ class Done:
 
     @staticmethod
     def of(anchors: ExecutionResult, combined: CombinedBatch) -> Done:
-        """From what a program tells."""
+        """Make one from what a program returned."""
         sizes = [micro_batch.size for micro_batch in combined.micro_batches]
         logged = {}
         for name, rule in anchors.rules.items():

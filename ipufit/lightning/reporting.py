@@ -48,7 +48,7 @@ class TrainingReport:
 
     @property
     def clock(self) -> NoClock:
-        """Counts seconds by phase."""
+        """The clock that counts the seconds of the run by phase."""
         return self._recorder.clock
 
     def begin(
@@ -78,7 +78,7 @@ class TrainingReport:
         self._recorder.begin(Measurement(program, plan, meter, first), self._history, self._updates)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch."""
+        """Forget the values of the epoch before, and begin to time executions."""
         assert self._meter is not None
         self._meter.reset()
         self._epoch = epoch
@@ -99,7 +99,7 @@ class TrainingReport:
             self._recorder.end_executions()
 
     def end_epoch(self, metrics: Mapping[str, Any]) -> None:
-        """End an epoch.
+        """Write down the values of an epoch.
 
         Args:
             metrics: ``callback_metrics`` of the Trainer.

@@ -146,7 +146,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         self._programs = Programs(self._ours, self._report_folder)
 
     def setup(self, trainer: Any) -> None:
-        """Compile for this run.
+        """Compile the LightningModule for this run of the Trainer.
 
         Raises:
             ConfigurationError: the Trainer or the module asks for what can't be honoured.
@@ -258,7 +258,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         return self._works[role_of(mode)]
 
     def process_dataloader(self, dataloader: object) -> Executions:
-        """Batches for whole executions."""
+        """Wrap a loader so that it yields the batches of whole executions."""
         trains = self._trainer.state.stage == "train"
         mode = Mode.TRAIN if trains else Mode.EVALUATE
         count = self._work(mode).micro_batches
@@ -267,7 +267,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         return Executions(dataloader, count, lambda: self._running.clock)
 
     def batch_to_device(self, batch: object, device: object = None, dataloader_idx: int = 0) -> Any:
-        """Nothing: the engine does."""
+        """Return the batch as it is: the engine copies it to the device."""
         return batch
 
     @property
@@ -307,11 +307,11 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
     # Inference
 
     def validation_step(self, batch: ExecutionBatches, *_: object) -> None:
-        """One execution of the validation."""
+        """Run one execution of the validation."""
         self._inferred(batch, "validation", Mode.EVALUATE)
 
     def test_step(self, batch: ExecutionBatches, *_: object) -> None:
-        """One execution of the test."""
+        """Run one execution of the test."""
         self._inferred(batch, "test", Mode.EVALUATE)
 
     def predict_step(self, batch: ExecutionBatches, *_: object) -> Any:
@@ -327,7 +327,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         return outputs
 
     def on_validation_start(self) -> None:
-        """Time goes to validation."""
+        """Count the time from here on as validation."""
         self._running.begin_validation()
         self._in_validation.enter_context(self._running.clock.during("validation"))
 
@@ -361,7 +361,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
     # Checkpoints
 
     def optimizer_state(self, optimizer: object) -> Dict[str, Any]:
-        """Up to date."""
+        """Return the optimizer's state after the device has written it back."""
         self._running.publish()
         state: Dict[str, Any] = super().optimizer_state(optimizer)
         return state
@@ -369,7 +369,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
     def load_checkpoint(
         self, checkpoint_path: object, *args: object, **options: object
     ) -> Dict[str, Any]:
-        """Weights for an evaluation.
+        """Load the weights of a checkpoint for an evaluation.
 
         Raises:
             ConfigurationError: training would go on without the schedule's place.
@@ -385,7 +385,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make the name known."""
+        """Register the strategy with Lightning by its name."""
         strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
 
 

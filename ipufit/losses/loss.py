@@ -67,7 +67,7 @@ class Loss:
     def __call__(
         self, prediction: object, target: object, sample_weight: object = None
     ) -> LossTerm:
-        """The loss of one micro-batch.
+        """Return the loss of one micro-batch.
 
         Args:
             prediction: what the user's module returned; a named loss takes one tensor.

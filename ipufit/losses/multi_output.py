@@ -36,7 +36,7 @@ class OutputLoss:
 
     @property
     def name(self) -> str:
-        """Under which it is logged."""
+        """The name under which the loss of the output is logged."""
         return f"{label(self.key)}_loss"
 
 

@@ -111,7 +111,7 @@ def _check_options(loss: Loss) -> None:
 
 
 def _one(loss: object) -> Loss:
-    """One loss, options aside."""
+    """Bring one loss into normal form, its options aside."""
     if loss is None:
         return Loss("the module's own loss", in_module=True)
     if isinstance(loss, WholeBatch):

@@ -33,7 +33,7 @@ class LabelRange:
 
 @dataclasses.dataclass(frozen=True)
 class LossTerm:
-    """The loss of one micro-batch.
+    """The loss of one micro-batch, with what it is a mean over.
 
     Attributes:
         value: shape (), differentiable: the mean over the micro-batch, which is optimised.

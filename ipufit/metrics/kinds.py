@@ -67,7 +67,7 @@ class Metric(Protocol):
         ...
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
         ...
 
     def merge_states(self, states: Sequence[object]) -> Any:
@@ -140,19 +140,19 @@ class Mean:
         self._count = 0.0
 
     def state_dict(self) -> Any:
-        """Sum and count."""
+        """Return sum and count."""
         return {"total": self._total, "count": self._count}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
         self._total, self._count = float(state["total"]), float(state["count"])
 
     def merge_states(self, states: Sequence[Any]) -> Any:
-        """Sum and count of all."""
+        """Add up sums and counts of several processes."""
         return {name: math.fsum(state[name] for state in states) for name in ("total", "count")}
 
     def check_joined(self, processes: int) -> None:
-        """Sums can always be added."""
+        """Accept any number of processes: sums can be added."""
 
     @torch.no_grad()
     def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
@@ -235,7 +235,7 @@ class TorchMetricAdapter:
         return {"seen": self._seen, "metric": stored(self._metric, self.name)}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
         self._seen = bool(state["seen"])
         restore(self._metric, state["metric"])
 
@@ -322,7 +322,7 @@ class OutputMetric:
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
         self._inner.load_state_dict(state)
 
     def merge_states(self, states: Sequence[object]) -> Any:

@@ -121,7 +121,7 @@ class MetricSet:
         return tuple(name for metric in self._metrics for name in metric.names)
 
     def by_name(self) -> Dict[str, Metric]:
-        """Each metric, by its names."""
+        """The metrics by their names, those of one metric separated by commas."""
         return {", ".join(metric.names): metric for metric in self._metrics}
 
     @property
@@ -191,7 +191,7 @@ class MetricSet:
         return True
 
     def _catch_up(self) -> None:
-        """Add what has been waiting."""
+        """Add the micro-batches that wait."""
         one = self._waiting.pop_all()
         if one is not None:
             self._update([metric for metric in self._metrics if metric.counts], one)
@@ -267,7 +267,7 @@ class MetricSet:
         return [metric.state_dict() for metric in self._metrics]
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
-        """Go on from there."""
+        """Restore what :meth:`state_dict` returned."""
         self._waiting.forget()
         for metric, metric_state in zip(self._metrics, state):
             metric.load_state_dict(metric_state)
@@ -317,7 +317,7 @@ def _copy(leaf: object) -> Any:
 
 
 def _versions(tensors: Sequence[Tensor]) -> List[int]:
-    """Counters of in-place changes."""
+    """Count the in-place changes of each tensor, by torch's version counters."""
     return [tensor._version for tensor in tensors]
 
 

@@ -163,7 +163,7 @@ class PendingReduceScatter:
         self._works.start(distributed.all_to_all_single, *texts, here, there, like=whole)
 
     def end(self) -> None:
-        """Wait for the sum."""
+        """Wait until the sums have arrived."""
         self._works.wait()
         rows = self._received.view(-1, len(self.result)) if len(self.result) else None
         if rows is not None:

@@ -42,7 +42,7 @@ class PeerFault:
 
 @dataclasses.dataclass(frozen=True)
 class FaultFinder:
-    """Finds the fault.
+    """Finds out which process is at fault when a collective fails.
 
     Attributes:
         num_processes: how many there are.
@@ -175,7 +175,7 @@ class Connection:
         self._same = ForkGuard()
 
     def connect(self) -> None:
-        """Join torch.distributed, once.
+        """Join torch.distributed, if that has not been done yet.
 
         Raises:
             ProcessError: another process did not come, or this one has left.
@@ -220,7 +220,7 @@ class Connection:
         return PendingWork(self)
 
     def wait(self, works: Sequence[Tuple[Any, bool]]) -> None:
-        """Wait until collectives are done.
+        """Wait until the collectives are done, or a process is known to be at fault.
 
         Args:
             works: each with whether its tensors are on the host.
@@ -435,7 +435,7 @@ class PendingWork:
         self._connection.pending += 1
 
     def wait(self) -> None:
-        """Wait until all are done.
+        """Wait until the collectives are done, or a process is known to be at fault.
 
         Raises:
             ProcessError: another process failed, has gone or did not come.

@@ -91,7 +91,7 @@ class Processes:
         return self.process_id == 0
 
     def describe(self) -> str:
-        """One line for reports."""
+        """Return one line about the process and its group, for reports."""
         if not self.is_distributed:
             return "One process."
         return (

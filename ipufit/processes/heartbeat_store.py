@@ -89,7 +89,7 @@ class HeartbeatStore:
         return self._ask(make)
 
     def absent(self) -> List[int]:
-        """Processes that have not arrived."""
+        """Return the ranks of the processes that have not arrived."""
         return self._ask(lambda: [each for each in self._all if not self._count(f"here/{each}")])
 
     def sizes(self) -> Tuple[int, int]:

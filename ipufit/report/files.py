@@ -95,7 +95,7 @@ def plain(value: object) -> Any:
 
 
 def append_rows(path: str, numbers: array[float]) -> None:
-    """Append rows to the file."""
+    """Append rows of executions to a report's file."""
     with open(path, "ab") as file:
         file.write(_little(numbers).tobytes())
 
@@ -117,7 +117,7 @@ def _little(numbers: array[float]) -> array[float]:
 
 
 def read_facts(folder: str) -> Dict[str, Any]:
-    """Read ``run.json`` of a folder.
+    """Read ``run.json`` of a report's folder.
 
     Raises:
         ConfigurationError: there is none, or it is something else.

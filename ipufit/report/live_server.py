@@ -184,7 +184,7 @@ class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Answers one request."""
+    """Answers one request of a browser that watches the report."""
 
     server: Server
     server_version, sys_version = "ipufit", ""

@@ -157,7 +157,7 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         self.predict_nonlinearity = predict_nonlinearity
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> IpufitClassifier:
-        """Train a new module.
+        """Train a new module on samples and their labels.
 
         Args:
             X: shape (samples, features, ...).
@@ -300,7 +300,7 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         self._start(x, 1 if self._head.is_binary else len(classes))
 
     def _learn(self, x: Any, y: Any, sample_weight: Any, epochs: int) -> None:
-        """Train on labels."""
+        """Train the module for some epochs on labels."""
         unknown = ~np.isin(y, self.classes_)
         if unknown.any():
             raise ValueError(

@@ -243,7 +243,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         return np.dtype(self.dtype)
 
     def _weights(self, sample_weight: object, x: object) -> Any:
-        """Shape (samples,), or None."""
+        """Return the checked weights of samples, shape (samples,), or None."""
         if sample_weight is None:
             return None
         return _check_sample_weight(sample_weight, x, dtype=self._dtype or np.float32)

@@ -94,7 +94,7 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         )
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> IpufitRegressor:
-        """Train a new module.
+        """Train a new module on samples and their numbers.
 
         Args:
             X: shape (samples, features, ...).
@@ -162,7 +162,7 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         self._start(x, _columns(y))
 
     def _learn(self, x: Any, y: Any, sample_weight: Any, epochs: int) -> None:
-        """Train on numbers."""
+        """Train the module for some epochs on numbers."""
         columns = y[:, None] if y.ndim == 1 else y
         target = columns if self._dtype is None else np.asarray(columns, self._dtype)
         self._train(x, target, self._weights(sample_weight, x), epochs)

@@ -117,7 +117,7 @@ class PythonSnapshot:
         return changes
 
     def restore(self) -> None:
-        """Restore all values."""
+        """Set all attributes, globals and generators to the values that they had."""
         for _, tensor, _, value in self._tensors.values():
             if not same_values(tensor, value):
                 with torch.no_grad():

@@ -121,7 +121,7 @@ def _shown(finding: Finding) -> str:
 
 
 class Findings:
-    """Collects findings, each place once.
+    """Collects findings: of each kind, one for a line of the user's.
 
     Args:
         caller: the line that stands for what has none of its own.

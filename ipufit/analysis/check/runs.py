@@ -28,7 +28,7 @@ __all__ = ["CheckRun", "ModuleUnderTest"]
 
 @dataclasses.dataclass
 class CheckRun:
-    """Result of one run.
+    """What one run of the module under test left behind.
 
     Attributes:
         operations: the program.

@@ -57,7 +57,7 @@ class CheckSuite:
         self._is_training = is_training
 
     def run(self) -> Optional[Sequence[str]]:
-        """Make all runs.
+        """Run the module in all the ways that find something, and collect the findings.
 
         Returns:
             Names of the parameters that a gradient reaches; None where that is not known.

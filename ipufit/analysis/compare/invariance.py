@@ -110,7 +110,7 @@ class _Result:
 
 
 class _Trial:
-    """Trains copies of the module.
+    """Trains copies of the module with one setting.
 
     Args:
         session: of the model; it stays as it is.

@@ -151,7 +151,7 @@ class RangeTest(Callback):
         self.done = self._diverged or len(self._losses) >= len(self._rates)
 
     def result(self, blew_up: bool) -> LearningRates:
-        """Return the losses so far.
+        """Return the learning rates so far with their losses.
 
         Args:
             blew_up: whether the loss became infinite or NaN.

@@ -121,7 +121,7 @@ class ModuleMetrics:
         self._late = []
 
     def finish(self) -> None:
-        """End training or an evaluation."""
+        """Reset the metrics at the end of training or an evaluation."""
         for role in self._known:
             self.reset(role)
 
@@ -260,7 +260,7 @@ class StepMetrics:
 
     @names.setter
     def names(self, names: Tuple[str, ...]) -> None:
-        """They are known."""
+        """Ignore names from outside: they follow from what the step has logged."""
 
     def fresh(self) -> StepMetrics:
         """Return the metrics of the present role or, if this has a role, a copy without state."""
@@ -312,7 +312,7 @@ class StepMetrics:
         return {path: stored(metric, path) for path, metric in self._objects.items()}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from a state."""
+        """Restore what :meth:`state_dict` returned."""
         for path, metric in self._objects.items():
             if path in state:
                 restore(metric, state[path])

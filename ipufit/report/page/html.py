@@ -67,7 +67,7 @@ def data(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of a table.
+    """A column's heading in a table of the page, and how its cells are set and sorted.
 
     Attributes:
         title: text of its head.

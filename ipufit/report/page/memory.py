@@ -29,7 +29,7 @@ _POINTS = 400
 
 
 def memory(run: Run) -> Section:
-    """Make the section."""
+    """Make the section about memory."""
     charts: List[Chart] = []
     body: List[Optional[Html]] = []
     for title, part in (

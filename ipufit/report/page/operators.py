@@ -48,7 +48,7 @@ class OperatorTotals:
     bytes: float = 0.0
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add an operator."""
+        """Add the numbers of one operator."""
         for field in dataclasses.fields(self):
             value = texts.real(row.get(field.name))
             if value == value:

@@ -41,7 +41,7 @@ def used_phases(seconds: Mapping[str, object]) -> List[str]:
 
 
 def phases(run: Run) -> Section:
-    """Make the section."""
+    """Make the section about where the time of a run goes."""
     facts = run.facts
     why = lacking(facts, "phases")
     if why is not None:

@@ -26,7 +26,7 @@ def stage_title(number: int, stage: Mapping[str, object]) -> str:
 
 
 def pipeline(facts: Mapping[str, Any]) -> Section:
-    """Make the section."""
+    """Make the section about the stages of a pipeline."""
     title = "Pipeline"
     why = lacking(facts, "plan")
     if why is not None:

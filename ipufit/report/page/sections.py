@@ -56,7 +56,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A picture in plain values.
+    """A chart as plain values, from which a script draws it.
 
     Attributes:
         name: of its element.
@@ -164,7 +164,7 @@ def thinned(
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the page.
+    """A part of the page with a heading.
 
     Attributes:
         anchor: its address in the page.

@@ -136,7 +136,7 @@ def _param_text(value: object) -> str:
 
 
 def summary(run: Run) -> Section:
-    """Make the first section."""
+    """Make the section that sums the run up."""
     facts = run.facts
     body: List[Html] = [pairs(headline(run), "headline")]
     if facts.get("error"):

@@ -84,7 +84,7 @@ def size(value: Any) -> str:
 
 
 def work(value: object) -> str:
-    """Format a number of FLOPs.
+    """Format a number of floating-point operations.
 
     >>> work(1500), work(None)
     ('1.5 k', '–')
@@ -107,7 +107,7 @@ def rate(value: object, unit: str) -> str:
 
 
 def speed(value: object) -> str:
-    """Format samples per second.
+    """Format a number of samples per second.
 
     >>> speed(23833.4), speed(12.34), speed(None)
     ('23,833', '12.3', '–')

@@ -90,7 +90,7 @@ def execute_on_instances(
 
 
 def __getattr__(name: str) -> object:
-    """Say where everything else is.
+    """Refuse every other name of popdist, and say where its like is.
 
     Raises:
         AttributeError: always.
