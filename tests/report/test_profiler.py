@@ -18,13 +18,14 @@ from ipufit.report.files import FACTS, TORCH_TRACE
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 
 
-def fit(report, epochs=2, **options):
+def fit(report, epochs=2, callbacks=(), **options):
     """A model trained in four executions an epoch."""
     torch.manual_seed(0)
     model = ipufit.Model(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
     model.compile("sgd", "mse")
     data = torch.ones(16, 3), torch.ones(16, 2)
-    model.fit(*data, batch_size=4, epochs=epochs, callbacks=report, verbose=0, **options)
+    callbacks = [*callbacks, *([report] if report else [])]
+    model.fit(*data, batch_size=4, epochs=epochs, callbacks=callbacks, verbose=0, **options)
     return model
 
 
