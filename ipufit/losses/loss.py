@@ -55,6 +55,11 @@ class Loss:
     order: ArgumentOrder = PREDICTION_FIRST
 
     @property
+    def functions(self) -> Tuple[Callable[..., Any], ...]:
+        """Functions and objects of the user's that the loss calls; modules left out."""
+        return () if self.function is None else (self.function,)
+
+    @property
     def part_names(self) -> Tuple[str, ...]:
         """The keys of ``LossTerm.parts``; () of one loss."""
         return ()

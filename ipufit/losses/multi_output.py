@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 
@@ -51,6 +51,11 @@ class SeveralLosses(Loss):
 
     parts: Tuple[OutputLoss, ...] = ()
     positions: Optional[int] = None
+
+    @property
+    def functions(self) -> Tuple[Callable[..., Any], ...]:
+        """Functions and objects of the user's that the losses call; modules left out."""
+        return tuple(function for part in self.parts for function in part.loss.functions)
 
     @property
     def part_names(self) -> Tuple[str, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from ipufit.tracing.ipu_only import PopTorchError
+
 __all__ = ["Error", "error"]
 
 
-class Error(Exception):
+class Error(PopTorchError):
     """Anything that compiling or running a model refuses.
 
     Attributes:
@@ -16,8 +18,6 @@ class Error(Exception):
 
     # PopTorch has the class there, and files name it so.
     __module__ = "ipufit.poptorch.poptorch_core"
-    # Whether it is about what nothing but an IPU can do, for :mod:`ipufit.analysis.check`.
-    _is_only_on_ipus = False
 
     def __init__(self, message: str = "", type: str = "poptorch_py_error", location: str = ""):
         where = f"\nRaised in:\n{location}" if location else ""

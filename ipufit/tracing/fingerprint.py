@@ -26,9 +26,9 @@ from ipufit.utils.console import warn_user
 __all__ = [
     "CodeReader",
     "FrozenValues",
+    "StepModule",
     "called_objects",
     "fingerprint",
-    "loss_functions",
     "note_writes",
 ]
 
@@ -40,11 +40,25 @@ _ENTRIES = ("forward", "__call__", "training_step", "validation_step", "test_ste
 _DEPTH_OF_VALUES = 4
 
 
+class StepModule(nn.Module):
+    """The user's module and the loss as one module, as far as code and values in it are read.
+
+    Attributes:
+        net: the user's module.
+        called: objects that the loss calls, which have attributes and are no modules.
+        functions: what the loss calls that is no module.
+    """
+
+    net: nn.Module
+    called: Tuple[object, ...] = ()
+    functions: Tuple[Callable[..., Any], ...] = ()
+
+
 class CodeReader:
     """Values that code can read, found by the names in it.
 
     Args:
-        step: a module; the functions that a loss of its own calls are in ``step.functions``.
+        step: the user's module with the loss.
 
     Attributes:
         values: plain values, containers of them, arrays and tensors, each behind a title for people
@@ -53,7 +67,7 @@ class CodeReader:
         names: all names in the code, those of attributes included, and texts that may be some.
     """
 
-    def __init__(self, step: nn.Module) -> None:
+    def __init__(self, step: StepModule) -> None:
         self.values: List[Tuple[str, object]] = []
         self.generators: List[Tuple[str, object]] = []
         self.names: Set[str] = set()
@@ -71,7 +85,7 @@ class CodeReader:
             for hooks in ("_forward_hooks", "_forward_pre_hooks"):
                 for hook in vars(part).get(hooks, {}).values():
                     self._read(hook)
-        for function in getattr(step, "functions", ()):
+        for function in step.functions:
             self._read(function)
 
     def _read(self, value: object, kind: Optional[type] = None) -> None:
@@ -204,7 +218,7 @@ _DEPTH_OF_OBJECTS = 6
 _LARGEST_ARRAY = 2**20
 
 
-def fingerprint(module: nn.Module) -> Tuple[Tuple[object, ...], Tuple[object, ...]]:
+def fingerprint(module: StepModule) -> Tuple[Tuple[object, ...], Tuple[object, ...]]:
     """The attributes of a module and all below it, such as a dropout's rate or train mode.
 
     Hooks on parameters count too, the objects that the loss of a step module calls, and what the
@@ -222,7 +236,7 @@ def fingerprint(module: nn.Module) -> Tuple[Tuple[object, ...], Tuple[object, ..
     for name, part in module.named_modules():
         attributes = {key: value for key, value in vars(part).items() if key not in _MEMBERS}
         parts.append((name, type(part), _freeze(attributes, _DEPTH_OF_OBJECTS, referents)))
-    for called in getattr(module, "called", ()):
+    for called in module.called:
         referents.append(called)
         parts.append((id(called), _own_values(called, referents)))
     for name, parameter in module.named_parameters():
@@ -237,7 +251,7 @@ _WRITTEN: weakref.WeakKeyDictionary[nn.Module, Set[str]] = weakref.WeakKeyDictio
 
 
 @contextlib.contextmanager
-def note_writes(step: nn.Module) -> Iterator[None]:
+def note_writes(step: StepModule) -> Iterator[None]:
     """Note what a recording in the block writes to globals and classes, such as a count of calls.
 
     From then on it is part of no fingerprint: each recording would call for another one.
@@ -251,10 +265,10 @@ def note_writes(step: nn.Module) -> Iterator[None]:
     after = _values_read(step, referents)
     written = {key[0] for key, value in before.items() if after.get(key) != value}
     if written:
-        _WRITTEN.setdefault(step.get_submodule("net"), set()).update(written)
+        _WRITTEN.setdefault(step.net, set()).update(written)
 
 
-def _values_read(step: nn.Module, referents: List[object]) -> Dict[Tuple[str, int], object]:
+def _values_read(step: StepModule, referents: List[object]) -> Dict[Tuple[str, int], object]:
     """Return the values that code reads and does not write, frozen, by title and place."""
     return {
         (title, place): _freeze(value, _DEPTH_OF_OBJECTS, referents)
@@ -262,15 +276,9 @@ def _values_read(step: nn.Module, referents: List[object]) -> Dict[Tuple[str, in
     }
 
 
-def _read_only(step: nn.Module, reader: CodeReader) -> List[Tuple[str, object]]:
-    written = _WRITTEN.get(step.get_submodule("net"), ())
+def _read_only(step: StepModule, reader: CodeReader) -> List[Tuple[str, object]]:
+    written = _WRITTEN.get(step.net, ())
     return [(title, value) for title, value in reader.values if title not in written]
-
-
-def loss_functions(loss: Optional[Loss]) -> Tuple[Callable[..., Any], ...]:
-    """Functions and objects of the user's that a loss calls; modules left out."""
-    parts = [] if loss is None else [loss, *(part.loss for part in getattr(loss, "parts", ()))]
-    return tuple(part.function for part in parts if part.function is not None)
 
 
 def called_objects(loss: Optional[Loss]) -> Tuple[object, ...]:
@@ -279,7 +287,8 @@ def called_objects(loss: Optional[Loss]) -> Tuple[object, ...]:
     Their attributes, such as the weight of a penalty, are frozen into a recording like those of a
     module.
     """
-    return tuple(owner for function in loss_functions(loss) for owner in _owners(function))
+    functions = () if loss is None else loss.functions
+    return tuple(owner for function in functions for owner in _owners(function))
 
 
 def _owners(call: object) -> Iterator[object]:
@@ -348,7 +357,7 @@ class FrozenValues:
     # execution.
     _EVERY = 64
 
-    def __init__(self, step: nn.Module) -> None:
+    def __init__(self, step: StepModule) -> None:
         self._step = step
         self._values: Dict[Tuple[str, int], Tuple[object, object]] = {}
         self._executions = 0
@@ -380,7 +389,7 @@ class FrozenValues:
     def _now(self) -> Dict[Tuple[str, int], Tuple[object, object]]:
         reader = CodeReader(self._step)
         values = [(title, value, 0) for title, value in _read_only(self._step, reader)]
-        for part in (*self._step.modules(), *getattr(self._step, "called", ())):
+        for part in (*self._step.modules(), *self._step.called):
             is_torchs = type(part).__module__.partition(".")[0] == "torch"
             for name, value in vars(part).items() if part is not self._step else ():
                 is_read = name in reader.names or (is_torchs and not name.startswith("_"))

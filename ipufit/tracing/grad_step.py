@@ -28,7 +28,7 @@ from ipufit.errors import CaptureError, LossError
 from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
 from ipufit.partition.partition import Partition
 from ipufit.partition.stage_context import follow_stages
-from ipufit.tracing.fingerprint import called_objects, loss_functions
+from ipufit.tracing.fingerprint import StepModule, called_objects
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
 from ipufit.tracing.node_meta import mark_backward_pass, mark_layers
@@ -119,7 +119,7 @@ class ReportedScalars:
         return reported, torch.stack([v.reshape(()).to(torch.float64) for v in values])
 
 
-class ModuleWithLoss(nn.Module):
+class ModuleWithLoss(StepModule):
     """The user's module and loss as one module, so that both may own parameters and buffers.
 
     Args:
@@ -129,6 +129,7 @@ class ModuleWithLoss(nn.Module):
 
     Attributes:
         net, loss_module: the two.
+        loss: normal form; None where there is none.
         called: what the loss calls that is no module and has attributes.
         functions: what it calls that is no module.
     """
@@ -142,10 +143,10 @@ class ModuleWithLoss(nn.Module):
         super().__init__()
         self.net = net
         self.loss_module = loss.module if loss is not None else None
-        self._loss = loss
+        self.loss = loss
         self._forgive = forgive
         self.called = called_objects(loss)
-        self.functions = loss_functions(loss)
+        self.functions = () if loss is None else loss.functions
 
     def forward(
         self, batch: Sequence[tree.Tree], tensors: Mapping[str, Tensor], with_loss: bool
@@ -161,11 +162,11 @@ class ModuleWithLoss(nn.Module):
         before = storages(tensors)
         result = self.net(*args, **kwargs)
         outputs, term = result, None
-        if self._loss is not None and self._loss.in_module:
+        if self.loss is not None and self.loss.in_module:
             if with_loss or carries_loss(result):
-                outputs, term = self._loss.split(result)
-        elif with_loss and self._loss is not None:
-            term = self._loss(result, target, sample_weight)
+                outputs, term = self.loss.split(result)
+        elif with_loss and self.loss is not None:
+            term = self.loss(result, target, sample_weight)
         for error in rebound(self, tensors, before):
             if self._forgive is None:
                 raise error
@@ -174,11 +175,11 @@ class ModuleWithLoss(nn.Module):
 
     def label_ranges(self, outputs: object, target: object) -> Tuple[LabelRange, ...]:
         """The class indices that the loss takes as target."""
-        return () if self._loss is None else self._loss.label_ranges(outputs, target)
+        return () if self.loss is None else self.loss.label_ranges(outputs, target)
 
 
 @contextlib.contextmanager
-def preserve_attributes(module: nn.Module) -> Iterator[List[str]]:
+def preserve_attributes(module: StepModule) -> Iterator[List[str]]:
     """Undo what forward and loss set on themselves: tensors of a recording have no values.
 
     Yields:
@@ -189,7 +190,7 @@ def preserve_attributes(module: nn.Module) -> Iterator[List[str]]:
     saved: List[Tuple[Optional[object], Dict[str, Any], Dict[str, Any]]] = []
     contents: List[Tuple[str, Any, Any]] = []
     plain: List[Tuple[Tensor, int, Tensor]] = []
-    for part in (*module.modules(), *getattr(module, "called", ())):
+    for part in (*module.modules(), *module.called):
         saved.append((part, vars(part), dict(vars(part))))
         for name, value in vars(part).items():
             if isinstance(value, Tensor):

@@ -16,6 +16,7 @@ from ipufit.errors import CaptureError
 from ipufit.utils import tree
 
 __all__ = [
+    "PopTorchError",
     "describe_hints",
     "for_this_engine",
     "is_for_this_engine",
@@ -27,9 +28,23 @@ __all__ = [
 _MAKING: contextvars.ContextVar[bool] = contextvars.ContextVar("making", default=False)
 
 
+class PopTorchError(Exception):
+    """Base class of the errors of PopTorch's stand-in.
+
+    Attributes:
+        message: the text alone, advice last.
+        is_only_on_ipus: whether the error is about what nothing but an IPU can do.
+    """
+
+    message: str
+    is_only_on_ipus = False
+
+
 def only_on_ipus(error: Optional[BaseException]) -> Optional[str]:
     """Return the text of an error about what only an IPU can do, advice last; None of others."""
-    return getattr(error, "message", None) if getattr(error, "_is_only_on_ipus", False) else None
+    if isinstance(error, PopTorchError) and error.is_only_on_ipus:
+        return error.message
+    return None
 
 
 @contextlib.contextmanager

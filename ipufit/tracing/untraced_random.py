@@ -8,12 +8,12 @@ import re
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
 from ipufit.tracing.capture import Frame, capture, capture_error
-from ipufit.tracing.fingerprint import CodeReader
+from ipufit.tracing.fingerprint import CodeReader, StepModule
 from ipufit.tracing.generators import Generators, generator_state
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import GraphSignature
@@ -58,7 +58,7 @@ _LOW, _HIGH = 906, 92377
 
 @contextlib.contextmanager
 def refuse_draws(
-    step: nn.Module, record: Callable[[], fx.GraphModule], runs_eagerly: bool = True
+    step: StepModule, record: Callable[[], fx.GraphModule], runs_eagerly: bool = True
 ) -> Iterator[None]:
     """Refuse random numbers of Python or NumPy that a recording in the block depends on.
 
@@ -137,10 +137,10 @@ def _place(frame: Frame) -> str:
     return f"{frame[0]}:{frame[1]} in {frame[2]}"
 
 
-def _reachable_generators(step: nn.Module) -> List[Tuple[str, Any]]:
+def _reachable_generators(step: StepModule) -> List[Tuple[str, Any]]:
     """Generators of the user's that code can reach, each once."""
     objects = list(CodeReader(step).generators)
-    for part in (*step.modules(), *getattr(step, "called", ())):
+    for part in (*step.modules(), *step.called):
         for name, value in vars(part).items():
             if generator_state(value) is not None:
                 objects.append((f"{type(part).__name__}.{name}", value))

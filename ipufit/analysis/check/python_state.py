@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, Callable, Dict, List, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ipufit.analysis.check.value_owners import (
     CONTAINERS,
@@ -25,6 +25,7 @@ from ipufit.tracing.generators import (
     same_state,
     set_generator,
 )
+from ipufit.tracing.grad_step import ModuleWithLoss
 
 __all__ = ["Change", "PythonSnapshot", "same_values"]
 
@@ -62,7 +63,7 @@ class PythonSnapshot:
         step: the module with its loss.
     """
 
-    def __init__(self, step: nn.Module) -> None:
+    def __init__(self, step: ModuleWithLoss) -> None:
         self._saved: List[Tuple[ValueOwner, Dict[str, Any]]] = []
         self._contents: Dict[int, Tuple[OwnedName, Any, Any]] = {}
         self._tensors: Dict[int, Tuple[OwnedName, Tensor, int, Tensor]] = {}

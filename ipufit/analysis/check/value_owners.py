@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.tracing.generators import generator_state
+from ipufit.tracing.grad_step import ModuleWithLoss
 from ipufit.tracing.user_lines import users_module
 
 __all__ = ["CONTAINERS", "DEEP", "PLAIN", "OwnedName", "ValueOwner", "owners_of"]
@@ -113,13 +114,12 @@ class _Cells(Dict[str, Any]):
         self._cells[name].cell_contents = value
 
 
-def owners_of(step: nn.Module) -> Iterator[ValueOwner]:
+def owners_of(step: ModuleWithLoss) -> Iterator[ValueOwner]:
     """Yield modules, callables of the loss, objects in them, their classes and files."""
     visited: Set[int] = set()
     functions: List[Any] = []
-    objects: List[Any] = [*step.modules(), *getattr(step, "called", ())]
-    loss = getattr(step, "_loss", None)
-    functions.append(getattr(loss, "function", None))
+    objects: List[Any] = [*step.modules(), *step.called]
+    functions.append(None if step.loss is None else step.loss.function)
     for part in objects:
         if part is step or id(part) in visited:
             continue

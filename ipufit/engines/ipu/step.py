@@ -20,7 +20,7 @@ from ipufit.losses import LabelRange, Loss, LossTerm
 from ipufit.losses.masked import loss_of_valid
 from ipufit.partition.recomputation import checkpoint_outputs
 from ipufit.partition.stage_context import follow_stages
-from ipufit.tracing.fingerprint import called_objects
+from ipufit.tracing.fingerprint import StepModule, called_objects
 from ipufit.tracing.grad_step import ModuleWithLoss, OutputShape, ReportedScalars, carries_loss
 from ipufit.tracing.validate import refuse_rebinding, storages
 from ipufit.utils import tree
@@ -143,7 +143,7 @@ class Traced:
     labels: Tuple[LabelRange, ...] = ()
 
 
-class IpuStep(nn.Module):
+class IpuStep(StepModule):
     """Forward, and the loss that PopTorch follows.
 
     Called with the tensors of a micro-batch, then its coefficient and the validity of its samples

@@ -210,7 +210,7 @@ def custom_op(
         "for an IPU, which nothing but IPU hardware with Graphcore's SDK can run. Replace it by "
         "torch operators where the model runs elsewhere."
     )
-    refusal._is_only_on_ipus = True
+    refusal.is_only_on_ipus = True
     raise refusal
 
 

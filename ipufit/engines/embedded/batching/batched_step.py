@@ -122,8 +122,8 @@ class Replayed(ModuleWithLoss):
 
     def loss_of(self, outputs: object, target: object, sample_weight: object) -> LossTerm:
         """Compute the loss of one micro-batch."""
-        assert self._loss is not None
-        return self._loss(outputs, target, sample_weight)
+        assert self.loss is not None
+        return self.loss(outputs, target, sample_weight)
 
 
 # Of one micro-batch: its outputs, its loss, and what the loss has logged.
@@ -165,8 +165,8 @@ class _Chunks(Replayed):
         values = None
         if target is not None and list(along) == [BatchDim(0)]:
             prediction = self._outputs.rebuild(results)
-            assert self._loss is not None
-            values = losses_together(self._loss, prediction, target, len(others))
+            assert self.loss is not None
+            values = losses_together(self.loss, prediction, target, len(others))
         if values is not None:
             terms = [LossTerm(value) for value in values.unbind()]
             return [(each, term, {}) for each, term in zip(outputs, terms)], values

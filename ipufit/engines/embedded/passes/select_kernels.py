@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence
 
 import torch
@@ -52,7 +53,7 @@ class Lowered:
     @property
     def graph(self) -> Optional[fx.GraphModule]:
         """The graph that runs; None where something else runs."""
-        owner = getattr(self.run, "__self__", None)
+        owner = self.run.__self__ if inspect.ismethod(self.run) else None
         return owner if isinstance(owner, fx.GraphModule) else None
 
 
