@@ -109,9 +109,8 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     """State goes out through ``read_state`` and in through ``write_state``."""
     whole, stopped, resumed = compiled(), compiled(), compiled()
     fit(whole, epochs=4, seed=1)
-    options = {"epochs": 4, "seed": 1, "checkpoint": str(tmp_path)}
-    fit(stopped, **{**options, "epochs": 2})
-    fit(resumed, resume="auto", **options)
+    fit(stopped, epochs=2, seed=1, checkpoint=str(tmp_path))
+    fit(resumed, epochs=4, seed=1, checkpoint=ipufit.Checkpoint(str(tmp_path), resume="auto"))
     states = (model.module.state_dict().values() for model in (resumed, whole))
     for ours, theirs in zip(*states):
         assert torch.equal(ours, theirs)
