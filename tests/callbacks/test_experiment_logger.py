@@ -1,5 +1,7 @@
 """ExperimentLogger: every kind of tracker gets the values of the history, at the right steps."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -173,7 +175,7 @@ def test_a_run_that_goes_on_continues_its_steps(tmp_path):
     """In another process too: the count is in the checkpoint, and the run is not told again."""
     checkpoint = ipufit.Checkpoint(tmp_path / "run", every_updates=2)
     first, second, third = OfMLflow(), OfMLflow(), OfMLflow()
-    options = {"checkpoint": ipufit.Checkpoint(checkpoint, resume="auto")}
+    options = {"checkpoint": dataclasses.replace(checkpoint, resume="auto")}
     fit(compiled(), batches(3), callbacks=[ExperimentLogger(first)], **options)
     fit(compiled(), batches(3), epochs=2, callbacks=[ExperimentLogger(second)], **options)
     assert [step for _, step in logged(first) + logged(second)] == [3, 6]
