@@ -2,6 +2,7 @@
 
 from ipufit.poptorch import enums, ops, optim, options, poptorch_core, profiling, testing
 from ipufit.poptorch._accessor import AsynchronousDataAccessor
+from ipufit.poptorch._blocks import module_repr, print
 from ipufit.poptorch._dataloader import DataLoader
 from ipufit.poptorch._devices import ipuHardwareIsAvailable, ipuHardwareVersion
 from ipufit.poptorch._impl import createPoptorchError, isRunningOnIpu, poptorchAtExit
@@ -24,7 +25,6 @@ from ipufit.poptorch._poplar_executor import (
     registerPostCompileHook,
     registerPreCompileHook,
 )
-from ipufit.poptorch._printing import module_repr, print
 from ipufit.poptorch._version import __version__
 from ipufit.poptorch.enums import (
     AutoStage,

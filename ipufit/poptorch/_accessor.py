@@ -1,19 +1,283 @@
-"""Loading of batches ahead of time, in a separate process."""
+"""Loading of batches ahead of time: the accessor, the process behind it, and its reader."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, Union
+import contextlib
+import multiprocessing.connection
+import multiprocessing.forkserver
+import multiprocessing.process
+import multiprocessing.util
+import os
+import weakref
+from multiprocessing.connection import Connection
+from typing import Any, Callable, Optional, Tuple, Union
 
 import torch
+import torch.multiprocessing
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
-from ipufit.poptorch._data_process import DataProcess
-from ipufit.poptorch._data_worker import CombiningLoader, WorkerSettings
+from ipufit.poptorch._data_worker import (
+    CombiningLoader,
+    Command,
+    FiledDataset,
+    WorkerEvent,
+    WorkerSettings,
+    serve,
+)
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._logging import logger
+from ipufit.poptorch._ring_buffer import RingBufferReader
 from ipufit.poptorch.enums import SharingStrategy
 
-__all__ = ["AsynchronousDataAccessor"]
+__all__ = ["AsynchronousDataAccessor", "BatchReader", "DataProcess"]
+
+
+class BatchReader:
+    """Reads what a ``DataWorker`` loads, wherever that runs.
+
+    Args:
+        commands: where the worker listens.
+        events: where it speaks.
+    Raises:
+        Error: the dataset has no first batch.
+    """
+
+    def __init__(self, commands: Connection, events: Connection) -> None:
+        self._commands = commands
+        self._events = events
+        self._epoch = 0
+        self._is_used = False
+        self._has_ended = False
+        event, value = self._receive()
+        if event is WorkerEvent.EMPTY:
+            raise error(
+                "AsynchronousDataAccessor worker thread failed to start: The Dataset is empty. So "
+                "is a DataLoader with drop_last=True whose dataset has fewer samples than a "
+                "combined batch."
+            )
+        if event is WorkerEvent.FAILED:
+            (summary, text), problem = value
+            logger.error("The worker process of an AsynchronousDataAccessor failed:\n%s", text)
+            raise error(
+                "AsynchronousDataAccessor worker thread failed to start: the dataset raised "
+                f"{summary}"
+            ) from problem
+        self._layout, memory, indices_mem = value
+        self._data_buffers = RingBufferReader(memory, indices_mem)
+
+    def begin(self) -> None:
+        """Begin an epoch; one that has been begun and not been read from continues."""
+        if self._epoch and not self._is_used and not self._has_ended:
+            return
+        self._data_buffers.release()
+        self._epoch += 1
+        if self._epoch == 1 or self._has_ended:
+            self._tell(Command.BEGIN)
+        else:
+            self._tell(Command.RESTART)
+            # Of this epoch: Ctrl-C may have left one unread.
+            while self._receive_or_raise() != (WorkerEvent.RESTARTED, self._epoch):
+                pass
+            self._data_buffers.clear()
+        self._is_used = False
+        self._has_ended = False
+
+    def next(self) -> Any:
+        """Return the next batch of the epoch, in shared memory that the one after it may overwrite.
+
+        Raises:
+            StopIteration: the epoch is over. What the dataset raises comes as it is.
+        """
+        if self._epoch == 0:
+            self.begin()
+        if self._data_buffers.release():
+            self._tell(Command.RELEASED)
+        if self._has_ended:
+            raise StopIteration
+        event, rows = self._receive_or_raise()
+        if event is WorkerEvent.END:
+            self._has_ended = True
+            raise StopIteration
+        self._is_used = True
+        tensors = self._data_buffers.take()
+        if rows is not None:
+            tensors = [tensor[:rows] for tensor in tensors]
+        return self._layout.put_together(tensors)
+
+    def _tell(self, command: Command) -> None:
+        # A worker that is gone has said why, and its words are still to be read.
+        with contextlib.suppress(OSError):
+            self._commands.send((command, self._epoch))
+
+    def _receive_or_raise(self) -> Tuple[WorkerEvent, Any]:
+        event, value = self._receive()
+        if event is WorkerEvent.FAILED:
+            _, problem = value
+            raise problem
+        return event, value
+
+    def _receive(self) -> Tuple[WorkerEvent, Any]:
+        """Return the next event, with the exception itself where the dataset has raised one."""
+        try:
+            self._await_event()
+            event, value = self._events.recv()
+            if event is WorkerEvent.FAILED:
+                return event, (value, self._exception(*value))
+        except (EOFError, OSError):
+            raise self._gone() from None
+        return event, value
+
+    def _await_event(self) -> None:
+        self._events.poll(None)
+
+    def _gone(self) -> Exception:
+        return error("The worker of an AsynchronousDataAccessor is gone. Make a new accessor.")
+
+    def _exception(self, summary: str, text: str) -> BaseException:
+        try:
+            problem = self._events.recv()
+        except Exception:
+            problem = RuntimeError(summary)
+        assert isinstance(problem, BaseException)
+        problem.__cause__ = _WorkerTraceback(text)
+        return problem
+
+
+class _WorkerTraceback(Exception):
+    """Shows, as the cause of an exception, where in the worker it was raised."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._text = text
+
+    def __str__(self) -> str:
+        return f"\n\nIn the worker process of the AsynchronousDataAccessor:\n{self._text}"
+
+
+_START_METHODS = {
+    SharingStrategy.SharedMemory: "spawn",
+    SharingStrategy.FileSystem: "spawn",
+    SharingStrategy.Fork: "fork",
+    SharingStrategy.ForkServer: "forkserver",
+}
+# How long to wait, in seconds, for the process to end by itself, after SIGTERM and after SIGKILL.
+# Torch's own processes, which it ends in turn, may take five.
+_PATIENCE = (1.0, 10.0, 10.0)
+
+
+class DataProcess(BatchReader):
+    """A worker process and the batches that it has loaded.
+
+    Args:
+        dataset: any iterable of batches.
+        settings: of the worker.
+        strategy: how the process is started and gets the dataset.
+    Raises:
+        Error: the process doesn't start, or the dataset has no first batch.
+    """
+
+    def __init__(
+        self, dataset: object, settings: WorkerSettings, strategy: SharingStrategy
+    ) -> None:
+        self._owner = os.getpid()
+        self._process: Any = None
+        context: Any = torch.multiprocessing.get_context(_START_METHODS[strategy])
+        events, its_events = context.Pipe(duplex=False)
+        its_commands, commands = context.Pipe(duplex=False)
+        others = (events, commands) if strategy is SharingStrategy.Fork else ()
+        if strategy is SharingStrategy.ForkServer:
+            _preload()
+        try:
+            if strategy is SharingStrategy.FileSystem:
+                dataset = FiledDataset(dataset)
+            ends = (its_commands, its_events, _start_method(), others)
+            process = context.Process(target=serve, args=(dataset, settings, *ends))
+            process.start()
+        except Exception as problem:
+            events.close()
+            commands.close()
+            if getattr(multiprocessing.current_process(), "_inheriting", False):
+                # A script without a guard of its main code, run again by the process that it has
+                # started: multiprocessing says what to do.
+                raise
+            raise error(
+                "AsynchronousDataAccessor worker thread failed to start: its dataset could not be "
+                f"handed to the process ({type(problem).__name__}: {problem}). Everything in it, "
+                "collate_fn and worker_init_fn included, must be picklable: define functions and "
+                "classes at the top of a module, or use SharingStrategy.Fork."
+            ) from problem
+        finally:
+            if isinstance(dataset, FiledDataset):
+                dataset.close()
+            its_events.close()
+            its_commands.close()
+        self._process = process
+        # Runs when the interpreter ends, before it waits for its processes; in a process of
+        # multiprocessing's too, where atexit does not.
+        self._at_exit = multiprocessing.util.Finalize(
+            None, _stop, args=(weakref.ref(self),), exitpriority=10
+        )
+        logger.debug("AsynchronousDataAccessor worker process: %d", process.pid)
+        try:
+            super().__init__(commands, events)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _await_event(self) -> None:
+        ready = multiprocessing.connection.wait([self._events, self._process.sentinel])
+        if self._events not in ready and not self._events.poll():
+            raise EOFError
+
+    def _gone(self) -> Exception:
+        self._process.join(_PATIENCE[0])
+        return error(
+            "AsynchronousDataAccessor worker thread failed to start or died: its process ended "
+            f"with exit code {self._process.exitcode}. A negative one is the signal that ended it; "
+            "-9 often means that memory ran out: use a smaller buffer_size or fewer workers. One "
+            "that ended on starting has printed why; a script needs its main code under "
+            'if __name__ == "__main__".'
+        )
+
+    def stop(self) -> None:
+        """End the process, wait for it, and give its memory back; does nothing a second time."""
+        process, self._process = self._process, None
+        # What a fork has copied belongs to the process that made it.
+        if process is None or os.getpid() != self._owner:
+            return
+        self._at_exit.cancel()
+        # A worker that waits for room in the pipe of events is told that nobody reads it.
+        self._events.close()
+        self._tell(Command.STOP)
+        self._commands.close()
+        for act, patience in zip((None, process.terminate, process.kill), _PATIENCE):
+            if act is not None:
+                act()
+            process.join(patience)
+            if process.exitcode is not None:
+                process.close()
+                break
+
+
+def _stop(reference: weakref.ref[DataProcess]) -> None:
+    process = reference()
+    if process is not None:
+        process.stop()
+
+
+def _start_method() -> str:
+    """Return the program's way of starting processes, without fixing it."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    return method or multiprocessing.get_all_start_methods()[0]
+
+
+def _preload() -> None:
+    """Let the fork server import torch once, in place of every process that it starts."""
+    server = multiprocessing.forkserver._forkserver
+    names = getattr(server, "_preload_modules", None)
+    if isinstance(names, list) and serve.__module__ not in names:
+        server.set_forkserver_preload([*names, serve.__module__])
 
 
 class AsynchronousDataAccessor:

@@ -7,21 +7,17 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor, nn
 
-from ipufit.poptorch._anchors import AnchoredTensors
 from ipufit.poptorch._arguments import Arguments
-from ipufit.poptorch._counters import Counters
-from ipufit.poptorch._device import Device
-from ipufit.poptorch._dtype_cast import check_input, narrowed, narrowed_output
+from ipufit.poptorch._device import Device, outside_inference_mode
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._execution import CallShape, MicroBatchRunner
+from ipufit.poptorch._execution import AnchoredTensors, CallShape, Counters, MicroBatchRunner
 from ipufit.poptorch._group import Group
 from ipufit.poptorch._hooks import _OverwriteContextManager, compile_hooks
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._loss_scale import ScalingSettings
-from ipufit.poptorch._modes import outside_inference_mode
 from ipufit.poptorch._optimizer import CompiledOptimizer
 from ipufit.poptorch._placement import placed
-from ipufit.poptorch._precision import keeps_float64
+from ipufit.poptorch._precision import check_input, keeps_float64, narrowed, narrowed_output
 from ipufit.poptorch._program_files import through_cache
 from ipufit.poptorch._recorded_program import RecordedProgram
 from ipufit.poptorch._recording import record

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Tuple
+import functools
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    Mapping,
+    Optional,
+    Protocol,
+    Sequence,
+    Tuple,
+    TypeVar,
+    cast,
+)
 
 import torch
 from torch import Tensor
@@ -10,7 +23,20 @@ from torch import Tensor
 from ipufit.poptorch._replica_grouping import ReplicaGrouping
 from ipufit.poptorch.enums import VariableRetrievalMode
 
-__all__ = ["Device", "Updates"]
+__all__ = ["Device", "Updates", "outside_inference_mode"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def outside_inference_mode(function: _Function) -> _Function:
+    """Run a function outside of inference mode, so that its tensors can be changed later."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False):
+            return function(*args, **kwargs)
+
+    return cast(_Function, called)
 
 
 class Updates(Protocol):

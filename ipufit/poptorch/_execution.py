@@ -16,17 +16,166 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch._activations import returning
-from ipufit.poptorch._anchors import AnchoredTensors
-from ipufit.poptorch._counters import Counters
 from ipufit.poptorch._device import Device
-from ipufit.poptorch._floating_point import FloatChecker
+from ipufit.poptorch._errors import error
 from ipufit.poptorch._group import Group
-from ipufit.poptorch._half import half_computed, makes_half
-from ipufit.poptorch._recorded_program import RecordedProgram
+from ipufit.poptorch._precision import FloatChecker, half_computed, makes_half
+from ipufit.poptorch._recorded_program import MicroBatchResults, RecordedProgram
 from ipufit.poptorch.enums import OutputMode
 from ipufit.utils.random_streams import isolated, micro_batch_key, seed_generators
 
-__all__ = ["CallShape", "MicroBatchRunner"]
+__all__ = ["AnchoredTensors", "CallShape", "Counters", "MicroBatchRunner", "latency"]
+
+# By event: for every tensor, the time of every micro-batch, in seconds.
+Times = Dict[str, List[List[float]]]
+
+_EVENTS = ("input", "input_complete", "output", "output_complete")
+
+
+class Counters:
+    """Times of the last call, in seconds since an arbitrary moment.
+
+    Attributes:
+        enabled: off where no data moves.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = True
+        self._times: Times = {event: [] for event in _EVENTS}
+
+    def begin(self, inputs: int, outputs: int) -> None:
+        """Start a call with this many tensors."""
+        counts = (inputs, inputs, outputs, outputs)
+        self._times = {event: [[] for _ in range(n)] for event, n in zip(_EVENTS, counts)}
+
+    def input(self, requested: float, complete: float) -> None:
+        """Record when the inputs of a micro-batch were requested, and when they were there."""
+        self._note("input", requested)
+        self._note("input_complete", complete)
+
+    def output(self, ready: float, complete: float) -> None:
+        """Record when the outputs of a micro-batch were ready, and when they were on the host."""
+        self._note("output", ready)
+        self._note("output_complete", complete)
+
+    def _note(self, event: str, time: float) -> None:
+        if self.enabled:
+            for times in self._times[event]:
+                times.append(time)
+
+    def times(self) -> Times:
+        """Return copies of the times by event; ``[[]]`` where there is no tensor."""
+        return {event: [list(t) for t in self._times[event]] or [[]] for event in _EVENTS}
+
+
+def latency(
+    starts: Sequence[Sequence[float]],
+    ends: Sequence[Sequence[float]],
+    first: Callable[[Sequence[float]], float],
+    last: Callable[[Sequence[float]], float],
+) -> Tuple[float, float, float]:
+    """Return smallest, largest and mean seconds between two events; zeros without one of them.
+
+    Args:
+        starts: for every tensor, when it began; a multiple of the number of ends.
+        ends: for every tensor, when it ended.
+        first: of the tensors' beginnings, which counts.
+        last: of the tensors' ends, which counts.
+    """
+    begun = [first(step) for step in zip(*starts)]
+    ended = [last(step) for step in zip(*ends)]
+    if not begun or not ended:
+        return 0.0, 0.0, 0.0
+    # Several inputs may go into one output.
+    share = len(begun) // len(ended)
+    took = [end - min(begun[i * share : (i + 1) * share]) for i, end in enumerate(ended)]
+    return min(took), max(took), sum(took) / len(took)
+
+
+_GRADIENT, _UPDATED = "Gradient___", "UpdatedVar___"
+
+
+class AnchoredTensors:
+    """Finds tensors under the names that PopTorch gives them.
+
+    Inputs, parameters, gradients, updated parameters and the optimizer's settings have PopTorch's
+    names. Activations are named after torch's operators, where PopART has others.
+
+    Args:
+        names: names of the anchored tensors.
+        recorded: the program.
+        inputs: its number of inputs.
+        device: its tensors.
+        settings: returns the numbers that the device has of the optimizer, by name.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        recorded: RecordedProgram,
+        inputs: int,
+        device: Device,
+        settings: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self.names = list(names)
+        self._recorded = recorded
+        self._inputs = ["input" if i == 0 else f"input/{i}" for i in range(inputs)]
+        self._device = device
+        self._settings = settings
+
+    def check(self) -> None:
+        """Refuse a name that the program does not have.
+
+        Raises:
+            Error: the name, and where to find those there are.
+        """
+        available_names = self.available_names()
+        for name in self.names:
+            if name not in available_names:
+                raise error(
+                    f"no tensor of the program is called {name!r}. This engine knows those that "
+                    "getTensorNames() lists, where operators have torch's names, not PopART's."
+                )
+
+    def available_names(self) -> List[str]:
+        """Return every name that can be anchored."""
+        with_gradient = self._recorded.with_gradient
+        return [
+            *self._inputs,
+            *self._device.names,
+            *(["loss"] if self._recorded.trace.training else []),
+            *(f"{_GRADIENT}{name}" for name in with_gradient),
+            *(f"{_UPDATED}{name}" for name in with_gradient),
+            *self._settings(),
+            *self._recorded.activations,
+        ]
+
+    def activations(self) -> List[str]:
+        """Return the anchored names that are results of operators inside forward."""
+        return [name for name in dict.fromkeys(self.names) if name in self._recorded.activations]
+
+    def read(
+        self, replica: int, leaves: Sequence[Tensor], returned: MicroBatchResults
+    ) -> Dict[str, Tensor]:
+        """Return copies of the anchored tensors that a micro-batch has before the update."""
+        if not self.names:
+            return {}
+        tensors = dict(zip(self._inputs, leaves))
+        tensors.update(zip(self._device.names, self._device.state(replica)))
+        tensors.update((f"{_GRADIENT}{n}", g) for n, g in returned.gradients.items())
+        if returned.loss is not None:
+            tensors["loss"] = returned.loss
+        tensors.update((name, torch.tensor(value)) for name, value in self._settings().items())
+        return {name: tensors[name].clone() for name in self.names if name in tensors}
+
+    def complete(self, replica: int, values: Mapping[str, Tensor]) -> List[Tensor]:
+        """Return the anchored tensors in order, with parameters as they are after the update."""
+        updated = {
+            f"{_UPDATED}{name}": tensor
+            for name, tensor in zip(self._device.names, self._device.state(replica))
+        }
+        return [values[n] if n in values else updated[n] for n in self.names]
+
 
 _HOST = torch.device("cpu")
 

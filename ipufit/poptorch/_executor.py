@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.poptorch import _saving, poptorch_core, profiling
-from ipufit.poptorch._arguments import Arguments
-from ipufit.poptorch._binding import ArgumentParser
+from ipufit.poptorch._arguments import ArgumentParser, Arguments
+from ipufit.poptorch._blocks import module_repr
 from ipufit.poptorch._compatibility import check_fits, check_state
 from ipufit.poptorch._compiled import Compiled
-from ipufit.poptorch._device_allocation import DeviceAllocation, acquire
+from ipufit.poptorch._devices import DeviceAllocation, acquire
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._files import Path
 from ipufit.poptorch._host_weights import HostWeights, check_module
@@ -25,7 +25,6 @@ from ipufit.poptorch._inspection import Inspection
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._optimizer_link import OptimizerLink
 from ipufit.poptorch._options.model_options import model_options, report_ignored
-from ipufit.poptorch._printing import module_repr
 from ipufit.poptorch._replica_grouping import ParameterProxy, ReplicaGrouping
 from ipufit.poptorch._tracing import untraced
 from ipufit.poptorch.enums import ConnectionType

@@ -11,9 +11,16 @@ from torch import Tensor, nn
 
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._logging import logger
-from ipufit.poptorch._weights import WeightFollower, WeightSource, WeightSync
-from ipufit.poptorch._wrapped import quietly, unwrap
-from ipufit.poptorch._wrapping import host_tensors, syncs_of, wrap
+from ipufit.poptorch._wrapping import (
+    WeightFollower,
+    WeightSource,
+    WeightSync,
+    host_tensors,
+    quietly,
+    syncs_of,
+    unwrap,
+    wrap,
+)
 
 __all__ = ["HostWeights", "check_module"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ipufit.poptorch._errors import Error, error
 from ipufit.poptorch._tracing import tracing
-from ipufit.poptorch._wrapped import isWrapped, rewrapModelIfNecessary, unwrapModelIfNecessary
+from ipufit.poptorch._wrapping import isWrapped, rewrapModelIfNecessary, unwrapModelIfNecessary
 
 __all__ = [
     "createPoptorchError",

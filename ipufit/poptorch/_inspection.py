@@ -8,8 +8,8 @@ from typing import Any, Dict, List, Optional, Tuple
 from torch import Tensor
 
 from ipufit.poptorch._compiled import Compiled
-from ipufit.poptorch._counters import latency
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._execution import latency
 from ipufit.poptorch.options import Options
 
 __all__ = ["Inspection"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ipufit.poptorch._codec import Encoder, InvalidContent, class_path, imported_class
 from ipufit.poptorch._errors import Error, error
-from ipufit.poptorch._wrapped import isWrapped
+from ipufit.poptorch._wrapping import isWrapped
 
 __all__ = ["UnknownClass", "WeightsOnly", "module_from_values", "module_to_values"]
 

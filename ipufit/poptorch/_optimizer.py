@@ -19,8 +19,17 @@ from ipufit.poptorch._loss_scale import NAME as UPDATE_FACTOR
 from ipufit.poptorch._loss_scale import AutomaticLossScale
 from ipufit.poptorch._optimizer_base import DeviceState
 from ipufit.poptorch._optimizer_changes import check_replacement
-from ipufit.poptorch._optimizer_rules import PREFIXES, counts_steps, group_of, initial, rule_of
-from ipufit.poptorch._optimizer_scalars import LOSS_SCALING, Factors, exported, imported
+from ipufit.poptorch._optimizer_rules import (
+    LOSS_SCALING,
+    PREFIXES,
+    Factors,
+    counts_steps,
+    exported,
+    group_of,
+    imported,
+    initial,
+    rule_of,
+)
 from ipufit.poptorch._optimizer_settings import OptimizerSettings, Value
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage

@@ -9,8 +9,13 @@ import torch
 from ipufit.poptorch import optim
 from ipufit.poptorch._errors import Error, error
 from ipufit.poptorch._logging import logger
-from ipufit.poptorch._optimizer_reading import class_of, kind_of
-from ipufit.poptorch._optimizer_settings import OptimizerKind, OptimizerSettings, Values
+from ipufit.poptorch._optimizer_settings import (
+    OptimizerKind,
+    OptimizerSettings,
+    Values,
+    class_of,
+    kind_of,
+)
 
 __all__ = ["OPTIMIZERS", "AttributeTracker", "check_replacement", "select_mean_strategy"]
 

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch._compiled import Compiled
+from ipufit.poptorch._device import outside_inference_mode
 from ipufit.poptorch._host_weights import HostWeights
 from ipufit.poptorch._loss_scale import AutomaticLossScale, ScalingSettings
-from ipufit.poptorch._modes import outside_inference_mode
 from ipufit.poptorch._optimizer import CompiledOptimizer
 from ipufit.poptorch._optimizer_base import DeviceState, StateSync
 from ipufit.poptorch._optimizer_changes import AttributeTracker, select_mean_strategy
-from ipufit.poptorch._optimizer_reading import settings_of
-from ipufit.poptorch._optimizer_scalars import Factors
-from ipufit.poptorch._optimizer_settings import OptimizerSettings
+from ipufit.poptorch._optimizer_rules import Factors
+from ipufit.poptorch._optimizer_settings import OptimizerSettings, settings_of
 from ipufit.poptorch.enums import MeanReductionStrategy, ReductionType
 from ipufit.poptorch.options import Options
 

@@ -1,9 +1,15 @@
-"""Update rules of a device: those of the embedded engine, and where PopART's differ."""
+"""Update rules of a device, and hyper-parameters by the device's names.
+
+The rules are those of the embedded engine, and where PopART's differ, its own. Some of the device's
+numbers are products: ``scaledLearningRate0`` is the learning rate by the loss scaling. They can be
+read, and numbers that were read can be written back, also to another optimizer's program.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Type
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type
 
 import torch
 from torch import Tensor
@@ -20,7 +26,18 @@ from ipufit.optim.rules import (
 )
 from ipufit.poptorch._optimizer_settings import OptimizerKind, OptimizerSettings, Value, Values
 
-__all__ = ["PREFIXES", "counts_steps", "group_of", "initial", "rule_of", "state_dtype"]
+__all__ = [
+    "LOSS_SCALING",
+    "PREFIXES",
+    "Factors",
+    "counts_steps",
+    "exported",
+    "group_of",
+    "imported",
+    "initial",
+    "rule_of",
+    "state_dtype",
+]
 
 
 class DeviceSGDRule(SGDRule):
@@ -195,3 +212,246 @@ def initial(
 
 def _zeros(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(weight, dtype=dtype)
+
+
+LOSS_SCALING = "lossScaling_FLOAT"
+
+# Hyper-parameters by name, and what they give.
+Numbers = Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """Number of micro-batches in a gradient, on which only the device's names and numbers depend.
+
+    Attributes:
+        accumulation: micro-batches that a replica adds up.
+        replicas: all of them, in all processes.
+        mean: whether they are averaged, not summed.
+        post: whether they are divided at the end, not as they come.
+    """
+
+    accumulation: int = 1
+    replicas: int = 1
+    mean: bool = True
+    post: bool = True
+
+    @property
+    def after(self) -> float:
+        """Divisor that the optimizer's own numbers include."""
+        return float(self.accumulation * self.replicas) if self.mean and self.post else 1.0
+
+    @property
+    def combined(self) -> float:
+        """Factor of gradients in the combined variant."""
+        share = 1.0 / self.accumulation if self.mean else 1.0
+        if self.accumulation > 1:
+            return share if self.mean else share * self.replicas
+        return share / self.replicas if self.mean else share
+
+    @property
+    def velocity(self) -> float:
+        """Factor of velocities in the combined variant."""
+        return float(self.replicas) if self.accumulation > 1 else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scalar:
+    """One number of the device.
+
+    Attributes:
+        prefix: its name, without the parameter's.
+        of: hyper-parameters that it is computed from; a constant if all of them are.
+        value: computes it from them.
+        back: computes hyper-parameters from it; empty for one that others determine already.
+    """
+
+    prefix: str
+    of: Tuple[str, ...]
+    value: Callable[[Numbers], float]
+    back: Callable[[float, Numbers], Dict[str, float]]
+
+
+def _plain(prefix: str, name: str) -> _Scalar:
+    """Return the number that is a hyper-parameter itself."""
+    return _Scalar(prefix, (name,), lambda n: n[name], lambda x, n: {name: x})
+
+
+def _unscaling(prefix: str, factors: Factors) -> _Scalar:
+    """Return the factor of the gradient that undoes the loss scaling and the sum."""
+    return _Scalar(
+        prefix,
+        ("loss_scaling",),
+        lambda n: 1 / (n["loss_scaling"] * factors.after),
+        lambda x, n: {"unscaling": x * factors.after},
+    )
+
+
+def _without_velocity(factors: Factors) -> List[_Scalar]:
+    return [
+        _Scalar(
+            "scaledLearningRate0",
+            ("lr", "loss_scaling", "dampening"),
+            lambda n: n["lr"] / (n["loss_scaling"] * factors.after),
+            lambda x, n: {"lr": x * n["loss_scaling"] * factors.after},
+        ),
+        _Scalar(
+            "weightDecayScaleFactor0",
+            ("weight_decay", "lr", "dampening"),
+            lambda n: 1 - n["lr"] * n["weight_decay"],
+            lambda x, n: {"weight_decay": (1 - x) / n["lr"]} if n["lr"] else {},
+        ),
+    ]
+
+
+def _with_velocity(factors: Factors, combined: bool, nesterov: bool) -> List[_Scalar]:
+    variant = "1" if combined else "2"
+    scale = factors.velocity if combined else 1.0
+    share = factors.combined if combined else 1 / factors.after
+    result = [
+        _Scalar(
+            f"scaledMomentum{variant}",
+            ("momentum",),
+            lambda n: n["momentum"] / scale,
+            lambda x, n: {"momentum": x * scale},
+        ),
+        _Scalar(
+            f"dampeningScaleFactor{variant}",
+            ("dampening", "velocity_scaling", "loss_scaling"),
+            lambda n: (1 - n["dampening"]) * n["velocity_scaling"] * share / n["loss_scaling"],
+            lambda x, n: {"dampening": 1 - x * n["loss_scaling"] / (n["velocity_scaling"] * share)},
+        ),
+        _Scalar(
+            "scaledWeightDecay1",
+            ("dampening", "weight_decay", "velocity_scaling"),
+            lambda n: (1 - n["dampening"]) * n["weight_decay"] * n["velocity_scaling"],
+            lambda x, n: (
+                {"weight_decay": x / ((1 - n["dampening"]) * n["velocity_scaling"])}
+                if n["dampening"] != 1
+                else {}
+            ),
+        ),
+        _Scalar(
+            f"scaledLearningRate{variant}",
+            ("lr", "velocity_scaling"),
+            lambda n: n["lr"] / (n["velocity_scaling"] * scale),
+            lambda x, n: {"lr": x * n["velocity_scaling"] * scale},
+        ),
+    ]
+    if not nesterov:
+        return result
+    # The rest of these are made of what the others give already.
+    return [
+        *result,
+        _Scalar("sgdMomentum", ("momentum",), lambda n: n["momentum"], _nothing),
+        _Scalar("sgdWeightDecay", ("weight_decay",), lambda n: n["weight_decay"], _nothing),
+        _Scalar(
+            f"nesterovGradScaleFactor{variant}",
+            ("velocity_scaling",),
+            lambda n: n["velocity_scaling"] * scale,
+            _nothing,
+        ),
+        _Scalar(
+            f"nesterovDampeningScaleFactor{variant}",
+            ("dampening", "velocity_scaling", "loss_scaling"),
+            lambda n: 1 / ((1 - n["dampening"]) * n["velocity_scaling"] * share),
+            _nothing,
+        ),
+    ]
+
+
+def _nothing(x: float, n: Numbers) -> Dict[str, float]:
+    return {}
+
+
+def _scalars(settings: OptimizerSettings, values: Values, factors: Factors) -> List[_Scalar]:
+    """Return the numbers of a parameter with these hyper-parameters, in the order of the device."""
+    kind = settings.kind
+    decay = [_plain("learningRate", "lr"), _plain("weightDecay", "weight_decay")]
+    if kind in (OptimizerKind.SGD_COMBINED, OptimizerKind.SGD_SEPARATE):
+        if not settings.has_velocity(values):
+            return _without_velocity(factors)
+        nesterov = bool(values["nesterov"].value and values["momentum"].value > 0)
+        return _with_velocity(factors, kind is OptimizerKind.SGD_COMBINED, nesterov)
+    if kind in (OptimizerKind.RMSPROP, OptimizerKind.RMSPROP_CENTERED):
+        return [
+            *decay,
+            _plain("adaptiveAlpha", "alpha"),
+            _plain("adaptiveMomentum", "momentum"),
+            _plain("adaptiveEps", "eps"),
+            _unscaling("adaptiveGradientScaling", factors),
+        ]
+    limit = [_plain("maxWeightNorm", "max_weight_norm")] if "max_weight_norm" in values else []
+    return [
+        *decay,
+        _plain("adamBeta1", "beta1"),
+        _plain("adamBeta2", "beta2"),
+        _plain("adamEps", "eps"),
+        *limit,
+        _unscaling("adamGradientScaling", factors),
+    ]
+
+
+def _name(scalar: _Scalar, parameter: str) -> str:
+    return f"{scalar.prefix}___specific___{parameter}"
+
+
+def _variable(settings: OptimizerSettings, values: Values, scalar: _Scalar) -> bool:
+    all_values = {**values, "loss_scaling": settings.loss_scaling}
+    return any(not all_values[name].constant for name in scalar.of)
+
+
+def _numbers(settings: OptimizerSettings, values: Values) -> Dict[str, float]:
+    scaling = settings.loss_scaling.value
+    numbers = {name: value.value for name, value in values.items()}
+    return {**numbers, "loss_scaling": scaling, "unscaling": 1 / scaling}
+
+
+def exported(
+    settings: OptimizerSettings, group: int, parameter: str, factors: Factors
+) -> Dict[str, float]:
+    """Return the numbers that the device has of one parameter's variable hyper-parameters.
+
+    Args:
+        settings: of the optimizer.
+        group: the parameter's.
+        parameter: its name.
+        factors: of how many micro-batches a gradient is made.
+    """
+    values = settings.groups[group]
+    numbers = _numbers(settings, values)
+    return {
+        _name(scalar, parameter): scalar.value(numbers)
+        for scalar in _scalars(settings, values, factors)
+        if _variable(settings, values, scalar)
+    }
+
+
+def imported(
+    settings: OptimizerSettings,
+    group: int,
+    parameter: str,
+    factors: Factors,
+    other: Mapping[str, Any],
+) -> Dict[str, float]:
+    """Return the hyper-parameters for which the device has these numbers.
+
+    Args:
+        settings: of the optimizer.
+        group: the parameter's.
+        parameter: its name.
+        factors: of how many micro-batches a gradient is made.
+        other: numbers that differ from those which the settings give, by name.
+    """
+    values = settings.groups[group]
+    numbers = _numbers(settings, values)
+    if not other:
+        return numbers
+    scalars = {_name(each, parameter): each for each in _scalars(settings, values, factors)}
+    if not any(name in other for name in scalars):
+        return numbers
+    current = {name: each.value(numbers) for name, each in scalars.items()}
+    for name, each in scalars.items():
+        # One that was not written keeps its number, also where what it is made of has changed.
+        numbers.update(each.back(float(other.get(name, current[name])), numbers))
+    return numbers

@@ -1,17 +1,27 @@
-"""Settings of an optimizer in the form that a device gets."""
+"""Settings of an optimizer in the form that a device gets, read from the user's optimizer."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import math
-from typing import Iterator, List, Mapping, NamedTuple, Tuple
+import numbers
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple, Type
 
 import torch
 
+from ipufit.poptorch import optim
 from ipufit.poptorch._errors import error
 
-__all__ = ["OptimizerKind", "OptimizerSettings", "Value", "Values"]
+__all__ = [
+    "OptimizerKind",
+    "OptimizerSettings",
+    "Value",
+    "Values",
+    "class_of",
+    "kind_of",
+    "settings_of",
+]
 
 
 class OptimizerKind(enum.Enum):
@@ -148,3 +158,194 @@ def _device_name(name: str, default: bool) -> str:
     first, *rest = {"lr": "learning_rate"}.get(name, name).split("_")
     camel = first + "".join(word.capitalize() for word in rest)
     return f"default{camel[0].upper()}{camel[1:]}" if default and name != "nesterov" else camel
+
+
+# A constant if it has this value, in an optimizer of torch.optim, which has no marks.
+_UNLESS = {
+    "momentum": 0.0,
+    "dampening": 0.0,
+    "weight_decay": 0.0,
+    "eps": 1e-8,
+    "velocity_scaling": 1.0,
+    "max_weight_norm": 65500.0,
+    "loss_scaling": 1.0,
+}
+_ALWAYS = ("alpha", "betas", "nesterov")
+
+# Part of the kind, or refused, but no number of a group.
+_NO_NUMBERS = ("amsgrad", "centered")
+
+_NAMES = (
+    "torch.optim: SGD, Adam, AdamW, RMSprop; of poptorch.optim: SGD, Adam, AdamW, RMSprop, LAMB"
+)
+
+
+def class_of(optimizer: object) -> Optional[Type[optim.Optimizer]]:
+    """Return the front end's class for an optimizer; None for one that is not supported."""
+    # AdamW before Adam, from which it is derived in new versions of torch.
+    for theirs, ours in (
+        (torch.optim.SGD, optim.SGD),
+        (torch.optim.AdamW, optim.AdamW),
+        (torch.optim.Adam, optim.Adam),
+        (torch.optim.RMSprop, optim.RMSprop),
+        (optim.LAMB, optim.LAMB),
+    ):
+        if isinstance(optimizer, theirs):
+            return ours
+    return None
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind:
+    """Return the kind of update that the device computes for this optimizer.
+
+    Raises:
+        AssertionError: nothing that it knows, or ``centered`` in some groups only.
+    """
+    front_end_class = class_of(optimizer)
+    if front_end_class is None:
+        raise AssertionError(
+            f"Unsupported optimizer type {type(optimizer).__name__}. The device knows those of "
+            f"{_NAMES}."
+        )
+    if front_end_class is optim.SGD:
+        combined = getattr(optimizer, "use_combined_accum", False)
+        return OptimizerKind.SGD_COMBINED if combined else OptimizerKind.SGD_SEPARATE
+    if front_end_class is optim.RMSprop:
+        centered = [bool(group["centered"]) for group in optimizer.param_groups]
+        if any(each != centered[0] for each in centered):
+            raise AssertionError(
+                "All parameter groups must have the same value for the 'centered' attribute, got "
+                f"{centered}. Use one for all."
+            )
+        return OptimizerKind.RMSPROP_CENTERED if centered[0] else OptimizerKind.RMSPROP
+    if front_end_class is optim.LAMB:
+        corrected = getattr(optimizer, "bias_correction", True)
+        return OptimizerKind.LAMB if corrected else OptimizerKind.LAMB_NO_BIAS
+    return OptimizerKind.ADAMW if front_end_class is optim.AdamW else OptimizerKind.ADAM
+
+
+class _Reader:
+    """Reads hyper-parameters from one optimizer."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, kind: OptimizerKind, automatic: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._kind = kind
+        self._marks: Optional[optim.VariableAttributes]
+        self._marks = getattr(optimizer, "variable_attrs", None)
+        if automatic and self._marks is not None:
+            self._marks.markAsVariable("loss_scaling")
+        self._automatic = automatic
+
+    def attribute(self, name: str, default: object) -> Any:
+        """Return a setting of the optimizer that belongs to no group."""
+        value = getattr(self._optimizer, name, default)
+        if name.endswith("accum_type") and value not in (torch.float16, torch.float32):
+            raise ValueError(
+                f"{name} must be set to either torch.float16 or torch.float32, got {value!r}."
+            )
+        return value
+
+    def scaling(self) -> Value:
+        """Return the loss scaling."""
+        value = self.attribute("loss_scaling", 1.0)
+        fixed = self._fixed("loss_scaling", value) and not self._automatic
+        return Value(_number("loss_scaling", value), fixed)
+
+    def values(self, names: List[str], group: Mapping[str, Any], place: str) -> Dict[str, Value]:
+        """Return the hyper-parameters of a group by name."""
+        result = {}
+        for name in names:
+            value = group.get(name, 1.0 if name == "velocity_scaling" else None)
+            if value is None:
+                raise AssertionError(
+                    f"Mandatory attribute {name} not found in {place} of "
+                    f"{type(self._optimizer).__name__}. Set it there."
+                )
+            if name == "amsgrad" and value:
+                raise ValueError(
+                    "Only non-amsgrad Adam/AdamW optimizers are supported, got amsgrad=True in "
+                    f"{place}. Leave it out."
+                )
+            if name in _NO_NUMBERS:
+                continue
+            constant = self._fixed(name, value)
+            if name == "betas":
+                for key, beta in zip(("beta1", "beta2"), _pair(name, value)):
+                    result[key] = Value(beta, constant)
+            else:
+                result[name] = Value(_number(name, value), constant)
+        return result
+
+    def _fixed(self, name: str, value: object) -> bool:
+        if self._marks is not None:
+            return self._marks.isConstant(name)
+        if name == "weight_decay" and self._kind is OptimizerKind.ADAMW:
+            return value == 1e-2
+        return name in _ALWAYS or (name in _UNLESS and value == _UNLESS[name])
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, numbers.Real):
+        raise AssertionError(
+            f"Expected a number for {name} but got {value!r} instead. Pass a Python number."
+        )
+    return float(value)
+
+
+def _pair(name: str, value: object) -> Tuple[float, float]:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise AssertionError(
+            f"Expected a pair for {name} but got {value!r} instead. Pass a tuple of two numbers."
+        )
+    return _number(f"{name}[0]", value[0]), _number(f"{name}[1]", value[1])
+
+
+def settings_of(
+    optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool = False
+) -> OptimizerSettings:
+    """Return the settings that the device gets.
+
+    Args:
+        optimizer: of torch, or of the front end.
+        automatic_loss_scaling: the loss scaling changes on the device: it is variable then, and
+            marked so.
+
+    Raises:
+        AssertionError: an optimizer that is not supported, a missing hyper-parameter, one that is
+            not a number, or ``centered`` in some groups only.
+        ValueError: ``amsgrad``, or another dtype than float16 and float32.
+    """
+    kind = kind_of(optimizer)
+    front_end_class = class_of(optimizer)
+    assert front_end_class is not None
+    read = _Reader(optimizer, kind, automatic_loss_scaling)
+    names = front_end_class._group_vars
+    groups = [("the defaults", optimizer.defaults)]
+    groups += [(f"group {i}", group) for i, group in enumerate(optimizer.param_groups)]
+    values_by_group = [read.values(names, group, place) for place, group in groups]
+    scaling = read.scaling()
+    if kind is OptimizerKind.SGD_SEPARATE:
+        for values in values_by_group:
+            values["velocity_scaling"] = scaling
+    first = (
+        "velocity_accum_type" if front_end_class is optim.SGD else "first_order_momentum_accum_type"
+    )
+    norm = (
+        read.attribute("max_grad_norm", math.inf)
+        if "max_grad_norm" in front_end_class._child_only
+        else None
+    )
+    return OptimizerSettings(
+        kind=kind,
+        defaults=values_by_group[0],
+        groups=tuple(values_by_group[1:]),
+        loss_scaling=scaling,
+        accum_type=read.attribute("accum_type", torch.float32),
+        first=read.attribute(first, torch.float32),
+        second=read.attribute("second_order_momentum_accum_type", torch.float32),
+        tensorflow=front_end_class is optim.RMSprop
+        and bool(read.attribute("use_tf_variant", False)),
+        max_grad_norm=math.inf if norm is None else _number("max_grad_norm", norm),
+    )

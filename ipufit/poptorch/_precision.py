@@ -1,11 +1,49 @@
-"""Preserve float64, which no device has, for comparisons at double precision."""
+"""Number formats of the device: casts at its edge, half precision, and float64 for comparisons.
+
+torch's kernels for the CPU know float16 in part, torch 2.0 hardly at all. A device multiplies half
+matrices with float32 partial sums by default, and rounds their result; what is computed here in
+float32, and rounded once, is the nearest.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Iterator
+import math
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
-__all__ = ["keep_float64", "keeps_float64"]
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._operators.graph import tensors_in, written_tensors
+from ipufit.poptorch.poptorch_core import UnrecoverableError
+
+__all__ = [
+    "DEVICE_DTYPES",
+    "FloatChecker",
+    "check_input",
+    "half_computed",
+    "keep_float64",
+    "keeps_float64",
+    "makes_half",
+    "narrowed",
+    "narrowed_output",
+    "output_dtype",
+]
 
 _preserved = False
 
@@ -24,3 +62,237 @@ def keep_float64() -> Iterator[None]:
         yield
     finally:
         _preserved = before
+
+
+# A tensor of the left type is on the device one of the right type. What is not here can't go there.
+DEVICE_DTYPES: Dict[torch.dtype, torch.dtype] = {
+    torch.uint8: torch.uint8,
+    torch.int8: torch.int8,
+    torch.int16: torch.int16,
+    torch.int32: torch.int32,
+    torch.int64: torch.int32,
+    torch.float16: torch.float16,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float32,
+    torch.bool: torch.bool,
+}
+
+# On the way out bfloat16 is half, other than on the way in.
+_OUTPUTS = {
+    torch.int64: torch.int32,
+    torch.float64: torch.float32,
+    torch.bfloat16: torch.float16,
+}
+
+
+def check_input(tensor: Tensor, name: str) -> None:
+    """Refuse a tensor that a device can't hold.
+
+    Args:
+        name: what it is called in a message.
+    Raises:
+        Error: it has no elements, or its dtype is not in ``DEVICE_DTYPES``.
+    """
+    if tensor.dtype not in DEVICE_DTYPES:
+        supported = ", ".join(sorted(str(dtype)[len("torch.") :] for dtype in DEVICE_DTYPES))
+        raise error(
+            f"Unsupported input type {tensor.dtype} of the input {name}. Convert it to one of "
+            f"{supported}; a complex tensor fits as torch.view_as_real(tensor)."
+        )
+    if not tensor.numel():
+        raise error(
+            f"Zero-sized tensors are unsupported (Got shape {list(tensor.shape)}). Leave the input "
+            f"{name} out of this call, or pad it."
+        )
+
+
+def narrowed(tensor: Tensor) -> Tensor:
+    """Cast an input to what the recorded program reads: float64 and bfloat16 become float32.
+
+    int64 stays, although the device has int32: torch's operators index with int64.
+    """
+    dtype = DEVICE_DTYPES[tensor.dtype]
+    return tensor if dtype is torch.int32 else tensor.to(dtype)
+
+
+def output_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which an output of this dtype leaves the device."""
+    return _OUTPUTS.get(dtype, dtype)
+
+
+def narrowed_output(tensor: Tensor) -> Tensor:
+    """Cast an output as a device does: int64 to int32, float64 to float32, bfloat16 to half."""
+    return tensor.to(output_dtype(tensor.dtype))
+
+
+# Comparisons that have no answer for a NaN.
+_ORDERING = ("aten::lt", "aten::le", "aten::gt", "aten::ge")
+
+# What these make holds whatever was in the memory.
+_UNFILLED = ("aten::empty", "aten::new_empty")
+
+
+class FloatChecker(fx.Interpreter):
+    """Runs a graph and checks every result.
+
+    NaN and infinities among the inputs are passed on, as a device does: moving one is no exception.
+    Making one of numbers is, and so is comparing a NaN by size.
+    """
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph, garbage_collect_values=True)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Run the graph.
+
+        Raises:
+            UnrecoverableError: an operator made a NaN or an infinity, or compared a NaN.
+        """
+        return self.run(*tensors)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one operator, and check its results."""
+        schema = getattr(n.target, "_schema", None)
+        if n.op != "call_function" or schema is None:
+            return super().run_node(n)
+        inputs = list(_values(self.fetch_args_kwargs_from_env(n)))
+        # Looked at before: an operator may change what it is given.
+        nan, infinite = _any(torch.isnan, inputs), _any(torch.isinf, inputs)
+        result = super().run_node(n)
+        exception = _exception(schema.name, nan, infinite, list(_values(result)))
+        if exception is not None:
+            raise UnrecoverableError(
+                f"a floating-point exception: {n.target} {exception}. Look at its inputs, or leave "
+                "Precision.enableFloatingPointExceptions off.",
+                "poplar_unrecoverable_runtime_error",
+            )
+        return result
+
+
+def _exception(name: str, nan: bool, infinite: bool, results: Sequence[Any]) -> Optional[str]:
+    """Describe the exception that an operator has raised, or return None."""
+    if nan and name.startswith(_ORDERING):
+        return "compared a NaN"
+    if name.startswith(_UNFILLED):
+        return None
+    if not nan and _any(torch.isnan, results):
+        return "made a NaN of numbers"
+    if not infinite and _any(torch.isinf, results):
+        return "made an infinity of finite numbers"
+    return None
+
+
+def _any(question: Callable[[Tensor], Tensor], values: Sequence[Any]) -> bool:
+    return any(
+        bool(question(value).any())
+        if isinstance(value, Tensor)
+        else bool(question(torch.tensor(value)))
+        for value in values
+    )
+
+
+def _values(value: object) -> Iterator[Any]:
+    """Yield the floating-point tensors, and the numbers that are not finite, in a structure."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _values(each)
+    elif isinstance(value, dict):
+        yield from _values(list(value.values()))
+
+
+_HALF = torch.float16
+_MISSING = "not implemented for 'Half'"
+
+# Operators that have said so: being told takes torch longer than computing. And convolutions, whose
+# kernels round partial sums on some processors.
+_LACKING: Set[Any] = {
+    torch.ops.aten.convolution.default,
+    torch.ops.aten.convolution_backward.default,
+}
+
+
+def makes_half(graph: fx.GraphModule) -> bool:
+    """Return True if a graph has a float16 constant, or converts something to float16."""
+    return any(
+        getattr(graph, node.target).dtype == _HALF
+        if node.op == "get_attr"
+        else _has_half([*node.args, *node.kwargs.values()])
+        for node in graph.graph.nodes
+    )
+
+
+def half_computed(makes_half_values: bool, tensors: Iterable[Tensor]) -> ContextManager[Any]:
+    """Let every operator take float16 while a graph runs.
+
+    Args:
+        makes_half_values: whether the graph itself makes float16 tensors.
+        tensors: inputs of the graph.
+    """
+    if makes_half_values or _has_half(list(tensors)):
+        return _HalfComputed()  # type: ignore[no-untyped-call]
+    return contextlib.nullcontext()
+
+
+class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls each operator, and computes in float32 those that torch lacks for float16."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _LACKING or not _has_half([*args, *kwargs.values()]):
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as fault:
+                # Said before anything is computed or changed.
+                if _MISSING not in str(fault):
+                    raise
+            _LACKING.add(func)
+        return _in_single(func, args, kwargs)
+
+
+def _has_half(values: Sequence[Any]) -> bool:
+    dtypes = (value for value in values if isinstance(value, torch.dtype))
+    return _HALF in dtypes or any(tensor.dtype == _HALF for tensor in tensors_in(values))
+
+
+def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator on float32 copies, and round its results to float16."""
+    wide: Dict[int, Tensor] = {}
+
+    def widened(value: object) -> Any:
+        if isinstance(value, Tensor) and value.dtype == _HALF:
+            return wide.setdefault(id(value), value.float())
+        return torch.float32 if isinstance(value, torch.dtype) and value == _HALF else value
+
+    result = func(*tree_map(widened, tuple(args)), **tree_map(widened, dict(kwargs)))
+    originals: Dict[int, Tensor] = {}
+    for value in written_tensors(func, args, kwargs):
+        if id(value) in wide:
+            copy = wide[id(value)]
+            originals[id(copy)] = value.copy_(copy)
+    rounds = _rounds([*args, *kwargs.values()])
+
+    def rounded(value: object) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in originals:
+            return originals[id(value)]
+        return value.to(_HALF) if rounds and value.dtype == torch.float32 else value
+
+    return tree_map(rounded, result)
+
+
+def _rounds(values: Sequence[Any]) -> bool:
+    """Return True if results are float16: by a dtype argument, or by torch's type promotion."""
+    dtypes = [value for value in values if isinstance(value, torch.dtype)]
+    if dtypes:
+        return dtypes[0] == _HALF
+    return not any(tensor.dtype == torch.float32 and tensor.dim() for tensor in tensors_in(values))

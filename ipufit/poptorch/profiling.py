@@ -13,7 +13,7 @@ import torch
 
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._tracing import tracing
-from ipufit.poptorch._unwrapped import reduced_as_plain
+from ipufit.poptorch._wrapping import reduced_as_plain
 
 __all__ = ["Channel", "logger"]
 

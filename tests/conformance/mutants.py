@@ -481,7 +481,7 @@ def _first_group(original):
 
 @mutant(
     "stale weights in inference after training",
-    "ipufit.poptorch._weights:WeightFollower.is_behind",
+    "ipufit.poptorch._wrapping:WeightFollower.is_behind",
     "weights/inference*",
 )
 def _stale(original):
@@ -627,7 +627,7 @@ def _loop(original):
 
 @mutant(
     "processes have the same samples",
-    "ipufit.poptorch._process_share:share_bounds",
+    "ipufit.poptorch._dataloader:share_bounds",
     "data/two processes have*",
 )
 def _same(original):
@@ -636,7 +636,7 @@ def _same(original):
 
 @mutant(
     "every process shuffles for itself",
-    "ipufit.poptorch._process_share:ProcessShare.__init__",
+    "ipufit.poptorch._dataloader:ProcessShare.__init__",
     "data/two processes that*",
 )
 def _own_shuffle(original):

@@ -8,7 +8,7 @@ import types
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from ipufit.poptorch._batch_reader import BatchReader
+from ipufit.poptorch._accessor import BatchReader
 from ipufit.poptorch._data_worker import Command, DataWorker, Stopped, WorkerSettings, _report
 
 

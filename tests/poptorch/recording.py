@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from ipufit.poptorch._half import half_computed, makes_half
 from ipufit.poptorch._operators.routing import call
+from ipufit.poptorch._precision import half_computed, makes_half
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.tracing.capture import capture
 

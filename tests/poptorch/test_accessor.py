@@ -24,7 +24,6 @@ from ipufit.poptorch import (
     Error,
     SharingStrategy,
     _accessor,
-    _data_process,
 )
 from tests.poptorch.loading import Numbers, Opts, SizedStream, Stream, epoch, values
 
@@ -209,7 +208,7 @@ class Stuck(Numbers):
 
 
 def test_a_worker_that_hangs_in_the_dataset_is_ended(monkeypatch):
-    monkeypatch.setattr(_data_process, "_PATIENCE", (0.05, 10, 10))
+    monkeypatch.setattr(_accessor, "_PATIENCE", (0.05, 10, 10))
     accessor = fork(Stuck(3))
     pid = pid_of(accessor)
     iter(accessor)

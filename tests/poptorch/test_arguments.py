@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from ipufit.poptorch import _parsers as parsers
-from ipufit.poptorch._binding import ArgumentParser
+from ipufit.poptorch._arguments import ArgumentParser
 from ipufit.poptorch._compiled import BatchDivision
-from ipufit.poptorch._dtype_cast import (
+from ipufit.poptorch._precision import (
     DEVICE_DTYPES,
     check_input,
     narrowed,

@@ -12,9 +12,7 @@ import torch
 from torch import fx, nn
 
 from ipufit.poptorch import _files as files
-from ipufit.poptorch._arguments import Arguments
-from ipufit.poptorch._binding import ArgumentParser
-from ipufit.poptorch._cache import ExecutableCache
+from ipufit.poptorch._arguments import ArgumentParser, Arguments
 from ipufit.poptorch._codec import InvalidContent
 from ipufit.poptorch._graph_files import graph_from_json, graph_to_json
 from ipufit.poptorch._module_files import (
@@ -23,6 +21,7 @@ from ipufit.poptorch._module_files import (
     module_from_values,
     module_to_values,
 )
+from ipufit.poptorch._program_files import ExecutableCache
 from ipufit.poptorch.enums import OutputMode
 from ipufit.poptorch.poptorch_core import Error
 from ipufit.tracing.capture import capture

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipufit import poptorch
-from ipufit.poptorch._half import _in_single
+from ipufit.poptorch._precision import _in_single
 
 # One unit in the last place of float16, and what adds up under the smallest normal number.
 ROUNDED = {"rtol": 2**-10, "atol": 1e-4}
@@ -183,7 +183,7 @@ def test_an_operator_that_lacks_half_is_left_alone_without_it(monkeypatch):
         def forward(self, x, a, b):
             return x / 3, a / b
 
-    monkeypatch.setattr("ipufit.poptorch._half._LACKING", {torch.ops.aten.div.Tensor})
+    monkeypatch.setattr("ipufit.poptorch._precision._LACKING", {torch.ops.aten.div.Tensor})
     thirds, ratio = poptorch.inferenceModel(Ratio())(half(2), torch.tensor([1]), torch.tensor([3]))
     assert thirds.dtype == torch.float16
     assert ratio.dtype == torch.float32

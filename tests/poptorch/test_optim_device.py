@@ -10,7 +10,7 @@ from torch import nn
 
 from ipufit.poptorch import Error, optim
 from ipufit.poptorch._optimizer import CompiledOptimizer
-from ipufit.poptorch._optimizer_reading import settings_of
+from ipufit.poptorch._optimizer_settings import settings_of
 
 HALF = torch.float16
 UPDATES = 20

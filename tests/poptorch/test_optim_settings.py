@@ -14,8 +14,7 @@ from ipufit.poptorch._optimizer_changes import (
     check_replacement,
     select_mean_strategy,
 )
-from ipufit.poptorch._optimizer_reading import settings_of
-from ipufit.poptorch._optimizer_settings import OptimizerKind, Value
+from ipufit.poptorch._optimizer_settings import OptimizerKind, Value, settings_of
 
 HALF = torch.float16
 

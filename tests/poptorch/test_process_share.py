@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ipufit.poptorch import Error
-from ipufit.poptorch._process_share import ProcessShare, ShuffledShare, share_bounds
+from ipufit.poptorch._dataloader import ProcessShare, ShuffledShare, share_bounds
 from tests.poptorch.loading import Numbers
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ipufit import poptorch
 from ipufit.poptorch import _wrapping as wrapping
 from ipufit.poptorch._recording import check_not_replaced, module_tensors
-from ipufit.poptorch._weights import WeightFollower, WeightSync
-from ipufit.poptorch._wrapped import isWrapped, quietly, unwrap
+from ipufit.poptorch._wrapping import WeightFollower, WeightSync, isWrapped, quietly, unwrap
 from ipufit.poptorch.poptorch_core import Error
 
 

@@ -102,7 +102,7 @@ def _same(found, expected):
 OTHERS = """
     import sys, tempfile
     from ipufit import poptorch
-    from ipufit.poptorch._cache import ExecutableCache
+    from ipufit.poptorch._program_files import ExecutableCache
 
     us = current()
     me = us.process_id
