@@ -9,8 +9,7 @@ from typing import List, Optional, Sequence
 
 from ipufit.conformance.command_line import ABOUT, EXAMPLES, add_arguments
 from ipufit.conformance.implementations import IMPLEMENTATIONS, Implementation, MissingError
-from ipufit.conformance.report import ResultTable, write_json
-from ipufit.conformance.running import chosen, run
+from ipufit.conformance.running import ResultTable, chosen, run, write_json
 
 __all__ = ["main"]
 

@@ -10,7 +10,6 @@ from torch import nn
 import ipufit
 import ipufit.poptorch as poptorch
 from ipufit.engines.ipu import options as ipu_options
-from ipufit.engines.ipu import profiling
 from ipufit.report.files import FACTS
 
 
@@ -90,7 +89,7 @@ def test_the_stand_in_writes_none_and_says_so(tmp_path):
 
 
 def test_where_it_is_stands_in_the_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(profiling, "is_standin", lambda sdk: False)
+    monkeypatch.setattr(ipu_options, "is_standin", lambda sdk: False)
     fit(tmp_path)
     assert facts(tmp_path)["popvision"] == str(tmp_path / "popvision")
 
@@ -106,7 +105,7 @@ def test_other_options_of_the_engine_stay(tmp_path, compiled):
 
 def test_a_profile_that_options_ask_for_goes_where_they_say(tmp_path, compiled, monkeypatch):
     own = tmp_path / "own"
-    monkeypatch.setattr(profiling, "is_standin", lambda sdk: False)
+    monkeypatch.setattr(ipu_options, "is_standin", lambda sdk: False)
     with pytest.warns(UserWarning, match="^report would") as warned:
         fit(tmp_path / "run", options=poptorch.Options().enableProfiling(str(own)))
     assert [str(each.message) for each in warned] == [
@@ -120,7 +119,7 @@ def test_a_profile_that_options_ask_for_goes_where_they_say(tmp_path, compiled, 
 
 
 def test_a_profile_that_options_forbid_is_not_written(tmp_path, compiled, monkeypatch):
-    monkeypatch.setattr(profiling, "is_standin", lambda sdk: False)
+    monkeypatch.setattr(ipu_options, "is_standin", lambda sdk: False)
     options = poptorch.Options()
     options._Popart.setEngineOptions({"autoReport.all": "false"})
     with pytest.warns(UserWarning, match="which holds: the profile is not written"):

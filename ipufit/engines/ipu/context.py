@@ -8,9 +8,8 @@ from collections import OrderedDict
 from typing import Any, Iterator, Tuple
 
 from ipufit.core.batch import MicroBatch
-from ipufit.engines.ipu.device import OWNER, alone
+from ipufit.engines.ipu.device import OWNER, alone, translate_errors
 from ipufit.engines.ipu.executable import Executable
-from ipufit.engines.ipu.failures import translate_errors
 from ipufit.engines.ipu.module_copy import unwrapped
 from ipufit.engines.ipu.options import make_options
 from ipufit.engines.ipu.sdk import keeps_float64

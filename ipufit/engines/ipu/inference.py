@@ -8,15 +8,11 @@ import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, counts_by_rank
 from ipufit.engines.ipu.context import IpuContext
-from ipufit.engines.ipu.device import OWNER, alone
-from ipufit.engines.ipu.distributed_options import fixes_replicas
-from ipufit.engines.ipu.executable import Executable, Result
-from ipufit.engines.ipu.failures import translate_errors
+from ipufit.engines.ipu.device import OWNER, alone, translate_errors
+from ipufit.engines.ipu.executable import Executable, Result, anchors_of
 from ipufit.engines.ipu.module_copy import Host, plain
-from ipufit.engines.ipu.options import seed_of
-from ipufit.engines.ipu.padding import padded
-from ipufit.engines.ipu.results import anchors_of
-from ipufit.engines.ipu.size import Size
+from ipufit.engines.ipu.options import fixes_replicas, seed_of
+from ipufit.engines.ipu.size import Size, padded
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
 from ipufit.tracing.grad_step import public_name
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.external_changes import changed_shape, refuse_replaced
-from ipufit.engines.ipu.device import OWNER
+from ipufit.engines.ipu.device import OWNER, translate_errors
 from ipufit.engines.ipu.executable import Executable
-from ipufit.engines.ipu.failures import translate_errors
 from ipufit.engines.ipu.optimizers import DeviceOptimizer
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import Form, IpuStep

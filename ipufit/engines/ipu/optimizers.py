@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.train_config import TrainConfig
-from ipufit.engines.ipu.preflight.optimizers import ParameterGroup, refused_settings
-from ipufit.engines.ipu.preflight.settings import CLIPPED, SETTINGS
+from ipufit.engines.ipu.preflight.settings import (
+    CLIPPED,
+    SETTINGS,
+    ParameterGroup,
+    refused_settings,
+)
 from ipufit.errors import OptimizerError
 from ipufit.optim.lamb import LAMB
 from ipufit.optim.state import device_state, torch_state

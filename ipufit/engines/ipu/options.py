@@ -1,20 +1,286 @@
-"""PopTorch's options for a program, from its plan and from what the user hands over."""
+"""PopTorch's options for a program, from its plan and from what the user hands over.
+
+They hold the partition as blocks inside forward and a strategy, the profile that PopVision's Graph
+Analyser opens, and the place of this process among several. Under PopRun they come from
+``popdist.poptorch.Options(ipus_per_replica=...)``, which sets replicas, processes and device by
+itself and refuses ``replicationFactor``, ``useIpuId`` and all setters of ``Distributed``
+(``tests/popdist_test.py`` of PopTorch 3.4). Whether PopRun has started this process says
+``popdist.isPopdistEnvSet()`` (PopDist's Python API reference).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import importlib
+import json
+import os
+from typing import Any, Dict, List, Optional
 
 from ipufit.core.batch import Mode
-from ipufit.core.compile_arguments import role_of
-from ipufit.engines.ipu.blocks import place
-from ipufit.engines.ipu.distributed_options import new_options, set_replicas
-from ipufit.engines.ipu.profiling import set_profile
+from ipufit.core.compile_arguments import TRAINING, role_of
+from ipufit.engines.ipu.sdk import is_standin
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
+from ipufit.partition.own_blocks import OwnBlocks
+from ipufit.partition.partition import BLOCK, Partition
+from ipufit.processes import Processes
+from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import update_key
 
-__all__ = ["check_options", "make_options", "seed_of"]
+__all__ = [
+    "begin_loss",
+    "block_of",
+    "check_options",
+    "fixes_replicas",
+    "ipu_of",
+    "make_options",
+    "new_options",
+    "place",
+    "place_of_profile",
+    "seed_of",
+    "set_profile",
+    "set_replicas",
+]
+
+
+def new_options(sdk: Any, ipus_per_replica: int) -> Any:
+    """PopTorch's options for this process, with PopRun's settings where PopRun has started it."""
+    own = _popdist(sdk)
+    return sdk.Options() if own is None else own.Options(ipus_per_replica=ipus_per_replica)
+
+
+def set_replicas(
+    sdk: Any, options: Any, replicas: int, stages: int, processes: Processes, role: str
+) -> None:
+    """Say how many replicas this process has, and which of all it is.
+
+    Args:
+        sdk: PopTorch.
+        options: PopTorch's, which are changed.
+        replicas: of this process.
+        stages: IPUs of a replica.
+        processes: those of the run.
+        role: name of the options, for messages.
+
+    Raises:
+        ConfigurationError: the options, or PopRun, say something else.
+    """
+    own = _popdist(sdk)
+    if own is not None:
+        _check_popdist(sdk, own, options, replicas, stages, processes, role)
+        return
+    options.replicationFactor(replicas)
+    group = options.Distributed
+    said = (group.processId, group.numProcesses)
+    known = (processes.process_id, processes.num_processes)
+    if said == known:
+        return
+    # Those of OpenMPI's environment came by themselves, and ipufit.distributed may know better.
+    fresh = sdk.Options().Distributed
+    if said[1] > 1 and said != (fresh.processId, fresh.numProcesses):
+        raise ConfigurationError(
+            f"{role} must be for the processes that ipufit finds, of which this is "
+            f"{known[0]} of {known[1]}, but they are for process {said[0]} of {said[1]}. Leave "
+            "Distributed.configureProcessId out, and start the processes with torchrun, mpirun or "
+            "PopRun, or call ipufit.distributed."
+        )
+    if processes.is_distributed:
+        group.configureProcessId(processes.process_id, processes.num_processes)
+    else:
+        group.disable()
+
+
+def _check_popdist(
+    sdk: Any, own: Any, options: Any, replicas: int, stages: int, processes: Processes, role: str
+) -> None:
+    if not isinstance(options, own.Options):
+        raise ConfigurationError(
+            f"{role} must be popdist.poptorch.Options in a process that PopRun has started, got "
+            f"{sdk.__name__}.Options. Make them with "
+            f"popdist.poptorch.Options(ipus_per_replica={stages}), or leave them out."
+        )
+    group = options.Distributed
+    said = (group.processId, group.numProcesses)
+    known = (processes.process_id, processes.num_processes)
+    if said != known:
+        raise ConfigurationError(
+            f"PopRun and ipufit must find the same processes, but to PopRun this is process "
+            f"{said[0]} of {said[1]}, and to ipufit {known[0]} of {known[1]}. Leave "
+            "ipufit.distributed out, and start the processes with PopRun alone."
+        )
+    if options.replication_factor != replicas:
+        found = options.replication_factor
+        raise ConfigurationError(
+            f"`ipus` must be those of the replicas that PopRun gives each process, {found} x "
+            f"{stages} = {found * stages}, got {replicas * stages}. Pass ipus={found * stages}, or "
+            f"start poprun with --num-replicas={replicas * processes.num_processes}."
+        )
+
+
+def fixes_replicas(sdk: Any) -> bool:
+    """Tell whether all programs of this process have the replicas that PopRun says."""
+    return _popdist(sdk) is not None
+
+
+def _popdist(sdk: Any) -> Optional[Any]:
+    """The module ``popdist.poptorch`` where PopRun has started this process, for this PopTorch."""
+    try:
+        popdist: Any = importlib.import_module("popdist")
+    except ImportError:
+        return None
+    if not popdist.isPopdistEnvSet():
+        return None
+    own: Any = importlib.import_module("popdist.poptorch")
+    # The stand-in has options of its own, with which PopDist does nothing.
+    return own if issubclass(own.Options, sdk.Options) else None
+
+
+def block_of(stage: int) -> str:
+    """The name of a stage's block."""
+    return f"{BLOCK}stage {stage}"
+
+
+def ipu_of(partition: Optional[Partition], stage: int) -> int:
+    """The IPU of a replica on which a stage or phase runs."""
+    assert partition is not None
+    return partition.ipu_of(stage)
+
+
+def begin_loss(sdk: Any, partition: Optional[Partition], own: OwnBlocks) -> None:
+    """Let the loss be where the module ends, which may have left its last block.
+
+    Where blocks don't tell which they are, it is the last IPU; but a strategy of PopTorch's own
+    form that names all blocks would not know another one.
+    """
+    if is_standin(sdk):
+        own.reopen(sdk)
+    elif partition is not None and not partition.begins and partition.poptorch_strategy is None:
+        sdk.Block.start(f"{BLOCK}loss", ipu_id=partition.ipus - 1)
+
+
+def place(sdk: Any, options: Any, partition: Partition, size: Size, training: bool) -> None:
+    """Set the execution strategy.
+
+    A call that is too small to fill the pipeline, as the last of an epoch may be, runs one stage
+    after the other: the numbers are the same.
+    """
+    filled = size.iterations >= partition.stages
+    if training:
+        filled = size.accumulation >= 2 * partition.stages - 1
+    if partition.is_pipelined and not filled:
+        options.setExecutionStrategy(_sharded(sdk, partition.poptorch_strategy))
+    elif partition.poptorch_strategy is not None:
+        options.setExecutionStrategy(partition.poptorch_strategy)
+    else:
+        options.setExecutionStrategy(_strategy(sdk, partition))
+
+
+def _sharded(sdk: Any, pipeline: Any) -> Any:
+    """The stages of a pipeline, one after the other."""
+    named = {} if pipeline is None else pipeline._block_map
+    if named:
+        return sdk.ShardedExecution(*dict.fromkeys(named.values()))
+    # Counting on from the IPUs that blocks name, it needs no IPU on every one.
+    return sdk.ShardedExecution(sdk.AutoStage.AutoIncrement)
+
+
+def _strategy(sdk: Any, partition: Partition) -> Any:
+    stage = sdk.AutoStage.SameAsIpu
+    if partition.stages > partition.ipus:
+        # Stages must have ascending numbers; that of an IPU can't come twice.
+        stage = sdk.AutoStage.AutoIncrement
+    if partition.strategy == "pipelined":
+        return sdk.PipelinedExecution(stage)
+    if partition.strategy == "sharded":
+        return sdk.ShardedExecution(stage)
+    kind = sdk.SerialPhasedExecution
+    if partition.strategy == "parallel_phased":
+        kind = sdk.ParallelPhasedExecution
+    phases = range(partition.stages)
+    return kind(*(sdk.Phase(sdk.Stage(block_of(p)).ipu(ipu_of(partition, p))) for p in phases))
+
+
+_VARIABLE = "POPLAR_ENGINE_OPTIONS"
+_PREFIX = "autoReport."
+_DIRECTORY = "autoReport.directory"
+
+
+def set_profile(options: Any, spec: ProgramSpec, size: Size) -> None:
+    """Have the profile of a program written, where that is asked for.
+
+    What the user's own options or environment say of a profile holds as a whole.
+
+    Args:
+        options: of the program; changed.
+        spec: what is built.
+        size: of one call. The programs of smaller updates have folders of their own.
+    """
+    if spec.profile_folder is not None and not _own(options):
+        options.enableProfiling(os.path.join(_folder(spec), *_beside(spec, size)))
+
+
+def place_of_profile(sdk: Any, options: Any, spec: ProgramSpec) -> Optional[str]:
+    """The folder that the profile is written to; None where none is.
+
+    Args:
+        sdk: PopTorch, of which the stand-in writes none.
+        options: the user's own, or None.
+        spec: what is built.
+
+    Warns:
+        UserWarning: it is another one than was asked for.
+    """
+    if spec.profile_folder is None:
+        return None
+    own, asked = _own(options), _folder(spec)
+    if not own:
+        return None if is_standin(sdk) else asked
+    who = _VARIABLE if _own(None) else TRAINING
+    writes = any(value == "true" for name, value in own.items() if name != _DIRECTORY)
+    place = os.path.abspath(own.get(_DIRECTORY, "."))
+    if place != asked or not writes:
+        what = f"is written to {place!r}" if writes else "is not written"
+        warn_user(
+            f"report would have PopVision's profile written to {asked!r}, but {who} sets "
+            f"{', '.join(sorted(own))}, which holds: the profile {what}.",
+        )
+    return place if writes and not is_standin(sdk) else None
+
+
+def _folder(spec: ProgramSpec) -> str:
+    """The folder of this process: all run the same program, and each writes what it sees."""
+    assert spec.profile_folder is not None
+    process = spec.processes.process_id
+    return os.path.join(spec.profile_folder, *([f"process-{process}"] if process else []))
+
+
+def _beside(spec: ProgramSpec, size: Size) -> List[str]:
+    """The folder within that one of a program that is not the main one."""
+    main, schedule = Size.of(spec.plan), spec.config.schedule
+    if schedule is not None and schedule.per_update:
+        main = dataclasses.replace(main, iterations=1)
+    if size == main:
+        return []
+    numbers = (size.iterations, size.accumulation, size.replicas, size.micro_batch)
+    return ["x".join(map(str, numbers)) + ("" if size.padding == "none" else "-padded")]
+
+
+def _own(options: Any) -> Dict[str, str]:
+    """The user's settings of a profile: the environment comes first, as for Poplar itself."""
+    popart = getattr(options, "_Popart", None)
+    engine = getattr(popart, "options", {}).get("engineOptions", {})
+    found = {**engine, **_environment()}
+    return {name: str(value) for name, value in found.items() if name.startswith(_PREFIX)}
+
+
+def _environment() -> Dict[str, Any]:
+    try:
+        found = json.loads(os.environ.get(_VARIABLE) or "{}")
+    except ValueError:
+        # Poplar says so itself.
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def check_options(sdk: Any, options: Any, role: str) -> None:

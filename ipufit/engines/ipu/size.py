@@ -1,12 +1,31 @@
-"""How much one call of a compiled program does."""
+"""How much one call of a compiled program does, and what of it is padding.
+
+No sample is left out and none counts twice. Padding never makes an update of its own: momentum and
+weight decay would move on.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from typing import Any, List, Sequence, Tuple
 
+import torch
+from torch import Tensor, nn
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.logged_values import collecting
 from ipufit.core.plan import Plan
+from ipufit.core.precision import with_inputs_in
+from ipufit.core.train_config import Precision
+from ipufit.engines.program import ProgramSpec
+from ipufit.errors import IpufitError
+from ipufit.losses import Loss
+from ipufit.losses.masked import loss_of_valid
+from ipufit.utils import tree
+from ipufit.utils.random_streams import isolated, seed_generators
 
-__all__ = ["Size"]
+__all__ = ["Size", "filled", "padded", "padding_needed", "samples_stand_apart"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,3 +63,103 @@ class Size:
     def micro_batches(self) -> int:
         """Micro-batches of one call."""
         return self.iterations * self.per_update
+
+
+_HOST = torch.device("cpu")
+
+
+def padding_needed(sizes: Sequence[int], plan: Plan) -> str:
+    """Return the padding that makes a full update of micro-batches of these sizes.
+
+    Returns:
+        "none", "micro-batches" or "samples", as in :class:`Size`.
+    """
+    if any(each != plan.micro_batch_size for each in sizes):
+        return "samples"
+    return "none" if len(sizes) == plan.micro_batches_per_update else "micro-batches"
+
+
+def filled(
+    update: Sequence[MicroBatch], size: Size, example: MicroBatch
+) -> Tuple[List[MicroBatch], List[int]]:
+    """Full micro-batches for a full update, and how many samples of each count.
+
+    The padding repeats samples: like these they give finite numbers, which count zero times.
+
+    Args:
+        update: micro-batches of this process; of several, one may have none.
+        size: of the program.
+        example: what is repeated where there is none.
+    """
+    batch = [padded(each, size.micro_batch) for each in update]
+    sizes = [each.size for each in update]
+    missing = size.per_update - len(batch)
+    repeated = batch[-1] if batch else padded(example, size.micro_batch)
+    return batch + [repeated] * missing, sizes + [0] * missing
+
+
+def padded(batch: MicroBatch, size: int) -> MicroBatch:
+    """A micro-batch of this size, in which samples repeat."""
+    if batch.size == size:
+        return batch
+    places = torch.arange(size) % batch.size
+    leaves = tuple(leaf[places.to(leaf.device)] if leaf.dim() else leaf for leaf in batch.leaves)
+    return MicroBatch(leaves, batch.structure, size)
+
+
+def samples_stand_apart(spec: ProgramSpec, example: MicroBatch) -> bool:
+    """Tell whether the loss of some samples is the same whatever samples stand beside them.
+
+    Tried out with the module itself on the host, on copies: the outputs for the first half of the
+    samples must not change by a bit when the others do. A module that carries something from batch
+    to batch or logs values, a loss of one number, or anything that fails, does not pass.
+    """
+    half = example.size // 2
+    if not half or spec.loss is None or spec.loss.in_module:
+        return False
+    try:
+        with torch.no_grad(), isolated(_HOST):
+            net, loss = copy.deepcopy((spec.module, spec.loss))
+            return _stand_apart(net, loss, spec.config.precision, example, half)
+    except IpufitError:
+        return False
+    except Exception:  # the user's module, which may want the device
+        return False
+
+
+def _stand_apart(
+    net: nn.Module, loss: Loss, precision: Precision, example: MicroBatch, half: int
+) -> bool:
+    found: List[Tuple[List[Tensor], Any]] = []
+    other = _with_others(example, half)
+    if all(torch.equal(a, b) for a, b in zip(example.leaves, other.leaves)):
+        return False
+    for batch in (example, other):
+        seed_generators(0, _HOST)
+        unpacked = with_inputs_in(precision, batch.clone().unpack())
+        args, kwargs, target, sample_weight = unpacked
+        with collecting() as entries:
+            outputs = net(*args, **kwargs)
+            valid = (torch.arange(batch.size) < half).to(torch.float32)
+            term = loss_of_valid(loss, outputs, target, sample_weight, valid)
+        if entries or term is None:
+            return False
+        tensors = [t for t in tree.flatten(outputs)[0] if isinstance(t, Tensor)]
+        if any(not t.dim() or t.shape[0] != batch.size for t in tensors):
+            return False
+        found.append(([t[:half] for t in tensors], term.value))
+    (first, one), (second, two) = found
+    same = all(torch.equal(a, b) for a, b in zip(first, second))
+    return same and bool(torch.isfinite(one)) and torch.equal(one, two)
+
+
+def _with_others(batch: MicroBatch, kept: int) -> MicroBatch:
+    """Copy a micro-batch with other samples after the first ones."""
+    leaves = []
+    for leaf in batch.leaves:
+        if not leaf.dim():
+            leaves.append(leaf)
+            continue
+        rest = leaf[torch.arange(batch.size - kept) % kept]
+        leaves.append(torch.cat([leaf[:kept], rest]))
+    return MicroBatch(tuple(leaves), batch.structure, batch.size)

@@ -13,7 +13,7 @@ from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.logged_values import Entries, collecting
 from ipufit.core.outputs import drop_ignored_outputs, refuse_hidden_tensors
 from ipufit.core.precision import with_inputs_in
-from ipufit.engines.ipu.blocks import begin_loss, block_of, ipu_of
+from ipufit.engines.ipu.options import begin_loss, block_of, ipu_of
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.losses import LabelRange, Loss, LossTerm

@@ -11,18 +11,13 @@ import torch
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.precision import check_precision, warn_of_vanishing_eps
 from ipufit.engines.ipu.context import IpuContext
-from ipufit.engines.ipu.device import alone
-from ipufit.engines.ipu.executable import Executable, Result, cut_rows
-from ipufit.engines.ipu.failures import translate_errors
+from ipufit.engines.ipu.device import alone, translate_errors
+from ipufit.engines.ipu.executable import Executable, Result, anchors_of, cut_rows
 from ipufit.engines.ipu.limits import check_trained
 from ipufit.engines.ipu.module_copy import Host, Trained, plain, unwrapped
-from ipufit.engines.ipu.options import seed_of
-from ipufit.engines.ipu.padding import filled, padded, padding_needed
-from ipufit.engines.ipu.profiling import place_of_profile
-from ipufit.engines.ipu.program_cache import ProgramCache
-from ipufit.engines.ipu.program_selector import ProgramSelector
-from ipufit.engines.ipu.results import anchors_of
-from ipufit.engines.ipu.size import Size
+from ipufit.engines.ipu.options import place_of_profile, seed_of
+from ipufit.engines.ipu.program_cache import ProgramCache, ProgramSelector
+from ipufit.engines.ipu.size import Size, filled, padded, padding_needed
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ipufit.engines.ipu.distributed_options import new_options
 from ipufit.engines.ipu.ipu_config.parameters import ParameterValues
+from ipufit.engines.ipu.options import new_options
 from ipufit.engines.ipu.sdk import is_standin
 from ipufit.errors import ConfigurationError
 from ipufit.utils.random_streams import isolated

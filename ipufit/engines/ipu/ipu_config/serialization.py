@@ -1,20 +1,273 @@
-"""A configuration to and from dicts, JSON, files and the Hugging Face Hub."""
+"""A configuration to and from dicts, bounded JSON files and the Hugging Face Hub.
+
+Files are read as text and never run; the Hub is reached through huggingface_hub, an extra.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
-from typing import Any, Dict, List, Mapping, Optional, Type, TypeVar, Union
+import re
+import tempfile
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Type, TypeVar, Union
 
-from ipufit.engines.ipu.ipu_config import files, hub
-from ipufit.engines.ipu.ipu_config.hub import Token
 from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, shown
 from ipufit.engines.ipu.ipu_config.reading import check_changes, raise_faults
 from ipufit.errors import ConfigurationError
 
-__all__ = ["SerializationMixin"]
+__all__ = [
+    "FILE_NAME",
+    "SerializationMixin",
+    "Token",
+    "download_file",
+    "find_file",
+    "parse_json",
+    "read_file",
+    "upload_file",
+    "write_file",
+]
 
 Path = Union[str, "os.PathLike[str]"]
+# One of its own, True for that of the login, False for none.
+Token = Union[bool, str, None]
+
+
+def download_file(name: str, file: str, arguments: Dict[str, Any]) -> str:
+    """Download a file of a repository and return its path.
+
+    Args:
+        name: of the repository.
+        file: its name there.
+        arguments: what huggingface_hub is told beside that.
+
+    Raises:
+        ConfigurationError: it can't be had.
+    """
+    hub = _library(
+        f"there is no file or folder {name!r} here, and to look for it on the Hugging Face Hub "
+        "huggingface_hub is needed",
+        "pass a path",
+    )
+    with _translate_hub_errors(
+        f"the Hugging Face Hub must have a file {file} in {name!r}, but it could not be had",
+        "Check the name, or pass a path.",
+    ):
+        return str(hub.hf_hub_download(name, file, **arguments))
+
+
+def upload_file(
+    text: str,
+    name: str,
+    file: str,
+    commit_message: Optional[str],
+    private: Optional[bool],
+    token: Token,
+    revision: Optional[str],
+) -> str:
+    """Upload a file to a repository, which is made if need be; return the URL of the commit.
+
+    Args:
+        text: of the file.
+        name: of the repository.
+        file: its name there.
+        commit_message, private, token, revision: as for ``IPUConfig.push_to_hub``.
+
+    Raises:
+        ConfigurationError: there is no such name, no library, or the Hub refuses.
+    """
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError(
+            f"repo_id must be the name of a repository on the Hugging Face Hub, got {shown(name)}. "
+            "Write for example 'someone/some-ipu'."
+        )
+    hub = _library("push_to_hub needs huggingface_hub", "write a folder with save_pretrained")
+    with _translate_hub_errors(
+        f"a configuration is written to {name!r} on the Hugging Face Hub, but that failed",
+        "Check the name and the token; huggingface_hub.login() keeps one.",
+    ):
+        # Its default for a repository that is made is for it to say.
+        wish = {} if private is None else {"private": private}
+        repository = hub.create_repo(name, token=token, exist_ok=True, **wish)
+        # It adds the owner where the name has none.
+        full = getattr(repository, "repo_id", name)
+        if revision is not None and not revision.startswith("refs/"):
+            hub.create_branch(full, branch=revision, token=token, exist_ok=True)
+        commit = hub.upload_file(
+            path_or_fileobj=text.encode("utf-8"),
+            path_in_repo=file,
+            repo_id=full,
+            token=token,
+            revision=revision,
+            commit_message=commit_message or f"Upload {file}",
+        )
+        return str(getattr(commit, "commit_url", commit))
+
+
+def _library(lacking: str, otherwise: str) -> Any:
+    try:
+        return importlib.import_module("huggingface_hub")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{lacking}, which is not installed. Install it with pip install ipufit[hub], or "
+            f"{otherwise}."
+        ) from error
+
+
+@contextlib.contextmanager
+def _translate_hub_errors(what: str, cure: str) -> Iterator[None]:
+    """Faults of the library in the block, of whatever kind, as one of ipufit's."""
+    try:
+        yield
+    except Exception as error:
+        first = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigurationError(f"{what}: {type(error).__name__}: {first}. {cure}") from error
+
+
+FILE_NAME = "ipu_config.json"
+# Real ones have about a kilobyte.
+_LARGEST = 1 << 20
+# A name on the Hub: its owner and the repository, or the repository alone.
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def find_file(source: Path, subfolder: str, options: Dict[str, Any]) -> str:
+    """Find the file of a configuration.
+
+    Args:
+        source: a file, a folder with an ``ipu_config.json``, or a repository on the Hub.
+        subfolder: in which the file is, "" for none.
+        options: what else huggingface_hub is told.
+
+    Raises:
+        ConfigurationError: there is none, or the Hub can't be asked.
+    """
+    path = os.fspath(source)
+    if not isinstance(path, str):
+        raise ConfigurationError(
+            f"a configuration is found by a path or a name on the Hub as a string, got {path!r}. "
+            "Decode it first."
+        )
+    if os.path.isfile(path):
+        return path
+    if os.path.isdir(path):
+        path = os.path.join(path, subfolder) if subfolder else path
+        file = os.path.join(path, FILE_NAME)
+        if os.path.isfile(file):
+            return file
+        raise ConfigurationError(
+            f"a folder of a configuration must hold a file {FILE_NAME}, but {path!r} has none. "
+            "Check the path, or pass the file itself."
+        )
+    is_path = not isinstance(source, str) or path.endswith(".json") or os.path.exists(path)
+    if is_path or not _ON_HUB.fullmatch(path):
+        raise ConfigurationError(
+            f"a configuration must be a file, a folder with a file {FILE_NAME}, or the name of a "
+            f"repository on the Hugging Face Hub, but there is nothing at {path!r}. Check the path."
+        )
+    return download_file(
+        path, FILE_NAME, {"subfolder": subfolder, **options} if subfolder else options
+    )
+
+
+def read_file(path: str) -> Dict[str, Any]:
+    """Read the JSON object in a file.
+
+    Raises:
+        ConfigurationError: it can't be read, is too large, or is something else.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_LARGEST + 1)
+        return parse_json(data, repr(path))
+    except OSError as error:
+        raise ConfigurationError(
+            f"a configuration is read from a file, but {error}. Check the path."
+        ) from error
+
+
+def parse_json(data: Union[str, bytes], where: str) -> Dict[str, Any]:
+    """Parse the JSON object in a text.
+
+    Args:
+        data: JSON in UTF-8.
+        where: it came from, for the message.
+
+    Raises:
+        ConfigurationError: it is too large, or something else.
+    """
+    if len(data) > _LARGEST:
+        raise ConfigurationError(
+            f"a configuration has at most {_LARGEST} bytes, but {where} has more. Check that it is "
+            f"an {FILE_NAME}."
+        )
+    doubled: List[str] = []
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8")
+        values = json.loads(
+            text,
+            object_pairs_hook=lambda pairs: _object(pairs, doubled),
+            parse_constant=_refuse_constant,
+        )
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"a configuration is a JSON object, but {where} is none ({type(error).__name__}: "
+            f"{error}). Check that it is an {FILE_NAME}."
+        ) from error
+    if not isinstance(values, dict):
+        raise ConfigurationError(
+            f"a configuration is a JSON object, but {where} holds a {type(values).__name__}. Check "
+            f"that it is an {FILE_NAME}."
+        )
+    if doubled:
+        names = ", ".join(map(repr, dict.fromkeys(doubled)))
+        raise ConfigurationError(
+            f"a configuration says everything once, but {where} has {names} several times. Leave "
+            "one of each."
+        )
+    return values
+
+
+def _object(pairs: List[Tuple[str, Any]], doubled: List[str]) -> Dict[str, Any]:
+    values: Dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            doubled.append(name)
+        values[name] = value
+    return values
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def write_file(text: str, path: str) -> None:
+    """Write a text; the file appears under its name only when it is complete.
+
+    Raises:
+        ConfigurationError: it can't be written.
+    """
+    folder, name = os.path.split(path)
+    part = ""
+    try:
+        handle, part = tempfile.mkstemp(prefix=f".{name}.", suffix=".part", dir=folder or ".")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        # What mkstemp makes is for its owner alone.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(part, 0o666 & ~mask)
+        os.replace(part, path)
+    except OSError as error:
+        if part and os.path.exists(part):
+            os.unlink(part)
+        raise ConfigurationError(
+            f"a configuration is written to a file in a folder that exists, but {error}. Choose "
+            "another path."
+        ) from error
+
+
 ConfigT = TypeVar("ConfigT", bound="SerializationMixin")
 
 
@@ -105,8 +358,8 @@ class SerializationMixin:
         }
         if token is not None:
             hub_arguments["token"] = token
-        path = files.find(source, subfolder, hub_arguments)
-        return cls._build(files.read_file(path), pod_type, changes, repr(path))
+        path = find_file(source, subfolder, hub_arguments)
+        return cls._build(read_file(path), pod_type, changes, repr(path))
 
     @classmethod
     def from_json_file(cls: Type[ConfigT], path: Path, pod_type: Optional[str] = None) -> ConfigT:
@@ -119,7 +372,7 @@ class SerializationMixin:
         Raises:
             ConfigurationError: it can't be read; with every fault.
         """
-        return cls._build(files.read_file(os.fspath(path)), pod_type, {}, repr(os.fspath(path)))
+        return cls._build(read_file(os.fspath(path)), pod_type, {}, repr(os.fspath(path)))
 
     @classmethod
     def from_json_string(cls: Type[ConfigT], text: str, pod_type: Optional[str] = None) -> ConfigT:
@@ -132,7 +385,7 @@ class SerializationMixin:
         Raises:
             ConfigurationError: it can't be read; with every fault.
         """
-        return cls._build(files.parse(text, "the text"), pod_type, {}, "the text")
+        return cls._build(parse_json(text, "the text"), pod_type, {}, "the text")
 
     def to_dict(self) -> Dict[str, Any]:
         """All parameters by name, ready for JSON.
@@ -167,7 +420,7 @@ class SerializationMixin:
             ConfigurationError: it can't be written, or the values don't fit together.
         """
         self.check()
-        files.write_file(self.to_json_string(), os.fspath(path))
+        write_file(self.to_json_string(), os.fspath(path))
 
     def save_pretrained(
         self,
@@ -220,7 +473,7 @@ class SerializationMixin:
                 f"save_pretrained needs a folder, but {error}. Choose another one, or write a file "
                 "with to_json_file."
             ) from error
-        self.to_json_file(os.path.join(folder, files.FILE_NAME))
+        self.to_json_file(os.path.join(folder, FILE_NAME))
         if not push_to_hub:
             return None
         name = os.path.basename(os.path.abspath(folder)) if repo_id is None else repo_id
@@ -256,6 +509,4 @@ class SerializationMixin:
         """
         self.check()
         text = self.to_json_string()
-        return hub.upload_file(
-            text, repo_id, files.FILE_NAME, commit_message, private, token, revision
-        )
+        return upload_file(text, repo_id, FILE_NAME, commit_message, private, token, revision)

@@ -9,25 +9,28 @@ from torch import Tensor, nn
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import TrainConfig
-from ipufit.engines.ipu.preflight.facts import (
+from ipufit.engines.ipu.preflight.layers import LEFT_OUT
+from ipufit.engines.ipu.preflight.operators import CONSTANT
+from ipufit.engines.ipu.preflight.recording import Recording, record
+from ipufit.engines.ipu.preflight.report import (
     SUPPORTED,
     UNKNOWN,
     Call,
     CodeLocation,
     Fact,
+    Finding,
     Line,
+    PreflightReport,
     guide,
+    merged,
 )
-from ipufit.engines.ipu.preflight.layers import LEFT_OUT
-from ipufit.engines.ipu.preflight.operators import CONSTANT
-from ipufit.engines.ipu.preflight.optimizers import (
+from ipufit.engines.ipu.preflight.settings import (
+    SETTINGS,
     ParameterGroup,
     no_such_optimizer,
+    refused_arguments,
     refused_settings,
 )
-from ipufit.engines.ipu.preflight.recording import Recording, record
-from ipufit.engines.ipu.preflight.report import Finding, PreflightReport, merged
-from ipufit.engines.ipu.preflight.settings import SETTINGS, refused_arguments
 from ipufit.engines.ipu.preflight.table import Table, unknown_operator
 from ipufit.engines.ipu.preflight.tensors import CHANGED, DeviceTensor, dtype_name
 from ipufit.errors import CaptureError

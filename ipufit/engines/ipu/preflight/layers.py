@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Optional, Tuple
 
-from ipufit.engines.ipu.preflight.facts import (
+from ipufit.engines.ipu.preflight.report import (
     LIMITED,
     UNKNOWN,
     UNSUPPORTED,

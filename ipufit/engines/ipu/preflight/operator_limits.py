@@ -7,7 +7,7 @@ from typing import Any, Callable, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.engines.ipu.preflight.facts import (
+from ipufit.engines.ipu.preflight.report import (
     LIMITED,
     UNKNOWN,
     UNSUPPORTED,

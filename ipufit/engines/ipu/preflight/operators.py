@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Dict, List, Tuple
 
-from ipufit.engines.ipu.preflight.facts import SUPPORTED, Fact, Line, canonical, dispatcher
+from ipufit.engines.ipu.preflight.report import SUPPORTED, Fact, Line, canonical, dispatcher
 
 __all__ = ["CONSTANT", "HANDLED", "WHOLE", "outplace"]
 

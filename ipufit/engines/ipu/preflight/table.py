@@ -5,12 +5,11 @@ from __future__ import annotations
 import collections
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
-from ipufit.engines.ipu.preflight.facts import UNKNOWN, UNSUPPORTED, Fact, Line, dispatcher, guide
 from ipufit.engines.ipu.preflight.layers import LAYERS, LOSSES
 from ipufit.engines.ipu.preflight.operator_limits import OPERATOR_LIMITS
 from ipufit.engines.ipu.preflight.operators import HANDLED
-from ipufit.engines.ipu.preflight.optimizers import OPTIMIZERS
-from ipufit.engines.ipu.preflight.settings import SETTINGS
+from ipufit.engines.ipu.preflight.report import UNKNOWN, UNSUPPORTED, Fact, Line, dispatcher, guide
+from ipufit.engines.ipu.preflight.settings import OPTIMIZERS, SETTINGS
 from ipufit.engines.ipu.preflight.tensors import TENSORS
 
 __all__ = ["CONTROL_FLOW", "FACTS", "Table", "unknown_operator"]

@@ -8,7 +8,7 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from ipufit.engines.ipu.preflight.facts import (
+from ipufit.engines.ipu.preflight.report import (
     LIMITED,
     SUPPORTED,
     UNSUPPORTED,

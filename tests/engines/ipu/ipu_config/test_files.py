@@ -8,7 +8,7 @@ import types
 import pytest
 
 from ipufit import IPUConfig
-from ipufit.engines.ipu.ipu_config import files
+from ipufit.engines.ipu.ipu_config import serialization
 from tests.told import message as fault
 
 # Shapes of what was published from 2021 to 2023, with values of our own.
@@ -383,7 +383,7 @@ def test_what_cannot_be_written_is_told(tmp_path, monkeypatch):
     def failing(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(files.os, "replace", failing)
+    monkeypatch.setattr(serialization.os, "replace", failing)
     assert "but disk full. Choose another path." in fault(IPUConfig().save_pretrained, tmp_path)
     assert os.listdir(tmp_path) == ["ipu_config.json"]
     assert file.read_text() == before

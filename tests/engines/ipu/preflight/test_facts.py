@@ -10,8 +10,8 @@ import ipufit
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.optimizers import check_optimizer
 from ipufit.engines.ipu.preflight.evaluate import preflight
-from ipufit.engines.ipu.preflight.facts import LIMITED, SUPPORTED, UNKNOWN, UNSUPPORTED
 from ipufit.engines.ipu.preflight.operators import CONSTANT
+from ipufit.engines.ipu.preflight.report import LIMITED, SUPPORTED, UNKNOWN, UNSUPPORTED
 from ipufit.engines.ipu.preflight.table import FACTS, Table
 from ipufit.errors import OptimizerError
 from tests.engines.ipu.preflight.limits import LIMITS, X, keys
