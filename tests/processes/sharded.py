@@ -480,7 +480,7 @@ def halve(model):
 
 def most():
     """No more than two pieces are whole at a time."""
-    from ipufit.engines.embedded.fsdp.weights import Piece
+    from ipufit.engines.embedded.fsdp import Piece
 
     whole, before = [0, 0], (Piece.make_room, Piece.free)
 

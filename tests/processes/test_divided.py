@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.engines.embedded.fsdp.weights import pieces_of
+from ipufit.engines.embedded.fsdp import pieces_of
 from ipufit.engines.embedded.passes.collective_hooks import (
     FILL,
     FREE,

@@ -8,7 +8,7 @@ from torch import nn
 
 import ipufit
 from ipufit import poptorch
-from ipufit.engines.embedded.zero.state import cuts_of
+from ipufit.engines.embedded.zero import cuts_of
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatBlock
 from tests.processes.launching import ROOT, run_processes

@@ -3,7 +3,6 @@
 from ipufit.conformance.cases import (
     buffers,
     errors,
-    inputs,
     loader,
     open_questions,
     operators,
@@ -15,7 +14,6 @@ from ipufit.conformance.cases import (
 __all__ = [
     "buffers",
     "errors",
-    "inputs",
     "loader",
     "open_questions",
     "operators",

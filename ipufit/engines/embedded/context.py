@@ -30,7 +30,7 @@ from ipufit.core.precision import (
     try_out,
     without_autocast,
 )
-from ipufit.engines.embedded.cuda_graphs.capture import GraphMaker
+from ipufit.engines.embedded.cuda_graphs import GraphMaker
 from ipufit.engines.embedded.execution import ExecutionOutputs
 from ipufit.engines.embedded.host_transfer import Transfer
 from ipufit.engines.embedded.passes.select_kernels import Lowered, lower
@@ -239,7 +239,7 @@ class EngineContext:
             )
         blocks = len(micro.blocks) if isinstance(micro, GradStep) else 0
         if divided is not None:
-            from ipufit.engines.embedded.fsdp.running import ShardedStep
+            from ipufit.engines.embedded.fsdp import ShardedStep
 
             kept = Lowered(ShardedStep(graph, divided, blocks), GRAPH, "")
             run = without_autocast(kept.run, arguments)

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import (
-    Any,
-    Dict,
-    List,
-    Mapping,
-    Optional,
-)
+from typing import Any, Dict, List, Mapping, Optional
 
 import torch
 from torch import nn
@@ -19,7 +13,7 @@ from ipufit.core.compile_arguments import CUDAGRAPH, INDUCTOR
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.context import EngineContext
-from ipufit.engines.embedded.cuda_graphs.policy import check_cudagraph
+from ipufit.engines.embedded.cuda_graphs import check_cudagraph
 from ipufit.engines.embedded.inductor.requirements import refuse_missing
 from ipufit.engines.embedded.nan_detection import refuse_detection
 from ipufit.engines.embedded.optimizer_state_location import HostMemory
@@ -76,7 +70,7 @@ class EmbeddedEngine(EngineContext, Engine):
             refuse_detection(config)
         if config.shard_optimizer and optimizer is not None and current().is_distributed:
             # Imported here, as below: what few models need.
-            from ipufit.engines.embedded.zero.optimizer import refuse_whole
+            from ipufit.engines.embedded.zero import refuse_whole
 
             refuse_whole(optimizer, config)
         if config.jit == CUDAGRAPH and self.tape is None:
@@ -162,7 +156,7 @@ def _sharded(config: TrainConfig) -> str:
     if not processes.is_distributed:
         name = "shard_weights" if config.shard_weights else "shard_optimizer"
         return _NOT_SHARDED.format(name)
-    from ipufit.engines.embedded.zero.optimizer import needs_whole_gradient
+    from ipufit.engines.embedded.zero import needs_whole_gradient
 
     why = needs_whole_gradient(config)
     what, gets = "The optimizer's state lies", "its part of the gradients' sum"

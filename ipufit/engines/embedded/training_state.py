@@ -34,9 +34,9 @@ from ipufit.tracing.validate import refuse_shared_memory
 from ipufit.utils.state import copy_optimizer_state
 
 if TYPE_CHECKING:
-    from ipufit.engines.embedded.fsdp.weights import ShardedWeights
+    from ipufit.engines.embedded.fsdp import ShardedWeights
     from ipufit.engines.embedded.traced_step import TracedStep
-    from ipufit.engines.embedded.zero.state import StateParts
+    from ipufit.engines.embedded.zero import StateParts
 
 __all__ = [
     "CarriedState",

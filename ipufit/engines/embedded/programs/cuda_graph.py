@@ -17,8 +17,14 @@ from torch import Tensor
 from ipufit.core.batch import CombinedBatch
 from ipufit.core.compile_arguments import CUDAGRAPH
 from ipufit.engines.embedded.context import EngineContext
-from ipufit.engines.embedded.cuda_graphs.capture import Draw, Graph, GraphMaker
-from ipufit.engines.embedded.cuda_graphs.static_inputs import Sent, Static, keeps_its_form
+from ipufit.engines.embedded.cuda_graphs import (
+    Draw,
+    Graph,
+    GraphMaker,
+    Sent,
+    Static,
+    keeps_its_form,
+)
 from ipufit.engines.embedded.execution import ExecutionOutputs, ExecutionWork, UpdateWay
 from ipufit.engines.embedded.flat_optimizer import Rows, RuleOptimizer
 from ipufit.engines.embedded.host_transfer import pack, unpack

@@ -9,14 +9,11 @@ from torch import Tensor, nn
 
 from ipufit.core.batch import CombinedBatch, counts_by_rank
 from ipufit.engines.embedded.external_changes import refuse_replaced
-from ipufit.engines.embedded.fsdp.running import ShardedStep
-from ipufit.engines.embedded.fsdp.updater import FSDPOptimizer
-from ipufit.engines.embedded.fsdp.weights import ShardedWeights, pieces_of
+from ipufit.engines.embedded.fsdp import FSDPOptimizer, ShardedStep, ShardedWeights, pieces_of
 from ipufit.engines.embedded.programs.zero import ShardedPlacement
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import CarriedState, ModuleWeights, TrainingState
-from ipufit.engines.embedded.zero.optimizer import ShardedOptimizer
-from ipufit.engines.embedded.zero.state import cuts_of
+from ipufit.engines.embedded.zero import ShardedOptimizer, cuts_of
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatBlock

@@ -9,7 +9,7 @@ import torch
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.compile_arguments import AUTO, INDUCTOR, KERNELS
 from ipufit.engines.embedded.context import EngineContext
-from ipufit.engines.embedded.cuda_graphs.policy import graph_maker
+from ipufit.engines.embedded.cuda_graphs import graph_maker
 from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
 from ipufit.engines.embedded.flat_optimizer import Rows
 from ipufit.engines.embedded.inductor.requirements import missing

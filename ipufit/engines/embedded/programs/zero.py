@@ -8,8 +8,7 @@ import torch
 
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.training_state import CarriedState, StatePlacement, TrainingState
-from ipufit.engines.embedded.zero.optimizer import ShardedOptimizer
-from ipufit.engines.embedded.zero.state import StateParts
+from ipufit.engines.embedded.zero import ShardedOptimizer, StateParts
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
 from ipufit.optim.rules import rule_for

@@ -9,8 +9,8 @@ import types
 import pytest
 import torch
 
-from ipufit.engines.embedded.cuda_graphs import capture
-from ipufit.engines.embedded.cuda_graphs.capture import CudaGraphs
+from ipufit.engines.embedded import cuda_graphs
+from ipufit.engines.embedded.cuda_graphs import CudaGraphs
 
 pytestmark = pytest.mark.both_engines
 
@@ -99,7 +99,7 @@ def cuda(monkeypatch):
     world.default = Generator(log, "default")
     monkeypatch.setattr(cuda, "default_generators", (world.default,))
     monkeypatch.setattr(torch, "Generator", lambda device: Generator(log, next(names)))
-    monkeypatch.setattr(capture, "_FAILED", [])
+    monkeypatch.setattr(cuda_graphs, "_FAILED", [])
     return world
 
 
@@ -150,7 +150,7 @@ def test_a_failed_capture_leaves_stream_and_random_numbers_as_they_were(cuda):
         CudaGraphs(DEVICE).capture(work, 1)
     assert cuda.stream.name == "main"
     assert cuda.log[-2:] == ["b takes values of default", "draw from b"]
-    assert len(capture._FAILED) == 1
+    assert len(cuda_graphs._FAILED) == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])

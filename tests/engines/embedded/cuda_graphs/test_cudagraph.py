@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.callbacks import Callback
-from ipufit.engines.embedded.cuda_graphs.policy import check_cudagraph
-from ipufit.engines.embedded.cuda_graphs.static_inputs import Static, keeps_its_form
+from ipufit.engines.embedded.cuda_graphs import Static, check_cudagraph, keeps_its_form
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.fused_optimizers import fused_for
 from ipufit.errors import NonFiniteLossError
@@ -581,7 +580,7 @@ def test_within_an_execution_the_host_waits_for_nothing():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_failed_capture_leaves_the_stream_alone():
-    from ipufit.engines.embedded.cuda_graphs.capture import CudaGraphs
+    from ipufit.engines.embedded.cuda_graphs import CudaGraphs
 
     device = torch.device("cuda", torch.cuda.current_device())
     outside = torch.cuda.current_stream()

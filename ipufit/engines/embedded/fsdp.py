@@ -1,27 +1,35 @@
-"""Parameters in pieces, of each of which a process keeps its part, and which are whole for a while.
+"""Weights of which each process has a part, and whole ones only while they are at work (ZeRO 3).
 
-The module keeps parameters of its own, in host memory: what it held when they were divided, until
-:meth:`ShardedWeights.publish` brings them up to date.
+Parameters lie in pieces, as FSDP's "full shard" has them. A recorded micro-batch gathers a piece
+before its first use and the update leaves each process its part. The module keeps parameters of its
+own, in host memory: what it held when they were divided, until :meth:`ShardedWeights.publish` brings
+them up to date.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
-from ipufit.engines.embedded.passes.collective_hooks import FILL, SUM, Event
+from ipufit.core.train_config import Clip
+from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
+from ipufit.engines.embedded.passes.collective_hooks import FILL, SUM, Event, insert_weight_hooks
+from ipufit.engines.embedded.passes.simplify import call_directly, simplify
+from ipufit.engines.embedded.zero import ShardedOptimizer
+from ipufit.errors import CaptureError
 from ipufit.processes import Processes
 from ipufit.processes.collectives import PendingReduceScatter, part_of, start_all_gather
 from ipufit.processes.connection import PendingWork
 from ipufit.processes.messages import as_bytes
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 
-__all__ = ["Piece", "ShardedWeights", "pieces_of"]
+__all__ = ["FSDPOptimizer", "Piece", "ShardedStep", "ShardedWeights", "clipped_parts", "pieces_of"]
 
 # The pieces together are about so many times one of them.
 _PIECES = 16
@@ -272,3 +280,129 @@ class ShardedWeights(FlatStorage):
             if parameter.device != self.device:
                 parameter.data = parameter.data.to(self.device)
         self._home = {}
+
+
+class ShardedStep:
+    """Runs a graph, when it is known whose weights it takes.
+
+    Args:
+        recorded: stays as it is.
+        inputs: names of its first inputs.
+        gradients: how many of its last outputs are gradients.
+
+    Attributes:
+        events: what happens in it, in order; empty before weights are there.
+    """
+
+    def __init__(self, recorded: fx.GraphModule, inputs: Sequence[str], gradients: int) -> None:
+        self._recorded = recorded
+        self._inputs = inputs
+        self._gradients = gradients
+        self._weights: Optional[ShardedWeights] = None
+        self._module: Optional[fx.GraphModule] = None
+        self.events: List[Event] = []
+
+    def take(self, weights: ShardedWeights) -> None:
+        """Run with these from here on; all graphs that train with them have the same events.
+
+        Raises:
+            CaptureError: a weight is changed in place, or the order is another one.
+        """
+        if self._weights is weights:
+            return
+        module = fx.GraphModule(self._recorded, copy.deepcopy(self._recorded.graph))
+        simplify(module.graph)
+        self.events = insert_weight_hooks(module, self._inputs, weights.names, self._gradients)
+        call_directly(module.graph)
+        module.recompile()
+        module.get_submodule("meeting").host = weights  # type: ignore[assignment]
+        self._module, self._weights = module, weights
+        if any(what == SUM for what, _ in self.events):
+            weights.events = weights.events or self.events
+            if self.events != weights.events:
+                raise CaptureError(
+                    "with shard_weights=True all micro-batches must use the weights in one order, "
+                    "but one of another size uses them in another. Remove the branch on the batch "
+                    "size, or leave shard_weights out."
+                )
+
+    def __call__(self, *tensors: Tensor) -> List[Tensor]:
+        """One micro-batch, in all processes that have one."""
+        assert self._weights is not None
+        assert self._module is not None
+        forward: Callable[..., List[Tensor]] = self._module.forward
+        with self._weights.at_work(self.events):
+            return forward(*tensors)
+
+
+class FSDPOptimizer(ShardedOptimizer):
+    """Applies the rules to this process's part of every piece, and leaves it there."""
+
+    takes_parts = True
+
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
+        """Neighbours that are updated alike are a piece together."""
+        parameters = dict(named)
+        return [
+            block
+            for piece in pieces_of(named)
+            for block in super(FSDPOptimizer, self).layout(
+                [(name, parameters[name]) for name, _ in piece]
+            )
+        ]
+
+    def _flats_of(self, storage: FlatStorage) -> List[Tensor]:
+        return storage.flats
+
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """One weight update of the own parts."""
+        if self._bound:
+            segments: List[List[slice]] = [[] for _ in gradients]
+            for index, slot, (begin, end) in self._slots():
+                first = self.cuts[index][self._processes.process_id]
+                own = slice(slot.start + begin - first, slot.start + end - first)
+                segments[index].append(own if end > begin else slice(0))
+            gradients = clipped_parts(self._processes, gradients, segments, self._bound)
+        RuleOptimizer.apply(self, gradients)
+
+
+def clipped_parts(
+    processes: Processes,
+    gradients: Sequence[Tensor],
+    segments: Sequence[Sequence[slice]],
+    clip: Clip,
+) -> List[Tensor]:
+    """Parts of gradients, bounded by the norm of the whole ones.
+
+    Args:
+        processes: all of them, which call this at the same time.
+        gradients: flat, one for each block.
+        segments: of each, where the parameters are of which it has a part; empty for none.
+        clip: a bound on a norm.
+    """
+    squares = [
+        torch.stack([_square(gradient[own]) for own in each])
+        for gradient, each in zip(gradients, segments)
+    ]
+    together = torch.cat(squares)
+    if clip.global_norm is not None:
+        together = together.sum().expand(1).clone()
+    processes.add([together])
+    largest = clip.norm if clip.global_norm is None else clip.global_norm
+    assert largest is not None
+    factors = (largest / (together.sqrt() + 1e-6)).clamp(max=1.0)
+    if clip.global_norm is not None:
+        return [gradient * factors[0].to(gradient.dtype) for gradient in gradients]
+    result, rest = [], iter(factors.unbind())
+    for gradient, each in zip(gradients, segments):
+        bounded = gradient.clone()
+        for segment, factor in zip(each, rest):
+            bounded[segment] *= factor.to(gradient.dtype)
+        result.append(bounded)
+    return result
+
+
+def _square(gradient: Tensor) -> Tensor:
+    # The square of a half-precision number overflows at 256; of a float32 norm, none that matters.
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return norm * norm

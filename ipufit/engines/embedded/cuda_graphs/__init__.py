@@ -1,1 +1,0 @@
-"""Executions captured as CUDA graphs: when they are, how, and where their inputs lie."""
