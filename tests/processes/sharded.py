@@ -432,7 +432,7 @@ class Watch(Callback):
         pieces = program.state.placement.weights.pieces
         assert not any(piece.is_there for piece in pieces)
         assert not any(piece.flat.untyped_storage().nbytes() for piece in pieces)
-        self.bytes.append(sum(piece.own.numel() for piece in pieces))
+        self.bytes.append(sum(piece.local.numel() for piece in pieces))
         self.stale.append(weights(self.model))
         if len(self.stale) % 2:
             assert self.model.gather_weights() is self.model.module

@@ -121,7 +121,7 @@ class CudaGraphs:
 
         outside = torch.cuda.current_stream(self._device)
         with LOCK, torch.cuda.device(self._device):
-            own = default.graphsafe_get_state()
+            user_state = default.graphsafe_get_state()
             try:
                 with torch.cuda.graph(
                     graph, self._pool, self._stream, capture_error_mode="thread_local"
@@ -131,10 +131,10 @@ class CudaGraphs:
                 _FAILED.append(graph)
                 # torch leaves its stream in place, and generators as if they were still captured.
                 torch.cuda.set_stream(outside)
-                own = torch.Generator(self._device).set_state(own.get_state())
+                user_state = torch.Generator(self._device).set_state(user_state.get_state())
                 raise
             finally:
-                default.graphsafe_set_state(own)
+                default.graphsafe_set_state(user_state)
         return _CudaGraph(graph, generators)
 
 

@@ -2,8 +2,8 @@
 
 Parameters lie in pieces, as FSDP's "full shard" has them. A recorded micro-batch gathers a piece
 before its first use and the update leaves each process its part. The module keeps parameters of its
-own, in host memory: what it held when they were divided, until :meth:`ShardedWeights.publish` brings
-them up to date.
+own, in host memory: what it held when they were divided, until :meth:`ShardedWeights.publish`
+brings them up to date.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Piece:
         block: how they lie.
         cuts: process p has the elements from ``cuts[p]`` up to ``cuts[p + 1]``.
         flat: whole; without memory but for a while.
-        own: what this process has of it.
+        local: what this process has of it.
         views: the parameters in ``flat``.
         is_there: whether ``flat`` has memory.
     """
@@ -70,7 +70,7 @@ class Piece:
     block: FlatBlock
     cuts: Sequence[int]
     flat: Tensor
-    own: Tensor
+    local: Tensor
     views: Dict[str, Tensor]
     is_there: bool = False
 
@@ -148,10 +148,16 @@ class ShardedWeights(FlatStorage):
                 for slot in block.slots if device.type != "cpu" else ():
                     slot.parameter.data = slot.parameter.data.cpu()
         self.blocks = list(blocks[:trained])
-        self.flats = [piece.own for piece in self.pieces[:trained]]
+        self.flats = [piece.local for piece in self.pieces[:trained]]
         self.views = {name: view for piece in self.pieces for name, view in piece.views.items()}
         self.form: Tuple[object, ...] = tuple(
-            (b.group, tuple((s.start, s.stop) for s in b.slots), p.own.dtype, device, tuple(p.cuts))
+            (
+                b.group,
+                tuple((s.start, s.stop) for s in b.slots),
+                p.local.dtype,
+                device,
+                tuple(p.cuts),
+            )
             for b, p in zip(self.blocks, self.pieces)
         )
         self.events: Sequence[Event] = ()
@@ -207,7 +213,7 @@ class ShardedWeights(FlatStorage):
     def _gather(self, number: int) -> PendingWork:
         piece, works = self.pieces[number], self._processes.pending_work()
         piece.make_room()
-        part_of(self._processes, piece.flat, piece.cuts).copy_(piece.own)
+        part_of(self._processes, piece.flat, piece.cuts).copy_(piece.local)
         start_all_gather(works, piece.flat, piece.cuts)
         return works
 
@@ -226,7 +232,7 @@ class ShardedWeights(FlatStorage):
         self._place += 1
         self._end_sum()
         piece = self.pieces[number]
-        kind = self._dtype or piece.own.dtype
+        kind = self._dtype or piece.local.dtype
         if gradient is None or numbers is None:
             gradient = torch.zeros(piece.flat.shape, dtype=kind, device=self.device)
         elif self.factor is None:
@@ -257,7 +263,7 @@ class ShardedWeights(FlatStorage):
         with torch.no_grad():
             return not all(
                 as_bytes(part_of(self._processes, _whole(piece.block), piece.cuts)).equal(
-                    as_bytes(piece.own.cpu())
+                    as_bytes(piece.local.cpu())
                 )
                 for piece in self.pieces
             )
@@ -360,8 +366,8 @@ class FSDPOptimizer(ShardedOptimizer):
             segments: List[List[slice]] = [[] for _ in gradients]
             for index, slot, (begin, end) in self._slots():
                 first = self.cuts[index][self._processes.process_id]
-                own = slice(slot.start + begin - first, slot.start + end - first)
-                segments[index].append(own if end > begin else slice(0))
+                segment = slice(slot.start + begin - first, slot.start + end - first)
+                segments[index].append(segment if end > begin else slice(0))
             gradients = clipped_parts(self._processes, gradients, segments, self._bound)
         RuleOptimizer.apply(self, gradients)
 
@@ -381,7 +387,7 @@ def clipped_parts(
         clip: a bound on a norm.
     """
     squares = [
-        torch.stack([_square(gradient[own]) for own in each])
+        torch.stack([_square(gradient[segment]) for segment in each])
         for gradient, each in zip(gradients, segments)
     ]
     together = torch.cat(squares)

@@ -107,7 +107,7 @@ class StateParts:
         """There is another state, which torch's optimizer has."""
         self._parts.clear()
 
-    def known(self, name: str) -> Mapping[str, Tensor]:
+    def local_state(self, name: str) -> Mapping[str, Tensor]:
         """The part of a parameter's state that is here, flat, by torch's names."""
         return self._parts[name].tensors if name in self._parts else {}
 
@@ -153,7 +153,7 @@ class StateParts:
                     by_name.setdefault(name, {})[key] = whole
         return by_name
 
-    def collected(self, more: Mapping[str, StateShard], everywhere: bool) -> Dict[Tensor, Any]:
+    def gather_state(self, more: Mapping[str, StateShard], everywhere: bool) -> Dict[Tensor, Any]:
         """The whole state by parameter, as torch has it; in all processes at the same time.
 
         Args:
@@ -188,7 +188,7 @@ class StateParts:
         Args:
             more: parts that a program has.
         """
-        for parameter, state in self.collected(more, True).items():
+        for parameter, state in self.gather_state(more, True).items():
             # What is there already was gathered before, and changed since, perhaps.
             if not self.optimizer.state.get(parameter):
                 self.optimizer.state[parameter].update(state)
@@ -201,7 +201,7 @@ class StateParts:
         """
         groups = self.optimizer.param_groups
         places = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
-        gathered = self.collected(more, False).items()
+        gathered = self.gather_state(more, False).items()
         # The next program takes over what somebody has given the optimizer.
         gathered_states = {
             places[id(p)]: state for p, state in gathered if not self.optimizer.state.get(p)
@@ -324,14 +324,14 @@ class ShardedOptimizer(RuleOptimizer):
         """Take over this process's part of the state, of which torch's optimizer keeps nothing."""
         self._whole, self.cuts = storage, self.cuts_of(storage.blocks)
         try:
-            own = {slot.name: (slot, *own) for _, slot, own in self._slots()}
-            self._parts.align(own)
+            local_slots = {slot.name: (slot, *bounds) for _, slot, bounds in self._slots()}
+            self._parts.align(local_slots)
             super().bind(self._own(storage), run_eagerly)
         except BaseException:
             self._let_go()
             raise
-        self._parts.forget(list(own))
-        for slot, *_ in own.values():
+        self._parts.forget(list(local_slots))
+        for slot, *_ in local_slots.values():
             self._optimizer.state.pop(slot.parameter, None)
 
     def cuts_of(self, blocks: Sequence[FlatBlock]) -> List[List[int]]:
@@ -368,14 +368,14 @@ class ShardedOptimizer(RuleOptimizer):
         return [part_of(self._processes, *each) for each in zip(storage.flats, self.cuts)]
 
     def _load(self, block: FlatBlock, flat: Tensor, rule: OptimizerRule) -> Dict[str, Tensor]:
-        index = next(i for i, own in enumerate(self._storage.blocks) if own is block)
+        index = next(i for i, candidate in enumerate(self._storage.blocks) if candidate is block)
         first = self.cuts[index][self._processes.process_id]
         state = {name: torch.zeros_like(flat) for name in rule.tensors}
         for place, slot, (begin, end) in self._slots():
             if place != index or begin == end:
                 continue
             torch_state = self._optimizer.state.get(slot.parameter)
-            parts = self._parts.known(slot.name)
+            parts = self._parts.local_state(slot.name)
             for name, whole in state.items():
                 target = whole[slot.start + begin - first : slot.start + end - first]
                 if torch_state and torch_state.get(name) is not None:

@@ -56,7 +56,7 @@ class IpuContext:
     def inference_unit(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Executable:
         """The compiled program for the example's shapes; compiled now if it is new."""
         whole = ModuleWithLoss(spec.module, spec.loss)
-        frozen, held = fingerprint(whole)
+        frozen, referents = fingerprint(whole)
         forms = tuple((leaf.dtype, leaf.shape[1:]) for leaf in example.leaves)
         key: Tuple[object, ...] = (
             unwrapped(frozen),
@@ -72,7 +72,7 @@ class IpuContext:
         if key not in self._inference:
             unit = self._compiled(spec, size, example)
             key = (unwrapped(fingerprint(whole)[0]), *key[1:])
-            self._inference[key] = (unit, (held, spec))
+            self._inference[key] = (unit, (referents, spec))
             if len(self._inference) > _KEPT:
                 self._destroy(self._inference.popitem(last=False)[1][0])
         self._inference.move_to_end(key)

@@ -102,9 +102,9 @@ def translate_errors(sdk: Any, doing: str) -> Iterator[None]:
             "is used again."
         ) from error
     except (sdk.Error, AssertionError) as error:
-        own = _own(error)
-        if own is not None:
-            raise own from error
+        cause = _ipufit_cause(error)
+        if cause is not None:
+            raise cause from error
         raise DeviceError(
             f"{doing} must be possible with PopTorch, but it says: {_first(error)}. Change what it "
             "names, or use engine='embedded'."
@@ -116,12 +116,12 @@ def translate_errors(sdk: Any, doing: str) -> Iterator[None]:
         raise
 
 
-def _own(error: BaseException) -> Optional[IpufitError]:
+def _ipufit_cause(error: BaseException) -> Optional[IpufitError]:
     """An error of ours that PopTorch has passed on as one of its own."""
-    seen = set()
+    visited = set()
     cause: Optional[BaseException] = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
         if isinstance(cause, IpufitError):
             return cause
         cause = cause.__cause__ or cause.__context__

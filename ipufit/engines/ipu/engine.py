@@ -53,8 +53,8 @@ class IpuEngine(IpuContext, Engine):
         Raises:
             ConfigurationError: naming it; several faults as one error.
         """
-        for role, given in options.items():
-            check_options(self.sdk, given, role)
+        for role, role_options in options.items():
+            check_options(self.sdk, role_options, role)
         check_request(module, optimizer, loss, config, self.wide)
 
     def options_of(self, config: IPUConfig) -> Dict[str, Any]:
@@ -94,8 +94,8 @@ class IpuEngine(IpuContext, Engine):
                 f"output_mode={config.output_mode.kind!r} chooses on the host: the device "
                 "hands back all outputs, because losses come back from every micro-batch."
             )
-        for role, given in options.items():
-            names = ignored_options(self.sdk, given)
+        for role, role_options in options.items():
+            names = ignored_options(self.sdk, role_options)
             if names:
                 lines.append(f"Of {role}, these change nothing on {self.name}: {', '.join(names)}.")
         return lines

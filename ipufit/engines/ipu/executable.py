@@ -112,13 +112,13 @@ class Executable:
 
     def _padding(self, shares: Sequence[float], sizes: Sequence[int]) -> List[Tensor]:
         dtype = torch.float64 if self._wide else torch.float32
-        found = []
+        padding_inputs = []
         if self.size.padding != "none":
-            found.append(torch.tensor(list(shares), dtype=dtype))
+            padding_inputs.append(torch.tensor(list(shares), dtype=dtype))
         if self.size.padding == "samples":
             places = torch.arange(self.size.micro_batch)
-            found.append(torch.cat([(places < size).to(dtype) for size in sizes]))
-        return found
+            padding_inputs.append(torch.cat([(places < size).to(dtype) for size in sizes]))
+        return padding_inputs
 
     def _combined(self, batch: Sequence[MicroBatch]) -> List[Tensor]:
         leaves = []

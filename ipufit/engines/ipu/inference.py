@@ -84,7 +84,7 @@ class InferenceProgram(Program):
     def _run_together(self, batch: CombinedBatch) -> ExecutionResult:
         """Micro-batches of one size after those of another, as often as any process needs it."""
         plan, work, layout = self._spec.plan, batch.micro_batches, batch.layout or ()
-        found: Dict[int, Result] = {}
+        results_by_place: Dict[int, Result] = {}
         for size in sorted({each for update in layout for each in update if each}, reverse=True):
             columns = zip(*(counts_by_rank(update, plan, size) for update in layout))
             counts = [sum(column) for column in columns]
@@ -97,9 +97,9 @@ class InferenceProgram(Program):
                 part = alike[first : first + per_call]
                 rest = [part[-1] if part else self._example_of(size)] * (per_call - len(part))
                 results = unit.run([*part, *rest], seed_of(self._spec, self._passes))
-                found.update(zip(places[first : first + per_call], results))
+                results_by_place.update(zip(places[first : first + per_call], results))
                 self._passes += sum(max(0, min(per_call, each - first)) for each in counts)
-        return anchors_of([found[place] for place in range(len(work))], self._spec, {})
+        return anchors_of([results_by_place[place] for place in range(len(work))], self._spec, {})
 
     def _example_of(self, size: int) -> MicroBatch:
         """A micro-batch to repeat, in a process that has none of this size."""

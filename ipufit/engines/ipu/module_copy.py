@@ -121,13 +121,13 @@ class Trained:
         size: of a call.
         example: a micro-batch of that size.
         scheduled: settings of the optimizer that will change.
-        own: whether it has a copy of the module, because the user's own is in another program.
+        copies_module: whether it has a copy, because the user's module is in another program.
         wide: whether float64 is kept.
 
     Attributes:
         unit: runs it.
         optimizer: PopTorch's.
-        own: as given.
+        copies_module: as passed.
     """
 
     def __init__(
@@ -139,18 +139,18 @@ class Trained:
         size: Size,
         example: MicroBatch,
         scheduled: FrozenSet[str],
-        own: bool,
+        copies_module: bool,
         wide: bool,
     ) -> None:
         assert spec.optimizer is not None
         self._host = host
-        self.own = own
+        self.copies_module = copies_module
         net: nn.Module = spec.module
         loss: Optional[Loss] = spec.loss
-        if own:
+        if copies_module:
             net, loss = copy.deepcopy((net, loss))
         step = IpuStep(sdk, net, loss, spec, Form.of(example, size.padding))
-        step.original = (spec.module,) if own else ()
+        step.original = (spec.module,) if copies_module else ()
         step.training = spec.module.training
         parameters = dict(step.named_parameters())
         # Before PopTorch gives them classes of its own.
@@ -159,7 +159,9 @@ class Trained:
             sdk, spec.optimizer, parameters, host.trained, spec.config, scheduled
         )
         with translate_errors(sdk, "wrapping the module"):
-            executor = sdk.trainingModel(step, options=options, optimizer=self.optimizer.own)
+            executor = sdk.trainingModel(
+                step, options=options, optimizer=self.optimizer.poptorch_optimizer
+            )
         self.unit = Executable(sdk, step, executor, size, wide)
         self._sdk = sdk
 
@@ -175,7 +177,7 @@ class Trained:
 
     def load(self) -> None:
         """Take over the user's tensors and the state of torch's optimizer."""
-        if self.own:
+        if self.copies_module:
             _copy(self._host.tensors(), self._tensors())
         self.optimizer.load()
 
@@ -188,7 +190,7 @@ class Trained:
         with translate_errors(self._sdk, "reading weights and optimizer state"):
             OWNER.release(self.executor)
             # What has not run has nothing to give, and the user may have changed his own since.
-            if updates and self.own:
+            if updates and self.copies_module:
                 _copy(self._tensors(), self._host.tensors())
             if updates:
                 self.optimizer.store(updates)
@@ -202,7 +204,7 @@ class Trained:
                 # State that goes to the device with the run would bring the settings before these.
                 OWNER.release(self.executor)
                 self.take()
-            self.executor.setOptimizer(self.optimizer.own)
+            self.executor.setOptimizer(self.optimizer.poptorch_optimizer)
 
     def take(self) -> bool:
         """Take the device; whether another program, or none, had it before."""

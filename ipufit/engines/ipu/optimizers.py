@@ -100,7 +100,7 @@ class DeviceOptimizer:
             have PopTorch's default.
 
     Attributes:
-        own: PopTorch's optimizer.
+        poptorch_optimizer: takes the settings.
         waits: whether state that was handed over waits for the next run, or for the program to be
             attached anew, and with it the settings of that moment.
     """
@@ -122,8 +122,8 @@ class DeviceOptimizer:
         by_id = {id(original): parameters[name] for name, original in originals.items()}
         groups = []
         for group in optimizer.param_groups:
-            own = [by_id[id(p)] for p in group["params"] if id(p) in by_id]
-            groups.append({"params": own, **self._values(group)})
+            trained = [by_id[id(p)] for p in group["params"] if id(p) in by_id]
+            groups.append({"params": trained, **self._values(group)})
         self._explicit = {
             name
             for name, default in self._settings.items()
@@ -132,11 +132,11 @@ class DeviceOptimizer:
         # A group without any parameter that is trained would be none to PopTorch.
         self._used = [i for i, group in enumerate(groups) if group["params"]]
         self._sent = [self._values(optimizer.param_groups[i]) for i in self._used]
-        self.own = self._make(sdk, [groups[i] for i in self._used], config)
+        self.poptorch_optimizer = self._make(sdk, [groups[i] for i in self._used], config)
 
     def _make(self, sdk: Any, groups: List[Dict[str, Any]], config: TrainConfig) -> Any:
         kind = getattr(sdk.optim, self._kind.__name__)
-        own = [{n: g[n] for n in ("params", *sorted(self._explicit))} for g in groups]
+        explicit_groups = [{n: g[n] for n in ("params", *sorted(self._explicit))} for g in groups]
         more = {name: groups[0][name] for name in sorted(self._explicit)}
         if self._kind is LAMB:
             more["bias_correction"] = self._torchs.param_groups[0]["bias_correction"]
@@ -146,7 +146,7 @@ class DeviceOptimizer:
             more["loss_scaling"] = config.loss_scale.initial
         if config.accumulation_dtype is not None:
             more["accum_type"] = config.accumulation_dtype
-        return kind(own, **more)
+        return kind(explicit_groups, **more)
 
     def _values(self, group: Mapping[str, Any]) -> Dict[str, Any]:
         values = {name: _plain(name, group[name]) for name in self._settings}
@@ -173,8 +173,10 @@ class DeviceOptimizer:
                         f"to {value}. Change it between two calls of fit, or start with another "
                         "value."
                     )
-        for own, after in zip(self.own.param_groups, values):
-            own.update({name: value for name, value in after.items() if name in self._explicit})
+        for device_group, after in zip(self.poptorch_optimizer.param_groups, values):
+            device_group.update(
+                {name: value for name, value in after.items() if name in self._explicit}
+            )
         self._sent = values
         return True
 
@@ -185,15 +187,17 @@ class DeviceOptimizer:
         """
         state: Dict[str, Tensor] = {}
         for name, original in self._originals.items():
-            known = self._torchs.state.get(original, {})
-            state.update(device_state(self._kind, name, original, known, self._loaded))
+            previous = self._torchs.state.get(original, {})
+            state.update(device_state(self._kind, name, original, previous, self._loaded))
         self._loaded = True
         if state:
             self.waits = True
             # The settings stay as the program has them: PopTorch would warn of each one left out.
-            present = self.own.state_dict()
+            present = self.poptorch_optimizer.state_dict()
             settings = present.get("ipu_param") or {}
-            self.own.load_state_dict({**present, "ipu_state": state, "ipu_param": settings})
+            self.poptorch_optimizer.load_state_dict(
+                {**present, "ipu_state": state, "ipu_param": settings}
+            )
 
     def store(self, updates: int) -> None:
         """Bring torch's state up to date, from the device if it ran since.
@@ -201,13 +205,15 @@ class DeviceOptimizer:
         Args:
             updates: made since the last time, for what torch counts and the device does not.
         """
-        found: Optional[Mapping[str, Tensor]] = self.own.state_dict().get("ipu_state")
-        if not found:
+        device_tensors: Optional[Mapping[str, Tensor]] = self.poptorch_optimizer.state_dict().get(
+            "ipu_state"
+        )
+        if not device_tensors:
             return
         for name, original in self._originals.items():
             before = self._torchs.state.get(original, {})
             done = float(before.get("step", 0)) + updates
-            state = torch_state(self._kind, name, original, found, done)
+            state = torch_state(self._kind, name, original, device_tensors, done)
             if state:
                 self._torchs.state[original].update(state)
 

@@ -46,8 +46,8 @@ __all__ = [
 
 def new_options(sdk: Any, ipus_per_replica: int) -> Any:
     """PopTorch's options for this process, with PopRun's settings where PopRun has started it."""
-    own = _popdist(sdk)
-    return sdk.Options() if own is None else own.Options(ipus_per_replica=ipus_per_replica)
+    popdist = _popdist(sdk)
+    return sdk.Options() if popdist is None else popdist.Options(ipus_per_replica=ipus_per_replica)
 
 
 def set_replicas(
@@ -66,24 +66,24 @@ def set_replicas(
     Raises:
         ConfigurationError: the options, or PopRun, say something else.
     """
-    own = _popdist(sdk)
-    if own is not None:
-        _check_popdist(sdk, own, options, replicas, stages, processes, role)
+    popdist = _popdist(sdk)
+    if popdist is not None:
+        _check_popdist(sdk, popdist, options, replicas, stages, processes, role)
         return
     options.replicationFactor(replicas)
     group = options.Distributed
-    said = (group.processId, group.numProcesses)
-    known = (processes.process_id, processes.num_processes)
-    if said == known:
+    configured = (group.processId, group.numProcesses)
+    actual = (processes.process_id, processes.num_processes)
+    if configured == actual:
         return
     # Those of OpenMPI's environment came by themselves, and ipufit.distributed may know better.
     fresh = sdk.Options().Distributed
-    if said[1] > 1 and said != (fresh.processId, fresh.numProcesses):
+    if configured[1] > 1 and configured != (fresh.processId, fresh.numProcesses):
         raise ConfigurationError(
             f"{role} must be for the processes that ipufit finds, of which this is "
-            f"{known[0]} of {known[1]}, but they are for process {said[0]} of {said[1]}. Leave "
-            "Distributed.configureProcessId out, and start the processes with torchrun, mpirun or "
-            "PopRun, or call ipufit.distributed."
+            f"{actual[0]} of {actual[1]}, but they are for process {configured[0]} of "
+            f"{configured[1]}. Leave Distributed.configureProcessId out, and start the "
+            "processes with torchrun, mpirun or PopRun, or call ipufit.distributed."
         )
     if processes.is_distributed:
         group.configureProcessId(processes.process_id, processes.num_processes)
@@ -92,28 +92,34 @@ def set_replicas(
 
 
 def _check_popdist(
-    sdk: Any, own: Any, options: Any, replicas: int, stages: int, processes: Processes, role: str
+    sdk: Any,
+    popdist: Any,
+    options: Any,
+    replicas: int,
+    stages: int,
+    processes: Processes,
+    role: str,
 ) -> None:
-    if not isinstance(options, own.Options):
+    if not isinstance(options, popdist.Options):
         raise ConfigurationError(
             f"{role} must be popdist.poptorch.Options in a process that PopRun has started, got "
             f"{sdk.__name__}.Options. Make them with "
             f"popdist.poptorch.Options(ipus_per_replica={stages}), or leave them out."
         )
     group = options.Distributed
-    said = (group.processId, group.numProcesses)
-    known = (processes.process_id, processes.num_processes)
-    if said != known:
+    configured = (group.processId, group.numProcesses)
+    actual = (processes.process_id, processes.num_processes)
+    if configured != actual:
         raise ConfigurationError(
             f"PopRun and ipufit must find the same processes, but to PopRun this is process "
-            f"{said[0]} of {said[1]}, and to ipufit {known[0]} of {known[1]}. Leave "
+            f"{configured[0]} of {configured[1]}, and to ipufit {actual[0]} of {actual[1]}. Leave "
             "ipufit.distributed out, and start the processes with PopRun alone."
         )
     if options.replication_factor != replicas:
-        found = options.replication_factor
+        count = options.replication_factor
         raise ConfigurationError(
-            f"`ipus` must be those of the replicas that PopRun gives each process, {found} x "
-            f"{stages} = {found * stages}, got {replicas * stages}. Pass ipus={found * stages}, or "
+            f"`ipus` must be those of the replicas that PopRun gives each process, {count} x "
+            f"{stages} = {count * stages}, got {replicas * stages}. Pass ipus={count * stages}, or "
             f"start poprun with --num-replicas={replicas * processes.num_processes}."
         )
 
@@ -126,14 +132,14 @@ def fixes_replicas(sdk: Any) -> bool:
 def _popdist(sdk: Any) -> Optional[Any]:
     """The module ``popdist.poptorch`` where PopRun has started this process, for this PopTorch."""
     try:
-        popdist: Any = importlib.import_module("popdist")
+        package: Any = importlib.import_module("popdist")
     except ImportError:
         return None
-    if not popdist.isPopdistEnvSet():
+    if not package.isPopdistEnvSet():
         return None
-    own: Any = importlib.import_module("popdist.poptorch")
+    popdist: Any = importlib.import_module("popdist.poptorch")
     # The stand-in has options of its own, with which PopDist does nothing.
-    return own if issubclass(own.Options, sdk.Options) else None
+    return popdist if issubclass(popdist.Options, sdk.Options) else None
 
 
 def block_of(stage: int) -> str:
@@ -147,14 +153,14 @@ def ipu_of(partition: Optional[Partition], stage: int) -> int:
     return partition.ipu_of(stage)
 
 
-def begin_loss(sdk: Any, partition: Optional[Partition], own: OwnBlocks) -> None:
+def begin_loss(sdk: Any, partition: Optional[Partition], user_blocks: OwnBlocks) -> None:
     """Let the loss be where the module ends, which may have left its last block.
 
     Where blocks don't tell which they are, it is the last IPU; but a strategy of PopTorch's own
     form that names all blocks would not know another one.
     """
     if is_standin(sdk):
-        own.reopen(sdk)
+        user_blocks.reopen(sdk)
     elif partition is not None and not partition.begins and partition.poptorch_strategy is None:
         sdk.Block.start(f"{BLOCK}loss", ipu_id=partition.ipus - 1)
 
@@ -216,7 +222,7 @@ def set_profile(options: Any, spec: ProgramSpec, size: Size) -> None:
         spec: what is built.
         size: of one call. The programs of smaller updates have folders of their own.
     """
-    if spec.profile_folder is not None and not _own(options):
+    if spec.profile_folder is not None and not _profile_settings(options):
         options.enableProfiling(os.path.join(_folder(spec), *_beside(spec, size)))
 
 
@@ -233,17 +239,17 @@ def place_of_profile(sdk: Any, options: Any, spec: ProgramSpec) -> Optional[str]
     """
     if spec.profile_folder is None:
         return None
-    own, asked = _own(options), _folder(spec)
-    if not own:
-        return None if is_standin(sdk) else asked
-    who = _VARIABLE if _own(None) else TRAINING
-    writes = any(value == "true" for name, value in own.items() if name != _DIRECTORY)
-    place = os.path.abspath(own.get(_DIRECTORY, "."))
-    if place != asked or not writes:
+    profile_settings, requested = _profile_settings(options), _folder(spec)
+    if not profile_settings:
+        return None if is_standin(sdk) else requested
+    who = _VARIABLE if _profile_settings(None) else TRAINING
+    writes = any(value == "true" for name, value in profile_settings.items() if name != _DIRECTORY)
+    place = os.path.abspath(profile_settings.get(_DIRECTORY, "."))
+    if place != requested or not writes:
         what = f"is written to {place!r}" if writes else "is not written"
         warn_user(
-            f"report would have PopVision's profile written to {asked!r}, but {who} sets "
-            f"{', '.join(sorted(own))}, which holds: the profile {what}.",
+            f"report would have PopVision's profile written to {requested!r}, but {who} sets "
+            f"{', '.join(sorted(profile_settings))}, which holds: the profile {what}.",
         )
     return place if writes and not is_standin(sdk) else None
 
@@ -266,21 +272,21 @@ def _beside(spec: ProgramSpec, size: Size) -> List[str]:
     return ["x".join(map(str, numbers)) + ("" if size.padding == "none" else "-padded")]
 
 
-def _own(options: Any) -> Dict[str, str]:
+def _profile_settings(options: Any) -> Dict[str, str]:
     """The user's settings of a profile: the environment comes first, as for Poplar itself."""
     popart = getattr(options, "_Popart", None)
     engine = getattr(popart, "options", {}).get("engineOptions", {})
-    found = {**engine, **_environment()}
-    return {name: str(value) for name, value in found.items() if name.startswith(_PREFIX)}
+    settings = {**engine, **_environment()}
+    return {name: str(value) for name, value in settings.items() if name.startswith(_PREFIX)}
 
 
 def _environment() -> Dict[str, Any]:
     try:
-        found = json.loads(os.environ.get(_VARIABLE) or "{}")
+        settings = json.loads(os.environ.get(_VARIABLE) or "{}")
     except ValueError:
         # Poplar says so itself.
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def check_options(sdk: Any, options: Any, role: str) -> None:
@@ -311,7 +317,7 @@ def seed_of(spec: ProgramSpec, updates: int) -> int:
     return update_key(spec.seed, spec.domain, updates)
 
 
-def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
+def make_options(sdk: Any, user_options: Any, spec: ProgramSpec, size: Size) -> Any:
     """Options of a program of this size; the user's own object stays as it is.
 
     Args:
@@ -320,8 +326,8 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
         spec: what is built.
         size: of one call.
     """
-    if given is not None:
-        options = given.clone()
+    if user_options is not None:
+        options = user_options.clone()
     else:
         # PopTorch's bar would be drawn into logs, and whatever verbose says.
         options = new_options(sdk, spec.plan.stages).showCompilationProgressBar(False)
@@ -355,7 +361,7 @@ def _offload(sdk: Any, options: Any, spec: ProgramSpec) -> None:
     """
     config, locations = spec.config, options.TensorLocations
     shares = spec.plan.all_replicas > 1
-    asked = (
+    requested = (
         (
             "Optimizer",
             config.offload_optimizer_state,
@@ -363,9 +369,9 @@ def _offload(sdk: Any, options: Any, spec: ProgramSpec) -> None:
         ),
         ("Weight", False, config.shard_weights and shares),
     )
-    known = locations.toDict()
-    for what, offloads, shards in asked:
-        if (offloads or shards) and f"location_{what.lower()}" not in known:
+    configured = locations.toDict()
+    for what, offloads, shards in requested:
+        if (offloads or shards) and f"location_{what.lower()}" not in configured:
             location = sdk.TensorLocationSettings()
             if offloads:
                 location.useOnChipStorage(False)

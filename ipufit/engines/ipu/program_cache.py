@@ -85,7 +85,7 @@ class ProgramCache:
                 size,
                 example,
                 self._scheduled,
-                own=bool(self._programs),
+                copies_module=bool(self._programs),
                 wide=engine.wide,
             )
             self._programs[size] = program
@@ -153,7 +153,7 @@ class ProgramCache:
             self.leave()
             self.note_published()
         program = self._current
-        if program is not None and program.own:
+        if program is not None and program.copies_module:
             # It works on a copy, and has not run: else it would have been left.
             self.leave()
             return
@@ -271,11 +271,11 @@ class ProgramSelector:
         if _LEVELS.index(coming) > _LEVELS.index(need) and self._may_be(coming):
             need = coming
         there = [
-            known
-            for known in self._programs.sizes
-            if dataclasses.replace(known, padding="none") == size
-            and known != self._size
-            and _LEVELS.index(known.padding) >= _LEVELS.index(need)
+            compiled
+            for compiled in self._programs.sizes
+            if dataclasses.replace(compiled, padding="none") == size
+            and compiled != self._size
+            and _LEVELS.index(compiled.padding) >= _LEVELS.index(need)
         ]
         return self._programs.built(there[0] if there else dataclasses.replace(size, padding=need))
 
@@ -339,10 +339,14 @@ class ProgramSelector:
         plan = self._spec.plan
         sizes = [each for each in update if each]
         counts = counts_by_rank(update, plan)
-        own = counts[0]
-        if len(set(sizes)) == 1 and set(counts) == {own} and own % size.replicas == 0:
+        local_count = counts[0]
+        if (
+            len(set(sizes)) == 1
+            and set(counts) == {local_count}
+            and local_count % size.replicas == 0
+        ):
             smaller = dataclasses.replace(
-                size, accumulation=own // size.replicas, micro_batch=sizes[0]
+                size, accumulation=local_count // size.replicas, micro_batch=sizes[0]
             )
             shares = self.shares(sizes, smaller, False)
             plain = all(abs(share - 1) < 1e-12 for share in shares)

@@ -130,7 +130,7 @@ def samples_stand_apart(spec: ProgramSpec, example: MicroBatch) -> bool:
 def _stand_apart(
     net: nn.Module, loss: Loss, precision: Precision, example: MicroBatch, half: int
 ) -> bool:
-    found: List[Tuple[List[Tensor], Any]] = []
+    results: List[Tuple[List[Tensor], Any]] = []
     other = _with_others(example, half)
     if all(torch.equal(a, b) for a, b in zip(example.leaves, other.leaves)):
         return False
@@ -147,19 +147,19 @@ def _stand_apart(
         tensors = [t for t in tree.flatten(outputs)[0] if isinstance(t, Tensor)]
         if any(not t.dim() or t.shape[0] != batch.size for t in tensors):
             return False
-        found.append(([t[:half] for t in tensors], term.value))
-    (first, one), (second, two) = found
+        results.append(([t[:half] for t in tensors], term.value))
+    (first, one), (second, two) = results
     same = all(torch.equal(a, b) for a, b in zip(first, second))
     return same and bool(torch.isfinite(one)) and torch.equal(one, two)
 
 
-def _with_others(batch: MicroBatch, kept: int) -> MicroBatch:
+def _with_others(batch: MicroBatch, head: int) -> MicroBatch:
     """Copy a micro-batch with other samples after the first ones."""
     leaves = []
     for leaf in batch.leaves:
         if not leaf.dim():
             leaves.append(leaf)
             continue
-        rest = leaf[torch.arange(batch.size - kept) % kept]
-        leaves.append(torch.cat([leaf[:kept], rest]))
+        rest = leaf[torch.arange(batch.size - head) % head]
+        leaves.append(torch.cat([leaf[:head], rest]))
     return MicroBatch(tuple(leaves), batch.structure, batch.size)

@@ -34,12 +34,12 @@ class _Update:
     Attributes:
         layout: samples of its micro-batches, of all processes, by place; 0 where there is none.
         share: what of them is this process's.
-        own: these.
+        micro_batches: these.
     """
 
     layout: Sequence[int]
     share: ProcessShard
-    own: List[MicroBatch]
+    micro_batches: List[MicroBatch]
 
 
 class TrainingProgram(Program):
@@ -176,8 +176,8 @@ class TrainingProgram(Program):
         plan = self._spec.plan
         layouts = batch.sizes(plan) if batch.layout is None else batch.layout
         shares = batch.shares(plan)
-        own = split_by_update(batch.micro_batches, shares)
-        return [_Update(*each) for each in zip(layouts, shares, own)]
+        micro_batches = split_by_update(batch.micro_batches, shares)
+        return [_Update(*each) for each in zip(layouts, shares, micro_batches)]
 
     def _run_all(self, updates: Sequence[_Update], rows: Sequence[Any]) -> List[Result]:
         """Make the calls that all processes make, whatever their own micro-batches are."""
@@ -191,8 +191,10 @@ class TrainingProgram(Program):
                 main = self._programs.built(size)
                 self._programs.turn_to(main)
                 main.send(rows[first])
-                joined = [micro_batch for update in group for micro_batch in update.own]
-                results += self._done(main, main.unit.run(joined, self._seed()), len(group))
+                micro_batches = [
+                    micro_batch for update in group for micro_batch in update.micro_batches
+                ]
+                results += self._done(main, main.unit.run(micro_batches, self._seed()), len(group))
                 continue
             for index, update in enumerate(group, first):
                 results += self._run_one(update, rows[index])
@@ -205,13 +207,15 @@ class TrainingProgram(Program):
         self._programs.turn_to(program)
         program.send(row)
         assert self._programs.example is not None
-        batch, valid = filled(update.own, size, self._programs.example)
+        batch, valid = filled(update.micro_batches, size, self._programs.example)
         counted = program.unit.traced.reported.counted
         shares = self._shapes.shares(share.sizes, size, counted)
-        shares = [shares[i] for i in share.indices] + [0.0] * (len(batch) - len(update.own))
-        results = program.unit.run(batch, self._seed(), shares, valid)[: len(update.own)]
+        shares = [shares[i] for i in share.indices] + [0.0] * (
+            len(batch) - len(update.micro_batches)
+        )
+        results = program.unit.run(batch, self._seed(), shares, valid)[: len(update.micro_batches)]
         results = self._done(program, results, 1)
-        if program.own:
+        if program.copies_module:
             # The user's module, which callbacks look at, belongs to the main program.
             self._programs.leave()
         return results
