@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 from torch import nn
 
 from ipufit.core.compile_arguments import INFERENCE, TRAINING
-from ipufit.engines.ipu.ipu_config import IPUConfig, Partition
+from ipufit.engines.ipu.ipu_config import IPUConfig, IpuLayout
 from ipufit.errors import ConfigurationError
 from ipufit.partition.embedding_layers import KINDS, check_ties, meant_layer
 from ipufit.partition.own_blocks import is_annotated
@@ -196,7 +196,7 @@ def divided(
     return first, second
 
 
-def _divided(partition: Partition, asked: PartitionRequest, follows: bool) -> PartitionRequest:
+def _divided(partition: IpuLayout, asked: PartitionRequest, follows: bool) -> PartitionRequest:
     ipus, layers = partition.ipus_per_replica, list(partition.layers_per_ipu)
     said = f"IPUConfig.{asked.name('layers_per_ipu')}"
     if asked.stages is not None and layers != [-1]:

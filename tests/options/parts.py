@@ -22,7 +22,7 @@ from ipufit import (
     testing,
 )
 from ipufit.core.batch import Mode
-from ipufit.engines.ipu.preflight import FACTS, Finding
+from ipufit.engines.ipu.preflight import FACTS, PreflightFinding
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import NonFiniteValue
 from ipufit.optim import schedules, state
@@ -271,7 +271,7 @@ of(
     "PreflightReport",
     lambda **given: json.dumps(PreflightReport(**{**SAID, **given}).as_dict()),
     title=("Net", "Other"),
-    findings=((), (Finding(LIMIT, "it"),)),
+    findings=((), (PreflightFinding(LIMIT, "it"),)),
     operators=(3, 4),
     stopped=(None, "a branch"),
 )

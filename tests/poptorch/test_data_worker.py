@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from ipufit.poptorch import Error, _data_worker
-from ipufit.poptorch._data_worker import Command, DataWorker, Event
+from ipufit.poptorch._data_worker import Command, DataWorker, WorkerEvent
 from ipufit.poptorch._parsers import ICustomArgParser, registerCustomArgParser
 from ipufit.poptorch._ring_buffer import RingBufferReader, RingBufferWriter
 from tests.poptorch.loading import Numbers, Pair, Stream, epoch, reader, settings, values, worker
@@ -98,7 +98,7 @@ def test_the_first_batch_is_loaded_at_once_and_no_other():
         (_, (_, _, ready)), (event, _) = received(events, 2)
         commands.send((Command.STOP, 0))
         thread.join()
-        assert event is Event.ITEM
+        assert event is WorkerEvent.ITEM
         assert ready.tolist() == [True, False, False]
         assert data.given == 1
 
@@ -107,7 +107,7 @@ def test_an_early_preload_fills_the_buffer():
     data = Counted(9)
     with worker(data, loads_first=True) as (_, events, _):
         (_, (_, _, ready)), *items = received(events, 4)
-        assert [event for event, _ in items] == [Event.ITEM] * 3
+        assert [event for event, _ in items] == [WorkerEvent.ITEM] * 3
         assert ready.tolist() == [True, True, True]
         assert data.given <= 4
 
@@ -117,7 +117,13 @@ def test_the_next_epoch_is_loaded_before_it_is_begun():
     with worker(data, loads_on=True) as (commands, events, _):
         commands.send((Command.BEGIN, 1))
         told = [event for event, _ in received(events, 5)]
-        assert told == [Event.READY, Event.ITEM, Event.ITEM, Event.END, Event.ITEM]
+        assert told == [
+            WorkerEvent.READY,
+            WorkerEvent.ITEM,
+            WorkerEvent.ITEM,
+            WorkerEvent.END,
+            WorkerEvent.ITEM,
+        ]
         assert data.begun == 2
 
 
@@ -125,7 +131,7 @@ def test_without_load_indefinitely_it_waits():
     data = Counted(2)
     with worker(data, loads_on=False) as (commands, events, thread):
         commands.send((Command.BEGIN, 1))
-        assert received(events, 4)[-1][0] is Event.END
+        assert received(events, 4)[-1][0] is WorkerEvent.END
         commands.send((Command.STOP, 0))
         thread.join()
         assert data.begun == 1

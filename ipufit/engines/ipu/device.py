@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterator, List, Optional, TypeVar, cast
 from ipufit.errors import DeviceError, IpufitError, RecoverableDeviceError, UnrecoverableDeviceError
 from ipufit.utils.random_streams import LOCK
 
-__all__ = ["OWNER", "Owner", "alone", "translate_errors"]
+__all__ = ["OWNER", "DeviceOwner", "alone", "translate_errors"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -26,7 +26,7 @@ def alone(method: _Method) -> _Method:
     return cast(_Method, locked)
 
 
-class Owner:
+class DeviceOwner:
     """The executor that is attached, or the last one that was.
 
     Two programs attached at once would need twice the IPUs. Detaching brings weights and optimizer
@@ -69,7 +69,7 @@ class Owner:
             self._let_go()
 
 
-OWNER = Owner()
+OWNER = DeviceOwner()
 
 
 @contextlib.contextmanager

@@ -11,13 +11,13 @@ from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import role_of
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.context import IpuContext
-from ipufit.engines.ipu.inference import InferenceProgram
+from ipufit.engines.ipu.inference import PoptorchInferenceProgram
 from ipufit.engines.ipu.ipu_config import IPUConfig
 from ipufit.engines.ipu.ipu_config.options import engine_options
 from ipufit.engines.ipu.limits import check_autocast, check_ipus, check_request
 from ipufit.engines.ipu.options import check_options
 from ipufit.engines.ipu.sdk import ignored_options
-from ipufit.engines.ipu.training import TrainingProgram
+from ipufit.engines.ipu.training import PoptorchTrainingProgram
 from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.losses import Loss
 from ipufit.partition.partition import Partitions
@@ -70,8 +70,8 @@ class IpuEngine(IpuContext, Engine):
         check_autocast()
         check_ipus(spec.plan)
         if spec.mode is Mode.TRAIN:
-            return TrainingProgram(self, spec)
-        return InferenceProgram(self, spec)
+            return PoptorchTrainingProgram(self, spec)
+        return PoptorchInferenceProgram(self, spec)
 
     def explain(self, config: TrainConfig, options: Mapping[str, Any]) -> List[str]:
         """Describe what is particular about how training runs, in sentences.

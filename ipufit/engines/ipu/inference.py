@@ -16,10 +16,10 @@ from ipufit.engines.ipu.size import Size, padded
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
 from ipufit.tracing.grad_step import public_name
 
-__all__ = ["InferenceProgram"]
+__all__ = ["PoptorchInferenceProgram"]
 
 
-class InferenceProgram(Program):
+class PoptorchInferenceProgram(Program):
     """Works on the module's present weights.
 
     What does not fill a call is filled up with micro-batches whose results are left aside; a

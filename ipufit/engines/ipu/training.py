@@ -24,7 +24,7 @@ from ipufit.tracing.fingerprint import FrozenValues, fingerprint
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.utils.state import copy_optimizer_state
 
-__all__ = ["TrainingProgram"]
+__all__ = ["PoptorchTrainingProgram"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Update:
     micro_batches: List[MicroBatch]
 
 
-class TrainingProgram(Program):
+class PoptorchTrainingProgram(Program):
     """Updates on an IPU.
 
     The main program works on the user's own module, from the first :meth:`prepare` until

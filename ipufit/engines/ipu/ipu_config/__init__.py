@@ -6,6 +6,6 @@ engine. A new parameter needs a row in ``parameters`` and one in ``report``; the
 """
 
 from ipufit.engines.ipu.ipu_config.config import IPUConfig
-from ipufit.engines.ipu.ipu_config.parameters import Partition
+from ipufit.engines.ipu.ipu_config.parameters import IpuLayout
 
-__all__ = ["IPUConfig", "Partition"]
+__all__ = ["IPUConfig", "IpuLayout"]

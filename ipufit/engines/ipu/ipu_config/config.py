@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Dict, FrozenSet, List, Mapping, Optional, Sequ
 from ipufit.engines.ipu.ipu_config import report
 from ipufit.engines.ipu.ipu_config.parameters import (
     PARAMETERS,
+    IpuLayout,
     ParameterValues,
-    Partition,
     is_default,
     nearest,
     shown,
@@ -346,7 +346,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
         accumulated = config.gradient_accumulation_steps * config.device_iterations
         return config.replication_factor * accumulated
 
-    def partition(self, for_inference: bool = False) -> Partition:
+    def partition(self, for_inference: bool = False) -> IpuLayout:
         """How one copy of the model is laid over IPUs.
 
         Args:
@@ -354,11 +354,11 @@ class IPUConfig(ParameterValues, SerializationMixin):
         """
         prefix = "inference_" if for_inference else ""
         values: Dict[str, Any] = {}
-        for field in dataclasses.fields(Partition)[:-1]:
+        for field in dataclasses.fields(IpuLayout)[:-1]:
             value = getattr(self, prefix + field.name)
             values[field.name] = tuple(value) if isinstance(value, list) else value
         recompute = self.recompute_checkpoint_every_layer and not for_inference
-        return Partition(recompute_checkpoint_every_layer=recompute, **values)
+        return IpuLayout(recompute_checkpoint_every_layer=recompute, **values)
 
     def to_options(
         self,

@@ -13,9 +13,9 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 __all__ = [
     "OUTPUT_MODES",
     "PARAMETERS",
+    "IpuLayout",
     "Parameter",
     "ParameterValues",
-    "Partition",
     "check_value",
     "is_default",
     "nearest",
@@ -292,7 +292,7 @@ class ParameterValues:
 
 
 @dataclasses.dataclass(frozen=True)
-class Partition:
+class IpuLayout:
     """How one copy of the model is laid over IPUs.
 
     Attributes:

@@ -6,7 +6,13 @@ PopTorch's source or guide that says so. A new fact goes into ``operators``, ``o
 ``layers``, ``tensors``, ``settings`` or ``optimizers``; the rest stays.
 """
 
-from ipufit.engines.ipu.preflight.report import COMMIT, Fact, Finding, Line, PreflightReport
+from ipufit.engines.ipu.preflight.report import (
+    COMMIT,
+    Fact,
+    Line,
+    PreflightFinding,
+    PreflightReport,
+)
 from ipufit.engines.ipu.preflight.table import FACTS
 
-__all__ = ["COMMIT", "FACTS", "Fact", "Finding", "Line", "PreflightReport"]
+__all__ = ["COMMIT", "FACTS", "Fact", "Line", "PreflightFinding", "PreflightReport"]

@@ -18,8 +18,8 @@ from ipufit.engines.ipu.preflight.report import (
     Call,
     CodeLocation,
     Fact,
-    Finding,
     Line,
+    PreflightFinding,
     PreflightReport,
     guide,
     merged,
@@ -83,34 +83,34 @@ def preflight(
         ]
     findings += _of_config(config, optimizer)
     if recording.is_loss_left_out:
-        findings.append(Finding(LEFT_OUT, "a loss without a target", "loss"))
+        findings.append(PreflightFinding(LEFT_OUT, "a loss without a target", "loss"))
     kinds = {call.name for call in recording.calls}
     failure = recording.failure
     stopped = failure.brief if failure is not None else None
     return PreflightReport(type(module).__name__, merged(findings), len(kinds), stopped)
 
 
-def _finding(fact: Fact, what: str, location: CodeLocation) -> List[Finding]:
-    return [] if fact.verdict == SUPPORTED else [Finding.at(fact, what, location)]
+def _finding(fact: Fact, what: str, location: CodeLocation) -> List[PreflightFinding]:
+    return [] if fact.verdict == SUPPORTED else [PreflightFinding.at(fact, what, location)]
 
 
-def of_calls(table: Table, calls: Sequence[Call]) -> Iterator[Finding]:
+def of_calls(table: Table, calls: Sequence[Call]) -> Iterator[PreflightFinding]:
     """Yield findings about operators."""
     for call in calls:
         yield from _of_call(table, call)
 
 
-def _of_call(table: Table, call: Call) -> Iterator[Finding]:
+def _of_call(table: Table, call: Call) -> Iterator[PreflightFinding]:
     if call.is_constant_result and call.is_whole and table.knows(_OPERATORS, CONSTANT):
         return
     facts = table.of(_OPERATORS, call.name, call)
     for fact in facts:
         yield from _finding(fact, fact.key, call.location)
     if call.is_whole and not facts:
-        yield Finding.at(unknown_operator(call.name), call.name, call.location)
+        yield PreflightFinding.at(unknown_operator(call.name), call.name, call.location)
 
 
-def _of_modules(table: Table, recording: Recording) -> Iterator[Finding]:
+def _of_modules(table: Table, recording: Recording) -> Iterator[PreflightFinding]:
     for module, location in recording.modules.values():
         for kind in type(module).__mro__:
             if kind.__module__.startswith("torch.nn"):
@@ -119,16 +119,16 @@ def _of_modules(table: Table, recording: Recording) -> Iterator[Finding]:
                 break
 
 
-def _of_failure(table: Table, recording: Recording) -> Iterator[Finding]:
+def _of_failure(table: Table, recording: Recording) -> Iterator[PreflightFinding]:
     failure = recording.failure
     if failure is None:
         return
     location = CodeLocation(recording.failed_in, failure.file, failure.line)
     facts = table.of("control flow", str(failure.cause))
     for fact in facts:
-        yield Finding.at(fact, fact.key, location)
+        yield PreflightFinding.at(fact, fact.key, location)
     if not facts:
-        yield Finding.at(_unrecorded(failure), "what can't be recorded", location)
+        yield PreflightFinding.at(_unrecorded(failure), "what can't be recorded", location)
 
 
 def _unrecorded(failure: CaptureError) -> Fact:
@@ -143,23 +143,23 @@ def _unrecorded(failure: CaptureError) -> Fact:
     )
 
 
-def _of_bodies(table: Table, recording: Recording) -> Iterator[Finding]:
+def _of_bodies(table: Table, recording: Recording) -> Iterator[PreflightFinding]:
     for name, location in recording.bodies.items():
         for fact in table.of("control flow", name):
-            yield Finding.at(fact, fact.key, location)
+            yield PreflightFinding.at(fact, fact.key, location)
 
 
-def _of_changes(table: Table, recording: Recording) -> Iterator[Finding]:
+def _of_changes(table: Table, recording: Recording) -> Iterator[PreflightFinding]:
     for name, (dtype, location) in recording.changed.items():
         for fact in table.of("dtypes", CHANGED, dtype):
-            yield Finding.at(
+            yield PreflightFinding.at(
                 fact, f"{name!r} of {dtype_name(dtype)}, which forward changes", location
             )
 
 
 def _of_tensors(
     table: Table, module: nn.Module, loss: Loss, batch: MicroBatch
-) -> Iterator[Finding]:
+) -> Iterator[PreflightFinding]:
     for what, owner, device_tensor in _device_tensors(module, loss, batch):
         dtype = dtype_name(device_tensor.tensor.dtype)
         facts = [*table.of("dtypes", dtype, device_tensor), *table.of("dtypes", "*", device_tensor)]
@@ -167,7 +167,7 @@ def _of_tensors(
             facts.append(_unknown_dtype(dtype))
         for fact in facts:
             if fact.verdict != SUPPORTED:
-                yield Finding(fact, f"{what} of {dtype}", owner)
+                yield PreflightFinding(fact, f"{what} of {dtype}", owner)
 
 
 def _device_tensors(
@@ -201,10 +201,10 @@ def _unknown_dtype(dtype: str) -> Fact:
     )
 
 
-def _of_optimizer(table: Table, optimizer: Any) -> Iterator[Finding]:
+def _of_optimizer(table: Table, optimizer: Any) -> Iterator[PreflightFinding]:
     kind = type(optimizer)
     if not table.knows("optimizers", kind.__name__):
-        yield Finding(no_such_optimizer(kind.__name__), kind.__name__)
+        yield PreflightFinding(no_such_optimizer(kind.__name__), kind.__name__)
         return
     groups = optimizer.param_groups
     refused = set()
@@ -212,17 +212,17 @@ def _of_optimizer(table: Table, optimizer: Any) -> Iterator[Finding]:
         group = ParameterGroup(kind, settings, groups)
         for name, fact in refused_settings(group):
             refused.add(fact.key)
-            yield Finding(fact, f"{kind.__name__} with {name}")
+            yield PreflightFinding(fact, f"{kind.__name__} with {name}")
         for key in settings:
             for fact in table.of("optimizers", key, group):
                 if fact.key not in refused and fact.verdict != SUPPORTED:
-                    yield Finding(fact, f"{kind.__name__} with {key}={settings[key]}")
+                    yield PreflightFinding(fact, f"{kind.__name__} with {key}={settings[key]}")
 
 
-def _of_config(config: TrainConfig, optimizer: Any) -> Iterator[Finding]:
+def _of_config(config: TrainConfig, optimizer: Any) -> Iterator[PreflightFinding]:
     for name, fact in refused_arguments(config):
-        yield Finding(fact, name)
+        yield PreflightFinding(fact, name)
     bound = SETTINGS["global_clipnorm"]
     has_bound = optimizer is not None and config.clip.global_norm is not None
     if has_bound and bound.applies(type(optimizer)):
-        yield Finding(bound, f"global_clipnorm with {type(optimizer).__name__}")
+        yield PreflightFinding(bound, f"global_clipnorm with {type(optimizer).__name__}")

@@ -14,8 +14,8 @@ __all__ = [
     "Call",
     "CodeLocation",
     "Fact",
-    "Finding",
     "Line",
+    "PreflightFinding",
     "PreflightReport",
     "always",
     "canonical",
@@ -157,7 +157,7 @@ _VERDICTS = (UNSUPPORTED, UNKNOWN, LIMITED)
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class PreflightFinding:
     """A fact that holds for a place in a model.
 
     Attributes:
@@ -178,7 +178,7 @@ class Finding:
     times: int = 1
 
     @classmethod
-    def at(cls, fact: Fact, what: str, location: CodeLocation) -> Finding:
+    def at(cls, fact: Fact, what: str, location: CodeLocation) -> PreflightFinding:
         """Make a finding about something that ran at a location."""
         return cls(fact, what, location.module, location.file, location.line)
 
@@ -229,12 +229,12 @@ class PreflightReport:
     def __init__(
         self,
         title: str,
-        findings: Tuple[Finding, ...],
+        findings: Tuple[PreflightFinding, ...],
         operators: int,
         stopped: Optional[str] = None,
     ) -> None:
         self.title = title
-        self.findings: Tuple[Finding, ...] = tuple(
+        self.findings: Tuple[PreflightFinding, ...] = tuple(
             sorted(findings, key=lambda one: _VERDICTS.index(one.verdict))
         )
         self.operators = operators
@@ -246,17 +246,17 @@ class PreflightReport:
         return not (self.unsupported or self.unknown or self.stopped)
 
     @property
-    def unsupported(self) -> Tuple[Finding, ...]:
+    def unsupported(self) -> Tuple[PreflightFinding, ...]:
         """Findings that have to be changed."""
         return self._of(UNSUPPORTED)
 
     @property
-    def unknown(self) -> Tuple[Finding, ...]:
+    def unknown(self) -> Tuple[PreflightFinding, ...]:
         """Findings without any fact, which does not mean that they run."""
         return self._of(UNKNOWN)
 
     @property
-    def limited(self) -> Tuple[Finding, ...]:
+    def limited(self) -> Tuple[PreflightFinding, ...]:
         """Findings that run in PopTorch's own way."""
         return self._of(LIMITED)
 
@@ -293,13 +293,13 @@ class PreflightReport:
     def __repr__(self) -> str:
         return f"<PreflightReport of {self.title}: {'ok' if self.ok else 'not ready'}>"
 
-    def _of(self, verdict: str) -> Tuple[Finding, ...]:
+    def _of(self, verdict: str) -> Tuple[PreflightFinding, ...]:
         return tuple(finding for finding in self.findings if finding.verdict == verdict)
 
 
-def merged(findings: List[Finding]) -> Tuple[Finding, ...]:
+def merged(findings: List[PreflightFinding]) -> Tuple[PreflightFinding, ...]:
     """Merge equal findings, and count each."""
-    counted: Dict[Finding, int] = {}
+    counted: Dict[PreflightFinding, int] = {}
     for finding in findings:
         counted[finding] = counted.get(finding, 0) + 1
     return tuple(dataclasses.replace(one, times=times) for one, times in counted.items())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ipufit import IPUConfig
-from ipufit.engines.ipu.ipu_config import Partition
+from ipufit.engines.ipu.ipu_config import IpuLayout
 from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS
 from ipufit.errors import ConfigurationError
 
@@ -403,8 +403,8 @@ def test_the_partition_is_that_of_training_or_inference():
         projection_serialization_factor=3,
         recompute_checkpoint_every_layer=True,
     )
-    assert config.partition() == Partition(2, (1, 2), None, (2, 0), 3, None, True)
-    assert config.partition(for_inference=True) == Partition(1, (-1,), 1, None, 1, None, False)
+    assert config.partition() == IpuLayout(2, (1, 2), None, (2, 0), 3, None, True)
+    assert config.partition(for_inference=True) == IpuLayout(1, (-1,), 1, None, 1, None, False)
 
 
 # Changes from a string
