@@ -73,7 +73,7 @@ class OptimizerSpec:
     arguments: Tuple[Tuple[str, Any], ...] = (("lr", 0.1),)
 
     @classmethod
-    def of(cls, home: str, name: str, **arguments: Any) -> OptimizerSpec:
+    def of(cls, home: str, name: str, **arguments: object) -> OptimizerSpec:
         """Return the specification of an optimizer with these arguments."""
         return cls(home, name, tuple(arguments.items()))
 

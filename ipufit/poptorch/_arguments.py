@@ -64,7 +64,7 @@ def compare(name: str, compiled: Any, actual: Any, differing: Set[str]) -> None:
 
 
 def _compare_items(
-    name: str, compiled: Sequence[Any], actual: Sequence[Any], differing: Set[str]
+    name: str, compiled: Sequence[object], actual: Sequence[object], differing: Set[str]
 ) -> None:
     if len(compiled) != len(actual):
         raise error(
@@ -82,7 +82,7 @@ def _compare_tensors(name: str, compiled: object, actual: object, differing: Set
     )
 
 
-def compare_keys(name: str, compiled: Mapping[Any, Any], actual: Mapping[Any, Any]) -> None:
+def compare_keys(name: str, compiled: Mapping[Any, object], actual: Mapping[Any, object]) -> None:
     """Refuse keyword arguments or dict entries that were added or left out since compilation."""
     details = []
     for what, keys in [
@@ -130,10 +130,10 @@ class Arguments:
 
     def __init__(
         self,
-        args: Tuple[Any, ...],
+        args: Tuple[object, ...],
         names: Sequence[str],
-        kwargs: Mapping[str, Any],
-        original: Optional[Tuple[Any, Any]] = None,
+        kwargs: Mapping[str, object],
+        original: Optional[Tuple[object, object]] = None,
     ) -> None:
         self.args = args
         self.names = tuple(names)
@@ -200,7 +200,7 @@ class Arguments:
             )
 
 
-def _flat(structure: Tuple[Any, Any], like: Optional[Arguments]) -> List[Tensor]:
+def _flat(structure: Tuple[object, object], like: Optional[Arguments]) -> List[Tensor]:
     return flattenTensorStructure(structure, None if like is None else (like.args, like.kwargs))
 
 
@@ -234,7 +234,7 @@ class ArgumentParser:
         self._warned_contiguous = False
 
     def __call__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], fast_path: bool = False
+        self, args: Sequence[object], kwargs: Mapping[str, object], fast_path: bool = False
     ) -> Arguments:
         """The arguments of a call in normal form.
 
@@ -274,7 +274,7 @@ class ArgumentParser:
         return Arguments(new_args, names, new_kwargs, original=structure)
 
     def _bound(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Tuple[List[str], List[Any], Dict[str, Any]]:
         self._check_names(args, kwargs)
         names: List[str] = []
@@ -302,7 +302,7 @@ class ArgumentParser:
         named.update(left)
         return names, positional, named
 
-    def _check_names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _check_names(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         by_position = [
             parameter.name
             for parameter in self._parameters

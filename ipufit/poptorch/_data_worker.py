@@ -142,7 +142,7 @@ def _kind_of(data: object) -> str:
     raise AssertionError(f"A batch of the dataset is of type {type(data).__name__}. {_ADVICE}")
 
 
-def _only_tensors(values: List[Any], names: Sequence[Any]) -> List[Tensor]:
+def _only_tensors(values: List[Any], names: Sequence[object]) -> List[Tensor]:
     for name, value in zip(names, values):
         if not isinstance(value, Tensor):
             raise AssertionError(

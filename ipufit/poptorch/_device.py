@@ -32,7 +32,7 @@ def outside_inference_mode(function: _Function) -> _Function:
     """Run a function outside of inference mode, so that its tensors can be changed later."""
 
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> Any:
         with torch.inference_mode(False):
             return function(*args, **kwargs)
 

@@ -37,7 +37,7 @@ __all__ = ["PoplarExecutor"]
 def without_backward(result: object) -> Any:
     """Outputs that say why there is nothing to go back through."""
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
         raise error(
             "backward() cannot be called explicitly on outputs of a PopTorch model. If you're "
             "using a trainingModel, the backwards pass is performed automatically when invoking "
@@ -166,7 +166,7 @@ class PoplarExecutor(Inspection):
         return self._executable
 
     @spanned
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: object, **kwargs: object) -> None:
         """Record the program for inputs like these, without computing anything with their values.
 
         Args:
@@ -221,7 +221,7 @@ class PoplarExecutor(Inspection):
 
     @spanned
     def compileAndExport(
-        self, filename: Path, *args: Any, export_model: bool = True, **kwargs: Any
+        self, filename: Path, *args: object, export_model: bool = True, **kwargs: object
     ) -> None:
         """Compile the model and save it.
 
@@ -317,7 +317,7 @@ class PoplarExecutor(Inspection):
 
     # Calling.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the program; the first call compiles it.
 
         Args:

@@ -51,7 +51,7 @@ def file_to_write(filename: Path) -> str:
     return path
 
 
-def write_file(path: Path, values: Mapping[str, Any]) -> None:
+def write_file(path: Path, values: Mapping[str, object]) -> None:
     """Write named values; the file appears under its name only when it is complete.
 
     Args:

@@ -71,7 +71,7 @@ class Group:
             )
         self._processes = processes
 
-    def begin(self, device: Device, **facts: Any) -> None:
+    def begin(self, device: Device, **facts: object) -> None:
         """Check that all processes are about to run the same program on the same weights.
 
         Args:

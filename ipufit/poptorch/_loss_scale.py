@@ -46,7 +46,7 @@ class ScalingSettings:
     tracked: Tracked = Tracked.All
 
     @staticmethod
-    def enabled(options: Mapping[str, Any]) -> bool:
+    def enabled(options: Mapping[str, object]) -> bool:
         """Return True if the options turn automatic loss scaling on."""
         return bool(options.get(f"{_PREFIX}enabled", False))
 

@@ -39,7 +39,7 @@ class WeightsOnly(nn.Module):
         super().__init__()
         self.class_path = path
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Refuse the call, because the module's code is not there.
 
         Raises:

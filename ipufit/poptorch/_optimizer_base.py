@@ -90,7 +90,7 @@ class Optimizer:
             self._sync.refresh()
         return self.get_state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load what :meth:`state_dict` returned; the device gets it with the next run.
 
         Raises:
@@ -137,7 +137,7 @@ class Optimizer:
         state["host_state_is_dirty"] = False
         return state
 
-    def _settle(self, explicit: Mapping[str, Any], **defaults: Any) -> None:
+    def _settle(self, explicit: Mapping[str, object], **defaults: object) -> None:
         """Set the global settings, and mark the arguments that were passed explicitly as variable.
 
         Raises:
@@ -251,7 +251,7 @@ def _counted(state: DeviceState) -> str:
     return f"{tensors} state tensors, {numbers} numbers"
 
 
-def explicit_arguments(arguments: Mapping[str, Any]) -> Dict[str, Any]:
+def explicit_arguments(arguments: Mapping[str, object]) -> Dict[str, Any]:
     """Return a constructor's arguments that are not None, from its ``locals()``."""
     return {
         name: value
@@ -260,7 +260,7 @@ def explicit_arguments(arguments: Mapping[str, Any]) -> Dict[str, Any]:
     }
 
 
-def _check_state(state: Mapping[str, Any]) -> None:
+def _check_state(state: Mapping[str, object]) -> None:
     if not state:
         raise RuntimeError(
             "Cannot load optimizer state dictionary because it is empty. Pass what state_dict() of "

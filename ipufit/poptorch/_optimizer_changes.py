@@ -104,7 +104,7 @@ class AttributeTracker:
             )
 
     def _find(
-        self, kind: str, allowed: Set[str], attributes: Mapping[str, Any], into: Set[str]
+        self, kind: str, allowed: Set[str], attributes: Mapping[str, object], into: Set[str]
     ) -> None:
         new = [name for name in attributes if name not in allowed]
         if not self._has_first:

@@ -253,7 +253,7 @@ class _Reader:
         fixed = self._fixed("loss_scaling", value) and not self._automatic
         return Value(_number("loss_scaling", value), fixed)
 
-    def values(self, names: List[str], group: Mapping[str, Any], place: str) -> Dict[str, Value]:
+    def values(self, names: List[str], group: Mapping[str, object], place: str) -> Dict[str, Value]:
         """Return the hyper-parameters of a group by name."""
         result = {}
         for name in names:

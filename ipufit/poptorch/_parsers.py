@@ -137,7 +137,7 @@ def _every(tensor: Tensor) -> bool:
 
 
 def reconstructTensorStructure(
-    structure: object, values: Iterable[Any], filter_fn: Callable[[Tensor], bool] = _every
+    structure: object, values: Iterable[object], filter_fn: Callable[[Tensor], bool] = _every
 ) -> Any:
     """Return a copy of a structure with other tensors; everything else is copied as it is.
 
@@ -154,7 +154,7 @@ def reconstructTensorStructure(
 class _Values:
     """An iterator that ends with an explanatory error."""
 
-    def __init__(self, values: Iterable[Any]) -> None:
+    def __init__(self, values: Iterable[object]) -> None:
         self._values = iter(values)
         self._count = 0
 

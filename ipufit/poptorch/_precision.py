@@ -170,7 +170,7 @@ class FloatChecker(fx.Interpreter):
         return result
 
 
-def _exception(name: str, nan: bool, infinite: bool, results: Sequence[Any]) -> Optional[str]:
+def _exception(name: str, nan: bool, infinite: bool, results: Sequence[object]) -> Optional[str]:
     """Describe the exception that an operator has raised, or return None."""
     if nan and name.startswith(_ORDERING):
         return "compared a NaN"
@@ -183,7 +183,7 @@ def _exception(name: str, nan: bool, infinite: bool, results: Sequence[Any]) -> 
     return None
 
 
-def _any(question: Callable[[Tensor], Tensor], values: Sequence[Any]) -> bool:
+def _any(question: Callable[[Tensor], Tensor], values: Sequence[object]) -> bool:
     return any(
         bool(question(value).any())
         if isinstance(value, Tensor)
@@ -258,7 +258,7 @@ class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _in_single(func, args, kwargs)
 
 
-def _has_half(values: Sequence[Any]) -> bool:
+def _has_half(values: Sequence[object]) -> bool:
     dtypes = (value for value in values if isinstance(value, torch.dtype))
     return _HALF in dtypes or any(tensor.dtype == _HALF for tensor in tensors_in(values))
 
@@ -290,7 +290,7 @@ def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     return tree_map(rounded, result)
 
 
-def _rounds(values: Sequence[Any]) -> bool:
+def _rounds(values: Sequence[object]) -> bool:
     """Return True if results are float16: by a dtype argument, or by torch's type promotion."""
     dtypes = [value for value in values if isinstance(value, torch.dtype)]
     if dtypes:

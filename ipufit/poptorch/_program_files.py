@@ -194,7 +194,7 @@ class ExecutableCache:
             )
         self._folder = folder
 
-    def key(self, values: Mapping[str, Any]) -> str:
+    def key(self, values: Mapping[str, object]) -> str:
         """Return a hash of what a compilation depends on: the recorded program and its settings.
 
         Args:
@@ -223,7 +223,7 @@ class ExecutableCache:
         _logger.debug("Executable found in the cache: %s", path)
         return values
 
-    def keep(self, key: str, values: Mapping[str, Any]) -> None:
+    def keep(self, key: str, values: Mapping[str, object]) -> None:
         """Store a compiled program under a key."""
         write_file(self._path(key), values)
 

@@ -187,7 +187,7 @@ class _Forward(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def forward(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         before = module_tensors(self.model)
         result = self.model(*args, **kwargs)
         check_not_replaced(before, module_tensors(self.model))

@@ -178,7 +178,7 @@ def _unproxied(value: object) -> Any:
 
 
 def _operator(name: str) -> Any:
-    def call(self: ParameterProxy, *args: Any) -> Any:
+    def call(self: ParameterProxy, *args: object) -> Any:
         return getattr(self.__dict__["_parameter"], name)(*_unproxied(args))
 
     call.__name__ = name

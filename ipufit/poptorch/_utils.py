@@ -41,7 +41,7 @@ def combine_batch_tensors_gen(tensors: Sequence[Sequence[Tensor]]) -> Iterator[T
         yield torch.cat([batch[place] for batch in tensors])
 
 
-def combined(batches: Iterable[Any], number: int, drop_last: bool) -> Iterator[Any]:
+def combined(batches: Iterable[object], number: int, drop_last: bool) -> Iterator[Any]:
     """Join every ``number`` consecutive batches along dimension 0.
 
     Args:

@@ -231,7 +231,7 @@ class WrappedTensor(_Wrapped):
         cls,
         func: Callable[..., Any],
         types: Tuple[Type[Any], ...],
-        args: Tuple[Any, ...] = (),
+        args: Tuple[object, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         """Read newer weights back before any function of torch or attribute of a tensor is used."""
@@ -245,7 +245,7 @@ class WrappedTensor(_Wrapped):
                 return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, **kwargs: object) -> str:
         """Show the tensor like one of the plain class."""
         pull(self._poptorch_links)
         with as_plain(self, self._poptorch_plain), quietly():

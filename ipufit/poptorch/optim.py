@@ -77,7 +77,7 @@ class SGD(Optimizer, torch.optim.SGD):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[object],
         lr: float,
         momentum: Optional[float] = None,
         dampening: Optional[float] = None,
@@ -137,7 +137,7 @@ class Adam(Optimizer, torch.optim.Adam):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[object],
         lr: Optional[float] = None,
         betas: Optional[Tuple[float, float]] = None,
         eps: Optional[float] = None,
@@ -181,7 +181,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[object],
         lr: Optional[float] = None,
         betas: Optional[Tuple[float, float]] = None,
         eps: Optional[float] = None,
@@ -237,7 +237,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[object],
         lr: Optional[float] = None,
         alpha: Optional[float] = None,
         eps: Optional[float] = None,

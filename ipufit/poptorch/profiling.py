@@ -70,7 +70,7 @@ class _Measured:
         self._name = name
         self._method = method
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         with self._channel.tracepoint(self._name):
             return self._method(*args, **kwargs)
 
@@ -80,7 +80,7 @@ def _measuring(kind: Type[Any], name: str, channel: Channel) -> Type[Any]:
     method = getattr(kind, name)
 
     @functools.wraps(method)
-    def measured(self: object, *args: Any, **kwargs: Any) -> Any:
+    def measured(self: object, *args: object, **kwargs: object) -> Any:
         with channel.tracepoint(name):
             return method(self, *args, **kwargs)
 

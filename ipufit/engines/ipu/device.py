@@ -19,7 +19,7 @@ def alone(method: _Method) -> _Method:
     """Threads take turns: another one could take the device in the middle of this."""
 
     @functools.wraps(method)
-    def locked(*args: Any, **kwargs: Any) -> Any:
+    def locked(*args: object, **kwargs: object) -> Any:
         with LOCK:
             return method(*args, **kwargs)
 
@@ -42,7 +42,7 @@ class DeviceOwner:
             present.detachFromDevice()
         self._present = None
 
-    def has(self, executor: Any) -> bool:
+    def has(self, executor: object) -> bool:
         """Tell whether this executor has the device."""
         return self._present is not None and self._present() is executor
 
@@ -63,7 +63,7 @@ class DeviceOwner:
             executor.attachToDevice()
         return True
 
-    def release(self, executor: Any) -> None:
+    def release(self, executor: object) -> None:
         """Bring everything back from an executor, if it has the device."""
         if self.has(executor):
             self._let_go()

@@ -40,7 +40,7 @@ class IpuEngine(IpuContext, Engine):
         optimizer: Optional[torch.optim.Optimizer],
         loss: Loss,
         config: TrainConfig,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         partitions: Partitions,
     ) -> None:
         """Refuse at ``compile`` what an IPU can't do.
@@ -73,7 +73,7 @@ class IpuEngine(IpuContext, Engine):
             return PoptorchTrainingProgram(self, spec)
         return PoptorchInferenceProgram(self, spec)
 
-    def explain(self, config: TrainConfig, options: Mapping[str, Any]) -> List[str]:
+    def explain(self, config: TrainConfig, options: Mapping[str, object]) -> List[str]:
         """Describe what is particular about how training runs, in sentences.
 
         Args:

@@ -252,5 +252,5 @@ def unwrapped(frozen: Tuple[Any, ...]) -> Tuple[Any, ...]:
     )
 
 
-def _is_parameter(kind: Any) -> bool:
+def _is_parameter(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, nn.Parameter)

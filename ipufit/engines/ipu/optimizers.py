@@ -107,7 +107,7 @@ class DeviceOptimizer:
 
     def __init__(
         self,
-        sdk: Any,
+        sdk: object,
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, nn.Parameter],
         originals: Mapping[str, nn.Parameter],
@@ -148,14 +148,14 @@ class DeviceOptimizer:
             more["accum_type"] = config.accumulation_dtype
         return kind(explicit_groups, **more)
 
-    def _values(self, group: Mapping[str, Any]) -> Dict[str, Any]:
+    def _values(self, group: Mapping[str, object]) -> Dict[str, Any]:
         values = {name: _plain(name, group[name]) for name in self._settings}
         if "dampening" in values and not values["momentum"]:
             # Torch leaves it aside then; a device makes the learning rate smaller.
             values["dampening"] = 0
         return values
 
-    def changed(self, row: Sequence[Mapping[str, Any]]) -> bool:
+    def changed(self, row: Sequence[Mapping[str, object]]) -> bool:
         """Take the settings of the coming updates; whether the device must be told.
 
         Raises:

@@ -124,7 +124,7 @@ def _check_popdist(
         )
 
 
-def fixes_replicas(sdk: Any) -> bool:
+def fixes_replicas(sdk: object) -> bool:
     """Tell whether all programs of this process have the replicas that PopRun says."""
     return _popdist(sdk) is not None
 
@@ -226,7 +226,7 @@ def set_profile(options: Any, spec: ProgramSpec, size: Size) -> None:
         options.enableProfiling(os.path.join(_folder(spec), *_beside(spec, size)))
 
 
-def place_of_profile(sdk: Any, options: Any, spec: ProgramSpec) -> Optional[str]:
+def place_of_profile(sdk: object, options: object, spec: ProgramSpec) -> Optional[str]:
     """The folder that the profile is written to; None where none is.
 
     Args:
@@ -272,7 +272,7 @@ def _beside(spec: ProgramSpec, size: Size) -> List[str]:
     return ["x".join(map(str, numbers)) + ("" if size.padding == "none" else "-padded")]
 
 
-def _profile_settings(options: Any) -> Dict[str, str]:
+def _profile_settings(options: object) -> Dict[str, str]:
     """The user's settings of a profile: the environment comes first, as for Poplar itself."""
     popart = getattr(options, "_Popart", None)
     engine = getattr(popart, "options", {}).get("engineOptions", {})

@@ -111,7 +111,7 @@ def load_standin() -> Any:
     return poptorch
 
 
-def keeps_float64(module: Any) -> bool:
+def keeps_float64(module: object) -> bool:
     """Tell whether this PopTorch computes in float64: the stand-in may, a device never does."""
     if not is_standin(module):
         return False

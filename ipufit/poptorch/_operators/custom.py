@@ -109,7 +109,7 @@ class CPU:
         self.inputs = [torch.zeros(shape) for shape in self.in_shapes or []]
         self.outputs = [torch.zeros(shape) for shape in self.out_shapes or []]
 
-    def __call__(self, *input: Tensor, **kwargs: Any) -> Any:
+    def __call__(self, *input: Tensor, **kwargs: object) -> Any:
         """Call the function; while a model is compiled, record a call that every run makes.
 
         Raises:

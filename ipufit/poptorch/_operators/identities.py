@@ -43,7 +43,7 @@ def nop(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def recomputationCheckpoint(*tensors: Any) -> Any:
+def recomputationCheckpoint(*tensors: object) -> Any:
     """Return the tensors; a pipelined IPU program stores their values for the backward pass.
 
     Args:
@@ -144,7 +144,7 @@ class _Same(torch.autograd.Function):
         return marked
 
     @staticmethod
-    def backward(ctx: object, *gradients: Any) -> Any:
+    def backward(ctx: object, *gradients: object) -> Any:
         return None, gradients[0], None
 
 

@@ -110,7 +110,7 @@ def index_reduce(
 def in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the in-place variant of a function, which changes its first argument."""
 
-    def changed(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def changed(input: Tensor, *args: object, **kwargs: object) -> Tensor:
         # What gradients are computed from must stay as it was.
         return input.copy_(function(input.clone(), *args, **kwargs))
 
@@ -291,7 +291,7 @@ def instance_norm(
 def _in_single(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compute a function of half-precision input in float32, because torch 2.0 can't record it."""
 
-    def computed(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def computed(input: Tensor, *args: object, **kwargs: object) -> Any:
         if input.dtype not in (torch.float16, torch.bfloat16):
             return function(input, *args, **kwargs)
         results = function(input.float(), *args, **kwargs)
@@ -324,7 +324,7 @@ def _whole(kind: str) -> Callable[..., Any]:
     """Record a recurrent layer as one operator, or step by step in half precision."""
     original = getattr(torch, kind)
 
-    def layer(*args: Any, **kwargs: Any) -> Any:
+    def layer(*args: object, **kwargs: object) -> Any:
         if any(tensor.dtype == torch.float16 for tensor in tensors_in([args, kwargs])):
             return original(*args, **kwargs)
         return recurrent.call_whole(kind, True, *args, **kwargs)

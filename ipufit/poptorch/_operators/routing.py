@@ -184,7 +184,7 @@ _CHECKS: Dict[Any, Any] = {
 }
 
 
-def check_supported(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_supported(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Refuse a call of a torch function that PopTorch doesn't support.
 
     Raises:
@@ -237,7 +237,7 @@ def _cast(value: object, dtype: torch.dtype) -> Any:
     return value
 
 
-def cast(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def cast(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
     """Return the arguments of a call, with weight and bias in the type of the input.
 
     Arguments of functions that are not in ``CASTS`` are returned unchanged.
@@ -275,7 +275,7 @@ def _bool(value: object) -> Any:
     return value
 
 
-def with_bool_masks(func: object, args: Sequence[Any], kwargs: Dict[str, Any]) -> Sequence[Any]:
+def with_bool_masks(func: object, args: Sequence[object], kwargs: Dict[str, Any]) -> Sequence[Any]:
     """Return the positional arguments with bool masks; those in ``kwargs`` are replaced there."""
     if func not in _MASKED:
         return args

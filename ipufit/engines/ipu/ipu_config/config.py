@@ -192,7 +192,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
         explicit_ir_inference: bool = False,
         parallelize_kwargs: Optional[Dict[str, Any]] = None,
         inference_parallelize_kwargs: Optional[Dict[str, Any]] = None,
-        **others: Any,
+        **others: object,
     ) -> None:
         named = {name: value for name, value in locals().items() if name in PARAMETERS}
         # An older name must not lose against the default of the newer one.
@@ -200,7 +200,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
         self._take({**changed, **others})
 
     def _take(
-        self, arguments: Mapping[str, Any], pod_type: Optional[str] = None, where: str = ""
+        self, arguments: Mapping[str, object], pod_type: Optional[str] = None, where: str = ""
     ) -> None:
         reading = read(arguments, pod_type, where)
         state = self.__dict__
@@ -214,9 +214,9 @@ class IPUConfig(ParameterValues, SerializationMixin):
     @classmethod
     def _build(
         cls,
-        arguments: Mapping[str, Any],
+        arguments: Mapping[str, object],
         pod_type: Optional[str],
-        changes: Mapping[str, Any],
+        changes: Mapping[str, object],
         where: str = "",
     ) -> IPUConfig:
         config = cls.__new__(cls)
@@ -231,7 +231,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
         config._change(checked, faults)
         return config
 
-    def update(self, changes: Mapping[str, Any]) -> None:
+    def update(self, changes: Mapping[str, object]) -> None:
         """Set several parameters; all of them or, if something is wrong, none.
 
         Args:
@@ -262,7 +262,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
         changes = parse_changes(update_str, faults)
         self._change(check_changes(changes, faults), faults)
 
-    def _change(self, changes: Mapping[str, Any], faults: List[str]) -> None:
+    def _change(self, changes: Mapping[str, object], faults: List[str]) -> None:
         before = dict(self.__dict__)
         if not faults:
             self._set(changes)
@@ -410,7 +410,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
             raise AttributeError(name)
         raise AttributeError(f"IPUConfig has no parameter {name!r}. {nearest(name)}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         plain = name[1:]
         if name == "mode":
             if value not in _MODES:
@@ -427,7 +427,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
         raise_faults(faults)
         self._set(checked)
 
-    def _set(self, checked: Mapping[str, Any]) -> None:
+    def _set(self, checked: Mapping[str, object]) -> None:
         """Values in normal form; None where it follows from others is derived from them anew."""
         state = self.__dict__
         state.update(checked)

@@ -75,26 +75,26 @@ def _whole(value: Any, least: int) -> int:
     return number
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Arrays and tensors as lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _wholes(value: Any, least: int) -> List[int]:
+def _wholes(value: object, least: int) -> List[int]:
     value = _plain(value)
     if not isinstance(value, (list, tuple)) or not value:
         raise _UnfitError
     return [_whole(part, least) for part in value]
 
 
-def _seed(value: Any) -> int:
+def _seed(value: object) -> int:
     number = _whole(value, 0)
     if number >= 2**64:
         raise _UnfitError
     return number
 
 
-def _proportion(value: Any) -> float:
+def _proportion(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _UnfitError
     if not math.isfinite(value) or not 0 <= value <= 1:
@@ -102,14 +102,14 @@ def _proportion(value: Any) -> float:
     return float(value)
 
 
-def _proportions(value: Any) -> Any:
+def _proportions(value: object) -> Any:
     value = _plain(value)
     if isinstance(value, (list, tuple)) and value:
         return [_proportion(part) for part in value]
     return _proportion(value)
 
 
-def _splits(value: Any) -> List[int]:
+def _splits(value: object) -> List[int]:
     splits = _wholes(value, 0)
     used = [i for i, count in enumerate(splits) if count]
     if not used:
@@ -121,19 +121,19 @@ def _splits(value: Any) -> List[int]:
     return splits
 
 
-def _flag(value: Any) -> bool:
+def _flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise _UnfitError
     return value
 
 
-def _mode(value: Any) -> str:
+def _mode(value: object) -> str:
     if not isinstance(value, str) or value not in OUTPUT_MODES:
         raise _UnfitError
     return value
 
 
-def _folder(value: Any) -> str:
+def _folder(value: object) -> str:
     # Files of 2021 have null for no folder.
     path = "" if value is None else os.fspath(value) if hasattr(value, "__fspath__") else value
     if not isinstance(path, str):
@@ -141,7 +141,7 @@ def _folder(value: Any) -> str:
     return path
 
 
-def _keywords(value: Any) -> Dict[str, Any]:
+def _keywords(value: object) -> Dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise _UnfitError
     return dict(value)
@@ -201,7 +201,7 @@ def _all() -> Iterable[Parameter]:
 PARAMETERS: Dict[str, Parameter] = {parameter.name: parameter for parameter in _all()}
 
 
-def is_default(name: str, value: Any) -> bool:
+def is_default(name: str, value: object) -> bool:
     """Return True for the value that a parameter has by default."""
     default = PARAMETERS[name].default
     return type(value) is type(default) and bool(value == default)
@@ -212,7 +212,7 @@ def twin(name: str) -> Optional[str]:
     return _TWIN + name if _TWIN + name in PARAMETERS else None
 
 
-def check_value(name: str, value: Any, title: str = "") -> Tuple[Any, Optional[str]]:
+def check_value(name: str, value: object, title: str = "") -> Tuple[Any, Optional[str]]:
     """Bring a value into normal form, or say what is wrong with it.
 
     Args:
@@ -237,7 +237,7 @@ def check_value(name: str, value: Any, title: str = "") -> Tuple[Any, Optional[s
         )
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Format a value for a message, cut where it is long."""
     short = reprlib.Repr()
     short.maxlist = short.maxtuple = 64

@@ -60,7 +60,7 @@ _ON_CPU = "execute_encoder_on_cpu_for_generation"
 
 
 def migrate_parameters(
-    arguments: Mapping[str, Any], faults: List[str]
+    arguments: Mapping[str, object], faults: List[str]
 ) -> Tuple[Dict[str, Any], List[str]]:
     """Migrate parameters to the names of today; unknown ones stay.
 
@@ -117,7 +117,7 @@ def _list_layers(values: Dict[str, Any], notes: List[str]) -> None:
         notes.append(f"{name}={shown(value)} is read as {shown(values[name])}, a list since.")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -165,7 +165,9 @@ class Reading:
     notes: Tuple[str, ...]
 
 
-def read(arguments: Mapping[str, Any], pod_type: Optional[str] = None, where: str = "") -> Reading:
+def read(
+    arguments: Mapping[str, object], pod_type: Optional[str] = None, where: str = ""
+) -> Reading:
     """Check all values that were passed and derive the others.
 
     Args:
@@ -220,7 +222,7 @@ def raise_faults(faults: Sequence[str], where: str = "") -> None:
         raise ConfigurationError("\n".join(unique))
 
 
-def check_changes(changes: Mapping[str, Any], faults: List[str]) -> Dict[str, Any]:
+def check_changes(changes: Mapping[str, object], faults: List[str]) -> Dict[str, Any]:
     """Bring new values of some parameters into normal form; faults are collected."""
     values = {}
     for name, value in changes.items():
@@ -232,7 +234,7 @@ def check_changes(changes: Mapping[str, Any], faults: List[str]) -> Dict[str, An
     return values
 
 
-def check_values(values: Mapping[str, Any]) -> Tuple[List[str], Set[str]]:
+def check_values(values: Mapping[str, object]) -> Tuple[List[str], Set[str]]:
     """Return the faults of single values, and the names of their parameters."""
     faults: List[str] = []
     bad: Set[str] = set()
@@ -244,7 +246,7 @@ def check_values(values: Mapping[str, Any]) -> Tuple[List[str], Set[str]]:
     return faults, bad
 
 
-def _is_by_pod(name: str, value: Any) -> bool:
+def _is_by_pod(name: str, value: object) -> bool:
     if name.endswith("parallelize_kwargs"):
         return False
     return isinstance(value, dict) and bool(value)
@@ -316,7 +318,7 @@ def filled(arguments: Mapping[str, Any]) -> Dict[str, Any]:
     return values
 
 
-def incoherent(values: Mapping[str, Any], bad: AbstractSet[str] = frozenset()) -> List[str]:
+def incoherent(values: Mapping[str, object], bad: AbstractSet[str] = frozenset()) -> List[str]:
     """Return the contradictions between values, a sentence each.
 
     Args:
@@ -340,7 +342,9 @@ def incoherent(values: Mapping[str, Any], bad: AbstractSet[str] = frozenset()) -
     return faults
 
 
-def _lengths(values: Mapping[str, Any], bad: AbstractSet[str], prefix: str, ipus: str) -> List[str]:
+def _lengths(
+    values: Mapping[str, object], bad: AbstractSet[str], prefix: str, ipus: str
+) -> List[str]:
     """Return faults of lists that have another length than there are IPUs."""
     faults = []
     count = values[ipus]

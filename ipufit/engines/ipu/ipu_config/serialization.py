@@ -277,9 +277,9 @@ class SerializationMixin:
     @classmethod
     def _build(
         cls: Type[ConfigT],
-        arguments: Mapping[str, Any],
+        arguments: Mapping[str, object],
         pod_type: Optional[str],
-        changes: Mapping[str, Any],
+        changes: Mapping[str, object],
         where: str = "",
     ) -> ConfigT:
         raise NotImplementedError
@@ -294,9 +294,9 @@ class SerializationMixin:
     @classmethod
     def from_dict(
         cls: Type[ConfigT],
-        config_dict: Mapping[str, Any],
+        config_dict: Mapping[str, object],
         pod_type: Optional[str] = None,
-        **changes: Any,
+        **changes: object,
     ) -> ConfigT:
         """A configuration from values by name, as a file has them.
 
@@ -329,7 +329,7 @@ class SerializationMixin:
         local_files_only: bool = False,
         token: Token = None,
         subfolder: str = "",
-        **changes: Any,
+        **changes: object,
     ) -> ConfigT:
         """A configuration from a file, a folder or the Hugging Face Hub.
 

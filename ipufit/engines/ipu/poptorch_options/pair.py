@@ -29,7 +29,7 @@ class OptionPair:
     inference: Optional[PopTorchOptions] = None
 
     @staticmethod
-    def read(arguments: Any, faults: ErrorCollector) -> OptionPair:
+    def read(arguments: object, faults: ErrorCollector) -> OptionPair:
         """Read the options among the arguments of ``compile``; faults are collected."""
         by_role = {}
         for role in (TRAINING, INFERENCE):

@@ -30,7 +30,7 @@ class PopTorchOptions:
     options: Any
 
     @staticmethod
-    def read(role: str, options: Any) -> Optional[PopTorchOptions]:
+    def read(role: str, options: object) -> Optional[PopTorchOptions]:
         """Make a reader of options; None for none.
 
         Raises:

@@ -219,7 +219,7 @@ def _of_optimizer(table: Table, optimizer: Any) -> Iterator[PreflightFinding]:
                     yield PreflightFinding(fact, f"{kind.__name__} with {key}={settings[key]}")
 
 
-def _of_config(config: TrainConfig, optimizer: Any) -> Iterator[PreflightFinding]:
+def _of_config(config: TrainConfig, optimizer: object) -> Iterator[PreflightFinding]:
     for name, fact in refused_arguments(config):
         yield PreflightFinding(fact, name)
     bound = SETTINGS["global_clipnorm"]

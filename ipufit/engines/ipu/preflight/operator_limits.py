@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Tuple
+from typing import Callable, Tuple
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ def _moving_offsets(call: Call) -> bool:
     return not call.is_constant("offsets")
 
 
-def _equals(name: str, value: Any) -> _Condition:
+def _equals(name: str, value: object) -> _Condition:
     return lambda call: bool(call.arguments.get(name) == value)
 
 

@@ -84,10 +84,10 @@ class Watcher(Protocol):
     def looked(self) -> CodeLocation:
         """Called before an operator that may make no tensor; returns its location."""
 
-    def note(self, operator: Any, arguments: Dict[str, Any], is_whole: bool) -> Call:
+    def note(self, operator: object, arguments: Dict[str, Any], is_whole: bool) -> Call:
         """Called before an operator that makes tensors."""
 
-    def ran(self, call: Call, result: Any) -> None:
+    def ran(self, call: Call, result: object) -> None:
         """Called with the result of an operator."""
 
 
@@ -150,7 +150,7 @@ def _parts(func: Any, kind: str) -> Optional[Callable[..., Any]]:
     return lambda *args, **kwargs: func._op_dk(key, *args, **kwargs)
 
 
-def _attention(*args: Any, **kwargs: Any) -> Any:
+def _attention(*args: object, **kwargs: object) -> Any:
     return torch.ops.aten._scaled_dot_product_attention_math.default(*args, **kwargs)[0]
 
 
@@ -350,13 +350,13 @@ class _Recorder:
                 self._note_change(arguments.get(argument.name), here)
         return call
 
-    def _note_change(self, changed: Any, here: CodeLocation) -> None:
+    def _note_change(self, changed: object, here: CodeLocation) -> None:
         for tensor in _tensors(changed):
             name = self._buffers.get(_storage(tensor))
             if name is not None:
                 self.recording.changed.setdefault(_public(name), (tensor.dtype, here))
 
-    def ran(self, call: Call, result: Any) -> None:
+    def ran(self, call: Call, result: object) -> None:
         """Follow values that are unknown at compile time into the result."""
         if not call.is_constant_result:
             self._note_moving(_tensors(result))
@@ -381,21 +381,21 @@ class _Recorder:
                 self.recording.bodies.setdefault(code.co_name, location)
             frame = frame.f_back
 
-    def _on_call(self, part: nn.Module, args: Any) -> None:
+    def _on_call(self, part: nn.Module, args: object) -> None:
         name = self._names.get(id(part))
         if name is not None:
             self._running.append(name)
             if name not in self.recording.modules:
                 self.recording.modules[name] = (part, self._location(sys._getframe(1)))
 
-    def _on_return(self, part: nn.Module, args: Any, result: Any) -> None:
+    def _on_return(self, part: nn.Module, args: object, result: object) -> None:
         name = self._names.get(id(part))
         # A module whose exception was caught has not returned.
         while name in self._running[1:] and self._running.pop() != name:
             pass
 
 
-def _tensors(value: Any) -> List[Tensor]:
+def _tensors(value: object) -> List[Tensor]:
     return [leaf for leaf in tree.flatten(value)[0] if isinstance(leaf, Tensor)]
 
 

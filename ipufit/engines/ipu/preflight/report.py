@@ -51,7 +51,7 @@ class Line:
         return f"{self.file}, line {self.line}"
 
 
-def always(_: Any) -> bool:
+def always(_: object) -> bool:
     """Return True: the condition of a fact that has none."""
     return True
 

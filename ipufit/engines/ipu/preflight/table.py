@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Dict, List, Mapping, Sequence, Tuple
 
 from ipufit.engines.ipu.preflight.layers import LAYERS, LOSSES
 from ipufit.engines.ipu.preflight.operator_limits import OPERATOR_LIMITS
@@ -78,7 +78,7 @@ class Table:
             by[_TOGETHER.get(fact.group, fact.group), fact.subject].append(fact)
         self._facts = by
 
-    def of(self, group: str, subject: str, thing: Any = None) -> List[Fact]:
+    def of(self, group: str, subject: str, thing: object = None) -> List[Fact]:
         """Return the facts about a subject that hold for a call, a module or a tensor."""
         facts = self._facts.get((group, subject), [])
         return [fact for fact in facts if fact.applies(thing)]
