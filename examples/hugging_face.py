@@ -67,8 +67,8 @@ def main():
     model = ipufit.Model(net)
     model.compile(
         lambda parameters: torch.optim.AdamW(parameters, lr=0.003),
-        loss=None,  # the module computes its own
-        global_clipnorm=1.0,
+        loss=None,
+        clip=ipufit.Clip(global_norm=1.0),
     )
     model.fit(
         pieces,

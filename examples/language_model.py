@@ -94,8 +94,8 @@ def main():
         optimizer=lambda p: torch.optim.AdamW(p, lr=0.006, weight_decay=0.01),
         loss="cross_entropy",
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
-        global_clipnorm=1.0,
-        normalize="tokens",
+        clip=ipufit.Clip(global_norm=1.0),
+        reduction=ipufit.Reduction(normalize="tokens"),
     )
     work = {"batch_size": 16, "device_iterations": 10, "seed": SEED, "verbose": 2}
     model.fit(x[:-held], y[:-held], steps_per_epoch=UPDATES // 4, epochs=4, **work)

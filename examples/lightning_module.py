@@ -92,7 +92,7 @@ def main():
     other = copy.deepcopy(module)
 
     model = ipufit.Model.from_lightning(module)
-    model.compile(global_clipnorm=1.0)
+    model.compile(clip=ipufit.Clip(global_norm=1.0))
     history = model.fit(
         train, validation_data=held_out, epochs=EPOCHS, device_iterations=8, verbose=0
     )

@@ -65,7 +65,12 @@ def main(folder):
     (x, y), held_out = load()
 
     model = ipufit.Model(build())
-    model.compile("adam", "cross_entropy", metrics=["accuracy"], stages="auto", ipus_per_replica=4)
+    model.compile(
+        "adam",
+        "cross_entropy",
+        metrics=["accuracy"],
+        parallel=ipufit.Parallel(stages="auto", ipus_per_replica=4),
+    )
     plan = model.plan((x[:BATCH], y[:BATCH]), ipus=8, gradient_accumulation=8)
     print(plan)
     picture = Path(folder) / "pipeline.png"

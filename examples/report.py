@@ -41,7 +41,9 @@ def main(folder):
     )
     model = ipufit.Model(net)
     stages = {"0": 0, "1": 1, "3": 2, "4": 3}
-    model.compile("adam", "cross_entropy", metrics=["accuracy"], stages=stages)
+    model.compile(
+        "adam", "cross_entropy", metrics=["accuracy"], parallel=ipufit.Parallel(stages=stages)
+    )
     model.fit(
         x,
         y,

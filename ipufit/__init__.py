@@ -8,9 +8,10 @@ from ipufit.callbacks.history import History
 from ipufit.checkpoint.settings import Checkpoint
 from ipufit.core.logged_values import log
 from ipufit.core.plan import Plan
-from ipufit.core.train_config import LossScale
+from ipufit.core.train_config import EMA, Clip, LossScale, Memory, Outputs, Precision, Reduction
 from ipufit.data.settings import Loading, Validation
 from ipufit.data.sharding import Sharded
+from ipufit.partition.request import Parallel
 from ipufit.processes import distributed
 from ipufit.report import Report
 from ipufit.training.load import load
@@ -42,18 +43,26 @@ else:
         },
     )
 
-__all__ = [
+# Sorted as sorted() does: EMA is no constant.
+__all__ = [  # noqa: RUF022
     "BatchSize",
     "Checkpoint",
+    "Clip",
+    "EMA",
     "History",
     "IPUConfig",
     "LearningRates",
     "Loading",
     "LossScale",
+    "Memory",
     "Model",
+    "Outputs",
+    "Parallel",
     "PartitionPlan",
     "Plan",
+    "Precision",
     "PreflightReport",
+    "Reduction",
     "Report",
     "Sharded",
     "Validation",

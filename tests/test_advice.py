@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,18 +72,19 @@ class Mean(nn.Module):
 ADVICE = {
     "ipus": (
         lambda: fit(ipus=3),
-        "Try 2 or 4, or compile(..., auto_round_ipus=True) to reserve 4",
+        "Try 2 or 4, or compile(..., parallel=ipufit.Parallel(auto_round_ipus=True)) to reserve 4",
         lambda: fit(ipus=2),
         lambda: fit(ipus=4),
-        lambda: fit(ipus=3, model=compiled(auto_round_ipus=True)),
+        lambda: fit(ipus=3, model=compiled(parallel=ipufit.Parallel(auto_round_ipus=True))),
     ),
     "ipus of Validation": (
         lambda: fit(validation_data=ipufit.Validation((X, Y), ipus=3)),
         "`ipus` of Validation, the total number of IPUs, must be a power of two, got 3. Try 2 or "
-        "4, or compile(..., auto_round_ipus=True)",
+        "4, or compile(..., parallel=ipufit.Parallel(auto_round_ipus=True))",
         lambda: fit(validation_data=ipufit.Validation((X, Y), ipus=2)),
         lambda: fit(
-            validation_data=ipufit.Validation((X, Y), ipus=3), model=compiled(auto_round_ipus=True)
+            validation_data=ipufit.Validation((X, Y), ipus=3),
+            model=compiled(parallel=ipufit.Parallel(auto_round_ipus=True)),
         ),
     ),
     "device_iterations": (
@@ -297,15 +299,16 @@ ADVICE = {
         lambda: compiled(run_eagerly=False),
     ),
     "reduction": (
-        lambda: compiled(gradient_reduction="avg"),
-        "gradient_reduction must be 'mean' or 'sum'",
-        lambda: compiled(gradient_reduction="mean"),
-        lambda: compiled(gradient_reduction="sum"),
+        lambda: compiled(reduction=ipufit.Reduction(gradients="avg")),
+        "Reduction.gradients must be 'mean' or 'sum'",
+        lambda: compiled(reduction=ipufit.Reduction(gradients="mean")),
+        lambda: compiled(reduction=ipufit.Reduction(gradients="sum")),
     ),
     "shards": (
-        lambda: compiled(shard_weights=True, shard_optimizer=False),
-        "Leave shard_optimizer out.",
-        lambda: compiled(shard_weights=True),
+        lambda: compiled(memory=ipufit.Memory(shard=True)),
+        "Memory.shard must be 'none' or 'optimizer' or 'weights', got True.",
+        lambda: compiled(memory=ipufit.Memory(shard="optimizer")),
+        lambda: compiled(memory=ipufit.Memory(shard="weights")),
     ),
     "module class": (
         lambda: ipufit.Model(OwnLoss),
@@ -346,11 +349,9 @@ VALUES = {
     "device_iterations": 2,
     "engine": "embedded",
     "epochs": 2,
-    "global_clipnorm": 1.0,
     "gradient_accumulation": 2,
     "ipus": 1,
     "jit": "graph",
-    "loss_scale": "dynamic",
     "lr_scheduler": lambda update: 0.01,
     "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01),
     "precision": "mixed_bfloat16",
@@ -437,6 +438,15 @@ def test_all_arguments_that_were_grouped_are_told_at_once():
             owner = next(m for m in REGROUPED if name in REGROUPED[m])
             text = f"Write {owner}(..., {REGROUPED[owner][name]})."
             assert str(caught.value) == f"summary has no argument {name!r}. {text}"
+
+
+def test_the_changelog_prints_all_arguments_that_were_grouped():
+    """In the rows of the table that the errors are made of."""
+    page = (Path(__file__).parent.parent / "CHANGELOG.md").read_text("utf-8")
+    for method, names in REGROUPED.items():
+        table = page.partition(f"| `{method}` of 0.1.0 | now |\n")[2].partition("\n\n")[0]
+        printed = dict(re.findall(r"^\| `(\w+)` \| `(.+)` \|$", table, re.MULTILINE))
+        assert printed == names
 
 
 def test_names_of_other_libraries_are_no_names_of_ours():

@@ -23,7 +23,7 @@ __all__ = [
 AUTO, OFF, GRAPH, KERNELS = "auto", "off", "graph", "kernels"
 INDUCTOR, CUDAGRAPH = "inductor", "cudagraph"
 
-LOWERINGS = (AUTO, GRAPH, KERNELS, INDUCTOR, CUDAGRAPH, OFF)
+LOWERINGS = (AUTO, GRAPH, KERNELS, INDUCTOR, CUDAGRAPH)
 
 
 def resolve_jit(jit: object, run_eagerly: object) -> str:
@@ -32,10 +32,15 @@ def resolve_jit(jit: object, run_eagerly: object) -> str:
     Raises:
         ConfigurationError: no way has that name, or they say two things.
     """
+    if jit == OFF:
+        raise ConfigurationError(
+            f"jit says how a recorded program runs, got {jit!r}. Write run_eagerly=True to run the "
+            "module itself."
+        )
     one_of("jit", jit, LOWERINGS)
     if run_eagerly is not True:
         return str(jit)
-    if jit not in (AUTO, OFF):
+    if jit != AUTO:
         raise ConfigurationError(
             f"run_eagerly=True runs the module itself, but jit={jit!r} asks for a recorded "
             "program. Leave one of them out."

@@ -10,24 +10,21 @@ import torch
 
 from ipufit.core.compile_arguments import AUTO, OFF
 from ipufit.errors import ConfigurationError
+from ipufit.utils.error_collector import ErrorCollector, one_of
 
 __all__ = [
-    "Averaging",
+    "EMA",
     "Clip",
     "HyperparameterSchedule",
     "LossScale",
-    "OutputMode",
+    "Memory",
+    "Outputs",
     "Precision",
+    "Reduction",
     "TrainConfig",
+    "check_interval",
     "outputs_wanted",
     "refuse_metrics_of_sums",
-    "refuse_sums_of_shares",
-    "resolve_averaging",
-    "resolve_clip",
-    "resolve_dtype",
-    "resolve_loss_scale",
-    "resolve_output_mode",
-    "resolve_precision",
 ]
 
 
@@ -97,19 +94,98 @@ class HyperparameterSchedule(Protocol):
         ...
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _count_or_none(name: str, value: Any, what: str) -> Optional[int]:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
+        raise ConfigurationError(
+            f"{name} must be a number of {what}, at least 1, or None, got {value!r}."
+        )
+    return int(value)
+
+
 @dataclasses.dataclass(frozen=True)
-class Clip:
-    """Bounds on the gradient of an update, after its reduction; at most one is set.
+class Reduction:
+    """How samples, their weights and micro-batches count in the gradient of an update.
 
     Attributes:
-        norm: of the gradient of each parameter, the largest Euclidean norm.
-        global_norm: the same of all gradients together.
+        normalize: what the micro-batches of an update are weighted with: "samples", "tokens" (the
+            elements that count in the loss), or "micro_batches" (all the same).
+        sample_weights: what a loss with sample weights is divided by: the number of elements
+            ("sum_over_batch_size"), or the sum of their weights ("mean_with_sample_weight").
+        gradients: over the micro-batches of an update: "mean", or "sum" of their means. None is
+            that of PopTorch's options, else "mean".
+
+    Raises:
+        ConfigurationError: a value that there is not, or two that can't go together.
+    """
+
+    normalize: str = "samples"
+    sample_weights: str = "sum_over_batch_size"
+    gradients: Optional[str] = None
+
+    def __post_init__(self) -> None:
+        faults = ErrorCollector()
+        for name, choices in _REDUCTIONS.items():
+            with faults.collect():
+                if getattr(self, name) is not None or name != "gradients":
+                    one_of(f"Reduction.{name}", getattr(self, name), choices)
+        faults.raise_all()
+        for name, by in (("normalize", "tokens"), ("sample_weights", "mean_with_sample_weight")):
+            if self.gradients == "sum" and getattr(self, name) == by:
+                # Micro-batches can't share in a sum that nobody divides.
+                raise ConfigurationError(
+                    f"Reduction.{name}={by!r} divides the gradient of an update by all that counts "
+                    "in it, but gradients='sum' adds up means. Use gradients='mean'."
+                )
+
+
+_REDUCTIONS: Dict[str, Tuple[object, ...]] = {
+    "normalize": ("samples", "tokens", "micro_batches"),
+    "sample_weights": ("sum_over_batch_size", "mean_with_sample_weight"),
+    "gradients": ("mean", "sum"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """A bound on the gradient of an update, applied once, after its reduction.
+
+    Attributes:
+        norm: of the gradient of each parameter, the largest Euclidean norm, as
+            ``torch.nn.utils.clip_grad_norm_`` bounds it.
+        global_norm: the largest Euclidean norm of all gradients together.
         value: the largest magnitude of an element.
+
+    Raises:
+        ConfigurationError: a bound is no positive number, or there are several.
     """
 
     norm: Optional[float] = None
     global_norm: Optional[float] = None
     value: Optional[float] = None
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in dataclasses.fields(self)]
+        names = [name for name in names if getattr(self, name) is not None]
+        for name in names:
+            value = getattr(self, name)
+            if not _is_number(value) or value <= 0:
+                raise ConfigurationError(
+                    f"Clip.{name} must be a positive number, got {value!r}. Leave it out for no "
+                    "clipping."
+                )
+            object.__setattr__(self, name, float(value))
+        if len(names) > 1:
+            raise ConfigurationError(
+                f"Clip takes at most one bound on gradients, got {' and '.join(names)}. Choose "
+                "one: norm for each parameter, global_norm for all together, value for each "
+                "element."
+            )
 
     def __bool__(self) -> bool:
         """True if any bound is set."""
@@ -117,17 +193,32 @@ class Clip:
 
 
 @dataclasses.dataclass(frozen=True)
-class Averaging:
+class EMA:
     """An exponential moving average of the trained weights, moved on after every update.
 
+    ``fit`` makes the averages the weights at its end, as in Keras.
+
     Attributes:
-        momentum: share of the old average.
-        overwrite_every: the weights become the average after every so many updates; None: never
-            before the end of ``fit``.
+        momentum: share of the old average in the new one.
+        overwrite_frequency: make the averages the weights after every so many updates too; None
+            for never before the end of ``fit``.
+
+    Raises:
+        ConfigurationError: a value that can't work.
     """
 
     momentum: float = 0.99
-    overwrite_every: Optional[int] = None
+    overwrite_frequency: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.momentum) or not 0 <= self.momentum <= 1:
+            raise ConfigurationError(
+                f"EMA.momentum must be between 0 and 1, got {self.momentum!r}. It is the share of "
+                "the old average, such as 0.99."
+            )
+        every = _count_or_none("EMA.overwrite_frequency", self.overwrite_frequency, "updates")
+        object.__setattr__(self, "momentum", float(self.momentum))
+        object.__setattr__(self, "overwrite_frequency", every)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +229,20 @@ class LossScale:
         initial: the factor, at first.
         growth_interval: the factor doubles after so many updates without a non-finite gradient, and
             is halved by each with one; None for a factor that never changes.
+
+    Raises:
+        ConfigurationError: a value that can't work.
     """
 
     initial: float = 2.0**15
     growth_interval: Optional[int] = 2000
+
+    def __post_init__(self) -> None:
+        _count_or_none("LossScale.growth_interval", self.growth_interval, "updates")
+        if not _is_number(self.initial) or self.initial <= 0:
+            raise ConfigurationError(
+                f"LossScale.initial must be a positive number, got {self.initial!r}."
+            )
 
     @property
     def dynamic(self) -> bool:
@@ -149,52 +250,195 @@ class LossScale:
         return self.growth_interval is not None
 
     def describe(self) -> Union[float, str]:
-        """Write it as ``compile`` takes it: a number, "dynamic", or the changes to that."""
+        """Write it as :class:`Precision` takes it: a number, "dynamic", or the changes to that."""
         if not self.dynamic:
             return self.initial
         return "dynamic" if self == LossScale() else str(self)
 
 
+_AUTOCAST = {
+    "mixed_float16": torch.float16,
+    "mixed_bfloat16": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "bf16-mixed": torch.bfloat16,
+}
+_PURE = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "16-true": torch.float16,
+    "bf16-true": torch.bfloat16,
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """In which floating-point types the module computes.
+    """In which floating-point types the module computes, and how small gradients survive there.
 
     Attributes:
-        name: as given to ``compile``; None leaves everything as the module has it.
-        autocast: the type that ``torch.autocast`` chooses where it is safe; weights stay as they
-            are.
-        inputs: the type to which floating-point inputs and targets are brought.
+        name: "mixed_float16" or "mixed_bfloat16" ("16-mixed", "bf16-mixed"): autocast around
+            forward and loss, weights as they are. "float16", "bfloat16", "float32", "float64"
+            ("16-true", ...): a module of that dtype, to which floating-point inputs and targets are
+            brought. None leaves all as it is.
+        loss_scale: a number, "dynamic" or a :class:`LossScale`: the loss is multiplied with it
+            before the backward pass and the gradient divided by it; an update whose gradient is not
+            finite is skipped and counted. None is "dynamic" under "mixed_float16", else no scaling.
+        accumulation_dtype: dtype in which gradients are added up over the micro-batches of an
+            update, or its name; None is that of each parameter.
+
+    Raises:
+        ConfigurationError: a value that there is not; all of them.
     """
 
     name: Optional[str] = None
-    autocast: Optional[torch.dtype] = None
-    inputs: Optional[torch.dtype] = None
+    loss_scale: Union[float, str, LossScale, None] = None
+    accumulation_dtype: Union[torch.dtype, str, None] = None
+
+    def __post_init__(self) -> None:
+        faults = ErrorCollector()
+        with faults.collect():
+            if self.name is not None and not (
+                isinstance(self.name, str) and self.name in {**_AUTOCAST, **_PURE}
+            ):
+                names = ", ".join(map(repr, (*_AUTOCAST, *_PURE)))
+                raise ConfigurationError(
+                    f"precision must be None or one of {names}, got {self.name!r}."
+                )
+        with faults.collect():
+            scale = self.loss_scale
+            is_scale = scale is None or scale == "dynamic" or isinstance(scale, LossScale)
+            if not is_scale and not (_is_number(scale) and scale > 0):  # type: ignore[operator]
+                raise ConfigurationError(
+                    "Precision.loss_scale must be None, a positive number, 'dynamic' or an "
+                    f"ipufit.LossScale, got {scale!r}. Pass 1 for no scaling under mixed_float16."
+                )
+        with faults.collect():
+            name = self.accumulation_dtype
+            dtype = getattr(torch, name, None) if isinstance(name, str) else name
+            is_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if name is not None and not is_dtype:
+                raise ConfigurationError(
+                    "Precision.accumulation_dtype must be None or a floating-point dtype such as "
+                    f"torch.float32, got {name!r}."
+                )
+            object.__setattr__(self, "accumulation_dtype", dtype)
+        faults.raise_all()
+
+    @property
+    def autocast(self) -> Optional[torch.dtype]:
+        """The type that ``torch.autocast`` chooses where it is safe; weights stay as they are."""
+        return None if self.name is None else _AUTOCAST.get(self.name)
+
+    @property
+    def inputs(self) -> Optional[torch.dtype]:
+        """The type to which floating-point inputs and targets are brought."""
+        return None if self.name is None else _PURE.get(self.name)
+
+    @property
+    def scale(self) -> Optional[LossScale]:
+        """The loss scale; None for none.
+
+        float16 gradients underflow without one, so mixed float16 scales dynamically unless told
+        otherwise, as Keras does.
+        """
+        if self.loss_scale is None:
+            return LossScale() if self.autocast is torch.float16 else None
+        if self.loss_scale == "dynamic":
+            return LossScale()
+        if isinstance(self.loss_scale, LossScale):
+            return self.loss_scale
+        return LossScale(float(self.loss_scale), None)
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputMode:
-    """Which of a training execution's outputs come back to the host.
+class Outputs:
+    """Which of a training execution's outputs come back to the host, and so what metrics see.
 
     Attributes:
-        kind: "all", "final", "sum" or "every_n", as in PopTorch.
+        mode: "all"; "final", of the last micro-batch on every replica; "every_n" device iterations;
+            "sum" over the micro-batches of each replica, for callbacks.
         every: of "every_n", the number of device iterations between those that come back.
+
+    Raises:
+        ConfigurationError: an unknown mode, or a number where it means nothing.
     """
 
-    kind: str = "all"
-    every: int = 1
+    mode: str = "all"
+    every: Optional[int] = None
 
-    def check(self, device_iterations: int) -> None:
-        """Refuse an interval that does not fit into an execution.
-
-        Raises:
-            ConfigurationError: it does not divide the device iterations.
-        """
-        if device_iterations % self.every:
-            fitting = [n for n in range(1, device_iterations + 1) if device_iterations % n == 0]
+    def __post_init__(self) -> None:
+        if not isinstance(self.mode, str) or self.mode not in _OUTPUT_MODES:
             raise ConfigurationError(
-                f"output_every must divide device_iterations ({device_iterations}), got "
-                f"{self.every}. Choose one of {', '.join(map(str, fitting))}."
+                f"outputs must be one of {', '.join(map(repr, _OUTPUT_MODES))}, got {self.mode!r}."
             )
+        every = _count_or_none("Outputs.every", self.every, "device iterations")
+        if self.mode == "every_n" and every is None:
+            raise ConfigurationError(
+                "outputs='every_n' needs the number of device iterations between outputs that come "
+                "back, got None. Pass for example outputs=ipufit.Outputs('every_n', 4)."
+            )
+        if self.mode != "every_n" and every is not None:
+            raise ConfigurationError(
+                f"Outputs.every belongs to mode 'every_n', got it with {self.mode!r}. Leave it "
+                "out, or choose 'every_n'."
+            )
+        object.__setattr__(self, "every", every)
+
+
+_OUTPUT_MODES = ("all", "final", "sum", "every_n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What is done to need less memory on a device; the numbers stay the same.
+
+    Attributes:
+        serialize: embeddings and linear layers to cut into parts, as for
+            :func:`ipufit.partition.serialize`, which ``compile`` calls on the module; they stay
+            cut. Beside a ``config`` they say which layers its numbers mean.
+        inference_serialize: the same for validation, ``evaluate`` and ``predict``, where what is
+            not named is whole; None is as in training.
+        recompute: layers whose values are not kept for the backward pass but computed again in it:
+            names, also patterns such as "encoder.layers.*"; or True for every repeated layer. None
+            is what ``config`` says, else none; beside one that recomputes, names say which layers.
+        offload_optimizer: keep the optimizer's state in host memory, and on the device during an
+            update alone: slower updates. Of no effect where the module is on the CPU. None is what
+            ``config`` or PopTorch's options say, else False.
+        shard: of several processes, keep in each a part of the "optimizer"'s state (see
+            :meth:`ipufit.Model.gather_optimizer`; on IPUs, the same over replicas), or of the
+            "weights", gradients and optimizer's state: weights are whole, piece by piece, while
+            they are at work, a model larger than one device, more to send. During ``fit`` the
+            module's own parameters are then copies in host memory, which are up to date at the end
+            of an epoch and after :meth:`ipufit.Model.gather_weights`. "none" divides nothing; in
+            one process the others have no effect either. None is what ``config`` says, else "none".
+
+    Raises:
+        ConfigurationError: a value that there is not; all of them.
+    """
+
+    serialize: Optional[Mapping[str, Any]] = None
+    inference_serialize: Optional[Mapping[str, Any]] = None
+    recompute: Union[bool, str, Sequence[str], None] = None
+    offload_optimizer: Optional[bool] = None
+    shard: Optional[str] = None
+
+    def __post_init__(self) -> None:
+        faults = ErrorCollector()
+        with faults.collect():
+            if self.offload_optimizer is not None:
+                one_of("Memory.offload_optimizer", self.offload_optimizer, (True, False))
+        with faults.collect():
+            if self.shard is not None:
+                one_of("Memory.shard", self.shard, ("none", "optimizer", "weights"))
+        faults.raise_all()
+
+    @property
+    def shard_optimizer(self) -> Optional[bool]:
+        """Whether the optimizer's state alone is divided; None where that is not said."""
+        return {"none": False, "optimizer": True}.get(self.shard or "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +451,9 @@ class TrainConfig:
         accumulation_dtype: of the sum of gradients; None is the dtype of each parameter.
         precision: of forward and loss.
         loss_scale: None where the loss is not scaled.
-        averaging: None where weights are not averaged.
+        ema: None where weights are not averaged.
         schedule: hyper-parameters by update; None leaves them as the optimizer has them.
-        output_mode: which outputs come back in training.
+        outputs: which outputs come back in training.
         recompute: names of the layers whose values are computed again in the backward pass.
         offload_optimizer_state: whether the optimizer's state is in host memory between updates.
         shard_optimizer: whether each of several processes, or replicas on an IPU, has a part of the
@@ -217,7 +461,7 @@ class TrainConfig:
         shard_weights: whether each has a part of the weights too; then ``shard_optimizer`` is true.
         detect_nan: whether losses, gradients and weights are looked at in every update, and what
             is not finite is traced to where it began.
-        jit: how a recorded program runs, a name of ``LOWERINGS``; "off" records none.
+        jit: how a recorded program runs, a name of ``LOWERINGS``; "off" is ``run_eagerly=True``.
     """
 
     gradient_reduction: str = "mean"
@@ -225,9 +469,9 @@ class TrainConfig:
     accumulation_dtype: Optional[torch.dtype] = None
     precision: Precision = dataclasses.field(default_factory=Precision)
     loss_scale: Optional[LossScale] = None
-    averaging: Optional[Averaging] = None
+    ema: Optional[EMA] = None
     schedule: Optional[HyperparameterSchedule] = None
-    output_mode: OutputMode = dataclasses.field(default_factory=OutputMode)
+    outputs: Outputs = dataclasses.field(default_factory=Outputs)
     recompute: Tuple[str, ...] = ()
     offload_optimizer_state: bool = False
     shard_optimizer: bool = False
@@ -252,21 +496,21 @@ class TrainConfig:
 
     def extras(self) -> Dict[str, Any]:
         """List settings that make more of an update than a plain one, as numbers and strings."""
-        averaging, scale, every = self.averaging, self.loss_scale, self.output_mode.every
-        dtype, mode = self.accumulation_dtype, self.output_mode.kind
+        ema, scale, outputs = self.ema, self.loss_scale, self.outputs
+        dtype = self.accumulation_dtype
         found = {
             "clipnorm": self.clip.norm,
             "global_clipnorm": self.clip.global_norm,
             "clipvalue": self.clip.value,
-            "use_ema": None if averaging is None else True,
-            "ema_momentum": None if averaging is None else averaging.momentum,
-            "ema_overwrite_frequency": None if averaging is None else averaging.overwrite_every,
+            "use_ema": None if ema is None else True,
+            "ema_momentum": None if ema is None else ema.momentum,
+            "ema_overwrite_frequency": None if ema is None else ema.overwrite_frequency,
             "precision": self.precision.name,
             "loss_scale": None if scale is None else scale.describe(),
             "accumulation_dtype": None if dtype is None else _short(dtype),
             "lr_scheduler": None if self.schedule is None else self.schedule.name,
-            "output_mode": None if mode == "all" else mode,
-            "output_every": every if mode == "every_n" else None,
+            "output_mode": None if outputs.mode == "all" else outputs.mode,
+            "output_every": outputs.every,
             "recompute": list(self.recompute) or None,
             "offload_optimizer_state": self.offload_optimizer_state or None,
             "shard_optimizer": self.shard_optimizer or None,
@@ -277,174 +521,18 @@ class TrainConfig:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def resolve_clip(clipnorm: object, global_clipnorm: object, clipvalue: object) -> Clip:
-    """Check the bounds on gradients.
+def check_interval(outputs: Outputs, device_iterations: int) -> None:
+    """Refuse an interval between outputs that does not fit into an execution.
 
     Raises:
-        ConfigurationError: one is not a positive number, or several are given.
+        ConfigurationError: it does not divide the device iterations.
     """
-    given = {"clipnorm": clipnorm, "global_clipnorm": global_clipnorm, "clipvalue": clipvalue}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        if not _is_number(value) or value <= 0:  # type: ignore[operator]
-            raise ConfigurationError(
-                f"{name} must be a positive number, got {value!r}. Leave it out for no clipping."
-            )
-    if len(given) > 1:
+    if device_iterations % (outputs.every or 1):
+        fitting = [n for n in range(1, device_iterations + 1) if device_iterations % n == 0]
         raise ConfigurationError(
-            f"at most one bound on gradients can hold, got {' and '.join(given)}. Choose one: "
-            "clipnorm for each parameter, global_clipnorm for all together, clipvalue for each "
-            "element."
+            f"Outputs.every must divide device_iterations ({device_iterations}), got "
+            f"{outputs.every}. Choose one of {', '.join(map(str, fitting))}."
         )
-    numbers: Dict[str, Any] = given
-    return Clip(
-        norm=float(numbers["clipnorm"]) if "clipnorm" in numbers else None,
-        global_norm=float(numbers["global_clipnorm"]) if "global_clipnorm" in numbers else None,
-        value=float(numbers["clipvalue"]) if "clipvalue" in numbers else None,
-    )
-
-
-def resolve_averaging(
-    use_ema: object, ema_momentum: object, ema_overwrite_frequency: object
-) -> Optional[Averaging]:
-    """Check Keras' three settings of weight averaging.
-
-    Raises:
-        ConfigurationError: one can't work, or is given without ``use_ema=True``.
-    """
-    if type(use_ema) is not bool:
-        raise ConfigurationError(f"use_ema must be True or False, got {use_ema!r}.")
-    if not _is_number(ema_momentum) or not 0 <= ema_momentum <= 1:  # type: ignore[operator]
-        raise ConfigurationError(
-            f"ema_momentum must be between 0 and 1, got {ema_momentum!r}. It is the share of the "
-            "old average, such as 0.99."
-        )
-    every = _count_or_none("ema_overwrite_frequency", ema_overwrite_frequency, "updates")
-    if not use_ema:
-        if ema_momentum != 0.99 or every is not None:
-            raise ConfigurationError(
-                "ema_momentum and ema_overwrite_frequency say how weights are averaged, but "
-                "use_ema is False. Pass use_ema=True, or leave them out."
-            )
-        return None
-    return Averaging(float(ema_momentum), every)  # type: ignore[arg-type]
-
-
-def _count_or_none(name: str, value: object, what: str) -> Optional[int]:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
-        raise ConfigurationError(
-            f"{name} must be a number of {what}, at least 1, or None, got {value!r}."
-        )
-    return int(value)
-
-
-_AUTOCAST = {
-    "mixed_float16": torch.float16,
-    "mixed_bfloat16": torch.bfloat16,
-    "16-mixed": torch.float16,
-    "bf16-mixed": torch.bfloat16,
-}
-_PURE = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "16-true": torch.float16,
-    "bf16-true": torch.bfloat16,
-    "32-true": torch.float32,
-    "64-true": torch.float64,
-}
-
-
-def resolve_precision(precision: object) -> Precision:
-    """Check a precision's name, Keras' or Lightning's.
-
-    Raises:
-        ConfigurationError: an unknown name.
-    """
-    if precision is None:
-        return Precision()
-    if isinstance(precision, str) and precision in _AUTOCAST:
-        return Precision(precision, autocast=_AUTOCAST[precision])
-    if isinstance(precision, str) and precision in _PURE:
-        return Precision(precision, inputs=_PURE[precision])
-    names = ", ".join(map(repr, (*_AUTOCAST, *_PURE)))
-    raise ConfigurationError(f"precision must be None or one of {names}, got {precision!r}.")
-
-
-def resolve_loss_scale(loss_scale: object, precision: Precision) -> Optional[LossScale]:
-    """Check the loss scale: None, a number, "dynamic" or a LossScale.
-
-    float16 gradients underflow without one, so mixed float16 scales dynamically unless told
-    otherwise, as Keras does.
-
-    Raises:
-        ConfigurationError: anything else.
-    """
-    if loss_scale is None:
-        return LossScale() if precision.autocast is torch.float16 else None
-    if loss_scale == "dynamic":
-        return LossScale()
-    if isinstance(loss_scale, LossScale):
-        _count_or_none("LossScale.growth_interval", loss_scale.growth_interval, "updates")
-        if not _is_number(loss_scale.initial) or loss_scale.initial <= 0:
-            raise ConfigurationError(
-                f"LossScale.initial must be a positive number, got {loss_scale.initial!r}."
-            )
-        return loss_scale
-    if _is_number(loss_scale) and loss_scale > 0:  # type: ignore[operator]
-        return LossScale(float(loss_scale), None)  # type: ignore[arg-type]
-    raise ConfigurationError(
-        "loss_scale must be None, a positive number, 'dynamic' or an ipufit.LossScale, got "
-        f"{loss_scale!r}. Pass 1 for no scaling under mixed_float16."
-    )
-
-
-def resolve_dtype(name: str, value: object) -> Optional[torch.dtype]:
-    """A floating-point dtype, or its name; None for none.
-
-    Raises:
-        ConfigurationError: anything else.
-    """
-    if value is None:
-        return None
-    dtype = getattr(torch, value, None) if isinstance(value, str) else value
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigurationError(
-            f"{name} must be None or a floating-point dtype such as torch.float32, got {value!r}."
-        )
-    return dtype
-
-
-def resolve_output_mode(output_mode: object, output_every: object) -> OutputMode:
-    """Check which outputs come back.
-
-    Raises:
-        ConfigurationError: an unknown mode, or a number where it means nothing.
-    """
-    kinds = ("all", "final", "sum", "every_n")
-    if not isinstance(output_mode, str) or output_mode not in kinds:
-        raise ConfigurationError(
-            f"output_mode must be one of {', '.join(map(repr, kinds))}, got {output_mode!r}."
-        )
-    every = _count_or_none("output_every", output_every, "device iterations")
-    if output_mode == "every_n" and every is None:
-        raise ConfigurationError(
-            "output_mode='every_n' needs output_every, the number of device iterations between "
-            "outputs that come back, got None. Pass for example output_every=4."
-        )
-    if output_mode != "every_n" and every is not None:
-        raise ConfigurationError(
-            f"output_every belongs to output_mode='every_n', got it with {output_mode!r}. Leave it "
-            "out, or choose 'every_n'."
-        )
-    return OutputMode(output_mode, every or 1)
 
 
 def refuse_metrics_of_sums(metrics: object) -> None:
@@ -455,45 +543,28 @@ def refuse_metrics_of_sums(metrics: object) -> None:
     """
     if metrics:
         raise ConfigurationError(
-            "metrics compare outputs with targets, but output_mode='sum' brings only sums of "
+            "metrics compare outputs with targets, but outputs='sum' brings only sums of "
             "outputs back. Leave the metrics out, or log what is to be summed: "
             "ipufit.log('correct', (prediction.argmax(1) == target).sum(), reduce='sum')."
         )
-
-
-def refuse_sums_of_shares(normalize: object, sample_weight_reduction: object) -> None:
-    """Micro-batches can't share in a sum that nobody divides.
-
-    Raises:
-        ConfigurationError: their shares would depend on their tokens or weights.
-    """
-    for name, value, by in (
-        ("normalize", normalize, "tokens"),
-        ("sample_weight_reduction", sample_weight_reduction, "mean_with_sample_weight"),
-    ):
-        if value == by:
-            raise ConfigurationError(
-                f"{name}={by!r} divides the gradient of an update by all that counts in it, but "
-                "gradient_reduction='sum' adds up means. Use gradient_reduction='mean'."
-            )
 
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).replace("torch.", "")
 
 
-def outputs_wanted(mode: OutputMode, count: int, per_update: int, replicas: int) -> List[int]:
+def outputs_wanted(outputs: Outputs, count: int, per_update: int, replicas: int) -> List[int]:
     """Which micro-batches' outputs come back from an execution.
 
     Args:
-        mode: "sum" wants all of them, to add them up.
+        outputs: "sum" wants all of them, to add them up.
         count: micro-batches in the execution.
         per_update: micro-batches in a full update.
         replicas: how many of an update belong to one accumulation step.
     """
-    if mode.kind == "final":
+    if outputs.mode == "final":
         last = (count - 1) // per_update * per_update
         return list(range(last + (count - 1 - last) // replicas * replicas, count))
-    if mode.kind == "every_n":
-        return [i for i in range(count) if (i // per_update + 1) % mode.every == 0]
+    if outputs.every is not None:
+        return [i for i in range(count) if (i // per_update + 1) % outputs.every == 0]
     return list(range(count))

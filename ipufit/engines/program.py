@@ -350,7 +350,7 @@ class Engine(abc.ABC):
         name: for reports and errors.
         seconds: time spent on recording so far, in seconds.
         clock: is told what the engine's time goes to; set for the time of a ``fit``.
-        takes_options: True if ``training_options`` and ``inference_options`` mean something.
+        takes_options: True if the options of ``poptorch=`` mean something.
     """
 
     name: str

@@ -6,13 +6,14 @@ import contextlib
 import math
 import os
 import sys
-from typing import Any, Callable, Dict, List, Optional, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 
 from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import INFERENCE, TRAINING, role_of
+from ipufit.core.train_config import Clip
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.lightning.packages import part
@@ -78,7 +79,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         autoreport_dir: its folder, which asks for it too; None is "autoreport" in the present one.
         checkpoint_io: as for other strategies.
         precision_plugin: as for other strategies.
-        training_opts: ``poptorch.Options``, as ``compile(training_options=)`` takes them; a copy is
+        training_opts: ``poptorch.Options``, as ``compile(poptorch=)`` takes them; a copy is
             used. Replicas and accumulation steps are those of the Trainer where it has more than
             one, with a warning where the options have other ones.
         inference_opts: the same for validation, test and predict.
@@ -168,7 +169,10 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         super().setup(trainer)
         if not self._session_is_made:
             model = self._model_of_ours
-            model._options = {"precision": _PRECISIONS[trainer.precision], **self._options}
+            model._options = {
+                "precision": _PRECISIONS[trainer.precision],
+                "poptorch": self._pair,
+            }
             with words_of_strategy():
                 model._make_session(None)
         session = self._model_of_ours._compiled("fit")
@@ -194,7 +198,9 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
                 "configure_optimizers must return an optimizer, got none. Return one."
             )
         clip, how = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        bound = {"clipvalue" if how == "value" else "global_clipnorm": clip} if clip else {}
+        bound = None
+        if clip:
+            bound = Clip(value=clip) if how == "value" else Clip(global_norm=clip)
         self.optimizers = [optimizer]
         self.lr_scheduler_configs: List[Any] = []
         with words_of_strategy():
@@ -202,9 +208,14 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
                 optimizer,
                 lr_scheduler=schedule,
                 precision=_PRECISIONS[trainer.precision],
-                **bound,
-                **self._options,
+                clip=bound,
+                poptorch=self._pair,
             )
+
+    @property
+    def _pair(self) -> Tuple[Any, Any]:
+        """The options for training and for inference, as ``compile`` takes them."""
+        return self._options.get(TRAINING), self._options.get(INFERENCE)
 
     @property
     def _model_of_ours(self) -> LightningModel:

@@ -27,6 +27,8 @@ from ipufit.lightning_module.trainer_proxy import FitTrainerProxy, NotKnownYetEr
 from ipufit.lightning_module.unsupported import refuse_module
 from ipufit.losses.module_loss import WHOLE_BATCH
 from ipufit.metrics import MetricSet
+from ipufit.partition.request import Parallel, PartitionRequest
+from ipufit.training.compile import pair_of_options
 from ipufit.training.model import Model, StepsModel
 from ipufit.utils.error_collector import ErrorCollector
 
@@ -35,9 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LightningModel"]
 
-# Arguments that make the count of updates another than that of the loader's batches.
+# Arguments of fit that make the count of updates another than that of the loader's batches.
 _RECOUNTING = ("steps_per_epoch", "loading", "validation_split")
-_DIVIDING = ("stages", "layers_per_ipu", "strategy", "config", "training_options")
 
 
 class LightningModel(StepsModel):
@@ -332,7 +333,7 @@ class LightningModel(StepsModel):
         recounts = any(options.get(name) for name in _RECOUNTING) or isinstance(epochs, range)
         if recounts or y is not None:
             return {}
-        if any(self._options.get(name) is not None for name in _DIVIDING):
+        if self._recounts_replicas():
             return {}
         accumulation = options.get("gradient_accumulation") or 1
         counts: Dict[str, Any] = {"accumulate_grad_batches": accumulation}
@@ -345,6 +346,16 @@ class LightningModel(StepsModel):
             counts["num_training_batches"] = batches
             counts["estimated_stepping_batches"] = updates * int(epochs)
         return counts
+
+    def _recounts_replicas(self) -> bool:
+        """Look whether ``compile`` was told what makes replicas of several IPUs, or fixes them."""
+        parallel = self._options.get("parallel")
+        training, _ = pair_of_options(self._options.get("poptorch"))
+        if isinstance(parallel, Parallel):
+            request, _ = PartitionRequest.pair(parallel)
+            parallel = None if request.is_empty else parallel
+        told = (parallel, training, self._options.get("config"))
+        return any(value is not None for value in told)
 
 
 def _first(pieces: Iterator[object]) -> Iterator[Any]:

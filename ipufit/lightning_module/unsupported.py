@@ -14,7 +14,7 @@ _BETWEEN = "No Python of yours runs between two batches of a recorded program. "
 _GRADIENTS = "The program computes the gradients and applies them itself. "
 _CALLBACK = "Use a callback of ipufit's, whose on_train_batch_end is called after every execution."
 _IN_STEP = "Do it in {step}, in tensors, where it becomes part of the program."
-_CLIP = "Pass clipnorm, global_clipnorm or clipvalue to compile."
+_CLIP = "Pass clip=ipufit.Clip(...) to compile."
 # Of a Trainer's, in the place of what from_lightning has.
 _FOR_TRAINER = {
     _CLIP: "Pass gradient_clip_val to the Trainer.",

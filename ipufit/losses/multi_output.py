@@ -162,7 +162,7 @@ class SeveralLosses(Loss):
         if not isinstance(sample_weight, Tensor):
             raise LossError(
                 "sample_weight must be one tensor for all outputs with several losses and "
-                "sample_weight_reduction='mean_with_sample_weight', got "
+                "sample_weights='mean_with_sample_weight', got "
                 f"{describe_value(sample_weight)}: with weights of their own, each loss would have "
                 "a count of its own. Give one tensor, or use 'sum_over_batch_size'."
             )

@@ -29,8 +29,6 @@ _REDUCTIONS: Dict[str, Literal["mean", "sum"]] = {
     "batchmean": "mean",
     "sum": "sum",
 }
-_NORMALIZE = ("samples", "micro_batches", "tokens")
-_WEIGHTING = ("sum_over_batch_size", "mean_with_sample_weight")
 
 
 def resolve_loss(
@@ -61,8 +59,6 @@ def resolve_loss(
         LossError: a reduction that leaves more than one number, or something that is no loss.
         ConfigurationError: options that don't go together.
     """
-    _choice("normalize", normalize, _NORMALIZE)
-    _choice("sample_weight_reduction", sample_weight_reduction, _WEIGHTING)
     options = {"normalize": normalize, "sample_weight_reduction": sample_weight_reduction}
     if isinstance(loss, (list, tuple, Mapping)) and not isinstance(loss, str):
         return _several(loss, loss_weights, options)
@@ -76,25 +72,18 @@ def resolve_loss(
     return resolved
 
 
-def _choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices or not isinstance(value, str):
-        raise ConfigurationError(
-            f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}."
-        )
-
-
 def _check_options(loss: Loss) -> None:
     by_weight = loss.sample_weight_reduction == "mean_with_sample_weight"
     if loss.in_module and by_weight:
         raise ConfigurationError(
-            "sample_weight_reduction='mean_with_sample_weight' needs a loss that is passed to "
+            "sample_weights='mean_with_sample_weight' needs a loss that is passed to "
             "compile, got loss=None. Leave it out: the module weighs its samples itself."
         )
     if loss.reduction == "sum" and (by_weight or loss.normalize == "tokens"):
         option = (
             "normalize='tokens'"
             if loss.normalize == "tokens"
-            else "sample_weight_reduction='mean_with_sample_weight'"
+            else "sample_weights='mean_with_sample_weight'"
         )
         raise LossError(
             f"loss {loss.name!r} must be a mean for {option}, got reduction='sum'. Use "
@@ -105,7 +94,7 @@ def _check_options(loss: Loss) -> None:
         if (keras == "mean_with_sample_weight") is not by_weight:
             raise LossError(
                 f"loss {loss.name!r} of Keras must divide by what compile divides by, got "
-                f"reduction={keras!r} with sample_weight_reduction="
+                f"reduction={keras!r} with sample_weights="
                 f"{loss.sample_weight_reduction!r}. Give both the same."
             )
 

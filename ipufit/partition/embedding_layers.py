@@ -61,7 +61,7 @@ def meant_layer(module: nn.Module, kind: str, named: Sequence[Named], cuts: Sequ
             option = ", ".join(option for option, cut in cuts if cut is not None)
             raise ConfigurationError(
                 f"{option} must mean one {kind}, got {' and '.join(map(repr, names))} by "
-                "serialized_layers. Leave it out of the config, and let serialized_layers say all."
+                "Memory.serialize. Leave it out of the config, and let Memory.serialize say all."
             )
         if names:
             return next(iter(names))
@@ -123,7 +123,7 @@ def _chosen(module: nn.Module, kind: str, fitting: Dict[str, nn.Module], option:
         raise ConfigurationError(
             f"{option} cuts the output projection, an nn.Linear outside of the repeated "
             f"layers, but {owner} has linear layers in {_listed(stacks)} alone. Name the one that "
-            f"is meant, with the same number, such as serialized_layers={{{example!r}: ...}}."
+            f"is meant, with the same number, such as serialize={{{example!r}: ...}}."
         )
     tables = _fitting(module, "embedding")
     if tables:

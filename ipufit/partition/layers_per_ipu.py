@@ -304,7 +304,7 @@ def _misplaced(module: nn.Module, wanted: int, ipus: int, is_training: bool) -> 
     return PartitionError(
         "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
         f"replica there, got {wanted} and a replica has {ipus}. Say with "
-        f"inference_serialized_layers how they are cut in inference, or {cure}"
+        f"Memory.inference_serialize how they are cut in inference, or {cure}"
     )
 
 
@@ -317,7 +317,7 @@ def _check_places(module: nn.Module) -> None:
                 assert isinstance(layer, Serialized)
                 before, parts = layer.parts.describe(), layer.inference_parts
                 kind = "embedding" if isinstance(layer, nn.Embedding) else "projection"
-                cure = "splits_per_ipu in serialized_layers"
+                cure = "splits_per_ipu in Memory.serialize"
                 if layer.by_config:
                     cure = f"IPUConfig.serialized_{kind}_splits_per_ipu or {cure}"
                 raise PartitionError(

@@ -41,7 +41,7 @@ def resolve_recompute(module: nn.Module, recompute: object, jit: str) -> Tuple[s
             )
     if jit == OFF:
         raise ConfigurationError(
-            f"recompute changes a recorded program, but run_eagerly=True or jit='off' has none, "
+            f"recompute changes a recorded program, but run_eagerly=True has none, "
             f"got both, with recompute={recompute!r}. Leave one of them out."
         )
     return tuple(names)
@@ -69,8 +69,8 @@ def _named(module: nn.Module, recompute: object) -> List[str]:
     patterns = [recompute] if isinstance(recompute, str) else recompute
     if not isinstance(patterns, (list, tuple)) or not all(isinstance(n, str) for n in patterns):
         raise ConfigurationError(
-            f"recompute must be True, False, or names of layers, got {recompute!r}. Write for "
-            "example recompute=['encoder.layers.0', 'encoder.layers.1'] or 'encoder.layers.*'."
+            f"Memory.recompute must be True, False, or names of layers, got {recompute!r}. Write "
+            "for example recompute=['encoder.layers.0', 'encoder.layers.1'] or 'encoder.layers.*'."
         )
     modules = {name: part for name, part in module.named_modules() if name}
     wanted: Dict[str, None] = {}

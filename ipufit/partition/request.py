@@ -1,37 +1,125 @@
-"""Arguments of ``compile`` that divide a module, and the execution strategy that they name."""
+"""How ``compile`` is told to divide a module, and the execution strategy that it names."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any, Optional, Tuple
+from typing import Any, Mapping, Optional, Sequence, Tuple, Union
 
-from ipufit.errors import PartitionError, UnknownNameError
+from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
 from ipufit.partition.partition import STRATEGIES
+from ipufit.utils.error_collector import ErrorCollector, one_of
 from ipufit.utils.poptorch_sdk import sdk_kind
 
-__all__ = ["POPTORCH_STRATEGIES", "PartitionRequest", "count_of", "kind_of", "strategy_of"]
+__all__ = [
+    "POPTORCH_STRATEGIES",
+    "Parallel",
+    "PartitionRequest",
+    "count_of",
+    "kind_of",
+    "strategy_of",
+]
 
 
 @dataclasses.dataclass(frozen=True)
-class PartitionRequest:
-    """The arguments of ``compile`` that divide a module, as they came; it documents them.
+class Parallel:
+    """How a module is divided over the IPUs of a replica.
 
     Attributes:
-        prefix: before their names, as the user wrote them.
+        stages: modules that begin a stage, by name, with its number from 0: a stage goes on until
+            another begins, and has an IPU of its own; "after x" begins one when module x has
+            returned. A pair (number, IPU) begins one on an IPU that has an earlier stage, for a
+            weight that is there. It changes no number, only where on IPUs things are. "auto" finds,
+            when the first micro-batch is known, stages for ipus_per_replica IPUs of which the
+            slowest is as fast as it can be and which fit memory, by the estimate of
+            :meth:`ipufit.Model.plan`. A plan stands for its stages and its strategy; ``fit`` then
+            refuses micro-batches with which they need more memory than it was made for.
+        layers_per_ipu: instead of stages, how many of the repeated layers are on each IPU; -1 for
+            an even share of the rest, what does not divide on the last such IPU. What comes before
+            the layers is on the first IPU, what comes after on the last; 0 for an IPU that has that
+            alone, or parts of a serialised layer. What shares a weight with a module on another
+            IPU, as the last layer of a language model does with its embedding, goes back there in a
+            further stage.
+        layers: names of the ModuleLists or Sequentials whose layers count; None finds the longest
+            of alike blocks, those with blocks of the same class, and a decoder beside an encoder.
+        strategy: "pipelined", "sharded", "serial_phased", "parallel_phased" (stages are phases
+            there), or an object such as ``poptorch.PipelinedExecution(...)`` for a module with
+            blocks of its own. None is "pipelined".
+        ipus_per_replica: how many IPUs a replica has where layers are split over several. For a
+            module with blocks of its own (``poptorch.BeginBlock``, ``Block``, ``BlockFunction``) it
+            follows from them. With stages="auto", how many stages to make.
+        auto_round_ipus: reserve the next power of two where ``ipus`` is none, and leave the rest
+            idle. None is what ``config`` or PopTorch's options have, else no.
+        inference: stages or layers_per_ipu, and strategy, of validation, ``evaluate`` and
+            ``predict``; None is as training, where a pipeline that the device iterations don't fill
+            runs sharded.
+
+    Raises:
+        ConfigurationError: a value that can't work without a look at the module; all of them.
+    """
+
+    stages: Union[Mapping[str, Union[int, Tuple[int, int]]], str, Any, None] = None
+    layers_per_ipu: Optional[Sequence[int]] = None
+    layers: Union[str, Sequence[str], None] = None
+    strategy: Any = None
+    ipus_per_replica: Optional[int] = None
+    auto_round_ipus: Optional[bool] = None
+    inference: Optional[Parallel] = None
+
+    def __post_init__(self) -> None:
+        faults = ErrorCollector()
+        with faults.collect():
+            if self.auto_round_ipus is not None:
+                one_of("Parallel.auto_round_ipus", self.auto_round_ipus, (True, False))
+        with faults.collect():
+            if self.inference is not None:
+                self._check_inference()
+        faults.raise_all()
+
+    def _check_inference(self) -> None:
+        inference = self.inference
+        if not isinstance(inference, Parallel):
+            raise ConfigurationError(
+                f"Parallel.inference must be an ipufit.Parallel or None, got {inference!r}."
+            )
+        for name in ("layers", "ipus_per_replica", "auto_round_ipus", "inference"):
+            if getattr(inference, name) is not None:
+                raise ConfigurationError(
+                    "Parallel.inference has stages, layers_per_ipu and strategy alone, and all "
+                    f"else as in training, but sets {name}. Leave it out there."
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionRequest(Parallel):
+    """A :class:`Parallel` for training or for inference alone, and what says it.
+
+    Attributes:
+        prefix: before the names of its fields, as the user wrote them.
         ipus_said_by: what says ``ipus_per_replica`` where no argument does.
         is_annotated: whether ``ipus_per_replica`` is what ``BeginBlock`` wrote into the module, and
             no more than a guess until it runs.
     """
 
-    stages: Any = None
-    layers_per_ipu: Any = None
-    layers: Any = None
-    strategy: Any = None
-    ipus_per_replica: Any = None
     prefix: str = ""
     ipus_said_by: str = ""
     is_annotated: bool = False
+
+    @staticmethod
+    def pair(parallel: Parallel) -> Tuple[PartitionRequest, PartitionRequest]:
+        """The requests for training and for inference."""
+        rest = parallel.inference or Parallel()
+        training = PartitionRequest(
+            parallel.stages,
+            parallel.layers_per_ipu,
+            parallel.layers,
+            parallel.strategy,
+            parallel.ipus_per_replica,
+        )
+        inference = PartitionRequest(
+            rest.stages, rest.layers_per_ipu, strategy=rest.strategy, prefix="inference."
+        )
+        return training, inference
 
     @property
     def is_empty(self) -> bool:

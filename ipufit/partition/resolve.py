@@ -131,7 +131,7 @@ def resolve_partition(
             raise PartitionError(
                 f"{request.name('strategy')} says how stages run, got {strategy!r}, but nothing "
                 "divides the module. Give stages or layers_per_ipu, or ipus_per_replica for a "
-                "module with blocks of its own. For overlapped IO on one IPU use training_options "
+                "module with blocks of its own. For overlapped IO on one IPU use poptorch= "
                 "with setExecutionStrategy(poptorch.ShardedExecution())."
             )
         return None

@@ -271,7 +271,7 @@ class Walk:
             raise PartitionError(
                 f"every module that begins a stage must be called by forward, but {faulty[0]!r} "
                 "was not in inference, which the stages of training divide as well. Divide it "
-                "otherwise with inference_stages or inference_layers_per_ipu."
+                "otherwise with Parallel.inference."
             )
         return {self._begins[name] for name in missing}
 
@@ -321,7 +321,7 @@ class Walk:
         when = "" if self._is_training else " in inference"
         cure = "Begin it with a module that has operators, or leave it out and renumber the others."
         if not self._is_training:
-            cure += " inference_stages or inference_layers_per_ipu divide inference alone."
+            cure += " Parallel.inference divides inference alone."
         raise PartitionError(
             f"every stage must compute something, but stage {idle[0]}, {where}, computes "
             f"nothing{when}. {cure}"

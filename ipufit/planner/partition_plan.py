@@ -90,8 +90,8 @@ class PartitionPlan:
     Attributes:
         costs, planned: those.
         stages: modules that begin a stage, by name, with its number, or a pair of that and its IPU
-            where a stage goes back to an earlier one. ``compile(stages=plan)`` takes the plan
-            itself, ``compile(stages=plan.stages)`` leaves out its checks.
+            where a stage goes back to an earlier one. ``compile(parallel=plan)`` takes the plan
+            itself, ``Parallel(stages=plan.stages)`` leaves out its checks.
     """
 
     def __init__(self, costs: Sequence[StageCost], planned: Planned) -> None:

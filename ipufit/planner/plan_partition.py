@@ -217,7 +217,7 @@ def _check_work(wanted: _Wanted, ipus: Any, accumulation: Any, rounds: bool) -> 
         raise PartitionError(
             f"a replica must have a power of two of stages, each on an IPU, got {count}. Plan with "
             f"{least} or {most}, such as ipus_per_replica={most}, or compile with "
-            "auto_round_ipus=True to leave IPUs idle."
+            "Parallel(auto_round_ipus=True) to leave IPUs idle."
         )
     filling = accumulation is not None and wanted.strategy == "pipelined"
     Plan.make(

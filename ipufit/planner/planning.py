@@ -400,7 +400,7 @@ class PartitionEstimator:
     def divide_automatically(
         self, stages: int, strategy: str, recompute: bool = False
     ) -> Tuple[Tuple[Tuple[str, int], ...], Tuple[int, ...]]:
-        """Divide as ``compile(stages="auto")`` does: the modules that begin a stage.
+        """Divide as ``Parallel(stages="auto")`` does: the modules that begin a stage.
 
         And the IPU of each stage, where one goes back.
 

@@ -28,7 +28,7 @@ _WANTED = "0.9"
 _PAST_BEST, _WORSE = 3, 0.05
 
 _CURES = {
-    "metrics": "Compute fewer metrics while training, let output_mode='final' bring back fewer "
+    "metrics": "Compute fewer metrics while training, let outputs='final' bring back fewer "
     "outputs, or leave them to the validation.",
     "callbacks": "Look for a callback that does much after every execution: give it "
     "every_updates, or put it into ipufit.callbacks.Asynchronous.",
@@ -177,8 +177,9 @@ def _of_stages(plan: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[_
             f"What is on IPU {largest} is estimated to need {of}."
             if places
             else f"Stage {largest} is estimated to need {of} on its IPU.",
-            "Divide the model into more stages (compile(stages='auto', ipus_per_replica=...)), "
-            "recompute (recompute=True), serialise large layers, or use smaller micro-batches.",
+            "Divide the model into more stages (Parallel(stages='auto', ipus_per_replica=...)), "
+            "recompute (Memory(recompute=True)), serialise large layers, or use smaller "
+            "micro-batches.",
         )
 
 
@@ -192,5 +193,5 @@ def _of_pipeline(plan: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator
         yield text, f"gradient_accumulation={count} would reach {share(float(_WANTED))}."
     else:
         cure = "Stages of unequal time wait for the slowest one, whatever the accumulation: divide "
-        cure += "the work more evenly, such as by compile(stages='auto', ipus_per_replica=...)."
+        cure += "the work more evenly, such as by Parallel(stages='auto', ipus_per_replica=...)."
         yield text, cure

@@ -17,6 +17,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted
 from torch import Tensor, nn
 
 from ipufit.callbacks.history import History
+from ipufit.core.train_config import Precision, Reduction
 from ipufit.data.settings import Validation
 from ipufit.errors import ConfigurationError, IpufitError, UnknownNameError
 from ipufit.losses.resolve import resolve_loss
@@ -115,8 +116,7 @@ def _taken(group: str, name: str) -> IpufitError:
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 # Options of compile whose state is not in a copy: what they count is part of training alone.
-_COUNTING = ("lr_scheduler", "use_ema", "loss_scale")
-_SCALED = ("mixed_float16", "16-mixed")  # under a dynamic loss scale
+_COUNTING = ("lr_scheduler", "ema")
 
 
 class Estimator(BaseEstimator):  # type: ignore[misc]
@@ -264,7 +264,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         options = group_of(self, "compile")
         if resolve_loss(self.loss).reduction == "mean":
             # A weight of two is a sample that is there twice, as everywhere in scikit-learn.
-            options.setdefault("sample_weight_reduction", "mean_with_sample_weight")
+            options.setdefault("reduction", Reduction(sample_weights="mean_with_sample_weight"))
         optimizer = build_optimizer(self.optimizer, group_of(self, "optimizer"))
         model = Model(module, engine=self.engine, device=self.device)
         loss, metrics = copy.deepcopy(self.loss), copy.deepcopy(self.metrics)
@@ -322,7 +322,10 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         """
         options = group_of(self, "compile")
         counting = [name for name in _COUNTING if options.get(name)]
-        if options.get("precision") in _SCALED:
+        precision = options.get("precision")
+        if isinstance(precision, str):
+            precision = Precision(precision)
+        if precision is not None and precision.scale is not None:
             counting.append("precision")
         if counting and vars(self).get("_model") is None:
             raise ConfigurationError(

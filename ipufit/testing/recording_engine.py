@@ -47,7 +47,7 @@ class RecordingEngine(Engine):
 class RecordingProgram(Program):
     """Takes every batch, returns losses of zero, and echoes the first input as output.
 
-    It gives back what the config asks for: outputs as ``output_mode`` chooses, the schedule's
+    It gives back what the config asks for: outputs as its ``outputs`` chooses, the schedule's
     learning rate, the loss scale at its start. No update is skipped, and nothing is averaged.
 
     Attributes:
@@ -114,14 +114,14 @@ class RecordingProgram(Program):
             return (), []
         if self.spec.mode is not Mode.TRAIN:
             return range(len(echoes)), echoes
-        plan, mode = self.spec.plan, self.spec.config.output_mode
-        if mode.kind == "sum":
+        plan, outputs = self.spec.plan, self.spec.config.outputs
+        if outputs.mode == "sum":
             sums = [echo.clone() for echo in echoes[: plan.replicas]]
             for place, echo in enumerate(echoes[plan.replicas :], plan.replicas):
                 sums[place % plan.replicas][: len(echo)] += echo
             return (), sums
         per_update = plan.micro_batches_per_update
-        places = outputs_wanted(mode, len(echoes), per_update, plan.replicas)
+        places = outputs_wanted(outputs, len(echoes), per_update, plan.replicas)
         return places, [echoes[place] for place in places]
 
     def read_state(self) -> TrainState:

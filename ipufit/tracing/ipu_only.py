@@ -109,5 +109,5 @@ def describe_hints(hints: Dict[str, None]) -> str:
         return ""
     text = f"Marks for an IPU in forward, which change nothing here: {', '.join(sorted(hints))}."
     if _CHECKPOINT in hints:
-        text += " What recomputes here is recompute=['name of a layer'] of compile."
+        text += " What recomputes here is ipufit.Memory(recompute=['name of a layer'])."
     return text

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import nn
 
 from ipufit.core.compile_arguments import INFERENCE, TRAINING, resolve_jit
 from ipufit.core.train_config import (
+    EMA,
+    Clip,
     LossScale,
+    Memory,
+    Outputs,
+    Precision,
+    Reduction,
     TrainConfig,
     refuse_metrics_of_sums,
-    refuse_sums_of_shares,
-    resolve_averaging,
-    resolve_clip,
-    resolve_dtype,
-    resolve_loss_scale,
-    resolve_output_mode,
-    resolve_precision,
 )
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
@@ -29,7 +28,7 @@ from ipufit.optim.resolve import resolve_optimizer
 from ipufit.partition.own_blocks import annotated_ipus
 from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.partition.recomputation import resolve_recompute
-from ipufit.partition.request import PartitionRequest
+from ipufit.partition.request import Parallel, PartitionRequest
 from ipufit.partition.serialization import has_serialized_layers
 from ipufit.processes import current
 from ipufit.tracing.validate import refuse_unregistered
@@ -42,71 +41,150 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.poptorch_options.pair import OptionPair
     from ipufit.optim.schedules import Schedule
 
-__all__ = ["CompileRequest", "build_session"]
+__all__ = ["CompileConfig", "build_session", "pair_of_options"]
 
 
 @dataclasses.dataclass(frozen=True)
-class CompileRequest:
-    """The arguments of ``Model.compile``, as they came; it documents them."""
+class CompileConfig:
+    """The arguments of ``Model.compile``, short forms as the objects that they stand for.
+
+    Attributes:
+        ema: None for no averages.
+        outputs: None where the argument was left out.
+        partition, inference_partition, auto_round_ipus: what ``parallel`` says.
+        training_options, inference_options: the two of ``poptorch``.
+        config: of optimum-graphcore.
+
+    ``compile`` documents the others.
+    """
 
     optimizer: Any
     loss: Any
     metrics: Any
     loss_weights: Any
     weighted_metrics: Any
-    normalize: str
-    sample_weight_reduction: str
-    lr_scheduler: Any
-    lr_scheduler_interval: str
-    clipnorm: Optional[float]
-    global_clipnorm: Optional[float]
-    clipvalue: Optional[float]
-    use_ema: bool
-    ema_momentum: float
-    ema_overwrite_frequency: Optional[int]
-    precision: Optional[str]
-    loss_scale: Union[float, str, LossScale, None]
-    accumulation_dtype: Union[torch.dtype, str, None]
-    output_mode: Optional[str]
-    output_every: Optional[int]
-    gradient_reduction: Optional[str]
-    auto_round_ipus: Optional[bool]
-    serialized_layers: Any
-    inference_serialized_layers: Any
-    recompute: Any
-    offload_optimizer_state: Optional[bool]
-    shard_optimizer: Optional[bool]
-    shard_weights: bool
-    detect_nan: bool
     run_eagerly: bool
     jit: str
-    training_options: Any
-    inference_options: Any
+    lr_scheduler: Any
+    lr_scheduler_interval: str
+    reduction: Reduction
+    clip: Clip
+    ema: Optional[EMA]
+    precision: Precision
+    outputs: Optional[Outputs]
     partition: PartitionRequest
     inference_partition: PartitionRequest
+    auto_round_ipus: Optional[bool]
+    memory: Memory
+    detect_nan: bool
+    training_options: Any
+    inference_options: Any
     config: Any
+
+    @staticmethod
+    def read(faults: ErrorCollector, **arguments: Any) -> CompileConfig:
+        """Read the arguments of ``compile``, by name; what is no form of one is a fault."""
+        objects: Dict[str, Any] = {}
+        for name, (kind, example) in _OBJECTS.items():
+            value = arguments.pop(name)
+            if value is None:
+                continue
+            with faults.collect():
+                is_short = name in _SHORT or (name == "parallel" and _is_plan(value))
+                if is_short and not isinstance(value, kind):
+                    value = kind(value)
+                if not isinstance(value, kind):
+                    raise ConfigurationError(
+                        f"{name} must be an ipufit.{kind.__name__} or None, got {value!r}. Write "
+                        f"for example {name}={example}."
+                    )
+                objects[name] = value
+        pair: Any = (None, None)
+        with faults.collect():
+            pair = pair_of_options(arguments.pop("poptorch"))
+        parallel = objects.pop("parallel", None) or Parallel()
+        training, inference = PartitionRequest.pair(parallel)
+        return CompileConfig(
+            reduction=objects.get("reduction", Reduction()),
+            clip=objects.get("clip", Clip()),
+            ema=objects.get("ema"),
+            precision=objects.get("precision", Precision()),
+            outputs=objects.get("outputs"),
+            memory=objects.get("memory", Memory()),
+            partition=training,
+            inference_partition=inference,
+            auto_round_ipus=parallel.auto_round_ipus,
+            training_options=pair[0],
+            inference_options=pair[1],
+            **arguments,
+        )
+
+
+# By argument: its class, and an example.
+_OBJECTS: Dict[str, Tuple[Any, str]] = {
+    "reduction": (Reduction, "ipufit.Reduction(normalize='tokens')"),
+    "clip": (Clip, "ipufit.Clip(global_norm=1.0)"),
+    "ema": (EMA, "ipufit.EMA(momentum=0.99)"),
+    "precision": (Precision, "'mixed_bfloat16'"),
+    "outputs": (Outputs, "'final'"),
+    "parallel": (Parallel, "ipufit.Parallel(layers_per_ipu=[2, 2])"),
+    "memory": (Memory, "ipufit.Memory(recompute=True)"),
+}
+# Those of which the first field alone is the short form.
+_SHORT = ("precision", "outputs")
+
+
+def _is_plan(value: object) -> bool:
+    from ipufit.planner.partition_plan import PartitionPlan
+
+    return isinstance(value, PartitionPlan)
+
+
+def pair_of_options(options: Any) -> Tuple[Any, Any]:
+    """The options for training and for inference.
+
+    Raises:
+        ConfigurationError: a sequence that is no pair.
+    """
+    if not isinstance(options, (tuple, list)):
+        return options, None
+    if len(options) != 2:
+        raise ConfigurationError(
+            "poptorch must be poptorch.Options, a pair (training_options, inference_options) or "
+            f"None, got {len(options)} values. Write poptorch=(None, options) for inference alone."
+        )
+    return options[0], options[1]
 
 
 def build_session(
-    module: nn.Module, make_engine: Callable[[], Engine], request: CompileRequest
+    module: nn.Module,
+    make_engine: Callable[[], Engine],
+    request: CompileConfig,
+    faults: ErrorCollector,
 ) -> Session:
     """Check all arguments, and only then make anything.
+
+    Args:
+        module: the user's.
+        make_engine: of the model.
+        request: the arguments.
+        faults: of their forms.
 
     Raises:
         ConfigurationError: something can't work; several faults as one error.
     """
     # Here and below, what plain models need nothing of is imported where it is needed.
-    faults = ErrorCollector()
     config = pair = limit = None
-    mode = "all"
+    is_planned = False
     with faults.collect():
         request, limit = _as_planned(module, request)
-    faults.raise_all()
+        is_planned = True
+    if not is_planned:
+        faults.raise_all()
     if request.config is not None:
-        from ipufit.training.ipu_config_adapter import apply_ipu_config, output_mode_of
+        from ipufit.training.ipu_config_adapter import apply_ipu_config
 
         config, request = apply_ipu_config(module, request, faults)
-        mode = mode if config is None else output_mode_of(config)
     else:
         request = dataclasses.replace(request, partition=_as_annotated(module, request.partition))
     if request.training_options is not None or request.inference_options is not None:
@@ -114,27 +192,7 @@ def build_session(
 
         pair = OptionPair.read(request, faults)
         request = pair.merged(request, faults)
-    reduction, offload = request.gradient_reduction, request.offload_optimizer_state
-    if offload is None:
-        offload = config is not None and config.optimizer_state_offchip
-    shard = request.shard_optimizer
-    if shard is None:
-        # Replicas of one process have one state anyway.
-        shard = (
-            config is not None and config.replicated_tensor_sharding and current().is_distributed
-        )
-        shard = shard or request.shard_weights is True
-    # optimum-graphcore rounds whatever its configuration says.
-    rounds = config is not None if request.auto_round_ipus is None else request.auto_round_ipus
-    request = dataclasses.replace(
-        request,
-        output_mode=mode if request.output_mode is None else request.output_mode,
-        gradient_reduction="mean" if reduction is None else reduction,
-        auto_round_ipus=rounds,
-        offload_optimizer_state=offload,
-        shard_optimizer=shard,
-    )
-    cuts = request.serialized_layers, request.inference_serialized_layers
+    cuts = request.memory.serialize, request.memory.inference_serialize
     if config is None and all(cut is None for cut in cuts):
         return _checked(module, make_engine, request, config, pair, faults, limit)
     from ipufit.partition.cut_layers import serialize_while_checking
@@ -143,7 +201,7 @@ def build_session(
         return _checked(module, make_engine, request, config, pair, faults, limit)
 
 
-def _as_planned(module: nn.Module, request: CompileRequest) -> Tuple[CompileRequest, Optional[int]]:
+def _as_planned(module: nn.Module, request: CompileConfig) -> Tuple[CompileConfig, Optional[int]]:
     """The arguments with stages and strategy of a plan, and the memory that it was made for.
 
     Raises:
@@ -167,7 +225,7 @@ def _as_annotated(module: nn.Module, request: PartitionRequest) -> PartitionRequ
     return dataclasses.replace(request, ipus_per_replica=ipus, is_annotated=True)
 
 
-def _partitions(module: nn.Module, request: CompileRequest) -> Partitions:
+def _partitions(module: nn.Module, request: CompileConfig) -> Partitions:
     """How the module lies on IPUs.
 
     Raises:
@@ -184,14 +242,14 @@ def _partitions(module: nn.Module, request: CompileRequest) -> Partitions:
 def _checked(
     module: nn.Module,
     make_engine: Callable[[], Engine],
-    request: CompileRequest,
+    request: CompileConfig,
     config: Optional[IPUConfig],
     pair: Optional[OptionPair],
     faults: ErrorCollector,
     planned_memory: Optional[int],
 ) -> Session:
     resolved, metrics, optimizer = _resolve_objectives(module, request, faults)
-    settings = _resolve_settings(module, request, faults)
+    settings = _resolve_settings(module, request, config, faults)
     partitions = NOT_DIVIDED
     with faults.collect():
         partitions = _partitions(module, request)
@@ -227,7 +285,8 @@ def _checked(
         metrics,
         engine,
         train_config,
-        request.auto_round_ipus is True,
+        # optimum-graphcore rounds whatever its configuration says.
+        config is not None if request.auto_round_ipus is None else request.auto_round_ipus,
         options,
         partitions,
         fixed,
@@ -236,7 +295,7 @@ def _checked(
 
 
 def _schedule(
-    request: CompileRequest, optimizer: Optional[torch.optim.Optimizer], faults: ErrorCollector
+    request: CompileConfig, optimizer: Optional[torch.optim.Optimizer], faults: ErrorCollector
 ) -> Optional[Schedule]:
     """Resolve the schedule, and report its faults with those of all other arguments.
 
@@ -286,14 +345,17 @@ def _configured(
 
 
 def _resolve_objectives(
-    module: nn.Module, request: CompileRequest, faults: ErrorCollector
+    module: nn.Module, request: CompileConfig, faults: ErrorCollector
 ) -> Tuple[Optional[Loss], MetricSet, Optional[torch.optim.Optimizer]]:
     """Loss, metrics and optimizer in normal form."""
     named: List[Tuple[str, nn.Parameter]] = list(module.named_parameters())
     loss, optimizer, metrics = None, None, MetricSet()
     with faults.collect():
         loss = resolve_loss(
-            request.loss, request.loss_weights, request.normalize, request.sample_weight_reduction
+            request.loss,
+            request.loss_weights,
+            request.reduction.normalize,
+            request.reduction.sample_weights,
         )
         if loss.module is not None:
             named += [(f"loss.{name}", p) for name, p in loss.module.named_parameters()]
@@ -311,58 +373,53 @@ def _resolve_objectives(
 
 
 def _resolve_settings(
-    module: nn.Module, request: CompileRequest, faults: ErrorCollector
+    module: nn.Module,
+    request: CompileConfig,
+    config: Optional[IPUConfig],
+    faults: ErrorCollector,
 ) -> Dict[str, Any]:
     """The TrainConfig, but for the schedule, which needs an optimizer that is known to be good."""
-    settings: Dict[str, Any] = {"gradient_reduction": request.gradient_reduction}
-    with faults.collect():
-        one_of("gradient_reduction", request.gradient_reduction, ("mean", "sum"))
-        if request.gradient_reduction == "sum":
-            refuse_sums_of_shares(request.normalize, request.sample_weight_reduction)
-    with faults.collect():
-        settings["clip"] = resolve_clip(
-            request.clipnorm, request.global_clipnorm, request.clipvalue
+    memory, outputs = request.memory, request.outputs
+    offload, shard = memory.offload_optimizer, memory.shard_optimizer
+    if outputs is None and config is not None:
+        from ipufit.training.ipu_config_adapter import outputs_of
+
+        outputs = outputs_of(config)
+    outputs = outputs or Outputs()
+    if offload is None:
+        offload = config is not None and config.optimizer_state_offchip
+    if shard is None:
+        # Replicas of one process have one state anyway.
+        shard = (
+            config is not None and config.replicated_tensor_sharding and current().is_distributed
         )
+    settings: Dict[str, Any] = {
+        "gradient_reduction": request.reduction.gradients or "mean",
+        "clip": request.clip,
+        "ema": request.ema,
+        "precision": request.precision,
+        "loss_scale": request.precision.scale,
+        "accumulation_dtype": request.precision.accumulation_dtype,
+        "outputs": outputs,
+        "offload_optimizer_state": offload,
+        "shard_optimizer": shard or memory.shard == "weights",
+        "shard_weights": memory.shard == "weights",
+        "detect_nan": request.detect_nan,
+    }
     with faults.collect():
-        settings["averaging"] = resolve_averaging(
-            request.use_ema, request.ema_momentum, request.ema_overwrite_frequency
-        )
-    with faults.collect():
-        settings["precision"] = resolve_precision(request.precision)
-        settings["loss_scale"] = resolve_loss_scale(request.loss_scale, settings["precision"])
-    with faults.collect():
-        settings["accumulation_dtype"] = resolve_dtype(
-            "accumulation_dtype", request.accumulation_dtype
-        )
-    with faults.collect():
-        settings["output_mode"] = resolve_output_mode(request.output_mode, request.output_every)
-        if request.output_mode == "sum":
+        if outputs.mode == "sum":
             refuse_metrics_of_sums(request.metrics or request.weighted_metrics)
     with faults.collect():
         settings["jit"] = resolve_jit(request.jit, request.run_eagerly)
-        settings["recompute"] = resolve_recompute(module, request.recompute, settings["jit"])
+        settings["recompute"] = resolve_recompute(module, memory.recompute, settings["jit"])
     for name, choices in _CHOICES.items():
         with faults.collect():
             one_of(name, getattr(request, name), choices)
-    settings["offload_optimizer_state"] = request.offload_optimizer_state
-    settings["shard_optimizer"] = request.shard_optimizer
-    settings["shard_weights"] = request.shard_weights
-    with faults.collect():
-        if request.shard_weights is True and request.shard_optimizer is False:
-            raise ConfigurationError(
-                "shard_weights=True divides the optimizer's state too, but got "
-                "shard_optimizer=False. Leave shard_optimizer out."
-            )
-    settings["detect_nan"] = request.detect_nan
     return settings
 
 
 _CHOICES: Dict[str, Tuple[object, ...]] = {
     "lr_scheduler_interval": ("update", "epoch"),
-    "auto_round_ipus": (True, False),
-    "offload_optimizer_state": (True, False),
-    "shard_optimizer": (True, False),
-    "shard_weights": (True, False),
     "detect_nan": (True, False),
     "run_eagerly": (True, False),
 }

@@ -189,7 +189,7 @@ class InspectionMixin:
         One micro-batch goes through module, loss and backward pass as tensors without values;
         nothing is changed. Without a division of its own and of ``compile``, the plan finds one:
         the smallest power of two of stages that fits memory, the slowest stage as fast as it can
-        be; ``compile(stages=plan)`` takes it.
+        be; ``compile(parallel=plan)`` takes it.
 
         Args:
             x: a micro-batch: inputs as ``predict`` takes them, a tuple or list of inputs and
@@ -198,13 +198,14 @@ class InspectionMixin:
             ipus: as for ``fit``; at most so many are looked for.
             gradient_accumulation: as for ``fit``; None is the smallest that fills the pipeline.
             ipus_per_replica: find a division into so many stages.
-            stages: as for ``compile``; None is what ``compile`` was told, "auto" to find them.
-            layers_per_ipu: as for ``compile``.
-            layers: as for ``compile``.
+            stages: as for :class:`ipufit.Parallel`; None is what ``compile`` was told, "auto" to
+                find them.
+            layers_per_ipu: as for :class:`ipufit.Parallel`.
+            layers: as for :class:`ipufit.Parallel`.
             strategy: "pipelined" or "sharded"; None is what ``compile`` was told.
             schedule: of a pipeline: "grouped", as PopTorch's, "interleaved" or "sequential".
             recompute: what is kept of activations, the rest being computed anew: True for the
-                inputs of the stages, and the outputs of the layers that ``compile(recompute=...)``
+                inputs of the stages, and the outputs of the layers that ``Memory(recompute=...)``
                 names; other names instead of those; False keeps all. None is as compiled: True in
                 a pipeline, where PopTorch does so by itself, else False.
             ipu_memory: bytes of an IPU to fill at most; None is all of 1,472 tiles x 624 KiB.

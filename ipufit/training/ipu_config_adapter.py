@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 from torch import nn
 
 from ipufit.core.compile_arguments import INFERENCE, TRAINING
+from ipufit.core.train_config import Outputs
 from ipufit.engines.ipu.ipu_config import IPUConfig, IpuLayout
 from ipufit.errors import ConfigurationError
 from ipufit.partition.embedding_layers import KINDS, check_ties, meant_layer
@@ -19,7 +20,7 @@ from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = [
     "apply_ipu_config",
-    "output_mode_of",
+    "outputs_of",
 ]
 
 
@@ -43,13 +44,16 @@ def apply_ipu_config(
         first, second = divided(config, module, asked.partition, asked.inference_partition)
         asked = dataclasses.replace(asked, partition=first, inference_partition=second)
     with faults.collect():
-        cuts = asked.serialized_layers, asked.inference_serialized_layers
+        cuts = asked.memory.serialize, asked.memory.inference_serialize
         first_cuts, second_cuts = cut_layers(config, module, *cuts)
-        asked = dataclasses.replace(
-            asked, serialized_layers=first_cuts, inference_serialized_layers=second_cuts
+        memory = dataclasses.replace(
+            asked.memory, serialize=first_cuts, inference_serialize=second_cuts
         )
+        asked = dataclasses.replace(asked, memory=memory)
     with faults.collect():
-        asked = dataclasses.replace(asked, recompute=recomputed(config, asked.recompute))
+        recompute = recomputed(config, asked.memory.recompute)
+        memory = dataclasses.replace(asked.memory, recompute=recompute)
+        asked = dataclasses.replace(asked, memory=memory)
     return config, asked
 
 
@@ -90,43 +94,44 @@ def check_config(config: IPUConfig, asked: Any, faults: ErrorCollector) -> None:
                     f"config and {name} both say how PopTorch runs the model. Leave one out; "
                     f"beside {name}, fit has ipus, device_iterations and gradient_accumulation."
                 )
-    mode = output_mode_of(config)
     with faults.collect():
-        if asked.output_mode not in (None, mode):
-            raise _disagrees("output_mode", asked.output_mode, config.output_mode)
+        if asked.outputs not in (None, outputs_of(config)):
+            passed, there = asked.outputs.mode, config.output_mode
+            raise _disagrees("outputs", passed, there, "IPUConfig.output_mode")
     with faults.collect():
-        if config.auto_loss_scaling and asked.loss_scale not in (None, "dynamic"):
+        if config.auto_loss_scaling and asked.precision.loss_scale not in (None, "dynamic"):
             raise ConfigurationError(
-                "loss_scale must agree with IPUConfig.auto_loss_scaling, which is True, got "
-                f"{asked.loss_scale!r}. Leave one out."
+                "Precision.loss_scale must agree with IPUConfig.auto_loss_scaling, which is True, "
+                f"got {asked.precision.loss_scale!r}. Leave one out."
             )
+    for name, value, parameter in (
+        ("offload_optimizer", asked.memory.offload_optimizer, "optimizer_state_offchip"),
+        ("shard", asked.memory.shard_optimizer, "replicated_tensor_sharding"),
+    ):
+        there = getattr(config, parameter)
+        with faults.collect():
+            if value not in (None, there):
+                passed = getattr(asked.memory, name)
+                raise _disagrees(f"Memory.{name}", passed, there, f"IPUConfig.{parameter}")
     with faults.collect():
-        if asked.offload_optimizer_state not in (None, config.optimizer_state_offchip):
-            name, there = "offload_optimizer_state", config.optimizer_state_offchip
-            raise _disagrees(name, asked.offload_optimizer_state, there, "optimizer_state_offchip")
-    with faults.collect():
-        if asked.shard_optimizer not in (None, config.replicated_tensor_sharding):
-            name, there = "shard_optimizer", config.replicated_tensor_sharding
-            raise _disagrees(name, asked.shard_optimizer, there, "replicated_tensor_sharding")
-    with faults.collect():
-        if asked.gradient_reduction not in (None, "mean"):
+        if asked.reduction.gradients == "sum":
             raise ConfigurationError(
-                "gradient_reduction must agree with config, by which gradients are reduced by the "
-                f"mean, as in optimum-graphcore, got {asked.gradient_reduction!r}. Leave one out."
+                "Reduction.gradients must agree with config, by which gradients are reduced by the "
+                "mean, as in optimum-graphcore, got 'sum'. Leave one out."
             )
     with faults.collect():
         if asked.auto_round_ipus is False:
             raise ConfigurationError(
-                "auto_round_ipus must agree with config, by which IPUs are rounded up to a power "
-                "of two, as in optimum-graphcore, got False. Leave one out."
+                "Parallel.auto_round_ipus must agree with config, by which IPUs are rounded up to "
+                "a power of two, as in optimum-graphcore, got False. Leave one out."
             )
 
 
-def _disagrees(name: str, given: Any, there: Any, parameter: str = "") -> ConfigurationError:
-    """An argument and a parameter, by default of the same name, that say two things."""
+def _disagrees(name: str, passed: Any, there: Any, parameter: str) -> ConfigurationError:
+    """An argument and a parameter of a configuration that say two things."""
     return ConfigurationError(
-        f"{name} must agree with IPUConfig.{parameter or name}, which is {there!r}, got {given!r}. "
-        "Leave it out, or change the config."
+        f"{name} must agree with {parameter}, which is {there!r}, got {passed!r}. Leave it out, or "
+        "change the config."
     )
 
 
@@ -146,14 +151,14 @@ def recomputed(config: IPUConfig, recompute: Any) -> Any:
         return recompute
     cure = "" if said else ", or set that to True, beside which recompute may name layers"
     raise ConfigurationError(
-        "recompute must agree with IPUConfig.recompute_checkpoint_every_layer, which is "
+        "Memory.recompute must agree with IPUConfig.recompute_checkpoint_every_layer, which is "
         f"{said}, got {recompute!r}. Leave it out{cure}."
     )
 
 
-def output_mode_of(config: IPUConfig) -> str:
-    """The mode of ``compile``; PopTorch's default is the final one in training."""
-    return "final" if config.output_mode == "default" else config.output_mode
+def outputs_of(config: IPUConfig) -> Outputs:
+    """The argument of ``compile``; PopTorch's default is the final one in training."""
+    return Outputs("final" if config.output_mode == "default" else config.output_mode)
 
 
 def divided(
@@ -188,7 +193,8 @@ def divided(
     for asked, for_inference in ((training, False), (inference, True)):
         with faults.collect():
             partition = config.partition(for_inference=for_inference)
-            pair.append(_divided(partition, asked, follows))
+            prefix = "IPUConfig.inference_" if for_inference else "IPUConfig."
+            pair.append(_divided(partition, asked, follows, prefix))
     faults.raise_all()
     first, second = pair
     if config.inference_ipus_per_replica > 1 and second.strategy is None:
@@ -196,32 +202,34 @@ def divided(
     return first, second
 
 
-def _divided(partition: IpuLayout, asked: PartitionRequest, follows: bool) -> PartitionRequest:
+def _divided(
+    partition: IpuLayout, asked: PartitionRequest, follows: bool, prefix: str
+) -> PartitionRequest:
     ipus, layers = partition.ipus_per_replica, list(partition.layers_per_ipu)
-    said = f"IPUConfig.{asked.name('layers_per_ipu')}"
     if asked.stages is not None and layers != [-1]:
         raise ConfigurationError(
-            f"{asked.name('stages')} and {said} both divide the module, the latter by {layers}. "
-            "Leave one out; [-1] in the config leaves the choice to compile."
+            f"{asked.name('stages')} and {prefix}layers_per_ipu both divide the module, the latter "
+            f"by {layers}. Leave one out; [-1] in the config leaves the choice to compile."
         )
     if asked.layers_per_ipu is not None and list(asked.layers_per_ipu) != layers:
-        raise _disagrees(asked.name("layers_per_ipu"), asked.layers_per_ipu, layers)
+        name = asked.name("layers_per_ipu")
+        raise _disagrees(name, asked.layers_per_ipu, layers, f"{prefix}layers_per_ipu")
     if asked.ipus_per_replica not in (None, ipus):
-        there = asked.name("ipus_per_replica")
+        there = f"{prefix}ipus_per_replica"
         raise _disagrees("ipus_per_replica", asked.ipus_per_replica, ipus, there)
     if asked.stages is not None or (follows and layers == [-1]):
-        said = f"IPUConfig.{asked.name('ipus_per_replica')}"
+        said = f"{prefix}ipus_per_replica"
         return dataclasses.replace(asked, ipus_per_replica=ipus, ipus_said_by=said)
     return dataclasses.replace(
         asked,
         # On one IPU a list of layers says nothing.
         layers_per_ipu=[-1] * ipus if layers == [-1] or ipus == 1 else layers,
-        prefix=f"IPUConfig.{asked.prefix}",
+        prefix=prefix,
     )
 
 
 def cut_layers(config: IPUConfig, module: nn.Module, asked: Any, inference: Any) -> Tuple[Any, Any]:
-    """Return a configuration's cuts as ``serialized_layers`` and ``inference_serialized_layers``.
+    """Return a configuration's cuts as ``serialize`` and ``inference_serialize`` of Memory.
 
     A configuration names no layers. What the arguments name is meant, else what
     :mod:`ipufit.partition.embedding_layers` finds.
@@ -234,7 +242,7 @@ def cut_layers(config: IPUConfig, module: nn.Module, asked: Any, inference: Any)
     Raises:
         ConfigurationError: there is no such layer, or an argument says another number.
     """
-    named = [("serialized_layers", asked), ("inference_serialized_layers", inference)]
+    named = [("Memory.serialize", asked), ("Memory.inference_serialize", inference)]
     if any(not isinstance(given, (Mapping, type(None))) for _, given in named):
         return asked, inference
     # A configuration has a value for everything: what it does not cut in inference is whole there.

@@ -14,7 +14,6 @@ from typing import (
     Mapping,
     Optional,
     Sequence,
-    Tuple,
     Union,
 )
 
@@ -25,20 +24,20 @@ from ipufit.callbacks import Callback
 from ipufit.callbacks.history import History
 from ipufit.checkpoint.settings import Checkpoint
 from ipufit.core.batch import Mode
-from ipufit.core.train_config import LossScale
+from ipufit.core.train_config import EMA, Clip, Memory, Outputs, Precision, Reduction
 from ipufit.data.adapters import DataArguments, are_inputs
 from ipufit.data.settings import Loading
 from ipufit.engines.choice import engine_maker
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
-from ipufit.partition.request import PartitionRequest
+from ipufit.partition.request import Parallel
 from ipufit.tracing.validate import refuse_unrecordable
 from ipufit.training import fit, loop, on_batch
-from ipufit.training.compile import CompileRequest, build_session
+from ipufit.training.compile import CompileConfig, build_session
 from ipufit.training.fit_data import FitRequest
 from ipufit.training.inspection import InspectionMixin
 from ipufit.training.session import Session
-from ipufit.utils.error_collector import one_of
+from ipufit.utils.error_collector import ErrorCollector, one_of
 from ipufit.utils.names import with_hints
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class Model(InspectionMixin):
         history: of the last ``fit``, also one that was interrupted or failed.
         stop_training: set it to True in a callback to end ``fit`` with the present execution.
         outputs: what the module returned in the last training execution, for each micro-batch that
-            ``output_mode`` chooses; filled for callbacks with ``wants_outputs``.
+            ``outputs`` of ``compile`` chooses; filled for callbacks with ``wants_outputs``.
 
     Raises:
         ConfigurationError: the module or the engine is none, or the device is not there.
@@ -133,44 +132,19 @@ class Model(InspectionMixin):
         *,
         loss_weights: Any = None,
         weighted_metrics: Any = None,
-        normalize: str = "samples",
-        sample_weight_reduction: str = "sum_over_batch_size",
-        lr_scheduler: Any = None,
-        lr_scheduler_interval: str = "update",
-        clipnorm: Optional[float] = None,
-        global_clipnorm: Optional[float] = None,
-        clipvalue: Optional[float] = None,
-        use_ema: bool = False,
-        ema_momentum: float = 0.99,
-        ema_overwrite_frequency: Optional[int] = None,
-        precision: Optional[str] = None,
-        loss_scale: Union[float, str, LossScale, None] = None,
-        accumulation_dtype: Union[torch.dtype, str, None] = None,
-        output_mode: Optional[str] = None,
-        output_every: Optional[int] = None,
-        gradient_reduction: Optional[str] = None,
-        stages: Union[Mapping[str, Union[int, Tuple[int, int]]], str, PartitionPlan, None] = None,
-        layers_per_ipu: Optional[Sequence[int]] = None,
-        layers: Union[str, Sequence[str], None] = None,
-        strategy: Any = None,
-        ipus_per_replica: Optional[int] = None,
-        inference_stages: Union[
-            Mapping[str, Union[int, Tuple[int, int]]], PartitionPlan, None
-        ] = None,
-        inference_layers_per_ipu: Optional[Sequence[int]] = None,
-        inference_strategy: Any = None,
-        auto_round_ipus: Optional[bool] = None,
-        serialized_layers: Optional[Mapping[str, Any]] = None,
-        inference_serialized_layers: Optional[Mapping[str, Any]] = None,
-        recompute: Union[bool, str, Sequence[str], None] = None,
-        offload_optimizer_state: Optional[bool] = None,
-        shard_optimizer: Optional[bool] = None,
-        shard_weights: bool = False,
-        detect_nan: bool = False,
         run_eagerly: bool = False,
         jit: str = "auto",
-        training_options: Any = None,
-        inference_options: Any = None,
+        lr_scheduler: Any = None,
+        lr_scheduler_interval: str = "update",
+        reduction: Optional[Reduction] = None,
+        clip: Optional[Clip] = None,
+        ema: Optional[EMA] = None,
+        precision: Union[str, Precision, None] = None,
+        outputs: Union[str, Outputs, None] = None,
+        parallel: Union[Parallel, PartitionPlan, None] = None,
+        memory: Optional[Memory] = None,
+        detect_nan: bool = False,
+        poptorch: Any = None,
         config: Any = None,
     ) -> None:
         """Choose how to train. The count of updates starts anew.
@@ -190,109 +164,40 @@ class Model(InspectionMixin):
             loss_weights: what each of several losses is multiplied with, in the form of the losses;
                 1 by default.
             weighted_metrics: metrics that are weighted with the sample weights.
-            normalize: what the micro-batches of an update are weighted with: "samples", "tokens"
-                (the elements that count in the loss), or "micro_batches" (all the same).
-            sample_weight_reduction: what a loss with sample weights is divided by: the number of
-                elements ("sum_over_batch_size"), or the sum of their weights
-                ("mean_with_sample_weight").
-            lr_scheduler: hyper-parameters that change from update to update; see
-                :func:`ipufit.optim.schedules.resolve_schedule`.
-            lr_scheduler_interval: "update" or "epoch": after what the schedule moves on.
-            clipnorm: bound on the norm of each parameter's gradient, applied once, after the
-                reduction over micro-batches, as torch.nn.utils.clip_grad_norm_ does. At most one
-                of the three bounds.
-            global_clipnorm: the same for the norm of all gradients together.
-            clipvalue: bound on the magnitude of every element of the gradient.
-            use_ema: keep an exponential moving average of the trained weights, which ``fit`` makes
-                the weights at its end, as in Keras.
-            ema_momentum: share of the old average in the new one.
-            ema_overwrite_frequency: make the averages the weights after every so many updates too.
-            precision: "mixed_float16" or "mixed_bfloat16" ("16-mixed", "bf16-mixed"): autocast
-                around forward and loss, weights as they are. "float16", "bfloat16", "float32",
-                "float64" ("16-true", ...): a module of that dtype, to which floating-point inputs
-                and targets are brought. None leaves all as it is.
-            loss_scale: a number, or "dynamic" or a :class:`LossScale`: the loss is multiplied with
-                it before the backward pass and the gradient divided by it; an update whose
-                gradient is not finite is skipped and counted. None is "dynamic" under
-                "mixed_float16", else no scaling.
-            accumulation_dtype: dtype in which gradients are added up over the micro-batches of an
-                update; None is that of each parameter.
-            output_mode: which outputs of a training execution come back, and so what metrics see:
-                "all"; "final", of the last micro-batch on every replica; "every_n" device
-                iterations; "sum" over the micro-batches of each replica, for callbacks. None is
-                that of ``config`` or ``training_options``, else "all".
-            output_every: the n of "every_n".
-            gradient_reduction: over the micro-batches of an update: "mean", or "sum" of their
-                means. None is that of ``training_options``, else "mean".
-            stages: modules that begin a stage, by name, with its number from 0: a stage goes on
-                until another begins, and has an IPU of its own; "after x" begins one when module x
-                has returned. A pair (number, IPU) begins one on an IPU that has an earlier stage,
-                for a weight that is there. It changes no number, only where on IPUs things are.
-                "auto" finds, when the first micro-batch is known, stages for ipus_per_replica IPUs
-                of which the slowest is as fast as it can be and which fit memory, by the estimate
-                of :meth:`plan`. A plan stands for its stages and its strategy; ``fit`` then refuses
-                micro-batches with which they need more memory than it was made for.
-            layers_per_ipu: instead of stages, how many of the repeated layers are on each IPU; -1
-                for an even share of the rest, what does not divide on the last such IPU. What
-                comes before the layers is on the first IPU, what comes after on the last; 0 for
-                an IPU that has that alone, or parts of a serialised layer. What shares a weight
-                with a module on another IPU, as the last layer of a language model does with its
-                embedding, goes back there in a further stage.
-            layers: names of the ModuleLists or Sequentials whose layers count; None finds the
-                longest of alike blocks, those with blocks of the same class, and a decoder beside
-                an encoder.
-            strategy: "pipelined", "sharded", "serial_phased", "parallel_phased" (stages are phases
-                there), or an object such as ``poptorch.PipelinedExecution(...)`` for a module with
-                blocks of its own. None is "pipelined".
-            ipus_per_replica: how many IPUs a replica has where layers are split over several. For
-                a module with blocks of its own (``poptorch.BeginBlock``, ``Block``,
-                ``BlockFunction``) it follows from them. With stages="auto", how many stages to
-                make.
-            inference_stages: stages of validation, ``evaluate`` and ``predict``; None as training.
-            inference_layers_per_ipu: the same instead of inference_stages.
-            inference_strategy: None is that of training; a pipeline that the device iterations
-                don't fill runs sharded.
-            auto_round_ipus: reserve the next power of two where ``ipus`` is none, and leave the
-                rest idle. None is what ``config`` or ``training_options`` have, else no.
-            serialized_layers: embeddings and linear layers to cut into parts, as for
-                :func:`ipufit.partition.serialize`, which this calls on the module; they stay cut.
-                Beside a ``config`` they say which layers its numbers mean.
-            inference_serialized_layers: the same for validation, ``evaluate`` and ``predict``,
-                where what is not named is whole; None is as in training.
-            recompute: layers whose values are not kept for the backward pass but computed again in
-                it: names, also patterns such as "encoder.layers.*"; or True for every repeated
-                layer. The numbers stay the same. None is what ``config`` says, else none; beside
-                one that recomputes, names say which layers.
-            offload_optimizer_state: keep the optimizer's state in host memory, and on the device
-                during an update alone: less device memory, slower updates, the same numbers. Of no
-                effect where the module is on the CPU. None is what ``config`` or
-                ``training_options`` say, else False.
-            shard_optimizer: of several processes, keep in each a part of the optimizer's state: the
-                same numbers, and less memory; see :meth:`gather_optimizer`. On IPUs, the same over
-                replicas. In one process, of no effect. None is what ``config`` says, else False.
-            shard_weights: of several processes, keep in each a part of the weights, gradients and
-                optimizer's state; weights are whole, piece by piece, while they are at work: the
-                same numbers, a model larger than one device, more to send. During ``fit`` the
-                module's own parameters are copies in host memory, which are up to date at the end
-                of an epoch and after :meth:`gather_weights`. In one process, of no effect.
-            detect_nan: look at losses, gradients and weights in every update, and if one is not
-                finite, run that update again operator by operator: ``NonFiniteLossError`` then
-                names the module, the operator, the line and the samples where it began. One process
-                and the embedded engine only; without it nothing is looked at but the losses.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
-                slower, and open to a debugger. The same as jit="off".
+                slower, and open to a debugger.
             jit: how a recorded program runs: "graph", as it was recorded, with the bits of
                 run_eagerly; "kernels", with other kernels of torch's where these are faster on this
                 machine, equal up to the order of summation; "inductor", whole updates compiled on
                 the CPU, for which the first update waits, equal likewise; "cudagraph", whole
-                executions as captured CUDA graphs, which no GPU has run yet; "off", the module
-                itself. "auto" chooses by measurement, and says in ``explain`` and History what it
-                chose.
-            training_options: ``poptorch.Options`` for training, of which a copy is used. What it
-                says of replicas, device iterations, accumulation and seed is fixed for later
-                calls; an argument that disagrees is refused. Off IPUs, what was set and what
-                becomes of it there is printed.
-            inference_options: the same for validation, ``evaluate`` and ``predict``.
+                executions as captured CUDA graphs, which no GPU has run yet. "auto" chooses by
+                measurement, and says in ``explain`` and History what it chose.
+            lr_scheduler: hyper-parameters that change from update to update; see
+                :func:`ipufit.optim.schedules.resolve_schedule`.
+            lr_scheduler_interval: "update" or "epoch": after what the schedule moves on.
+            reduction: how samples, sample weights and micro-batches count in a gradient; see
+                :class:`ipufit.Reduction`. By default all samples alike, by the mean.
+            clip: bound on gradients; see :class:`ipufit.Clip`.
+            ema: keep an exponential moving average of the trained weights, which ``fit`` makes
+                the weights at its end; see :class:`ipufit.EMA`.
+            precision: such as "mixed_float16", or with a loss scale or a dtype of accumulation; see
+                :class:`ipufit.Precision`, of which a name is the short form.
+            outputs: which outputs of a training execution come back, and so what metrics see:
+                "all", "final", "sum", or ``ipufit.Outputs("every_n", 4)``; see
+                :class:`ipufit.Outputs`. None is that of ``config`` or ``poptorch``, else "all".
+            parallel: stages or layers on each IPU; see :class:`ipufit.Parallel`, of which a plan of
+                :meth:`plan` is the short form.
+            memory: what is cut, computed again, offloaded or shared out between processes to need
+                less memory; see :class:`ipufit.Memory`.
+            detect_nan: look at losses, gradients and weights in every update, and if one is not
+                finite, run that update again operator by operator: ``NonFiniteLossError`` then
+                names the module, the operator, the line and the samples where it began. One process
+                and the embedded engine only; without it nothing is looked at but the losses.
+            poptorch: ``poptorch.Options`` for training, or a pair ``(training_options,
+                inference_options)``, of which the second are for validation, ``evaluate`` and
+                ``predict``; copies are used. What they say of replicas, device iterations,
+                accumulation and seed is fixed for later calls; an argument that disagrees is
+                refused. Off IPUs, what was set and what becomes of it there is printed.
             config: an :class:`ipufit.IPUConfig`, or what its ``from_pretrained`` takes. It fixes
                 IPUs, device iterations, accumulation and seed of later calls; an argument that
                 disagrees is refused. What each parameter does here is printed.
@@ -307,69 +212,43 @@ class Model(InspectionMixin):
                 "compile was called inside fit, from a callback or the data. Call it when fit has "
                 "returned."
             )
-        session = build_session(
-            self.module,
-            self._make_engine,
-            CompileRequest(
-                optimizer=optimizer,
-                loss=loss,
-                metrics=metrics,
-                loss_weights=loss_weights,
-                weighted_metrics=weighted_metrics,
-                normalize=normalize,
-                sample_weight_reduction=sample_weight_reduction,
-                lr_scheduler=lr_scheduler,
-                lr_scheduler_interval=lr_scheduler_interval,
-                clipnorm=clipnorm,
-                global_clipnorm=global_clipnorm,
-                clipvalue=clipvalue,
-                use_ema=use_ema,
-                ema_momentum=ema_momentum,
-                ema_overwrite_frequency=ema_overwrite_frequency,
-                precision=precision,
-                loss_scale=loss_scale,
-                accumulation_dtype=accumulation_dtype,
-                output_mode=output_mode,
-                output_every=output_every,
-                gradient_reduction=gradient_reduction,
-                auto_round_ipus=auto_round_ipus,
-                serialized_layers=serialized_layers,
-                inference_serialized_layers=inference_serialized_layers,
-                recompute=recompute,
-                offload_optimizer_state=offload_optimizer_state,
-                shard_optimizer=shard_optimizer,
-                shard_weights=shard_weights,
-                detect_nan=detect_nan,
-                run_eagerly=run_eagerly,
-                jit=jit,
-                training_options=training_options,
-                inference_options=inference_options,
-                partition=PartitionRequest(
-                    stages, layers_per_ipu, layers, strategy, ipus_per_replica
-                ),
-                inference_partition=PartitionRequest(
-                    stages=inference_stages,
-                    layers_per_ipu=inference_layers_per_ipu,
-                    strategy=inference_strategy,
-                    ipus_per_replica=None,
-                    prefix="inference_",
-                ),
-                config=config,
-            ),
+        faults = ErrorCollector()
+        arguments = CompileConfig.read(
+            faults,
+            optimizer=optimizer,
+            loss=loss,
+            metrics=metrics,
+            loss_weights=loss_weights,
+            weighted_metrics=weighted_metrics,
+            run_eagerly=run_eagerly,
+            jit=jit,
+            lr_scheduler=lr_scheduler,
+            lr_scheduler_interval=lr_scheduler_interval,
+            reduction=reduction,
+            clip=clip,
+            ema=ema,
+            precision=precision,
+            outputs=outputs,
+            parallel=parallel,
+            memory=memory,
+            detect_nan=detect_nan,
+            poptorch=poptorch,
+            config=config,
         )
+        session = build_session(self.module, self._make_engine, arguments, faults)
         self._retire(session)
 
     @property
     def optimizer(self) -> Optional[torch.optim.Optimizer]:
         """The torch optimizer that ``compile`` made or was given, its state up to date, or None.
 
-        Under ``shard_optimizer`` it has no state in several processes: see
+        Under ``Memory(shard="optimizer")`` it has no state in several processes: see
         :meth:`gather_optimizer`.
         """
         return self._compiled("optimizer").optimizer
 
     def gather_optimizer(self) -> Optional[torch.optim.Optimizer]:
-        """Return the optimizer with its whole state, also where ``shard_optimizer`` has divided it.
+        """Return the optimizer with its whole state, also where ``Memory.shard`` has divided it.
 
         :attr:`optimizer` has settings alone there. Call it in all processes at the same time,
         between fits or from a callback. The next execution leaves settings alone again; before it,
@@ -378,7 +257,7 @@ class Model(InspectionMixin):
         return self._compiled("gather_optimizer").gather_optimizer()
 
     def gather_weights(self) -> nn.Module:
-        """The module, with its present weights where ``shard_weights`` has divided them.
+        """The module, with its present weights where ``Memory(shard="weights")`` has divided them.
 
         During ``fit`` its weights are else those of the end of the last epoch. Call it in all
         processes at the same time, from a callback. Elsewhere the module has them anyway.
@@ -393,7 +272,7 @@ class Model(InspectionMixin):
         :class:`ipufit.callbacks.SwapEMAWeights`. Training goes on with the weights only.
 
         Raises:
-            ConfigurationError: not inside ``fit``, or ``compile`` was not told ``use_ema=True``.
+            ConfigurationError: not inside ``fit``, or ``compile`` was given no ``ema``.
         """
         self._compiled("swap_ema_weights").swap_averages()
 

@@ -56,12 +56,12 @@ def train_on_batch(session: Session, batch: Any, class_weight: Any, seed: int) -
 
 
 def _refuse_unseen_outputs(session: Session) -> None:
-    every = session.config.output_mode.every
+    every = session.config.outputs.every or 1
     if every > 1:
         raise ConfigurationError(
-            f"train_on_batch runs one update, but output_every={every} brings back the outputs of "
+            f"train_on_batch runs one update, but Outputs.every={every} brings back the outputs of "
             f"one update in {every}, so that metrics would see none. Compile with "
-            "output_mode='all', or call fit."
+            "outputs='all', or call fit."
         )
 
 

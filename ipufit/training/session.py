@@ -25,7 +25,7 @@ from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.compile_arguments import INFERENCE, TRAINING, role_of
 from ipufit.core.logged_values import merge_rules
 from ipufit.core.plan import Plan
-from ipufit.core.train_config import TrainConfig
+from ipufit.core.train_config import TrainConfig, check_interval
 from ipufit.data.batches import is_weighted
 from ipufit.data.casting import Casting
 from ipufit.data.pipeline import BatchPipeline
@@ -174,12 +174,12 @@ class Session:
         Raises:
             ConfigurationError: there are none, or no program that keeps them.
         """
-        if self.config.averaging is None or self._training is None:
-            has_none = self.config.averaging is None
-            missing = "use_ema=True in compile" if has_none else "a running fit"
+        if self.config.ema is None or self._training is None:
+            has_none = self.config.ema is None
+            missing = "ema= in compile" if has_none else "a running fit"
             raise ConfigurationError(
                 f"swap_ema_weights exchanges weights and their moving averages, which needs "
-                f"{missing}. Call it from a callback of a model compiled with use_ema=True."
+                f"{missing}. Call it from a callback of a model compiled with ema=ipufit.EMA()."
             )
         self._training.swap_averages()
         self._swaps += 1
@@ -279,7 +279,7 @@ class Session:
             MetricError: the metrics don't fit the outputs and targets.
         """
         if mode is Mode.TRAIN:
-            self.config.output_mode.check(plan.device_iterations)
+            check_interval(self.config.outputs, plan.device_iterations)
         reading = (seed, domain, cut_every, prefetch, self.casting)
         feed = BatchPipeline(source, mode, self.loss.in_module, *reading)
         try:
@@ -632,7 +632,10 @@ class Session:
 def _told_of_compile(error: PlanError) -> PlanError:
     """An error of the plan in the words of who called fit: rounding is an argument of compile."""
     name = "auto_round_ipus"
-    faults = [fault.replace(f"{name}=True", f"compile(..., {name}=True)") for fault in error.faults]
+    faults = [
+        fault.replace(f"{name}=True", f"compile(..., parallel=ipufit.Parallel({name}=True))")
+        for fault in error.faults
+    ]
     return PlanError(faults, {k: v for k, v in error.suggestion.items() if k != name})
 
 

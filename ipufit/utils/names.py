@@ -149,14 +149,6 @@ MEANT: Mapping[str, Meant] = {
 
 
 _STAGES = "{'encoder': 0, 'head': 1}"
-_DIVISION: Mapping[str, str] = {
-    "stages": f"parallel=ipufit.Parallel(stages={_STAGES})",
-    "layers_per_ipu": "parallel=ipufit.Parallel(layers_per_ipu=[2, 2])",
-    "layers": "parallel=ipufit.Parallel(layers_per_ipu=[2, 2], layers='blocks')",
-    "strategy": f"parallel=ipufit.Parallel(stages={_STAGES}, strategy='sharded')",
-    "ipus_per_replica": "parallel=ipufit.Parallel(ipus_per_replica=2)",
-}
-
 # Arguments of 0.1.0 that are grouped now, by method: what is written in place of each, an example.
 # The changelog prints these rows.
 REGROUPED: Mapping[str, Mapping[str, str]] = {
@@ -176,7 +168,11 @@ REGROUPED: Mapping[str, Mapping[str, str]] = {
         "accumulation_dtype": "precision=ipufit.Precision(accumulation_dtype='float32')",
         "output_mode": "outputs='final'",
         "output_every": "outputs=ipufit.Outputs('every_n', 4)",
-        **_DIVISION,
+        "stages": f"parallel=ipufit.Parallel(stages={_STAGES})",
+        "layers_per_ipu": "parallel=ipufit.Parallel(layers_per_ipu=[2, 2])",
+        "layers": "parallel=ipufit.Parallel(layers_per_ipu=[2, 2], layers='blocks')",
+        "strategy": f"parallel=ipufit.Parallel(stages={_STAGES}, strategy='sharded')",
+        "ipus_per_replica": "parallel=ipufit.Parallel(ipus_per_replica=2)",
         "auto_round_ipus": "parallel=ipufit.Parallel(auto_round_ipus=True)",
         "inference_stages": (
             f"parallel=ipufit.Parallel(inference=ipufit.Parallel(stages={_STAGES}))"
@@ -193,10 +189,9 @@ REGROUPED: Mapping[str, Mapping[str, str]] = {
         "offload_optimizer_state": "memory=ipufit.Memory(offload_optimizer=True)",
         "shard_optimizer": "memory=ipufit.Memory(shard='optimizer')",
         "shard_weights": "memory=ipufit.Memory(shard='weights')",
-        "training_options": "poptorch=(options, None)",
+        "training_options": "poptorch=options",
         "inference_options": "poptorch=(None, options)",
     },
-    "plan": _DIVISION,
     "fit": {
         "initial_epoch": "epochs=range(3, 10)",
         "validation_steps": "validation_data=ipufit.Validation(val_loader, steps=10)",
@@ -243,7 +238,7 @@ def _hinting(method: Callable[..., object]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) >= most or not names.issuperset(kwargs):
             name = "Model" if method.__name__ == "__init__" else method.__name__
-            raise _unknown(type(self), name, args, kwargs)
+            raise _unknown(type(self), name, parameters[1:], args, kwargs)
         return method(self, *args, **kwargs)
 
     return call
@@ -258,11 +253,15 @@ def _parameters(kind: type, method: str) -> Dict[str, inspect.Parameter]:
 
 
 def _unknown(
-    kind: type, method: str, args: Sequence[object], kwargs: Mapping[str, object]
+    kind: type,
+    method: str,
+    parameters: Sequence[inspect.Parameter],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
 ) -> UnknownArgumentError:
     """The error for all arguments that a method does not have."""
-    parameters = _parameters(kind, method)
-    by_position = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names = [p.name for p in parameters]
     texts = []
     if len(args) > len(by_position):
         texts.append(
@@ -270,25 +269,24 @@ def _unknown(
             "all others by name."
         )
     texts += [
-        f"{method} has no argument {name!r}. {_advice(kind, method, name)}"
+        f"{method} has no argument {name!r}. {_advice(kind, method, names, name)}"
         for name in kwargs
-        if name not in parameters
+        if name not in names
     ]
     return UnknownArgumentError("\n".join(texts))
 
 
-def _advice(kind: type, method: str, name: str) -> str:
+def _advice(kind: type, method: str, parameters: Sequence[str], name: str) -> str:
     """The sentence of an error that says what to write instead."""
     if name in REGROUPED.get(method, {}):
         return f"Write {REGROUPED[method][name]}."
-    parameters = _parameters(kind, method)
     meant = MEANT.get(name)
     if meant is not None:
         is_grouped = meant.argument not in _parameters(kind, meant.method)
         place = REGROUPED[meant.method][meant.argument] if is_grouped else f"{meant.argument}=..."
         is_here = method == meant.method or meant.argument in parameters
         return f"Write {place if is_here else f'{meant.method}(..., {place})'}: {meant.remark}."
-    near = difflib.get_close_matches(name.lower(), list(parameters), n=1, cutoff=0.75)
+    near = difflib.get_close_matches(name.lower(), parameters, n=1, cutoff=0.75)
     if near:
         return f"Write {near[0]}=..."
     for owner, rows in REGROUPED.items():

@@ -14,7 +14,7 @@ import threading
 from tests.bench.scaling import loopback_bytes, told_by
 
 WIDTH, LAYERS = 1200, 20
-KINDS = {"whole": {}, "shard_optimizer": {}, "shard_weights": {}}
+KINDS = {"whole": {}, "optimizer": {}, "weights": {}}
 MIB = 2**20
 
 
@@ -30,7 +30,11 @@ def work(kind):
     layers = [[nn.Linear(WIDTH, WIDTH), nn.Tanh()] for _ in range(LAYERS)]
     module = nn.Sequential(*[layer for both in layers for layer in both])
     model = ipufit.Model(module)
-    model.compile("adam", "mse", **({} if kind == "whole" else {kind: True}))
+    model.compile(
+        "adam",
+        "mse",
+        memory=ipufit.Memory(shard=kind if kind in ("optimizer", "weights") else None),
+    )
     processes = ipufit.distributed()
     before, seen = in_use(), []
     looks = Peak()
@@ -50,7 +54,7 @@ def work(kind):
     sent, between, later = seen
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     # Where weights lie in parts, the module's own are a copy that a GPU would not hold.
-    own = 0 if kind == "shard_weights" else weights
+    own = 0 if kind == "weights" else weights
     found = {
         "weights": weights,
         "between": between - before + own,

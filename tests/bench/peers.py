@@ -233,17 +233,17 @@ def _skorch(work: Workload) -> Tuple[Rounds, First]:
     return rounds, first
 
 
-def _ipufit(jit: str = "auto", device_iterations: int = 32) -> Peer:
+def _ipufit(device_iterations: int = 32, **options: Any) -> Peer:
     def peer(work: Workload) -> Tuple[Rounds, First]:
         from tests.bench.fitted import compiled, first_losses, seconds_of_epochs
 
         x, y = work.tensors()
         how = {"batch_size": work.batch, "device_iterations": device_iterations}
-        rounds = seconds_of_epochs(compiled(work.module(), jit=jit), x, y, **how)
+        rounds = seconds_of_epochs(compiled(work.module(), **options), x, y, **how)
 
         def first(count: int) -> List[float]:
             end = count * work.batch
-            return first_losses(compiled(work.module(), jit=jit), x[:end], y[:end], work.batch)
+            return first_losses(compiled(work.module(), **options), x[:end], y[:end], work.batch)
 
         return rounds, first
 
@@ -252,9 +252,9 @@ def _ipufit(jit: str = "auto", device_iterations: int = 32) -> Peer:
 
 PEERS: Dict[str, Peer] = {
     OWN: _ipufit(),
-    'ipufit, jit="graph"': _ipufit("graph"),
-    'ipufit, jit="off"': _ipufit("off"),
-    COMPILED: _ipufit("inductor"),
+    'ipufit, jit="graph"': _ipufit(jit="graph"),
+    "ipufit, run_eagerly=True": _ipufit(run_eagerly=True),
+    COMPILED: _ipufit(jit="inductor"),
     "eager loop, DataLoader": _loop(_plain, _loader),
     BY_HAND: _loop(_fused, _indexed),
     "torch.compile loop, fused Adam": _loop(_compiled, _indexed),

@@ -275,21 +275,26 @@ CASES = {
         compile=with_options(lr_scheduler=lambda update: 0.1 * 0.9**update), seed=5
     ),
     "a scheduler of torch's": Case(compile=stepped, seed=5),
-    "clipped": Case(compile=with_options(global_clipnorm=0.1), seed=5),
+    "clipped": Case(compile=with_options(clip=ipufit.Clip(global_norm=0.1)), seed=5),
     "float32 moments in lamb": Case(compile=with_options(optimizer="lamb"), seed=5),
 }
 EMBEDDED = {
     "averages": (
         Case(
             callbacks=lambda: [SwapEMAWeights(swap_on_epoch=True)],
-            compile=with_options(use_ema=True, ema_overwrite_frequency=None),
+            compile=with_options(ema=ipufit.EMA(overwrite_frequency=None)),
             seed=5,
             validation_data=(X[:9], Y[:9]),
         ),
         keeps_averages,
     ),
     "a dynamic loss scale": (
-        Case(compile=with_options(loss_scale=ipufit.LossScale(2.0**10, 3)), seed=5),
+        Case(
+            compile=with_options(
+                precision=ipufit.Precision(loss_scale=ipufit.LossScale(2.0**10, 3))
+            ),
+            seed=5,
+        ),
         scales_itself,
     ),
     "eager": (Case(compile=with_options(run_eagerly=True), seed=5), runs_eagerly),

@@ -102,15 +102,15 @@ CHANGES = {
         "precision: None in the checkpoint, 'mixed_bfloat16' now",
     ),
     "global_clipnorm": (
-        {"global_clipnorm": 0.01},
+        {"clip": ipufit.Clip(global_norm=0.01)},
         "global_clipnorm: None in the checkpoint, 0.01 now",
     ),
     "gradient_reduction": (
-        {"gradient_reduction": "sum"},
+        {"reduction": ipufit.Reduction(gradients="sum")},
         "gradient_reduction: 'mean' in the checkpoint, 'sum' now",
     ),
     "normalize": (
-        {"normalize": "tokens"},
+        {"reduction": ipufit.Reduction(normalize="tokens")},
         "normalize: 'samples' in the checkpoint, 'tokens' now",
     ),
     "metrics": ({"metrics": ["accuracy"]}, "metrics: [] in the checkpoint, ['accuracy'] now"),
@@ -123,12 +123,15 @@ CHANGES = {
         {"lr_scheduler": lambda update: 0.1},
         None,
     ),
-    "loss_scale": ({"loss_scale": 8.0}, "loss_scale: None in the checkpoint, 8.0 now"),
+    "loss_scale": (
+        {"precision": ipufit.Precision(loss_scale=8.0)},
+        "loss_scale: None in the checkpoint, 8.0 now",
+    ),
 }
 EMBEDDED = {
-    "use_ema": ({"use_ema": True}, "use_ema: None in the checkpoint, True now", keeps_averages),
+    "use_ema": ({"ema": ipufit.EMA()}, "use_ema: None in the checkpoint, True now", keeps_averages),
     "clipnorm": (
-        {"clipnorm": 0.01},
+        {"clip": ipufit.Clip(norm=0.01)},
         "clipnorm: None in the checkpoint, 0.01 now",
         clips_apart,
     ),
@@ -409,7 +412,7 @@ def test_frozen_layers_and_loaders(tmp_path):
     "change",
     [
         pytest.param({"jit": "graph"}, marks=runs_eagerly),
-        {"recompute": ["layers"]},
+        {"memory": ipufit.Memory(recompute=["layers"])},
         {"x": X.numpy(), "y": Y.numpy()},
         {"net": lambda: Net()},
         {"detect_nan": False},

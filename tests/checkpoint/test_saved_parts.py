@@ -151,7 +151,7 @@ def test_outputs_and_averages_too():
     """As a callback gets them from several updates at once."""
     torch.manual_seed(0)
     model = ipufit.Model(Wide())
-    model.compile("sgd", "cross_entropy", use_ema=True)
+    model.compile("sgd", "cross_entropy", ema=ipufit.EMA())
     extra = []
 
     class Reads(Callback):

@@ -381,7 +381,7 @@ def test_a_loss_object_of_keras_and_compile_divide_by_the_same():
     """Otherwise the weights of small batches would count for too much."""
     text = (
         "loss 'KerasLoss' of Keras must divide by what compile divides by, got "
-        "reduction='{}' with sample_weight_reduction='{}'. Give both the same."
+        "reduction='{}' with sample_weights='{}'. Give both the same."
     )
     for one, other in (
         ("mean_with_sample_weight", "sum_over_batch_size"),

@@ -374,7 +374,11 @@ def test_values_come_over_in_the_one_transfer_of_an_execution():
             self.count += 1
 
     counter = Executions()
-    options = {"loss_scale": "dynamic", "use_ema": True, "global_clipnorm": 1.0}
+    options = {
+        "precision": ipufit.Precision(loss_scale="dynamic"),
+        "ema": ipufit.EMA(),
+        "clip": ipufit.Clip(global_norm=1.0),
+    }
     model, engine = compiled(Net().double(), sgd, way="late", **options)
     validation = DataLoader(TensorDataset(X[:10], Y[:10]), batch_size=4)
     fit(model, X, Y, Plan(4, 3), validation_data=validation, callbacks=counter)

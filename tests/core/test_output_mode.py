@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.core.train_config import OutputMode, outputs_wanted
+from ipufit.core.train_config import Outputs, outputs_wanted
 from ipufit.errors import ConfigurationError
 from ipufit.testing import RecordingEngine
 from tests.fitting import WAYS, Plan, assert_equal, compiled, fit
@@ -75,7 +75,7 @@ def test_metrics_and_callbacks_see_the_outputs_that_come_back(kind, every, plan,
         pytest.skip("refused")
     net = MLP().double()
     model, _ = compiled(
-        net, frozen, way=way, metrics=["accuracy"], output_mode=kind, output_every=every
+        net, frozen, way=way, metrics=["accuracy"], outputs=ipufit.Outputs(kind, every)
     )
     keep = Keep()
     history = fit(model, X, Y, plan, epochs=1, callbacks=keep).history
@@ -100,7 +100,7 @@ def test_metrics_and_callbacks_see_the_outputs_that_come_back(kind, every, plan,
 def test_a_sum_is_that_of_each_replica(plan, way):
     """A smaller last micro-batch adds to the rows that it has."""
     net = MLP().double()
-    model, _ = compiled(net, frozen, way=way, output_mode="sum")
+    model, _ = compiled(net, frozen, way=way, outputs="sum")
     keep = Keep()
     history = fit(model, X, Y, plan, epochs=1, callbacks=keep).history
     rows = cut(23, plan.mb)
@@ -131,7 +131,7 @@ def test_sums_of_integers_do_not_overflow():
         return nn.functional.cross_entropy(prediction[0], target)
 
     for way in WAYS:
-        model, _ = compiled(Counts().double(), frozen, loss, way, output_mode="sum")
+        model, _ = compiled(Counts().double(), frozen, loss, way, outputs="sum")
         keep = Keep()
         fit(model, X, Y, Plan(1, 23), epochs=1, callbacks=keep)
         _, counts = keep.seen[0][0]
@@ -144,7 +144,7 @@ def test_outputs_that_nobody_looks_at_do_not_come_back(kind):
     """Of large outputs the copy costs more than the training."""
     engine = RecordingEngine()
     model = ipufit.Model(MLP(), engine=lambda: engine)
-    model.compile("sgd", "cross_entropy", output_mode=kind)
+    model.compile("sgd", "cross_entropy", outputs=kind)
     fit(model, X.float(), Y)
     assert [program.spec.want_outputs for program in engine.programs] == [False]
     assert model.outputs == []
@@ -157,7 +157,7 @@ def test_who_looks_changes_no_bit_of_training():
     plain, _ = compiled(net, sgd)
     fit(plain, X, Y, Plan(4, 2))
     for kind, every in [*MODES, ("sum", None)]:
-        model, _ = compiled(net, sgd, output_mode=kind, output_every=every)
+        model, _ = compiled(net, sgd, outputs=ipufit.Outputs(kind, every))
         fit(model, X, Y, Plan(4, 2), callbacks=Keep())
         assert_equal(model.module, plain.module)
 
@@ -168,7 +168,7 @@ def test_evaluate_validation_and_predict_always_see_all(kind):
     net = MLP().double()
     every = 2 if kind == "every_n" else None
     metrics = None if kind == "sum" else ["accuracy"]
-    model, _ = compiled(net, frozen, metrics=metrics, output_mode=kind, output_every=every)
+    model, _ = compiled(net, frozen, metrics=metrics, outputs=ipufit.Outputs(kind, every))
     loader = DataLoader(TensorDataset(X, Y), batch_size=4)
     history = fit(model, X, Y, Plan(4, 2), epochs=1, validation_data=loader).history
     expected = (net(X).argmax(1) == Y).double().mean().item()
@@ -181,7 +181,7 @@ def test_evaluate_validation_and_predict_always_see_all(kind):
 def test_an_epoch_without_outputs_has_metrics_of_nothing():
     """The one execution is a tail that ends before the second update."""
     model, _ = compiled(
-        MLP().double(), frozen, metrics=["accuracy"], output_mode="every_n", output_every=2
+        MLP().double(), frozen, metrics=["accuracy"], outputs=ipufit.Outputs("every_n", 2)
     )
     history = fit(model, X[:4], Y[:4], Plan(4, 2), epochs=1).history
     assert math.isnan(history["accuracy"][0])
@@ -195,7 +195,7 @@ def test_the_wanted_micro_batches_are_those_of_the_definition(count):
         for kind, every in MODES:
             wide = dataclasses.replace(plan, di=24)
             expected = wanted_by_hand(kind, every, wide, count)[0]
-            mode = OutputMode(kind, every or 1)
+            mode = Outputs(kind, every)
             assert outputs_wanted(mode, count, per_update, plan.replicas) == expected
 
 
@@ -206,26 +206,26 @@ def test_the_wanted_micro_batches_are_those_of_the_definition(count):
     ("options", "text"),
     [
         (
-            {"output_mode": "last"},
-            "output_mode must be one of 'all', 'final', 'sum', 'every_n', got 'last'.",
+            lambda: {"outputs": "last"},
+            "outputs must be one of 'all', 'final', 'sum', 'every_n', got 'last'.",
         ),
         (
-            {"output_mode": "every_n"},
-            "output_mode='every_n' needs output_every, the number of device iterations between "
-            "outputs that come back, got None. Pass for example output_every=4.",
+            lambda: {"outputs": "every_n"},
+            "outputs='every_n' needs the number of device iterations between outputs that come "
+            "back, got None. Pass for example outputs=ipufit.Outputs('every_n', 4).",
         ),
         (
-            {"output_every": 2},
-            "output_every belongs to output_mode='every_n', got it with 'all'. Leave it out, or "
-            "choose 'every_n'.",
+            lambda: {"outputs": ipufit.Outputs(every=2)},
+            "Outputs.every belongs to mode 'every_n', got it with 'all'. Leave it out, or choose "
+            "'every_n'.",
         ),
         (
-            {"output_mode": "every_n", "output_every": 0},
-            "output_every must be a number of device iterations, at least 1, or None, got 0.",
+            lambda: {"outputs": ipufit.Outputs("every_n", 0)},
+            "Outputs.every must be a number of device iterations, at least 1, or None, got 0.",
         ),
         (
-            {"output_mode": "sum", "metrics": ["accuracy"]},
-            "metrics compare outputs with targets, but output_mode='sum' brings only sums of "
+            lambda: {"outputs": "sum", "metrics": ["accuracy"]},
+            "metrics compare outputs with targets, but outputs='sum' brings only sums of "
             "outputs back. Leave the metrics out, or log what is to be summed: "
             "ipufit.log('correct', (prediction.argmax(1) == target).sum(), reduce='sum').",
         ),
@@ -234,17 +234,17 @@ def test_the_wanted_micro_batches_are_those_of_the_definition(count):
 )
 def test_modes_that_cannot_work_are_refused(options, text):
     with pytest.raises(ConfigurationError) as caught:
-        compiled(MLP(), sgd, **options)
+        compiled(MLP(), sgd, **options())
     assert str(caught.value) == text
 
 
 def test_an_interval_that_does_not_fit_is_refused_before_any_work():
     net = MLP().double()
-    model, engine = compiled(net, sgd, output_mode="every_n", output_every=4)
+    model, engine = compiled(net, sgd, outputs=ipufit.Outputs("every_n", 4))
     with pytest.raises(ConfigurationError) as caught:
         fit(model, X, Y, Plan(4, 6))
     assert str(caught.value) == (
-        "output_every must divide device_iterations (6), got 4. Choose one of 1, 2, 3, 6."
+        "Outputs.every must divide device_iterations (6), got 4. Choose one of 1, 2, 3, 6."
     )
     assert engine.seconds == 0
     assert_equal(model.module, net)
@@ -258,7 +258,7 @@ def test_the_recording_engine_gives_back_what_the_mode_chooses(kind, every):
     """A test written with it must not pass for an option that it does not know."""
     engine, plan = RecordingEngine(), Plan(3, 2, 2, 2)
     model = ipufit.Model(MLP(), engine=lambda: engine)
-    model.compile("sgd", "cross_entropy", output_mode=kind, output_every=every)
+    model.compile("sgd", "cross_entropy", outputs=ipufit.Outputs(kind, every))
     keep = Keep()
     fit(model, X.float(), Y, plan, epochs=1, callbacks=keep)
     rows = cut(23, 3)
@@ -279,7 +279,13 @@ def test_the_recording_engine_remembers_every_call():
     engine = RecordingEngine()
     model = ipufit.Model(MLP(), engine=lambda: engine)
     scale = ipufit.LossScale(8.0)
-    model.compile("sgd", "cross_entropy", use_ema=True, loss_scale=scale, clipnorm=1.0)
+    model.compile(
+        "sgd",
+        "cross_entropy",
+        ema=ipufit.EMA(),
+        precision=ipufit.Precision(loss_scale=scale),
+        clip=ipufit.Clip(norm=1.0),
+    )
 
     class Swap(ipufit.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.core.precision import autocast_state, check_precision, refuse_missing_half
-from ipufit.core.train_config import resolve_precision
+from ipufit.core.train_config import Precision
 from ipufit.errors import ConfigurationError, IpufitError
 from tests.engines import embedded_only
 from tests.fitting import WAYS, Plan, assert_close, assert_equal, compiled, fit
@@ -27,7 +27,7 @@ def sgd(parameters):
 
 def has_autocast(dtype):
     try:
-        check_precision(resolve_precision({torch.float16: "mixed_float16"}[dtype]), MLP())
+        check_precision(Precision({torch.float16: "mixed_float16"}[dtype]), MLP())
     except ConfigurationError:
         return False
     return True
@@ -85,7 +85,7 @@ def test_mixed_precision_is_autocast_around_forward_and_loss(precision, dtype, w
     net, plan = MLP(), Plan(4, 2, 2)
     expected = Autocast(copy.deepcopy(net), dtype)
     train(expected, sgd(expected.parameters()), autocast_loss(dtype), X, Y, 2, **plan.by_hand)
-    model, _ = compiled(net, sgd, way=way, precision=precision, loss_scale=1)
+    model, _ = compiled(net, sgd, way=way, precision=ipufit.Precision(precision, loss_scale=1))
     history = fit(model, X, Y, plan)
     assert_close(model.module, expected.net, atol=1e-6)
     plain, _ = compiled(net, sgd, way=way)
@@ -128,7 +128,7 @@ def test_mixed_float16_scales_dynamically_unless_told_otherwise():
     history = fit(model, X, Y)
     assert history.history["loss_scale"] == [2.0**15] * 2
     assert history.params["loss_scale"] == "dynamic"
-    model, _ = compiled(MLP(), sgd, precision="mixed_float16", loss_scale=1)
+    model, _ = compiled(MLP(), sgd, precision=ipufit.Precision("mixed_float16", loss_scale=1))
     assert fit(model, X, Y).history["loss_scale"] == [1.0] * 2
     model, _ = compiled(MLP(), sgd, precision="mixed_bfloat16")
     assert "loss_scale" not in fit(model, X, Y).history
@@ -193,10 +193,9 @@ def test_modules_of_half_precision_train_with_everything(optimizer, dtype):
             net,
             OPTIMIZERS[optimizer],
             way=way,
-            loss_scale="dynamic",
-            accumulation_dtype="float32",
-            global_clipnorm=1.0,
-            use_ema=True,
+            precision=ipufit.Precision(loss_scale="dynamic", accumulation_dtype="float32"),
+            clip=ipufit.Clip(global_norm=1.0),
+            ema=ipufit.EMA(),
         )
         history = fit(model, X.to(dtype), Y, Plan(4, 2, 2)).history
         assert all(bool(p.isfinite().all()) for p in model.module.parameters())
@@ -232,9 +231,8 @@ def test_a_scale_saves_gradients_that_float16_loses(way):
             lambda p: torch.optim.SGD(p, lr=1e4),
             loss,
             way,
-            loss_scale=scale,
-            accumulation_dtype="float32",
-            gradient_reduction="sum",
+            precision=ipufit.Precision(loss_scale=scale, accumulation_dtype="float32"),
+            reduction=ipufit.Reduction(gradients="sum"),
         )
         x = torch.ones(64, 1, dtype=torch.float16)
         fit(model, x, torch.zeros(64), Plan(1, 1, 64), epochs=1)
@@ -266,7 +264,7 @@ def test_an_autocast_around_fit_counts(way):
 def test_an_autocast_around_fit_counts_the_same_in_every_way():
     net, found = MLP(), []
     for way in WAYS:
-        model, _ = compiled(net, sgd, way=way, global_clipnorm=0.5)
+        model, _ = compiled(net, sgd, way=way, clip=ipufit.Clip(global_norm=0.5))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             fit(model, X, Y, Plan(4, 2, 2))
         found.append(model.module)

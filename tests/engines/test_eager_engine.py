@@ -118,7 +118,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
 
 def test_it_refuses_at_compile_what_it_does_not_do():
     with pytest.raises(ConfigurationError) as caught:
-        compiled(clipnorm=1.0, gradient_reduction="sum")
+        compiled(clip=ipufit.Clip(norm=1.0), reduction=ipufit.Reduction(gradients="sum"))
     assert str(caught.value) == (
         "the eager engine makes plain updates, got gradient_reduction='sum', clipnorm=1.0. Leave "
         "this out, or use engine='embedded'."

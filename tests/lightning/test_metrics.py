@@ -536,8 +536,8 @@ def test_metrics_are_tried_before_training(body, metrics, text):
 def test_outputs_that_are_left_out_are_refused():
     """Metrics would miss micro-batches."""
     model = ipufit_of(Measured())
-    model.compile(output_mode="final")
-    with pytest.raises(ConfigurationError, match="needs output_mode='all', got 'final'"):
+    model.compile(outputs="final")
+    with pytest.raises(ConfigurationError, match="needs outputs='all', got 'final'"):
         model.fit(BATCHES, verbose=0)
 
 

@@ -55,7 +55,7 @@ def test_a_net_with_batch_norm_and_a_schedule_per_step_does(engine, device_itera
     data = loader(x, y, batch_size=4), loader(x[:10], y[:10], batch_size=4)
     trainer, _ = by_lightning(one, "fit", *data, max_epochs=2, gradient_clip_val=0.5)
     model = ipufit_of(two, engine)
-    model.compile(global_clipnorm=0.5)
+    model.compile(clip=ipufit.Clip(global_norm=0.5))
     history = model.fit(
         data[0],
         validation_data=data[1],
@@ -77,7 +77,7 @@ def test_a_transformer_with_gradient_accumulation_does(ipus):
     clip = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
     by_lightning(one, "fit", data, max_epochs=2, accumulate_grad_batches=2, **clip)
     model = ipufit_of(two)
-    model.compile(clipvalue=0.05)
+    model.compile(clip=ipufit.Clip(value=0.05))
     model.fit(data, epochs=2, ipus=ipus, gradient_accumulation=2 // ipus, verbose=0)
     assert largest_difference(one, two) < TOLERANCE
 

@@ -210,7 +210,7 @@ def test_the_refusal_of_a_hook_says_what_to_do():
     )
     assert (
         "Net.configure_gradient_clipping can't be called. The program computes the gradients and "
-        "applies them itself. Pass clipnorm, global_clipnorm or clipvalue to compile."
+        "applies them itself. Pass clip=ipufit.Clip(...) to compile."
     ) in str(caught.value)
 
 
@@ -430,7 +430,7 @@ def test_what_only_fit_knows_waits_for_fit():
             return sgd(self)
 
     model = ipufit_of(Net())
-    model.compile(global_clipnorm=1.0)
+    model.compile(clip=ipufit.Clip(global_norm=1.0))
     model.evaluate(BATCHES, verbose=0)
     model.fit(BATCHES, epochs=3, gradient_accumulation=2, verbose=0)
     assert model.lightning.seen == 9

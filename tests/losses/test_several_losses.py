@@ -162,7 +162,7 @@ def test_the_mean_by_weight_counts_the_weight():
     assert by_micro_batch(*FORMS[0][1:], WEIGHTS).count is None
     assert message(resolved, *FORMS[0][1:], {"a": WEIGHTS, "b": OTHER}) == (
         "sample_weight must be one tensor for all outputs with several losses and "
-        "sample_weight_reduction='mean_with_sample_weight', got dict with ['a', 'b']: with weights "
+        "sample_weights='mean_with_sample_weight', got dict with ['a', 'b']: with weights "
         "of their own, each loss would have a count of its own. Give one tensor, or use "
         "'sum_over_batch_size'."
     )
@@ -523,8 +523,10 @@ def test_options_of_compile_reach_the_loss_and_the_metrics():
     model = ipufit.Model(Net())
     for options, start in (
         ({"loss_weights": {"c": 1.0}}, "loss_weights must go by the outputs that have a loss"),
-        ({"normalize": "tokens"}, "normalize='tokens' needs one loss, got 2"),
-        ({"sample_weight_reduction": "mean"}, "sample_weight_reduction must be "),
+        (
+            {"reduction": ipufit.Reduction(normalize="tokens")},
+            "normalize='tokens' needs one loss, got 2",
+        ),
         ({"weighted_metrics": ["mse"]}, "weighted_metrics must be a dict by output"),
     ):
         with pytest.raises(ConfigurationError) as caught:

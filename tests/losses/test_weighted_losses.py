@@ -543,22 +543,13 @@ def test_a_module_with_its_own_loss_may_return_its_count():
     ("options", "text"),
     [
         (
-            {"normalize": "token"},
-            "normalize must be 'samples' or 'micro_batches' or 'tokens', got 'token'.",
-        ),
-        (
-            {"sample_weight_reduction": None},
-            "sample_weight_reduction must be 'sum_over_batch_size' or 'mean_with_sample_weight', "
-            "got None.",
-        ),
-        (
             {"loss_weights": [1.0]},
             "loss_weights must go with a dict or list of losses, got [1.0] with one loss. Leave it "
             "out, or multiply in a callable loss.",
         ),
         (
             {"loss": None, "sample_weight_reduction": "mean_with_sample_weight"},
-            "sample_weight_reduction='mean_with_sample_weight' needs a loss that is passed to "
+            "sample_weights='mean_with_sample_weight' needs a loss that is passed to "
             "compile, got loss=None. Leave it out: the module weighs its samples itself.",
         ),
         (
@@ -571,7 +562,7 @@ def test_a_module_with_its_own_loss_may_return_its_count():
                 "loss": nn.MSELoss(reduction="sum"),
                 "sample_weight_reduction": "mean_with_sample_weight",
             },
-            "loss 'MSELoss' must be a mean for sample_weight_reduction='mean_with_sample_weight', "
+            "loss 'MSELoss' must be a mean for sample_weights='mean_with_sample_weight', "
             "got reduction='sum'. Use reduction='mean', or leave the option out.",
         ),
     ],

@@ -62,9 +62,9 @@ def values(parameters, update):
 
 
 CLIPS = {
-    "clipnorm": (0.05, norm_of_each),
-    "global_clipnorm": (0.1, norm_of_all),
-    "clipvalue": (0.01, values),
+    "norm": (0.05, norm_of_each),
+    "global_norm": (0.1, norm_of_all),
+    "value": (0.01, values),
 }
 
 
@@ -76,7 +76,7 @@ def test_clipping_is_that_of_torch_once_after_the_reduction(name, plan, way):
     net = MLP().double()
     bound, finish = CLIPS[name]
     expected, report = by_hand(net, sgd, plan, finish=finish)
-    model, _ = compiled(net, sgd, way=way, **{name: bound})
+    model, _ = compiled(net, sgd, way=way, clip=ipufit.Clip(**{name: bound}))
     history = fit(model, X, Y, plan).history
     assert_close(model.module, expected)
     assert history["loss"] == pytest.approx([loss for loss, _ in report], abs=1e-11)
@@ -92,7 +92,7 @@ def test_clipping_works_for_every_kind_of_optimizer(name, optimizer):
     net, plan = MLP().double(), Plan(4, 2, 2)
     bound, finish = CLIPS[name]
     expected, _ = by_hand(net, optimizer, plan, finish=finish)
-    model, _ = compiled(net, optimizer, **{name: bound})
+    model, _ = compiled(net, optimizer, clip=ipufit.Clip(**{name: bound}))
     fit(model, X, Y, plan)
     assert_close(model.module, expected)
 
@@ -102,7 +102,7 @@ def test_a_bound_that_is_never_reached_changes_no_bit(name):
     net = MLP().double()
     free, _ = compiled(net, sgd)
     fit(free, X, Y)
-    wide, _ = compiled(net, sgd, **{name: 1e6})
+    wide, _ = compiled(net, sgd, clip=ipufit.Clip(**{name: 1e6}))
     fit(wide, X, Y)
     assert_equal(wide.module, free.module)
 
@@ -123,7 +123,7 @@ def test_the_global_norm_counts_parameters_of_two_dtypes(name):
     net = Two()
     bound, finish = CLIPS[name]
     expected, _ = by_hand(net, sgd, Plan(), finish=finish)
-    model, _ = compiled(net, sgd, **{name: bound})
+    model, _ = compiled(net, sgd, clip=ipufit.Clip(**{name: bound}))
     fit(model, X, Y)
     assert_close(model.module, expected, atol=2e-5)  # half of it in float32
 
@@ -164,9 +164,7 @@ def test_averages_are_those_of_keras(every, plan, way):
     average = Averaged(0.8, every)
     expected, report = by_hand(net, sgd, plan, seed=5, after=average)
     average.write(expected)
-    model, _ = compiled(
-        net, sgd, way=way, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=every
-    )
+    model, _ = compiled(net, sgd, way=way, ema=ipufit.EMA(momentum=0.8, overwrite_frequency=every))
     history = fit(model, X, Y, plan).history
     assert_close(model.module, expected)
     assert history["loss"] == pytest.approx([loss for loss, _ in report], abs=1e-11)
@@ -178,7 +176,7 @@ def test_averages_go_on_in_a_second_fit():
     average = Averaged(0.5)
     expected = copy.deepcopy(net)
     optimizer = sgd(expected.parameters())
-    model, _ = compiled(net, sgd, use_ema=True, ema_momentum=0.5)
+    model, _ = compiled(net, sgd, ema=ipufit.EMA(momentum=0.5))
     for _ in range(2):
         train(expected, optimizer, nn.functional.cross_entropy, X, Y, 1, mb=4, after=average)
         average.write(expected)
@@ -192,7 +190,7 @@ def test_momentum_zero_is_the_last_weight_and_one_the_first(momentum, is_last):
     expected, _ = by_hand(
         net, sgd, Plan(), after=lambda net, update: seen.append(copy.deepcopy(net))
     )
-    model, _ = compiled(net, sgd, use_ema=True, ema_momentum=momentum)
+    model, _ = compiled(net, sgd, ema=ipufit.EMA(momentum=momentum))
     fit(model, X, Y)
     assert_close(model.module, expected if is_last else seen[0])
 
@@ -216,18 +214,18 @@ def test_swapping_shows_the_averages_and_leaves_training_alone():
     net, callback = MLP().double(), Swapping()
     plain, _ = compiled(net, sgd)
     fit(plain, X, Y)
-    model, _ = compiled(net, sgd, use_ema=True, ema_momentum=0.8)
+    model, _ = compiled(net, sgd, ema=ipufit.EMA(momentum=0.8))
     fit(model, X, Y, callbacks=callback)
     assert_equal(model.module, callback.seen[-1])
     assert_equal(callback.between[-1], plain.module)
-    once, _ = compiled(net, sgd, use_ema=True, ema_momentum=0.8)
+    once, _ = compiled(net, sgd, ema=ipufit.EMA(momentum=0.8))
     fit(once, X, Y, epochs=1)
     assert_equal(once.module, callback.seen[0])
 
 
 def test_training_on_the_averages_is_refused_and_the_weights_come_back():
     net = MLP().double()
-    model, _ = compiled(net, sgd, use_ema=True)
+    model, _ = compiled(net, sgd, ema=ipufit.EMA())
     text = (
         "training works on the weights, but their moving averages stand in their place. Call "
         "model.swap_ema_weights() again before training goes on."
@@ -243,9 +241,9 @@ def test_training_on_the_averages_is_refused_and_the_weights_come_back():
 def test_averages_left_in_place_at_the_end_are_the_weights():
     """A swap in the last epoch and the end of fit ask for the same."""
     net = MLP().double()
-    model, _ = compiled(net, sgd, use_ema=True, ema_momentum=0.8)
+    model, _ = compiled(net, sgd, ema=ipufit.EMA(momentum=0.8))
     fit(model, X, Y, epochs=1, callbacks=Swapping(back=False))
-    other, _ = compiled(net, sgd, use_ema=True, ema_momentum=0.8)
+    other, _ = compiled(net, sgd, ema=ipufit.EMA(momentum=0.8))
     fit(other, X, Y, epochs=1)
     assert_equal(model.module, other.module)
 
@@ -258,7 +256,7 @@ def test_an_error_in_training_leaves_the_weights_not_the_averages():
             raise KeyError(epoch)
 
     net = MLP().double()
-    model, _ = compiled(net, sgd, use_ema=True)
+    model, _ = compiled(net, sgd, ema=ipufit.EMA())
     with pytest.raises(KeyError):
         fit(model, X, Y, callbacks=Failing())
     plain, _ = compiled(net, sgd)
@@ -286,7 +284,7 @@ def test_half_precision_weights_are_averaged_in_float32():
         mb=4,
         after=after,
     )
-    model, _ = compiled(net, lambda p: torch.optim.SGD(p, lr=0.5), use_ema=True)
+    model, _ = compiled(net, lambda p: torch.optim.SGD(p, lr=0.5), ema=ipufit.EMA())
     fit(model, X.bfloat16(), Y)
     average.write(expected)
     assert_close(model.module, expected, atol=4e-3)  # one bit of bfloat16
@@ -295,7 +293,7 @@ def test_half_precision_weights_are_averaged_in_float32():
 def test_a_parameter_unfrozen_between_two_fits_joins_the_averages():
     """The averages of the others must not start anew."""
     net = MLP().double()
-    model, engine = compiled(net, sgd, use_ema=True, ema_momentum=0.9)
+    model, engine = compiled(net, sgd, ema=ipufit.EMA(momentum=0.9))
     last = model.module.layers[2]
     for p in last.parameters():
         p.requires_grad_(False)
@@ -321,12 +319,12 @@ def test_swapping_needs_averages_and_a_running_fit():
     model, _ = compiled(MLP().double(), sgd)
     text = (
         "swap_ema_weights exchanges weights and their moving averages, which needs {}. Call it "
-        "from a callback of a model compiled with use_ema=True."
+        "from a callback of a model compiled with ema=ipufit.EMA()."
     )
     with pytest.raises(ConfigurationError) as caught:
         model.swap_ema_weights()
-    assert str(caught.value) == text.format("use_ema=True in compile")
-    model, _ = compiled(MLP().double(), sgd, use_ema=True)
+    assert str(caught.value) == text.format("ema= in compile")
+    model, _ = compiled(MLP().double(), sgd, ema=ipufit.EMA())
     with pytest.raises(ConfigurationError) as caught:
         model.swap_ema_weights()
     assert str(caught.value) == text.format("a running fit")
@@ -343,7 +341,7 @@ def test_micro_batches_may_count_the_same_whatever_their_size(plan, way):
     """The mean of means, which Keras and Lightning have; a tail then counts more."""
     net = CNN().double()
     expected, _ = by_hand(net, sgd, plan, seed=5, equally=True)
-    model, _ = compiled(net, sgd, way=way, normalize="micro_batches")
+    model, _ = compiled(net, sgd, way=way, reduction=ipufit.Reduction(normalize="micro_batches"))
     fit(model, X, Y, plan)
     assert_close(model.module, expected)
 
@@ -360,7 +358,9 @@ def test_normalisation_and_reduction_are_options_that_differ():
     found = []
     for how in ("samples", "micro_batches"):
         for reduction in ("mean", "sum"):
-            model, _ = compiled(net, sgd, gradient_reduction=reduction, normalize=how)
+            model, _ = compiled(
+                net, sgd, reduction=ipufit.Reduction(gradients=reduction, normalize=how)
+            )
             history = fit(model, X, Y, plan, epochs=1).history
             found.append(model.module.layers[0].weight.detach())
             assert history["loss"] == fit_plainly(net, plan)
@@ -400,7 +400,10 @@ def test_gradients_are_added_up_in_the_dtype_that_is_asked_for(dtype, atol, way)
             p.grad = (t * share).float()
         optimizer.step()
     model, _ = compiled(
-        net, lambda p: torch.optim.SGD(p, lr=0.5), way=way, accumulation_dtype=dtype
+        net,
+        lambda p: torch.optim.SGD(p, lr=0.5),
+        way=way,
+        precision=ipufit.Precision(accumulation_dtype=dtype),
     )
     fit(model, x, Y, plan, epochs=1)
     assert_close(model.module, expected, atol=atol)
@@ -430,8 +433,7 @@ def test_a_wide_accumulation_keeps_what_half_precision_loses():
             Sum(),
             lambda p: torch.optim.SGD(p, lr=1.0),
             loss,
-            accumulation_dtype=dtype,
-            precision="bfloat16",
+            precision=ipufit.Precision("bfloat16", accumulation_dtype=dtype),
         )
         fit(model, x, y, plan, epochs=1)
         made[dtype] = model.module.weight.item()
@@ -441,12 +443,9 @@ def test_a_wide_accumulation_keeps_what_half_precision_loses():
 # ---- all together -------------------------------------------------------------------------------
 
 EVERYTHING = {
-    "global_clipnorm": 0.2,
-    "use_ema": True,
-    "ema_momentum": 0.7,
-    "ema_overwrite_frequency": 3,
-    "loss_scale": 512.0,
-    "accumulation_dtype": "float64",
+    "clip": ipufit.Clip(global_norm=0.2),
+    "ema": ipufit.EMA(momentum=0.7, overwrite_frequency=3),
+    "precision": ipufit.Precision(loss_scale=512.0, accumulation_dtype="float64"),
 }
 
 
@@ -479,74 +478,86 @@ def test_every_way_to_run_has_the_same_bits(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("make", "text"),
     [
         (
-            {"clipnorm": 0},
-            "clipnorm must be a positive number, got 0. Leave it out for no clipping.",
+            lambda: ipufit.Clip(norm=0),
+            "Clip.norm must be a positive number, got 0. Leave it out for no clipping.",
         ),
         (
-            {"clipvalue": float("nan")},
-            "clipvalue must be a positive number, got nan. Leave it out for no clipping.",
+            lambda: ipufit.Clip(value=float("nan")),
+            "Clip.value must be a positive number, got nan. Leave it out for no clipping.",
         ),
         (
-            {"global_clipnorm": True},
-            "global_clipnorm must be a positive number, got True. Leave it out for no clipping.",
+            lambda: ipufit.Clip(global_norm=True),
+            "Clip.global_norm must be a positive number, got True. Leave it out for no clipping.",
         ),
         (
-            {"clipnorm": 1.0, "clipvalue": 2},
-            "at most one bound on gradients can hold, got clipnorm and clipvalue. Choose one: "
-            "clipnorm for each parameter, global_clipnorm for all together, clipvalue for each "
-            "element.",
+            lambda: ipufit.Clip(norm=1.0, value=2),
+            "Clip takes at most one bound on gradients, got norm and value. Choose one: norm for "
+            "each parameter, global_norm for all together, value for each element.",
         ),
-        ({"use_ema": 1}, "use_ema must be True or False, got 1."),
         (
-            {"use_ema": True, "ema_momentum": 1.5},
-            "ema_momentum must be between 0 and 1, got 1.5. It is the share of the old average, "
+            lambda: ipufit.EMA(momentum=1.5),
+            "EMA.momentum must be between 0 and 1, got 1.5. It is the share of the old average, "
             "such as 0.99.",
         ),
         (
-            {"use_ema": True, "ema_overwrite_frequency": 0},
-            "ema_overwrite_frequency must be a number of updates, at least 1, or None, got 0.",
+            lambda: ipufit.EMA(overwrite_frequency=0),
+            "EMA.overwrite_frequency must be a number of updates, at least 1, or None, got 0.",
         ),
         (
-            {"ema_momentum": 0.9},
-            "ema_momentum and ema_overwrite_frequency say how weights are averaged, but use_ema is "
-            "False. Pass use_ema=True, or leave them out.",
+            lambda: ipufit.Precision(accumulation_dtype="int32"),
+            "Precision.accumulation_dtype must be None or a floating-point dtype such as "
+            "torch.float32, got 'int32'.",
         ),
         (
-            {"accumulation_dtype": "int32"},
-            "accumulation_dtype must be None or a floating-point dtype such as torch.float32, got "
-            "'int32'.",
+            lambda: ipufit.Precision(accumulation_dtype="double-double"),
+            "Precision.accumulation_dtype must be None or a floating-point dtype such as "
+            "torch.float32, got 'double-double'.",
         ),
         (
-            {"accumulation_dtype": "double-double"},
-            "accumulation_dtype must be None or a floating-point dtype such as torch.float32, got "
-            "'double-double'.",
+            lambda: compiled(MLP(), sgd, clip=1.0),
+            "clip must be an ipufit.Clip or None, got 1.0. Write for example "
+            "clip=ipufit.Clip(global_norm=1.0).",
+        ),
+        (
+            lambda: compiled(MLP(), sgd, ema=True),
+            "ema must be an ipufit.EMA or None, got True. Write for example "
+            "ema=ipufit.EMA(momentum=0.99).",
         ),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_settings_that_cannot_work_are_refused(options, text):
+def test_settings_that_cannot_work_are_refused(make, text):
     with pytest.raises(ConfigurationError) as caught:
-        compiled(MLP(), sgd, **options)
+        make()
     assert str(caught.value) == text
 
 
 def test_what_compile_was_told_is_in_the_history_and_in_explain(capsys):
     """A run that can't be told from its neighbour is no experiment."""
-    model, _ = compiled(MLP().double(), sgd, gradient_reduction="sum", **EVERYTHING)
+    model, _ = compiled(
+        MLP().double(), sgd, reduction=ipufit.Reduction(gradients="sum"), **EVERYTHING
+    )
     params = fit(model, X, Y, Plan(4, 3)).params
-    told = {**EVERYTHING, "gradient_reduction": "sum"}
+    told = {
+        "global_clipnorm": 0.2,
+        "use_ema": True,
+        "ema_momentum": 0.7,
+        "ema_overwrite_frequency": 3,
+        "loss_scale": 512.0,
+        "accumulation_dtype": "float64",
+    }
     assert {name: params[name] for name in told} == told
+    assert params["gradient_reduction"] == "sum"
     model.explain()
     text = capsys.readouterr().out
     assert "gradients reduced by sum" in text
-    for name, value in EVERYTHING.items():
+    for name, value in told.items():
         assert f"{name}={value!r}" in text
     plain, _ = compiled(MLP().double(), sgd)
     params = fit(plain, X, Y).params
     assert params["gradient_reduction"] == "mean"
-    assert not set(EVERYTHING).intersection(params)
+    assert not set(told).intersection(params)
     plain.explain()
     assert "Compiled with" not in capsys.readouterr().out

@@ -142,7 +142,9 @@ def test_an_update_that_overflows_is_left_out(optimizer, series, di, way):
     x, y = samples(*SERIES[series])
     expected, report, _ = by_hand(optimizer, x, y, 3, 2.0**45, epochs=2)
     scale = ipufit.LossScale(2.0**45, growth_interval=3)
-    model, engine = compiled(Scaling(), optimizer, loss, way, loss_scale=scale)
+    model, engine = compiled(
+        Scaling(), optimizer, loss, way, precision=ipufit.Precision(loss_scale=scale)
+    )
     history = fit(model, x, y, Plan(1, di)).history
     check(model, history, expected, report)
     if optimizer is not momentum:
@@ -161,7 +163,7 @@ def test_one_micro_batch_that_overflows_leaves_out_its_whole_update(ga, way):
     """Also in the tail, which is a smaller update."""
     x, y = samples(1.0, 2.0, HUGE, 1.0, 0.5, 1.0, 1.0, 3.0, 1.0, HUGE)
     expected, report, _ = by_hand(adam, x, y, None, 2.0**40, ga=ga, mb=1, epochs=2)
-    model, _ = compiled(Scaling(), adam, loss, way, loss_scale=2.0**40)
+    model, _ = compiled(Scaling(), adam, loss, way, precision=ipufit.Precision(loss_scale=2.0**40))
     history = fit(model, x, y, Plan(1, 2, ga)).history
     check(model, history, expected, report)
 
@@ -171,7 +173,12 @@ def test_averages_do_not_move_with_an_update_that_is_left_out(way):
     x, y = samples(HUGE, 1.0, 2.0, HUGE, 0.5)
     expected, report, _ = by_hand(adam, x, y, None, 2.0**40, epochs=2, ema=0.7)
     model, _ = compiled(
-        Scaling(), adam, loss, way, loss_scale=2.0**40, use_ema=True, ema_momentum=0.7
+        Scaling(),
+        adam,
+        loss,
+        way,
+        precision=ipufit.Precision(loss_scale=2.0**40),
+        ema=ipufit.EMA(momentum=0.7),
     )
     history = fit(model, x, y, Plan(1, 4)).history
     check(model, history, expected, report)
@@ -180,7 +187,7 @@ def test_averages_do_not_move_with_an_update_that_is_left_out(way):
 def test_the_averages_are_written_at_an_update_that_is_left_out():
     """Every second update is every second update."""
     x, y = samples(1.0, HUGE)
-    options = {"use_ema": True, "ema_momentum": 1.0, "ema_overwrite_frequency": 2}
+    options = {"ema": ipufit.EMA(momentum=1.0, overwrite_frequency=2)}
     first, _ = compiled(Scaling(), momentum, loss)
     fit(first, x[:1], y[:1], Plan(1), epochs=1)
     seen = []
@@ -190,7 +197,14 @@ def test_the_averages_are_written_at_an_update_that_is_left_out():
             seen.append(self.model.module.w.item())
 
     for way in WAYS:
-        model, _ = compiled(Scaling(), momentum, loss, way, loss_scale=2.0**40, **options)
+        model, _ = compiled(
+            Scaling(),
+            momentum,
+            loss,
+            way,
+            precision=ipufit.Precision(loss_scale=2.0**40),
+            **options,
+        )
         fit(model, x, y, Plan(1, 2), epochs=2, callbacks=After())
     # The average is that after the first update, for good; the third one moved the weight away.
     assert seen == [first.module.w.item()] * 2 * len(WAYS)
@@ -204,7 +218,9 @@ def test_every_way_and_every_plan_has_the_same_bits(optimizer):
     for way in WAYS:
         for di in (1, 2, 5, 100):
             scale = ipufit.LossScale(2.0**50, growth_interval=2)
-            model, engine = compiled(Scaling(), optimizer, loss, way, loss_scale=scale)
+            model, engine = compiled(
+                Scaling(), optimizer, loss, way, precision=ipufit.Precision(loss_scale=scale)
+            )
             history = fit(model, x, y, Plan(1, di), epochs=3).history
             found.append((model.module, engine.carried.scale, history))
     for module, scale, history in found[1:]:
@@ -219,7 +235,7 @@ def test_a_scale_that_is_a_power_of_two_changes_no_bit():
     plain, _ = compiled(net, adam, jit="graph")  # the others are not merged either
     fit(plain, x, Y, Plan(4, 2, 2))
     for scale in (1, 4096.0, ipufit.LossScale(1024.0, growth_interval=2)):
-        model, _ = compiled(net, adam, loss_scale=scale)
+        model, _ = compiled(net, adam, precision=ipufit.Precision(loss_scale=scale))
         fit(model, x, Y, Plan(4, 2, 2))
         assert_equal(model.module, plain.module)
 
@@ -231,7 +247,7 @@ def test_any_scale_is_exact_in_float64(scale, way):
     net = MLP().double()
     plain, _ = compiled(net, momentum)
     fit(plain, X, Y)
-    model, _ = compiled(net, momentum, way=way, loss_scale=scale)
+    model, _ = compiled(net, momentum, way=way, precision=ipufit.Precision(loss_scale=scale))
     fit(model, X, Y)
     for name, value in model.module.state_dict().items():
         torch.testing.assert_close(value, plain.module.state_dict()[name], rtol=1e-11, atol=1e-12)
@@ -242,7 +258,7 @@ def test_the_scale_goes_on_in_a_second_fit_and_starts_anew_with_compile():
     x, y = samples(1.0, HUGE, 2.0, 1.0)
     scale = ipufit.LossScale(2.0**30, growth_interval=5)
     _, report, last = by_hand(adam, x, y, 5, 2.0**30, epochs=1)
-    model, engine = compiled(Scaling(), adam, loss, loss_scale=scale)
+    model, engine = compiled(Scaling(), adam, loss, precision=ipufit.Precision(loss_scale=scale))
     first = fit(model, x, y, Plan(1), epochs=1).history
     assert first["loss_scale"] == [report[0][0]]
     assert (engine.carried.scale.value, engine.carried.scale.good) == last
@@ -251,7 +267,7 @@ def test_the_scale_goes_on_in_a_second_fit_and_starts_anew_with_compile():
     assert second["loss_scale"] == [report[1][0]]
     anew = ipufit.Model(model.module)
     for _ in range(2):
-        anew.compile("sgd", loss, loss_scale=scale)
+        anew.compile("sgd", loss, precision=ipufit.Precision(loss_scale=scale))
         assert fit(anew, x[:2], y[:2], Plan(1), epochs=1).history["loss_scale"] == [2.0**29]
 
 
@@ -260,9 +276,8 @@ def test_the_state_goes_out_and_in_again(late):
     """A checkpoint in the middle: scale, age and averages continue with the same bits."""
     x, y = samples(1.0, HUGE, 2.0, 1.0, 0.5)
     options = {
-        "loss_scale": ipufit.LossScale(2.0**30, growth_interval=2),
-        "use_ema": True,
-        "ema_momentum": 0.5,
+        "precision": ipufit.Precision(loss_scale=ipufit.LossScale(2.0**30, growth_interval=2)),
+        "ema": ipufit.EMA(momentum=0.5),
     }
 
     class Keep(ipufit.callbacks.Callback):
@@ -295,7 +310,7 @@ def test_the_state_goes_out_and_in_again(late):
 def test_an_epoch_without_any_update_warns():
     """A scale that is too large for ever trains nothing, without an error."""
     x, y = samples(HUGE, HUGE)
-    model, _ = compiled(Scaling(), adam, loss, loss_scale=2.0**60)
+    model, _ = compiled(Scaling(), adam, loss, precision=ipufit.Precision(loss_scale=2.0**60))
     text = (
         "all 2 updates of epoch 0 were skipped, because their gradients were not finite at the "
         "loss scale: nothing was learned. Choose a smaller loss_scale, or 'dynamic'."
@@ -327,7 +342,9 @@ def test_a_gradient_that_no_scale_helps_ends_training(way):
     """Halved for ever, a scale would hide a division by zero."""
     x, y = samples(*[1.0] * 3, *[0.0] * 6)
     scale = ipufit.LossScale(2.0**-21, growth_interval=100)
-    model, engine = compiled(Root(), momentum, loss, way, loss_scale=scale)
+    model, engine = compiled(
+        Root(), momentum, loss, way, precision=ipufit.Precision(loss_scale=scale)
+    )
     text = (
         "the gradient must be finite at some loss scale, but it was not down to 5.96046e-08 in "
         "update 6. The weights, buffers and optimizer state are those from before that update. "
@@ -339,7 +356,7 @@ def test_a_gradient_that_no_scale_helps_ends_training(way):
     assert (caught.value.update, caught.value.epoch) == (6, 0)
     assert model._session.updates == 6
     assert model.module.seen.item() == 6
-    good, _ = compiled(Root(), momentum, loss, way, loss_scale=scale)
+    good, _ = compiled(Root(), momentum, loss, way, precision=ipufit.Precision(loss_scale=scale))
     fit(good, x[:3], y[:3], Plan(1, 100), epochs=1)
     assert torch.equal(good.module.w, model.module.w)
     assert engine.carried.scale == ScaleState(2.0**-24)
@@ -351,7 +368,10 @@ def test_a_gradient_that_no_scale_helps_ends_training(way):
 def test_a_loss_that_is_no_number_leaves_everything_as_before_its_update(ema, way):
     """Scale, averages and counts too, with updates skipped before it in the same execution."""
     values = (1.0, HUGE, 2.0, HUGE, 1.0, 0.5)
-    options = {"loss_scale": ipufit.LossScale(2.0**30, growth_interval=2), "use_ema": ema}
+    options = {
+        "precision": ipufit.Precision(loss_scale=ipufit.LossScale(2.0**30, growth_interval=2)),
+        "ema": ipufit.EMA() if ema else None,
+    }
     found = []
     for tail in ((), (float("nan"), 1.0, HUGE)):
         x, y = samples(*values, *tail)
@@ -403,7 +423,9 @@ class Keeping(ipufit.callbacks.Callback):
 def test_logged_values_of_skipped_updates_count_too(way):
     """Their micro-batches were computed: leaving them out would hide what went wrong."""
     x, y = samples(1.0, HUGE, 2.0, HUGE)
-    model, _ = compiled(Scaling(), momentum, loss, way, loss_scale=2.0**40)
+    model, _ = compiled(
+        Scaling(), momentum, loss, way, precision=ipufit.Precision(loss_scale=2.0**40)
+    )
     history = fit(model, x, y, Plan(1, 4), epochs=1).history
     # The weight is 0.5 before the first update, 0.45 before the second and third.
     assert history["mean"] == pytest.approx([(0.5 + 0.45 + 0.45 + 0.305) / 4], abs=1e-6)
@@ -426,9 +448,8 @@ def test_a_sum_that_does_not_fit_into_the_weights_dtype_is_an_overflow():
             lambda p: torch.optim.SGD(p, lr=1e-3),
             twice,
             way,
-            loss_scale=2.0**-4,
-            accumulation_dtype="float32",
-            gradient_reduction="sum",
+            precision=ipufit.Precision(loss_scale=2.0**-4, accumulation_dtype="float32"),
+            reduction=ipufit.Reduction(gradients="sum"),
         )
         history = fit(model, x.half(), y.half(), Plan(1), epochs=1).history
         assert history["skipped_updates"] == [1]
@@ -479,7 +500,7 @@ def test_without_a_scale_an_infinite_gradient_is_not_hidden():
 )
 def test_a_scale_that_is_none_is_refused(given, text):
     with pytest.raises(ConfigurationError) as caught:
-        compiled(MLP(), momentum, loss_scale=given)
+        compiled(MLP(), momentum, precision=ipufit.Precision(loss_scale=given))
     assert str(caught.value) == (
         "loss_scale must be None, a positive number, 'dynamic' or an ipufit.LossScale, got "
         f"{text}. Pass 1 for no scaling under mixed_float16."
@@ -488,10 +509,14 @@ def test_a_scale_that_is_none_is_refused(given, text):
 
 def test_a_loss_scale_object_is_checked():
     with pytest.raises(ConfigurationError) as caught:
-        compiled(MLP(), momentum, loss_scale=ipufit.LossScale(-2.0))
+        compiled(MLP(), momentum, precision=ipufit.Precision(loss_scale=ipufit.LossScale(-2.0)))
     assert str(caught.value) == "LossScale.initial must be a positive number, got -2.0."
     with pytest.raises(ConfigurationError) as caught:
-        compiled(MLP(), momentum, loss_scale=ipufit.LossScale(growth_interval=0))
+        compiled(
+            MLP(),
+            momentum,
+            precision=ipufit.Precision(loss_scale=ipufit.LossScale(growth_interval=0)),
+        )
     assert str(caught.value) == (
         "LossScale.growth_interval must be a number of updates, at least 1, or None, got 0."
     )
@@ -507,7 +532,7 @@ def test_the_loss_scale_is_told():
         ipufit.LossScale(8.0),
         ipufit.LossScale(8.0, None),
     ):
-        model, _ = compiled(MLP().double(), momentum, loss_scale=given)
+        model, _ = compiled(MLP().double(), momentum, precision=ipufit.Precision(loss_scale=given))
         told.append(fit(model, X, Y).params["loss_scale"])
     assert told == [
         4.0,
@@ -519,7 +544,7 @@ def test_the_loss_scale_is_told():
 
 
 def test_evaluation_knows_no_scale():
-    model, _ = compiled(MLP().double(), momentum, loss_scale=2.0**60)
+    model, _ = compiled(MLP().double(), momentum, precision=ipufit.Precision(loss_scale=2.0**60))
     loader = DataLoader(TensorDataset(X, Y), batch_size=4)
     plain = copy.deepcopy(model.module)
     other, _ = compiled(plain, momentum)

@@ -200,7 +200,9 @@ def test_gradients_are_summed_on_request():
     for module, rate, reduction in ((net, 0.01, "sum"), (other, 0.04, "mean")):
         model = ipufit.Model(module)
         model.compile(
-            SGD(module.parameters(), lr=rate), "cross_entropy", gradient_reduction=reduction
+            SGD(module.parameters(), lr=rate),
+            "cross_entropy",
+            reduction=ipufit.Reduction(gradients=reduction),
         )
         model.fit(loader, **work)
     assert_equal(net, other)
@@ -219,7 +221,9 @@ def test_in_a_tail_every_sample_counts_the_same(reduction):
         (other, nn.CrossEntropyLoss(reduction="sum"), 0.1),
     ):
         model = ipufit.Model(module)
-        model.compile(SGD(module.parameters(), lr=rate), loss, gradient_reduction=reduction)
+        model.compile(
+            SGD(module.parameters(), lr=rate), loss, reduction=ipufit.Reduction(gradients=reduction)
+        )
         history = model.fit(loader, epochs=2, gradient_accumulation=2, verbose=0)
         losses.append(history.history["loss"])
     assert_equal(net, other)

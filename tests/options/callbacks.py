@@ -267,7 +267,7 @@ def swapped(swap_on_epoch):
         seen.append(model.module.weight.detach().clone())
 
     model = ipufit.Model(linear())
-    model.compile("sgd", "cross_entropy", use_ema=True, ema_momentum=0.5)
+    model.compile("sgd", "cross_entropy", ema=ipufit.EMA(momentum=0.5))
     callbacks = [given_callbacks.SwapEMAWeights(swap_on_epoch), LambdaCallback(on_epoch_end=look)]
     model.fit(X, Y, epochs=2, seed=0, verbose=0, callbacks=callbacks)
     return seen

@@ -125,45 +125,88 @@ of(
     metrics=(None, ["accuracy"]),
     loss_weights=With(None, {"first": 2.0, "second": 1.0}, **SEVERAL),
     weighted_metrics=With(None, ["accuracy"], work={"sample_weight": WEIGHTS}),
-    normalize=With("samples", "micro_batches", work={"batch_size": 5, "gradient_accumulation": 3}),
-    sample_weight_reduction=With(
-        "sum_over_batch_size", "mean_with_sample_weight", work={"sample_weight": WEIGHTS}
-    ),
     lr_scheduler=(None, lambda update: 0.1 * 0.5**update),
     lr_scheduler_interval=With("update", "epoch", lr_scheduler=lambda i: 0.1 * 0.5**i),
-    clipnorm=(None, 1e-3),
-    global_clipnorm=(None, 1e-3),
-    clipvalue=(None, 1e-3),
-    use_ema=(False, True),
-    ema_momentum=With(0.9, 0.5, use_ema=True),
-    ema_overwrite_frequency=With(None, 1, use_ema=True),
+    reduction=With(None, ipufit.Reduction(gradients="sum"), work={"gradient_accumulation": 2}),
+    clip=(None, ipufit.Clip(norm=1e-3)),
+    ema=(None, ipufit.EMA(momentum=0.5)),
     precision=(None, "mixed_bfloat16"),
-    loss_scale=(None, 8.0),
-    accumulation_dtype=With(None, "bfloat16", work={"gradient_accumulation": 2}),
-    output_mode=With("all", "final", **MEASURED),
-    output_every=With(1, 2, output_mode="every_n", **MEASURED),
-    gradient_reduction=With("mean", "sum", work={"gradient_accumulation": 2}),
-    stages=With(None, {"1": 1}, **FILLED),
-    layers_per_ipu=With(None, [1, 2], **FILLED),
-    layers=With(None, "b", layers_per_ipu=[1, -1], net=stacks, work=FILLED["work"]),
-    strategy=With(None, "sharded", stages={"1": 1}, **FILLED),
-    ipus_per_replica=With(None, 2, stages="auto", **FILLED),
-    inference_stages=With(None, {"2": 1}, stages={"1": 1}, **FILLED),
-    inference_layers_per_ipu=With(None, [2, 1], stages={"1": 1}, **FILLED),
-    inference_strategy=With(None, "sharded", stages={"1": 1}, **FILLED),
-    auto_round_ipus=With(False, True, work={"ipus": 3}),
-    serialized_layers=(None, {"head": [3]}),
-    inference_serialized_layers=(None, {"head": 3}),
-    recompute=(False, "head"),
-    offload_optimizer_state=(None, True),
-    shard_optimizer=(None, True),
-    shard_weights=(False, True),
+    outputs=With("all", "final", **MEASURED),
+    parallel=With(None, ipufit.Parallel(stages={"1": 1}), **FILLED),
+    memory=(None, ipufit.Memory(serialize={"head": 3})),
     detect_nan=(False, True),
     run_eagerly=(False, True),
-    jit=("graph", "off"),
-    training_options=(None, poptorch.Options().deviceIterations(2)),
-    inference_options=(None, poptorch.Options().modelName("small")),
+    jit=("graph", "kernels"),
+    poptorch=(None, poptorch.Options().deviceIterations(2)),
     config=(None, ipufit.IPUConfig(gradient_accumulation_steps=2)),
+)
+
+
+def grouped(argument, kind):
+    """Observe a fit after ``compile`` with an object of these options as one argument."""
+
+    def observe(work=None, net=Counted, metrics=None, also=None, **options):
+        made = {argument: kind(**{**(also or {}), **options})}
+        return trained(work, net, metrics=metrics, **made)
+
+    return observe
+
+
+of(
+    "Reduction",
+    grouped("reduction", ipufit.Reduction),
+    normalize=With("samples", "micro_batches", work={"batch_size": 5, "gradient_accumulation": 3}),
+    sample_weights=With(
+        "sum_over_batch_size", "mean_with_sample_weight", work={"sample_weight": WEIGHTS}
+    ),
+    gradients=With("mean", "sum", work={"gradient_accumulation": 2}),
+)
+of(
+    "Clip",
+    grouped("clip", ipufit.Clip),
+    norm=(None, 1e-3),
+    global_norm=(None, 1e-3),
+    value=(None, 1e-3),
+)
+of(
+    "EMA",
+    grouped("ema", ipufit.EMA),
+    momentum=(0.9, 0.5),
+    overwrite_frequency=(None, 1),
+)
+of(
+    "Precision",
+    grouped("precision", ipufit.Precision),
+    name=(None, "mixed_bfloat16"),
+    loss_scale=(None, 8.0),
+    accumulation_dtype=With(None, "bfloat16", work={"gradient_accumulation": 2}),
+)
+of(
+    "Outputs",
+    grouped("outputs", ipufit.Outputs),
+    mode=With("all", "final", **MEASURED),
+    every=With(1, 2, also={"mode": "every_n"}, **MEASURED),
+)
+DIVIDED = {"also": {"stages": {"1": 1}}, **FILLED}
+of(
+    "Parallel",
+    grouped("parallel", ipufit.Parallel),
+    stages=With(None, {"1": 1}, **FILLED),
+    layers_per_ipu=With(None, [1, 2], **FILLED),
+    layers=With(None, "b", also={"layers_per_ipu": [1, -1]}, net=stacks, work=FILLED["work"]),
+    strategy=With(None, "sharded", **DIVIDED),
+    ipus_per_replica=With(None, 2, also={"stages": "auto"}, **FILLED),
+    auto_round_ipus=With(False, True, work={"ipus": 3}),
+    inference=With(None, ipufit.Parallel(strategy="sharded"), **DIVIDED),
+)
+of(
+    "Memory",
+    grouped("memory", ipufit.Memory),
+    serialize=(None, {"head": [3]}),
+    inference_serialize=(None, {"head": 3}),
+    recompute=(False, "head"),
+    offload_optimizer=(None, True),
+    shard=("none", "weights"),
 )
 
 
@@ -656,7 +699,7 @@ of(
 def planned(**options):
     """What a plan of three layers says."""
     model = ipufit.Model(stack())
-    model.compile("sgd", "cross_entropy", stages={"1": 1})
+    model.compile("sgd", "cross_entropy", parallel=ipufit.Parallel(stages={"1": 1}))
     return str(model.plan(**{"x": (X, Y), **options}))
 
 

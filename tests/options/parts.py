@@ -315,7 +315,7 @@ of(
 )
 of(
     "LossScale",
-    lambda **options: trained(loss_scale=LossScale(**options)),
+    lambda **options: trained(precision=ipufit.Precision(loss_scale=LossScale(**options))),
     initial=(8.0, 16.0),
     growth_interval=With(None, 1, initial=8.0),
 )

@@ -242,10 +242,7 @@ def provoked():
         ipufit.Plan.make(micro_batch_size=0, ipus=3)
 
     def names():
-        switches = dict.fromkeys(
-            ("gradient_reduction", "auto_round_ipus", "run_eagerly", "jit"), "?"
-        )
-        ipufit.Model(nn.Linear(1, 1)).compile("?", "?", "?", **switches)
+        ipufit.Model(nn.Linear(1, 1)).compile("?", "?", "?", run_eagerly="?", jit="?")
 
     def buffers(name):
         model = ipufit.Model(Changing(name))
@@ -255,7 +252,21 @@ def provoked():
     def check():
         ipufit.Model(nn.Linear(1, 1)).check()
 
-    for call in (plan, names, lambda: buffers("seen"), lambda: buffers("new"), check):
+    def reduction():
+        ipufit.Reduction(gradients="?")
+
+    def rounding():
+        ipufit.Parallel(auto_round_ipus="?")
+
+    for call in (
+        plan,
+        names,
+        reduction,
+        rounding,
+        lambda: buffers("seen"),
+        lambda: buffers("new"),
+        check,
+    ):
         with pytest.raises(ipufit.errors.IpufitError) as caught:
             call()
         yield str(caught.value)

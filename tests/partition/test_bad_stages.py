@@ -50,52 +50,52 @@ def message(error, **options):
     ("options", "error", "text"),
     [
         (
-            {"stages": {"heat": 0}},
+            {"parallel": ipufit.Parallel(stages={"heat": 0})},
             UnknownNameError,
             f"unknown module in stages 'heat'. Did you mean 'head'? {KNOWN}",
         ),
         (
-            {"stages": {"embed": 0, "head": 2}},
+            {"parallel": ipufit.Parallel(stages={"embed": 0, "head": 2})},
             PartitionError,
             "stages must number the stages without a gap, but no module begins stage 1, got 0, 2. "
             "Renumber them from 0.",
         ),
         (
-            {"stages": {"embed": 1.5}},
+            {"parallel": ipufit.Parallel(stages={"embed": 1.5})},
             PartitionError,
             "stages['embed'] must be the number of a stage, from 0, got 1.5.",
         ),
         (
-            {"stages": {"embed": True}},
+            {"parallel": ipufit.Parallel(stages={"embed": True})},
             PartitionError,
             "stages['embed'] must be the number of a stage, from 0, got True.",
         ),
         (
-            {"stages": ["embed"]},
+            {"parallel": ipufit.Parallel(stages=["embed"])},
             PartitionError,
             "stages must map names of modules to numbers of stages, got ['embed']. Write for "
             "example stages={'encoder': 0, 'head': 1}.",
         ),
         (
-            {"stages": {"head": 1}, "layers_per_ipu": [1, 2]},
+            {"parallel": ipufit.Parallel(stages={"head": 1}, layers_per_ipu=[1, 2])},
             PartitionError,
             "stages and layers_per_ipu both divide the module. Give one of them.",
         ),
         (
-            {"layers_per_ipu": [1, 1]},
+            {"parallel": ipufit.Parallel(layers_per_ipu=[1, 1])},
             PartitionError,
             "layers_per_ipu must add up to the number of repeated layers, got 2 and the module has "
             "3 (3 in a). Put -1 in place of one number for the rest, or name the layers meant with "
             "layers=.",
         ),
         (
-            {"layers_per_ipu": [2, -1, -1]},
+            {"parallel": ipufit.Parallel(layers_per_ipu=[2, -1, -1])},
             PartitionError,
             "layers_per_ipu must leave a layer for every -1, but the module has 3 (3 in a), of "
             "which the other IPUs take 2 and 2 of -1 share 1. Use fewer IPUs or smaller numbers.",
         ),
         (
-            {"layers_per_ipu": [2, 0, 1]},
+            {"parallel": ipufit.Parallel(layers_per_ipu=[2, 0, 1])},
             PartitionError,
             "layers_per_ipu must give every IPU at least one layer, but for the first, for one "
             "behind the last layer, and for those with parts of a serialised layer, got 0 for IPU "
@@ -103,36 +103,36 @@ def message(error, **options):
             "module': 1}.",
         ),
         (
-            {"layers_per_ipu": [1, -2]},
+            {"parallel": ipufit.Parallel(layers_per_ipu=[1, -2])},
             PartitionError,
             "layers_per_ipu must list a number of layers for every IPU, -1 for an even share of "
             "the rest, got [1, -2]. Write for example layers_per_ipu=[2, 3, -1, -1].",
         ),
         (
-            {"layers_per_ipu": 3},
+            {"parallel": ipufit.Parallel(layers_per_ipu=3)},
             PartitionError,
             "layers_per_ipu must list a number of layers for every IPU, -1 for an even share of "
             "the rest, got 3. Write for example layers_per_ipu=[2, 3, -1, -1].",
         ),
         (
-            {"layers_per_ipu": [1, 2], "layers": "heat"},
+            {"parallel": ipufit.Parallel(layers_per_ipu=[1, 2], layers="heat")},
             UnknownNameError,
             f"unknown module in layers 'heat'. Did you mean 'head'? {KNOWN}",
         ),
         (
-            {"layers_per_ipu": [1, 2], "layers": ["a", "head"]},
+            {"parallel": ipufit.Parallel(layers_per_ipu=[1, 2], layers=["a", "head"])},
             PartitionError,
             "layers must name modules that hold layers, but 'head' holds none. Name the ModuleList "
             "or Sequential.",
         ),
         (
-            {"layers": "a"},
+            {"parallel": ipufit.Parallel(layers="a")},
             PartitionError,
             "layers says which layers layers_per_ipu counts, but there is no layers_per_ipu. Give "
             "both or none.",
         ),
         (
-            {"net": nn.Linear(4, 4), "layers_per_ipu": [1, 1]},
+            {"net": nn.Linear(4, 4), "parallel": ipufit.Parallel(layers_per_ipu=[1, 1])},
             PartitionError,
             "layers_per_ipu counts the blocks of a ModuleList or Sequential of alike blocks, but "
             "Linear has none. Name what holds them with layers='...', use stages={'name of a "
@@ -140,46 +140,50 @@ def message(error, **options):
             "its own.",
         ),
         (
-            {"stages": {"head": 1}, "strategy": "pipelines"},
+            {"parallel": ipufit.Parallel(stages={"head": 1}, strategy="pipelines")},
             UnknownNameError,
             "unknown strategy 'pipelines'. Did you mean 'pipelined'? Known names: "
             "parallel_phased, pipelined, serial_phased, sharded.",
         ),
         (
-            {"strategy": "sharded"},
+            {"parallel": ipufit.Parallel(strategy="sharded")},
             PartitionError,
             "strategy says how stages run, got 'sharded', but nothing divides the module. Give "
             "stages or layers_per_ipu, or ipus_per_replica for a module with blocks of its own. "
-            "For overlapped IO on one IPU use training_options with "
+            "For overlapped IO on one IPU use poptorch= with "
             "setExecutionStrategy(poptorch.ShardedExecution()).",
         ),
         (
-            {"strategy": 3},
+            {"parallel": ipufit.Parallel(strategy=3)},
             PartitionError,
             "strategy must be one of 'pipelined', 'sharded', 'serial_phased', 'parallel_phased', "
             "or an object such as poptorch.PipelinedExecution(), got 3.",
         ),
         (
-            {"stages": {"head": 1}, "strategy": poptorch.PipelinedExecution()},
+            {
+                "parallel": ipufit.Parallel(
+                    stages={"head": 1}, strategy=poptorch.PipelinedExecution()
+                )
+            },
             PartitionError,
             "strategy as an object of PopTorch's names blocks of the module's own, but stages or "
             "layers_per_ipu divides it too. Use strategy='pipelined', or leave the other out.",
         ),
         (
-            {"stages": {"head": 1}, "ipus_per_replica": 4},
+            {"parallel": ipufit.Parallel(stages={"head": 1}, ipus_per_replica=4)},
             PartitionError,
             "ipus_per_replica must be the number of IPUs that the pipelined stages take, 2, got "
             "4. Leave it out.",
         ),
         (
-            {"ipus_per_replica": 0},
+            {"parallel": ipufit.Parallel(ipus_per_replica=0)},
             PartitionError,
             "ipus_per_replica must be a positive whole number or None, got 0.",
         ),
         (
-            {"inference_layers_per_ipu": [1, 1]},
+            {"parallel": ipufit.Parallel(inference=ipufit.Parallel(layers_per_ipu=[1, 1]))},
             PartitionError,
-            "inference_layers_per_ipu must add up to the number of repeated layers, got 2 and the "
+            "inference.layers_per_ipu must add up to the number of repeated layers, got 2 and the "
             "module has 3 (3 in a). Put -1 in place of one number for the rest, or name the layers "
             "meant with layers=.",
         ),
@@ -192,14 +196,15 @@ def test_compile_refuses(options, error, text):
 def test_all_faults_are_told_at_once():
     text = message(
         ConfigurationError,
-        stages={"heat": 0, "embed": -1},
-        inference_strategy="shard",
-        inference_stages={"head": 1},
+        parallel=ipufit.Parallel(
+            stages={"heat": 0, "embed": -1},
+            inference=ipufit.Parallel(strategy="shard", stages={"head": 1}),
+        ),
     )
     assert text == (
         f"unknown module in stages 'heat'. Did you mean 'head'? {KNOWN}\n"
         "stages['embed'] must be the number of a stage, from 0, got -1.\n"
-        "unknown inference_strategy 'shard'. Did you mean 'sharded'? Known names: "
+        "unknown inference.strategy 'shard'. Did you mean 'sharded'? Known names: "
         "parallel_phased, pipelined, serial_phased, sharded."
     )
 
@@ -217,7 +222,8 @@ def fault(model, **work):
 def test_a_training_pipeline_must_be_filled():
     """Forward and back: twice the stages, less one."""
     text, better = fault(
-        compiled(layers_per_ipu=[1, 1, 1], auto_round_ipus=True), gradient_accumulation=2
+        compiled(parallel=ipufit.Parallel(layers_per_ipu=[1, 1, 1], auto_round_ipus=True)),
+        gradient_accumulation=2,
     )
     assert text == (
         "`gradient_accumulation` must be at least 5 to fill a training pipeline of 3 stages, "
@@ -227,7 +233,11 @@ def test_a_training_pipeline_must_be_filled():
 
 
 def test_an_inference_pipeline_must_be_filled():
-    model = compiled(stages={"head": 1}, inference_strategy="pipelined")
+    model = compiled(
+        parallel=ipufit.Parallel(
+            stages={"head": 1}, inference=ipufit.Parallel(strategy="pipelined")
+        )
+    )
     with pytest.raises(PlanError) as caught:
         model.evaluate(X, Y, verbose=0)
     assert str(caught.value) == (
@@ -237,16 +247,25 @@ def test_an_inference_pipeline_must_be_filled():
 
 @pytest.mark.parametrize("strategy", ["sharded", "serial_phased", "parallel_phased"])
 def test_other_strategies_need_no_filling(strategy):
-    model = compiled(stages={"head": 1}, strategy=strategy, inference_strategy=strategy)
+    model = compiled(
+        parallel=ipufit.Parallel(
+            stages={"head": 1}, strategy=strategy, inference=ipufit.Parallel(strategy=strategy)
+        )
+    )
     fit(model, gradient_accumulation=1)
     assert model.evaluate(X, Y, verbose=0)["loss"] > 0
 
 
 def test_ipus_must_be_a_multiple_of_the_stages():
-    text, _ = fault(compiled(stages={"a": 1, "head": 2}), ipus=8, gradient_accumulation=5)
+    text, _ = fault(
+        compiled(parallel=ipufit.Parallel(stages={"a": 1, "head": 2})),
+        ipus=8,
+        gradient_accumulation=5,
+    )
     assert text == (
         "`ipus`, the total number of IPUs, must be a power of two that stages=3 divides (there is "
-        "none), got 8. Try 6 or 9 with compile(..., auto_round_ipus=True)."
+        "none), got 8. Try 6 or 9 with compile(..., "
+        "parallel=ipufit.Parallel(auto_round_ipus=True))."
     )
 
 
@@ -265,7 +284,7 @@ def broken(model, **work):
 
 @ENGINES
 def test_stages_run_in_the_order_of_their_numbers(engine):
-    text = broken(compiled(engine=engine, stages={"embed": 1, "a.1": 0}))
+    text = broken(compiled(engine=engine, parallel=ipufit.Parallel(stages={"embed": 1, "a.1": 0})))
     assert text == (
         "stages must run in the order of their numbers, but 'a.1' of stage 0 runs after 'embed' of "
         "stage 1. Give it stage 1 or later, or let forward call it earlier."
@@ -275,7 +294,7 @@ def test_stages_run_in_the_order_of_their_numbers(engine):
 @ENGINES
 def test_a_module_that_is_called_again_later_is_out_of_order(engine):
     net = Net(order=("embed", "a", "embed", "head"))
-    text = broken(compiled(net, engine, stages={"embed": 0, "a": 1}))
+    text = broken(compiled(net, engine, parallel=ipufit.Parallel(stages={"embed": 0, "a": 1})))
     assert text == (
         "stages must run in the order of their numbers, but 'embed' of stage 0 runs again after "
         "'a' of stage 1. Give it stage 1 or later, or let forward call it earlier."
@@ -287,7 +306,11 @@ def test_a_module_that_is_called_again_later_is_out_of_order(engine):
 def test_a_module_that_begins_a_stage_must_run(engine, strategy):
     """Without it, a phase would have no block."""
     net = Net(order=("embed", "a"))
-    text = broken(compiled(net, engine, stages={"a": 0, "head": 1}, strategy=strategy))
+    text = broken(
+        compiled(
+            net, engine, parallel=ipufit.Parallel(stages={"a": 0, "head": 1}, strategy=strategy)
+        )
+    )
     assert text == (
         "every module that begins a stage must be called by forward, but 'head' was not. Name a "
         "module that is called as module(...), not one whose parameters are used from outside."
@@ -296,14 +319,16 @@ def test_a_module_that_begins_a_stage_must_run(engine, strategy):
 
 @ENGINES
 def test_tied_weights_on_two_stages_are_refused(engine):
-    text = broken(compiled(Net(tied=True), engine, stages={"embed": 0, "head": 1}))
+    text = broken(
+        compiled(Net(tied=True), engine, parallel=ipufit.Parallel(stages={"embed": 0, "head": 1}))
+    )
     assert text == (
         "a parameter must be on one IPU, but 'embed.weight' and 'head.weight' are one parameter, "
         "in stages 0 and 1. Put all its uses into one stage, or give each its own copy: "
         "module.weight = torch.nn.Parameter(module.weight.detach().clone())."
     )
     net = Net(order=("embed", "a", "embed", "head"))
-    text = broken(compiled(net, engine, stages={"a": 1}))
+    text = broken(compiled(net, engine, parallel=ipufit.Parallel(stages={"a": 1})))
     assert text == (
         "a parameter must be on one IPU, but 'embed.weight' is used in stages 0 and 1. Put all its "
         "uses into one stage, or give each its own copy: module.weight = "
@@ -314,20 +339,26 @@ def test_tied_weights_on_two_stages_are_refused(engine):
 @ENGINES
 def test_parts_of_a_layer_lie_on_the_ipus_of_a_replica(engine):
     """They begin stages themselves, in the order of their IPUs."""
-    wrong = {"engine": engine, "serialized_layers": {"head": [1, 1]}}
+    wrong = {"engine": engine, "memory": ipufit.Memory(serialize={"head": [1, 1]})}
     assert message(PartitionError, **wrong) == (
         "splits_per_ipu of serialised layers must have a number for each IPU of a replica, got 2 "
         "and a replica has 1. Divide the module with stages, or pass ipus_per_replica=2."
     )
-    assert message(PartitionError, **wrong, stages={"a": 1}, strategy="serial_phased") == (
+    assert message(
+        PartitionError, **wrong, parallel=ipufit.Parallel(stages={"a": 1}, strategy="serial_phased")
+    ) == (
         "splits_per_ipu of serialised layers must have a number for each IPU of a replica, got 2 "
         "and a replica has 1. Divide the module with stages, or pass ipus_per_replica=2."
     )
-    assert message(PartitionError, **wrong, stages={"a": 1}, strategy="parallel_phased") == (
+    assert message(
+        PartitionError,
+        **wrong,
+        parallel=ipufit.Parallel(stages={"a": 1}, strategy="parallel_phased"),
+    ) == (
         "splits_per_ipu put parts of one layer on several IPUs, which phases can't have, but the "
         "strategy is 'parallel_phased'. Use a factor, or another strategy."
     )
-    assert broken(compiled(Net(), stages={"a.1": 1}, **wrong)) == (
+    assert broken(compiled(Net(), parallel=ipufit.Parallel(stages={"a.1": 1}), **wrong)) == (
         "stages must run in the order of their numbers, but 'head' has parts on IPU 0 and runs "
         "after 'a.1' of stage 1. Split it over IPUs from 1 on."
     )
@@ -337,7 +368,14 @@ def test_parts_of_a_layer_lie_on_the_ipus_of_a_replica(engine):
 def test_a_table_split_over_ipus_can_not_come_twice(engine):
     """Tied to the projection behind, its parts would be needed at both ends of the pipeline."""
     net = Net(tied=True)
-    text = broken(compiled(net, engine, serialized_layers={"embed": [1, 1]}, ipus_per_replica=2))
+    text = broken(
+        compiled(
+            net,
+            engine,
+            memory=ipufit.Memory(serialize={"embed": [1, 1]}),
+            parallel=ipufit.Parallel(ipus_per_replica=2),
+        )
+    )
     assert text == (
         "stages must run in the order of their numbers, but 'head' has parts on IPU 0 and runs "
         "after 'embed' of stage 1. Split it over IPUs from 1 on."
@@ -347,7 +385,11 @@ def test_a_table_split_over_ipus_can_not_come_twice(engine):
 @ENGINES
 def test_tied_weights_on_one_stage_stay_tied(engine):
     net = Net(tied=True)
-    fit(compiled(net, engine, stages={"a.1": 0, "a.2": 0}, ipus_per_replica=1))
+    fit(
+        compiled(
+            net, engine, parallel=ipufit.Parallel(stages={"a.1": 0, "a.2": 0}, ipus_per_replica=1)
+        )
+    )
     assert net.head.weight is net.embed.weight
 
 
@@ -368,11 +410,14 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("ipus", [1, 4])
 def test_blocks_of_the_module_must_fit_what_compile_was_told(engine, ipus):
     """Without ipus_per_replica, or with their number, it trains."""
-    assert broken(compiled(Blocks(), engine, ipus_per_replica=ipus), gradient_accumulation=7) == (
+    assert broken(
+        compiled(Blocks(), engine, parallel=ipufit.Parallel(ipus_per_replica=ipus)),
+        gradient_accumulation=7,
+    ) == (
         f"the module's own blocks put it on 2 IPUs, but ipus_per_replica is {ipus}. Leave it out, "
         "or set it to 2, in compile or in the config."
     )
-    for told in ({}, {"ipus_per_replica": 2}):
+    for told in ({}, {"parallel": ipufit.Parallel(ipus_per_replica=2)}):
         model = compiled(Blocks(), engine, **told)
         fit(model, gradient_accumulation=3)
         assert model.history.params["ipus"] == 2
@@ -380,7 +425,9 @@ def test_blocks_of_the_module_must_fit_what_compile_was_told(engine, ipus):
 
 @ENGINES
 def test_a_module_is_divided_in_one_way(engine):
-    assert broken(compiled(Blocks(), engine, stages={"first": 0, "second": 1})) == (
+    assert broken(
+        compiled(Blocks(), engine, parallel=ipufit.Parallel(stages={"first": 0, "second": 1}))
+    ) == (
         "a module is divided by its own blocks or by the arguments of compile, but it has blocks, "
         "such as 'B', and is divided by stages or layers_per_ipu too. Take its blocks away with "
         "poptorch.removeBlocks(module), or leave the arguments out; beside a config with "
@@ -411,19 +458,26 @@ def test_a_parameter_is_seen_wherever_it_is_read(engine):
     net = Elsewhere()
     for way, name in (("tied", "embed.weight"), ("root", "scale")):
         net.way = way
-        assert broken(compiled(net, engine, stages={"mid": 1})) == (
+        assert broken(compiled(net, engine, parallel=ipufit.Parallel(stages={"mid": 1}))) == (
             f"a parameter must be on one IPU, but '{name}' is used in stages 0 and 1. Put all its "
             "uses into one stage, or give each its own copy: module.weight = "
             "torch.nn.Parameter(module.weight.detach().clone())."
         )
     net.way = "once"
-    fit(compiled(net, engine, stages={"mid": 1}))
+    fit(compiled(net, engine, parallel=ipufit.Parallel(stages={"mid": 1})))
 
 
 @ENGINES
 def test_run_eagerly_is_checked_too(engine):
     if engine == "embedded":
-        text = broken(compiled(Net(tied=True), engine, stages={"head": 1}, run_eagerly=True))
+        text = broken(
+            compiled(
+                Net(tied=True),
+                engine,
+                parallel=ipufit.Parallel(stages={"head": 1}),
+                run_eagerly=True,
+            )
+        )
         assert text.startswith("a parameter must be on one IPU, but 'embed.weight' and ")
 
 
@@ -442,13 +496,13 @@ def penalised(net, name, engine, **options):
 @ENGINES
 def test_the_loss_is_in_the_last_stage(engine):
     """What it reads is too."""
-    text = broken(penalised(Net(), "embed", engine, stages={"head": 1}))
+    text = broken(penalised(Net(), "embed", engine, parallel=ipufit.Parallel(stages={"head": 1})))
     assert text == (
         "a parameter must be on one IPU, but 'embed.weight' is used in stage 0 and by the loss, "
         "which is in stage 1. For a penalty of weights use the optimizer's weight_decay; else put "
         "what uses it into the last stage."
     )
-    fit(penalised(Net(), "head", engine, stages={"head": 1}))
+    fit(penalised(Net(), "head", engine, parallel=ipufit.Parallel(stages={"head": 1})))
 
 
 class Idle(nn.Module):
@@ -476,17 +530,19 @@ def test_every_stage_computes_something(engine):
         ({"i": 1, "b": 2}, "stage 1, which begins with 'i',"),
         ({"a": 0, "f": 1, "b": 2}, "stage 1, which begins with 'f',"),
     ):
-        net = compiled(Idle(), engine, stages=stages, auto_round_ipus=True)
+        net = compiled(
+            Idle(), engine, parallel=ipufit.Parallel(stages=stages, auto_round_ipus=True)
+        )
         assert broken(net, gradient_accumulation=5) == (
             f"every stage must compute something, but {where} computes nothing. {cure}"
         )
-    model = compiled(Idle(), engine, stages={"drop": 1})
+    model = compiled(Idle(), engine, parallel=ipufit.Parallel(stages={"drop": 1}))
     fit(model)
     with pytest.raises(PartitionError) as caught:
         model.evaluate(X, Y, verbose=0)
     assert str(caught.value) == (
         "every stage must compute something, but stage 1, which begins with 'drop', computes "
-        f"nothing in inference. {cure} inference_stages or inference_layers_per_ipu divide "
+        f"nothing in inference. {cure} Parallel.inference divides "
         "inference alone."
     )
 
@@ -505,16 +561,20 @@ class Auxiliary(nn.Module):
 
 @ENGINES
 def test_inference_may_need_other_stages(engine):
-    model = compiled(Auxiliary(), engine, stages={"aux": 1})
+    model = compiled(Auxiliary(), engine, parallel=ipufit.Parallel(stages={"aux": 1}))
     fit(model)
     with pytest.raises(PartitionError) as caught:
         model.predict(X, verbose=0)
     assert str(caught.value) == (
         "every module that begins a stage must be called by forward, but 'aux' was not in "
         "inference, which the stages of training divide as well. Divide it otherwise with "
-        "inference_stages or inference_layers_per_ipu."
+        "Parallel.inference."
     )
-    model = compiled(Auxiliary(), engine, stages={"aux": 1}, inference_stages={"body": 0})
+    model = compiled(
+        Auxiliary(),
+        engine,
+        parallel=ipufit.Parallel(stages={"aux": 1}, inference=ipufit.Parallel(stages={"body": 0})),
+    )
     fit(model)
     assert model.predict(X, verbose=0).shape == (10, 4)
 
@@ -526,6 +586,11 @@ def test_layers_that_torch_fuses_in_inference_keep_their_stages(engine):
     net = nn.Sequential(nn.Unflatten(1, (1, 4)), nn.TransformerEncoder(layer, 2), nn.Flatten())
     options = [False] if engine != "embedded" else [False, True]
     for run_eagerly in options:
-        model = compiled(net, engine, stages={"1.layers.1.linear1": 1}, run_eagerly=run_eagerly)
+        model = compiled(
+            net,
+            engine,
+            parallel=ipufit.Parallel(stages={"1.layers.1.linear1": 1}),
+            run_eagerly=run_eagerly,
+        )
         fit(model)
         assert model.predict(X, verbose=0).shape == (10, 4)

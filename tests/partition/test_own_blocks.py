@@ -31,7 +31,9 @@ def net(*ipus, tied=(), names="ABCD"):
 
 def over_two(module, engine="embedded", **options):
     model = ipufit.Model(module, engine=engine)
-    model.compile("sgd", "cross_entropy", **{"ipus_per_replica": 2, **options})
+    model.compile(
+        "sgd", "cross_entropy", **{"parallel": ipufit.Parallel(ipus_per_replica=2), **options}
+    )
     return model
 
 
@@ -57,36 +59,47 @@ STRATEGIES = {
 @ENGINES
 @pytest.mark.parametrize("kind", list(STRATEGIES))
 def test_a_strategy_whose_blocks_are_missing_is_refused(engine, kind):
-    text = refused(net(None, None), engine, strategy=STRATEGIES[kind](["A"], ["B"]))
+    text = refused(
+        net(None, None), engine, parallel=ipufit.Parallel(strategy=STRATEGIES[kind](["A"], ["B"]))
+    )
     assert text == (
         f"forward must enter a block of every stage that poptorch.{kind} names, but it does not "
         "enter 'A', 'B'. It enters none. Begin the block with poptorch.BeginBlock(module, 'A'), "
         "or leave it out of the strategy."
     )
-    text = refused(net(0, 1), engine, strategy=STRATEGIES[kind](["A"], ["B"], ["C"]))
+    text = refused(
+        net(0, 1), engine, parallel=ipufit.Parallel(strategy=STRATEGIES[kind](["A"], ["B"], ["C"]))
+    )
     assert text == (
         f"forward must enter a block of every stage that poptorch.{kind} names, but it does not "
         "enter 'C'. It enters 'A', 'B'. Begin the block with poptorch.BeginBlock(module, 'C'), or "
         "leave it out of the strategy."
     )
     module = net(0, 1, names=("first", "second"))
-    text = refused(module, engine, strategy=STRATEGIES[kind](["first"], ["secnd"]))
+    text = refused(
+        module, engine, parallel=ipufit.Parallel(strategy=STRATEGIES[kind](["first"], ["secnd"]))
+    )
     assert text == (
         f"forward must enter a block of every stage that poptorch.{kind} names, but it does not "
         "enter 'secnd'. Did you mean 'second'? It enters 'first', 'second'. Begin the block with "
         "poptorch.BeginBlock(module, 'secnd'), or leave it out of the strategy."
     )
-    assert refused(net(0, 1), engine, strategy=STRATEGIES[kind](["A"])) == (
+    assert refused(
+        net(0, 1), engine, parallel=ipufit.Parallel(strategy=STRATEGIES[kind](["A"]))
+    ) == (
         f"poptorch.{kind} must name every block that forward enters, but it does not name 'B'. It "
         "names 'A'. Add the block to the strategy."
     )
 
 
-@pytest.mark.parametrize("prefix", ["", "inference_"])
+@pytest.mark.parametrize("prefix", ["", "inference."])
 def test_phases_of_own_blocks_need_their_names(prefix):
     for name, kind in (("serial_phased", "Serial"), ("parallel_phased", "Parallel")):
+        parallel = ipufit.Parallel(strategy=name)
+        if prefix:
+            parallel = ipufit.Parallel(inference=parallel)
         with pytest.raises(PartitionError) as caught:
-            over_two(net(0, 1), **{f"{prefix}strategy": name})
+            over_two(net(0, 1), parallel=parallel)
         assert str(caught.value) == (
             f"{prefix}strategy='{name}' runs the stages of {prefix}stages or "
             f"{prefix}layers_per_ipu as phases, got neither. Give one of them, or, for blocks of "
@@ -98,7 +111,7 @@ def test_phases_of_own_blocks_need_their_names(prefix):
 @ENGINES
 def test_blocks_of_one_stage_are_on_one_ipu(engine):
     strategy = poptorch.PipelinedExecution(poptorch.Stage("A", "B"))
-    assert refused(net(0, 1), engine, strategy=strategy) == (
+    assert refused(net(0, 1), engine, parallel=ipufit.Parallel(strategy=strategy)) == (
         "the blocks of a stage run on one IPU, but 'A' and 'B', which strategy puts into one "
         "stage, begin on IPUs 0 and 1. Give each a poptorch.Stage of its own, or say "
         "poptorch.Stage(...).ipu(number)."
@@ -120,7 +133,9 @@ def test_no_ipu_is_without_work(engine):
         "every IPU of a replica must compute something, but IPU 0 of 2 has nothing to do. Number "
         "the IPUs of the blocks from 0 without a gap."
     )
-    assert refused(net(0, 2), engine, ipus_per_replica=3, auto_round_ipus=True) == (
+    assert refused(
+        net(0, 2), engine, parallel=ipufit.Parallel(ipus_per_replica=3, auto_round_ipus=True)
+    ) == (
         "every IPU of a replica must compute something, but IPU 1 of 3 has nothing to do. Number "
         "the IPUs of the blocks from 0 without a gap."
     )
@@ -155,7 +170,7 @@ def test_nothing_is_computed_between_blocks(engine):
 @pytest.mark.parametrize("named", [False, True])
 def test_the_loss_is_in_the_last_block_though_it_ended(engine, named):
     strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement) if named else None
-    model = over_two(Left(), engine, strategy=strategy)
+    model = over_two(Left(), engine, parallel=ipufit.Parallel(strategy=strategy))
     fit(model, 3)
     assert model.predict(X, verbose=0).shape == (10, 4)
 
@@ -183,13 +198,13 @@ def test_stages_are_changes_of_the_ipu(engine, ipus, stages, named):
         strategy = poptorch.PipelinedExecution(*parts)
     least = 2 * stages - 1
     with pytest.raises(PlanError) as caught:
-        fit(over_two(net(*ipus), engine, strategy=strategy), least - 1)
+        fit(over_two(net(*ipus), engine, parallel=ipufit.Parallel(strategy=strategy)), least - 1)
     assert str(caught.value) == (
         f"`gradient_accumulation` must be at least {least} to fill a training pipeline of {stages} "
         f"stages, forward and back, got {least - 1}. Try {least}."
     )
     assert caught.value.suggestion == {"gradient_accumulation": least}
-    model = over_two(net(*ipus), engine, strategy=strategy)
+    model = over_two(net(*ipus), engine, parallel=ipufit.Parallel(strategy=strategy))
     fit(model, least)
     for iterations in (1, stages - 1, stages):
         work = {"device_iterations": iterations, "batch_size": 2, "verbose": 0}
@@ -202,7 +217,11 @@ def test_stages_are_changes_of_the_ipu(engine, ipus, stages, named):
 
 @ENGINES
 def test_an_inference_pipeline_that_was_asked_for_must_be_filled(engine):
-    model = over_two(net(0, 1, 0), engine, inference_strategy="pipelined")
+    model = over_two(
+        net(0, 1, 0),
+        engine,
+        parallel=ipufit.Parallel(inference=ipufit.Parallel(strategy="pipelined")),
+    )
     with pytest.raises(PlanError) as caught:
         model.evaluate(X, Y, batch_size=2, device_iterations=2, verbose=0)
     assert str(caught.value) == (
@@ -243,9 +262,11 @@ def test_blocks_without_names_are_numbered(engine):
     for ipu, layer in enumerate(module):
         poptorch.BeginBlock(layer, ipu_id=ipu)
     strategy = poptorch.PipelinedExecution(poptorch.Stage("0"), poptorch.Stage("1"))
-    fit(over_two(module, engine, strategy=strategy), 3)
+    fit(over_two(module, engine, parallel=ipufit.Parallel(strategy=strategy)), 3)
     module = nn.Sequential(*module)
-    assert refused(module, engine, strategy=poptorch.ShardedExecution("0", "2")) == (
+    assert refused(
+        module, engine, parallel=ipufit.Parallel(strategy=poptorch.ShardedExecution("0", "2"))
+    ) == (
         "forward must enter a block of every stage that poptorch.ShardedExecution names, but it "
         "does not enter '2'. It enters '0', '1'. Begin the block with "
         "poptorch.BeginBlock(module, '2'), or leave it out of the strategy."
@@ -325,7 +346,7 @@ def test_options_say_how_the_counted_blocks_run(engine, capsys):
     """Sharded blocks are no pipeline that would have to be filled."""
     for make in (lambda: net(0, 1), InForward):
         options = poptorch.Options().setExecutionStrategy(poptorch.ShardedExecution())
-        model = compiled_alone(make(), engine, training_options=options)
+        model = compiled_alone(make(), engine, poptorch=options)
         fit(model, 1)
         model.explain()
         text = "Training: sharded over 2 IPUs by the module's own blocks."
@@ -337,7 +358,7 @@ def test_replicas_of_options_are_so_many_times_the_counted_blocks(engine):
     for make in (lambda: net(0, 1), InForward):
         options = poptorch.Options().replicationFactor(2)
         options.Training.gradientAccumulation(3)
-        model = compiled_alone(make(), engine, training_options=options)
+        model = compiled_alone(make(), engine, poptorch=options)
         fit(model, None)
         found = model.history.params
         assert (found["replicas"], found["ipus"]) == (2, 4)
@@ -360,7 +381,7 @@ def test_ipus_of_a_stream_can_not_be_shared_out_before_blocks_show(engine):
         "ipus=4 was shared out among replicas before the first batch, which can't be read twice, "
         "showed that the module's own blocks take 2 IPUs. Pass ipus_per_replica=2 to compile."
     )
-    cured = compiled_alone(InForward(), engine, ipus_per_replica=2)
+    cured = compiled_alone(InForward(), engine, parallel=ipufit.Parallel(ipus_per_replica=2))
     for model, ipus in (
         (cured, 4),
         (compiled_alone(net(0, 1), engine), 4),

@@ -185,7 +185,9 @@ def fitted(net, recompute, engine=None, **options):
     engine = engine or EmbeddedEngine()
     model = ipufit.Model(net, engine=lambda: engine)
     # What is not recomputed is merged otherwise, which sums up in another order.
-    model.compile("adam", "cross_entropy", recompute=recompute, jit="graph", **options)
+    model.compile(
+        "adam", "cross_entropy", memory=ipufit.Memory(recompute=recompute), jit="graph", **options
+    )
     x, y = data(12)
     x = x.to(next(net.parameters()).dtype)
     history = model.fit(
@@ -211,8 +213,8 @@ def test_the_bits_are_those_without(kind, recompute):
     "options",
     [
         {"precision": "mixed_bfloat16"},
-        {"loss_scale": 8.0, "global_clipnorm": 0.1},
-        {"use_ema": True, "output_mode": "final", "metrics": ["accuracy"]},
+        {"precision": ipufit.Precision(loss_scale=8.0), "clip": ipufit.Clip(global_norm=0.1)},
+        {"ema": ipufit.EMA(), "outputs": "final", "metrics": ["accuracy"]},
     ],
     ids=str,
 )
@@ -322,7 +324,7 @@ def test_the_peak_that_is_told_is_the_one_that_is_measured(names):
 def test_explain_tells_what_it_brings():
     net, (x, y) = made(Pictures), data(16)
     model = ipufit.Model(net, engine="embedded")
-    model.compile("sgd", "cross_entropy", recompute=["blocks.1", "blocks.2"])
+    model.compile("sgd", "cross_entropy", memory=ipufit.Memory(recompute=["blocks.1", "blocks.2"]))
     assert model._session.explain().count("\n") == 1
     model.fit(x, y, batch_size=16, verbose=0)
     repeated, before, after = model._session.engine.recomputed
@@ -340,7 +342,7 @@ def test_inference_is_left_as_it_is():
     x, y = data(8)
     engine.recomputed = None
     model = ipufit.Model(net, engine=lambda: engine)
-    model.compile("sgd", "cross_entropy", recompute=["conv"])
+    model.compile("sgd", "cross_entropy", memory=ipufit.Memory(recompute=["conv"]))
     model.evaluate(x, y, verbose=0)
     model.predict(x, verbose=0)
     assert engine.recomputed is None
@@ -370,7 +372,7 @@ def test_poptorch_keeps_the_outputs_of_the_layers():
     with keep_float64():
         net = copy.deepcopy(base)
         model = ipufit.Model(net, engine=lambda: IpuEngine(sdk, "ipu-standin"))
-        model.compile("sgd", "cross_entropy", recompute=["pair", "head"])
+        model.compile("sgd", "cross_entropy", memory=ipufit.Memory(recompute=["pair", "head"]))
         model.fit(x, y, batch_size=4, seed=1, verbose=0)
         once = [(4, 8), (4, 8), (4, 5)]
         assert kept == once * (len(kept) // 3)
@@ -392,14 +394,14 @@ def test_poptorch_keeps_the_outputs_of_the_layers():
 
 def compiling(recompute, kind=Sequences, **options):
     return lambda: ipufit.Model(made(kind)).compile(
-        "sgd", "cross_entropy", recompute=recompute, **options
+        "sgd", "cross_entropy", memory=ipufit.Memory(recompute=recompute), **options
     )
 
 
 def test_layers_are_found_by_pattern_and_by_structure():
     def layers(recompute, kind=Sequences):
         model = ipufit.Model(made(kind))
-        model.compile("sgd", "cross_entropy", recompute=recompute)
+        model.compile("sgd", "cross_entropy", memory=ipufit.Memory(recompute=recompute))
         return model._session.config.recompute
 
     encoder = tuple(f"encoder.layers.{i}" for i in range(2))
@@ -448,15 +450,15 @@ def test_a_module_without_repeated_layers_is_refused():
 def test_anything_else_is_refused(given):
     refused(
         compiling(given),
-        f"recompute must be True, False, or names of layers, got {given!r}. Write for example "
-        "recompute=['encoder.layers.0', 'encoder.layers.1'] or 'encoder.layers.*'.",
+        f"Memory.recompute must be True, False, or names of layers, got {given!r}. Write for "
+        "example recompute=['encoder.layers.0', 'encoder.layers.1'] or 'encoder.layers.*'.",
     )
 
 
 def test_a_run_without_a_program_is_refused():
     refused(
         compiling("encoder", run_eagerly=True),
-        "recompute changes a recorded program, but run_eagerly=True or jit='off' has none, got "
+        "recompute changes a recorded program, but run_eagerly=True has none, got "
         "both, with recompute='encoder'. Leave one of them out.",
     )
 
@@ -465,7 +467,9 @@ def test_a_run_without_a_program_is_refused():
 def test_a_layer_that_is_never_called_is_refused(engine):
     """Torch's attention computes with its projection without calling it."""
     model = ipufit.Model(made(Transformer).float(), engine=engine)
-    model.compile("sgd", "cross_entropy", recompute="encoder.self_attn.out_proj")
+    model.compile(
+        "sgd", "cross_entropy", memory=ipufit.Memory(recompute="encoder.self_attn.out_proj")
+    )
     x, y = data(4)
     with pytest.raises(ConfigurationError) as caught:
         model.fit(x.float(), y, batch_size=2, verbose=0)

@@ -1,6 +1,7 @@
 """Layers may be cut in one way in training and in another in inference, with one set of weights."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -181,7 +182,7 @@ def test_inference_can_be_cut_later():
     """Without a word on training, its parts stay, and so do ties."""
     net = serialize(language(tied=True), {"embed": 4, "body.0": 2})
     model = ipufit.Model(net)
-    model.compile("sgd", Flat(), inference_serialized_layers={"embed": 2})
+    model.compile("sgd", Flat(), memory=ipufit.Memory(inference_serialize={"embed": 2}))
     assert (
         str(net.embed) == "SerializedEmbedding(12, 8, padding_idx=7, factor=4, inference factor=2)"
     )
@@ -208,8 +209,10 @@ def test_fit_evaluate_and_predict_give_what_the_dense_module_gives(engine):
         return module, history.history, found
 
     net, history, found = run(
-        serialized_layers={"embed": 4, "head": [2]},
-        inference_serialized_layers={"embed": 3, "body.0": 2, "head": [6]},
+        memory=ipufit.Memory(
+            serialize={"embed": 4, "head": [2]},
+            inference_serialize={"embed": 3, "body.0": 2, "head": [6]},
+        ),
     )
     dense, expected, wanted = run()
     for name in ("loss", "val_loss"):
@@ -243,11 +246,15 @@ def test_poptorch_is_told_of_the_parts_of_each_mode():
         model.compile(
             "sgd",
             OfRows(),
-            layers_per_ipu=[-1, -1],
-            layers="body",
-            inference_layers_per_ipu=[-1],
-            serialized_layers={"embed": [2, 0]},
-            inference_serialized_layers={"embed": 4, "head": 3, "body.0": [2]},
+            parallel=ipufit.Parallel(
+                layers_per_ipu=[-1, -1],
+                layers="body",
+                inference=ipufit.Parallel(layers_per_ipu=[-1]),
+            ),
+            memory=ipufit.Memory(
+                serialize={"embed": [2, 0]},
+                inference_serialize={"embed": 4, "head": 3, "body.0": [2]},
+            ),
         )
         model.fit(TOKENS, TARGETS, batch_size=2, gradient_accumulation=5, verbose=0)
         assert ("ipufit embed/0", 0) in calls
@@ -260,11 +267,11 @@ def test_poptorch_is_told_of_the_parts_of_each_mode():
 
 def test_explain_names_the_layers():
     model = ipufit.Model(language())
-    model.compile("sgd", Flat(), serialized_layers={"embed": 4, "head": [2]})
+    model.compile("sgd", Flat(), memory=ipufit.Memory(serialize={"embed": 4, "head": [2]}))
     model.fit(TOKENS, TARGETS, batch_size=2, verbose=0)
     line = "Layers in parts: embed (factor=4), head (splits_per_ipu=[2])."
     assert line in model._session.explain().splitlines()
-    model.compile("sgd", Flat(), inference_serialized_layers={"embed": 2})
+    model.compile("sgd", Flat(), memory=ipufit.Memory(inference_serialize={"embed": 2}))
     line = "Layers in parts: embed (factor=4, inference factor=2), head (splits_per_ipu=[2])."
     assert line in model._session.explain().splitlines()
     plain = ipufit.Model(language())
@@ -300,38 +307,41 @@ def compile_with(**options):
 
 def test_parts_in_inference_lie_on_the_ipus_of_inference():
     """They are told by their argument, and each parameter has one place."""
-    training = {"layers_per_ipu": [1, 1], "layers": "body", "serialized_layers": {"embed": [2, 2]}}
+    parallel = ipufit.Parallel(layers_per_ipu=[1, 1], layers="body")
+    apart = dataclasses.replace(parallel, inference=ipufit.Parallel(layers_per_ipu=[-1]))
+
+    def in_inference(parts, training=None, parallel=parallel):
+        memory = ipufit.Memory(serialize=training or {"embed": [2, 2]}, inference_serialize=parts)
+        compile_with(parallel=parallel, memory=memory)
+
     refused(
-        lambda: compile_with(**training, inference_layers_per_ipu=[-1]),
+        lambda: in_inference(None, parallel=apart),
         "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
-        "replica there, got 2 and a replica has 1. Say with inference_serialized_layers how they "
+        "replica there, got 2 and a replica has 1. Say with Memory.inference_serialize how they "
         "are cut in inference, or divide the module there as in training.",
     )
-    compile_with(**training, inference_layers_per_ipu=[-1], inference_serialized_layers={})
-    compile_with(**training, inference_serialized_layers={"embed": [1, 1]})
+    in_inference({}, parallel=apart)
+    in_inference({"embed": [1, 1]})
     refused(
-        lambda: compile_with(**training, inference_serialized_layers={"embed": [2]}),
+        lambda: in_inference({"embed": [2]}),
         "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
-        "replica there, got 1 and a replica has 2. Say with inference_serialized_layers how they "
+        "replica there, got 1 and a replica has 2. Say with Memory.inference_serialize how they "
         "are cut in inference, or divide the module there as in training.",
     )
     refused(
-        lambda: compile_with(**training, inference_serialized_layers={"embed": [1, 2]}),
+        lambda: in_inference({"embed": [1, 2]}),
         "a parameter must be on one IPU, but in inference 'embed' is cut by splits_per_ipu=[1, 2], "
         "which needs its 'weight_1' on IPUs 0, 1; the parameters are those of training, "
         "splits_per_ipu=[2, 2]. Cut it into 3 parts in training too, by splits_per_ipu in "
-        "serialized_layers.",
+        "Memory.serialize.",
     )
     columns = Serialization(splits_per_ipu=[1, 1], mode=COLUMNS)
     refused(
-        lambda: compile_with(
-            **dict(training, serialized_layers={"head": [1, 1]}),
-            inference_serialized_layers={"head": columns},
-        ),
+        lambda: in_inference({"head": columns}, training={"head": [1, 1]}),
         "a parameter must be on one IPU, but in inference 'head' is cut by splits_per_ipu=[1, 1], "
         "which needs its 'weight_0' on IPUs 0, 1; the parameters are those of training, "
         "splits_per_ipu=[1, 1]. Cut it into 2 parts in training too, by splits_per_ipu in "
-        "serialized_layers.",
+        "Memory.serialize.",
     )
 
 
@@ -339,7 +349,10 @@ def test_a_compile_that_fails_leaves_both_as_they_were():
     net = serialize(language(tied=True), {"embed": 4}, {"embed": 2})
     before, text = copy.deepcopy(net.state_dict()), str(net)
     model = ipufit.Model(net)
-    for given in ({"inference_serialized_layers": {}}, {"serialized_layers": {"head": 2}}):
+    for given in (
+        {"memory": ipufit.Memory(inference_serialize={})},
+        {"memory": ipufit.Memory(serialize={"head": 2})},
+    ):
         with pytest.raises(ConfigurationError):
             model.compile("adam", "no such loss", **given)
         assert str(net) == text

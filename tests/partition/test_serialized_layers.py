@@ -240,7 +240,7 @@ def test_an_index_that_no_row_has_is_refused_as_by_torch(cut, index):
 @pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 def test_fit_refuses_such_an_index_too(engine):
     model = ipufit.Model(language().float(), engine=engine)
-    model.compile("sgd", Flat(), serialized_layers={"embed": 4})
+    model.compile("sgd", Flat(), memory=ipufit.Memory(serialize={"embed": 4}))
     with pytest.raises(Exception, match="index out of range"):
         model.fit(TOKENS + 1, TARGETS, batch_size=2, verbose=0)
     model.close()
@@ -284,7 +284,7 @@ def test_fit_gives_what_the_dense_module_gives(engine, tied):
         module = language(tied=tied)
         model = ipufit.Model(module, engine=engine)
         with keep_float64():
-            model.compile("adam", Flat(), serialized_layers=layers, **divided)
+            model.compile("adam", Flat(), memory=ipufit.Memory(serialize=layers), **divided)
             history = model.fit(
                 TOKENS,
                 TARGETS,
@@ -302,7 +302,7 @@ def test_fit_gives_what_the_dense_module_gives(engine, tied):
         net, losses = run({"embed": 4, "body.0": 2})
     else:
         layers = {"embed": 4, "body.0": 2, "head": [1, 2]}
-        net, losses = run(layers, ipus_per_replica=2, strategy="sharded")
+        net, losses = run(layers, parallel=ipufit.Parallel(ipus_per_replica=2, strategy="sharded"))
     dense, expected = run(None)
     assert losses == pytest.approx(expected, abs=1e-12)
     assert_close(net, dense, atol=1e-11)
@@ -340,7 +340,12 @@ def test_poptorch_is_told_of_parts_and_their_places():
         "head": [0, 2],
     }
     with keep_float64():
-        model.compile("sgd", Flat(), serialized_layers=layers, ipus_per_replica=2)
+        model.compile(
+            "sgd",
+            Flat(),
+            memory=ipufit.Memory(serialize=layers),
+            parallel=ipufit.Parallel(ipus_per_replica=2),
+        )
         model.fit(TOKENS, TARGETS, batch_size=2, gradient_accumulation=5, verbose=0)
         model.close()
     assert recorder_calls[:4] == [
@@ -562,13 +567,15 @@ def test_a_compile_that_fails_leaves_the_module_as_it_was():
     net = serialize(language(tied=True), {"embed": [2, 2]})
     model = ipufit.Model(net)
     with pytest.raises(ConfigurationError):
-        model.compile("adam", "no such loss", serialized_layers={"embed": 3})
+        model.compile("adam", "no such loss", memory=ipufit.Memory(serialize={"embed": 3}))
     assert net.embed.parts == net.head.parts
     assert net.embed.parts.per_ipu == (2, 2)
     assert net.head.weight_3 is net.embed.weight_3
     dense = language()
     with pytest.raises(ConfigurationError):
-        ipufit.Model(dense).compile("adam", "mse", serialized_layers={"embed": 3, "head": 5})
+        ipufit.Model(dense).compile(
+            "adam", "mse", memory=ipufit.Memory(serialize={"embed": 3, "head": 5})
+        )
     assert type(dense.embed) is nn.Embedding
 
 
@@ -577,9 +584,9 @@ def test_an_optimizer_of_the_dense_weights_is_refused():
     net = language()
     made = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(OptimizerError):
-        ipufit.Model(net).compile(made, "mse", serialized_layers={"embed": 3})
+        ipufit.Model(net).compile(made, "mse", memory=ipufit.Memory(serialize={"embed": 3}))
     assert type(net.embed) is nn.Embedding
     ipufit.Model(net).compile(made, "mse")
     serialize(net, {"embed": 3})
     made = torch.optim.SGD(net.parameters(), lr=0.1)
-    ipufit.Model(net).compile(made, "mse", serialized_layers={"body.0": 2})
+    ipufit.Model(net).compile(made, "mse", memory=ipufit.Memory(serialize={"body.0": 2}))

@@ -93,10 +93,10 @@ def test_layers_are_modules_that_can_be_called():
     """A ModuleList is none, so that its own layers count."""
     layers = tuple(f"groups.{group}.{layer}" for group in range(3) for layer in range(2))
     assert repeated_layers(Grouped(), None) == layers
-    model = compiled(Grouped(), layers_per_ipu=[2, 4])
+    model = compiled(Grouped(), parallel=ipufit.Parallel(layers_per_ipu=[2, 4]))
     x, y = torch.zeros(6, 4), torch.zeros(6, dtype=torch.int64)
     model.fit(x, y, batch_size=2, gradient_accumulation=3, verbose=0)
-    assert refused(Grouped(), layers_per_ipu=[1, 2], layers="groups") == (
+    assert refused(Grouped(), parallel=ipufit.Parallel(layers_per_ipu=[1, 2], layers="groups")) == (
         "layers must name modules that hold layers, but 'groups.0' in 'groups' only holds others, "
         "such as 'groups.0.0'. Name it instead: layers=['groups.0', 'groups.1', 'groups.2']."
     )
@@ -116,7 +116,7 @@ def test_a_dict_of_layers_counts_where_there_is_no_list():
     ],
 )
 def test_what_only_holds_modules_begins_no_stage(name, kind, cure):
-    assert refused(Grouped(), stages={name: 1}) == (
+    assert refused(Grouped(), parallel=ipufit.Parallel(stages={name: 1})) == (
         f"stages must name modules that forward calls, got '{name}', which is a {kind} and only "
         f"holds others. {cure}"
     )
@@ -127,22 +127,29 @@ def test_a_list_with_a_forward_of_its_own_begins_a_stage(capsys):
         def forward(self, x):
             return self[1](self[0](x))
 
-    model = compiled(nn.Sequential(linear(), Called([linear(), linear()])), stages={"1": 1})
+    model = compiled(
+        nn.Sequential(linear(), Called([linear(), linear()])),
+        parallel=ipufit.Parallel(stages={"1": 1}),
+    )
     assert explained(model, capsys)[0] == "Training: pipelined over 2 stages: stage 1 from 1."
 
 
 def test_numbers_name_the_layers_of_a_sequential(capsys):
-    lines = explained(compiled(stack(3), stages={0: 0, 2: 1}), capsys)
+    lines = explained(compiled(stack(3), parallel=ipufit.Parallel(stages={0: 0, 2: 1})), capsys)
     assert lines[0] == "Training: pipelined over 2 stages: stage 0 from 0; stage 1 from 2."
 
 
 def test_any_name_of_a_shared_module_will_do(capsys):
     net = nn.Sequential(Shared(), linear())
-    lines = explained(compiled(net, stages={"0.alias": 0, "0.heads.a": 1}), capsys, runs=False)
+    lines = explained(
+        compiled(net, parallel=ipufit.Parallel(stages={"0.alias": 0, "0.heads.a": 1})),
+        capsys,
+        runs=False,
+    )
     assert lines[0] == (
         "Training: pipelined over 2 stages: stage 0 from 0.body; stage 1 from 0.heads.a."
     )
-    assert refused(Shared(), stages={"alias": 1, "body": 0}) == (
+    assert refused(Shared(), parallel=ipufit.Parallel(stages={"alias": 1, "body": 0})) == (
         "stages must give a module one stage, but 'alias' and 'body' are one module, got 1 and 0. "
         "Leave one out."
     )
@@ -150,14 +157,27 @@ def test_any_name_of_a_shared_module_will_do(capsys):
 
 def test_one_stage_is_one_ipu(capsys):
     alone = ["Training: the whole module on one IPU.", "Inference: the whole module on one IPU."]
-    assert explained(compiled(stack(3), stages={"0": 0, "2": 0}), capsys) == alone
-    lines = explained(compiled(stack(3), stages={"2": 1}, inference_stages={"0": 0}), capsys)
+    assert (
+        explained(compiled(stack(3), parallel=ipufit.Parallel(stages={"0": 0, "2": 0})), capsys)
+        == alone
+    )
+    lines = explained(
+        compiled(
+            stack(3),
+            parallel=ipufit.Parallel(stages={"2": 1}, inference=ipufit.Parallel(stages={"0": 0})),
+        ),
+        capsys,
+    )
     assert lines[1] == alone[1]
 
 
 def test_of_many_names_the_nearest_are_told():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    text = refused(nn.TransformerEncoder(layer, 6), UnknownNameError, stages={"layer.3": 1})
+    text = refused(
+        nn.TransformerEncoder(layer, 6),
+        UnknownNameError,
+        parallel=ipufit.Parallel(stages={"layer.3": 1}),
+    )
     assert text == (
         "unknown module in stages 'layer.3'. Did you mean 'layers.3'? Nearest of 61 names: "
         "layers.3, layers.5, layers.4, layers.2, layers.1."
@@ -165,7 +185,7 @@ def test_of_many_names_the_nearest_are_told():
 
 
 def test_a_gap_of_any_size_is_found():
-    assert refused(stack(3), stages={"2": 10**9}) == (
+    assert refused(stack(3), parallel=ipufit.Parallel(stages={"2": 10**9})) == (
         "stages must number the stages without a gap, but no module begins stage 1, got "
         "1000000000. Renumber them from 0."
     )
@@ -177,22 +197,26 @@ def test_a_gap_of_any_size_is_found():
 
 @pytest.mark.parametrize("layers", [3, [], [3], ("0", None), {"0": 1}])
 def test_layers_are_names(layers):
-    assert refused(stack(3), layers_per_ipu=[1, 2], layers=layers) == (
+    assert refused(stack(3), parallel=ipufit.Parallel(layers_per_ipu=[1, 2], layers=layers)) == (
         "layers must name what holds the layers, as a string or a list of strings, got "
         f"{layers!r}. Write for example layers='encoder.layers'."
     )
 
 
 def test_an_argument_is_called_as_it_was_written():
-    assert refused(linear(), inference_layers_per_ipu=[1, 2]).startswith(
-        "inference_layers_per_ipu counts the blocks of a ModuleList or Sequential of alike blocks, "
+    assert refused(
+        linear(), parallel=ipufit.Parallel(inference=ipufit.Parallel(layers_per_ipu=[1, 2]))
+    ).startswith(
+        "inference.layers_per_ipu counts the blocks of a ModuleList or Sequential of alike blocks, "
         "but Linear has none."
     )
 
 
 def test_layers_that_stand_twice_count_once():
     one, other = linear(), linear()
-    assert refused(nn.Sequential(one, other, one, other), layers_per_ipu=[1, 3]) == (
+    assert refused(
+        nn.Sequential(one, other, one, other), parallel=ipufit.Parallel(layers_per_ipu=[1, 3])
+    ) == (
         "layers_per_ipu must add up to the number of repeated layers, got 4 and the module has 2 "
         "(2 in the module itself, 2 more places hold one of them again). Put -1 in place of one "
         "number for the rest, or name the layers meant with layers=."
@@ -200,12 +224,16 @@ def test_layers_that_stand_twice_count_once():
 
 
 def test_one_wildcard_is_one_for_each_ipu(capsys):
-    model = compiled(stack(4), layers_per_ipu=[-1], ipus_per_replica=2)
+    model = compiled(stack(4), parallel=ipufit.Parallel(layers_per_ipu=[-1], ipus_per_replica=2))
     assert explained(model, capsys)[0] == (
         "Training: pipelined over 2 stages: stage 0 from 0; stage 1 from 2."
     )
-    assert explained(compiled(stack(4), layers_per_ipu=[-1]), capsys) == []
-    assert refused(stack(3), layers_per_ipu=[-1], ipus_per_replica=10**9) == (
+    assert (
+        explained(compiled(stack(4), parallel=ipufit.Parallel(layers_per_ipu=[-1])), capsys) == []
+    )
+    assert refused(
+        stack(3), parallel=ipufit.Parallel(layers_per_ipu=[-1], ipus_per_replica=10**9)
+    ) == (
         "layers_per_ipu=[-1] shares the repeated layers among the IPUs of a replica, but "
         "ipus_per_replica=1000000000 and the module has 3 (3 in the module itself). Use fewer IPUs."
     )
@@ -224,7 +252,12 @@ def test_summary_shows_where_stages_begin(capsys):
     net = nn.Sequential(linear(), stack(2), linear())
     compiled(net).summary()
     assert notes(capsys) == {}
-    model = compiled(net, stages={"0": 0, "1.0": 1, "1.1": 1}, inference_stages={"2": 1})
+    model = compiled(
+        net,
+        parallel=ipufit.Parallel(
+            stages={"0": 0, "1.0": 1, "1.1": 1}, inference=ipufit.Parallel(stages={"2": 1})
+        ),
+    )
     model.summary()
     assert notes(capsys) == {
         "0": "stage 0 begins",
@@ -237,5 +270,5 @@ def test_summary_shows_where_stages_begin(capsys):
         "1": "0: stage 1 begins",
         "2": "stage 1 of inference begins",
     }
-    compiled(net, stages={"2": 1}, strategy="serial_phased").summary()
+    compiled(net, parallel=ipufit.Parallel(stages={"2": 1}, strategy="serial_phased")).summary()
     assert notes(capsys) == {"2": "phase 1 begins"}

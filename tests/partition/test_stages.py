@@ -1,5 +1,7 @@
 """A module divided over IPUs computes what it computes on one."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -105,20 +107,24 @@ NETS = {
 }
 DIVIDED = {
     "encoder": [
-        {"stages": {"embed": 0, "encoder.layers.5": 1, "head": 1}},
-        {"layers_per_ipu": [3, -1, -1, -1]},
+        {"parallel": ipufit.Parallel(stages={"embed": 0, "encoder.layers.5": 1, "head": 1})},
+        {"parallel": ipufit.Parallel(layers_per_ipu=[3, -1, -1, -1])},
     ],
     "encoder_decoder": [
-        {"stages": {"body.encoder.layers.1": 1, "body.decoder.layers.2": 2, "head": 3}},
-        {"layers_per_ipu": [-1, 2]},
+        {
+            "parallel": ipufit.Parallel(
+                stages={"body.encoder.layers.1": 1, "body.decoder.layers.2": 2, "head": 3}
+            )
+        },
+        {"parallel": ipufit.Parallel(layers_per_ipu=[-1, 2])},
     ],
     "resnet": [
-        {"stages": {"stem": 0, "layer2": 1}},
-        {"layers_per_ipu": [0, 3, 1], "auto_round_ipus": True},
+        {"parallel": ipufit.Parallel(stages={"stem": 0, "layer2": 1})},
+        {"parallel": ipufit.Parallel(layers_per_ipu=[0, 3, 1], auto_round_ipus=True)},
     ],
     "rnn": [
-        {"stages": {"first": 0, "second": 1}},
-        {"stages": {"first": 1, "second": 2, "head": 3}},
+        {"parallel": ipufit.Parallel(stages={"first": 0, "second": 1})},
+        {"parallel": ipufit.Parallel(stages={"first": 1, "second": 2, "head": 3})},
     ],
 }
 CASES = [(net, division) for net, divisions in DIVIDED.items() for division in divisions]
@@ -157,7 +163,8 @@ def whole():
 def test_a_divided_module_trains_to_the_same_bits(whole, kind, division, strategy, engine):
     """Weights, History and evaluation; full updates and smaller ones."""
     expected = whole(kind, engine)
-    found = trained(kind, engine, strategy=strategy, **division)
+    parallel = dataclasses.replace(division["parallel"], strategy=strategy)
+    found = trained(kind, engine, parallel=parallel)
     assert_equal(found[0], expected[0])
     assert found[1:] == expected[1:]
 
@@ -168,7 +175,7 @@ def test_a_divided_module_trains_to_the_same_bits(whole, kind, division, strateg
 def test_a_module_that_ipufit_divides_trains_to_the_same_bits(whole, kind, engine):
     """The stages are found when the first micro-batch is known."""
     expected = whole(kind, engine)
-    found = trained(kind, engine, stages="auto", ipus_per_replica=4)
+    found = trained(kind, engine, parallel=ipufit.Parallel(stages="auto", ipus_per_replica=4))
     assert_equal(found[0], expected[0])
     assert found[1:] == expected[1:]
 
@@ -189,8 +196,7 @@ def test_the_partition_reaches_poptorch(strategy, kind, ipus):
         net = trained(
             "stack",
             lambda: IpuEngine(recorder, "ipu-standin"),
-            layers_per_ipu=[1, 1, 1, 1],
-            strategy=strategy,
+            parallel=ipufit.Parallel(layers_per_ipu=[1, 1, 1, 1], strategy=strategy),
         )[0]
     assert entered[:4] == [(f"ipufit stage {stage}", ipu) for stage, ipu in enumerate(ipus)]
     given = [call.args[0] for call in recorder.calls if call.name == "setExecutionStrategy"]
@@ -207,7 +213,7 @@ def test_calls_that_do_not_fill_the_pipeline_are_sharded():
             lambda: IpuEngine(recorder, "ipu-standin"),
             accumulation=3,
             di=1,
-            stages={"2": 1},
+            parallel=ipufit.Parallel(stages={"2": 1}),
         )
     given = [call.args[0] for call in recorder.calls if call.name == "setExecutionStrategy"]
     kinds = {type(strategy).__name__ for strategy in given}
@@ -217,13 +223,14 @@ def test_calls_that_do_not_fill_the_pipeline_are_sharded():
 
 def divided(**options):
     model = ipufit.Model(stack())
-    model.compile("sgd", "cross_entropy", layers_per_ipu=[1, 3], **options)
+    parallel = ipufit.Parallel(layers_per_ipu=[1, 3], **options)
+    model.compile("sgd", "cross_entropy", parallel=parallel)
     return model
 
 
 def test_explain_says_what_is_where(capsys):
     x, y = NETS["stack"][1], LABELS
-    model = divided(inference_layers_per_ipu=[3, 1])
+    model = divided(inference=ipufit.Parallel(layers_per_ipu=[3, 1]))
     model.fit(x, y, batch_size=2, ipus=4, gradient_accumulation=3, verbose=0)
     model.explain()
     lines = capsys.readouterr().out.splitlines()
@@ -338,7 +345,11 @@ def over_two(make, engine="embedded", **options):
     ],
 )
 def test_blocks_of_the_module_are_honoured(engine, strategy, ends):
-    found = over_two(lambda: Annotated(ends), engine, strategy=strategy, ipus_per_replica=2)
+    found = over_two(
+        lambda: Annotated(ends),
+        engine,
+        parallel=ipufit.Parallel(strategy=strategy, ipus_per_replica=2),
+    )
     plain = over_two(Plain, engine)
     assert_equal(found[0], plain[0])
     assert found[1:] == (plain[1], 2)

@@ -62,7 +62,7 @@ def test_configurations_with_ipus_of_parts_train_as_the_whole_module(given, laye
     accumulation = given["gradient_accumulation_steps"]
     options = {"config": IPUConfig(**given)}
     model, losses, outputs = fitted(engine, layers, {}, **options)
-    options = {"output_mode": "final"}
+    options = {"outputs": "final"}
     work = {"gradient_accumulation": accumulation}
     whole, wanted, expected = fitted(engine, layers, work, **options)
     assert losses == pytest.approx(wanted, rel=1e-6)
@@ -103,13 +103,22 @@ def test_the_stages_of_a_plan_divide_the_module_alike():
     model, _, _ = fitted("embedded", 4, {}, config=IPUConfig(**FOUR))
     stages = model.plan((X[:2], Y[:2])).stages
     other = ipufit.Model(Net(4))
-    other.compile("sgd", "cross_entropy", stages=stages, serialized_layers={"embed": [2, 2, 0, 0]})
+    other.compile(
+        "sgd",
+        "cross_entropy",
+        parallel=ipufit.Parallel(stages=stages),
+        memory=ipufit.Memory(serialize={"embed": [2, 2, 0, 0]}),
+    )
     assert other._session.partitions.training == model._session.partitions.training
 
 
 @EVERY
 @pytest.mark.parametrize(
-    "options", [{"layers_per_ipu": [4, 0]}, {"stages": {"layers.0": 0, "after layers.3": 1}}]
+    "options",
+    [
+        {"parallel": ipufit.Parallel(layers_per_ipu=[4, 0])},
+        {"parallel": ipufit.Parallel(stages={"layers.0": 0, "after layers.3": 1})},
+    ],
 )
 def test_a_stage_begins_when_the_last_layer_has_returned(options, engine, capsys):
     """Before the norm and the head, whatever forward does between them."""
@@ -143,13 +152,15 @@ def fault(kind=PartitionError, net=None, **options):
     [([2, 0, 2], 1, [2, 2]), ([0, 0, 2, 2], 1, [0, 2, 2]), ([2, 2, 0, 0], 3, [2, 2])],
 )
 def test_an_ipu_with_nothing_is_refused_with_what_works(counts, ipu, kept):
-    assert fault(layers_per_ipu=counts) == (
+    assert fault(parallel=ipufit.Parallel(layers_per_ipu=counts)) == (
         "layers_per_ipu must give every IPU at least one layer, but for the first, for one behind "
         "the last layer, and for those with parts of a serialised layer, got 0 for IPU "
         f"{ipu}. Use fewer IPUs, with {kept}, or put other modules there with stages={{'name of a "
         f"module': {ipu}}}."
     )
-    ipufit.Model(Net()).compile("sgd", "cross_entropy", layers_per_ipu=kept)
+    ipufit.Model(Net()).compile(
+        "sgd", "cross_entropy", parallel=ipufit.Parallel(layers_per_ipu=kept)
+    )
 
 
 def test_the_advice_beside_a_configuration_works_too():
@@ -161,20 +172,24 @@ def test_the_advice_beside_a_configuration_works_too():
     )
     stages = {"layers.1": 1, "layers.3": 2}
     config = IPUConfig(layers_per_ipu=[-1], ipus_per_replica=3)
-    ipufit.Model(Net()).compile("sgd", "cross_entropy", config=config, stages=stages)
+    ipufit.Model(Net()).compile(
+        "sgd", "cross_entropy", config=config, parallel=ipufit.Parallel(stages=stages)
+    )
 
 
 def test_a_return_is_checked_as_a_call_is():
     """The name, that it comes, and the order."""
-    text = fault(UnknownNameError, stages={"after layers.4": 1})
+    text = fault(UnknownNameError, parallel=ipufit.Parallel(stages={"after layers.4": 1}))
     assert "'after layers.4'" in text
     net = Net()
     net.spare = nn.Linear(2, 2)
-    assert fault(net=net, stages={"after spare": 1}) == (
+    assert fault(net=net, parallel=ipufit.Parallel(stages={"after spare": 1})) == (
         "every module that begins a stage must be called by forward, but 'spare' was not. Name a "
         "module that is called as module(...), not one whose parameters are used from outside."
     )
-    assert fault(auto_round_ipus=True, stages={"after layers.0": 2, "layers.2": 1}) == (
+    assert fault(
+        parallel=ipufit.Parallel(auto_round_ipus=True, stages={"after layers.0": 2, "layers.2": 1})
+    ) == (
         "stages must run in the order of their numbers, but 'layers.2' of stage 1 runs after "
         "'after layers.0' of stage 2. Give it stage 2 or later, or let forward call it earlier."
     )

@@ -1,5 +1,7 @@
 """Weights that are shared across IPUs: what reads one again goes back to the IPU that has it."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -157,7 +159,9 @@ def trained(net, engine="embedded", accumulation=11, **options):
     model = ipufit.Model(net, engine=engine)
     # Without the measurements that choose among kernels.
     how = {"jit": "graph"} if engine == "embedded" else {}
-    model.compile("adam", "cross_entropy", auto_round_ipus=True, **options, **how)
+    parallel = options.pop("parallel", ipufit.Parallel())
+    parallel = dataclasses.replace(parallel, auto_round_ipus=True)
+    model.compile("adam", "cross_entropy", parallel=parallel, **options, **how)
     work = {"batch_size": 2, "verbose": 0}
     history = model.fit(X, X, epochs=2, gradient_accumulation=accumulation, seed=3, **work)
     return model, history.history, model.evaluate(X, X, **work)
@@ -166,7 +170,11 @@ def trained(net, engine="embedded", accumulation=11, **options):
 @pytest.mark.parametrize(("kind", "layers", "begins", "places"), EXPECTED)
 def test_what_shares_a_weight_goes_back_to_it(kind, layers, begins, places):
     model = ipufit.Model(made(kind))
-    model.compile("sgd", "cross_entropy", layers_per_ipu=layers, auto_round_ipus=True)
+    model.compile(
+        "sgd",
+        "cross_entropy",
+        parallel=ipufit.Parallel(layers_per_ipu=layers, auto_round_ipus=True),
+    )
     found = model._session.partitions.training
     assert (list(found.begins), found.places) == (begins, places)
     assert found.ipus == len(layers)
@@ -186,7 +194,9 @@ def test_what_shares_a_weight_goes_back_to_it(kind, layers, begins, places):
 def test_the_bits_are_those_of_the_whole_module(engine, kind, layers, strategy):
     """Weights, History and evaluation; full updates and smaller ones."""
     expected = trained(made(kind), engine)
-    found = trained(made(kind), engine, layers_per_ipu=layers, strategy=strategy)
+    found = trained(
+        made(kind), engine, parallel=ipufit.Parallel(layers_per_ipu=layers, strategy=strategy)
+    )
     assert_equal(found[0].module, expected[0].module)
     assert found[1:] == expected[1:]
     head = found[0].module.head.weight
@@ -199,7 +209,11 @@ def test_the_weights_are_those_of_a_loop_by_hand(engine):
     kind = torch.float32 if engine == "ipu-standin" else torch.float64
     net, plain = made("decoder").to(kind), made("decoder").to(kind)
     model = ipufit.Model(net, engine=engine)
-    model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "cross_entropy", layers_per_ipu=[2, 2])
+    model.compile(
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        "cross_entropy",
+        parallel=ipufit.Parallel(layers_per_ipu=[2, 2]),
+    )
     rows = X[:20]
     model.fit(rows, rows, batch_size=2, gradient_accumulation=5, shuffle=False, verbose=0)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -217,9 +231,13 @@ def test_the_weights_are_those_of_a_loop_by_hand(engine):
 def test_a_table_in_parts_on_one_ipu_goes_along():
     """With a factor the embedding has its weight in parts, and so has the head."""
     cut = {"embed": WORDS}
-    model, history, value = trained(made("decoder"), layers_per_ipu=[2, 2], serialized_layers=cut)
+    model, history, value = trained(
+        made("decoder"),
+        parallel=ipufit.Parallel(layers_per_ipu=[2, 2]),
+        memory=ipufit.Memory(serialize=cut),
+    )
     assert model._session.partitions.training.places == (0, 1, 0)
-    assert (history, value) == trained(made("decoder"), serialized_layers=cut)[1:]
+    assert (history, value) == trained(made("decoder"), memory=ipufit.Memory(serialize=cut))[1:]
 
 
 @ENGINES_AT_LENGTH
@@ -227,19 +245,28 @@ def test_every_stage_needs_its_micro_batches(engine):
     """As PopTorch counts them: changes of the IPU, forward and back."""
     for accumulation in (3, 4):
         with pytest.raises(PlanError) as caught:
-            trained(made("decoder"), engine, accumulation, layers_per_ipu=[2, 2])
+            trained(
+                made("decoder"),
+                engine,
+                accumulation,
+                parallel=ipufit.Parallel(layers_per_ipu=[2, 2]),
+            )
         assert str(caught.value) == (
             "`gradient_accumulation` must be at least 5 to fill a training pipeline of 3 stages, "
             f"forward and back, got {accumulation}. Try 5."
         )
-    trained(made("decoder"), engine, 5, layers_per_ipu=[2, 2])
+    trained(made("decoder"), engine, 5, parallel=ipufit.Parallel(layers_per_ipu=[2, 2]))
 
 
 def test_poptorch_gets_ascending_stages_on_ipus_that_return():
     """AutoStage.SameAsIpu would number the last stage 0, which no pipeline of PopTorch's can be."""
     recorder = Recorder()
     with recorder.watching(), record_blocks() as entered:
-        trained(made("both"), lambda: IpuEngine(recorder, "ipu-standin"), layers_per_ipu=[1, 3])
+        trained(
+            made("both"),
+            lambda: IpuEngine(recorder, "ipu-standin"),
+            parallel=ipufit.Parallel(layers_per_ipu=[1, 3]),
+        )
     blocks = [(f"ipufit stage {stage}", ipu) for stage, ipu in enumerate((0, 1, 0, 1, 0))]
     assert [(name, ipu) for name, ipu in entered if str(name).startswith("ipufit")][:5] == blocks
     given = [call.args[0] for call in recorder.calls if call.name == "setExecutionStrategy"]
@@ -255,14 +282,14 @@ def test_blocks_of_the_module_that_return_are_numbered_upwards_too():
     x, y = torch.randn(10, 4), torch.randint(0, 4, (10,))
     with recorder.watching():
         model = ipufit.Model(net, lambda: IpuEngine(recorder, "ipu-standin"))
-        model.compile("sgd", "cross_entropy", ipus_per_replica=2)
+        model.compile("sgd", "cross_entropy", parallel=ipufit.Parallel(ipus_per_replica=2))
         model.fit(x, y, batch_size=2, gradient_accumulation=5, verbose=0)
     given = [call.args[0] for call in recorder.calls if call.name == "setExecutionStrategy"]
     assert given[0]._auto_stage == poptorch.AutoStage.AutoIncrement
 
 
 def test_explain_says_where_the_stages_are(capsys):
-    model, _, _ = trained(made("decoder"), layers_per_ipu=[2, 2])
+    model, _, _ = trained(made("decoder"), parallel=ipufit.Parallel(layers_per_ipu=[2, 2]))
     model.explain()
     lines = capsys.readouterr().out.splitlines()
     assert (
@@ -287,14 +314,14 @@ def refused(net, engine="embedded", **options):
 def test_stages_that_put_a_weight_on_two_ipus_say_how_to_go_back(engine):
     """What the error says, done, trains to the bits of the whole."""
     stages = {"layers.2": 1}
-    assert refused(made("decoder"), engine, stages=stages) == (
+    assert refused(made("decoder"), engine, parallel=ipufit.Parallel(stages=stages)) == (
         "a parameter must be on one IPU, but 'embed.weight' and 'head.weight' are one parameter, "
         "in stages 0 and 1. Put all its uses into one stage, let 'head' go back to IPU 0 as stage "
         "2, with 'head': (2, 0) in stages, or give each its own copy: module.weight = "
         "torch.nn.Parameter(module.weight.detach().clone())."
     )
     stages["head"] = (2, 0)
-    found = trained(made("decoder"), engine, stages=stages)
+    found = trained(made("decoder"), engine, parallel=ipufit.Parallel(stages=stages))
     expected = trained(made("decoder"), engine)
     assert_equal(found[0].module, expected[0].module)
     assert found[1:] == expected[1:]
@@ -302,7 +329,7 @@ def test_stages_that_put_a_weight_on_two_ipus_say_how_to_go_back(engine):
 
 def test_a_weight_that_is_wanted_in_the_middle_says_so_too():
     stages = {"encoder.layers.1": 1, "decoder.layers.1": 2}
-    assert refused(made("both"), stages=stages) == (
+    assert refused(made("both"), parallel=ipufit.Parallel(stages=stages)) == (
         "a parameter must be on one IPU, but 'encoder.embed.weight' and 'decoder.embed.weight' are "
         "one parameter, in stages 0 and 1. Put all its uses into one stage, let 'decoder.embed' go "
         "back to IPU 0 as stage 2, with 'decoder.embed': (2, 0) in stages and pairs of higher "
@@ -313,7 +340,7 @@ def test_a_weight_that_is_wanted_in_the_middle_says_so_too():
         **{"encoder.layers.1": 1, "decoder.embed": (2, 0), "decoder.layers.0": (3, 1)},
         **{"decoder.layers.1": (4, 2), "head": (5, 0)},
     }
-    found = trained(made("both"), stages=stages)
+    found = trained(made("both"), parallel=ipufit.Parallel(stages=stages))
     assert_equal(found[0].module, trained(made("both"))[0].module)
     assert found[0]._session.partitions.training.places == (0, 1, 0, 1, 2, 0)
 
@@ -322,48 +349,56 @@ def test_a_weight_that_is_wanted_in_the_middle_says_so_too():
     ("options", "text"),
     [
         (
-            {"stages": {"layers.2": 1, "head": (2, 0, 1)}},
+            {"parallel": ipufit.Parallel(stages={"layers.2": 1, "head": (2, 0, 1)})},
             "stages['head'] as a pair must be the number of a stage and that of its IPU, both from "
             "0, got (2, 0, 1). Write for example (2, 0).",
         ),
         (
-            {"stages": {"layers.2": 1, "head": (2, -1)}},
+            {"parallel": ipufit.Parallel(stages={"layers.2": 1, "head": (2, -1)})},
             "stages['head'] as a pair must be the number of a stage and that of its IPU, both from "
             "0, got (2, -1). Write for example (2, 0).",
         ),
         (
-            {"stages": {"layers.2": 1, "norm": (2, 0), "head": (2, 1)}},
+            {"parallel": ipufit.Parallel(stages={"layers.2": 1, "norm": (2, 0), "head": (2, 1)})},
             "stages must put a stage on one IPU, but stage 2, with 'head', is put on IPU 0 and on "
             "IPU 1. Give the stage the same pair throughout.",
         ),
         (
-            {"stages": {"layers.2": 1, "head": (2, 1)}},
+            {"parallel": ipufit.Parallel(stages={"layers.2": 1, "head": (2, 1)})},
             "stages must begin a stage only where the IPU changes, but stages 1 and 2 are both on "
             "IPU 1. Make them one stage.",
         ),
         (
-            {"stages": {"layers.1": 1, "layers.2": (2, 0), "head": 3}},
+            {"parallel": ipufit.Parallel(stages={"layers.1": 1, "layers.2": (2, 0), "head": 3})},
             "stages must begin on IPU 0 and number the IPUs without a gap, got stages on IPUs 0, "
             "1, 0, 3. A number alone is that of the stage and of its IPU; write (number, IPU) "
             "behind a stage that goes back.",
         ),
         (
-            {"stages": {"layers.2": 1, "head": (2, 0)}, "strategy": "parallel_phased"},
+            {
+                "parallel": ipufit.Parallel(
+                    stages={"layers.2": 1, "head": (2, 0)}, strategy="parallel_phased"
+                )
+            },
             "stages puts a stage on an IPU of its choice, (number, IPU), but the strategy is "
             "'parallel_phased', whose phases have their IPUs in turn. Give numbers alone, or use "
             "strategy='pipelined' or 'sharded'.",
         ),
         (
             {
-                "stages": {"layers.2": 1, "head": (2, 0)},
-                "serialized_layers": {"layers.0.0": [1, 1]},
+                "parallel": ipufit.Parallel(stages={"layers.2": 1, "head": (2, 0)}),
+                "memory": ipufit.Memory(serialize={"layers.0.0": [1, 1]}),
             },
             "stages puts a stage on an IPU of its choice, (number, IPU), but serialised layers "
             "have parts on several IPUs, which number the stages. Cut them by a factor, or give "
             "numbers alone.",
         ),
         (
-            {"stages": {"layers.2": 1, "head": (2, 0)}, "ipus_per_replica": 4},
+            {
+                "parallel": ipufit.Parallel(
+                    stages={"layers.2": 1, "head": (2, 0)}, ipus_per_replica=4
+                )
+            },
             "ipus_per_replica must be the number of IPUs that the pipelined stages take, 2, got 4. "
             "Leave it out.",
         ),
@@ -385,28 +420,30 @@ def test_a_head_that_a_function_computes_is_refused():
                 x = layer(x)
             return nn.functional.linear(x, self.embed.weight).transpose(1, 2)
 
-    text = refused(Functional(tied=False), layers_per_ipu=[2, 2])
+    text = refused(Functional(tied=False), parallel=ipufit.Parallel(layers_per_ipu=[2, 2]))
     assert text.startswith(
         "a parameter must be on one IPU, but 'embed.weight' is used in stages 0 and 1. Put all its "
         "uses into one stage, or give each its own copy"
     )
     stages = {"layers.2": 1, "after layers.3": (2, 0)}
-    trained(Functional(tied=False), stages=stages)
+    trained(Functional(tied=False), parallel=ipufit.Parallel(stages=stages))
 
 
 def test_weights_that_layers_share_stay_where_they_are():
     net = made("decoder")
     net.layers[3][0].weight = net.layers[0][0].weight
     model = ipufit.Model(net)
-    model.compile("sgd", "cross_entropy", layers_per_ipu=[2, 2])
+    model.compile("sgd", "cross_entropy", parallel=ipufit.Parallel(layers_per_ipu=[2, 2]))
     assert [name for name, _ in model._session.partitions.training.begins][-1] == "head"
-    assert "'layers.0.0.weight' and 'layers.3.0.weight'" in refused(net, layers_per_ipu=[2, 2])
+    assert "'layers.0.0.weight' and 'layers.3.0.weight'" in refused(
+        net, parallel=ipufit.Parallel(layers_per_ipu=[2, 2])
+    )
 
 
 def test_a_plan_adds_up_what_is_on_an_ipu():
     """The weight once; the time and the memory of both stages."""
     model = ipufit.Model(made("decoder"))
-    model.compile("adam", "cross_entropy", layers_per_ipu=[2, 2])
+    model.compile("adam", "cross_entropy", parallel=ipufit.Parallel(layers_per_ipu=[2, 2]))
     plan = model.plan((X[:2], X[:2]), gradient_accumulation=8)
     assert plan.stages == {"layers.0": (0, 0), "layers.2": (1, 1), "head": (2, 0)}
     assert sum(cost.parameters for cost in plan.costs) == sum(
@@ -426,14 +463,14 @@ def test_a_plan_adds_up_what_is_on_an_ipu():
     assert "Stages on one IPU work one after the other, in every step of the pipeline." in text
     facts = plan.to_dict()
     assert (facts["places"], [stage["ipu"] for stage in facts["stages"]]) == ([0, 1, 0], [0, 1, 0])
-    found = trained(made("decoder"), stages=plan)
+    found = trained(made("decoder"), parallel=ipufit.Parallel(stages=plan))
     assert_equal(found[0].module, trained(made("decoder"))[0].module)
 
 
 def test_a_plan_does_not_fit_if_both_stages_of_an_ipu_do_not():
     """Each of them would."""
     model = ipufit.Model(made("decoder"))
-    model.compile("adam", "cross_entropy", layers_per_ipu=[2, 2])
+    model.compile("adam", "cross_entropy", parallel=ipufit.Parallel(layers_per_ipu=[2, 2]))
     plan = model.plan((X[:2], X[:2]))
     limit = max(*plan.stage_memory, plan.memory[1])
     assert limit < plan.memory[0]
@@ -466,7 +503,9 @@ def test_stages_on_one_ipu_take_turns():
 def test_auto_goes_back_where_that_is_faster(engine, capsys):
     """Without it nothing could be divided between the embedding and the head."""
     model = ipufit.Model(made("decoder"), engine=engine)
-    model.compile("adam", "cross_entropy", stages="auto", ipus_per_replica=2)
+    model.compile(
+        "adam", "cross_entropy", parallel=ipufit.Parallel(stages="auto", ipus_per_replica=2)
+    )
     for _ in range(2):
         with pytest.raises(PlanError) as caught:
             model.fit(X, X, batch_size=2, gradient_accumulation=3, verbose=0)
@@ -486,7 +525,7 @@ def test_auto_goes_back_where_that_is_faster(engine, capsys):
 
 
 def test_a_report_shows_which_stages_share_an_ipu():
-    model, _, _ = trained(made("decoder"), layers_per_ipu=[2, 2])
+    model, _, _ = trained(made("decoder"), parallel=ipufit.Parallel(layers_per_ipu=[2, 2]))
     plan = ipufit.Plan.make(micro_batch_size=2, stages=2, gradient_accumulation=11)
     facts = partition(model._session, plan)
     page = str(pipeline({"plan": facts}).body)
@@ -505,7 +544,7 @@ def test_a_pipeline_of_own_blocks_that_is_not_filled_is_refused_again(engine):
     for layer, ipu in zip(net, (0, 1, 0)):
         poptorch.BeginBlock(layer, ipu_id=ipu)
     model = ipufit.Model(net, engine=engine)
-    model.compile("sgd", "cross_entropy", ipus_per_replica=2)
+    model.compile("sgd", "cross_entropy", parallel=ipufit.Parallel(ipus_per_replica=2))
     x, y = torch.randn(10, 4), torch.randint(0, 4, (10,))
     for _ in range(2):
         with pytest.raises(PlanError, match="at least 5 to fill a training pipeline of 3 stages"):

@@ -57,7 +57,7 @@ def test_a_plan_needs_compile_and_a_batch():
         ),
         (
             {"recompute": 1},
-            "recompute must be True, False, or names of layers, got 1. Write for example "
+            "Memory.recompute must be True, False, or names of layers, got 1. Write for example "
             "recompute=['encoder.layers.0', 'encoder.layers.1'] or 'encoder.layers.*'.",
         ),
         (
@@ -103,7 +103,10 @@ def test_the_rules_of_the_batch_algebra_hold_for_a_plan_too():
     text = refused(PlanError, lambda: compiled().plan((X, Y), ipus=3))
     assert text.startswith("`ipus`, the total number of IPUs, must be a power of two, got 3.")
     text = refused(
-        PlanError, lambda: compiled(stages={"1": 1}).plan((X, Y), gradient_accumulation=2)
+        PlanError,
+        lambda: compiled(parallel=ipufit.Parallel(stages={"1": 1})).plan(
+            (X, Y), gradient_accumulation=2
+        ),
     )
     assert text == (
         "`gradient_accumulation` must be at least 3 to fill a training pipeline of 2 stages, "
@@ -127,7 +130,7 @@ def test_blocks_of_the_module_have_no_names():
 
     module = net()
     poptorch.BeginBlock(module[1], ipu_id=1)
-    model = compiled(module, ipus_per_replica=2)
+    model = compiled(module, parallel=ipufit.Parallel(ipus_per_replica=2))
     assert refused(PartitionError, lambda: model.plan((X, Y))) == (
         "plan needs to know which modules begin the stages, but this model is divided by its own "
         "blocks. Pass stages={'name of a module': number of its stage}, or stages='auto'."
@@ -149,21 +152,26 @@ def test_blocks_of_the_module_have_no_names():
             "'serial_phased'. Use one of them, or name the stages.",
         ),
         (
-            {"ipus_per_replica": 2, "inference_stages": "auto"},
-            "inference_stages must map names of modules to numbers of stages, got 'auto'. Leave "
+            {"ipus_per_replica": 2, "inference": ipufit.Parallel(stages="auto")},
+            "inference.stages must map names of modules to numbers of stages, got 'auto'. Leave "
             "it out, so that inference has the stages of training, which stages='auto' finds.",
         ),
     ],
 )
 def test_an_automatic_division_that_can_not_work_is_refused_by_compile(options, text):
     """Before there is any data."""
-    assert refused(PartitionError, lambda: compiled(stages="auto", **options)) == text
+    assert (
+        refused(
+            PartitionError, lambda: compiled(parallel=ipufit.Parallel(stages="auto", **options))
+        )
+        == text
+    )
 
 
 def test_stages_that_do_not_fit_are_refused_before_any_update(monkeypatch):
     """By the estimate, which names the way out; the weights stay."""
     monkeypatch.setattr("ipufit.planner.planning.IPU_MEMORY", 500)
-    model = compiled(stages="auto", ipus_per_replica=2)
+    model = compiled(parallel=ipufit.Parallel(stages="auto", ipus_per_replica=2))
     before = copy.deepcopy(model.module.state_dict())
     text = refused(
         PartitionError,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ipufit.core.batch import MicroBatch
-from ipufit.core.train_config import resolve_precision
+from ipufit.core.train_config import Precision
 from ipufit.losses import resolve_loss
 from ipufit.planner.measure import measure
 from tests.fitting import assert_equal
@@ -182,8 +182,7 @@ def test_a_frozen_layer_has_no_gradient_to_compute():
 def test_half_precision_takes_less_time_and_memory():
     """The clocks of a product go down fourfold, of what is moved twofold."""
     full, half = (
-        traced("embedding", precision=resolve_precision(name))[2]
-        for name in (None, "mixed_bfloat16")
+        traced("embedding", precision=Precision(name))[2] for name in (None, "mixed_bfloat16")
     )
     assert half.saved_bytes() < full.saved_bytes()
     linear = [next(s for s in t.segments if s.name == "layers.1") for t in (full, half)]

@@ -45,14 +45,14 @@ class Two(nn.Module):
 
 def test_a_list_that_a_loader_makes_is_a_batch():
     """DataLoader's own collate function makes lists, of one input or several."""
-    model = compiled(stages={"1": 1})
+    model = compiled(parallel=ipufit.Parallel(stages={"1": 1}))
     expected = model.plan((X[:4], Y[:4])).to_dict()
     batch = next(iter(DataLoader(TensorDataset(X, Y), 4)))
     assert isinstance(batch, list)
     assert model.plan(batch).to_dict() == expected
     assert model.plan([batch, batch]).to_dict() == expected
     assert expected["with_loss"]
-    model = compiled(Two(), stages={"second": 1})
+    model = compiled(Two(), parallel=ipufit.Parallel(stages={"second": 1}))
     assert model.plan([[X, X], Y]).to_dict() == model.plan(((X, X), Y)).to_dict()
 
 
@@ -114,15 +114,25 @@ def test_a_batch_of_the_wrong_shape_is_refused_with_the_layer():
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-@pytest.mark.parametrize("given", [{"ipus_per_replica": 3}, {"stages": {"1": 1, "2": 2}}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ipus_per_replica": 3},
+        {"stages": {"1": 1, "2": 2}},
+    ],
+)
 def test_a_number_of_stages_that_can_not_be_reserved_is_refused(given):
     with pytest.raises(PartitionError) as caught:
         compiled().plan((X, Y), **given)
     assert str(caught.value) == (
         "a replica must have a power of two of stages, each on an IPU, got 3. Plan with 2 or 4, "
-        "such as ipus_per_replica=4, or compile with auto_round_ipus=True to leave IPUs idle."
+        "such as ipus_per_replica=4, or compile with Parallel(auto_round_ipus=True) to leave "
+        "IPUs idle."
     )
-    assert len(compiled(auto_round_ipus=True).plan((X, Y), **given).costs) == 3
+    assert (
+        len(compiled(parallel=ipufit.Parallel(auto_round_ipus=True)).plan((X, Y), **given).costs)
+        == 3
+    )
 
 
 def test_stages_are_held_against_the_ipus_before_they_are_looked_for():
@@ -178,7 +188,9 @@ def weights_then_values():
 @ENGINES
 def test_auto_divides_anew_for_micro_batches_of_another_shape(engine, monkeypatch):
     """Larger ones take longer where there are few weights; predict before fit decides nothing."""
-    model = compiled(weights_then_values(), engine, stages="auto", ipus_per_replica=2)
+    model = compiled(
+        weights_then_values(), engine, parallel=ipufit.Parallel(stages="auto", ipus_per_replica=2)
+    )
     small, large = (model.plan((X[:n], Y[:n])).stages for n in (1, 24))
     assert small != large
     model.predict(X, batch_size=24, verbose=0)
@@ -202,7 +214,11 @@ def test_a_plan_stands_for_its_stages_and_its_strategy(engine):
     for as_plan in (True, False):
         model = compiled(engine=engine)
         plan = model.plan((X[:4], Y[:4]), ipus_per_replica=2, strategy="sharded")
-        given = {"stages": plan} if as_plan else {"stages": plan.stages, "strategy": "sharded"}
+        given = (
+            {"parallel": ipufit.Parallel(stages=plan)}
+            if as_plan
+            else {"parallel": ipufit.Parallel(stages=plan.stages, strategy="sharded")}
+        )
         model.compile("adam", "cross_entropy", **given)
         fit(model, gradient_accumulation=1)
         again = model.plan()
@@ -213,7 +229,7 @@ def test_a_plan_stands_for_its_stages_and_its_strategy(engine):
 
 def test_a_plan_of_one_stage_divides_nothing():
     model = compiled()
-    model.compile("adam", "cross_entropy", stages=model.plan((X[:4], Y[:4])))
+    model.compile("adam", "cross_entropy", parallel=model.plan((X[:4], Y[:4])))
     fit(model, gradient_accumulation=1)
     assert model.plan().stages == {"0": 0}
 
@@ -222,14 +238,20 @@ def test_inference_takes_a_plan_too():
     """Which says nothing of the strategy there."""
     model = compiled()
     plan = model.plan((X, Y), ipus_per_replica=2)
-    model.compile("adam", "cross_entropy", ipus_per_replica=2, stages=plan, inference_stages=plan)
+    model.compile(
+        "adam",
+        "cross_entropy",
+        parallel=ipufit.Parallel(
+            ipus_per_replica=2, stages=plan, inference=ipufit.Parallel(stages=plan)
+        ),
+    )
     assert model.predict(X, verbose=0).shape == (24, 3)
 
 
 def refused(plan, module=None, **options):
     model = ipufit.Model(module or net())
     with pytest.raises(PartitionError) as caught:
-        model.compile("adam", "cross_entropy", stages=plan, **options)
+        model.compile("adam", "cross_entropy", parallel=ipufit.Parallel(stages=plan, **options))
     return str(caught.value)
 
 
@@ -242,7 +264,7 @@ def test_a_plan_of_another_module_is_refused():
     )
     assert "made of a Sequential" in refused(plan, Two())
     model = ipufit.Model(net())
-    model.compile("adam", "cross_entropy", stages=plan)
+    model.compile("adam", "cross_entropy", parallel=ipufit.Parallel(stages=plan))
     assert len(model.plan((X, Y)).costs) == 2
 
 
@@ -265,7 +287,9 @@ def test_a_plan_is_refused_beside_another_strategy():
         "the other one."
     )
     model = ipufit.Model(net())
-    model.compile("adam", "cross_entropy", stages=plan, strategy="pipelined")
+    model.compile(
+        "adam", "cross_entropy", parallel=ipufit.Parallel(stages=plan, strategy="pipelined")
+    )
 
 
 @pytest.mark.parametrize("ipus", [1, 2])
@@ -275,7 +299,7 @@ def test_fit_holds_planned_stages_to_the_memory_that_they_were_planned_for(ipus)
     batch = X[:4], Y[:4]
     memory = max(model.plan(batch, ipus_per_replica=ipus).memory)
     plan = model.plan(batch, ipus_per_replica=ipus, ipu_memory=memory)
-    model.compile("adam", "cross_entropy", stages=plan)
+    model.compile("adam", "cross_entropy", parallel=ipufit.Parallel(stages=plan))
     fit(model, 4)
     fit(model, 3)
     before = [p.detach().clone() for p in model.module.parameters()]
@@ -290,5 +314,7 @@ def test_fit_holds_planned_stages_to_the_memory_that_they_were_planned_for(ipus)
     )
     assert all(torch.equal(a, b) for a, b in zip(before, model.module.parameters()))
     model.predict(X, batch_size=24, verbose=0)
-    model.compile("adam", "cross_entropy", stages=plan.stages if ipus > 1 else None)
+    model.compile(
+        "adam", "cross_entropy", parallel=ipufit.Parallel(stages=plan.stages if ipus > 1 else None)
+    )
     fit(model, 24, X.repeat(3, 1), Y.repeat(3))

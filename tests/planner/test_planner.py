@@ -79,7 +79,7 @@ def test_the_optimizers_state_is_what_it_really_keeps(optimizer, per_value, trai
 
 def test_a_plan_adds_up_parameters_gradients_state_and_activations():
     """Held against the closed forms of linear layers on two stages."""
-    model = compiled(stages={"2": 1})
+    model = compiled(parallel=ipufit.Parallel(stages={"2": 1}))
     plan = model.plan((X, Y), recompute=False)
     shapes = list(zip(WIDTHS, WIDTHS[1:]))
     for cost, part in zip(plan.costs, (shapes[:2], shapes[2:])):
@@ -124,7 +124,10 @@ def linears(width, count):
 def test_recomputation_starts_from_inputs_and_from_the_layers_that_compile_names():
     """Linear layers keep their inputs, one value each: the output of the layer before."""
     x, one = torch.randn(5, 6), 4 * 5 * 6
-    options = {"stages": {"4": 1}, "recompute": ["1", "5"]}
+    options = {
+        "parallel": ipufit.Parallel(stages={"4": 1}),
+        "memory": ipufit.Memory(recompute=["1", "5"]),
+    }
     model = ipufit.Model(linears(6, 8))
     model.compile("sgd", "mse", **options)
     kept_all = model.plan((x, x), recompute=False)
@@ -164,7 +167,9 @@ def test_a_checkpoint_that_is_read_in_its_own_segment_is_kept():
 
     x, one = torch.randn(5, 6), 4 * 5 * 6
     model = ipufit.Model(Net())
-    model.compile("sgd", "mse", stages={"b": 1}, recompute="a")
+    model.compile(
+        "sgd", "mse", parallel=ipufit.Parallel(stages={"b": 1}), memory=ipufit.Memory(recompute="a")
+    )
     assert activations_of(model.plan((x, x)))[0] == 3 * 2 * one + one
 
 
@@ -180,14 +185,14 @@ def test_activations_are_recomputed_as_poptorch_does_it():
         options = poptorch.Options()
         options._Popart.set("autoRecomputation", mode)
         model = ipufit.Model(net(), engine="ipu-standin")
-        model.compile("adam", "cross_entropy", training_options=options)
+        model.compile("adam", "cross_entropy", poptorch=options)
         plans = [model.plan((X, Y), ipus_per_replica=count) for count in (1, 2)]
         assert [plan.planned.recompute for plan in plans] == expected
 
 
 def test_auto_counts_activations_as_the_plan_does(monkeypatch):
     """What fits only when it is recomputed is found; what does not fit says how it was counted."""
-    model = compiled(stages="auto", ipus_per_replica=2)
+    model = compiled(parallel=ipufit.Parallel(stages="auto", ipus_per_replica=2))
     kept_all, found = (
         max(model.plan((X, Y), recompute=recompute).memory) for recompute in (False, None)
     )
@@ -199,7 +204,11 @@ def test_auto_counts_activations_as_the_plan_does(monkeypatch):
         ("pipelined", "2.2 KiB, with activations recomputed"),
         ("sharded", "2.0 KiB, with activations kept"),
     ):
-        model.compile("adam", "cross_entropy", stages="auto", ipus_per_replica=2, strategy=strategy)
+        model.compile(
+            "adam",
+            "cross_entropy",
+            parallel=ipufit.Parallel(stages="auto", ipus_per_replica=2, strategy=strategy),
+        )
         with pytest.raises(PartitionError) as caught:
             model.fit(X, Y, batch_size=5, gradient_accumulation=3, verbose=0)
         assert str(caught.value) == (
@@ -211,7 +220,7 @@ def test_auto_counts_activations_as_the_plan_does(monkeypatch):
 
 def test_the_batch_may_be_a_loader_or_that_of_the_last_fit():
     """Or inputs alone, and then the loss is not counted."""
-    model = compiled(stages={"1": 1})
+    model = compiled(parallel=ipufit.Parallel(stages={"1": 1}))
     expected = model.plan((X, Y)).to_dict()
     data = torch.utils.data.TensorDataset(X, Y)
     assert model.plan(torch.utils.data.DataLoader(data, batch_size=5)).to_dict() == expected
@@ -291,7 +300,7 @@ def most_memory(costs):
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_plan_finds_the_best_of_all_divisions(stages):
     """Of a real module: every other division has a slower stage, or does not fit."""
-    model = compiled(auto_round_ipus=True)
+    model = compiled(parallel=ipufit.Parallel(auto_round_ipus=True))
     others = list(all_divisions(model, (X, Y), stages))
 
     found = model.plan((X, Y), ipus_per_replica=stages, recompute=False)
@@ -384,7 +393,9 @@ def test_layers_that_compute_their_weights_are_divided(engine):
     for layer in module:
         register_parametrization(layer, "weight", nn.Tanh())
     model = ipufit.Model(module, engine)
-    model.compile("adam", "cross_entropy", stages="auto", ipus_per_replica=2)
+    model.compile(
+        "adam", "cross_entropy", parallel=ipufit.Parallel(stages="auto", ipus_per_replica=2)
+    )
     model.fit(X, Y, batch_size=5, gradient_accumulation=3, verbose=0)
     assert list(model.plan().stages) == ["0", "1"]
 
@@ -415,7 +426,7 @@ class Twice(nn.Module):
 )
 def test_a_parameter_is_on_one_ipu(tied, stages):
     """What reads it again goes back there; nor does a stage begin at a module called again."""
-    model = compiled(Twice(tied), stages="auto", ipus_per_replica=2)
+    model = compiled(Twice(tied), parallel=ipufit.Parallel(stages="auto", ipus_per_replica=2))
     plan = model.plan((X, Y))
     assert plan.stages == stages
     assert plan.planned.unused == ("spare.weight", "spare.bias")
@@ -428,7 +439,7 @@ def test_recurrent_layers_without_a_list_are_divided_too():
     """By their calls; the operators between two calls are the first one's."""
     model = compiled(
         nn.Sequential(nn.Linear(6, 5), nn.Flatten(), nn.Tanh(), nn.Linear(5, 3)),
-        auto_round_ipus=True,
+        parallel=ipufit.Parallel(auto_round_ipus=True),
     )
     assert list(model.plan((X, Y), ipus_per_replica=3).stages) == ["0", "2", "3"]
 
@@ -437,7 +448,9 @@ def test_recurrent_layers_without_a_list_are_divided_too():
 def test_auto_is_resolved_with_the_first_micro_batch(engine, capsys):
     """As the plan says; validation and predict have the same stages."""
     model = ipufit.Model(net(), engine=engine)
-    model.compile("adam", "cross_entropy", stages="auto", ipus_per_replica=2)
+    model.compile(
+        "adam", "cross_entropy", parallel=ipufit.Parallel(stages="auto", ipus_per_replica=2)
+    )
     expected = model.plan((X, Y)).stages
     model.explain(torch.utils.data.TensorDataset(X, Y), gradient_accumulation=3)
     assert "pipelined over 2 stages, divided when the first micro-batch" in capsys.readouterr().out
@@ -450,7 +463,7 @@ def test_auto_is_resolved_with_the_first_micro_batch(engine, capsys):
     )
     assert line in capsys.readouterr().out.splitlines()
     named = ipufit.Model(net(), engine=engine)
-    named.compile("adam", "cross_entropy", stages=expected)
+    named.compile("adam", "cross_entropy", parallel=ipufit.Parallel(stages=expected))
     named.fit(X, Y, batch_size=5, gradient_accumulation=3, verbose=0, seed=0)
     for a, b in zip(model.module.parameters(), named.module.parameters()):
         assert torch.equal(a, b)
@@ -502,7 +515,7 @@ def test_the_table():
 def test_the_picture_has_a_bar_for_every_task_and_every_part_of_memory(tmp_path):
     """Two panels; the file is written."""
     pytest.importorskip("matplotlib")
-    plan = compiled(auto_round_ipus=True).plan(
+    plan = compiled(parallel=ipufit.Parallel(auto_round_ipus=True)).plan(
         (X, Y), stages={"1": 1, "2": 2}, gradient_accumulation=5
     )
     path = tmp_path / "plan.png"
@@ -536,17 +549,19 @@ class OwnLoss(nn.Module):
 def test_a_module_with_a_loss_of_its_own_is_planned_with_it():
     """The batch holds all that forward takes."""
     model = ipufit.Model(OwnLoss())
-    model.compile("sgd", stages={"head": 1})
+    model.compile("sgd", parallel=ipufit.Parallel(stages={"head": 1}))
     plan = model.plan({"x": X, "labels": Y})
     parted = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
-    other = compiled(parted, "sgd", stages={"1": 1}).plan((X, Y))
+    other = compiled(parted, "sgd", parallel=ipufit.Parallel(stages={"1": 1})).plan((X, Y))
     assert [c.activation_bytes for c in plan.costs] == [c.activation_bytes for c in other.costs]
     assert plan.memory == other.memory
 
 
 def test_a_model_that_does_not_train_has_weights_alone():
     """No gradients, no state, nothing kept for a backward pass."""
-    plan = compiled(optimizer=None, stages="auto", ipus_per_replica=2).plan((X, Y))
+    plan = compiled(
+        optimizer=None, parallel=ipufit.Parallel(stages="auto", ipus_per_replica=2)
+    ).plan((X, Y))
     for cost, memory in zip(plan.costs, plan.memory):
         assert memory == cost.weight_bytes > 0
         assert (cost.gradient_bytes, cost.optimizer_bytes, cost.activation_bytes) == (0, 0, 0)
@@ -560,7 +575,12 @@ def test_a_state_in_host_memory_takes_none_of_an_ipus(engine):
     model = ipufit.Model(net(), engine)
     plans = []
     for offload in (False, True):
-        model.compile("adam", "cross_entropy", stages={"2": 1}, offload_optimizer_state=offload)
+        model.compile(
+            "adam",
+            "cross_entropy",
+            parallel=ipufit.Parallel(stages={"2": 1}),
+            memory=ipufit.Memory(offload_optimizer=offload),
+        )
         plans.append(model.plan((X, Y)))
     for on, off in zip(*(plan.costs for plan in plans)):
         assert (off.optimizer_bytes, off.gradient_bytes) == (0, on.gradient_bytes)
@@ -580,8 +600,8 @@ def test_a_loss_with_weights_of_its_own_counts_on_the_last_stage():
 
     module = net()
     model = ipufit.Model(module)
-    model.compile("adam", Scaled(module[3]), stages={"2": 1})
+    model.compile("adam", Scaled(module[3]), parallel=ipufit.Parallel(stages={"2": 1}))
     plan = model.plan((X, Y))
-    alone = compiled(stages={"2": 1}).plan((X, Y))
+    alone = compiled(parallel=ipufit.Parallel(stages={"2": 1})).plan((X, Y))
     extra = [a.parameters - b.parameters for a, b in zip(plan.costs, alone.costs)]
     assert (extra, plan.planned.unused) == ([0, 3], ())

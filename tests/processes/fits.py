@@ -165,9 +165,9 @@ def models():
         "transformer": (Attention, {}),
         "logged": (lambda: Spread(mlp()), {}),
         "merged": (lambda: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)), {}),
-        "sum": (mlp, {"gradient_reduction": "sum", "optimizer": "sgd"}),
-        "clipped": (mlp, {"global_clipnorm": 0.1}),
-        "ema": (mlp, {"use_ema": True}),
+        "sum": (mlp, {"reduction": ipufit.Reduction(gradients="sum"), "optimizer": "sgd"}),
+        "clipped": (mlp, {"clip": ipufit.Clip(global_norm=0.1)}),
+        "ema": (mlp, {"ema": ipufit.EMA()}),
         "eager": (mlp, {"run_eagerly": True}),
         "own step": (
             mlp,
@@ -175,7 +175,7 @@ def models():
             {"optimizer": lambda p: torch.optim.Adagrad(p, lr=0.05), "run_eagerly": True},
         ),
         "lamb": (mlp, {"optimizer": "lamb"}),
-        "accumulated wide": (mlp, {"accumulation_dtype": "float64"}),
+        "accumulated wide": (mlp, {"precision": ipufit.Precision(accumulation_dtype="float64")}),
         "schedule": (mlp, {"lr_scheduler": lambda update: 0.01 / (1 + update)}),
     }
     for name, (net, compiled) in given.items():

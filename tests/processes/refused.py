@@ -111,7 +111,7 @@ def differently():
     yield "module", lambda: fit(X, Y, model=made(nn.Linear(2, 3, bias=not one)))
     yield "class", lambda: fit(X, Y, model=made(nn.Sequential(nn.Linear(2, 3)) if one else None))
     yield "optimizer", lambda: fit(X, Y, model=made(optimizer="adam" if one else "sgd"))
-    yield "clip", lambda: fit(X, Y, model=made(clipnorm=0.1 + one))
+    yield "clip", lambda: fit(X, Y, model=made(clip=ipufit.Clip(norm=0.1 + one)))
     yield "length", lambda: fit(X[: 20 - one], Y[: 20 - one])
     yield "batch_size", lambda: fit(X, Y, batch_size=2 + one)
     yield "replicas", lambda: fit(X, Y, ipus=1 + one)

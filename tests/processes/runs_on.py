@@ -40,7 +40,7 @@ def main():
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
     model = ipufit.Model(net)
-    model.compile("adam", "cross_entropy", metrics=["accuracy"], use_ema=True)
+    model.compile("adam", "cross_entropy", metrics=["accuracy"], ema=ipufit.EMA())
     history = model.fit(
         DataLoader(TensorDataset(x, y), batch_size=3, shuffle=True),
         epochs=4,

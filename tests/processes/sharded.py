@@ -5,6 +5,7 @@ Arguments: a folder, and names of functions here. Each compares with a fit that 
 in small ones.
 """
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -54,8 +55,10 @@ def compiled(shards, optimizer="adam", engine="embedded", **options):
         kind, settings = optimizer
         optimizer = lambda parameters: kind(parameters, **settings)  # noqa: E731
     options = {"loss": "cross_entropy", **options}
-    sharded = "shard_weights" if WEIGHTS else "shard_optimizer"
-    model.compile(optimizer, **{sharded: shards}, **options)
+    memory = options.pop("memory", ipufit.Memory())
+    if shards:
+        memory = dataclasses.replace(memory, shard="weights" if WEIGHTS else "optimizer")
+    model.compile(optimizer, memory=memory, **options)
     return model
 
 
@@ -114,16 +117,16 @@ OPTIMIZERS = {
     "groups": {"optimizer": groups},
 }
 OTHERS = {
-    "global norm": {"global_clipnorm": 0.1},
-    "norm": {"clipnorm": 0.05},
-    "value": {"clipvalue": 0.003},
-    "norm of lamb": {"optimizer": "lamb", "clipnorm": 0.05},
+    "global norm": {"clip": ipufit.Clip(global_norm=0.1)},
+    "norm": {"clip": ipufit.Clip(norm=0.05)},
+    "value": {"clip": ipufit.Clip(value=0.003)},
+    "norm of lamb": {"optimizer": "lamb", "clip": ipufit.Clip(norm=0.05)},
     "schedule": {"lr_scheduler": lambda update: 0.05 / (1 + update)},
-    "ema": {"use_ema": True, "ema_overwrite_frequency": 3},
+    "ema": {"ema": ipufit.EMA(overwrite_frequency=3)},
     "eager": {"run_eagerly": True},
-    "scaled": {"loss_scale": 8.0},
-    "wide": {"accumulation_dtype": "float64", "optimizer": "lamb"},
-    "sum": {"gradient_reduction": "sum", "optimizer": ("sgd")},
+    "scaled": {"precision": ipufit.Precision(loss_scale=8.0)},
+    "wide": {"precision": ipufit.Precision(accumulation_dtype="float64"), "optimizer": "lamb"},
+    "sum": {"reduction": ipufit.Reduction(gradients="sum"), "optimizer": ("sgd")},
 }
 
 
@@ -165,13 +168,16 @@ def others():
         for model in models:
             fit(model)
         same(*models, name)
-    for name, options in {"late": {}, "late norm": {"global_clipnorm": 0.1}}.items():
+    for name, options in {"late": {}, "late norm": {"clip": ipufit.Clip(global_norm=0.1)}}.items():
         models = [compiled(each, engine=late, **options) for each in (True, False)]
         for model in models:
             fit(model)
 
         same(*models, name)
-    models = [compiled(each, engine=late, offload_optimizer_state=True) for each in (True, False)]
+    models = [
+        compiled(each, engine=late, memory=ipufit.Memory(offload_optimizer=True))
+        for each in (True, False)
+    ]
     for model in models:
         fit(model)
         fit(model)
@@ -192,7 +198,10 @@ def skips():
     spoilt = x.clone()
     spoilt[30] = 1e200
     for engine in ("embedded", late):
-        scale = {"loss_scale": ipufit.LossScale(2.0**1015, 4), "engine": engine}
+        scale = {
+            "precision": ipufit.Precision(loss_scale=ipufit.LossScale(2.0**1015, 4)),
+            "engine": engine,
+        }
         models = [compiled(each, **scale, loss="mse") for each in (True, False)]
         target = 1e4 * torch.randn(61, 4, generator=torch.Generator().manual_seed(2))
         for model in models:
@@ -270,7 +279,7 @@ def refused():
 
     texts = []
     kinds = (ConfigurationError, ProcessError)
-    whole = ({"run_eagerly": True}, {"use_ema": True}) if WEIGHTS else ()
+    whole = ({"run_eagerly": True}, {"ema": ipufit.EMA()}) if WEIGHTS else ()
     for options in ({"optimizer": "adagrad"}, {"jit": "inductor"}, *whole):
         try:
             compiled(True, **options)
@@ -285,7 +294,11 @@ def refused():
         except kinds as error:
             texts.append(f"{type(error).__name__}: {error}")
     print("\n".join(texts), flush=True)
-    for options in ({}, {"global_clipnorm": 1.0}, {"loss_scale": 2.0}):
+    for options in (
+        {},
+        {"clip": ipufit.Clip(global_norm=1.0)},
+        {"precision": ipufit.Precision(loss_scale=2.0)},
+    ):
         compiled(True, **options).explain(data()[0], batch_size=2)
     if not WEIGHTS:
         config = ipufit.IPUConfig(replicated_tensor_sharding=True)
@@ -385,11 +398,19 @@ def pictures(samples=27):
 
 NETS = {
     "tokens": (Tied, tokens, {"loss": nn.CrossEntropyLoss(), "metrics": ["accuracy"]}),
-    "tokens that count": (Tied, tokens, {"normalize": "tokens"}),
-    "recomputed": (Tied, tokens, {"recompute": ["layers.layers.0", "layers.layers.1"]}),
+    "tokens that count": (Tied, tokens, {"reduction": ipufit.Reduction(normalize="tokens")}),
+    "recomputed": (
+        Tied,
+        tokens,
+        {"memory": ipufit.Memory(recompute=["layers.layers.0", "layers.layers.1"])},
+    ),
     "recurrent": (Reading, tokens, {}),
     "pictures": (picture_net, pictures, {"metrics": ["accuracy"]}),
-    "kernels": (picture_net, pictures, {"jit": "kernels", "gradient_reduction": "sum"}),
+    "kernels": (
+        picture_net,
+        pictures,
+        {"jit": "kernels", "reduction": ipufit.Reduction(gradients="sum")},
+    ),
 }
 
 
@@ -404,7 +425,7 @@ def nets():
             torch.manual_seed(5)
             model = ipufit.Model(make())
             options = {"optimizer": "adamw", "loss": "cross_entropy", **options}
-            model.compile(**options, shard_weights=shards)
+            model.compile(**options, memory=ipufit.Memory(shard="weights" if shards else None))
             x, y = read()
             how = {"batch_size": 2, "verbose": 0}
             work = {"ipus": IPUS, "gradient_accumulation": 2, "device_iterations": 2}
@@ -497,7 +518,7 @@ def most():
     torch.manual_seed(1)
     deep = nn.Sequential(*[nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(20)])
     model = ipufit.Model(deep)
-    model.compile("adam", "mse", shard_weights=True)
+    model.compile("adam", "mse", memory=ipufit.Memory(shard="weights"))
     x = torch.randn(24, 9)
     model.fit(x, x, batch_size=2, epochs=1, verbose=0)
     model.predict(x, batch_size=2, verbose=0)

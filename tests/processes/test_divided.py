@@ -15,23 +15,23 @@ from ipufit.engines.embedded.passes.collective_hooks import (
     hoist_gradients,
     insert_weight_hooks,
 )
-from ipufit.errors import CaptureError, ConfigurationError
+from ipufit.errors import CaptureError
 from ipufit.tracing.capture import capture
 from ipufit.tracing.node_meta import mark_backward_pass
 from tests.processes.test_sharded import REFUSED, SAID, locations_on_ipus, run
 
 WITHIN = """\
-with shard_weights=True weights must be changed in all processes before an epoch begins, but one \
+with shard='weights' weights must be changed in all processes before an epoch begins, but one \
 was changed within an epoch. Change it in on_epoch_end or on_epoch_begin.
 """
 EAGER = """\
-ConfigurationError: shard_weights=True needs a recorded program, in which weights are whole only \
-while they are read, but got run_eagerly=True or jit='off', which runs the module itself. Leave \
+ConfigurationError: shard='weights' needs a recorded program, in which weights are whole only \
+while they are read, but got run_eagerly=True, which runs the module itself. Leave \
 one of them out.
 """
 AVERAGED = """\
-ConfigurationError: shard_weights=True keeps each weight once, in one process, but use_ema=True \
-exchanges whole weights for their averages. Use shard_optimizer=True with it, or leave use_ema out.
+ConfigurationError: shard='weights' keeps each weight once, in one process, but ema exchanges \
+whole weights for their averages. Use shard='optimizer' with it, or leave ema out.
 """
 
 
@@ -117,8 +117,8 @@ def test_a_weight_that_forward_changes_is_refused():
     with pytest.raises(CaptureError) as caught:
         insert_weight_hooks(recorded(clamps, (3, 3), (2, 3)), ["net.weight"], [["net.weight"]], 0)
     assert str(caught.value).startswith(
-        "with shard_weights=True a weight must stay as it is until its update, but forward changes "
-        "'weight' in place. Change a copy, or leave shard_weights out."
+        "with shard='weights' a weight must stay as it is until its update, but forward changes "
+        "'weight' in place. Change a copy, or leave shard='weights' out."
     )
 
 
@@ -138,10 +138,10 @@ def test_pieces_are_of_one_size_and_leave_modules_whole():
 def test_one_process_has_whole_weights(capsys):
     """And is told so; the module's weights are up to date all the time."""
     model = ipufit.Model(nn.Linear(4, 3))
-    model.compile("adam", "cross_entropy", shard_weights=True)
+    model.compile("adam", "cross_entropy", memory=ipufit.Memory(shard="weights"))
     x, y = torch.randn(8, 4), torch.tensor([0, 1] * 4)
     model.explain(x, batch_size=2)
-    said = "shard_weights changes nothing in one process, where all replicas have one state."
+    said = "shard='weights' changes nothing in one process, where all replicas have one state."
     assert said in capsys.readouterr().out
     before = model.module.weight.detach().clone()
     model.fit(x, y, batch_size=2, verbose=0)
@@ -149,27 +149,10 @@ def test_one_process_has_whole_weights(capsys):
     assert not before.equal(model.module.weight)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"shard_weights": 1}, "shard_weights must be True or False, got 1."),
-        (
-            {"shard_weights": True, "shard_optimizer": False},
-            "shard_weights=True divides the optimizer's state too, but got shard_optimizer=False. "
-            "Leave shard_optimizer out.",
-        ),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(options, text):
-    with pytest.raises(ConfigurationError) as caught:
-        ipufit.Model(nn.Linear(4, 3)).compile("adam", "cross_entropy", **options)
-    assert str(caught.value) == text
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_on_ipus_replicas_share_weights_and_state(replicas, monkeypatch):
     """In what PopTorch is given; the stand-in has one memory."""
-    found = locations_on_ipus(monkeypatch, replicas, shard_weights=True)
+    found = locations_on_ipus(monkeypatch, replicas, memory=ipufit.Memory(shard="weights"))
     parts = {"useReplicatedTensorSharding": 1} if replicas > 1 else None
     assert found.get("location_optimizer") == parts
     assert found.get("location_weight") == parts

@@ -267,7 +267,7 @@ def test_a_loss_that_counts_is_refused(second):
         "on an IPU an update of a loss that counts its own tokens or weights must have one "
         "micro-batch, got 2 from gradient_accumulation, ipus and 2 processes: only the device "
         "knows the counts, and only after the gradients were joined. Use normalize='samples' and "
-        "sample_weight_reduction='sum_over_batch_size', one micro-batch per update, or "
+        "sample_weights='sum_over_batch_size', one micro-batch per update, or "
         "engine='embedded'."
     )
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import ipufit
 from tests.processes.ipu_runs import run
 from tests.processes.launching import run_processes
 
@@ -24,7 +25,10 @@ BEGIN = """
 # By name, what is run in one process with two replicas, and in two with one each.
 RUNS = {
     "mlp": {"between": ("nn.Dropout(0.3)",), "held_out": 10, "predicted": 11},
-    "sum": {"compiled": {"gradient_reduction": "sum", "optimizer": "sgd"}, "samples": 24},
+    "sum": {
+        "compiled": {"reduction": ipufit.Reduction(gradients="sum"), "optimizer": "sgd"},
+        "samples": 24,
+    },
     # 43 = one execution of 24, an update of 12, and one of micro-batches 3, 3 and 1: process 1
     # has one of them, which is padding but for a sample or not, whatever process 0 has.
     "tail": {"samples": 43, "held_out": 2, "predicted": 1},

@@ -1,5 +1,6 @@
-"""With ``shard_optimizer`` each process has a part of the optimizer's state, and all weights."""
+"""With ``shard="optimizer"`` each process has a part of the optimizer's state, and all weights."""
 
+import dataclasses
 import textwrap
 
 import pytest
@@ -28,18 +29,18 @@ def run(folder, count, *parts):
 
 
 REFUSED = """\
-ConfigurationError: shard_optimizer=True needs an optimizer that ipufit has as a program of its \
+ConfigurationError: shard='optimizer' needs an optimizer that ipufit has as a program of its \
 own, but got Adagrad, whose own step works on whole parameters. Use sgd, adam, adamw, rmsprop or \
-lamb, or leave shard_optimizer out.
-ConfigurationError: shard_optimizer=True needs a program that meets the other processes within an \
+lamb, or leave shard='optimizer' out.
+ConfigurationError: shard='optimizer' needs a program that meets the other processes within an \
 update, but got jit='inductor', which has whole updates as one. Use jit='auto', or leave \
-shard_optimizer out.
+shard='optimizer' out.
 ProcessError: all processes of a run must have the same state of the optimizer, but process 0 has \
 'changed' and process 1 has 'as it was'. Start all of them with the same program, arguments and \
 seed, and give each the whole data, as each takes its share itself.
 """
 WITHIN = """\
-ConfigurationError: with shard_optimizer=True the optimizer's state must be changed in all \
+ConfigurationError: with shard='optimizer' the optimizer's state must be changed in all \
 processes before an epoch begins, but it was changed within one. Change it in on_epoch_end or \
 on_epoch_begin, after model.gather_optimizer().
 """
@@ -74,8 +75,8 @@ def test_what_is_skipped_or_asked_for_works_on_parts(tmp_path):
         assert "note: replicated_tensor_sharding needs a replication_factor" not in text
     # What a configuration does is said by each process, as it is by compile.
     line = (
-        "replicated_tensor_sharding=True: shard_optimizer of compile: in parts over the processes, "
-        "whose replicas share them"
+        "replicated_tensor_sharding=True: shard='optimizer' of Memory: in parts over the "
+        "processes, whose replicas share them"
     )
     assert line in " ".join(text.split())
 
@@ -153,7 +154,9 @@ def test_one_process_has_nothing_to_share_out(capsys):
     for shards in (True, False):
         torch.manual_seed(0)
         model = ipufit.Model(nn.Linear(4, 3))
-        model.compile("adam", "cross_entropy", shard_optimizer=shards)
+        model.compile(
+            "adam", "cross_entropy", memory=ipufit.Memory(shard="optimizer" if shards else None)
+        )
         x, y = torch.randn(6, 4), torch.tensor([0, 1, 2] * 2)
         model.fit(x, y, batch_size=1, ipus=2, seed=1, verbose=0)
         assert model.gather_optimizer() is model.optimizer
@@ -161,7 +164,9 @@ def test_one_process_has_nothing_to_share_out(capsys):
         capsys.readouterr()
         model.explain()
         text = capsys.readouterr().out
-        said = "shard_optimizer changes nothing in one process, where all replicas have one state."
+        said = (
+            "shard='optimizer' changes nothing in one process, where all replicas have one state."
+        )
         assert (said in text) is shards
     assert found[0].equal(found[1])
 
@@ -174,24 +179,22 @@ def located(value):
     options = poptorch.Options()
     location = poptorch.TensorLocationSettings().useReplicatedTensorSharding(value)
     options.TensorLocations.setOptimizerLocation(location)
-    return {"training_options": options}
+    return {"poptorch": options}
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         (
-            {**configured(False), "shard_optimizer": True},
-            "shard_optimizer must agree with IPUConfig.replicated_tensor_sharding, which is False, "
-            "got True. Leave it out, or change the config.",
+            {**configured(False), "memory": ipufit.Memory(shard="optimizer")},
+            "Memory.shard must agree with IPUConfig.replicated_tensor_sharding, which is False, "
+            "got 'optimizer'. Leave it out, or change the config.",
         ),
         (
-            {**located(False), "shard_optimizer": True},
-            "shard_optimizer must agree with "
-            "training_options.TensorLocations.setOptimizerLocation, which says False, got True. "
-            "Leave it out, or change the options.",
+            {**located(False), "memory": ipufit.Memory(shard="optimizer")},
+            "Memory.shard must agree with training_options.TensorLocations.setOptimizerLocation, "
+            "which says False, got 'optimizer'. Leave it out, or change the options.",
         ),
-        ({"shard_optimizer": 2}, "shard_optimizer must be True or False, got 2."),
     ],
 )
 def test_what_compile_refuses(options, text):
@@ -224,12 +227,17 @@ def locations_on_ipus(monkeypatch, replicas, **options):
     [
         ({}, 2, {"useReplicatedTensorSharding": 1}),
         ({}, 1, None),
-        ({"offload_optimizer_state": True}, 1, {"onChip": 0}),
-        ({"offload_optimizer_state": True}, 2, {"onChip": 0, "useReplicatedTensorSharding": 1}),
+        ({"memory": ipufit.Memory(offload_optimizer=True)}, 1, {"onChip": 0}),
+        (
+            {"memory": ipufit.Memory(offload_optimizer=True)},
+            2,
+            {"onChip": 0, "useReplicatedTensorSharding": 1},
+        ),
         (located(True), 2, {"useReplicatedTensorSharding": 1}),
     ],
 )
 def test_on_ipus_replicas_share_the_state(options, replicas, location, monkeypatch):
     """In what PopTorch is given; the stand-in has one memory."""
-    found = locations_on_ipus(monkeypatch, replicas, shard_optimizer=True, **options)
+    memory = dataclasses.replace(options.get("memory", ipufit.Memory()), shard="optimizer")
+    found = locations_on_ipus(monkeypatch, replicas, **{**options, "memory": memory})
     assert found.get("location_optimizer") == location

@@ -41,7 +41,7 @@ def trained(folder, epochs=3, samples=320, stages=True, lr=0.01):
         torch.optim.Adam(model.module.parameters(), lr=lr),
         "cross_entropy",
         metrics=["accuracy"],
-        stages=begins,
+        parallel=ipufit.Parallel(stages=begins),
         lr_scheduler=lambda update: lr / (1 + update / 40),
     )
     model.fit(

@@ -193,7 +193,7 @@ def test_a_real_run_says_what_its_pipeline_lacks(tmp_path):
     """With the number that the plan has for it."""
     layers = [nn.Linear(8, 8) for _ in range(4)]
     model = ipufit.Model(nn.Sequential(*layers))
-    model.compile("sgd", "mse", stages={str(stage): stage for stage in range(4)})
+    model.compile("sgd", "mse", parallel=ipufit.Parallel(stages={str(i): i for i in range(4)}))
     model.fit(
         torch.ones(70, 8),
         torch.ones(70, 8),

@@ -88,11 +88,11 @@ WAYS = {
     "merged": {"make": MLP, "gradient_accumulation": 3},
     "accumulation": {"gradient_accumulation": 2, "ipus": 2, "device_iterations": 2},
     "eager": {"compiling": {"run_eagerly": True}},
-    "loss scale": {"compiling": {"loss_scale": "dynamic"}},
+    "loss scale": {"compiling": {"precision": ipufit.Precision(loss_scale="dynamic")}},
     "mixed": {"compiling": {"precision": "mixed_bfloat16"}, "dtype": torch.float32},
-    "recompute": {"compiling": {"recompute": ["conv", "norm"]}},
-    "averages": {"compiling": {"use_ema": True}},
-    "clipped": {"compiling": {"global_clipnorm": 0.5}, "gradient_accumulation": 2},
+    "recompute": {"compiling": {"memory": ipufit.Memory(recompute=["conv", "norm"])}},
+    "averages": {"compiling": {"ema": ipufit.EMA()}},
+    "clipped": {"compiling": {"clip": ipufit.Clip(global_norm=0.5)}, "gradient_accumulation": 2},
     "buffers": {"make": Running},
     "drawing": {"make": Drawing},
     "late": {"engine": late},
@@ -171,7 +171,10 @@ def test_every_operator_is_told_with_its_module_and_line(tmp_path, monkeypatch, 
 
 def test_what_is_computed_again_comes_from_where_it_was_computed_first(tmp_path, monkeypatch):
     """Its second time is in the backward pass."""
-    how = {"compiling": {"recompute": ["conv"], "jit": "graph"}, "make": Recomputed}
+    how = {
+        "compiling": {"memory": ipufit.Memory(recompute=["conv"]), "jit": "graph"},
+        "make": Recomputed,
+    }
     rows = profiled(tmp_path / "r", monkeypatch, **how)["rows"]
     found = [row for row in rows if row["operator"] == "aten.sigmoid.default"]
     assert [(row["module"], row["calls"]) for row in found] == [("conv", 1), ("conv", 1)]

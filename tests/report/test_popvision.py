@@ -36,7 +36,7 @@ def fit(folder, samples=8, options=None, **more):
     """A model for the stand-in, trained with a report."""
     torch.manual_seed(0)
     model = ipufit.Model(nn.Linear(3, 2), engine="ipu-standin")
-    model.compile("sgd", "mse", training_options=options)
+    model.compile("sgd", "mse", poptorch=options)
     data = torch.ones(samples, 3), torch.ones(samples, 2)
     report = None if folder is None else ipufit.Report(folder)
     model.fit(*data, batch_size=2, verbose=0, callbacks=report, **more)

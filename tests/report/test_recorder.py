@@ -127,7 +127,7 @@ def test_a_report_changes_no_number(tmp_path, jit):
 
 def test_facts_say_what_was_run(tmp_path):
     """Settings, values, layers, stages and the machine."""
-    model = made(stages={"first": 0, "last": 1})
+    model = made(parallel=ipufit.Parallel(stages={"first": 0, "last": 1}))
     facts = fitted(model, tmp_path, ipus=2, gradient_accumulation=3).facts
     assert (facts["status"], facts["error"], facts["title"]) == ("finished", "", "Net")
     assert facts["params"]["seed"] == 5
@@ -154,7 +154,7 @@ def test_facts_say_what_was_run(tmp_path):
 
 def test_what_has_no_plan_says_why(tmp_path):
     """A strategy whose memory can't be told."""
-    model = made(stages={"first": 0, "last": 1}, strategy="serial_phased")
+    model = made(parallel=ipufit.Parallel(stages={"first": 0, "last": 1}, strategy="serial_phased"))
     facts = fitted(model, tmp_path, ipus=2).facts
     assert "phases keep little on the IPU" in facts["plan"]["missing"]
 

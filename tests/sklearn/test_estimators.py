@@ -276,14 +276,14 @@ def test_a_copy_predicts_and_goes_on(copied):
 
 def test_a_copy_that_lacks_counters_does_not_go_on():
     """Else its learning rate would begin anew, and nobody would see it."""
-    found = classifier(compile__lr_scheduler="cosine", compile__use_ema=True)
+    found = classifier(compile__lr_scheduler="cosine", compile__ema=ipufit.EMA())
     found.set_params(compile__lr_scheduler=None).fit(X, Y)
     found.partial_fit(X, Y)
     twin = copy.deepcopy(found)
     assert (twin.predict(X) == found.predict(X)).all()
-    with pytest.raises(ipufit.errors.ConfigurationError, match="trained under compile__use_ema"):
+    with pytest.raises(ipufit.errors.ConfigurationError, match="trained under compile__ema"):
         copy.deepcopy(found).partial_fit(X, Y)
-    found.set_params(compile__use_ema=False, compile__precision="mixed_float16")
+    found.set_params(compile__ema=None, compile__precision="mixed_float16")
     with pytest.raises(ipufit.errors.ConfigurationError, match="trained under compile__precision"):
         copy.deepcopy(found).partial_fit(X, Y)
 

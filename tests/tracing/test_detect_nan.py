@@ -362,7 +362,11 @@ class Large(nn.Module):
 def test_a_sum_of_gradients_that_overflows_is_told_apart():
     """Each micro-batch is innocent."""
     x = torch.full((8, 1, 3, 4), 1e19)
-    model = built(Large().float(), loss=lambda p, t: p.mean() * 3e19, gradient_reduction="sum")
+    model = built(
+        Large().float(),
+        loss=lambda p, t: p.mean() * 3e19,
+        reduction=ipufit.Reduction(gradients="sum"),
+    )
     error = error_of(model, x, torch.zeros(8))
     assert (error.found.cause, error.found.micro_batches) == ("accumulation", 2)
     assert error.found.parameter == "head.weight"
@@ -458,10 +462,10 @@ def test_without_it_nothing_is_looked_at(monkeypatch):
 
 def test_skipped_updates_are_no_error_and_lost_losses_are():
     """A loss scale leaves out what overflows; a loss that is NaN is one at any scale."""
-    model = built(Backward, loss_scale="dynamic")
+    model = built(Backward, precision=ipufit.Precision(loss_scale="dynamic"))
     fit(model, *data())
     assert model.history.history["skipped_updates"] == [1]
-    error = error_of(built(Forward, loss_scale="dynamic"), *data())
+    error = error_of(built(Forward, precision=ipufit.Precision(loss_scale="dynamic")), *data())
     assert error.operator == "aten.log.default"
 
 

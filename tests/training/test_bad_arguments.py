@@ -29,7 +29,10 @@ METRICS = (
     "sparse_categorical_accuracy, top_5_accuracy."
 )
 IPUS = "`ipus`, the total number of IPUs, must be a power of two"
-TRY_4 = "Try 2 or 4, or compile(..., auto_round_ipus=True) to reserve 4 and leave 1 idle."
+TRY_4 = (
+    "Try 2 or 4, or compile(..., parallel=ipufit.Parallel(auto_round_ipus=True)) to reserve 4 and "
+    "leave 1 idle."
+)
 WHOLE = "must be a positive whole number"
 CALLBACKS = "callbacks must be a list of ipufit.callbacks.Callback objects, got "
 VERBOSE = "verbose must be 0 (silent), 1 (bar), 2 (one line an epoch) or 'auto', got "
@@ -74,19 +77,18 @@ def test_all_bad_arguments_of_compile_are_reported_together():
             "adm",
             "msee",
             "acuracy",
-            gradient_reduction="avg",
-            auto_round_ipus="yes",
+            clip=1.0,
             run_eagerly=1,
         )
     lines = str(caught.value).split("\n")
-    assert lines[0].startswith("unknown loss 'msee'. Did you mean 'mse'? ")
-    assert lines[1].startswith("unknown optimizer 'adm'. Did you mean 'adam'? ")
-    assert lines[2].startswith("unknown metric 'acuracy'. Did you mean 'accuracy'? ")
-    assert lines[3:] == [
-        "gradient_reduction must be 'mean' or 'sum', got 'avg'.",
-        "auto_round_ipus must be True or False, got 'yes'.",
-        "run_eagerly must be True or False, got 1.",
-    ]
+    assert lines[0] == (
+        "clip must be an ipufit.Clip or None, got 1.0. Write for example "
+        "clip=ipufit.Clip(global_norm=1.0)."
+    )
+    assert lines[1].startswith("unknown loss 'msee'. Did you mean 'mse'? ")
+    assert lines[2].startswith("unknown optimizer 'adm'. Did you mean 'adam'? ")
+    assert lines[3].startswith("unknown metric 'acuracy'. Did you mean 'accuracy'? ")
+    assert lines[4:] == ["run_eagerly must be True or False, got 1."]
 
 
 @pytest.mark.parametrize(
@@ -435,21 +437,57 @@ def test_a_wrong_argument_of_evaluate_and_predict_is_named(method, arguments, te
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"gradient_reduction": "avg"}, "gradient_reduction must be 'mean' or 'sum', got 'avg'."),
         (
-            {"gradient_reduction": ["mean"]},
-            "gradient_reduction must be 'mean' or 'sum', got ['mean'].",
+            lambda: {"reduction": ipufit.Reduction(gradients="avg")},
+            "Reduction.gradients must be 'mean' or 'sum', got 'avg'.",
         ),
-        ({"auto_round_ipus": 1}, "auto_round_ipus must be True or False, got 1."),
-        ({"run_eagerly": "no"}, "run_eagerly must be True or False, got 'no'."),
+        (
+            lambda: {"reduction": ipufit.Reduction(gradients=["mean"])},
+            "Reduction.gradients must be 'mean' or 'sum', got ['mean'].",
+        ),
+        (
+            lambda: {"parallel": ipufit.Parallel(auto_round_ipus=1)},
+            "Parallel.auto_round_ipus must be True or False, got 1.",
+        ),
+        (
+            lambda: {"reduction": ipufit.Reduction("token", None)},
+            "Reduction.normalize must be 'samples' or 'tokens' or 'micro_batches', got 'token'.\n"
+            "Reduction.sample_weights must be 'sum_over_batch_size' or 'mean_with_sample_weight', "
+            "got None.",
+        ),
+        (
+            lambda: {"reduction": ipufit.Reduction("tokens", gradients="sum")},
+            "Reduction.normalize='tokens' divides the gradient of an update by all that counts in "
+            "it, but gradients='sum' adds up means. Use gradients='mean'.",
+        ),
+        (
+            lambda: {"memory": ipufit.Memory(shard="all", offload_optimizer="cpu")},
+            "Memory.offload_optimizer must be True or False, got 'cpu'.\n"
+            "Memory.shard must be 'none' or 'optimizer' or 'weights', got 'all'.",
+        ),
+        (
+            lambda: {"parallel": ipufit.Parallel(inference=ipufit.Parallel(ipus_per_replica=2))},
+            "Parallel.inference has stages, layers_per_ipu and strategy alone, and all else as in "
+            "training, but sets ipus_per_replica. Leave it out there.",
+        ),
+        (
+            lambda: {"jit": "off"},
+            "jit says how a recorded program runs, got 'off'. Write run_eagerly=True to run the "
+            "module itself.",
+        ),
+        (
+            lambda: {"poptorch": (None, None, None)},
+            "poptorch must be poptorch.Options, a pair (training_options, inference_options) or "
+            "None, got 3 values. Write poptorch=(None, options) for inference alone.",
+        ),
+        (lambda: {"run_eagerly": "no"}, "run_eagerly must be True or False, got 'no'."),
     ],
-    ids=repr,
 )
 def test_a_wrong_argument_of_compile_is_named(arguments, text):
     """A string for a switch would silently mean True."""
     model = compiled()
     with refused(model, ConfigurationError, text):
-        model.compile("sgd", "mse", **arguments)
+        model.compile("sgd", "mse", **arguments())
 
 
 ENGINE = (

@@ -36,9 +36,9 @@ def test_updates_one_by_one_equal_a_loop_by_hand(make):
 CONFIGURATIONS = {
     "plain": {},
     "schedule": {"lr_scheduler": lambda update: 0.1 * 0.9**update},
-    "averages": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
-    "dynamic scale": {"loss_scale": ipufit.LossScale(2.0**10, 3)},
-    "clipped": {"clipnorm": 0.1},
+    "averages": {"ema": ipufit.EMA(momentum=0.5, overwrite_frequency=2)},
+    "dynamic scale": {"precision": ipufit.Precision(loss_scale=ipufit.LossScale(2.0**10, 3))},
+    "clipped": {"clip": ipufit.Clip(norm=0.1)},
     "eager": {"run_eagerly": True},
 }
 
@@ -177,8 +177,8 @@ REFUSED = {
     "returned.": "inside",
     "train_on_batch needs an optimizer, but compile(optimizer=None) made a model that can only "
     "evaluate and predict. Call compile with one, such as optimizer='adam'.": "no optimizer",
-    "train_on_batch runs one update, but output_every=2 brings back the outputs of one update in "
-    "2, so that metrics would see none. Compile with output_mode='all', or call fit.": "every n",
+    "train_on_batch runs one update, but Outputs.every=2 brings back the outputs of one update in "
+    "2, so that metrics would see none. Compile with outputs='all', or call fit.": "every n",
 }
 
 
@@ -188,7 +188,7 @@ def test_a_single_update_that_cannot_be_is_refused(text):
     x, y = batches(1)[0]
     options = {
         "no optimizer": {"optimizer": None},
-        "every n": {"output_mode": "every_n", "output_every": 2},
+        "every n": {"outputs": ipufit.Outputs("every_n", 2)},
     }.get(REFUSED[text], {})
     model = compiled(**options)
     inside = ipufit.callbacks.LambdaCallback(

@@ -14,7 +14,7 @@ from ipufit.analysis.compare.invariance_report import InvarianceReport, Invarian
 from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import OFF
 from ipufit.core.plan import Plan
-from ipufit.core.train_config import OutputMode, Precision
+from ipufit.core.train_config import Outputs, Precision
 from ipufit.data.adapters import DataArguments, get_data_adapter
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError
@@ -135,9 +135,9 @@ class _Trial:
         self._batch = _cast(batch, dtype)
         self._config = dataclasses.replace(
             session.config,
-            averaging=None,
+            ema=None,
             schedule=None,
-            output_mode=OutputMode(),
+            outputs=Outputs(),
             recompute=(),
             offload_optimizer_state=False,
             shard_optimizer=False,

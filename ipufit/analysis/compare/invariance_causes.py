@@ -266,22 +266,22 @@ def _loss_cause(
             "loss",
             "sum",
             "The loss adds up its samples, and the gradient is a mean over micro-batches.",
-            "Use reduction='mean', or compile with gradient_reduction='sum'.",
+            "Use reduction='mean', or compile with Reduction(gradients='sum').",
         )
     if is_mean:
         return InvarianceCause(
             "loss",
             "sum",
-            "gradient_reduction='sum' adds up the losses of micro-batches, which are means.",
-            "Compile with gradient_reduction='mean'.",
+            "Reduction(gradients='sum') adds up the losses of micro-batches, which are means.",
+            "Compile with Reduction(gradients='mean').",
         )
     return InvarianceCause(
         "loss",
         "loss",
         "The loss of all samples is not the mean of those of two halves: it looks at several "
         "samples at once, or divides by what counts among them.",
-        "For ignored targets and class weights, compile with normalize='tokens'. What compares "
-        "samples, as contrastive losses do, needs all of them in one micro-batch: "
+        "For ignored targets and class weights, compile with Reduction(normalize='tokens'). What "
+        "compares samples, as contrastive losses do, needs all of them in one micro-batch: "
         "gradient_accumulation=1 and one replica.",
     )
 

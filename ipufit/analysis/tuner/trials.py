@@ -16,7 +16,7 @@ from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.callbacks.history import History
 from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.core.plan import Plan
-from ipufit.core.train_config import OutputMode
+from ipufit.core.train_config import Outputs
 from ipufit.data.source import DataAdapter
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError, NonFiniteLossError
@@ -93,9 +93,9 @@ class Trial:
         with preserve_state(modules, optimizer, source.loader), train_mode(*modules):
             config = dataclasses.replace(
                 session.config,
-                averaging=None,
+                ema=None,
                 schedule=schedule(optimizer),
-                output_mode=OutputMode(),
+                outputs=Outputs(),
                 jit=session.config.jit if self._jit is None else self._jit,
             )
             trial = Session(

@@ -13,7 +13,7 @@ from ipufit.conformance.scenario import Net, Observed, Scenario
 from ipufit.conformance.settings import OptimizerSpec
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.plan import Plan
-from ipufit.core.train_config import OutputMode, TrainConfig
+from ipufit.core.train_config import Outputs, TrainConfig
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.program import ProgramSpec
 from ipufit.losses import resolve_loss
@@ -80,10 +80,10 @@ def _micro_batch(scenario: Scenario, x: Tensor, y: Tensor) -> MicroBatch:
 
 def _spec(scenario: Scenario, net: Net) -> ProgramSpec:
     """Return the program that runs the scenario."""
-    every = scenario.period if scenario.mode == "EveryN" else 1
+    every = scenario.period if scenario.mode == "EveryN" else None
     config = TrainConfig(
         gradient_reduction=scenario.reduction.lower(),
-        output_mode=OutputMode(_MODES[scenario.mode], every),
+        outputs=Outputs(_MODES[scenario.mode], every),
     )
     optimizer = _optimizer(scenario.optimizer, net) if scenario.training else None
     return ProgramSpec(

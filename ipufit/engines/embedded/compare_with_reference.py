@@ -60,8 +60,8 @@ class ReferenceComparison:
         recorded = self.recorded
         if recorded.graph is None:
             raise ConfigurationError(
-                "compare holds the recorded program against the module, but run_eagerly=True or "
-                "jit='off' records none. Compile without it."
+                "compare holds the recorded program against the module, but run_eagerly=True "
+                "records none. Compile without it."
             )
         if reference == "float64" and recorded.random:
             raise ConfigurationError(

@@ -7,13 +7,13 @@ from typing import Dict, List, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ipufit.core.train_config import Averaging
+from ipufit.core.train_config import EMA
 from ipufit.tracing.flat_storage import FlatBlock
 
-__all__ = ["EMA"]
+__all__ = ["MovingAverages"]
 
 
-class EMA:
+class MovingAverages:
     """One average per flat tensor of weights.
 
     ``average = momentum * average + (1 - momentum) * weight`` after every update; the first update
@@ -28,7 +28,7 @@ class EMA:
 
     def __init__(
         self,
-        rule: Averaging,
+        rule: EMA,
         blocks: Sequence[FlatBlock],
         flats: Sequence[Tensor],
         known: Mapping[str, Tensor],
@@ -66,7 +66,7 @@ class EMA:
         """
         if not skipped:
             self._follow(flats)
-        every = self._rule.overwrite_every
+        every = self._rule.overwrite_frequency
         if every is not None and updates % every == 0:
             self._overwrite(flats)
 

@@ -30,7 +30,7 @@ __all__ = ["EmbeddedEngine"]
 
 _OFFLOADED = "The optimizer's state is in host memory, and on the device during updates alone."
 _NOT_OFFLOADED = (
-    "offload_optimizer_state changes nothing where the module is in the host's memory itself."
+    "offload_optimizer changes nothing where the module is in the host's memory itself."
 )
 
 _NOT_SHARDED = "{} changes nothing in one process, where all replicas have one state."
@@ -154,7 +154,7 @@ class EmbeddedEngine(EngineContext, Engine):
 def _sharded(config: TrainConfig) -> str:
     processes = current()
     if not processes.is_distributed:
-        name = "shard_weights" if config.shard_weights else "shard_optimizer"
+        name = "shard='weights'" if config.shard_weights else "shard='optimizer'"
         return _NOT_SHARDED.format(name)
     from ipufit.engines.embedded.zero import needs_whole_gradient
 

@@ -327,9 +327,9 @@ class ShardedStep:
             weights.events = weights.events or self.events
             if self.events != weights.events:
                 raise CaptureError(
-                    "with shard_weights=True all micro-batches must use the weights in one order, "
+                    "with shard='weights' all micro-batches must use the weights in one order, "
                     "but one of another size uses them in another. Remove the branch on the batch "
-                    "size, or leave shard_weights out."
+                    "size, or leave shard='weights' out."
                 )
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:

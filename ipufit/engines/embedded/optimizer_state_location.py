@@ -74,7 +74,7 @@ class HostMemory(StateMemory):
 
 
 def state_memory(offload: bool, device: torch.device, as_device: bool) -> StateMemory:
-    """Choose the memory that ``offload_optimizer_state`` asks for.
+    """Choose the memory that ``Memory.offload_optimizer`` asks for.
 
     Args:
         offload: whether the state is to be in host memory.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ipufit.core.batch import CombinedBatch
 from ipufit.core.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.clipping import GradientTransform
-from ipufit.engines.embedded.ema import EMA
+from ipufit.engines.embedded.ema import MovingAverages
 from ipufit.engines.embedded.external_changes import (
     OptimizerStateVersion,
     changed_shape,
@@ -362,7 +362,7 @@ class TrainingState:
         )
         self.updates = spec.first_update
         self.storage = FlatStorage([])
-        self.averages: Optional[EMA] = None
+        self.averages: Optional[MovingAverages] = None
         self.states: List[List[Tensor]] = []
         self.with_gradient: Tuple[str, ...] = ()
 
@@ -401,9 +401,11 @@ class TrainingState:
             self.storage.release()
             raise
         self.with_gradient = with_gradient
-        rule, storage = self._spec.config.averaging, self.storage
+        rule, storage = self._spec.config.ema, self.storage
         if rule is not None:
-            self.averages = EMA(rule, storage.blocks, storage.flats, self._carried.averages)
+            self.averages = MovingAverages(
+                rule, storage.blocks, storage.flats, self._carried.averages
+            )
         self.placement.enter(self)
         self.states = [self.arguments(buffers) for buffers in self.replicas]
 

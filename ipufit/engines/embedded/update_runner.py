@@ -192,7 +192,7 @@ class UpdateRunner(UpdateWay):
                 or a weight afterwards, with which the update is made already.
         """
         state, compiled = self._state, execution.compiled
-        is_sum = self._spec.config.output_mode.kind == "sum"
+        is_sum = self._spec.config.outputs.mode == "sum"
         results = ExecutionOutputs(self._spec.plan.replicas if is_sum else 0)
         wanted = self._places_wanted(execution) if self._spec.want_outputs else set()
         has_buffers, first = bool(state.replicas[0]), 0
@@ -228,12 +228,12 @@ class UpdateRunner(UpdateWay):
     def _places_wanted(self, execution: ExecutionWork) -> Set[int]:
         """Return the places among the own micro-batches whose outputs come back."""
         plan, shares = self._spec.plan, execution.shares
-        mode, per_update = self._spec.config.output_mode, plan.micro_batches_per_update
+        outputs, per_update = self._spec.config.outputs, plan.micro_batches_per_update
         if shares is None:
             count = len(execution.batch.micro_batches)
-            return set(outputs_wanted(mode, count, per_update, plan.replicas))
+            return set(outputs_wanted(outputs, count, per_update, plan.replicas))
         count = sum(len(share.sizes) for share in shares)
-        wanted = set(outputs_wanted(mode, count, per_update, plan.all_replicas))
+        wanted = set(outputs_wanted(outputs, count, per_update, plan.all_replicas))
         return {index for index, place in enumerate(local_indices(shares)) if place in wanted}
 
     def _judge(

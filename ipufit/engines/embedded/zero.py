@@ -245,30 +245,29 @@ def refuse_whole(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
     Raises:
         ConfigurationError: its step is torch's own, or another way to run keeps it whole.
     """
-    name = "shard_weights" if config.shard_weights else "shard_optimizer"
+    name = "shard='weights'" if config.shard_weights else "shard='optimizer'"
     if rule_for(optimizer) is None:
         raise ConfigurationError(
-            f"{name}=True needs an optimizer that ipufit has as a program of its own, but "
+            f"{name} needs an optimizer that ipufit has as a program of its own, but "
             f"got {type(optimizer).__name__}, whose own step works on whole parameters. Use sgd, "
             f"adam, adamw, rmsprop or lamb, or leave {name} out."
         )
     if config.jit in (INDUCTOR, CUDAGRAPH):
         raise ConfigurationError(
-            f"{name}=True needs a program that meets the other processes within an "
+            f"{name} needs a program that meets the other processes within an "
             f"update, but got jit={config.jit!r}, which has whole updates as one. Use jit='auto', "
             f"or leave {name} out."
         )
     if config.shard_weights and config.run_eagerly:
         raise ConfigurationError(
-            "shard_weights=True needs a recorded program, in which weights are whole only while "
-            "they are read, but got run_eagerly=True or jit='off', which runs the module itself. "
+            "shard='weights' needs a recorded program, in which weights are whole only while "
+            "they are read, but got run_eagerly=True, which runs the module itself. "
             "Leave one of them out."
         )
-    if config.shard_weights and config.averaging is not None:
+    if config.shard_weights and config.ema is not None:
         raise ConfigurationError(
-            "shard_weights=True keeps each weight once, in one process, but use_ema=True exchanges "
-            "whole weights for their averages. Use shard_optimizer=True with it, or leave use_ema "
-            "out."
+            "shard='weights' keeps each weight once, in one process, but ema exchanges whole "
+            "weights for their averages. Use shard='optimizer' with it, or leave ema out."
         )
 
 

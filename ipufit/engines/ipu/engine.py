@@ -29,7 +29,7 @@ class IpuEngine(IpuContext, Engine):
     """Builds programs for one compiled model.
 
     Attributes:
-        takes_options: whether ``training_options`` and ``inference_options`` mean something.
+        takes_options: whether the options of ``poptorch=`` mean something.
     """
 
     takes_options = True
@@ -89,9 +89,9 @@ class IpuEngine(IpuContext, Engine):
             )
         elif schedule is not None:
             lines.append(f"{schedule.name} changes settings between epochs: no call is split.")
-        if config.output_mode.kind != "all":
+        if config.outputs.mode != "all":
             lines.append(
-                f"output_mode={config.output_mode.kind!r} chooses on the host: the device "
+                f"outputs={config.outputs.mode!r} chooses on the host: the device "
                 "hands back all outputs, because losses come back from every micro-batch."
             )
         for role, role_options in options.items():

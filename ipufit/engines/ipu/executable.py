@@ -234,13 +234,13 @@ def _outputs(results: Sequence[Result], spec: ProgramSpec) -> Tuple[List[Any], L
         return [], []
     if spec.mode is not Mode.TRAIN:
         return [result.outputs for result in results], list(range(len(results)))
-    plan, mode = spec.plan, spec.config.output_mode
-    if mode.kind == "sum":
+    plan, wanted = spec.plan, spec.config.outputs
+    if wanted.mode == "sum":
         return [
             _sum([result.outputs for result in results[replica :: plan.replicas]])
             for replica in range(min(plan.replicas, len(results)))
         ], []
-    places = outputs_wanted(mode, len(results), plan.own_micro_batches_per_update, plan.replicas)
+    places = outputs_wanted(wanted, len(results), plan.own_micro_batches_per_update, plan.replicas)
     return [results[place].outputs for place in places], places
 
 

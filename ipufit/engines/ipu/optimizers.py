@@ -82,8 +82,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: TrainConfig) -> No
     unbounded = SETTINGS["global_clipnorm"].applies(kind)
     if config.clip.global_norm is not None and unbounded:
         raise OptimizerError(
-            f"an IPU clips the gradients of {', '.join(CLIPPED)} only, got global_clipnorm with "
-            f"{kind.__name__}. Leave it out, choose one of these, or use engine='embedded'."
+            f"an IPU clips the gradients of {', '.join(CLIPPED)} only, got Clip(global_norm=...) "
+            f"with {kind.__name__}. Leave it out, choose one of these, or use engine='embedded'."
         )
 
 

@@ -108,7 +108,7 @@ class ProgramCache:
                 "on an IPU an update of a loss that counts its own tokens or weights must have one "
                 f"micro-batch, got {count} from {sources}: only the device knows the counts, and "
                 "only after the gradients were joined. "
-                "Use normalize='samples' and sample_weight_reduction='sum_over_batch_size', one "
+                "Use normalize='samples' and sample_weights='sum_over_batch_size', one "
                 "micro-batch per update, or engine='embedded'."
             )
 

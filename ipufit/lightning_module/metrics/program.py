@@ -77,12 +77,11 @@ class MeasuredProgram(ForwardingProgram):
         return Prepared(outputs, rules)
 
     def _check(self, key: MetricKey) -> None:
-        mode = self._spec.config.output_mode
-        if self._role == "train" and (mode.kind != "all" or mode.every > 1):
+        outputs = self._spec.config.outputs
+        if self._role == "train" and outputs.mode != "all":
             raise ConfigurationError(
                 f"self.{key.calls[0].path} is updated with what the program hands out for every "
-                f"micro-batch, which needs output_mode='all', got {mode.kind!r}. Leave output_mode "
-                "and output_every out."
+                f"micro-batch, which needs outputs='all', got {outputs.mode!r}. Leave outputs out."
             )
         if self._spec.processes.is_distributed:
             for path, metric in self._metrics.called(self._role).items():

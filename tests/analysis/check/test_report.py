@@ -220,7 +220,7 @@ def test_stages_and_blocks_for_ipus_are_no_fault():
     first, last = nn.Linear(4, 4), nn.Linear(4, 3)
     net = nn.Sequential(poptorch.BeginBlock(first, ipu_id=0), poptorch.BeginBlock(last, ipu_id=1))
     model = ipufit.Model(net)
-    model.compile("adam", "cross_entropy", ipus_per_replica=2)
+    model.compile("adam", "cross_entropy", parallel=ipufit.Parallel(ipus_per_replica=2))
     assert not model.check((X, TARGET))
 
 

@@ -227,7 +227,11 @@ def test_it_leaves_no_trace():
     assert one[3] == two[3]
 
 
-@pytest.mark.parametrize("options", [{"precision": "mixed_bfloat16"}, {"loss_scale": 8.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "mixed_bfloat16"}, {"precision": ipufit.Precision(loss_scale=8.0)}],
+    ids=str,
+)
 def test_options_of_compile_hold(options):
     """Autocast and a loss scale are part of the program."""
     torch.manual_seed(0)
@@ -334,7 +338,7 @@ def test_what_can_not_be_compared_is_refused():
     )
     refused(
         lambda: built(nets.MLP, run_eagerly=True).compare(SAMPLE),
-        "compare holds the recorded program against the module, but run_eagerly=True or jit='off' "
+        "compare holds the recorded program against the module, but run_eagerly=True "
         "records none. Compile without it.",
     )
     other = ipufit.Model(nets.MLP().float(), engine="ipu-standin")

@@ -186,14 +186,20 @@ def ignoring(prediction, target):
         (nets.MLP, {"loss": nn.CrossEntropyLoss(reduction="sum")}, [("loss", "sum")]),
         (
             nets.MLP,
-            {"loss": nn.CrossEntropyLoss(reduction="sum"), "gradient_reduction": "sum"},
+            {
+                "loss": nn.CrossEntropyLoss(reduction="sum"),
+                "reduction": ipufit.Reduction(gradients="sum"),
+            },
             [],
         ),
-        (nets.MLP, {"gradient_reduction": "sum"}, [("loss", "sum")]),
+        (nets.MLP, {"reduction": ipufit.Reduction(gradients="sum")}, [("loss", "sum")]),
         (nets.MLP, {"loss": ignoring}, [("loss", "loss")]),
         (
             nets.MLP,
-            {"loss": nn.CrossEntropyLoss(ignore_index=0), "normalize": "tokens"},
+            {
+                "loss": nn.CrossEntropyLoss(ignore_index=0),
+                "reduction": ipufit.Reduction(normalize="tokens"),
+            },
             [],
         ),
     ],

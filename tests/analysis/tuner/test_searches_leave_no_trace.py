@@ -15,9 +15,8 @@ Y = X[:, :2].sin()
 
 # By an IPU.
 REFUSED = {
-    "use_ema": True,
-    "ema_momentum": 0.8,
-    "loss_scale": ipufit.LossScale(256.0, growth_interval=3),
+    "ema": ipufit.EMA(momentum=0.8),
+    "precision": ipufit.Precision(loss_scale=ipufit.LossScale(256.0, growth_interval=3)),
 }
 
 
@@ -30,7 +29,7 @@ def trained(engine):
         "mse",
         **(REFUSED if engine == "embedded" else {}),
         lr_scheduler=lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=20),
-        global_clipnorm=0.5,
+        clip=ipufit.Clip(global_norm=0.5),
     )
     model.fit(loader(), verbose=0)
     return model

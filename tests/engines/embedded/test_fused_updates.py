@@ -75,10 +75,10 @@ def test_kernels_and_rules_make_the_same_weights_and_state(name, eagerly, monkey
     "options",
     [
         {"lr_scheduler": lambda update: 0.1 * 0.9**update},
-        {"clipnorm": 0.1},
-        {"global_clipnorm": 0.1},
-        {"clipvalue": 0.01},
-        {"accumulation_dtype": "float32"},
+        {"clip": ipufit.Clip(norm=0.1)},
+        {"clip": ipufit.Clip(global_norm=0.1)},
+        {"clip": ipufit.Clip(value=0.01)},
+        {"precision": ipufit.Precision(accumulation_dtype="float32")},
     ],
     ids=lambda options: next(iter(options)),
 )

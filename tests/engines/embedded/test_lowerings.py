@@ -25,7 +25,7 @@ def compiling(**options):
 
 @pytest.mark.parametrize("jit", ["fast", None, True, "Graph"])
 def test_no_way_by_that_name(jit):
-    names = "'auto' or 'graph' or 'kernels' or 'inductor' or 'cudagraph' or 'off'"
+    names = "'auto' or 'graph' or 'kernels' or 'inductor' or 'cudagraph'"
     refused(compiling(jit=jit), f"jit must be {names}, got {jit!r}.")
 
 
@@ -37,7 +37,7 @@ def test_two_ways_at_once_are_refused():
     )
 
 
-@pytest.mark.parametrize("options", [{"jit": "off"}, {"run_eagerly": True}])
+@pytest.mark.parametrize("options", [{"run_eagerly": True}])
 def test_off_is_the_module_itself(options, capsys):
     model = ipufit.Model(MLP().double(), engine="embedded")
     model.compile("adam", "cross_entropy", **options)
@@ -133,7 +133,7 @@ def test_other_kernels_give_the_numbers_up_to_summation_order(kind, what):
 def test_the_graph_has_the_bits_of_the_module_itself(kind):
     net = kind()
     one, _, told = fitted(net, jit="graph")
-    other, _, history = fitted(net, jit="off")
+    other, _, history = fitted(net, run_eagerly=True)
     assert told.history["loss"] == history.history["loss"]
     for name, value in one.module.state_dict().items():
         assert torch.equal(other.module.state_dict()[name], value), name
@@ -298,7 +298,7 @@ def test_what_goes_by_the_layout_keeps_it(kind):
     one, engine, told = fitted(net, jit="kernels")
     said = engine.explain(one._session.config, {})
     assert not any("channels last" in sentence for sentence in said)
-    _, _, history = fitted(net, jit="off")
+    _, _, history = fitted(net, run_eagerly=True)
     torch.testing.assert_close(told.history["loss"], history.history["loss"], rtol=1e-5, atol=0)
 
 

@@ -26,7 +26,9 @@ PLACES = [("eager", False), ("late", False), ("late", True), ("captured", False)
 
 def made(make, way="late", offload=False):
     torch.manual_seed(0)
-    model, _ = compiled(MLP().double(), make, way=way, offload_optimizer_state=offload)
+    model, _ = compiled(
+        MLP().double(), make, way=way, memory=ipufit.Memory(offload_optimizer=offload)
+    )
     return model
 
 

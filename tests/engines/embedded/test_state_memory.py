@@ -1,4 +1,4 @@
-"""``offload_optimizer_state``: the optimizer's state in host memory, with the same numbers."""
+"""``offload_optimizer=True``: the optimizer's state in host memory, with the same numbers."""
 
 import copy
 import gc
@@ -32,7 +32,7 @@ def run(make, offload, eagerly=False, fits=2, **options):
     """A model after some fits, on an engine that takes the host for a device."""
     torch.manual_seed(0)
     way = "eager" if eagerly else "late"
-    options["offload_optimizer_state"] = offload
+    options["memory"] = ipufit.Memory(offload_optimizer=offload)
     model, engine = compiled(MLP().double(), make, way=way, **options)
     engine.as_device = True
     histories = [fit(model, X, Y, Plan(3, 2, 2)).history for _ in range(fits)]
@@ -74,10 +74,17 @@ def test_updates_that_are_left_out_leave_the_state_as_it_was():
     found = []
     for offload in (True, False):
         torch.manual_seed(0)
-        made = {"loss": lambda y, t: (y * t).mean(), "loss_scale": ipufit.LossScale(2.0**30, 5)}
+        made = {
+            "loss": lambda y, t: (y * t).mean(),
+            "precision": ipufit.Precision(loss_scale=ipufit.LossScale(2.0**30, 5)),
+        }
         net = nn.Linear(1, 1)
         model, _ = compiled(
-            net, OPTIMIZERS["adam"], way="late", offload_optimizer_state=offload, **made
+            net,
+            OPTIMIZERS["adam"],
+            way="late",
+            memory=ipufit.Memory(offload_optimizer=offload),
+            **made,
         )
         history = fit(model, x, torch.ones(6, 1), Plan(1, 3)).history
         assert history["skipped_updates"] == [1, 1]
@@ -135,13 +142,13 @@ def test_a_plain_loop_goes_on_with_the_state():
 
 def test_on_the_cpu_nothing_is_copied_and_explain_says_so(capsys):
     model = ipufit.Model(MLP().double(), engine="embedded")
-    model.compile("adam", "cross_entropy", offload_optimizer_state=True)
+    model.compile("adam", "cross_entropy", memory=ipufit.Memory(offload_optimizer=True))
     fit(model, X, Y)
     assert type(model._session.engine.training.state.placement.memory) is StateMemory
     model.explain()
     text = capsys.readouterr().out
     assert (
-        "offload_optimizer_state changes nothing where the module is in the host's memory itself."
+        "offload_optimizer changes nothing where the module is in the host's memory itself."
     ) in text
     assert "offload_optimizer_state=True" in text
 
@@ -164,7 +171,7 @@ def test_on_cuda_the_peak_falls_by_the_state():
         layers = [layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
         net = nn.Sequential(*layers).cuda()
         model = ipufit.Model(net)
-        model.compile("adam", "mse", offload_optimizer_state=offload)
+        model.compile("adam", "mse", memory=ipufit.Memory(offload_optimizer=offload))
         model.fit(x, x, batch_size=2**14, verbose=0, seed=1)
         torch.cuda.reset_peak_memory_stats()
         model.fit(x, x, batch_size=2**14, epochs=2, verbose=0, seed=1)
@@ -192,13 +199,13 @@ def located(value):
     ("options", "offloads"),
     [
         ({}, False),
-        ({"offload_optimizer_state": True}, True),
+        ({"memory": ipufit.Memory(offload_optimizer=True)}, True),
         ({"config": configured(True)}, True),
         ({"config": configured(False)}, False),
-        ({"training_options": located(False)}, True),
-        ({"training_options": located(True)}, False),
-        ({"training_options": located(None)}, False),
-        ({"training_options": located(False), "offload_optimizer_state": True}, True),
+        ({"poptorch": located(False)}, True),
+        ({"poptorch": located(True)}, False),
+        ({"poptorch": located(None)}, False),
+        ({"poptorch": located(False), "memory": ipufit.Memory(offload_optimizer=True)}, True),
     ],
 )
 def test_who_says_where_the_state_is(options, offloads):
@@ -211,25 +218,25 @@ def test_who_says_where_the_state_is(options, offloads):
     ("options", "text"),
     [
         (
-            {"config": configured(False), "offload_optimizer_state": True},
-            "offload_optimizer_state must agree with IPUConfig.optimizer_state_offchip, which is "
+            lambda: {"config": configured(False), "memory": ipufit.Memory(offload_optimizer=True)},
+            "Memory.offload_optimizer must agree with IPUConfig.optimizer_state_offchip, which is "
             "False, got True. Leave it out, or change the config.",
         ),
         (
-            {"training_options": located(True), "offload_optimizer_state": True},
-            "offload_optimizer_state must agree with "
+            lambda: {"poptorch": located(True), "memory": ipufit.Memory(offload_optimizer=True)},
+            "Memory.offload_optimizer must agree with "
             "training_options.TensorLocations.setOptimizerLocation, which says False, got True. "
             "Leave it out, or change the options.",
         ),
         (
-            {"offload_optimizer_state": "cpu"},
-            "offload_optimizer_state must be True or False, got 'cpu'.",
+            lambda: {"memory": ipufit.Memory(offload_optimizer="cpu")},
+            "Memory.offload_optimizer must be True or False, got 'cpu'.",
         ),
     ],
 )
 def test_what_is_refused(options, text):
     model = ipufit.Model(nn.Linear(4, 3))
-    refused(lambda: model.compile("adam", "cross_entropy", **options), text)
+    refused(lambda: model.compile("adam", "cross_entropy", **options()), text)
 
 
 @pytest.mark.parametrize("offload", [None, True])
@@ -248,7 +255,7 @@ def test_on_an_ipu_the_state_is_off_the_chip(offload):
             return poptorch.trainingModel(model, options=options, optimizer=optimizer)
 
     model = ipufit.Model(MLP(), engine=lambda: IpuEngine(Sdk(), "ipu-standin"))
-    model.compile("adam", "cross_entropy", offload_optimizer_state=offload)
+    model.compile("adam", "cross_entropy", memory=ipufit.Memory(offload_optimizer=offload))
     fit(model, X.float(), Y)
     wanted = {"location_optimizer": {"onChip": 0}} if offload else {}
     assert all(locations == wanted for locations in seen)

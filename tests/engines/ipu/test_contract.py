@@ -29,11 +29,30 @@ def calls():
     loader = DataLoader(TensorDataset(x, y), batch_size=3)
     with keep_float64(), recorder.watching():
         for name, more in (
-            ("adam", {"global_clipnorm": 1.0, "loss_scale": 8.0}),
-            ("lamb", {"gradient_reduction": "sum", "accumulation_dtype": torch.float32}),
+            (
+                "adam",
+                {
+                    "clip": ipufit.Clip(global_norm=1.0),
+                    "precision": ipufit.Precision(loss_scale=8.0),
+                },
+            ),
+            (
+                "lamb",
+                {
+                    "reduction": ipufit.Reduction(gradients="sum"),
+                    "precision": ipufit.Precision(accumulation_dtype=torch.float32),
+                },
+            ),
             ("sgd", {"lr_scheduler": lambda optimizer: _halving(optimizer)}),
-            ("rmsprop", {"training_options": ipufit.poptorch.Options().modelName("life")}),
-            ("sgd", {"serialized_layers": {"layers.0": 4, "layers.2": [5]}, "recompute": "layers"}),
+            ("rmsprop", {"poptorch": ipufit.poptorch.Options().modelName("life")}),
+            (
+                "sgd",
+                {
+                    "memory": ipufit.Memory(
+                        serialize={"layers.0": 4, "layers.2": [5]}, recompute="layers"
+                    )
+                },
+            ),
         ):
             net = MLP().double()
             model = ipufit.Model(net, engine=lambda: IpuEngine(recorder, "ipu-standin"))
@@ -62,7 +81,7 @@ def _divided(recorder, strategy):
     """A model over two IPUs, with an update that does not fill the pipeline."""
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
     model = ipufit.Model(net, engine=lambda: IpuEngine(recorder, "ipu-standin"))
-    model.compile("sgd", "mse", layers_per_ipu=[1, 2], strategy=strategy)
+    model.compile("sgd", "mse", parallel=ipufit.Parallel(layers_per_ipu=[1, 2], strategy=strategy))
     x = torch.zeros(14, 4, dtype=torch.float64)
     model.fit(x, x, batch_size=2, gradient_accumulation=3, verbose=0)
     model.close()

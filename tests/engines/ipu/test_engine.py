@@ -174,12 +174,12 @@ def test_settings_that_change_beside_state_that_was_handed_over_count(name, iter
 @pytest.mark.parametrize(
     "options",
     [
-        {"global_clipnorm": 0.1},
-        {"loss_scale": 64.0},
-        {"gradient_reduction": "sum"},
-        {"normalize": "micro_batches"},
-        {"output_mode": "final"},
-        {"output_mode": "every_n", "output_every": 2},
+        {"clip": ipufit.Clip(global_norm=0.1)},
+        {"precision": ipufit.Precision(loss_scale=64.0)},
+        {"reduction": ipufit.Reduction(gradients="sum")},
+        {"reduction": ipufit.Reduction(normalize="micro_batches")},
+        {"outputs": "final"},
+        {"outputs": ipufit.Outputs("every_n", 2)},
         {"lr_scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5)},
         {
             "lr_scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
@@ -351,21 +351,30 @@ def test_a_loss_that_is_no_number_names_its_update_and_says_what_the_state_is():
 
 
 REFUSED = [
-    ({"clipnorm": 1.0}, "clipnorm=1: PopTorch bounds the norm of all gradients together only"),
-    ({"clipvalue": 1.0}, "clipvalue=1: PopTorch bounds the norm of all gradients together only"),
-    ({"use_ema": True}, "use_ema=True: PopTorch keeps no averages of weights"),
+    (
+        {"clip": ipufit.Clip(norm=1.0)},
+        "Clip(norm=1): PopTorch bounds the norm of all gradients together only",
+    ),
+    (
+        {"clip": ipufit.Clip(value=1.0)},
+        "Clip(value=1): PopTorch bounds the norm of all gradients together only",
+    ),
+    (
+        {"ema": ipufit.EMA()},
+        "EMA(momentum=0.99, overwrite_frequency=None): PopTorch keeps no averages of weights",
+    ),
     ({"precision": "mixed_bfloat16"}, "precision='mixed_bfloat16': PopTorch has no autocast"),
     ({"precision": "float64"}, "precision='float64': a device computes in float16 and float32"),
     (
-        {"loss_scale": "dynamic"},
+        {"precision": ipufit.Precision(loss_scale="dynamic")},
         "loss_scale='dynamic': PopTorch's own automatic scaling follows other rules and does not "
         "tell its factor",
     ),
     (
-        {"accumulation_dtype": "float64"},
+        {"precision": ipufit.Precision(accumulation_dtype="float64")},
         "accumulation_dtype='float64': accumulators are float16 or",
     ),
-    ({"run_eagerly": True}, "run_eagerly=True or jit='off': a device runs compiled programs only"),
+    ({"run_eagerly": True}, "run_eagerly=True: a device runs compiled programs only"),
     ({"jit": "graph"}, "jit='graph': Poplar alone compiles its programs"),
 ]
 
@@ -431,20 +440,32 @@ def test_float64_is_converted_or_refused_as_no_device_has_it():
 def test_options_of_the_user_stay_his():
     """They are not frozen, and can be changed for the next compile."""
     options = ipufit.poptorch.Options().deviceIterations(7)
-    model = compiled("ipu-standin", MLP().double(), training_options=options)
+    model = compiled("ipu-standin", MLP().double(), poptorch=options)
     fitted(model, Plan(4, 7))
     options.deviceIterations(2)
-    model.compile("sgd", "cross_entropy", training_options=options)
+    model.compile("sgd", "cross_entropy", poptorch=options)
     fitted(model, Plan(4, 2))
 
 
 def test_a_loss_that_counts_needs_one_micro_batch_per_update():
     net = MLP().double()
-    model = compiled("ipu-standin", net, normalize="tokens")
+    model = compiled("ipu-standin", net, reduction=ipufit.Reduction(normalize="tokens"))
     with pytest.raises(ConfigurationError, match="must have one micro-batch, got 2 from"):
         fitted(model, Plan(4, 1, 2))
-    expected = life("embedded", net, OPTIMIZERS["sgd"], Plan(4, 2), {"normalize": "tokens"})
-    found = life("ipu-standin", net, OPTIMIZERS["sgd"], Plan(4, 2), {"normalize": "tokens"})
+    expected = life(
+        "embedded",
+        net,
+        OPTIMIZERS["sgd"],
+        Plan(4, 2),
+        {"reduction": ipufit.Reduction(normalize="tokens")},
+    )
+    found = life(
+        "ipu-standin",
+        net,
+        OPTIMIZERS["sgd"],
+        Plan(4, 2),
+        {"reduction": ipufit.Reduction(normalize="tokens")},
+    )
     assert_alike(expected, found)
 
 

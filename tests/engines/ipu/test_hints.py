@@ -61,9 +61,7 @@ def ran(net, engine, **given):
 @pytest.mark.both_engines
 def test_overlapped_io_on_one_ipu_changes_no_number(engine):
     """Tiles for it, and no pipeline: said by whole options, for training and for inference."""
-    marked = ran(
-        Net("input", "output"), engine, training_options=options(), inference_options=options()
-    )
+    marked = ran(Net("input", "output"), engine, poptorch=(options(), options()))
     plain = ran(Net(), engine)
     assert marked[1:3] == plain[1:3]
     assert torch.equal(marked[3], plain[3])
@@ -77,17 +75,17 @@ def test_the_tiles_and_the_strategy_reach_the_stand_in():
         ({"tiles": 0}, "No IO tiles allocated."),
     ):
         with pytest.raises(ipufit.errors.DeviceError, match=text):
-            ran(net, "ipu-standin", training_options=options(**given))
+            ran(net, "ipu-standin", poptorch=options(**given))
     with pytest.raises(ConfigurationError, match="For overlapped IO on one IPU use"):
-        ran(net, "ipu-standin", strategy="sharded")
-    ran(net, "ipu-standin", training_options=options(), inference_options=options())
+        ran(net, "ipu-standin", parallel=ipufit.Parallel(strategy="sharded"))
+    ran(net, "ipu-standin", poptorch=(options(), options()))
 
 
 @pytest.mark.both_engines
 def test_a_mark_on_what_is_no_input_is_refused(engine):
     """On an IPU as without one."""
     with pytest.raises(ipufit.errors.IpufitError, match="Call it first of all"):
-        ran(Net("inside"), engine, training_options=options())
+        ran(Net("inside"), engine, poptorch=options())
 
 
 def test_explain_names_the_marks_that_change_nothing(capsys):
@@ -98,7 +96,7 @@ def test_explain_names_the_marks_that_change_nothing(capsys):
     assert (
         "Marks for an IPU in forward, which change nothing here: recomputationCheckpoint, "
         "serializedMatMul, set_available_memory, set_overlap_for_input, set_overlap_for_output. "
-        "What recomputes here is recompute=['name of a layer'] of compile."
+        "What recomputes here is ipufit.Memory(recompute=['name of a layer'])."
     ) in capsys.readouterr().out.splitlines()
     model, *_ = ran(Net("memory"), "embedded", run_eagerly=True)
     model.explain()

@@ -50,7 +50,7 @@ def told(set_option):
     sdk, options = Sdk(), poptorch.Options()
     set_option(options)
     model = ipufit.Model(nn.Linear(4, 3), engine=lambda: IpuEngine(sdk, "ipu-standin"))
-    model.compile("sgd", "cross_entropy", training_options=options)
+    model.compile("sgd", "cross_entropy", poptorch=options)
     model.fit(X, Y, batch_size=4, seed=1, verbose=0)
     model.close()
     return everything(sdk.options[0])

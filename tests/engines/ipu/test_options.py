@@ -32,7 +32,7 @@ def test_compiling_draws_no_bar(capsys, verbose):
 @pytest.mark.parametrize("shown", [True, False])
 def test_options_of_the_users_own_decide_about_the_bar(capsys, shown):
     options = poptorch.Options().showCompilationProgressBar(shown)
-    explained(training_options=options)
+    explained(poptorch=options)
     assert ("Graph compilation" in capsys.readouterr().err) == shown
 
 
@@ -40,7 +40,7 @@ def test_explain_names_the_options_that_change_nothing(capsys):
     training = poptorch.Options().logDir("logs").modelName("small")
     training.Precision.setPartialsType(torch.half)
     inference = poptorch.Options().syncPattern(poptorch.SyncPattern.SinglePipeline)
-    explained(training_options=training, inference_options=inference)()
+    explained(poptorch=(training, inference))()
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "change nothing" in line] == [
         "Of training_options, these change nothing on ipu-standin: Precision.setPartialsType, "
@@ -52,7 +52,7 @@ def test_explain_names_the_options_that_change_nothing(capsys):
 def test_explain_is_silent_of_options_that_are_honoured(capsys):
     """Also of none: what is left at its default is not ignored."""
     honoured = poptorch.Options().randomSeed(3).showCompilationProgressBar(False)
-    explained(training_options=honoured)()
+    explained(poptorch=honoured)()
     assert "change nothing" not in capsys.readouterr().out
 
 

@@ -99,7 +99,9 @@ def test_another_attribute_that_is_missing_is_the_modules_own_affair():
 def test_a_loss_scale_that_changes_by_itself():
     model = ipufit.Model(MLP(), engine="ipu-standin")
     with pytest.raises(ConfigurationError) as caught:
-        model.compile("sgd", "cross_entropy", loss_scale=ipufit.LossScale(8.0, 3))
+        model.compile(
+            "sgd", "cross_entropy", precision=ipufit.Precision(loss_scale=ipufit.LossScale(8.0, 3))
+        )
     assert str(caught.value) == (
         "an IPU can't run loss_scale='LossScale(initial=8.0, growth_interval=3)': PopTorch's own "
         "automatic scaling follows other rules and does not tell its factor. Pass a number, or use "

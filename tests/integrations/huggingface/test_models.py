@@ -169,7 +169,7 @@ def test_tokens_count_the_same_with_a_count():
     for size, accumulation in ((8, 1), (2, 4)):
         net, batch = net_of("gpt2"), batch_of("gpt2", rows=8)
         model = ipufit.Model(Counted(net))
-        model.compile("sgd", normalize="tokens")
+        model.compile("sgd", reduction=ipufit.Reduction(normalize="tokens"))
         plan = {"batch_size": size, "gradient_accumulation": accumulation}
         history = model.fit(batch, epochs=2, shuffle=False, verbose=0, **plan).history
         nets.append((net, history["loss"]))
@@ -227,7 +227,7 @@ def test_recompute_takes_the_place_of_gradient_checkpointing():
         model.fit(batch, batch_size=4, verbose=0)
     net, twin = net_of("bert"), net_of("bert")
     whole = trained(net, batch, jit="graph")[1]
-    assert whole == trained(twin, batch, recompute=True, jit="graph")[1]
+    assert whole == trained(twin, batch, memory=ipufit.Memory(recompute=True), jit="graph")[1]
 
 
 @pytest.mark.long

@@ -57,7 +57,11 @@ def test_layers_are_found_and_the_numbers_stay(name, capsys):
     updates = [(0, 10, 2)] if ipus == 4 else [(0, 6, 2), (6, 10, 2)]
     _, losses = by_hand(net, batch, updates)
     model = ipufit.Model(net)
-    model.compile(lambda p: torch.optim.AdamW(p, lr=0.01), layers_per_ipu=layers, jit="graph")
+    model.compile(
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+        parallel=ipufit.Parallel(layers_per_ipu=layers),
+        jit="graph",
+    )
     plan = {"ipus": ipus, "gradient_accumulation": 2 * ipus - 1}
     history = model.fit(batch, batch_size=2, epochs=2, shuffle=False, verbose=0, **plan)
     # AdamW makes much of tiny gradients; GPT-2's loss is computed in float32.
@@ -144,7 +148,9 @@ def trained(name, accumulation, engine, **options):
 def test_tied_models_are_divided_as_they_are(name, layers, begins, engine, capsys):
     """What reads the embedding's weight again is back on its IPU, as optimum-graphcore has it."""
     count = 2 * len(begins) - 1
-    model, batch, found = trained(name, count, engine, layers_per_ipu=layers)
+    model, batch, found = trained(
+        name, count, engine, parallel=ipufit.Parallel(layers_per_ipu=layers)
+    )
     whole, _, expected = trained(name, count, engine)
     assert found == expected
     for (key, value), wanted in zip(model.module.named_parameters(), whole.module.parameters()):
@@ -181,7 +187,7 @@ def test_a_configuration_divides_a_tied_model():
 def test_auto_divides_a_tied_model():
     net, batch = net_of("gpt2"), batch_of("gpt2")
     model = ipufit.Model(net)
-    model.compile("sgd", stages="auto", ipus_per_replica=2)
+    model.compile("sgd", parallel=ipufit.Parallel(stages="auto", ipus_per_replica=2))
     model.fit(batch, batch_size=2, gradient_accumulation=5, verbose=0)
     assert model.plan().stages == {
         **{"transformer.wte": (0, 0), "transformer.h.1": (1, 1)},

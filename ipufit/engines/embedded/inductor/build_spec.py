@@ -62,7 +62,7 @@ def describe(
         example: a full micro-batch.
 
     Raises:
-        UnfitError: they can't be compiled.
+        UncompilableError: they can't be compiled.
     """
     config, plan = spec.config, spec.plan
     updater, graph = live.updater, recorded.graph
@@ -121,7 +121,7 @@ def _refuse_config(spec: ProgramSpec, live: TrainingState) -> None:
         raise UncompilableError("the compiler would merge what recompute computes twice")
     if isinstance(live.updater.memory, HostMemory):
         raise UncompilableError(
-            "offload_optimizer_state keeps the optimizer's state elsewhere between updates"
+            "offload_optimizer keeps the optimizer's state elsewhere between updates"
         )
 
 

@@ -127,8 +127,8 @@ def _spans(
     for name, node in weights.items():
         if any(name in piece for piece in pieces) and memories.of(node) in memories.writes:
             raise CaptureError(
-                "with shard_weights=True a weight must stay as it is until its update, but forward "
-                f"changes {public_name(name)!r} in place. Change a copy, or leave shard_weights "
+                "with shard='weights' a weight must stay as it is until its update, but forward "
+                f"changes {public_name(name)!r} in place. Change a copy, or leave shard='weights' "
                 "out."
             )
     back = next((i for i, node in enumerate(nodes) if is_backward(node)), len(nodes))

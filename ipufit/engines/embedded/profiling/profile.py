@@ -77,10 +77,10 @@ def fixed_bytes(
     count = plan.own_micro_batches_per_update * plan.device_iterations
     wanted = 0
     if spec.want_outputs:
-        mode, per_update = spec.config.output_mode, plan.own_micro_batches_per_update
-        wanted = len(outputs_wanted(mode, count, per_update, plan.replicas))
+        chosen, per_update = spec.config.outputs, plan.own_micro_batches_per_update
+        wanted = len(outputs_wanted(chosen, count, per_update, plan.replicas))
         # Those that are added up are added to the first ones.
-        wanted = min(wanted, plan.replicas) if mode.kind == "sum" else wanted
+        wanted = min(wanted, plan.replicas) if chosen.mode == "sum" else wanted
     # What an update goes back to where a loss is not finite; or an execution, where the host
     # looks at losses behind it.
     snapshot = buffers

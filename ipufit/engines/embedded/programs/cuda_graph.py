@@ -217,8 +217,8 @@ class CapturedExecutions(UpdateWay):
         tables: Sequence[Tensor],
     ) -> Optional[_Captured]:
         """The graph for such an execution; captured now if it comes for the second time."""
-        live, averaging = self._live, self._spec.config.averaging
-        every = averaging.overwrite_every if averaging is not None else None
+        live, ema = self._live, self._spec.config.ema
+        every = ema.overwrite_frequency if ema is not None else None
         key = (
             tuple(id(recorded) for update in updates for _, recorded in update),
             updater.constants(rows),

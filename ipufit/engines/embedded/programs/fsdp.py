@@ -22,7 +22,7 @@ __all__ = ["FSDPPlacement", "FSDPWeights"]
 
 
 class FSDPPlacement(ShardedPlacement):
-    """Weights and optimizer state lie in parts over the processes: ``shard_weights=True``.
+    """Weights and optimizer state lie in parts over the processes: ``Memory(shard="weights")``.
 
     The module's parameters are copies in host memory, which are up to date at the end of an epoch,
     after :meth:`TrainingState.read` and after :meth:`gather_weights`.
@@ -71,7 +71,7 @@ class FSDPPlacement(ShardedPlacement):
         assert self.weights is not None
         if self.weights.was_touched():
             raise ConfigurationError(
-                "with shard_weights=True weights must be changed in all processes before an epoch "
+                "with shard='weights' weights must be changed in all processes before an epoch "
                 "begins, but one was changed within an epoch. Change it in on_epoch_end or "
                 "on_epoch_begin."
             )

@@ -17,7 +17,7 @@ __all__ = ["ShardedPlacement"]
 
 
 class ShardedPlacement(StatePlacement):
-    """The optimizer's state lies in parts over the processes, as ``shard_optimizer=True`` asks.
+    """The optimizer's state lies in parts over the processes, as ``shard="optimizer"`` asks.
 
     torch's optimizer has no state of what is trained, until somebody asks for it by
     :meth:`gather_optimizer`; with the next execution it has none again.
@@ -77,7 +77,7 @@ class ShardedPlacement(StatePlacement):
         """
         if self._version.is_changed:
             raise ConfigurationError(
-                "with shard_optimizer=True the optimizer's state must be changed in all processes "
+                "with shard='optimizer' the optimizer's state must be changed in all processes "
                 "before an epoch begins, but it was changed within one. Change it in "
                 "on_epoch_end or on_epoch_begin, after model.gather_optimizer()."
             )

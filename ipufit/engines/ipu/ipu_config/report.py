@@ -25,13 +25,13 @@ _BOTH = {
     "gradient_accumulation_steps": (EXACT, "gradient_accumulation in fit, reduced by the mean"),
     "device_iterations": (EXACT, "device_iterations in fit"),
     "ipus_per_replica": (EXACT, "the IPUs of one copy"),
-    "layers_per_ipu": (EXACT, "layers_per_ipu of compile, which finds the layers by itself"),
-    "output_mode": (EXACT, "output_mode of compile; the loss is the mean over all samples anyway"),
+    "layers_per_ipu": (EXACT, "layers_per_ipu of Parallel, which finds the layers by itself"),
+    "output_mode": (EXACT, "outputs of compile; the loss is the mean over all samples anyway"),
     "seed": (APPROXIMATED, "seed of fit, of which other random numbers are made than on an IPU"),
-    "embedding_serialization_factor": (APPROXIMATED, f"serialized_layers of {_EMBEDDING}"),
-    "projection_serialization_factor": (APPROXIMATED, f"serialized_layers of {_PROJECTION}"),
-    "serialized_embedding_splits_per_ipu": (APPROXIMATED, f"serialized_layers of {_EMBEDDING}"),
-    "serialized_projection_splits_per_ipu": (APPROXIMATED, f"serialized_layers of {_PROJECTION}"),
+    "embedding_serialization_factor": (APPROXIMATED, f"Memory.serialize of {_EMBEDDING}"),
+    "projection_serialization_factor": (APPROXIMATED, f"Memory.serialize of {_PROJECTION}"),
+    "serialized_embedding_splits_per_ipu": (APPROXIMATED, f"Memory.serialize of {_EMBEDDING}"),
+    "serialized_projection_splits_per_ipu": (APPROXIMATED, f"Memory.serialize of {_PROJECTION}"),
     "recompute_checkpoint_every_layer": (EXACT, "recompute=True: every repeated layer"),
     "parallelize_kwargs": (NONE, "there is no method parallelize to give them to"),
 }
@@ -66,7 +66,7 @@ _EMBEDDED = {
 _OF_SEVERAL = {
     "replicated_tensor_sharding": (
         APPROXIMATED,
-        "shard_optimizer of compile: in parts over the processes, whose replicas share them",
+        "shard='optimizer' of Memory: in parts over the processes, whose replicas share them",
     ),
 }
 _STANDIN = {
@@ -92,19 +92,19 @@ _TWINS = {
     "ipus_per_replica": (EXACT, "the IPUs of one copy in inference"),
     "embedding_serialization_factor": (
         APPROXIMATED,
-        f"inference_serialized_layers of {_EMBEDDING}",
+        f"Memory.inference_serialize of {_EMBEDDING}",
     ),
     "projection_serialization_factor": (
         APPROXIMATED,
-        f"inference_serialized_layers of {_PROJECTION}",
+        f"Memory.inference_serialize of {_PROJECTION}",
     ),
     "serialized_embedding_splits_per_ipu": (
         APPROXIMATED,
-        f"inference_serialized_layers of {_EMBEDDING}",
+        f"Memory.inference_serialize of {_EMBEDDING}",
     ),
     "serialized_projection_splits_per_ipu": (
         APPROXIMATED,
-        f"inference_serialized_layers of {_PROJECTION}",
+        f"Memory.inference_serialize of {_PROJECTION}",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The arguments ``training_options`` and ``inference_options`` of ``compile``, on every engine.
+"""The options of the argument ``poptorch`` of ``compile``, on every engine.
 
 ``reading`` reads values of ``poptorch.Options`` by their public names, ``pair`` merges them into
 the arguments of ``compile``, and ``report`` says what each setter does off IPUs. A new setter needs

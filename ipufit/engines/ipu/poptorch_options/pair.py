@@ -51,33 +51,52 @@ class OptionPair:
                 arguments = dataclasses.replace(arguments, **{name: divided})
         if self.training is None:
             return arguments
-        role = self.training.role
-        for name, value, setter in (
-            ("output_mode", self.training.output_mode, "outputMode"),
-            ("output_every", self.training.output_every, "outputMode"),
+        training, role = self.training, self.training.role
+        for title, group, name, value, setter in (
+            ("outputs", "", "outputs", training.outputs, "outputMode"),
             (
-                "gradient_reduction",
-                self.training.gradient_reduction,
+                "Reduction.gradients",
+                "reduction",
+                "gradients",
+                training.gradient_reduction,
                 "Training.accumulationAndReplicationReductionType",
             ),
             (
-                "offload_optimizer_state",
-                self.training.offloads_state,
+                "Memory.offload_optimizer",
+                "memory",
+                "offload_optimizer",
+                training.offloads_state,
                 "TensorLocations.setOptimizerLocation",
             ),
-            ("auto_round_ipus", self.training.rounds_ipus or None, "autoRoundNumIPUs"),
+            (
+                "Parallel.auto_round_ipus",
+                "",
+                "auto_round_ipus",
+                training.rounds_ipus or None,
+                "autoRoundNumIPUs",
+            ),
         ):
+            owner = getattr(arguments, group) if group else arguments
+            passed = getattr(owner, name)
+            if value is None:
+                continue
             with faults.collect():
-                arguments = _set_argument(arguments, name, value, f"{role}.{setter}")
+                if passed not in (None, value):
+                    raise _disagrees(title, passed, value, f"{role}.{setter}")
+                owner = dataclasses.replace(owner, **{name: value})
+                arguments = dataclasses.replace(arguments, **{group: owner}) if group else owner
         with faults.collect():
             # Off IPUs, options share nothing out.
-            setter = f"{role}.TensorLocations.setOptimizerLocation"
-            _set_argument(arguments, "shard_optimizer", self.training.shards_state, setter)
+            passed, shares = arguments.memory.shard_optimizer, training.shards_state
+            if None not in (passed, shares) and passed != shares:
+                setter = f"{role}.TensorLocations.setOptimizerLocation"
+                raise _disagrees("Memory.shard", arguments.memory.shard, shares, setter)
         with faults.collect():
-            if self.training.scales_loss and arguments.loss_scale not in (None, "dynamic"):
+            scale = arguments.precision.loss_scale
+            if training.scales_loss and scale not in (None, "dynamic"):
                 raise ConfigurationError(
-                    f"loss_scale must agree with {role}.Training.setAutomaticLossScaling, which is "
-                    f"on, got {arguments.loss_scale!r}. Leave one out."
+                    f"Precision.loss_scale must agree with {role}.Training."
+                    f"setAutomaticLossScaling, which is on, got {scale!r}. Leave one out."
                 )
         return arguments
 
@@ -110,14 +129,8 @@ class OptionPair:
         return config, printed, sentences
 
 
-def _set_argument(arguments: Any, name: str, value: Any, by: str) -> Any:
-    """Set an argument that the options fix, unless another value was passed."""
-    if value is None:
-        return arguments
-    passed = getattr(arguments, name)
-    if passed not in (None, value):
-        raise ConfigurationError(
-            f"{name} must agree with {by}, which says {value!r}, got {passed!r}. Leave it out, or "
-            "change the options."
-        )
-    return dataclasses.replace(arguments, **{name: value})
+def _disagrees(title: str, passed: Any, value: Any, by: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{title} must agree with {by}, which says {value!r}, got {passed!r}. Leave it out, or "
+        "change the options."
+    )

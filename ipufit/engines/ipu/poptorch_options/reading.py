@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Dict, Optional, Tuple
 
 from ipufit.core.compile_arguments import INFERENCE
+from ipufit.core.train_config import Outputs
 from ipufit.errors import ConfigurationError
 from ipufit.partition.request import PartitionRequest, kind_of
 from ipufit.processes import current
@@ -106,13 +107,16 @@ class PopTorchOptions:
 
     @property
     def output_mode(self) -> Optional[str]:
-        """The value of ``output_mode`` for ``compile``; None for PopTorch's default."""
+        """The mode of :class:`Outputs` that was set; None for PopTorch's default."""
         return _OUTPUT_MODES[int(self.options.output_mode)]
 
     @property
-    def output_every(self) -> Optional[int]:
-        """The value of ``output_every`` for ``compile``; None for other output modes."""
-        return int(self.options.output_return_period) if self.output_mode == "every_n" else None
+    def outputs(self) -> Optional[Outputs]:
+        """The value of ``outputs`` for ``compile``; None for PopTorch's default."""
+        mode = self.output_mode
+        if mode is None:
+            return None
+        return Outputs(mode, int(self.options.output_return_period) if mode == "every_n" else None)
 
     @property
     def gradient_reduction(self) -> Optional[str]:

@@ -225,4 +225,4 @@ def _of_config(config: TrainConfig, optimizer: object) -> Iterator[PreflightFind
     bound = SETTINGS["global_clipnorm"]
     has_bound = optimizer is not None and config.clip.global_norm is not None
     if has_bound and bound.applies(type(optimizer)):
-        yield PreflightFinding(bound, f"global_clipnorm with {type(optimizer).__name__}")
+        yield PreflightFinding(bound, f"Clip(global_norm=...) with {type(optimizer).__name__}")

@@ -53,8 +53,8 @@ _ONE_NORM = "PopTorch bounds the norm of all gradients together only"
 # The texts are parts of the sentences with which the IPU engine refuses a setting, too.
 SETTINGS: Dict[str, Fact] = dict(
     (
-        _fact("clipnorm", _ONE_NORM, "Use global_clipnorm", _CLIPPING),
-        _fact("clipvalue", _ONE_NORM, "Use global_clipnorm", _CLIPPING),
+        _fact("clipnorm", _ONE_NORM, "Use Clip(global_norm=...)", _CLIPPING),
+        _fact("clipvalue", _ONE_NORM, "Use Clip(global_norm=...)", _CLIPPING),
         _fact(
             "global_clipnorm",
             "PopTorch bounds it with SGD, Adam and AdamW only",
@@ -102,11 +102,12 @@ SETTINGS: Dict[str, Fact] = dict(
 def refused_arguments(config: TrainConfig) -> Iterator[Tuple[str, Fact]]:
     """Settings of ``compile`` that an IPU can't honour, as they are written, with the facts."""
     clip, scale, precision = config.clip, config.loss_scale, config.precision
-    for name, bound in (("clipnorm", clip.norm), ("clipvalue", clip.value)):
-        if bound is not None:
-            yield f"{name}={bound:g}", SETTINGS[name]
-    if config.averaging is not None:
-        yield "use_ema=True", SETTINGS["use_ema"]
+    if clip.norm is not None:
+        yield f"Clip(norm={clip.norm:g})", SETTINGS["clipnorm"]
+    if clip.value is not None:
+        yield f"Clip(value={clip.value:g})", SETTINGS["clipvalue"]
+    if config.ema is not None:
+        yield str(config.ema), SETTINGS["use_ema"]
     if precision.autocast is not None:
         yield f"precision={precision.name!r}", SETTINGS["autocast"]
     if precision.inputs in (torch.bfloat16, torch.float64):
@@ -119,7 +120,7 @@ def refused_arguments(config: TrainConfig) -> Iterator[Tuple[str, Fact]]:
     if config.detect_nan:
         yield "detect_nan=True", SETTINGS["detect_nan"]
     if config.run_eagerly:
-        yield "run_eagerly=True or jit='off'", SETTINGS["run_eagerly"]
+        yield "run_eagerly=True", SETTINGS["run_eagerly"]
     elif config.jit != AUTO:
         yield f"jit={config.jit!r}", SETTINGS["jit"]
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ipufit
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
-from ipufit.core.train_config import OutputMode, TrainConfig
+from ipufit.core.train_config import Outputs, TrainConfig
 from ipufit.engines.embedded.batching import decision
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.program import ProgramSpec
@@ -198,7 +198,11 @@ def _rates(prediction, target):
 
 LOSSES = {
     "cross_entropy": ("cross_entropy", plain, {}),
-    "class indices that don't count": ("cross_entropy", gaps, {"normalize": "tokens"}),
+    "class indices that don't count": (
+        "cross_entropy",
+        gaps,
+        {"reduction": ipufit.Reduction(normalize="tokens")},
+    ),
     "probabilities": ("cross_entropy", float_targets, {}),
     "label smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1), plain, {}),
     "class weights": (nn.CrossEntropyLoss(CLASS_WEIGHT), plain, {}),
@@ -207,10 +211,14 @@ LOSSES = {
     "sum, reduced by sum": (
         nn.CrossEntropyLoss(reduction="sum"),
         plain,
-        {"gradient_reduction": "sum"},
+        {"reduction": ipufit.Reduction(gradients="sum")},
     ),
-    "micro-batches": ("cross_entropy", plain, {"normalize": "micro_batches"}),
-    "reduced by sum": ("cross_entropy", plain, {"gradient_reduction": "sum"}),
+    "micro-batches": (
+        "cross_entropy",
+        plain,
+        {"reduction": ipufit.Reduction(normalize="micro_batches")},
+    ),
+    "reduced by sum": ("cross_entropy", plain, {"reduction": ipufit.Reduction(gradients="sum")}),
     "one value per sample": (each_sample, plain, {}),
     "mse": ("mse", float_targets, {}),
     "mae": ("mae", float_targets, {}),
@@ -227,7 +235,7 @@ LOSSES = {
     "kl_div, sum": (nn.KLDivLoss(reduction="sum"), float_targets, {}),
     "a function": (_rates, float_targets, {}),
     "one that logs": (own_mean, plain, {}),
-    "one that counts": (counted, gaps, {"normalize": "tokens"}),
+    "one that counts": (counted, gaps, {"reduction": ipufit.Reduction(normalize="tokens")}),
 }
 
 
@@ -278,7 +286,7 @@ def test_sample_weights(reduction, way):
             )
 
     net = build(MLP)
-    options = {"run": weighted, "sample_weight_reduction": reduction}
+    options = {"run": weighted, "reduction": ipufit.Reduction(sample_weights=reduction)}
     one, history, _ = trained(net, Plan(2, 1, 2, 2), way=way, **options)
     other, expected, _ = trained(net, Plan(2, 1, 2, 2), merged=False, **options)
     assert_close(one, other, TOLERANCE)
@@ -358,7 +366,7 @@ def execution(mode, merged, at_once):
         mode=Mode.TRAIN,
         want_outputs=True,
         seed=0,
-        config=TrainConfig(output_mode=OutputMode(mode)),
+        config=TrainConfig(outputs=Outputs(mode)),
     )
     program = engine.build(spec)
     batch = CombinedBatch(
@@ -389,7 +397,7 @@ def test_an_execution_hands_back_what_it_does_apart(mode, at_once):
 
 def test_sums_of_outputs():
     """output_mode='sum' adds up the rows of micro-batches of each replica."""
-    options = {"output_mode": "sum", "way": "late"}
+    options = {"outputs": "sum", "way": "late"}
     seen = []
     for merged in (True, False):
         model, engine = compiled(build(MLP), sgd, **options)
@@ -726,10 +734,13 @@ def test_modules_that_may_join_samples_do_not_merge(name):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"loss_scale": 8.0}, "the loss is scaled"),
-        ({"accumulation_dtype": "float64"}, "accumulation_dtype asks for a sum over micro-batches"),
+        ({"precision": ipufit.Precision(loss_scale=8.0)}, "the loss is scaled"),
         (
-            {"recompute": ["layers"]},
+            {"precision": ipufit.Precision(accumulation_dtype="float64")},
+            "accumulation_dtype asks for a sum over micro-batches",
+        ),
+        (
+            {"memory": ipufit.Memory(recompute=["layers"])},
             "recompute asks for less memory, and a larger batch holds more",
         ),
         ({"precision": "mixed_bfloat16"}, "half precision rounds a larger batch to other numbers"),
@@ -809,9 +820,13 @@ def test_too_large_a_batch_is_cut_to_what_memory_allows(monkeypatch):
         (Plan(2, 1, 4, 2), {}, 1 / 8),
         (Plan(2, 1, 4), {"loss": "mse"}, 1 / 4),
         (Plan(2, 1, 3, 2), {}, 1.0),
-        (Plan(2, 1, 4, 2), {"gradient_reduction": "sum"}, 1.0),
+        (Plan(2, 1, 4, 2), {"reduction": ipufit.Reduction(gradients="sum")}, 1.0),
         # Which part of the sum they are depends on the samples.
-        (Plan(2, 1, 4, 2), {"loss": counted, "normalize": "tokens"}, 1.0),
+        (
+            Plan(2, 1, 4, 2),
+            {"loss": counted, "reduction": ipufit.Reduction(normalize="tokens")},
+            1.0,
+        ),
     ],
 )
 def test_a_share_that_is_a_power_of_two_is_multiplied_before_the_sum(
@@ -865,7 +880,7 @@ def test_explain_says_it():
     assert reason in model._session.explain()
 
 
-@pytest.mark.parametrize("options", [{"jit": "off"}, {"run_eagerly": True}])
+@pytest.mark.parametrize("options", [{"run_eagerly": True}])
 def test_off_never_merges(options):
     model = ipufit.Model(build(MLP), engine=EmbeddedEngine)
     model.compile(sgd(model.module.parameters()), "cross_entropy", **options)

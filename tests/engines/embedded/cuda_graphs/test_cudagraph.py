@@ -139,7 +139,11 @@ def test_the_numbers_are_those_of_the_graph(net, plan, on):
 @pytest.mark.ends
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_of_ipufit_is_captured(name, on):
-    options = {"global_clipnorm": 0.5, "use_ema": True, "accumulation_dtype": "float64"}
+    options = {
+        "clip": ipufit.Clip(global_norm=0.5),
+        "ema": ipufit.EMA(),
+        "precision": ipufit.Precision(accumulation_dtype="float64"),
+    }
     pair(MLP().double(), OPTIMIZERS[name], on, compile_options=options)
 
 
@@ -246,7 +250,10 @@ def test_updates_that_overflow_are_left_out(places, value, every, initial, on):
     models = []
     for jit in ("cudagraph", "graph"):
         scale = ipufit.LossScale(initial, 5)
-        options = {"loss_scale": scale, "use_ema": True, "ema_overwrite_frequency": every}
+        options = {
+            "precision": ipufit.Precision(loss_scale=scale),
+            "ema": ipufit.EMA(overwrite_frequency=every),
+        }
         model = built(Scaled(), sgd, jit, on, linear, **options)
         fit(model, Plan(1, 3), x, torch.ones(24, 1), epochs=3 if every else 1)
         models.append(model)
@@ -279,9 +286,9 @@ def test_a_loss_that_is_no_number_ends_training_before_its_update(value, on):
 @pytest.mark.parametrize(
     "options",
     [
-        {"output_mode": "final"},
-        {"output_mode": "sum"},
-        {"output_mode": "every_n", "output_every": 3},
+        {"outputs": "final"},
+        {"outputs": "sum"},
+        {"outputs": ipufit.Outputs("every_n", 3)},
     ],
     ids=str,
 )
@@ -434,11 +441,11 @@ class OwnStep(torch.optim.SGD):
             "the step of OwnStep is torch's own, which counts on the host",
         ),
         (
-            {"offload_optimizer_state": True},
+            {"memory": ipufit.Memory(offload_optimizer=True)},
             "the optimizer's state is in host memory between updates",
         ),
         (
-            {"accumulation_dtype": "float16", "loss_scale": 8.0},
+            {"precision": ipufit.Precision(accumulation_dtype="float16", loss_scale=8.0)},
             "a loss scale that is a tensor rounds otherwise in a half-precision gradient",
         ),
     ],

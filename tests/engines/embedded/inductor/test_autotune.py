@@ -216,7 +216,7 @@ def trained(net, **work):
     engine = EmbeddedEngine()
     model = ipufit.Model(copy.deepcopy(net), engine=lambda: engine)
     jit = work.pop("jit", "auto")
-    model.compile("adam", "cross_entropy", jit=jit, use_ema=True, lr_scheduler=halved)
+    model.compile("adam", "cross_entropy", jit=jit, ema=ipufit.EMA(), lr_scheduler=halved)
     settings = {"batch_size": 2, "device_iterations": 2, "epochs": 4, "seed": 1, "verbose": 0}
     history = model.fit(*data(42), **{**settings, **work})
     return model, engine, history

@@ -132,16 +132,16 @@ def test_every_rule_is_described(name, described):
 @pytest.mark.parametrize(
     "options",
     [
-        {"clipnorm": 0.1},
-        {"global_clipnorm": 0.1},
-        {"clipvalue": 0.01},
-        {"accumulation_dtype": "float32"},
-        {"gradient_reduction": "sum"},
-        {"normalize": "micro_batches"},
-        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
+        {"clip": ipufit.Clip(norm=0.1)},
+        {"clip": ipufit.Clip(global_norm=0.1)},
+        {"clip": ipufit.Clip(value=0.01)},
+        {"precision": ipufit.Precision(accumulation_dtype="float32")},
+        {"reduction": ipufit.Reduction(gradients="sum")},
+        {"reduction": ipufit.Reduction(normalize="micro_batches")},
+        {"ema": ipufit.EMA(momentum=0.5, overwrite_frequency=3)},
         {"lr_scheduler": lambda update: 0.1 / (update + 1)},
-        {"output_mode": "final", "metrics": ["accuracy"]},
-        {"output_mode": "sum"},
+        {"outputs": "final", "metrics": ["accuracy"]},
+        {"outputs": "sum"},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -169,7 +169,7 @@ def test_weighted_samples_count_as_in_the_graph(described):
             MLP().double(),
             OPTIMIZERS["sgd"],
             jit=jit,
-            sample_weight_reduction="mean_with_sample_weight",
+            reduction=ipufit.Reduction(sample_weights="mean_with_sample_weight"),
         )
         model.fit(
             x, y, sample_weight=weight, batch_size=4, gradient_accumulation=2, seed=1, verbose=0
@@ -269,13 +269,13 @@ class Rows(nn.Module):
         (
             MLP,
             "sgd",
-            {"loss_scale": 8.0},
+            {"precision": ipufit.Precision(loss_scale=8.0)},
             "whether an update is skipped at a loss scale is decided between two programs",
         ),
         (
             MLP,
             "sgd",
-            {"recompute": ["layers.0"]},
+            {"memory": ipufit.Memory(recompute=["layers.0"])},
             "the compiler would merge what recompute computes twice",
         ),
         (

@@ -65,16 +65,16 @@ OWN = {"ipus_per_replica": 2, "gradient_accumulation_steps": 3}
     ("blocks", "options"),
     [
         ("begun", {}),
-        ("begun", {"ipus_per_replica": 2}),
-        ("called", {"ipus_per_replica": 2}),
-        (("B", 1), {"ipus_per_replica": 2}),
+        ("begun", {"parallel": ipufit.Parallel(ipus_per_replica=2)}),
+        ("called", {"parallel": ipufit.Parallel(ipus_per_replica=2)}),
+        (("B", 1), {"parallel": ipufit.Parallel(ipus_per_replica=2)}),
     ],
 )
 def test_a_module_with_blocks_of_its_own_is_left_to_them(blocks, options, engine):
     """In training and in inference; those that can be seen need no argument of compile."""
     net = Stack(blocks)
     loss, outputs = ran(compiled(net, engine, config=IPUConfig(**OWN), **options))
-    wanted, expected = ran(compiled(Stack(), engine, output_mode="final"), gradient_accumulation=3)
+    wanted, expected = ran(compiled(Stack(), engine, outputs="final"), gradient_accumulation=3)
     assert loss == wanted
     assert torch.equal(outputs, expected)
 
@@ -102,7 +102,14 @@ def test_blocks_that_only_forward_begins_need_the_number_of_ipus(blocks, said, e
         "poptorch.removeBlocks(module), or leave the arguments out; beside a config with "
         "layers_per_ipu=[-1], pass ipus_per_replica=2."
     )
-    ran(compiled(Stack(blocks), engine, config=IPUConfig(**OWN), ipus_per_replica=2))
+    ran(
+        compiled(
+            Stack(blocks),
+            engine,
+            config=IPUConfig(**OWN),
+            parallel=ipufit.Parallel(ipus_per_replica=2),
+        )
+    )
 
 
 def test_blocks_of_its_own_are_on_the_same_ipus_in_inference():
@@ -156,32 +163,32 @@ def test_on_one_ipu_a_list_of_layers_says_nothing(given, ipus, engine, capsys):
     [
         (
             {},
-            {"gradient_reduction": "sum"},
-            "gradient_reduction must agree with config, by which gradients are reduced by the "
+            {"reduction": ipufit.Reduction(gradients="sum")},
+            "Reduction.gradients must agree with config, by which gradients are reduced by the "
             "mean, as in optimum-graphcore, got 'sum'. Leave one out.",
         ),
         (
             {},
-            {"auto_round_ipus": False},
-            "auto_round_ipus must agree with config, by which IPUs are rounded up to a power of "
-            "two, as in optimum-graphcore, got False. Leave one out.",
+            {"parallel": ipufit.Parallel(auto_round_ipus=False)},
+            "Parallel.auto_round_ipus must agree with config, by which IPUs are rounded up to a "
+            "power of two, as in optimum-graphcore, got False. Leave one out.",
         ),
         *(
             (
                 {"recompute_checkpoint_every_layer": True},
-                {"recompute": none},
-                "recompute must agree with IPUConfig.recompute_checkpoint_every_layer, which is "
-                f"True, got {none!r}. Leave it out.",
+                {"memory": ipufit.Memory(recompute=none)},
+                "Memory.recompute must agree with IPUConfig.recompute_checkpoint_every_layer, "
+                f"which is True, got {none!r}. Leave it out.",
             )
             for none in (False, [])
         ),
         *(
             (
                 {},
-                {"recompute": some},
-                "recompute must agree with IPUConfig.recompute_checkpoint_every_layer, which is "
-                f"False, got {some!r}. Leave it out, or set that to True, beside which recompute "
-                "may name layers.",
+                {"memory": ipufit.Memory(recompute=some)},
+                "Memory.recompute must agree with IPUConfig.recompute_checkpoint_every_layer, "
+                f"which is False, got {some!r}. Leave it out, or set that to True, beside which "
+                "recompute may name layers.",
             )
             for some in (True, ["layers.1"], "layers.*")
         ),
@@ -205,7 +212,7 @@ def test_an_argument_that_disagrees_is_refused(given, options, text):
 )
 def test_recompute_may_say_which_layers_a_configuration_means(said, asked, names):
     config = IPUConfig(recompute_checkpoint_every_layer=said)
-    model = compiled(Stack(), config=config, recompute=asked)
+    model = compiled(Stack(), config=config, memory=ipufit.Memory(recompute=asked))
     assert model._session.config.recompute == names
 
 
@@ -215,7 +222,7 @@ def test_a_module_without_repeated_layers_follows_the_advice():
     config = IPUConfig(recompute_checkpoint_every_layer=True)
     text = fault(compiled, net, config=config)
     assert text.endswith("Name the layers: recompute=['encoder', 'decoder'].")
-    model = compiled(net, config=config, recompute=["1"])
+    model = compiled(net, config=config, memory=ipufit.Memory(recompute=["1"]))
     assert model._session.config.recompute == ("1",)
     ran(model)
 
@@ -224,8 +231,8 @@ def test_what_agrees_is_fine():
     model = compiled(
         Stack(),
         config=IPUConfig(replication_factor=3),
-        gradient_reduction="mean",
-        auto_round_ipus=True,
+        reduction=ipufit.Reduction(gradients="mean"),
+        parallel=ipufit.Parallel(auto_round_ipus=True),
     )
     assert model._session.config.gradient_reduction == "mean"
     assert model._session.auto_round_ipus is True
@@ -235,25 +242,32 @@ def test_what_agrees_is_fine():
 
 def test_ipus_that_stages_contradict_are_said_by_the_configuration():
     """Its name, where no argument of compile said the number."""
-    text = fault(compiled, Stack(), config=IPUConfig(ipus_per_replica=4), stages={"layers.1": 1})
+    text = fault(
+        compiled,
+        Stack(),
+        config=IPUConfig(ipus_per_replica=4),
+        parallel=ipufit.Parallel(stages={"layers.1": 1}),
+    )
     assert text.splitlines()[0] == (
         "IPUConfig.ipus_per_replica must be the number of IPUs that the pipelined stages take, 2, "
         "got 4. Set it to 2."
     )
     with pytest.raises(PartitionError, match="Leave it out"):
-        compiled(Stack(), stages={"layers.1": 1}, ipus_per_replica=4)
+        compiled(Stack(), parallel=ipufit.Parallel(stages={"layers.1": 1}, ipus_per_replica=4))
 
 
 @EVERY
 def test_stages_beside_a_configuration_hold_for_inference_too(engine):
     """As they do without one; also where there are no repeated layers to count."""
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    model = compiled(net, engine, config=IPUConfig(**OWN), stages={"2": 1})
+    model = compiled(
+        net, engine, config=IPUConfig(**OWN), parallel=ipufit.Parallel(stages={"2": 1})
+    )
     partitions = model._session.partitions
     assert partitions.training.begins == partitions.inference.begins == (("2", 1),)
     assert partitions.inference.strategy == "sharded"
     ran(model)
     config = IPUConfig(**OWN, inference_ipus_per_replica=1)
-    model = compiled(net, engine, config=config, stages={"2": 1})
+    model = compiled(net, engine, config=config, parallel=ipufit.Parallel(stages={"2": 1}))
     assert model._session.partitions.inference is None
     ran(model)

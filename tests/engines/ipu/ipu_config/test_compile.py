@@ -145,8 +145,8 @@ def test_the_output_mode_is_that_of_training(given, mode):
     """PopTorch's default is the final one there."""
     model, engine = recorded(IPUConfig(output_mode=given))
     fit(model)
-    assert engine.programs[0].spec.config.output_mode.kind == mode
-    recorded(IPUConfig(output_mode=given), output_mode=mode)
+    assert engine.programs[0].spec.config.outputs.mode == mode
+    recorded(IPUConfig(output_mode=given), outputs=mode)
 
 
 def test_ipus_are_rounded_up():
@@ -162,7 +162,7 @@ def test_automatic_loss_scaling_is_a_dynamic_scale_here():
     model, engine = recorded(IPUConfig(auto_loss_scaling=True))
     fit(model)
     assert engine.programs[0].spec.config.loss_scale == ipufit.LossScale()
-    recorded(IPUConfig(auto_loss_scaling=True), loss_scale="dynamic")
+    recorded(IPUConfig(auto_loss_scaling=True), precision=ipufit.Precision(loss_scale="dynamic"))
     model = ipufit.Model(net().half(), engine="ipu-standin")
     model.compile("sgd", "cross_entropy", config=IPUConfig(auto_loss_scaling=True))
     history = model.fit(X.half(), Y, batch_size=2, verbose=0)
@@ -277,24 +277,27 @@ def test_an_argument_of_inference_that_disagrees_is_refused(call):
     [
         (
             IPUConfig(),
-            {"output_mode": "all"},
-            "output_mode must agree with IPUConfig.output_mode, which is 'final', got 'all'. Leave "
+            {"outputs": "all"},
+            "outputs must agree with IPUConfig.output_mode, which is 'final', got 'all'. Leave "
             "it out, or change the config.",
         ),
         (
             IPUConfig(auto_loss_scaling=True),
-            {"loss_scale": 8.0},
-            "loss_scale must agree with IPUConfig.auto_loss_scaling, which is True, got 8.0. Leave "
-            "one out.",
+            {"precision": ipufit.Precision(loss_scale=8.0)},
+            "Precision.loss_scale must agree with IPUConfig.auto_loss_scaling, which is True, got "
+            "8.0. Leave one out.",
         ),
         *(
             (
                 IPUConfig(),
-                {name: poptorch.Options()},
+                {"poptorch": pair},
                 f"config and {name} both say how PopTorch runs the model. Leave one out; beside "
                 f"{name}, fit has ipus, device_iterations and gradient_accumulation.",
             )
-            for name in ("training_options", "inference_options")
+            for name, pair in (
+                ("training_options", poptorch.Options()),
+                ("inference_options", (None, poptorch.Options())),
+            )
         ),
         (
             {"seed": 1},
@@ -305,7 +308,7 @@ def test_an_argument_of_inference_that_disagrees_is_refused(call):
         (
             IPUConfig(output_mode="sum"),
             {"metrics": ["accuracy"]},
-            "metrics compare outputs with targets, but output_mode='sum' brings only sums of "
+            "metrics compare outputs with targets, but outputs='sum' brings only sums of "
             "outputs back.",
         ),
     ],
@@ -374,8 +377,8 @@ def test_every_layer_is_computed_again(capsys):
     [
         (
             {"embedding_serialization_factor": 2},
-            {"serialized_layers": {"embed": 3}},
-            "serialized_layers must agree with IPUConfig.embedding_serialization_factor, which "
+            {"memory": ipufit.Memory(serialize={"embed": 3})},
+            "Memory.serialize must agree with IPUConfig.embedding_serialization_factor, which "
             "says 2, got 3 for 'embed'. Leave one out.",
         ),
     ],
@@ -405,10 +408,13 @@ def test_layers_per_ipu_divides_the_module(engine):
     weights, reports = [], []
     for options, work in (
         ({"config": config}, {}),
-        ({"layers_per_ipu": [2, 1]}, {"ipus": 4, "gradient_accumulation": 3}),
+        (
+            {"parallel": ipufit.Parallel(layers_per_ipu=[2, 1])},
+            {"ipus": 4, "gradient_accumulation": 3},
+        ),
     ):
         model = ipufit.Model(stack(), engine=engine)
-        model.compile("sgd", "cross_entropy", output_mode="final", **options)
+        model.compile("sgd", "cross_entropy", outputs="final", **options)
         reports.append(model.fit(X, Y, batch_size=2, seed=1, verbose=0, **work).history)
         reports.append(model.evaluate(X, Y, verbose=0, batch_size=2))
         weights.append(model.module.state_dict())
@@ -433,25 +439,25 @@ def test_one_wildcard_spreads_the_layers_over_all_ipus(capsys):
     [
         (
             {"layers_per_ipu": [2, 1]},
-            {"stages": {"1": 1}},
+            {"parallel": ipufit.Parallel(stages={"1": 1})},
             "stages and IPUConfig.layers_per_ipu both divide the module, the latter by [2, 1]. "
             "Leave one out; [-1] in the config leaves the choice to compile.",
         ),
         (
             {"layers_per_ipu": [2, 1]},
-            {"layers_per_ipu": [1, 2]},
+            {"parallel": ipufit.Parallel(layers_per_ipu=[1, 2])},
             "layers_per_ipu must agree with IPUConfig.layers_per_ipu, which is [2, 1], got [1, "
             "2]. Leave it out, or change the config.",
         ),
         (
             {"ipus_per_replica": 2},
-            {"ipus_per_replica": 4},
+            {"parallel": ipufit.Parallel(ipus_per_replica=4)},
             "ipus_per_replica must agree with IPUConfig.ipus_per_replica, which is 2, got 4. Leave "
             "it out, or change the config.",
         ),
         (
             {"ipus_per_replica": 4},
-            {"stages": {"1": 1}},
+            {"parallel": ipufit.Parallel(stages={"1": 1})},
             "IPUConfig.ipus_per_replica must be the number of IPUs that the pipelined stages take, "
             "2, got 4. Set it to 2.",
         ),

@@ -9,7 +9,7 @@ from torch import nn
 
 import ipufit
 from ipufit import poptorch
-from ipufit.core.compile_arguments import INFERENCE, TRAINING
+from ipufit.core.compile_arguments import TRAINING
 from ipufit.engines.ipu.poptorch_options.reading import PopTorchOptions
 from ipufit.engines.ipu.poptorch_options.report import setter_effects
 from ipufit.errors import ConfigurationError, PlanError
@@ -186,8 +186,7 @@ def test_other_options_of_the_compiler_have_their_names():
 def test_options_as_they_are_by_default_say_nothing(capsys):
     model = compiled(
         engine="embedded",
-        training_options=poptorch.Options(),
-        inference_options=poptorch.Options(),
+        poptorch=(poptorch.Options(), poptorch.Options()),
     )
     model.fit(X, Y, batch_size=2, verbose=0)
     assert capsys.readouterr().out == ""
@@ -196,7 +195,7 @@ def test_options_as_they_are_by_default_say_nothing(capsys):
 def test_compile_prints_the_three_lists_and_explain_the_last(capsys):
     training = poptorch.Options().deviceIterations(2).modelName("small").randomSeed(4)
     inference = poptorch.Options().useIpuId(3)
-    model = compiled(engine="embedded", training_options=training, inference_options=inference)
+    model = compiled(engine="embedded", poptorch=(training, inference))
     assert capsys.readouterr().out == (
         "training_options on engine 'embedded'\n"
         "  exact: deviceIterations\n"
@@ -221,7 +220,7 @@ def test_work_is_that_of_the_options():
     options = poptorch.Options().deviceIterations(3).replicationFactor(2)
     options.Training.gradientAccumulation(2)
     work = {"device_iterations": 3, "ipus": 2, "gradient_accumulation": 2}
-    first, second = assert_same_run({"training_options": options}, work)
+    first, second = assert_same_run({"poptorch": options}, work)
     assert {name: first.params[name] for name in work} == work
     assert first.params["updates_done"] == second.params["updates_done"]
 
@@ -230,9 +229,9 @@ def test_a_sum_of_gradients_is_that_of_the_options():
     options = poptorch.Options()
     options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
     options.Training.gradientAccumulation(2)
-    by_hand = {"gradient_reduction": "sum"}
+    by_hand = {"reduction": ipufit.Reduction(gradients="sum")}
     first, _ = assert_same_run(
-        {"training_options": options}, {"gradient_accumulation": 2}, at_compile=by_hand
+        {"poptorch": options}, {"gradient_accumulation": 2}, at_compile=by_hand
     )
     assert first.params["gradient_reduction"] == "sum"
 
@@ -240,26 +239,26 @@ def test_a_sum_of_gradients_is_that_of_the_options():
 @pytest.mark.parametrize(
     ("mode", "by_hand"),
     [
-        (("Final",), {"output_mode": "final"}),
-        (("EveryN", 2), {"output_mode": "every_n", "output_every": 2}),
+        (("Final",), {"outputs": "final"}),
+        (("EveryN", 2), {"outputs": ipufit.Outputs("every_n", 2)}),
         (("All",), {}),
     ],
 )
 def test_the_output_mode_is_that_of_the_options(mode, by_hand):
     options = poptorch.Options().deviceIterations(4)
     options.outputMode(getattr(poptorch.OutputMode, mode[0]), *mode[1:])
-    assert_same_run({"training_options": options}, {"device_iterations": 4}, at_compile=by_hand)
+    assert_same_run({"poptorch": options}, {"device_iterations": 4}, at_compile=by_hand)
 
 
 def test_a_sum_of_outputs_takes_no_metrics():
     options = poptorch.Options().outputMode(poptorch.OutputMode.Sum)
-    assert fitted(compiled(metrics=(), training_options=options)).params["output_mode"] == "sum"
+    assert fitted(compiled(metrics=(), poptorch=options)).params["output_mode"] == "sum"
     with pytest.raises(ConfigurationError, match="brings only sums of outputs back"):
-        compiled(training_options=options)
+        compiled(poptorch=options)
 
 
 def test_the_seed_is_that_of_the_options():
-    model = compiled(0.5, training_options=poptorch.Options().randomSeed(11))
+    model = compiled(0.5, poptorch=poptorch.Options().randomSeed(11))
     other = compiled(0.5)
     assert fitted(model, seed=None).history == fitted(other, seed=11).history
     refused(
@@ -270,7 +269,7 @@ def test_the_seed_is_that_of_the_options():
 
 
 def test_the_seed_of_inference_is_that_of_its_options():
-    given, plain = compiled(0.5, inference_options=poptorch.Options().randomSeed(5)), compiled(0.5)
+    given, plain = compiled(0.5, poptorch=(None, poptorch.Options().randomSeed(5))), compiled(0.5)
     same = given.predict(X, batch_size=4, verbose=0)
     assert torch.equal(torch.as_tensor(same), plain.predict(X, batch_size=4, seed=5, verbose=0))
     assert not torch.equal(torch.as_tensor(same), plain.predict(X, batch_size=4, verbose=0))
@@ -282,7 +281,7 @@ def test_the_seed_of_inference_is_that_of_its_options():
 
 
 def test_validation_has_the_seed_of_inference():
-    given = compiled(0.5, inference_options=poptorch.Options().randomSeed(5), optimizer=still)
+    given = compiled(0.5, poptorch=(None, poptorch.Options().randomSeed(5)), optimizer=still)
     plain = compiled(0.5, optimizer=still)
     held_out = {"validation_data": ipufit.Validation((X, Y), batch_size=4)}
     expected = fitted(plain, seed=5, **held_out).history["val_loss"]
@@ -293,7 +292,7 @@ def test_validation_has_the_seed_of_inference():
 def test_inference_has_work_of_its_own():
     training = poptorch.Options().deviceIterations(3)
     inference = poptorch.Options().deviceIterations(2).replicationFactor(2)
-    model = compiled(training_options=training, inference_options=inference)
+    model = compiled(poptorch=(training, inference))
     history = fitted(model, validation_data=ipufit.Validation((X, Y), batch_size=2))
     assert history.params["device_iterations"] == 3
     with pytest.raises(PlanError) as caught:
@@ -308,7 +307,7 @@ def test_inference_has_work_of_its_own():
 
 def test_what_inference_options_leave_open_is_that_of_fit():
     """Validation has the IPUs of training unless something says otherwise."""
-    model = compiled(inference_options=poptorch.Options().deviceIterations(2))
+    model = compiled(poptorch=(None, poptorch.Options().deviceIterations(2)))
     with pytest.raises(PlanError, match="`ipus`"):
         model.fit(X, Y, batch_size=2, ipus=3, verbose=0)
     fitted(model, ipus=2, validation_data=ipufit.Validation((X, Y), batch_size=2))
@@ -317,7 +316,7 @@ def test_what_inference_options_leave_open_is_that_of_fit():
 def test_arguments_that_disagree_are_refused():
     options = poptorch.Options().deviceIterations(3).replicationFactor(2)
     options.Training.gradientAccumulation(2)
-    model = compiled(training_options=options)
+    model = compiled(poptorch=options)
     before = copy.deepcopy(weights(model))
     with pytest.raises(PlanError) as caught:
         fitted(model, ipus=4, device_iterations=8, gradient_accumulation=1)
@@ -353,80 +352,87 @@ def accumulating():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("options", "arguments", "text"),
     [
         (
+            poptorch.Options().outputMode(poptorch.OutputMode.All),
             {
-                TRAINING: poptorch.Options().outputMode(poptorch.OutputMode.All),
-                "output_mode": "sum",
+                "outputs": "sum",
             },
-            "output_mode must agree with training_options.outputMode, which says 'all', got 'sum'. "
-            "Leave it out, or change the options.",
+            "outputs must agree with training_options.outputMode, which says "
+            "Outputs(mode='all', every=None), got Outputs(mode='sum', every=None). Leave it out, "
+            "or change the options.",
         ),
         (
+            poptorch.Options().outputMode(poptorch.OutputMode.EveryN, 2),
             {
-                TRAINING: poptorch.Options().outputMode(poptorch.OutputMode.EveryN, 2),
-                "output_every": 3,
+                "outputs": ipufit.Outputs("every_n", 3),
             },
-            "output_every must agree with training_options.outputMode, which says 2, got 3. Leave "
-            "it out, or change the options.",
+            "outputs must agree with training_options.outputMode, which says "
+            "Outputs(mode='every_n', every=2), got Outputs(mode='every_n', every=3). Leave it "
+            "out, or change the options.",
         ),
         (
-            {TRAINING: summing(), "gradient_reduction": "mean"},
-            "gradient_reduction must agree with "
+            summing(),
+            {"reduction": ipufit.Reduction(gradients="mean")},
+            "Reduction.gradients must agree with "
             "training_options.Training.accumulationAndReplicationReductionType, which says 'sum', "
             "got 'mean'. Leave it out, or change the options.",
         ),
         (
-            {TRAINING: scaling(), "loss_scale": 8.0},
-            "loss_scale must agree with training_options.Training.setAutomaticLossScaling, which "
-            "is on, got 8.0. Leave one out.",
+            scaling(),
+            {"precision": ipufit.Precision(loss_scale=8.0)},
+            "Precision.loss_scale must agree with training_options.Training."
+            "setAutomaticLossScaling, which is on, got 8.0. Leave one out.",
         ),
         (
+            poptorch.Options().setExecutionStrategy(poptorch.ShardedExecution()),
             {
-                TRAINING: poptorch.Options().setExecutionStrategy(poptorch.ShardedExecution()),
-                "stages": {"head": 1},
-                "strategy": "sharded",
+                "parallel": ipufit.Parallel(stages={"head": 1}, strategy="sharded"),
             },
             "strategy and training_options.setExecutionStrategy both say how stages run. Leave one "
             "out.",
         ),
         (
+            (None, poptorch.Options().setExecutionStrategy(poptorch.ShardedExecution())),
             {
-                INFERENCE: poptorch.Options().setExecutionStrategy(poptorch.ShardedExecution()),
-                "stages": {"head": 1},
-                "inference_strategy": "sharded",
+                "parallel": ipufit.Parallel(
+                    stages={"head": 1}, inference=ipufit.Parallel(strategy="sharded")
+                ),
             },
-            "inference_strategy and inference_options.setExecutionStrategy both say how stages "
+            "inference.strategy and inference_options.setExecutionStrategy both say how stages "
             "run. Leave one out.",
         ),
         (
-            {TRAINING: {"deviceIterations": 2}},
+            {"deviceIterations": 2},
+            {},
             "training_options must be poptorch.Options or None, got builtins.dict. Make them with "
             "poptorch.Options(), or with ipufit.poptorch.Options() where there is no SDK.",
         ),
         (
-            {
-                TRAINING: poptorch.Options()
-                .replicationFactor(2)
-                .inputReplicaGrouping(2, poptorch.CommGroupType.Consecutive)
-            },
+            poptorch.Options()
+            .replicationFactor(2)
+            .inputReplicaGrouping(2, poptorch.CommGroupType.Consecutive),
+            {},
             "training_options can't be used: inputReplicaGrouping gives several replicas the same "
             "input, but every replica of a Model has its own. Leave these options as they are by "
             "default.",
         ),
         (
-            {INFERENCE: poptorch.Options().outputMode(poptorch.OutputMode.Final)},
+            (None, poptorch.Options().outputMode(poptorch.OutputMode.Final)),
+            {},
             "inference_options can't be used: outputMode is 'final', but evaluate and predict need "
             "all outputs. Leave these options as they are by default.",
         ),
         (
-            {INFERENCE: accumulating()},
+            (None, accumulating()),
+            {},
             "inference_options can't be used: Training.gradientAccumulation is set, but inference "
             "has no gradients. Leave these options as they are by default.",
         ),
         (
-            {TRAINING: [], INFERENCE: ()},
+            ([], ()),
+            {},
             "training_options must be poptorch.Options or None, got builtins.list. Make them with "
             "poptorch.Options(), or with ipufit.poptorch.Options() where there is no SDK.\n"
             "inference_options must be poptorch.Options or None, got builtins.tuple. Make them "
@@ -434,15 +440,15 @@ def accumulating():
         ),
     ],
 )
-def test_what_compile_refuses(arguments, text):
-    refused(lambda: compiled(metrics=(), **arguments), text)
+def test_what_compile_refuses(options, arguments, text):
+    refused(lambda: compiled(metrics=(), poptorch=options, **arguments), text)
 
 
 def test_options_for_another_process_are_refused_off_ipus():
     options = poptorch.Options()
     options.Distributed.configureProcessId(0, 2)
     refused(
-        lambda: compiled(engine="embedded", training_options=options),
+        lambda: compiled(engine="embedded", poptorch=options),
         "training_options must be for this process, 0 of 1, but are for 0 of 2. Leave "
         "Distributed.configureProcessId out, and let torchrun or another launcher start the "
         "processes.",
@@ -454,7 +460,7 @@ def test_the_strategy_is_that_of_the_options(kind, capsys):
     strategy = getattr(poptorch, kind)(poptorch.AutoStage.AutoIncrement)
     training = poptorch.Options().setExecutionStrategy(strategy).replicationFactor(2)
     training.Training.gradientAccumulation(3)
-    model = compiled(stages={"head": 1}, training_options=training)
+    model = compiled(parallel=ipufit.Parallel(stages={"head": 1}), poptorch=training)
     history = fitted(model)
     assert history.params["ipus"] == 4
     assert history.params["replicas"] == 2
@@ -467,7 +473,9 @@ def test_the_strategy_is_that_of_the_options(kind, capsys):
 
 def test_a_strategy_of_inference_is_that_of_its_options():
     options = poptorch.Options().setExecutionStrategy(poptorch.ShardedExecution())
-    model = compiled(stages={"head": 1}, inference_options=options.deviceIterations(1))
+    model = compiled(
+        parallel=ipufit.Parallel(stages={"head": 1}), poptorch=(None, options.deviceIterations(1))
+    )
     found = model._session.partitions
     assert (found.training.strategy, found.inference.strategy) == ("pipelined", "sharded")
 
@@ -476,19 +484,22 @@ def test_a_strategy_that_names_blocks_is_for_blocks_of_the_modules_own():
     strategy = poptorch.PipelinedExecution("first", "second")
     options = poptorch.Options().setExecutionStrategy(strategy)
     with pytest.raises(ConfigurationError, match="names blocks of the module's own"):
-        compiled(stages={"head": 1}, training_options=options)
-    assert compiled(training_options=options)._session.partitions == NOT_DIVIDED
+        compiled(parallel=ipufit.Parallel(stages={"head": 1}), poptorch=options)
+    assert compiled(poptorch=options)._session.partitions == NOT_DIVIDED
 
 
 def test_ipus_are_rounded_up_if_the_options_say_so():
     options = poptorch.Options().replicationFactor(3).autoRoundNumIPUs(True)
-    assert fitted(compiled(training_options=options)).params["ipus"] == 3
+    assert fitted(compiled(poptorch=options)).params["ipus"] == 3
     with pytest.raises(PlanError):
-        fitted(compiled(training_options=poptorch.Options().replicationFactor(3)))
+        fitted(compiled(poptorch=poptorch.Options().replicationFactor(3)))
 
 
 @scales_itself
 def test_automatic_loss_scaling_is_a_dynamic_scale():
-    model, other = compiled(training_options=scaling()), compiled(loss_scale="dynamic")
+    model, other = (
+        compiled(poptorch=scaling()),
+        compiled(precision=ipufit.Precision(loss_scale="dynamic")),
+    )
     assert fitted(model).history == fitted(other).history
     assert model.history.params["loss_scale"] == other.history.params["loss_scale"]

@@ -8,7 +8,7 @@ from torch import nn
 
 import ipufit.optim
 from ipufit import poptorch
-from ipufit.core.train_config import Averaging, Clip, LossScale, Precision, TrainConfig
+from ipufit.core.train_config import EMA, Clip, LossScale, Precision, TrainConfig
 from ipufit.engines.ipu.preflight.evaluate import preflight
 from tests.engines.ipu.preflight.looked_at import LOSS, Calls, batch_of, report_of, tensors
 
@@ -359,14 +359,14 @@ SETTINGS = {
         recipes(_with(clip=Clip(global_norm=1.0)), _PLAIN)[0],
         recipes(_PLAIN, _with(clip=Clip(global_norm=1.0)), torch.optim.SGD)[1],
     ),
-    "use_ema": recipes(_with(averaging=Averaging()), _PLAIN),
+    "use_ema": recipes(_with(ema=EMA()), _PLAIN),
     "autocast": recipes(
-        _with(precision=Precision("mixed_bfloat16", torch.bfloat16)),
-        _with(precision=Precision("float16", None, torch.float16)),
+        _with(precision=Precision("mixed_bfloat16")),
+        _with(precision=Precision("float16")),
     ),
     "precision": recipes(
-        _with(precision=Precision("float64", None, torch.float64)),
-        _with(precision=Precision("float32", None, torch.float32)),
+        _with(precision=Precision("float64")),
+        _with(precision=Precision("float32")),
     ),
     "loss_scale": recipes(_with(loss_scale=LossScale()), _with(loss_scale=LossScale(8.0, None))),
     "accumulation_dtype": recipes(

@@ -48,7 +48,7 @@ def compiled(module, optimizer="sgd", **options):
 
 def tagged():
     """The report that is pinned."""
-    return compiled(Tagger(), clipnorm=1.0).preflight((X, Y))
+    return compiled(Tagger(), clip=ipufit.Clip(norm=1.0)).preflight((X, Y))
 
 
 def test_the_report_says_what_where_who_says_so_and_what_to_do():
@@ -72,10 +72,10 @@ not supported
     source: docs/user_guide/supported_ops.rst, line 337; \
 poptorch/source/popart_canonicalization/RNNOps.cpp, line 129
     cure: Write one module for each of its layers.
-  clipnorm=1
+  Clip(norm=1)
     PopTorch: PopTorch bounds the norm of all gradients together only
     source: python/optim.py, line 229
-    cure: Use global_clipnorm
+    cure: Use Clip(global_norm=...)
 
 unknown
   aten::special_erfcx in the model itself
