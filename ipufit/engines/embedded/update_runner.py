@@ -219,6 +219,8 @@ class UpdateRunner(UpdateWay):
                 state.updater.apply(gradients)
                 if self._replay is not None:
                     refuse_weights(state)
+            # Not held while those of the next update are computed.
+            del gradients, saved
             state.updates += 1
             if state.averages is not None:
                 state.averages.after_update(state.storage.flats, state.updates, is_skipped)
