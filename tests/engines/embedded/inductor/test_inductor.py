@@ -357,8 +357,12 @@ def test_a_library_that_does_not_load_is_compiled_again(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled_module, "Compilation", Compiling)
     monkeypatch.setattr(CompiledUpdates, "_load", load)
     dropped = []
-    monkeypatch.setattr(compiled_module.Store, "find", lambda self, parts: tmp_path / "program.so")
-    monkeypatch.setattr(compiled_module.Store, "drop", lambda self, parts: dropped.append(parts))
+    monkeypatch.setattr(
+        compiled_module.LibraryStore, "find", lambda self, parts: tmp_path / "program.so"
+    )
+    monkeypatch.setattr(
+        compiled_module.LibraryStore, "drop", lambda self, parts: dropped.append(parts)
+    )
     x, y = data(8)
     model, _ = embedded(MLP().double(), "sgd")
     with pytest.raises(RuntimeError, match="compiles"):
