@@ -17,7 +17,8 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 # Blocks of ours are entered through contextlib.
-_OURS = (PACKAGE, contextlib.__file__)
+# Python skips no file whose whole name is the prefix.
+_OURS = (PACKAGE, os.path.splitext(contextlib.__file__)[0] + ".")
 
 
 def warn_user(text: str, category: Type[Warning] = UserWarning) -> None:
