@@ -40,7 +40,7 @@ ON_USE = (
 # What a plain fit of a model on one device has no use for either.
 NOT_FOR_A_PLAIN_FIT = (
     *("safetensors", "torchmetrics", "tqdm.auto"),
-    *("ipufit.callbacks.early_stopping", "ipufit.callbacks.progbar_logger"),
+    *("ipufit.callbacks.stopping", "ipufit.callbacks.progbar_logger"),
     *(
         "ipufit.checkpoint.store",
         "ipufit.checkpoint.training_state",

@@ -1,13 +1,42 @@
-"""The base of all callbacks, whose hooks are the table of events."""
+"""The base of all callbacks, whose hooks are the table of events, and what callbacks share."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
+import math
+import sys
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    SupportsFloat,
+    Tuple,
+    TypeVar,
+)
 
-from ipufit.errors import NonFiniteLossError
+from ipufit.errors import ConfigurationError, NonFiniteLossError
+from ipufit.utils.error_collector import at_least
+from ipufit.utils.error_collector import one_of as check_choice
 
-__all__ = ["EVENTS", "Callback", "Event", "Logs"]
+__all__ = [
+    "EVENTS",
+    "Callback",
+    "Event",
+    "Logs",
+    "UpdateCount",
+    "as_float",
+    "finite",
+    "means",
+    "one_of",
+    "say",
+    "stored",
+    "stored_or_none",
+    "whole",
+]
 
 Logs = Mapping[str, float]
 
@@ -49,7 +78,6 @@ class Callback:
     the execution.
 
     Attributes:
-        wants_outputs: of the class; whether ``model.outputs`` is filled during ``fit``.
         model: the :class:`ipufit.Model`.
         params: ``epochs``, ``updates`` (per epoch, None if unknown), ``samples``, ``verbose``,
             ``resumes`` (whether it goes on from a checkpoint), ``metrics`` (the names that
@@ -61,7 +89,8 @@ class Callback:
         writes_files: whether it writes files, which a trial run leaves alone.
         only_reports: whether all it does is to tell others, by files or messages; of several
             processes the first one alone calls it. By default, whether it writes files.
-        wants_outputs: whether it reads the outputs of an execution.
+        wants_outputs: of the class; whether it reads ``model.outputs``, the outputs of an
+            execution, which are kept for it during ``fit``.
         monitors: names in ``logs`` that ``on_epoch_end`` can't do without. Where it is certain
             before training that one of them will be missing, ``fit`` says so.
         adds: names that ``on_epoch_end`` puts into ``logs``. None, they are not known, and the
@@ -101,7 +130,7 @@ class Callback:
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Before an epoch."""
 
-    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Optional[Dict[str, float]] = None) -> None:
         """After an epoch, its validation and the schedule; before its checkpoint.
 
         ``logs`` is one dict for all callbacks, in their order; what one of them adds to it is in
@@ -123,7 +152,7 @@ class Callback:
         """
         return False
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> object:
         """Return the state that a checkpoint keeps, so that a resumed ``fit`` ends like another.
 
         Returns:
@@ -178,3 +207,111 @@ EVENTS: Dict[str, Event] = {
     for name, hook in vars(Callback).items()
     if name.startswith("on_")
 }
+
+
+T = TypeVar("T")
+
+
+def say(text: str) -> None:
+    """Print a line where the progress bar is, without breaking it."""
+    # Imported here: nobody needs it who prints nothing.
+    from tqdm.auto import tqdm
+
+    tqdm.write(text, file=sys.stderr)
+
+
+def means(logs: Optional[Logs]) -> Dict[str, float]:
+    """The means of the epoch so far, of the logs of an execution; not how much has been done."""
+    return {name: v for name, v in (logs or {}).items() if name not in ("updates", "samples")}
+
+
+def stored(state: Mapping[str, object], name: str, kind: Callable[[Any], T]) -> T:
+    """Read a value of a callback's state in a checkpoint.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not of that kind.
+    """
+    return kind(state[name])
+
+
+def stored_or_none(state: Mapping[str, object], name: str, kind: Callable[[Any], T]) -> Optional[T]:
+    """Read a value of a callback's state in a checkpoint, which may be None.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not of that kind.
+    """
+    return None if state[name] is None else kind(state[name])
+
+
+def whole(owner: Callback, name: str, value: object, least: int = 0) -> int:
+    """Check that an argument of a callback is an integer of at least ``least``, and return it.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    return at_least(f"{name} of {type(owner).__name__}", value, least)
+
+
+def one_of(owner: Callback, name: str, value: object, choices: Sequence[T]) -> T:
+    """Check that an argument of a callback is one of the choices, and return it.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    return check_choice(f"{name} of {type(owner).__name__}", value, choices)
+
+
+def finite(owner: Callback, name: str, value: object, least: Optional[float] = None) -> float:
+    """Check that an argument of a callback is a finite number, and return it as a float.
+
+    Raises:
+        ConfigurationError: it is none, or below ``least``.
+    """
+    number = as_float(value)
+    if not math.isfinite(number) or (least is not None and number < least):
+        limit = "" if least is None else f" of at least {least}"
+        raise ConfigurationError(
+            f"{name} of {type(owner).__name__} must be a finite number{limit}, got {value!r}."
+        )
+    return number
+
+
+def as_float(value: object) -> float:
+    """Convert what says of itself that it is a number; NaN for anything else."""
+    if isinstance(value, (bool, str, bytes)) or not isinstance(value, SupportsFloat):
+        return math.nan
+    return float(value)
+
+
+class UpdateCount:
+    """Counts from the start of ``fit``; hooks tell of updates within their epoch only.
+
+    Attributes:
+        epoch: index of the present epoch.
+        done: updates since ``fit`` began.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = self.done = self._before = 0
+
+    def state_dict(self) -> Dict[str, int]:
+        """Return the count, for a checkpoint."""
+        return {"epoch": self.epoch, "done": self.done, "before": self._before}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.epoch, self.done = int(state["epoch"]), int(state["done"])
+        self._before = int(state["before"])
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Add the updates so far to those of earlier epochs."""
+        self.epoch, self._before = epoch, self.done
+
+    def end_execution(self, batch: int, every: Optional[int]) -> bool:
+        """Count up to this update of the epoch.
+
+        Returns:
+            Whether a multiple of ``every`` has been reached; never where that is None.
+        """
+        before, self.done = self.done, self._before + batch + 1
+        return every is not None and self.done // every > before // every

@@ -212,7 +212,7 @@ def checked(callbacks: object) -> List[Callback]:
 
 def _instead_of(came: object) -> str:
     # Imported here: nobody needs it whose callbacks are some.
-    from ipufit.callbacks.experiment_logger import logs_metrics
+    from ipufit.callbacks.loggers import logs_metrics
 
     if logs_metrics(came):
         return "Pass ipufit.callbacks.ExperimentLogger(...) of it."

@@ -6,19 +6,74 @@ import csv
 import json
 import math
 import os
+import re
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit.callbacks import history_plot
-from ipufit.callbacks.callback import Callback, Logs
-from ipufit.callbacks.monitor_mode import direction_of
+from ipufit.callbacks.callback import Callback, Logs, stored
 from ipufit.errors import ConfigurationError
 
-__all__ = ["History"]
+__all__ = ["History", "best_place", "direction_of"]
 
 Path = Union[str, "os.PathLike[str]"]
 
 _FORMAT = "ipufit.History/1"
 _ROWS = 8  # epochs that a notebook shows
+
+# Words in the names of metrics, by whether their values are better when large or small.
+_LARGE = {
+    *("acc", "accuracy", "auc", "auroc", "f1", "fbeta", "precision", "recall", "specificity"),
+    *("sensitivity", "iou", "jaccard", "dice", "map", "ap", "r2", "psnr", "ssim", "bleu", "rouge"),
+    *("kappa", "mcc", "similarity", "ndcg", "mrr", "top1", "top3", "top5", "correct"),
+}
+_SMALL = {
+    *("loss", "error", "mse", "mae", "rmse", "mape", "msle", "perplexity", "ppl", "nll", "wer"),
+    *(
+        "cer",
+        "hinge",
+        "divergence",
+        "crossentropy",
+        "bce",
+        "logloss",
+        "brier",
+        "fid",
+        "deviance",
+        "distance",
+    ),
+}
+
+
+def direction_of(
+    name: str, directions: Optional[Mapping[str, str]] = None, guess: bool = True
+) -> Optional[str]:
+    """Return "min" or "max", the direction of better values of a metric; None if unknown.
+
+    Args:
+        name: such as "val_loss", "BinaryAccuracy" or "top5_acc"; its words decide where nothing is
+            known, and of these the last one with a meaning: an "accuracy_loss" is a loss.
+        directions: what losses and metrics say of themselves, by name: ``params["directions"]``.
+        guess: whether other words than "loss" count. Not where a wrong guess would keep the worst
+            weights instead of the best.
+    """
+    if directions is not None and name in directions:
+        return directions[name]
+    if not guess:
+        return "min" if name.endswith("_loss") else None
+    spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)
+    spaced = re.sub(r"(?i)cross_entropy", "crossentropy", spaced)
+    for word in reversed(re.split(r"[^a-z0-9]+", spaced.lower())):
+        if word in _SMALL:
+            return "min"
+        if word in _LARGE:
+            return "max"
+    return None
+
+
+def best_place(values: Sequence[float], direction: str) -> Optional[int]:
+    """Index of the first value that is as good as any; None if all are NaN."""
+    sign = 1.0 if direction == "min" else -1.0
+    ranked = [(sign * value, i) for i, value in enumerate(values) if not math.isnan(value)]
+    return min(ranked)[1] if ranked else None
 
 
 class History(Callback):
@@ -75,7 +130,7 @@ class History(Callback):
             self._places.setdefault(name, []).append(len(self.epoch) - 1)
             self.history.setdefault(name, []).append(number)
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> Dict[str, object]:
         """Return everything but ``params``."""
         return {
             "epoch": list(self.epoch),
@@ -84,15 +139,21 @@ class History(Callback):
             "places": {name: self.places(name) for name in self.history},
         }
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self.epoch = [int(epoch) for epoch in state["epoch"]]
-        self.history = {str(n): [float(v) for v in vs] for n, vs in state["history"].items()}
+        self.epoch = [int(epoch) for epoch in stored(state, "epoch", list)]
+        self.history = {
+            str(name): [float(value) for value in values]
+            for name, values in stored(state, "history", dict).items()
+        }
         self.updates = {
             str(name): [(int(update), float(value)) for update, value in points]
-            for name, points in state["updates"].items()
+            for name, points in stored(state, "updates", dict).items()
         }
-        self._places = {str(n): [int(p) for p in places] for n, places in state["places"].items()}
+        self._places = {
+            str(name): [int(place) for place in places]
+            for name, places in stored(state, "places", dict).items()
+        }
 
     def append_update(self, name: str, update: int, value: float) -> None:
         """Add a value that belongs to one update.
@@ -110,7 +171,7 @@ class History(Callback):
         Raises:
             ConfigurationError: nothing has that name; with the names there are.
         """
-        self._known(name)
+        self._check_name(name)
         count, places = len(self.history[name]), self._places.get(name, [])
         if len(places) == count:
             return list(places)
@@ -146,7 +207,7 @@ class History(Callback):
                 f"mode must be 'auto', 'min' or 'max', got {mode!r}. Use 'min' where a smaller "
                 "value is better."
             )
-        self._known(monitor)
+        self._check_name(monitor)
         directions = self.params.get("directions")
         direction = direction_of(monitor, directions) if mode == "auto" else mode
         if direction is None:
@@ -154,7 +215,7 @@ class History(Callback):
                 "mode='auto' needs a name that says whether smaller is better, such as 'val_loss' "
                 f"or 'val_accuracy', got {monitor!r}. Pass mode='min' or mode='max'."
             )
-        place = history_plot.best_place(self.aligned(monitor), direction)
+        place = best_place(self.aligned(monitor), direction)
         if place is None:
             raise ConfigurationError(
                 f"best_epoch needs an epoch with a value of {monitor!r}, but all are NaN. Monitor "
@@ -307,7 +368,14 @@ class History(Callback):
         """
         if not self.epoch:
             raise ConfigurationError("plot needs at least one finished epoch, there is none yet.")
-        return history_plot.draw(self, path, metrics, columns, mark_best)
+        best = {}
+        if mark_best:
+            finite = {
+                name: [value if math.isfinite(value) else math.nan for value in self.aligned(name)]
+                for name in self.history
+            }
+            best = self._best_places(finite)
+        return history_plot.draw(self, path, metrics, columns, best)
 
     def __repr__(self) -> str:
         last = ", ".join(
@@ -322,13 +390,8 @@ class History(Callback):
 
         names = list(self.history)
         columns: Dict[str, List[float]] = {name: self.aligned(name) for name in names}
-        best: Dict[str, Any] = {
-            name: history_plot.best_place(columns[name], direction)
-            for name in names
-            for direction in [direction_of(name, self.params.get("directions"))]
-            if direction is not None
-        }
-        shown = set(range(len(self.epoch))[-_ROWS:]) | {p for p in best.values() if p is not None}
+        best = self._best_places(columns)
+        shown = {*range(len(self.epoch))[-_ROWS:], *best.values()}
         rows, before = [], -1
         for place in sorted(shown):
             if place != before + 1:
@@ -343,7 +406,18 @@ class History(Callback):
             f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
         )
 
-    def _known(self, name: str) -> None:
+    def _best_places(self, columns: Mapping[str, Sequence[float]]) -> Dict[str, int]:
+        """Find the best of one value per epoch, by name, where it is known which way is better."""
+        directions = self.params.get("directions")
+        places: Dict[str, int] = {}
+        for name, values in columns.items():
+            direction = direction_of(name, directions)
+            place = None if direction is None else best_place(values, direction)
+            if place is not None:
+                places[name] = place
+        return places
+
+    def _check_name(self, name: str) -> None:
         if name not in self.history:
             raise ConfigurationError(
                 f"the history must have a value of that name, got {name!r}. It has "
@@ -351,7 +425,7 @@ class History(Callback):
             )
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: float) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

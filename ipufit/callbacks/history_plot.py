@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any, Dict, List, Optional, Protocol, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Tuple, Union
 
-from ipufit.callbacks.monitor_mode import direction_of
 from ipufit.errors import ConfigurationError
 from ipufit.utils.figures import new_figure, save_figure
 
-__all__ = ["best_place", "draw"]
+__all__ = ["draw"]
 
 # Dark and light, solid and dashed, round and square: apart in grey and for any eye.
 _TRAINING = {"color": "#12466b", "linestyle": "-", "marker": "o"}
@@ -27,7 +26,6 @@ class RecordedValues(Protocol):
     history: Dict[str, List[float]]
     epoch: List[int]
     updates: Dict[str, List[Tuple[int, float]]]
-    params: Dict[str, Any]
 
     def places(self, name: str) -> List[int]:
         """Return for each value the place in ``epoch`` that it belongs to."""
@@ -38,21 +36,18 @@ class RecordedValues(Protocol):
         ...
 
 
-def best_place(values: Sequence[float], direction: str) -> Optional[int]:
-    """Index of the first value that is as good as any; None if all are NaN."""
-    sign = 1.0 if direction == "min" else -1.0
-    ranked = [(sign * value, i) for i, value in enumerate(values) if not math.isnan(value)]
-    return min(ranked)[1] if ranked else None
-
-
 def draw(
     history: RecordedValues,
     path: Union[str, os.PathLike[str], None],
     metrics: Union[str, Sequence[str], None],
     columns: Optional[int],
-    mark_best: bool,
+    best: Mapping[str, int],
 ) -> Any:
-    """One panel per name; see :meth:`ipufit.History.plot`."""
+    """Draw one panel per name; see :meth:`ipufit.History.plot`.
+
+    Args:
+        best: by the name of a value, where in ``epoch`` its best is to be marked.
+    """
     figure = new_figure("History.plot", _PANEL)
     names = _chosen(history, metrics)
     columns = _columns(columns, len(names))
@@ -64,7 +59,7 @@ def draw(
         if per_update:
             _draw_updates(panel, name, history.updates[name])
         else:
-            _draw_epochs(panel, name, history, mark_best)
+            _draw_epochs(panel, name, history, best)
     for panel in panels[len(names) :]:
         panel.remove()
     return save_figure(figure, path, "History.plot")
@@ -109,7 +104,7 @@ def _columns(columns: Optional[int], panels: int) -> int:
     return min(columns, panels)
 
 
-def _draw_epochs(panel: Any, name: str, history: RecordedValues, mark_best: bool) -> None:
+def _draw_epochs(panel: Any, name: str, history: RecordedValues, best: Mapping[str, int]) -> None:
     lines = [
         (key, label, style)
         for key, label, style in (
@@ -132,9 +127,11 @@ def _draw_epochs(panel: Any, name: str, history: RecordedValues, mark_best: bool
         drawn += [value for value in values if math.isfinite(value)]
         broken += [epoch for epoch, value in zip(epochs, values) if not math.isfinite(value)]
     _scale(panel, drawn)
-    if mark_best and name not in _RATES and lines and len(history.epoch) > 1:
+    if name not in _RATES and lines and lines[-1][0] in best and len(history.epoch) > 1:
         key, label, style = lines[-1]
-        _mark_best(panel, history, key, label, style["color"])
+        place = best[key]
+        value = history.aligned(key)[place]
+        _mark_best(panel, history.epoch[place] + 1, value, label, style["color"])
     if broken:
         _mark_broken(panel, broken)
     _finish(panel, name, "epoch", [epoch + 1 for epoch in history.epoch])
@@ -165,13 +162,7 @@ def _scale(panel: Any, values: Sequence[float]) -> None:
         panel.set_yscale("log")
 
 
-def _mark_best(panel: Any, history: RecordedValues, key: str, label: str, color: str) -> None:
-    direction = direction_of(key, history.params.get("directions"))
-    values = [_finite(value) for value in history.aligned(key)]
-    place = best_place(values, direction) if direction is not None else None
-    if place is None:
-        return
-    epoch, value = history.epoch[place] + 1, values[place]
+def _mark_best(panel: Any, epoch: int, value: float, label: str, color: str) -> None:
     across = panel.get_xaxis_transform()
     panel.vlines(
         epoch, 0, 1, color="0.55", linewidth=0.8, linestyle=":", zorder=0, transform=across

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Dict, Iterator, Optional, Tuple
 
-from ipufit.callbacks.callback import Callback, Logs
-from ipufit.callbacks.checks import say
-from ipufit.callbacks.records import means
+from ipufit.callbacks.callback import Callback, Logs, means, say
 
 __all__ = ["ProgbarLogger"]
 

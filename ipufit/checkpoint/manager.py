@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 from ipufit.callbacks import Callback, CallbackList
 from ipufit.callbacks.callback_list import Observer, missing
-from ipufit.callbacks.monitor_mode import direction_of
+from ipufit.callbacks.history import direction_of
 from ipufit.callbacks.running_fit import CallbackModel, ObservedSession, RunningFit
 from ipufit.checkpoint.configuration import ConfigurationChange, RunData, resolve_resume_changes
 from ipufit.checkpoint.names import name_of

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
-from ipufit.callbacks.history_plot import best_place
-from ipufit.callbacks.monitor_mode import direction_of
+from ipufit.callbacks.history import best_place, direction_of
 from ipufit.planner.costs import by_ipu
 from ipufit.planner.rendering import share, size
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-from typing import Any, Dict, Iterator, List, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Sequence, TypeVar, Union
 
 from ipufit.errors import ConfigurationError, DataError, PlanError
 
 __all__ = ["ErrorCollector", "at_least", "folder_of", "one_of"]
+
+T = TypeVar("T")
 
 
 class ErrorCollector:
@@ -90,16 +92,16 @@ def _renamed(error: PlanError, inference: Sequence[str]) -> PlanError:
     return PlanError(faults, suggestion)
 
 
-def one_of(name: str, value: object, choices: Tuple[object, ...]) -> None:
-    """Raise unless the value is one of the choices.
+def one_of(name: str, value: object, choices: Sequence[T]) -> T:
+    """Check that an argument is one of the choices, of its very type, and return it.
 
     Raises:
         ConfigurationError: naming them.
     """
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise ConfigurationError(
-            f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}."
-        )
+    for choice in choices:
+        if type(value) is type(choice) and value == choice:
+            return choice
+    raise ConfigurationError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}.")
 
 
 def folder_of(name: str, value: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 import ipufit
 from ipufit import History
-from ipufit.callbacks.monitor_mode import direction_of
+from ipufit.callbacks.history import direction_of
 from ipufit.errors import ConfigurationError
 
 NAN = math.nan

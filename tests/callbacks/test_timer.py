@@ -16,7 +16,7 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 100.0
         monkeypatch.setattr(
-            "ipufit.callbacks.timer.time", types.SimpleNamespace(monotonic=lambda: self.now)
+            "ipufit.callbacks.stopping.time", types.SimpleNamespace(monotonic=lambda: self.now)
         )
 
 

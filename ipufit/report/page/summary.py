@@ -6,8 +6,7 @@ import datetime
 import math
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
-from ipufit.callbacks.history_plot import best_place
-from ipufit.callbacks.monitor_mode import direction_of
+from ipufit.callbacks.history import best_place, direction_of
 from ipufit.report.page import texts
 from ipufit.report.page.html import Cell, Column, Html, Row, element, join_parts, table
 from ipufit.report.page.sections import Section, note

@@ -1,4 +1,4 @@
-"""Write the weights now and then, or when they are the best so far."""
+"""Callbacks that write the weights, or exchange them for their moving average."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import contextlib
 import os
 import re
 import string
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Dict, List, Mapping, Optional, Tuple, Union
 
-from ipufit.callbacks.callback import Logs
-from ipufit.callbacks.checks import finite, one_of, say, stored, whole
-from ipufit.callbacks.monitor import Monitor
-from ipufit.callbacks.update_count import UpdateCount
+from ipufit.callbacks.callback import (
+    Callback,
+    Logs,
+    UpdateCount,
+    finite,
+    one_of,
+    say,
+    stored,
+    stored_or_none,
+    whole,
+)
+from ipufit.callbacks.stopping import Monitor
 from ipufit.core.weights_file import check_path
 from ipufit.errors import ConfigurationError
 
-__all__ = ["ModelCheckpoint"]
+__all__ = ["ModelCheckpoint", "SwapEMAWeights"]
 
 
 class ModelCheckpoint(Monitor):
@@ -148,24 +156,24 @@ class ModelCheckpoint(Monitor):
                 f"{error}. Choose another filepath."
             ) from error
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> Dict[str, object]:
         """The best value, the files written, and how many updates there were."""
         progress = {"best": self.best, "files": list(self.files), "count": self._count.state_dict()}
         return {**super().state_dict(), **progress}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what :meth:`state_dict` returned.
 
         Raises:
             ValueError: it names files that this object can't have written, and must not remove.
         """
         super().load_state_dict(state)
-        files = [str(file) for file in state["files"]]
+        files = [str(file) for file in stored(state, "files", list)]
         foreign = [file for file in files if not self._own_path().fullmatch(file)]
         if foreign:
             raise ValueError(f"{foreign[0]!r} is no file of filepath={self.filepath!r}")
-        self.best, self.files = stored(state, "best", float), files
-        self._count.load_state_dict(state["count"])
+        self.best, self.files = stored_or_none(state, "best", float), files
+        self._count.load_state_dict(stored(state, "count", dict))
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Count the updates of finished epochs."""
@@ -181,7 +189,7 @@ class ModelCheckpoint(Monitor):
         if self.every_updates is None:
             self._consider(epoch, dict(logs or {}))
 
-    def _consider(self, epoch: int, logs: Dict[str, Any]) -> None:
+    def _consider(self, epoch: int, logs: Logs) -> None:
         if not self.save_best_only:
             self._save(epoch, logs)
             return
@@ -194,7 +202,7 @@ class ModelCheckpoint(Monitor):
         elif self.verbose:
             say(f"epoch {epoch + 1}: {self.monitor} {current:.5g} is no better than {self.best}")
 
-    def _save(self, epoch: int, logs: Dict[str, Any]) -> None:
+    def _save(self, epoch: int, logs: Logs) -> None:
         try:
             path = self.filepath.format(**{**logs, "epoch": epoch + 1})
         except KeyError as error:
@@ -211,3 +219,64 @@ class ModelCheckpoint(Monitor):
         while self.keep is not None and len(self.files) > self.keep:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.files.pop(0))
+
+
+class SwapEMAWeights(Callback):
+    """Exchanges the weights for their exponential moving average while ``fit`` validates.
+
+    The model must have been compiled with such an average. It belongs into ``fit``, where the
+    averages are; when a ``fit`` has ended, they are the weights, and there is nothing to exchange.
+    In an ``evaluate`` or ``predict`` outside of it this callback is refused.
+
+    Args:
+        swap_on_epoch: the average is in the model at the end of an epoch too, for the callbacks
+            after this one, such as ModelCheckpoint, until the next epoch begins or training ends.
+
+    Raises:
+        ConfigurationError: ``swap_on_epoch`` is neither True nor False.
+    """
+
+    adds: Tuple[str, ...] = ()
+
+    def __init__(self, swap_on_epoch: bool = False) -> None:
+        super().__init__()
+        self.swap_on_epoch: bool = one_of(self, "swap_on_epoch", swap_on_epoch, (True, False))
+        self._swapped = False
+
+    def _swap(self, averaged: bool) -> None:
+        if self._swapped is not averaged:
+            self.model.swap_ema_weights()
+            self._swapped = averaged
+
+    def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Put the trained weights back before the epoch trains them."""
+        self._swap(False)
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Show the average to the callbacks that follow."""
+        if self.swap_on_epoch:
+            self._swap(True)
+
+    def on_train_end(self, logs: Optional[Logs] = None) -> None:
+        """Put the trained weights back into the module."""
+        self._swap(False)
+
+    def on_test_begin(self, logs: Optional[Logs] = None) -> None:
+        """Put the averaged weights into the module for the evaluation."""
+        self._swap(True)
+
+    def on_test_end(self, logs: Optional[Logs] = None) -> None:
+        """Go on with the trained weights."""
+        self._swap(False)
+
+    def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
+        """Put the averaged weights into the module for the prediction."""
+        self._swap(True)
+
+    def on_predict_end(self, logs: Optional[Logs] = None) -> None:
+        """Go on with the trained weights."""
+        self._swap(False)
+
+    def close(self) -> None:
+        """Put the trained weights back after an error too."""
+        self._swap(False)

@@ -1,4 +1,4 @@
-"""Batch hooks beside the training instead of before its next execution."""
+"""Callbacks made of something else: of functions, or of a callback that runs in a thread."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import queue
 import threading
 from typing import Any, Callable, Dict, Optional, Tuple
 
-from ipufit.callbacks.callback import EVENTS, Callback, Event, Logs
+from ipufit.callbacks.callback import EVENTS, Callback, Event, Logs, whole
 from ipufit.callbacks.callback_list import checked
-from ipufit.callbacks.checks import whole
-from ipufit.callbacks.model_checkpoint import ModelCheckpoint
+from ipufit.callbacks.weights import ModelCheckpoint
 from ipufit.errors import ConfigurationError
 
-__all__ = ["Asynchronous"]
+__all__ = ["Asynchronous", "LambdaCallback"]
 
 
 class Asynchronous(Callback):
@@ -41,7 +40,7 @@ class Asynchronous(Callback):
 
     def __init__(self, callback: Callback, max_pending: int = 64) -> None:
         super().__init__()
-        self.callback: Callback = _checked(callback)
+        self.callback: Callback = _check_callback(callback)
         self.every_updates: Optional[int] = callback.every_updates
         self.writes_files: bool = callback.writes_files
         self.monitors: Tuple[str, ...] = callback.monitors
@@ -87,7 +86,7 @@ class Asynchronous(Callback):
         if error is not None:
             raise error
 
-    def _now(self, hook: str, *args: object, **kwargs: object) -> Any:
+    def _now(self, hook: str, *args: object, **kwargs: object) -> object:
         self._waiting.join()
         self._raise_error()
         return getattr(self.callback, hook)(*args, **kwargs)
@@ -110,11 +109,11 @@ class Asynchronous(Callback):
         super().set_params(params)
         self.callback.set_params(params)
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> object:
         """Return the callback's state, when nothing waits any more."""
         return self._now("state_dict")
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: object) -> None:
         """Restore the callback's state, when nothing waits any more."""
         self._now("load_state_dict", state)
 
@@ -134,11 +133,11 @@ class Asynchronous(Callback):
                 self._thread = None
 
 
-def _forward(event: Event) -> Callable[..., Any]:
+def _forward(event: Event) -> Callable[..., object]:
     """Make the hook of Asynchronous for an event: batch hooks wait, the others are called."""
 
-    def hook(self: Asynchronous, *args: Any, **kwargs: Any) -> Any:
-        call = self._later if event.is_of_batch else self._now
+    def hook(self: Asynchronous, *args: object, **kwargs: object) -> object:
+        call: Callable[..., object] = self._later if event.is_of_batch else self._now
         return call(event.hook, *args, **kwargs)
 
     return functools.wraps(getattr(Callback, event.hook))(hook)
@@ -149,7 +148,7 @@ for _event in EVENTS.values():
         setattr(Asynchronous, _event.hook, _forward(_event))
 
 
-def _checked(callback: object) -> Callback:
+def _check_callback(callback: object) -> Callback:
     if isinstance(callback, type) or not isinstance(callback, Callback):
         raise ConfigurationError(
             "Asynchronous takes one object of a subclass of ipufit.callbacks.Callback, got "
@@ -169,3 +168,59 @@ def _checked(callback: object) -> Callback:
         )
     checked([callback])
     return callback
+
+
+Hook = Optional[Callable[..., object]]
+
+
+class LambdaCallback(Callback):
+    """Calls the given functions as hooks, with the arguments that the hooks of Callback have.
+
+    Args:
+        on_epoch_begin: ``(epoch, logs)``.
+        on_epoch_end: ``(epoch, logs)``.
+        on_train_begin: ``(logs)``.
+        on_train_end: ``(logs)``.
+        on_train_batch_begin: ``(batch, logs)``.
+        on_train_batch_end: ``(batch, logs)``.
+        hooks: functions for the other hooks of :class:`Callback` by name; that for
+            ``on_non_finite`` returns whether training is to end here.
+
+    Raises:
+        ConfigurationError: one of them can't be called.
+        TypeError: there is no hook of that name.
+    """
+
+    def __init__(
+        self,
+        on_epoch_begin: Hook = None,
+        on_epoch_end: Hook = None,
+        on_train_begin: Hook = None,
+        on_train_end: Hook = None,
+        on_train_batch_begin: Hook = None,
+        on_train_batch_end: Hook = None,
+        **hooks: Hook,
+    ) -> None:
+        super().__init__()
+        hooks.update(
+            on_epoch_begin=on_epoch_begin,
+            on_epoch_end=on_epoch_end,
+            on_train_begin=on_train_begin,
+            on_train_end=on_train_end,
+            on_train_batch_begin=on_train_batch_begin,
+            on_train_batch_end=on_train_batch_end,
+        )
+        for name, function in hooks.items():
+            if name not in EVENTS:
+                raise TypeError(
+                    f"LambdaCallback takes hooks of ipufit.callbacks.Callback by name, got {name}. "
+                    f"The hooks are {', '.join(EVENTS)}."
+                )
+            if function is None:
+                continue
+            if not callable(function):
+                raise ConfigurationError(
+                    f"{name} of LambdaCallback must be a function or None, got {function!r}. Write "
+                    "for example on_epoch_end=lambda epoch, logs: print(logs)."
+                )
+            setattr(self, name, function)

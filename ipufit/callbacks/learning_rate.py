@@ -1,0 +1,224 @@
+"""Callbacks that set the learning rate, and where torch keeps it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Callable, Dict, List, Mapping, Optional, Tuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ipufit.callbacks.callback import (
+    Callback,
+    Logs,
+    as_float,
+    finite,
+    one_of,
+    say,
+    stored,
+    stored_or_none,
+    whole,
+)
+from ipufit.callbacks.stopping import Monitor
+from ipufit.errors import ConfigurationError
+
+__all__ = ["LearningRateScheduler", "ReduceLROnPlateau", "learning_rates", "log_rates", "set_rates"]
+
+
+def learning_rates(optimizer: Optimizer) -> List[float]:
+    """Return the learning rates of all parameter groups."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def set_rates(optimizer: Optimizer, new: Callable[[float], float]) -> List[float]:
+    """Give every parameter group a learning rate made from its present one."""
+    rates = [new(rate) for rate in learning_rates(optimizer)]
+    for group, rate in zip(optimizer.param_groups, rates):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    return rates
+
+
+def log_rates(optimizer: Optimizer, logs: Dict[str, float]) -> None:
+    """Under "learning_rate" that of the first group, under "learning_rate_1", ... the others'."""
+    for index, rate in enumerate(learning_rates(optimizer)):
+        logs[f"learning_rate_{index}" if index else "learning_rate"] = rate
+
+
+class LearningRateScheduler(Callback):
+    """Sets the learning rate at the beginning of every epoch, as Keras does.
+
+    Of several parameter groups, each gets what the schedule makes of its own rate.
+    ``logs["learning_rate"]`` is the rate of the epoch; of several groups, the first one's, and
+    ``learning_rate_1`` and so on are the others'.
+
+    Args:
+        schedule: ``schedule(epoch, rate)`` or ``schedule(epoch)``, with the epoch's index and its
+            present rate; returns the rate.
+        verbose: 1 to say what is done.
+
+    Raises:
+        ConfigurationError: the schedule can't be called so; or, in training, it returns no rate.
+    """
+
+    adds: Tuple[str, ...] = ("learning_rate",)
+
+    def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
+        self._arguments = _count_arguments(schedule)
+
+    def _rate(self, epoch: int, rate: float) -> float:
+        came = self.schedule(*(epoch, rate)[: self._arguments])
+        new = as_float(came)
+        if not (math.isfinite(new) and new >= 0):
+            raise ConfigurationError(
+                "the schedule of LearningRateScheduler must return a finite number of at least 0, "
+                f"got {came!r} for epoch {epoch} and the rate {rate}. Correct the function."
+            )
+        return new
+
+    def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Set the learning rate of every parameter group for the epoch."""
+        rates = set_rates(self.model.optimizer, lambda rate: self._rate(epoch, rate))
+        if self.verbose:
+            shown = ", ".join(f"{rate:g}" for rate in rates)
+            say(f"epoch {epoch + 1}: LearningRateScheduler sets the learning rate to {shown}")
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Dict[str, float]] = None) -> None:
+        """Put the learning rates of the epoch into ``logs``."""
+        if logs is not None:
+            log_rates(self.model.optimizer, logs)
+
+
+def _count_arguments(schedule: object) -> int:
+    """2 or 1: how many of (epoch, rate) the schedule takes."""
+    if not callable(schedule) or isinstance(schedule, type):
+        raise _refusal(schedule)
+    try:
+        signature = inspect.signature(schedule)
+    except (TypeError, ValueError):
+        return 2
+    for count in (2, 1):
+        try:
+            signature.bind(*(0, 0.0)[:count])
+        except TypeError:
+            continue
+        return count
+    raise _refusal(schedule)
+
+
+def _refusal(schedule: object) -> ConfigurationError:
+    return ConfigurationError(
+        "schedule of LearningRateScheduler must be a function of (epoch, rate) or of (epoch), got "
+        f"{schedule!r}. Write one, such as lambda epoch, rate: 0.9 * rate."
+    )
+
+
+class ReduceLROnPlateau(Monitor):
+    """Multiplies the learning rate when a value has not improved for some epochs, as Keras does.
+
+    The rate of every parameter group is multiplied, so that their ratios stay, down to ``min_lr``.
+    ``logs["learning_rate"]`` is the rate that the epoch was trained with; of several groups, the
+    first one's, and ``learning_rate_1`` and so on are the others'.
+
+    Args:
+        monitor: name of the value.
+        factor: what the rate is multiplied with, between 0 and 1.
+        patience: epochs without improvement before that; 0 and 1 are alike.
+        verbose: 1 to say what is done.
+        mode: "min", "max", or "auto": as the metric says; an error if it does not.
+        min_delta: an improvement by no more than this is none.
+        cooldown: epochs after a reduction in which none counts as one without improvement.
+        min_lr: a rate is not made smaller than this.
+
+    Attributes:
+        best: the best value, or None.
+        wait: epochs without improvement so far.
+
+    Raises:
+        ConfigurationError: an argument can't work; or, in training, there is no such value.
+    """
+
+    adds: Tuple[str, ...] = ("learning_rate",)
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        verbose: int = 0,
+        mode: str = "auto",
+        min_delta: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+    ) -> None:
+        super().__init__(monitor, mode, min_delta)
+        self.factor: float = finite(self, "factor", factor)
+        if not 0 < self.factor < 1:
+            raise ConfigurationError(
+                f"factor of ReduceLROnPlateau must be between 0 and 1, so that the learning rate "
+                f"becomes smaller, got {factor!r}. Try 0.1."
+            )
+        self.patience: int = whole(self, "patience", patience)
+        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
+        self.cooldown: int = whole(self, "cooldown", cooldown)
+        self.min_lr: float = finite(self, "min_lr", min_lr, 0.0)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.best: Optional[float] = None
+        self.wait: int = 0
+        self._cooling = 0
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """Forget the best value and the patience of an earlier fit."""
+        super().on_train_begin(logs)
+        self._forget()
+
+    def state_dict(self) -> Dict[str, object]:
+        """The best value, and how long it has been the best."""
+        progress = {"best": self.best, "wait": self.wait, "cooling": self._cooling}
+        return {**super().state_dict(), **progress}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        self.best = stored_or_none(state, "best", float)
+        self.wait, self._cooling = stored(state, "wait", int), stored(state, "cooling", int)
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Dict[str, float]] = None) -> None:
+        """Compare, and lower the rate if it is time."""
+        logs = {} if logs is None else logs
+        log_rates(self.model.optimizer, logs)
+        current = self._current(logs)
+        if current is None:
+            return
+        if self._cooling:
+            self._cooling -= 1
+            self.wait = 0
+        if self._improves(current, self.best):
+            self.best = current
+            self.wait = 0
+        elif not self._cooling:
+            self.wait += 1
+            if self.wait >= self.patience:
+                self._reduce(epoch)
+
+    def _reduce(self, epoch: int) -> None:
+        optimizer = self.model.optimizer
+        if all(rate <= self.min_lr for rate in learning_rates(optimizer)):
+            return
+        # A rate that is below the minimum already stays as it is.
+        rates = set_rates(
+            optimizer,
+            lambda rate: rate if rate <= self.min_lr else max(rate * self.factor, self.min_lr),
+        )
+        self._cooling, self.wait = self.cooldown, 0
+        if self.verbose:
+            shown = ", ".join(f"{rate:g}" for rate in rates)
+            say(f"epoch {epoch + 1}: ReduceLROnPlateau sets the learning rate to {shown}")

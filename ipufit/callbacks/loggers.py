@@ -1,0 +1,664 @@
+"""Callbacks that write the values of a run into files, to a server or to an experiment tracker."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import (
+    IO,
+    Any,
+    Callable,
+    Dict,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
+
+from ipufit.callbacks.callback import (
+    Callback,
+    Logs,
+    UpdateCount,
+    finite,
+    means,
+    one_of,
+    stored,
+    whole,
+)
+from ipufit.callbacks.learning_rate import log_rates
+from ipufit.errors import ConfigurationError
+from ipufit.utils.console import warn_user
+
+__all__ = [
+    "CSVLogger",
+    "ExperimentLogger",
+    "JSONLinesLogger",
+    "RemoteMonitor",
+    "TensorBoard",
+    "logs_metrics",
+]
+
+
+def _to_json_line(record: Mapping[str, Union[str, float, None]]) -> str:
+    """Return a record as one line of JSON, in which numbers that are not finite are texts.
+
+    JSON has no numbers that are not finite; they become "NaN", "Infinity" and "-Infinity", which
+    ``float`` reads.
+    """
+    return json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False)
+
+
+def _plain(value: Union[str, float, None]) -> Union[str, float, None]:
+    if isinstance(value, (bool, str)) or value is None:
+        return value
+    if isinstance(value, int):
+        return int(value)
+    number = float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def _check_file(owner: Callback, path: str) -> None:
+    """Make the folder of a file that a logger writes to; nothing is written yet.
+
+    Raises:
+        ConfigurationError: the file can't be written.
+    """
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"{type(owner).__name__} writes to {path!r}, but it can't: {error}. Choose another "
+            "filename."
+        ) from error
+
+
+def _check_length(owner: Callback, path: str, unit: str, length: int, wanted: int) -> None:
+    """Make sure that a file still has all that was in it when a checkpoint was written.
+
+    Raises:
+        ConfigurationError: it is shorter.
+    """
+    if length < wanted:
+        raise ConfigurationError(
+            f"{type(owner).__name__} goes on with {path!r}, which had {wanted} {unit} when the "
+            f"checkpoint was written, but has {length}. Put the file back, or choose another "
+            "filename and begin anew."
+        )
+
+
+_ABSENT = "NA"
+
+
+class UpdateLogger(Callback):
+    """The base of loggers that write values of updates too: it counts them from the start of fit.
+
+    Args:
+        every_updates: None, or write after every that many updates.
+        argument: the name that the user knows ``every_updates`` by.
+    """
+
+    adds: Tuple[str, ...] = ()
+    writes_files = True
+
+    def __init__(self, every_updates: object, argument: str = "every_updates") -> None:
+        super().__init__()
+        if every_updates is not None:
+            self.every_updates: Optional[int] = whole(self, argument, every_updates, 1)
+        self._count = UpdateCount()
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """Count the updates of a new fit from zero."""
+        self._count = UpdateCount()
+
+    def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Count the updates of finished epochs."""
+        self._count.begin_epoch(epoch)
+
+    def state_dict(self) -> Dict[str, object]:
+        """Return how many updates this fit has made; a subclass adds more."""
+        return {"count": self._count.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._count.load_state_dict(stored(state, "count", dict))
+
+
+class CSVLogger(Callback):
+    """Writes one row an epoch: its index, and its values in alphabetical order.
+
+    The columns are those that are known before training; should a later epoch have another value,
+    the file is written again with one more column. A value that an epoch has not is "NA".
+
+    Args:
+        filename: of the table; its folder is made.
+        separator: between the columns, one character.
+        append: go on with a table that is there; False replaces it.
+
+    Raises:
+        ConfigurationError: an argument can't work; or, in training, the file can't be written, or
+            is another table.
+    """
+
+    adds: Tuple[str, ...] = ()
+    writes_files = True
+
+    def __init__(
+        self,
+        filename: Union[str, os.PathLike[str]],
+        separator: str = ",",
+        append: bool = False,
+    ) -> None:
+        super().__init__()
+        self.filename: str = os.fspath(filename)
+        if not isinstance(separator, str) or len(separator) != 1 or separator in '\r\n"':
+            raise ConfigurationError(
+                "separator of CSVLogger must be one character, and no quote or end of line, got "
+                f"{separator!r}. Use ',' or ';' or '\\t'."
+            )
+        self.separator = separator
+        self.append: bool = one_of(self, "append", append, (True, False))
+        self._columns: List[str] = []
+        self._rows = 0
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """Open the table, or begin one."""
+        _check_file(self, self.filename)
+        self._columns = ["epoch"]
+        rows = self._read() if self.append or self.params.get("resumes") else []
+        metrics = [name for name in self.params.get("metrics", ()) if name not in self._columns]
+        self._rewrite([*self._columns, *sorted(metrics)], rows)
+
+    def state_dict(self) -> Dict[str, object]:
+        """How many rows the table has."""
+        return {"rows": self._rows}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Take out the rows that came later: they come again.
+
+        Raises:
+            ConfigurationError: there are fewer.
+        """
+        rows = self._read()
+        kept = stored(state, "rows", int)
+        _check_length(self, self.filename, "rows", len(rows), kept)
+        self._rewrite(self._columns, rows[:kept])
+
+    def _read(self) -> List[Dict[str, str]]:
+        """The rows of the file; its columns become ours."""
+        with open(self.filename, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file, delimiter=self.separator)
+            rows = list(reader)
+            if reader.fieldnames is None:
+                return []
+            if reader.fieldnames[0] != "epoch":
+                raise ConfigurationError(
+                    f"CSVLogger appends to a table whose first column is 'epoch', but that of "
+                    f"{self.filename!r} is {reader.fieldnames[0]!r}. Choose another filename or "
+                    "separator, or append=False."
+                )
+            self._columns = list(reader.fieldnames)
+            return rows
+
+    def _rewrite(self, columns: List[str], rows: Sequence[Mapping[str, str]]) -> None:
+        """Put the table in place at once, so that no row can be lost."""
+        self._columns, self._rows = columns, len(rows)
+        part = f"{self.filename}.part"
+        with open(part, "w", newline="", encoding="utf-8") as file:
+            writer = self._writer(file)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(part, self.filename)
+
+    def _writer(self, file: IO[str]) -> csv.DictWriter[str]:
+        return csv.DictWriter(file, self._columns, restval=_ABSENT, delimiter=self.separator)
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Write the row of the epoch, with new columns for new names."""
+        row = {"epoch": epoch, **(logs or {})}
+        new = sorted(name for name in row if name not in self._columns)
+        if new:
+            before = self._columns
+            self._rewrite([*before, *new], self._read())
+        with open(self.filename, "a", newline="", encoding="utf-8") as file:
+            self._writer(file).writerow(row)
+        self._rows += 1
+
+
+class JSONLinesLogger(UpdateLogger):
+    """Writes one line of JSON an epoch, and one every so many updates if asked to.
+
+    A line has "event" ("epoch" or "update"), "epoch" (its index), "update" (how many were done
+    since ``fit`` began) and the values: those of the epoch, or their means so far. Values that are
+    not finite are the strings "NaN", "Infinity" and "-Infinity".
+
+    Args:
+        filename: of the file; its folder is made.
+        append: go on with a file that is there; False replaces it.
+        every_updates: write a line after every that many updates, counted from the start of
+            ``fit``; None writes epochs only.
+
+    Raises:
+        ConfigurationError: an argument can't work; or, in training, the file can't be written.
+    """
+
+    def __init__(
+        self,
+        filename: Union[str, os.PathLike[str]],
+        append: bool = False,
+        every_updates: Optional[int] = None,
+    ) -> None:
+        super().__init__(every_updates)
+        self.filename: str = os.fspath(filename)
+        self.append: bool = one_of(self, "append", append, (True, False))
+        self._file: Optional[IO[str]] = None
+
+    @property
+    def _opened(self) -> IO[str]:
+        assert self._file is not None, "the file is open from on_train_begin to close"
+        return self._file
+
+    def _size(self) -> int:
+        return os.fstat(self._opened.fileno()).st_size
+
+    def _write(self, event: str, values: Logs) -> None:
+        record: Dict[str, Union[str, float]] = {
+            "event": event,
+            "epoch": self._count.epoch,
+            "update": self._count.done,
+            **values,
+        }
+        self._opened.write(_to_json_line(record) + "\n")
+        # Whoever reads along, or finds the file after a crash, has every line.
+        self._opened.flush()
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """Open the file, to append to it where it is to be kept."""
+        super().on_train_begin(logs)
+        _check_file(self, self.filename)
+        mode = "a" if self.append or self.params.get("resumes") else "w"
+        self._file = open(self.filename, mode, encoding="utf-8")  # noqa: SIM115
+
+    def state_dict(self) -> Dict[str, object]:
+        """How long the file is, and how many updates there were."""
+        return {**super().state_dict(), "size": self._size()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Take out the lines that came later: they come again.
+
+        Raises:
+            ConfigurationError: the file is shorter.
+        """
+        size = stored(state, "size", int)
+        _check_length(self, self.filename, "bytes", self._size(), size)
+        self._opened.truncate(size)
+        super().load_state_dict(state)
+
+    def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
+        """Write the line of an update, if one is due."""
+        if self._count.end_execution(batch, self.every_updates):
+            self._write("update", {} if logs is None else logs)
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Write the line of the epoch."""
+        self._write("epoch", {} if logs is None else logs)
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class RemoteMonitor(Callback):
+    """Sends a POST request with the epoch's index and values.
+
+    A server that does not answer, or refuses, is warned of; training goes on.
+
+    Args:
+        root: address of the server, "http://..." or "https://...".
+        path: where to send to.
+        field: name of the form's field that holds the JSON.
+        headers: further headers.
+        send_as_json: send the JSON itself instead of a form.
+        timeout: seconds to wait for an answer.
+
+    Raises:
+        ConfigurationError: an argument can't work.
+    """
+
+    adds: Tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        root: str = "http://localhost:9000",
+        path: str = "/publish/epoch/end/",
+        field: str = "data",
+        headers: Optional[Mapping[str, str]] = None,
+        send_as_json: bool = False,
+        timeout: float = 10.0,
+    ) -> None:
+        super().__init__()
+        if not isinstance(root, str) or not root.startswith(("http://", "https://")):
+            raise ConfigurationError(
+                "root of RemoteMonitor must be an address that starts with http:// or https://, "
+                f"got {root!r}. Write for example 'http://localhost:9000'."
+            )
+        self.root = root
+        self.path = path
+        self.field = field
+        self.headers: Dict[str, str] = dict(headers or {})
+        self.send_as_json: bool = one_of(self, "send_as_json", send_as_json, (True, False))
+        self.timeout: float = finite(self, "timeout", timeout, 0.0)
+
+    @property
+    def only_reports(self) -> bool:
+        """True, so that of several processes the first one alone sends."""
+        return True
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Send the epoch's values, and warn where that fails."""
+        text = _to_json_line({"epoch": epoch, **(logs or {})})
+        headers: Dict[str, str] = {}
+        if self.send_as_json:
+            headers["Content-Type"] = "application/json"
+        else:
+            text = urllib.parse.urlencode({self.field: text})
+        request = urllib.request.Request(
+            self.root + self.path, text.encode(), {**headers, **self.headers}, method="POST"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout):
+                pass
+        except (urllib.error.URLError, OSError) as error:
+            warn_user(
+                f"RemoteMonitor could not send epoch {epoch} to {self.root}: {error}. Training "
+                "goes on.",
+            )
+
+
+class TensorBoard(UpdateLogger):
+    """Writes scalars under the names that Keras gives them, and histograms of the weights.
+
+    Into ``train`` and ``validation`` under ``log_dir``: "epoch_<name>" over the epochs, the
+    learning rate among them; "batch_<name>" over the updates since ``fit`` began, the means of the
+    epoch so far; and of every evaluation "evaluation_<name>_vs_iterations" over the updates that
+    this object has seen.
+
+    Args:
+        log_dir: the folder.
+        histogram_freq: write histograms of all parameters every that many epochs; 0 never.
+        update_freq: "epoch"; "batch" for every execution too; or a number: every that many
+            updates too, for which executions are cut.
+
+    Raises:
+        ConfigurationError: an argument can't work, or the package tensorboard is not installed.
+    """
+
+    def __init__(
+        self,
+        log_dir: Union[str, os.PathLike[str]] = "logs",
+        histogram_freq: int = 0,
+        update_freq: Union[str, int] = "epoch",
+    ) -> None:
+        by_number = update_freq not in ("epoch", "batch")
+        super().__init__(update_freq if by_number else None, "update_freq")
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigurationError(
+                "TensorBoard needs the package tensorboard, which is not installed. Run: "
+                "pip install ipufit[tensorboard]"
+            ) from error
+        self._make: Callable[[str], Any] = SummaryWriter
+        self.log_dir: str = os.fspath(log_dir)
+        self.histogram_freq: int = whole(self, "histogram_freq", histogram_freq)
+        self.update_freq = update_freq
+        self._writers: Dict[str, Any] = {}
+        self._updates_seen = 0
+
+    def _write(self, part: str, pattern: str, values: Logs, step: int) -> None:
+        if part not in self._writers:
+            self._writers[part] = self._make(os.path.join(self.log_dir, part))
+        for name, value in values.items():
+            self._writers[part].add_scalar(pattern.format(name), float(value), step)
+        self._writers[part].flush()
+
+    def state_dict(self) -> Dict[str, object]:
+        """Return how many updates this fit, and all fits so far, have made."""
+        return {**super().state_dict(), "seen": self._updates_seen}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        self._updates_seen = stored(state, "seen", int)
+
+    def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
+        """Write the means so far, if they are due."""
+        before = self._count.done
+        due = self._count.end_execution(batch, self.every_updates)
+        self._updates_seen += self._count.done - before
+        if due or self.update_freq == "batch":
+            self._write("train", "batch_{}", means(logs), self._count.done)
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Write the epoch's values, and histograms of the weights where it is their turn."""
+        train: Dict[str, float] = {}
+        held_out: Dict[str, float] = {}
+        for name, value in (logs or {}).items():
+            part, short = (held_out, name[4:]) if name.startswith("val_") else (train, name)
+            part[short] = value
+        log_rates(self.model.optimizer, train)
+        self._write("train", "epoch_{}", train, epoch)
+        if held_out:
+            self._write("validation", "epoch_{}", held_out, epoch)
+        if self.histogram_freq and epoch % self.histogram_freq == 0:
+            for name, parameter in self.model.module.named_parameters():
+                values = parameter.detach().float().cpu()
+                self._writers["train"].add_histogram(f"{name}/histogram", values, epoch)
+
+    def on_test_end(self, logs: Optional[Logs] = None) -> None:
+        """Write the values of an evaluation at the number of updates made so far."""
+        pattern = "evaluation_{}_vs_iterations"
+        self._write("validation", pattern, logs or {}, self._updates_seen)
+
+    def close(self) -> None:
+        """Close the files of training and validation."""
+        writers, self._writers = self._writers, {}
+        for writer in writers.values():
+            writer.close()
+
+
+# Of what History says of a run, that which is about the call alone, or not known at its beginning.
+_UNTOLD = ("verbose", "metrics", "directions", "adds", "prefetch", "updates_done")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tracker:
+    """How one kind of tracker is told.
+
+    Attributes:
+        log: takes values by name and the step that they belong to.
+        describe: takes what the run is made with; None if nothing does.
+        end: takes "success" or "failed", when ``fit`` has ended; None if nothing does.
+    """
+
+    log: Callable[[Dict[str, float], int], object]
+    describe: Optional[Callable[[Dict[str, object]], object]] = None
+    end: Optional[Callable[[str], object]] = None
+
+
+class ExperimentLogger(UpdateLogger):
+    """Hands values to an experiment tracker: a logger of Lightning's, W&B, MLflow, Comet, ...
+
+    The values of an epoch, with its learning rates, have the names that they have in the history;
+    those of updates, the means of the epoch so far, are "batch_<name>"; those of an ``evaluate``
+    of its own are "evaluation_<name>". Each comes with "epoch", the index, but for those of
+    ``evaluate``. The step is the number of weight updates in all fits that this object has seen.
+
+    Before the first epoch of the first ``fit`` the tracker is told what the run is made with: what
+    ``History.params`` has, the optimizer and its learning rates, and the ``hparams`` of a
+    LightningModule.
+
+    The tracker stays yours: begin its run before ``fit`` and end it afterwards. Only loggers of
+    Lightning's are told how ``fit`` ended. What a tracker raises ends training. Of several
+    processes the first one tells it; ``fast_dev_run`` leaves it alone.
+
+    Args:
+        logger: one of
+
+            - a logger of Lightning's, whatever it writes to (``log_metrics``,
+              ``log_hyperparams``, ``save``, ``finalize``);
+            - the module ``mlflow``, or an experiment of Comet's (``log_metrics``, ``log_params`` or
+              ``log_parameters``);
+            - a run of W&B's, or the module ``wandb`` (``log``, ``config``);
+            - a tracker of Accelerate's (``log``, ``store_init_configuration``);
+            - a function of the values, a dict of floats by name, and the step.
+        every_updates: log after every that many updates too, counted from the start of ``fit``;
+            None logs epochs only.
+        log_params: whether to tell what the run is made with; None does so unless ``fit`` goes on
+            from a checkpoint, whose run has been told.
+
+    Raises:
+        ConfigurationError: an argument can't work.
+    """
+
+    def __init__(
+        self,
+        logger: Any,
+        every_updates: Optional[int] = None,
+        log_params: Optional[bool] = None,
+    ) -> None:
+        super().__init__(every_updates)
+        self.logger = logger
+        self._tracker = _tracker(logger)
+        self.log_params: Optional[bool] = one_of(
+            self, "log_params", log_params, (None, True, False)
+        )
+        self._earlier = 0
+        self._told = self._fits = False
+        self._handled: Optional[BaseException] = None
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """Say what the run is made with."""
+        self._earlier += self._count.done
+        super().on_train_begin(logs)
+        wanted = not self.params.get("resumes") if self.log_params is None else self.log_params
+        if wanted and not self._told and self._tracker.describe is not None:
+            self._tracker.describe(self._description())
+        self._told = self._fits = True
+        self._handled = sys.exc_info()[1]
+
+    def _description(self) -> Dict[str, Any]:
+        params = {n: v for n, v in self.model.history.params.items() if n not in _UNTOLD}
+        params["optimizer"] = type(self.model.optimizer).__name__
+        log_rates(self.model.optimizer, params)
+        params.update(self.model.hyperparameters)
+        return params
+
+    def state_dict(self) -> Dict[str, object]:
+        """Return how many updates there were over all fits."""
+        return {**super().state_dict(), "earlier": self._earlier}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        self._earlier = stored(state, "earlier", int)
+
+    def _log(self, pattern: str, values: Logs, **others: float) -> None:
+        named = {pattern.format(name): float(value) for name, value in values.items()}
+        self._tracker.log({**named, **others}, self._earlier + self._count.done)
+
+    def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
+        """Log the means so far, if they are due."""
+        if self._count.end_execution(batch, self.every_updates):
+            self._log("batch_{}", means(logs), epoch=self._count.epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Log the epoch's values and learning rates."""
+        values = dict(logs or {})
+        log_rates(self.model.optimizer, values)
+        self._log("{}", values, epoch=epoch)
+
+    def on_test_end(self, logs: Optional[Logs] = None) -> None:
+        """Log an evaluation; one of ``fit`` belongs to its epoch."""
+        if not self._fits:
+            self._log("evaluation_{}", logs or {})
+
+    def on_train_end(self, logs: Optional[Logs] = None) -> None:
+        """Tell the tracker whether training succeeded or failed."""
+        self._fits = False
+        handled, self._handled = self._handled, None
+        if self._tracker.end is not None:
+            self._tracker.end("success" if sys.exc_info()[1] is handled else "failed")
+
+
+def logs_metrics(candidate: object) -> bool:
+    """Return True for a tracker of a supported kind."""
+    return not isinstance(candidate, type) and _match_tracker(candidate) is not None
+
+
+def _tracker(logger: object) -> _Tracker:
+    if isinstance(logger, type):
+        raise _refusal(f"the class {logger.__name__}", "Pass an object of it.")
+    tracker = _match_tracker(logger)
+    if tracker is None and callable(logger):
+        tracker = _Tracker(logger)
+    if tracker is None:
+        raise _refusal(
+            repr(logger), "For any other, pass a function: lambda values, step: ..., which logs."
+        )
+    return tracker
+
+
+def _match_tracker(logger: Any) -> Optional[_Tracker]:
+    def log(values: Dict[str, float], step: int) -> None:
+        logger.log(values, step=step)
+
+    def log_metrics(values: Dict[str, float], step: int) -> None:
+        logger.log_metrics(values, step=step)
+
+    def log_and_save(values: Dict[str, float], step: int) -> None:
+        log_metrics(values, step)
+        # As Lightning's Trainer does: some write nothing before.
+        logger.save()
+
+    def configure(params: Dict[str, object]) -> None:
+        # The module's config is another object once a run has begun.
+        logger.config.update(params, allow_val_change=True)
+
+    if _has(logger, "log_metrics", "log_hyperparams", "save", "finalize"):
+        return _Tracker(log_and_save, logger.log_hyperparams, logger.finalize)
+    if _has(logger, "log_metrics", "log_params"):
+        return _Tracker(log_metrics, logger.log_params)
+    if _has(logger, "log_metrics", "log_parameters"):
+        return _Tracker(log_metrics, logger.log_parameters)
+    if _has(logger, "log", "store_init_configuration"):
+        return _Tracker(log, logger.store_init_configuration)
+    if _has(logger, "log") and hasattr(logger, "config"):
+        return _Tracker(log, configure)
+    return None
+
+
+def _has(candidate: object, *names: str) -> bool:
+    return all(callable(getattr(candidate, name, None)) for name in names)
+
+
+def _refusal(came: str, instead: str) -> ConfigurationError:
+    return ConfigurationError(
+        "logger of ExperimentLogger must be a logger of Lightning's, the module mlflow, an "
+        "experiment of Comet's, a run of W&B's, a tracker of Accelerate's or a function of values "
+        f"and step, got {came}. {instead}"
+    )

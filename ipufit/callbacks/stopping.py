@@ -1,0 +1,396 @@
+"""Callbacks that end training: no improvement, a value that is not finite, or time that is up."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+import time
+from typing import Dict, Mapping, Optional, Tuple, Union
+
+from ipufit.callbacks.callback import (
+    Callback,
+    Logs,
+    finite,
+    one_of,
+    say,
+    stored,
+    stored_or_none,
+    whole,
+)
+from ipufit.callbacks.callback_list import missing
+from ipufit.callbacks.history import direction_of
+from ipufit.core.weights_file import WeightsCopy
+from ipufit.errors import ConfigurationError, NonFiniteLossError
+
+__all__ = ["EarlyStopping", "Monitor", "TerminateOnNaN", "Timer"]
+
+
+class Monitor(Callback):
+    """Knows which value is watched, which way is better, and whether a value is an improvement.
+
+    Args:
+        monitor: name of the value in ``logs``.
+        mode: "min", "max", or "auto" to take the direction from ``params["directions"]``.
+        min_delta: an improvement by no more than this is none; its sign does not matter.
+    """
+
+    def __init__(self, monitor: str, mode: str, min_delta: float = 0.0) -> None:
+        super().__init__()
+        if not isinstance(monitor, str) or not monitor:
+            raise ConfigurationError(
+                f"monitor of {type(self).__name__} must be the name of a value, such as "
+                f"'val_loss', got {monitor!r}."
+            )
+        self.monitor = monitor
+        self.mode: str = one_of(self, "mode", mode, ("auto", "min", "max"))
+        self.min_delta: float = abs(finite(self, "min_delta", min_delta))
+        self.monitors: Tuple[str, ...] = (monitor,)
+        self._was_there = False
+
+    def _find_direction(self) -> str:
+        """The better end: min or max.
+
+        Raises:
+            ConfigurationError: nobody knows, so a guess might keep the worst instead of the best.
+        """
+        if self.mode != "auto":
+            return str(self.mode)
+        direction = direction_of(self.monitor, self.params.get("directions"), guess=False)
+        if direction is not None:
+            return direction
+        raise ConfigurationError(
+            f"{type(self).__name__} must know whether {self.monitor!r} is better when it is small "
+            "or when it is large, but nothing says so. Pass mode='min' or mode='max'."
+        )
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """Find out the direction before any work."""
+        self._was_there = False
+        self._direction = self._find_direction()
+
+    def state_dict(self) -> Dict[str, object]:
+        """Return whether the value has ever been there; a subclass adds more."""
+        return {"was_there": self._was_there}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._was_there = bool(state["was_there"])
+
+    def _current(self, logs: Logs) -> Optional[float]:
+        """The watched value; None in an epoch that has it not, such as one without validation.
+
+        Raises:
+            ConfigurationError: no epoch will have it.
+        """
+        value = logs.get(self.monitor)
+        if value is None:
+            coming = [*self.params.get("metrics", ()), *self.params.get("adds", ())]
+            if not self._was_there and self.monitor not in coming:
+                raise missing(self, self.monitor, logs)
+            return None
+        self._was_there = True
+        return float(value)
+
+    def _improves(self, value: float, best: Optional[float]) -> bool:
+        """Return True if a value beats the best by more than ``min_delta``; NaN never does."""
+        if best is None:
+            return not math.isnan(value)
+        if self._direction == "min":
+            return value + self.min_delta < best
+        return value - self.min_delta > best
+
+
+class EarlyStopping(Monitor):
+    """Ends training when a value has not improved for some epochs, as Keras does.
+
+    An epoch in which the value is absent, such as one without validation, is no epoch to this
+    callback. NaN is never an improvement.
+
+    Args:
+        monitor: name of the value.
+        min_delta: an improvement by no more than this is none.
+        patience: epochs without improvement after which training ends; 0 and 1 are alike.
+        verbose: 1 to say what is done.
+        mode: "min", "max", or "auto": as the metric says; an error if it does not.
+        baseline: improvements count against the patience until one is better than this.
+        restore_best_weights: put the module's parameters and buffers of the best epoch back when
+            training ends, also when it reached the last epoch or failed.
+        start_from_epoch: index of the first epoch to look at.
+
+    Attributes:
+        best: the best value, or None.
+        best_epoch: its epoch, or None.
+        stopped_epoch: the epoch that this callback made the last one, or None.
+        wait: epochs without improvement so far.
+
+    Raises:
+        ConfigurationError: an argument can't work; or, in training, there is no such value.
+    """
+
+    adds: Tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0,
+        patience: int = 0,
+        verbose: int = 0,
+        mode: str = "auto",
+        baseline: Optional[float] = None,
+        restore_best_weights: bool = False,
+        start_from_epoch: int = 0,
+    ) -> None:
+        super().__init__(monitor, mode, min_delta)
+        self.patience: int = whole(self, "patience", patience)
+        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
+        self.baseline: Optional[float] = (
+            None if baseline is None else finite(self, "baseline", baseline)
+        )
+        self.restore_best_weights: bool = one_of(
+            self, "restore_best_weights", restore_best_weights, (True, False)
+        )
+        self.start_from_epoch: int = whole(self, "start_from_epoch", start_from_epoch)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.wait: int = 0
+        self.best: Optional[float] = None
+        self.best_epoch: Optional[int] = None
+        self.stopped_epoch: Optional[int] = None
+        self._snapshot: Optional[WeightsCopy] = None
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """Forget the best value and the weights of an earlier fit."""
+        super().on_train_begin(logs)
+        self._forget()
+
+    def state_dict(self) -> Dict[str, object]:
+        """The best value, the patience that is left, and the best weights if they are kept."""
+        names = ("wait", "best", "best_epoch", "stopped_epoch")
+        progress = {name: getattr(self, name) for name in names}
+        snapshot = None if self._snapshot is None else self._snapshot.state_dict()
+        return {**super().state_dict(), **progress, "weights": snapshot}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        self.wait, self.best = stored(state, "wait", int), stored_or_none(state, "best", float)
+        self.best_epoch = stored_or_none(state, "best_epoch", int)
+        self.stopped_epoch = stored_or_none(state, "stopped_epoch", int)
+        if state["weights"] is not None:
+            self._snapshot = WeightsCopy(self.model.module)
+            self._snapshot.load_state_dict(stored(state, "weights", dict))
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Compare, remember the best weights, or ask to stop."""
+        current = self._current(logs or {})
+        if current is None or epoch < self.start_from_epoch:
+            return
+        improved = self._improves(current, self.best)
+        if improved or self.best_epoch is None:
+            self.best_epoch = epoch
+            if self.restore_best_weights:
+                self._snapshot = WeightsCopy(self.model.module)
+        self.wait += 1
+        if improved:
+            self.best = current
+            if self.baseline is None or self._improves(current, self.baseline):
+                self.wait = 0
+        elif self.wait >= self.patience and epoch > 0:
+            self.stopped_epoch = epoch
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: Optional[Logs] = None) -> None:
+        """Put the weights of the best epoch back, if they are to be restored."""
+        if self.stopped_epoch is not None and self.verbose:
+            say(
+                f"epoch {self.stopped_epoch + 1}: EarlyStopping ends training, {self.monitor} has "
+                "not improved"
+            )
+        if self._snapshot is not None:
+            if self.verbose:
+                say(f"EarlyStopping puts the weights of epoch {(self.best_epoch or 0) + 1} back")
+            self._snapshot.restore()
+            self._snapshot = None
+
+
+class TerminateOnNaN(Callback):
+    """Ends training, instead of an error, when the loss is NaN or infinite.
+
+    ``fit`` finds such a loss before its update and raises ``NonFiniteLossError``. With this
+    callback it ends as if a callback had asked it to stop: the weights are those from before that
+    update, and the epoch's "loss" is the value that came. It also ends with an epoch in which
+    another value, such as ``val_loss``, is not finite.
+
+    Args:
+        raise_error: True raises instead, also for the other values.
+
+    Raises:
+        ConfigurationError: ``raise_error`` is neither True nor False.
+        NonFiniteLossError: in training, with ``raise_error``.
+    """
+
+    adds: Tuple[str, ...] = ()
+
+    def __init__(self, raise_error: bool = False) -> None:
+        super().__init__()
+        self.raise_error: bool = one_of(self, "raise_error", raise_error, (True, False))
+
+    def on_non_finite(self, error: NonFiniteLossError) -> bool:
+        """Say that the loss is not finite, and that this is the end."""
+        if self.raise_error:
+            return False
+        say(f"TerminateOnNaN ends training: the loss became {error.value} in update {error.update}")
+        self.model.stop_training = True
+        return True
+
+    def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
+        """Look at the mean so far, which may overflow where no loss does."""
+        loss = (logs or {}).get("loss", 0.0)
+        if not math.isfinite(loss):
+            self._end("loss", loss, f"batch {batch}")
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Look at every value of the epoch."""
+        for name, value in (logs or {}).items():
+            if not math.isfinite(value) and not self.model.stop_training:
+                self._end(name, value, f"epoch {epoch + 1}")
+
+    def _end(self, name: str, value: float, where: str) -> None:
+        if self.raise_error:
+            raise NonFiniteLossError(
+                f"every value must be finite, but {name} became {value} in {where}. Look for a "
+                "learning rate that is too high, a log or division of zero, or non-finite data.",
+                None,
+                value,
+            )
+        say(f"TerminateOnNaN ends training: {name} became {value} in {where}")
+        self.model.stop_training = True
+
+
+_STAGES = ("train", "validate", "evaluate", "predict")
+
+
+class Timer(Callback):
+    """Measures each stage, and ends training when its time is up.
+
+    The time of training is that since the first epoch began, validation included and recording
+    left out. It is looked at after every execution and every epoch, so training ends with the
+    execution in which it ran out.
+
+    Args:
+        duration: seconds, a ``datetime.timedelta``, or "days:hours:minutes:seconds" such as
+            "00:12:00:00"; None only measures.
+        verbose: 1 to say that the time is up.
+
+    Raises:
+        ConfigurationError: the duration is none.
+    """
+
+    adds: Tuple[str, ...] = ()
+
+    def __init__(
+        self, duration: Union[float, str, datetime.timedelta, None] = None, verbose: int = 0
+    ) -> None:
+        super().__init__()
+        self.duration: Optional[float] = None if duration is None else _seconds(self, duration)
+        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
+        self._spent: Dict[str, float] = dict.fromkeys(_STAGES, 0.0)
+        self._since: Dict[str, float] = {}
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Seconds spent on a stage: of the last ``fit``, its validation, or the last inference.
+
+        Args:
+            stage: "train", "validate", "evaluate" or "predict".
+        """
+        one_of(self, "stage", stage, _STAGES)
+        running = time.monotonic() - self._since[stage] if stage in self._since else 0.0
+        return self._spent[stage] + running
+
+    def time_remaining(self) -> Optional[float]:
+        """Seconds left for training, not below 0; None without a duration."""
+        if self.duration is None:
+            return None
+        return max(0.0, self.duration - self.time_elapsed())
+
+    def _begin(self, stage: str) -> None:
+        if stage != "validate":
+            self._spent[stage] = 0.0
+        self._since[stage] = time.monotonic()
+
+    def _end(self, stage: str) -> None:
+        if stage in self._since:
+            self._spent[stage] = self.time_elapsed(stage)
+            del self._since[stage]
+
+    def _look(self) -> None:
+        if self.duration is None or self.model.stop_training:
+            return
+        if self.time_elapsed() >= self.duration:
+            self.model.stop_training = True
+            if self.verbose:
+                say(f"Timer ends training after {self.time_elapsed():.1f} s")
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """Start the clock of training."""
+        self._spent["validate"] = 0.0
+        self._begin("train")
+
+    def state_dict(self) -> Dict[str, object]:
+        """Return the seconds spent so far in each stage."""
+        return {stage: self.time_elapsed(stage) for stage in ("train", "validate")}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on counting from the seconds that :meth:`state_dict` returned."""
+        for stage in ("train", "validate"):
+            self._spent[stage] = stored(state, stage, float)
+
+    def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
+        """End training if the time is up."""
+        self._look()
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """End training if the validation has used up the time."""
+        self._look()
+
+    def on_train_end(self, logs: Optional[Logs] = None) -> None:
+        """Stop the clock of training."""
+        self._end("train")
+
+    def on_test_begin(self, logs: Optional[Logs] = None) -> None:
+        """Start the clock of evaluation."""
+        self._begin("validate" if "train" in self._since else "evaluate")
+
+    def on_test_end(self, logs: Optional[Logs] = None) -> None:
+        """Stop the clock of evaluation."""
+        self._end("validate" if "train" in self._since else "evaluate")
+
+    def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
+        """Start the clock of prediction."""
+        self._begin("predict")
+
+    def on_predict_end(self, logs: Optional[Logs] = None) -> None:
+        """Stop the clock of prediction."""
+        self._end("predict")
+
+    def close(self) -> None:
+        """Stop every clock that an error has left running."""
+        for stage in _STAGES:
+            self._end(stage)
+
+
+def _seconds(owner: Timer, duration: object) -> float:
+    if isinstance(duration, datetime.timedelta):
+        duration = duration.total_seconds()
+    if isinstance(duration, str):
+        parts = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration)
+        if parts is None:
+            raise ConfigurationError(
+                "duration of Timer as a text must be 'days:hours:minutes:seconds', got "
+                f"{duration!r}. Twelve hours are '00:12:00:00'."
+            )
+        days, hours, minutes, seconds = map(int, parts.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    return finite(owner, "duration", duration, 0.0)
