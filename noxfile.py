@@ -348,7 +348,9 @@ def build(session: nox.Session) -> None:
         session.error(f"{sdist.name} must hold {sorted(needed)}, but lacks {sorted(lacking)}.")
 
     in_wheel = wheel_files(wheel)
-    for file in ("ipufit/py.typed", f"{wheel.name[: -len(TAG)]}.dist-info/licenses/LICENSE"):
+    facts = "ipufit/engines/ipu/preflight/facts.json"
+    licence = f"{wheel.name[: -len(TAG)]}.dist-info/licenses/LICENSE"
+    for file in ("ipufit/py.typed", facts, licence):
         if file not in in_wheel:
             session.error(f"{wheel.name} must hold {file}, but holds {sorted(in_wheel)}.")
     if strays := [name for name in in_wheel if not name.startswith(("ipufit/", "ipufit-"))]:

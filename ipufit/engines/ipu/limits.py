@@ -12,7 +12,7 @@ from ipufit.core.precision import autocast_state
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded.flat_optimizer import refuse_step_hooks
 from ipufit.engines.ipu.optimizers import check_optimizer
-from ipufit.engines.ipu.preflight.settings import refused_arguments
+from ipufit.engines.ipu.preflight.facts import refused_arguments
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.losses import Loss
 from ipufit.optim.rules import rule_for

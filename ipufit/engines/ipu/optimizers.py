@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.train_config import TrainConfig
-from ipufit.engines.ipu.preflight.settings import (
+from ipufit.engines.ipu.preflight.facts import (
     CLIPPED,
     SETTINGS,
     ParameterGroup,

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import TrainConfig
-from ipufit.engines.ipu.preflight.layers import LEFT_OUT
-from ipufit.engines.ipu.preflight.operators import CONSTANT
-from ipufit.engines.ipu.preflight.recording import Recording, record
-from ipufit.engines.ipu.preflight.report import (
+from ipufit.engines.ipu.preflight.facts import (
+    CHANGED,
+    CONSTANT,
+    SETTINGS,
     SUPPORTED,
-    UNKNOWN,
     Call,
     CodeLocation,
+    DeviceTensor,
     Fact,
-    Line,
-    PreflightFinding,
-    PreflightReport,
-    guide,
-    merged,
-)
-from ipufit.engines.ipu.preflight.settings import (
-    SETTINGS,
     ParameterGroup,
-    no_such_optimizer,
+    Table,
+    dtype_name,
     refused_arguments,
     refused_settings,
+    unlisted,
 )
-from ipufit.engines.ipu.preflight.table import Table, unknown_operator
-from ipufit.engines.ipu.preflight.tensors import CHANGED, DeviceTensor, dtype_name
-from ipufit.errors import CaptureError
+from ipufit.engines.ipu.preflight.recording import Recording, record
+from ipufit.engines.ipu.preflight.report import PreflightFinding, PreflightReport, merged
 from ipufit.losses import Loss
 
 __all__ = ["of_calls", "preflight"]
@@ -76,14 +69,14 @@ def preflight(
         *_of_changes(table, recording),
         *_of_tensors(table, module, loss, batch),
     ]
-    if trains:
+    if optimizer is not None:
         findings += [
             *_of_bodies(table, recording),
             *_of_optimizer(table, optimizer),
         ]
     findings += _of_config(config, optimizer)
     if recording.is_loss_left_out:
-        findings.append(PreflightFinding(LEFT_OUT, "a loss without a target", "loss"))
+        findings.append(PreflightFinding(unlisted("losses"), "a loss without a target", "loss"))
     kinds = {call.name for call in recording.calls}
     failure = recording.failure
     stopped = failure.brief if failure is not None else None
@@ -107,7 +100,7 @@ def _of_call(table: Table, call: Call) -> Iterator[PreflightFinding]:
     for fact in facts:
         yield from _finding(fact, fact.key, call.location)
     if call.is_whole and not facts:
-        yield PreflightFinding.at(unknown_operator(call.name), call.name, call.location)
+        yield PreflightFinding.at(unlisted(_OPERATORS, call.name), call.name, call.location)
 
 
 def _of_modules(table: Table, recording: Recording) -> Iterator[PreflightFinding]:
@@ -128,19 +121,8 @@ def _of_failure(table: Table, recording: Recording) -> Iterator[PreflightFinding
     for fact in facts:
         yield PreflightFinding.at(fact, fact.key, location)
     if not facts:
-        yield PreflightFinding.at(_unrecorded(failure), "what can't be recorded", location)
-
-
-def _unrecorded(failure: CaptureError) -> Fact:
-    return Fact(
-        "control flow",
-        "what can't be recorded",
-        "None",
-        UNKNOWN,
-        "it records a model once, as ipufit does, which failed",
-        (guide("intro", 112),),
-        failure.brief,
-    )
+        fact = unlisted("control flow", cause=failure.brief)
+        yield PreflightFinding.at(fact, fact.key, location)
 
 
 def _of_bodies(table: Table, recording: Recording) -> Iterator[PreflightFinding]:
@@ -164,7 +146,7 @@ def _of_tensors(
         dtype = dtype_name(device_tensor.tensor.dtype)
         facts = [*table.of("dtypes", dtype, device_tensor), *table.of("dtypes", "*", device_tensor)]
         if not table.knows("dtypes", dtype):
-            facts.append(_unknown_dtype(dtype))
+            facts.append(unlisted("dtypes", dtype))
         for fact in facts:
             if fact.verdict != SUPPORTED:
                 yield PreflightFinding(fact, f"{what} of {dtype}", owner)
@@ -189,22 +171,10 @@ def _counted_buffers(module: nn.Module) -> Iterator[Tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _unknown_dtype(dtype: str) -> Fact:
-    return Fact(
-        "dtypes",
-        dtype,
-        dtype,
-        UNKNOWN,
-        "no input of this type is named",
-        (Line("poptorch/source/PoplarExecutable.cpp", 101),),
-        "Use float32, float16 or int32.",
-    )
-
-
-def _of_optimizer(table: Table, optimizer: Any) -> Iterator[PreflightFinding]:
+def _of_optimizer(table: Table, optimizer: torch.optim.Optimizer) -> Iterator[PreflightFinding]:
     kind = type(optimizer)
     if not table.knows("optimizers", kind.__name__):
-        yield PreflightFinding(no_such_optimizer(kind.__name__), kind.__name__)
+        yield PreflightFinding(unlisted("optimizers", kind.__name__), kind.__name__)
         return
     groups = optimizer.param_groups
     refused = set()

@@ -33,8 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
-from ipufit.engines.ipu.preflight.operators import WHOLE, outplace
-from ipufit.engines.ipu.preflight.report import Call, CodeLocation
+from ipufit.engines.ipu.preflight.facts import WHOLE, Call, CodeLocation
 from ipufit.errors import CaptureError
 from ipufit.losses import Loss
 from ipufit.utils import tree
@@ -42,6 +41,23 @@ from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import call_with, eval_mode, train_mode
 
 __all__ = ["Operators", "Recording", "Watcher", "record"]
+
+
+# What has no form but the one that changes its argument.
+_ONLY_IN_PLACE = frozenset({"copy_", "normal_", "uniform_", "random_", "exponential_"})
+_OTHER_NAMES = {"zero_": "zeros_like", "fill_": "full_like"}
+# What newer versions of torch write where torch 2.0.1, PopTorch's own, writes the second.
+_OLDER_NAMES = {"_safe_softmax": "_softmax", "native_dropout": "dropout"}
+
+
+def outplace(name: str) -> str:
+    """Return the name by which handlers know an operator, such as "aten::add" for "aten::add_"."""
+    space, _, operator = name.partition("::")
+    if operator in _OTHER_NAMES:
+        operator = _OTHER_NAMES[operator]
+    elif operator.endswith("_") and not operator.endswith("__") and operator not in _ONLY_IN_PLACE:
+        operator = operator[:-1]
+    return f"{space}::{_OLDER_NAMES.get(operator, operator)}"
 
 
 def shaped_by_poptorch(name: str, arguments: Mapping[str, Any]) -> Optional[Tensor]:

@@ -9,8 +9,8 @@ from torch import nn
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision, TrainConfig
 from ipufit.engines.ipu.preflight.evaluate import of_calls, preflight
+from ipufit.engines.ipu.preflight.facts import FACTS, Table
 from ipufit.engines.ipu.preflight.recording import record
-from ipufit.engines.ipu.preflight.table import FACTS, Table
 from ipufit.losses import Loss
 
 # Of any output.

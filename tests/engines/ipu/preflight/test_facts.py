@@ -1,21 +1,32 @@
 """Every fact of the table holds for what it is about, and for nothing else."""
 
+import json
+import pkgutil
 import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import ipufit
+from ipufit import poptorch
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.optimizers import check_optimizer
 from ipufit.engines.ipu.preflight.evaluate import preflight
-from ipufit.engines.ipu.preflight.operators import CONSTANT
-from ipufit.engines.ipu.preflight.report import LIMITED, SUPPORTED, UNKNOWN, UNSUPPORTED
-from ipufit.engines.ipu.preflight.table import FACTS, Table
+from ipufit.engines.ipu.preflight.facts import (
+    CONDITIONS,
+    CONSTANT,
+    FACTS,
+    LIMITED,
+    SUPPORTED,
+    UNKNOWN,
+    UNSUPPORTED,
+    Table,
+)
 from ipufit.errors import OptimizerError
 from tests.engines.ipu.preflight.limits import LIMITS, X, keys
-from tests.engines.ipu.preflight.looked_at import LOSS, batch_of, calls_of, said_of
+from tests.engines.ipu.preflight.looked_at import LOSS, batch_of, calls_of, report_of, said_of
 from tests.engines.ipu.preflight.supported import SUPPORTED as CALLS
 
 pytestmark = pytest.mark.both_engines
@@ -147,3 +158,33 @@ def test_every_fact_says_where_it_is_written_and_how_to_go_on():
         assert all(place.line > 0 and "." in place.file for place in fact.places), fact.key
         assert fact.says, fact.key
         assert bool(fact.cure) or fact.verdict in (SUPPORTED, LIMITED), fact.key
+        assert bool(fact.example) or fact.verdict == SUPPORTED, fact.key
+
+
+def test_the_facts_are_a_file_of_the_package():
+    """Whoever installs a wheel must have them, and whoever checks one reads it without Python."""
+    rows = json.loads(pkgutil.get_data("ipufit.engines.ipu.preflight", "facts.json"))
+    handlers = [f"aten::{name}" for names in rows["handlers"].values() for name in names]
+    assert [*handlers, *(row["key"] for row in rows["facts"])] == [fact.key for fact in FACTS]
+
+
+def test_every_condition_is_one_of_a_fact():
+    """One that no row names would be dead, and one that nothing defines an error at the user's."""
+    assert {fact.when for fact in FACTS if isinstance(fact.when, str)} == set(CONDITIONS)
+
+
+SHOWN = [f for f in FACTS if f.example and f.group in ("operators", "losses", "layers")]
+WORDS = {"torch": torch, "F": F, "nn": nn, "poptorch": poptorch}
+
+
+@pytest.mark.ends
+@pytest.mark.parametrize("fact", SHOWN, ids=lambda fact: fact.key)
+def test_the_example_of_a_fact_is_about_it(fact):
+    """It stands in the file so that nobody has to guess what a row means."""
+    if fact.group == "layers":
+        if fact.key == "LayerNorm(bias=False)" and torch.__version__.startswith("2.0."):
+            pytest.skip("torch 2.0 has no such argument")
+        assert fact.applies(eval(fact.example, WORDS))
+        return
+    example = eval(f"lambda t: {fact.example}", WORDS)
+    assert fact.key in keys(report_of(example))
