@@ -24,10 +24,8 @@ def _iterators_end_with_their_test(monkeypatch):
     # The collector ends the threads of the iterator's queues first, so that the word to end does
     # not reach its workers: torch would wait 5 s for each before it ends them itself.
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
-    gc.freeze()  # whatever is older need not be looked through
     yield
     gc.collect()
-    gc.unfreeze()
 
 
 SAMPLES = [(x, y) for batch in batches(5) for x, y in zip(*batch)]
