@@ -52,7 +52,7 @@ SMOKE_TESTS = [
 ]
 # What shows that an extra works, by its name: test files and folders, or scripts.
 EXTRA_CHECKS = {
-    "plot": ("tests/callbacks/test_history.py", "tests/analysis/tuner/test_lr_finder.py"),
+    "plot": ("tests/callbacks/test_history.py", "tests/analysis/test_lr_finder.py"),
     "pandas": ("tests/callbacks/test_history.py",),
     "tensorboard": ("tests/callbacks/test_tensorboard.py",),
     "hub": ("tests/engines/ipu/ipu_config/test_files.py",),

@@ -20,8 +20,7 @@ from ipufit.utils.lazy_exports import lazy_exports
 from ipufit.utils.random_streams import seed_everything
 
 if TYPE_CHECKING:
-    from ipufit.analysis.tuner.lr_finder import LearningRates
-    from ipufit.analysis.tuner.trials import BatchSize
+    from ipufit.analysis.tuner import BatchSize, LearningRates
     from ipufit.engines.ipu.ipu_config import IPUConfig
     from ipufit.engines.ipu.preflight.report import PreflightReport
     from ipufit.planner.partition_plan import PartitionPlan
@@ -30,9 +29,9 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "BatchSize": "ipufit.analysis.tuner.trials",
+            "BatchSize": "ipufit.analysis.tuner",
             "IPUConfig": "ipufit.engines.ipu.ipu_config",
-            "LearningRates": "ipufit.analysis.tuner.lr_finder",
+            "LearningRates": "ipufit.analysis.tuner",
             "PartitionPlan": "ipufit.planner.partition_plan",
             "PreflightReport": "ipufit.engines.ipu.preflight.report",
         },

@@ -48,7 +48,7 @@ NOT_FOR_A_PLAIN_FIT = (
     ),
     *(
         "ipufit.analysis.check",
-        "ipufit.analysis.tuner.trials",
+        "ipufit.analysis.tuner",
         "ipufit.engines.ipu.ipu_config",
         "ipufit.tracing.layers",
     ),
@@ -62,7 +62,7 @@ NOT_FOR_A_PLAIN_FIT = (
     ),
     *(
         "ipufit.optim.schedules.resolve",
-        "ipufit.analysis.tuner.searches",
+        "ipufit.analysis.tuner",
         "ipufit.core.weights_file",
     ),
     "ipufit.engines.ipu.poptorch_options.pair",

@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.analysis.tuner.trials import Trial, seed_of_trial
+from ipufit.analysis.tuner import Trial, seed_of_trial
 from ipufit.cli.intercept_fit import check_fit_arguments, intercept_fit
 from ipufit.core.batch import CombinedBatch
 from ipufit.core.compile_arguments import GRAPH, INDUCTOR, KERNELS, OFF

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Callable, List, Mapping
 
 from ipufit.analysis.check.check import checked_sample
-from ipufit.analysis.check.report import CheckReport
+from ipufit.analysis.check.findings import CheckReport
 from ipufit.cli.intercept_fit import first_micro_batch, intercept_fit
 from ipufit.training.model import Model
 from ipufit.training.session import Session

@@ -281,7 +281,7 @@ class InspectionMixin:
                 an engine whose programs can't be looked into.
             DataError: the batch can't be fed.
         """
-        from ipufit.analysis.compare.parity import compare
+        from ipufit.analysis.compare.comparisons import compare
 
         return compare(self._trainable("compare"), sample, reference, (rtol, atol))
 
@@ -309,7 +309,7 @@ class InspectionMixin:
                 copied.
             DataError: the batch can't be fed, or has one sample.
         """
-        from ipufit.analysis.compare.invariance import check_invariance
+        from ipufit.analysis.compare.comparisons import check_invariance
 
         session = self._trainable("check_invariance")
         return check_invariance(session, engine_maker("embedded"), sample, (rtol, atol))

@@ -41,8 +41,7 @@ from ipufit.utils.error_collector import ErrorCollector, one_of
 from ipufit.utils.names import with_hints
 
 if TYPE_CHECKING:
-    from ipufit.analysis.tuner.lr_finder import LearningRates
-    from ipufit.analysis.tuner.trials import BatchSize
+    from ipufit.analysis.tuner import BatchSize, LearningRates
     from ipufit.planner.partition_plan import PartitionPlan
 
 __all__ = ["Model", "StepsModel", "register_steps_model"]
@@ -628,14 +627,13 @@ class Model(InspectionMixin):
             DataError: data that can't be read or fed, or that can be read only once.
         """
         # Imported here, as below: few programs look for a setting.
-        from ipufit.analysis.tuner import searches
-        from ipufit.analysis.tuner.trials import Trial
+        from ipufit.analysis import tuner
 
         session = self._trainable("find_lr")
         data = DataArguments("training data", x, y, batch_size=batch_size, shuffles=True)
         rates = (min_lr, max_lr, updates)
-        trial = Trial(session, self._make_engine)
-        return searches.find_lr(self, trial, data, rates, ipus, gradient_accumulation, seed)
+        trial = tuner.Trial(session, self._make_engine)
+        return tuner.find_lr(self, trial, data, rates, ipus, gradient_accumulation, seed)
 
     def find_batch_size(
         self,
@@ -670,11 +668,10 @@ class Model(InspectionMixin):
                 one fits.
             DataError: data that can't be read or fed.
         """
-        from ipufit.analysis.tuner import searches
-        from ipufit.analysis.tuner.trials import Trial
+        from ipufit.analysis import tuner
 
-        trial = Trial(self._trainable("find_batch_size"), self._make_engine)
-        return searches.find_batch_size(trial, x, y, effective_batch_size, start, ipus, seed)
+        trial = tuner.Trial(self._trainable("find_batch_size"), self._make_engine)
+        return tuner.find_batch_size(trial, x, y, effective_batch_size, start, ipus, seed)
 
     def save_weights(self, path: Union[str, os.PathLike[str]]) -> None:
         """Write the module's weights to one file; from a callback too.

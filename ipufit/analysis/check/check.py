@@ -3,33 +3,264 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 import types
-from typing import Dict, Iterator, Optional
+from typing import Dict, Iterator, List, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ipufit.analysis.check.messages import output_at, seeded_at
-from ipufit.analysis.check.output_events import OutputEvents, quiet
-from ipufit.analysis.check.python_state import same_values
-from ipufit.analysis.check.report import CheckReport, Findings
-from ipufit.analysis.check.runs import ModuleUnderTest
+from ipufit.analysis.check.findings import (
+    CheckReport,
+    Finding,
+    Findings,
+    changed_at,
+    differs_at,
+    drawn_at,
+    error_at,
+    generator_at,
+    output_at,
+    outside_at,
+    seeded_at,
+    titles_of,
+)
+from ipufit.analysis.check.python_state import Change, OwnedName, PythonSnapshot, same_values
+from ipufit.analysis.check.recorders import OutputEvents, differences, quiet, same_results
+from ipufit.analysis.check.runs import CheckRun, ModuleUnderTest
 from ipufit.analysis.check.static_checks import mode_findings, untrained_findings
-from ipufit.analysis.check.suite import CheckSuite
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.train_config import Precision
 from ipufit.data.source import DataAdapter
+from ipufit.errors import CaptureError, IpufitError, LossError
 from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.tracing.capture import Frame
-from ipufit.tracing.user_lines import users_frame
+from ipufit.tracing.grad_step import public_name
+from ipufit.tracing.ipu_only import only_on_ipus
+from ipufit.tracing.user_lines import Lines, is_users, users_frame
 from ipufit.training.sample_batch import no_batch
 from ipufit.training.sanity_check import FailureExplainer, check_call, wrap_batch_errors
 from ipufit.training.session import Session
 from ipufit.training.summary import sample_of
-from ipufit.utils.random_streams import isolated
+from ipufit.utils.random_streams import isolated, seed_generators
 from ipufit.utils.state import eval_mode, train_mode
 
 __all__ = ["checked", "checked_sample", "run_check"]
+
+# Where torch's generator starts in every run: only then may results be compared.
+_KEY = 0x1F17
+
+
+class CheckSuite:
+    """Runs a module in one mode and compares the runs.
+
+    Args:
+        tested: the module that is run.
+        pristine: its state.
+        findings: collects what the runs show.
+        is_training: with gradients.
+    """
+
+    def __init__(
+        self,
+        tested: ModuleUnderTest,
+        pristine: Dict[str, Tensor],
+        findings: Findings,
+        is_training: bool,
+    ) -> None:
+        self._tested = tested
+        self._pristine = pristine
+        self._findings = findings
+        self._is_training = is_training
+
+    def run(self) -> Optional[Sequence[str]]:
+        """Run the module in all the ways that find something, and collect the findings.
+
+        Returns:
+            Names of the parameters that a gradient reaches; None where that is not known.
+
+        Raises:
+            Exception: of the module's own, which can't take the batch.
+        """
+        snapshot = PythonSnapshot(self._tested.step)
+        try:
+            return self._run(snapshot)
+        finally:
+            snapshot.restore()
+
+    def _run(self, snapshot: PythonSnapshot) -> Optional[Sequence[str]]:
+        first = self._recorded(snapshot)
+        changes, drawn = snapshot.changes(), snapshot.interpreter.drawn()
+        snapshot.restore()
+        if first.error is None or isinstance(first.error, IpufitError):
+            self._add_findings(first)
+        has_values = False
+        with_gradient = first.with_gradient
+        foreign = only_on_ipus(first.error)
+        if first.error is not None and foreign is not None:
+            text, _, cure = foreign.rpartition(". ")
+            self._findings.add(_unrecordable(first.error, text, cure))
+            return None
+        if first.error is not None and not _is_about_gradients(first.error):
+            read: List[CaptureError] = []
+            valued = self._valued(snapshot, read)
+            changes += snapshot.changes()
+            drawn += snapshot.interpreter.drawn()
+            snapshot.restore()
+            has_values = True
+            # With values, others may be reached with the next batch.
+            with_gradient = None if first.needs_values else valued.with_gradient
+            if not self._is_recordable(first, valued):
+                return None
+            if first.needs_values:
+                self._findings.add(*map(error_at, _after(read, first.error)))
+            self._add_findings(valued)
+            first = valued
+        second = self._valued(snapshot) if has_values else self._recorded(snapshot, rolled=True)
+        changes += snapshot.changes()
+        drawn += snapshot.interpreter.drawn()
+        snapshot.restore()
+        for difference in differences(first.operations, second.operations):
+            self._findings.add(differs_at(difference, ()))
+        if changes or drawn:
+            self._follow(snapshot, changes, tuple(dict.fromkeys(drawn)))
+        return None if drawn else with_gradient
+
+    def _recorded(self, snapshot: PythonSnapshot, rolled: bool = False) -> CheckRun:
+        seed_generators(_KEY, self._tested.device)
+        return self._tested.recorded(snapshot.titles(), self._is_training, rolled)
+
+    def _valued(
+        self,
+        snapshot: PythonSnapshot,
+        read: Optional[List[CaptureError]] = None,
+        around: Optional[Lines] = None,
+    ) -> CheckRun:
+        seed_generators(_KEY, self._tested.device)
+        note = None if read is None else read.append
+        state = self._pristine
+        return self._tested.ran(snapshot.titles(), self._is_training, state, note, around)
+
+    def _is_recordable(self, recorded: CheckRun, valued: CheckRun) -> bool:
+        """Return False if nothing can be found out, because the module itself fails.
+
+        Raises:
+            Exception: of the module's own, which can't run on this batch in train mode.
+        """
+        error = valued.error
+        if error is not None and not isinstance(error, IpufitError):
+            if not self._is_training:
+                return False
+            raise error
+        is_torchs = recorded.error is not None and not isinstance(recorded.error, IpufitError)
+        # Older versions of torch can't record a generator.
+        if recorded.error is not None and is_torchs and not valued.generators:
+            text = (
+                "the module runs, but can't be recorded: "
+                f"{type(recorded.error).__name__}: {_line_of(recorded.error)}"
+            )
+            cure = "Write it with other operators, or use compile(..., run_eagerly=True)."
+            self._findings.add(_unrecordable(recorded.error, text, cure))
+        return True
+
+    def _add_findings(self, run: CheckRun) -> None:
+        """Add the findings of one run: what ended it, and what it came upon before."""
+        self._findings.add(*map(error_at, run.rebound))
+        self._findings.add(*map(generator_at, run.generators))
+        if self._is_training:
+            named = {id(p): public_name(n) for n, p in self._tested.step.named_parameters()}
+            for tensor, frame in run.outside:
+                self._findings.add(outside_at(named.get(id(tensor)), frame))
+        error = run.error
+        if isinstance(error, CaptureError):
+            if error.file is not None or not run.outside:
+                self._findings.add(error_at(error))
+        elif isinstance(error, LossError) and run.operations:
+            what, _, cure = str(error).partition(". ")
+            kind = "unused" if "no gradient reached" in what else "capture"
+            self._findings.add(Finding(kind, "error", None, None, None, what, cure))
+        elif isinstance(error, IpufitError):
+            raise error
+
+    def _follow(
+        self, snapshot: PythonSnapshot, changes: List[Change], drawn: Sequence[str]
+    ) -> None:
+        """Run without recording several times, and find the lines at which values change."""
+        probes = {_name(change.place): snapshot.probe(change) for change in changes}
+        probes.update((name, snapshot.interpreter.probes[name]) for name in drawn)
+        lines = Lines(probes)
+        runs: List[CheckRun] = []
+        by_run: List[List[Change]] = []
+        before = snapshot
+        for _ in range(3):
+            runs.append(self._valued(snapshot, around=lines))
+            by_run.append(before.changes())
+            if runs[-1].error is not None and not isinstance(runs[-1].error, IpufitError):
+                break
+            snapshot.restore_generators()
+            before = PythonSnapshot(self._tested.step)
+        repeated = by_run[1:] if len(by_run) > 1 else by_run
+        again = _by_place([c for part in repeated for c in part])
+        # A generator was set back between the runs.
+        again.update(_by_place([c for c in by_run[0] if c.how == "drawn"]))
+        titles = titles_of(list(again.values()))
+        unlike = differences(runs[-2].operations, runs[-1].operations) if len(runs) > 1 else []
+        unlike = unlike if len(runs) == 3 else []
+        if not unlike and len(runs) > 1 and not same_results(runs[0].results, runs[1].results):
+            # What the first call alone does, such as a start from data.
+            unlike = differences(runs[0].operations, runs[1].operations)[:1]
+            again = {**_by_place(by_run[0]), **again}
+            titles = titles_of(list(again.values()))
+        self._findings.add(*(differs_at(difference, titles) for difference in unlike))
+        for name, change in again.items():
+            frames: Sequence[Optional[Frame]] = list(lines.lines.get(name, ())) or [None]
+            self._findings.add(*(changed_at(change, frame) for frame in frames))
+        for name in drawn:
+            frames = list(lines.lines[name]) or [None]
+            self._findings.add(*(drawn_at(name, frame) for frame in frames))
+
+
+def _after(read: Sequence[CaptureError], first: Optional[BaseException]) -> List[CaptureError]:
+    """Return the errors from the one on that ended the recording: those before were recorded.
+
+    Packages look whether there are values, and read them only then.
+    """
+    assert isinstance(first, CaptureError)
+    places = [(error.kind, error.file, error.line) for error in read]
+    place = (first.kind, first.file, first.line)
+    return list(read[places.index(place) :]) if place in places else list(read)
+
+
+def _name(place: OwnedName) -> str:
+    return f"{place.kind} {place.title} {id(place.owner)}"
+
+
+def _by_place(changes: Sequence[Change]) -> Dict[str, Change]:
+    return {_name(change.place): change for change in changes}
+
+
+def _is_about_gradients(error: BaseException) -> bool:
+    """Return True for an error that came after the end of forward."""
+    return isinstance(error, LossError) or (
+        isinstance(error, CaptureError) and error.cause is None and error.kind == "capture"
+    )
+
+
+def _unrecordable(error: BaseException, text: str, cure: str) -> Finding:
+    file, line, function = _frame_of(error) or (None, None, None)
+    return Finding("capture", "error", file, line, function, text, cure)
+
+
+def _line_of(error: BaseException) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
+
+
+def _frame_of(error: BaseException) -> Optional[Frame]:
+    """Return the innermost line of user code in the traceback."""
+    innermost = None
+    for entry in traceback.extract_tb(error.__traceback__):
+        if is_users(entry.filename):
+            innermost = (entry.filename, entry.lineno or 0, entry.name)
+    return innermost
 
 
 def run_check(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ipufit.analysis.check.output_events import Reads
-from ipufit.analysis.check.trace_facts import Operation, OperationRecorder
+from ipufit.analysis.check.recorders import Operation, OperationRecorder, Reads
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError
@@ -120,7 +119,7 @@ class ModuleUnderTest:
         training: bool,
         pristine: Mapping[str, Tensor],
         note: Optional[Callable[[CaptureError], None]] = None,
-        around: Optional[contextlib.AbstractContextManager[Any]] = None,
+        around: Optional[contextlib.AbstractContextManager[object]] = None,
     ) -> CheckRun:
         """Run the module on copies of these tensors, with their values.
 

@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from torch import nn
 
-from ipufit.analysis.check.report import Finding
+from ipufit.analysis.check.findings import Finding
 from ipufit.tracing.capture import Frame
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.user_lines import users_module

@@ -1,11 +1,25 @@
-"""Result of ``Model.check_invariance``."""
+"""Report of ``Model.check_invariance``, and the search for the causes that it names.
+
+Every call of a module is repeated with each half of its rows, while the modules that it calls give
+what they gave for the whole; rows that differ then are its own doing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Any, Dict, List, Tuple
+import functools
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-__all__ = ["InvarianceCause", "InvarianceReport", "InvarianceSetting"]
+import torch
+from torch import Tensor, nn
+
+from ipufit.core.batch import MicroBatch
+from ipufit.losses import Loss
+from ipufit.tracing.comparison import Tolerance, distance
+from ipufit.utils import tree
+
+__all__ = ["InvarianceCause", "InvarianceReport", "InvarianceSetting", "find_causes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,3 +116,289 @@ class InvarianceReport:
         what = f"{self.updates} updates of the same {self.samples} samples, in {self.dtype}"
         verdict = "give the same weights" if self.ok else "depend on how these are divided"
         return "\n".join([f"{what}, {verdict}.", *lines, *map(str, self.causes)])
+
+
+@dataclasses.dataclass
+class _Call:
+    """One call of a module."""
+
+    name: str
+    module: nn.Module
+    args: Tuple[object, ...]
+    kwargs: Mapping[str, object]
+    before: Tuple[Tensor, ...]
+    inner: List[_Call] = dataclasses.field(default_factory=list)
+    output: object = None
+    draws: bool = False
+
+
+def find_causes(
+    module: nn.Module, loss: Loss, batch: MicroBatch, gradient_reduction: str
+) -> Tuple[InvarianceCause, ...]:
+    """Find what breaks invariance, module by module and then in the loss.
+
+    Args:
+        module: a copy that may be changed, in the mode of training.
+        loss: normal form.
+        batch: all samples of an update.
+        gradient_reduction: of ``compile``.
+    """
+    causes: Dict[Tuple[str, str], InvarianceCause] = {}
+    with torch.no_grad():
+        torch.manual_seed(0)
+        calls = _calls(module, batch)
+        for call in calls:
+            cause = _cause(call, batch.size)
+            if cause is not None:
+                causes.setdefault((cause.module, cause.kind), cause)
+        cause = _loss_cause(loss, calls[-1], batch, gradient_reduction)
+    if cause is not None:
+        causes["loss", cause.kind] = cause
+    if not causes:
+        return (
+            InvarianceCause(
+                "",
+                "unknown",
+                "No module was seen to do this by its forward pass.",
+                "Look for what a module keeps from one call to the next, and for hooks.",
+            ),
+        )
+    return tuple(causes.values())
+
+
+def _calls(module: nn.Module, batch: MicroBatch) -> List[_Call]:
+    """Record the calls of a forward pass in the order of their returns; the module's is last."""
+    done: List[_Call] = []
+    stack: List[_Call] = []
+    handles = []
+
+    def begin(
+        name: str, part: nn.Module, args: Tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
+        args, kwargs = tree.map_leaves(_copy_tensor, (args, dict(kwargs)))
+        stack.append(_Call(name, part, args, kwargs, _generators()))
+
+    def end(output: object) -> None:
+        call = stack.pop()
+        call.output = tree.map_leaves(_copy_tensor, output)
+        moved = any(not torch.equal(a, b) for a, b in zip(call.before, _generators()))
+        call.draws = moved
+        if stack:
+            stack[-1].inner.append(call)
+        done.append(call)
+
+    for name, part in module.named_modules():
+        handles.append(
+            part.register_forward_pre_hook(
+                lambda part, args, kwargs, name=name: begin(name, part, args, kwargs),
+                with_kwargs=True,
+            )
+        )
+        handles.append(part.register_forward_hook(lambda part, args, output: end(output)))
+    args, kwargs, _, _ = batch.unpack()
+    try:
+        module(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return done
+
+
+def _copy_tensor(leaf: object) -> object:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _generators() -> Tuple[Tensor, ...]:
+    cuda: Any = torch.cuda
+    states = cuda.get_rng_state_all() if cuda.is_initialized() else ()
+    return (torch.get_rng_state(), *states)
+
+
+def _cause(call: _Call, size: int) -> Optional[InvarianceCause]:
+    kind = type(call.module).__name__
+    who = f"{call.name!r} ({kind})" if call.name else f"The module itself ({kind})"
+    if call.draws and not any(inner.draws for inner in call.inner):
+        return InvarianceCause(
+            call.name,
+            "random",
+            f"{who} draws random numbers, and each micro-batch has a stream of its own.",
+            "The results differ as those of two seeds do: that is no fault. To compare settings, "
+            "set what draws them, such as dropout, to 0.",
+        )
+    if call.draws or not _rows_differ(call, size):
+        return None
+    if isinstance(call.module, nn.modules.batchnorm._BatchNorm):
+        return InvarianceCause(
+            call.name,
+            "batch",
+            f"{who} normalises with the statistics of each micro-batch.",
+            "Use GroupNorm or LayerNorm, or keep the micro-batch's size and change "
+            "device_iterations alone.",
+        )
+    return InvarianceCause(
+        call.name,
+        "batch",
+        f"{who} computes a row from other rows of the micro-batch too.",
+        "Take means, maxima and norms over the other dimensions (dim=1 and later), or keep the "
+        "micro-batch's size.",
+    )
+
+
+def _rows_differ(call: _Call, size: int) -> bool:
+    """Return True if half of the rows alone yields other values than among all rows."""
+    if not any(_has_rows(leaf, size) for leaf in tree.flatten((call.args, call.kwargs))[0]):
+        return False
+    for begin, end in _halves(size):
+        tried = _call_again(call, begin, end, size)
+        if tried is None:
+            return False
+        result, inner_arguments = tried
+        pairs = [(call.output, result)]
+        # What the modules that it calls are given is its own doing too.
+        pairs += [((inner.args, inner.kwargs), arguments) for inner, arguments in inner_arguments]
+        for whole, part in pairs:
+            if any(_differ(*leaves, begin, end, size) for leaves in _leaves(whole, part)):
+                return True
+    return False
+
+
+def _leaves(whole: object, part: object) -> Sequence[Tuple[object, object]]:
+    return list(zip(tree.flatten(whole)[0], tree.flatten(part)[0]))
+
+
+def _differ(whole: object, part: object, begin: int, end: int, size: int) -> bool:
+    """Return True if the tensor of a half differs from that half of the tensor of all rows."""
+    rows = _cut(whole, begin, end, size)
+    if not _has_rows(whole, size) or not isinstance(part, Tensor) or not isinstance(rows, Tensor):
+        return False
+    return not _agree(part, rows)
+
+
+def _halves(size: int) -> Sequence[Tuple[int, int]]:
+    return (0, size // 2), (size // 2, size)
+
+
+def _call_again(
+    call: _Call, begin: int, end: int, size: int
+) -> Optional[Tuple[object, List[Tuple[_Call, object]]]]:
+    """Repeat a call with some rows; inner modules return what they did for these rows.
+
+    Returns:
+        The output, and the inner calls with the arguments they get now; None if the call fails.
+    """
+    args, kwargs = tree.map_leaves(
+        lambda leaf: _cut(leaf, begin, end, size), (call.args, dict(call.kwargs))
+    )
+    try:
+        with _replayed(call, begin, end, size) as inner_arguments:
+            return call.module.forward(*args, **kwargs), inner_arguments
+    except Exception:
+        # Such as statistics of a single value.
+        return None
+
+
+@contextlib.contextmanager
+def _replayed(call: _Call, begin: int, end: int, size: int) -> Iterator[List[Tuple[_Call, object]]]:
+    """Make inner modules return, in the block, what they returned before for these rows.
+
+    Yields:
+        The calls, with the arguments that they get now.
+    """
+    inner_arguments: List[Tuple[_Call, object]] = []
+    modules = {id(inner.module): inner.module for inner in call.inner}
+
+    def replay(coming: Iterator[_Call], *args: object, **kwargs: object) -> object:
+        inner = next(coming)
+        inner_arguments.append((inner, (args, kwargs)))
+        return tree.map_leaves(lambda leaf: _cut(leaf, begin, end, size), inner.output)
+
+    for key, part in modules.items():
+        coming = iter([inner for inner in call.inner if id(inner.module) == key])
+        part.__dict__["forward"] = functools.partial(replay, coming)
+    try:
+        yield inner_arguments
+    finally:
+        for part in modules.values():
+            del part.__dict__["forward"]
+
+
+def _has_rows(leaf: object, size: int) -> bool:
+    if not isinstance(leaf, Tensor) or not leaf.dim() or not leaf.numel():
+        return False
+    return leaf.shape[0] % size == 0 or (leaf.dim() > 1 and leaf.shape[1] == size)
+
+
+def _cut(leaf: object, begin: int, end: int, size: int) -> object:
+    """Cut the rows of some samples, along the first dimension or the second."""
+    if not isinstance(leaf, Tensor) or not _has_rows(leaf, size):
+        return leaf
+    if leaf.shape[0] % size == 0:
+        each = leaf.shape[0] // size
+        return leaf[begin * each : end * each]
+    return leaf[:, begin:end]
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    away = distance(one, other)
+    return away.absolute <= Tolerance().of(one.dtype, away.scale)
+
+
+def _loss_cause(
+    loss: Loss, root: _Call, batch: MicroBatch, gradient_reduction: str
+) -> Optional[InvarianceCause]:
+    """Find out if the loss of all samples is what the losses of two halves make together."""
+    whole = _loss_of(loss, root, batch, 0, batch.size)
+    parts = [_loss_of(loss, root, batch, *half) for half in _halves(batch.size)]
+    if whole is None or any(part is None for part in parts):
+        return None
+    values = [part[0] for part in parts if part is not None]
+    weights = [part[1] for part in parts if part is not None]
+    total = torch.stack(values).sum()
+    shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    mean = (torch.stack(values) * shares.to(total)).sum()
+    is_sum, is_mean = _agree(total, whole[0]), _agree(mean, whole[0])
+    if is_sum if gradient_reduction == "sum" else is_mean:
+        return None
+    if is_sum:
+        return InvarianceCause(
+            "loss",
+            "sum",
+            "The loss adds up its samples, and the gradient is a mean over micro-batches.",
+            "Use reduction='mean', or compile with Reduction(gradients='sum').",
+        )
+    if is_mean:
+        return InvarianceCause(
+            "loss",
+            "sum",
+            "Reduction(gradients='sum') adds up the losses of micro-batches, which are means.",
+            "Compile with Reduction(gradients='mean').",
+        )
+    return InvarianceCause(
+        "loss",
+        "loss",
+        "The loss of all samples is not the mean of those of two halves: it looks at several "
+        "samples at once, or divides by what counts among them.",
+        "For ignored targets and class weights, compile with Reduction(normalize='tokens'). What "
+        "compares samples, as contrastive losses do, needs all of them in one micro-batch: "
+        "gradient_accumulation=1 and one replica.",
+    )
+
+
+def _loss_of(
+    loss: Loss, root: _Call, batch: MicroBatch, begin: int, end: int
+) -> Optional[Tuple[Tensor, float]]:
+    """Return loss and weight of some rows, from the outputs that they had among all rows."""
+    size = batch.size
+    if loss.in_module:
+        tried = _call_again(root, begin, end, size)
+        if tried is None:
+            return None
+        term = loss.split(tried[0])[1]
+    else:
+        _, _, target, weight = tree.map_leaves(
+            lambda leaf: _cut(leaf, begin, end, size), batch.unpack()
+        )
+        outputs = tree.map_leaves(lambda leaf: _cut(leaf, begin, end, size), root.output)
+        term = loss(outputs, target, weight)
+    count = float(end - begin) if term.count is None else float(term.count)
+    return term.value, count

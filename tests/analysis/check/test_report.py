@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit import poptorch
 from ipufit.analysis.check import CheckReport, Finding
-from ipufit.analysis.check.report import KINDS, SEVERITIES
+from ipufit.analysis.check.findings import KINDS, SEVERITIES
 from ipufit.errors import ConfigurationError, DataError
 
 from .faulty import MODELS, Base, Branches, CountsCalls, HasSeveralFaults, Prints

@@ -1,33 +1,51 @@
-"""Recording of operators with the Python values in them and the line of user code of each."""
+"""Recorders of what a run does: its operators, and lines that print, seed, or read a value."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
+import io
+import linecache
+import logging
 import numbers
 import sys
+import threading
 import types
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+import warnings
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.errors import CaptureError
-from ipufit.tracing.capture import Frame, draws, has_mask_index, shape_error, value_error
+from ipufit.tracing.capture import (
+    Frame,
+    draws,
+    has_mask_index,
+    numpy_error,
+    shape_error,
+    text_error,
+    value_error,
+)
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import GradStep
-from ipufit.tracing.user_lines import users_frame
+from ipufit.tracing.user_lines import is_installed, is_users, users_frame
 from ipufit.utils import tree
 
 __all__ = [
     "Operation",
     "OperationRecorder",
+    "OutputEvents",
+    "Reads",
     "TraceDifference",
     "differences",
     "digest",
+    "quiet",
     "same_results",
 ]
 
@@ -46,8 +64,8 @@ class Operation:
     """
 
     name: str
-    structure: Tuple[Any, ...]
-    values: List[Any]
+    structure: Tuple[object, ...]
+    values: List[object]
     frame: Optional[Frame]
     constants: List[Tuple[int, Tensor]]
     titles: List[str] = dataclasses.field(default_factory=list)
@@ -134,8 +152,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.operations
 
     def __torch_dispatch__(
-        self, func: Any, kinds: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
-    ) -> Any:
+        self,
+        func: torch._ops.OpOverload,
+        kinds: object,
+        args: Tuple[object, ...] = (),
+        kwargs: Optional[Dict[str, object]] = None,
+    ) -> object:
         kwargs = kwargs or {}
         if self.is_muted:
             return func(*args, **kwargs)
@@ -158,7 +180,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.tainted.add(storage_id(leaf))
         return result
 
-    def _say(self, func: Any, args: Any, frame: Optional[Frame]) -> None:
+    def _say(
+        self, func: torch._ops.OpOverload, args: Tuple[object, ...], frame: Optional[Frame]
+    ) -> None:
         assert self._note is not None
         if torch.Tag.data_dependent_output in func.tags:
             self._note(value_error(frame))
@@ -173,7 +197,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._numbers[key] = len(self._numbers)
             self._alive.append(tensor)
 
-    def _freeze(self, value: object, operation: Operation) -> Any:
+    def _freeze(self, value: object, operation: Operation) -> object:
         if isinstance(value, Tensor):
             return self._tensor(value, operation)
         if isinstance(value, (bool, numbers.Number, str)):
@@ -187,7 +211,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "generator"
         return str(value)
 
-    def _tensor(self, tensor: Tensor, operation: Operation) -> Any:
+    def _tensor(self, tensor: Tensor, operation: Operation) -> Tuple[object, ...]:
         key = storage_id(tensor)
         if not key:
             return ("sparse", tensor.shape)
@@ -284,12 +308,132 @@ def _first_extra(one: Sequence[Operation], other: Sequence[Operation]) -> TraceD
     return TraceDifference("program", frames[0] if frames else None, before, after, ())
 
 
-def same_results(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def same_results(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     """Compare the numbers of two runs, within the error of another summation order."""
-    pairs: List[Tuple[Tensor, Tensor]] = list(zip(one, other))
     return len(one) == len(other) and all(
         a.shape == b.shape
         and torch.allclose(a.double(), b.double(), _RELATIVE, _ABSOLUTE, equal_nan=True)
-        for a, b in pairs
+        for a, b in zip(one, other)
         if not (a.is_complex() or b.is_complex())
     )
+
+
+class OutputEvents:
+    """Lines that print, log, warn, or seed torch's generator.
+
+    Attributes:
+        outputs: by the line, how.
+        seeds: lines that seed.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: Dict[Frame, str] = {}
+        self.seeds: Dict[Frame, None] = {}
+
+    def out(self, how: str) -> None:
+        """Record a line that writes now, unless it is of an installed package."""
+        frame = users_frame(sys._getframe(2))
+        if frame is not None and not is_installed(frame[0]):
+            self.outputs.setdefault(frame, how)
+
+
+class _Sink(io.TextIOBase):
+    def __init__(self, events: OutputEvents, thread: int) -> None:
+        self._events = events
+        self._thread = thread
+
+    def write(self, text: str) -> int:
+        if text and threading.get_ident() == self._thread:
+            self._events.out("prints")
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+
+_SEEDS = ((torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed"))
+
+
+@contextlib.contextmanager
+def quiet(events: OutputEvents) -> Iterator[None]:
+    """Record output and seeds of the block instead of showing them."""
+    sink = _Sink(events, threading.get_ident())
+    handle = logging.Logger.handle
+
+    def handle_record(self: logging.Logger, record: logging.LogRecord) -> None:
+        events.out("logs")
+
+    def warned(message: object, category: object, filename: str, lineno: int, *_: object) -> None:
+        frame: Optional[types.FrameType] = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") == "warnings":
+            frame = frame.f_back
+        # torch's own warnings come from the line that calls torch, too.
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+        if frame is not None and is_users(frame.f_code.co_filename) and "warn" in source:
+            events.out("warns")
+
+    def seeding(original: Callable[..., object]) -> Callable[..., object]:
+        def seed(*args: object, **kwargs: object) -> object:
+            frame = users_frame(sys._getframe(1))
+            if frame is not None:
+                events.seeds[frame] = None
+            return original(*args, **kwargs)
+
+        return seed
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sink))
+        stack.enter_context(contextlib.redirect_stderr(sink))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("always")
+        warnings.showwarning = warned  # type: ignore[assignment]
+        stack.callback(setattr, logging.Logger, "handle", handle)
+        logging.Logger.handle = handle_record  # type: ignore[method-assign]
+        for owner, name in _SEEDS:
+            original = getattr(owner, name)
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, seeding(original))
+        yield
+
+
+_READERS = {
+    "tolist": value_error,
+    "numpy": numpy_error,
+    "__array__": numpy_error,
+}
+_SHOWN = ("__repr__", "__str__", "__format__")
+
+
+class Reads(TorchFunctionMode):
+    """Reports where user code reads values in ways that no operator shows.
+
+    Args:
+        note: called with an error for each read.
+        recorder: knows the tensors that depend on what the program is given.
+    """
+
+    def __init__(self, note: Callable[[CaptureError], None], recorder: OperationRecorder) -> None:
+        super().__init__()
+        self._note = note
+        self._recorder = recorder
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Tuple[object, ...] = (),
+        kwargs: Optional[Dict[str, object]] = None,
+    ) -> object:
+        name = getattr(func, "__name__", "")
+        recorder = self._recorder
+        if recorder.is_muted or not (args and isinstance(args[0], Tensor)):
+            return func(*args, **(kwargs or {}))
+        is_text = name == "__format__" and args[0].dim() == 0
+        if storage_id(args[0]) in recorder.tainted and (name in _READERS or is_text):
+            error = text_error if is_text else _READERS[name]
+            self._note(error(users_frame(sys._getframe(1))))
+        recorder.is_muted = name in _SHOWN
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            recorder.is_muted = False

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.analysis.tuner import trials
+from ipufit.analysis import tuner
 from ipufit.errors import ConfigurationError, DataError
 from tests.engines import CONFIGURATION_MARKS, EAGER_OR_NOT, but, own_step
 from tests.faulty import Net, assert_clean, assert_same_bits, batches, compiled, fit, loader, state
@@ -250,13 +250,13 @@ def test_rates_of_groups_keep_their_ratios(rates, expected, monkeypatch):
     starts = [part.weight.detach().clone() for part in net]
     moved = []
 
-    class Moved(trials.RangeTest):
+    class Moved(tuner.RangeTest):
         def on_train_batch_end(self, batch, logs=None):
             moved.append([(p.weight - s).abs().max().item() for p, s in zip(net, starts)])
             seen.append([group["lr"] for group in model._session._optimizer.param_groups])
             super().on_train_batch_end(batch, logs)
 
-    monkeypatch.setattr(trials, "RangeTest", Moved)
+    monkeypatch.setattr(tuner, "RangeTest", Moved)
     found = model.find_lr(loader(), min_lr=1e-3, max_lr=1e-1, updates=4)
     assert [group["lr"] for group in model.optimizer.param_groups] == list(rates)
     # After an update the optimizer holds the rates of the next one.
@@ -275,7 +275,7 @@ def test_a_schedule_at_zero_does_not_hide_the_ratios():
         warnings.simplefilter("ignore")
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: update / 10)
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
-    assert trials._ratios(optimizer) == [1.0, 2.0]
+    assert tuner._ratios(optimizer) == [1.0, 2.0]
 
 
 def test_data_that_can_be_read_once_is_refused():

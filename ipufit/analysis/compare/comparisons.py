@@ -1,18 +1,23 @@
-"""``Model.check_invariance``: the same updates, divided in several ways."""
+"""Comparison of a program with its module, and of one division of an update with another."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ipufit.analysis.compare.invariance_causes import find_causes
-from ipufit.analysis.compare.invariance_report import InvarianceReport, InvarianceSetting
+from ipufit.analysis.compare.invariance_report import (
+    InvarianceCause,
+    InvarianceReport,
+    InvarianceSetting,
+    find_causes,
+)
+from ipufit.analysis.tuner import Trial
 from ipufit.core.batch import Mode
-from ipufit.core.compile_arguments import OFF
+from ipufit.core.compile_arguments import GRAPH, INDUCTOR, OFF
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import Outputs, Precision
 from ipufit.data.adapters import DataArguments, get_data_adapter
@@ -20,13 +25,67 @@ from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
-from ipufit.tracing.comparison import Tolerance, distance
+from ipufit.tracing.comparison import Comparison, Tolerance, distance
 from ipufit.training.session import Session, require_single_process
 from ipufit.training.summary import batch_of, sample_of
 from ipufit.utils import tree
+from ipufit.utils.error_collector import ErrorCollector, one_of
+from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.state import fork_rng, train_mode
 
-__all__ = ["check_invariance"]
+__all__ = ["REFERENCES", "check_invariance", "compare"]
+
+
+# Relative and absolute; None for those of the dtype.
+Tolerances = Tuple[Optional[float], Optional[float]]
+
+REFERENCES = ("eager", "float64")
+
+
+def compare(session: Session, sample: object, reference: str, tolerances: Tolerances) -> Comparison:
+    """Run one micro-batch through the program and through the reference; all is put back.
+
+    Args:
+        session: of the model.
+        sample: a batch, or a loader, whose first one is taken.
+        reference: one of REFERENCES.
+        tolerances: relative and absolute; None for those of the dtype.
+
+    Raises:
+        ConfigurationError: arguments that can't work, or an engine whose programs can't be looked
+            into.
+        DataError: the batch can't be fed.
+    """
+    require_single_process(
+        session, "compare", "Compare in one process: each runs the same program."
+    )
+    faults, tolerance = ErrorCollector(), Tolerance(*tolerances)
+    with faults.collect():
+        one_of("reference", reference, REFERENCES)
+    with faults.collect():
+        tolerance.check()
+    faults.raise_all()
+    beside = _beside(session)
+    batch = batch_of(sample, session.loss.in_module, "compare")
+    source = get_data_adapter(DataArguments("sample", [batch]), Mode.TRAIN, session.loss.in_module)
+    plan = session.plan(source, None, 1, 1, training=True)
+    # A compiled update tells nothing of its operators, and would be compiled only for this.
+    jit = GRAPH if session.config.jit == INDUCTOR else None
+    trial = Trial(session, lambda: beside, jit)
+    with trial.running(source, plan, 0, lambda _: None) as job, defer_sigint():
+        return job.program.compare(job.first, reference, tolerance)
+
+
+def _beside(session: Session) -> Engine:
+    beside = session.engine.beside()
+    if beside is None:
+        raise ConfigurationError(
+            "compare runs the recorded program operator by operator, which needs "
+            f"engine='embedded', got engine {session.engine.name!r}. Make the model with "
+            "ipufit.Model(module, engine='embedded')."
+        )
+    return beside
+
 
 # So that two device iterations have two executions.
 _UPDATES = 4
@@ -40,7 +99,7 @@ _Way = Tuple[int, int, int, int]
 
 
 def check_invariance(
-    session: Session, make_engine: Callable[[], Engine], sample: object, tolerances: Tuple[Any, Any]
+    session: Session, make_engine: Callable[[], Engine], sample: object, tolerances: Tolerances
 ) -> InvarianceReport:
     """Make some updates of the sample in each way, on copies of everything.
 
@@ -124,9 +183,9 @@ class _Trial:
         self,
         session: Session,
         make_engine: Callable[[], Engine],
-        batch: Any,
+        batch: object,
         size: int,
-        dtype: Any,
+        dtype: Optional[torch.dtype],
     ) -> None:
         self._session = session
         self._make_engine = make_engine
@@ -204,7 +263,7 @@ class _Trial:
                 weights = job.program.read_state().weights
                 return _Result(way, job.meter.values()["loss"], weights)
 
-    def causes(self) -> Any:
+    def causes(self) -> Tuple[InvarianceCause, ...]:
         """Find what breaks invariance, on a copy of the module."""
         module, _, loss = self._copies()
         with train_mode(module, loss.module):
@@ -227,8 +286,8 @@ def _compare_results(
     return InvarianceSetting(*result.way, result.loss, apart, worst, parameter, ok)
 
 
-def _cast(batch: object, dtype: Any) -> Any:
-    def cast(leaf: Any) -> Any:
+def _cast(batch: object, dtype: Optional[torch.dtype]) -> object:
+    def cast(leaf: object) -> object:
         tensor = torch.as_tensor(leaf) if type(leaf).__module__ == "numpy" else leaf
         if dtype is None or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             return tensor
@@ -237,9 +296,10 @@ def _cast(batch: object, dtype: Any) -> Any:
     return tree.map_leaves(cast, batch)
 
 
-def _rows(batch: object, begin: int, end: int, size: int) -> Any:
-    def cut(leaf: Any) -> Any:
-        has_rows = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size
-        return leaf[begin:end] if has_rows else leaf
+def _rows(batch: object, begin: int, end: int, size: int) -> object:
+    def cut(leaf: object) -> object:
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size:
+            return leaf[begin:end]
+        return leaf
 
     return tree.map_leaves(cut, batch)

@@ -8,7 +8,7 @@ import pytest
 
 import ipufit
 from ipufit import LearningRates
-from ipufit.analysis.tuner.lr_finder import exponential_range
+from ipufit.analysis.tuner import exponential_range
 from ipufit.errors import ConfigurationError
 
 
