@@ -2,12 +2,11 @@
 
 from ipufit.poptorch import enums, ops, optim, options, poptorch_core, profiling, testing
 from ipufit.poptorch._accessor import AsynchronousDataAccessor
-from ipufit.poptorch._blocks import module_repr, print
 from ipufit.poptorch._dataloader import DataLoader
-from ipufit.poptorch._devices import ipuHardwareIsAvailable, ipuHardwareVersion
+from ipufit.poptorch._executor import inferenceModel, load, trainingModel
 from ipufit.poptorch._impl import createPoptorchError, isRunningOnIpu, poptorchAtExit
 from ipufit.poptorch._logging import logger, setLogLevel
-from ipufit.poptorch._models import inferenceModel, load, trainingModel
+from ipufit.poptorch._operators.scopes import module_repr, print
 from ipufit.poptorch._options.group import RENAMED as _RENAMED
 from ipufit.poptorch._parsers import (
     ATTR_PREFIX,
@@ -19,6 +18,7 @@ from ipufit.poptorch._parsers import (
     registerCustomArgParser,
     registerGeometricCustomArgParsers,
 )
+from ipufit.poptorch._placement import ipuHardwareIsAvailable, ipuHardwareVersion
 from ipufit.poptorch._poplar_executor import (
     PoplarExecutor,
     _OverwriteContextManager,

@@ -25,8 +25,7 @@ from ipufit.poptorch._data_worker import (
     WorkerSettings,
     serve,
 )
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._logging import logger
+from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._ring_buffer import RingBufferReader
 from ipufit.poptorch.enums import SharingStrategy
 

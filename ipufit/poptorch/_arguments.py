@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from typing import Any, Dict, Iterator, List, Mapping, NoReturn, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ipufit.poptorch._errors import error
+from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._parsers import flattenTensorStructure, parser_of, reconstructTensorStructure
 
 __all__ = ["ArgumentParser", "Arguments"]
-
-_logger = logging.getLogger("poptorch::python")
 
 ADVICE = (
     " The model is compiled for the arguments of its first call. To compile it for these, call "
@@ -192,7 +189,7 @@ class Arguments:
             compare(name, expected, self.kwargs[name], differing)
         if differing and not compiled._warned:
             compiled._warned = True
-            _logger.warning(
+            logger.warning(
                 "The values in %s that are no tensors differ from those of the first call, which "
                 "are part of the compiled program and are used again. Pass them as arguments of "
                 "their own to have this checked, or as tensors to change them.",
@@ -258,12 +255,12 @@ class ArgumentParser:
             return Arguments(structure[0], names, named)
         if not dense and not self._warned_contiguous:
             self._warned_contiguous = True
-            _logger.warning(
+            logger.warning(
                 "At least one input tensor is not contiguous: non-contiguous tensors will be "
                 "converted. Pass tensor.contiguous() to do this once."
             )
         if not detached and not fast_path:
-            _logger.warning(
+            logger.warning(
                 "Input tensor has requires_grad=True set. This tensor will be detached because "
                 "backward pass via inputs is not supported. Gradients of a model's inputs can't be "
                 "asked for from outside. Call requires_grad_() on it in forward, and return its "
@@ -342,7 +339,7 @@ def _warn_of_dicts(structure: Any) -> None:
     while left:
         value = left.pop()
         if isinstance(value, dict):
-            _logger.warning(
+            logger.warning(
                 "A dict among the inputs is taken apart by the keys of the first call: later calls "
                 "must have the same keys. A tuple says this by itself."
             )

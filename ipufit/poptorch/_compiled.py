@@ -1,31 +1,148 @@
-"""A compiled model: the recorded program, the device's memory, and how a call runs."""
+"""A compiled model: its program, the device's memory, how a call runs, and what can be asked."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
+import contextlib
+import datetime
+from collections import OrderedDict
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+)
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ipufit.poptorch._arguments import Arguments
-from ipufit.poptorch._device import Device, outside_inference_mode
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._execution import AnchoredTensors, CallShape, Counters, MicroBatchRunner
-from ipufit.poptorch._group import Group
-from ipufit.poptorch._hooks import _OverwriteContextManager, compile_hooks
-from ipufit.poptorch._logging import logger
+from ipufit.poptorch._device import Device, Group, ReplicaGrouping, outside_inference_mode
+from ipufit.poptorch._execution import (
+    AnchoredTensors,
+    CallShape,
+    Counters,
+    MicroBatchRunner,
+    latency,
+)
+from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._loss_scale import ScalingSettings
 from ipufit.poptorch._optimizer import CompiledOptimizer
 from ipufit.poptorch._placement import placed
 from ipufit.poptorch._precision import check_input, keeps_float64, narrowed, narrowed_output
 from ipufit.poptorch._program_files import through_cache
-from ipufit.poptorch._recorded_program import RecordedProgram
-from ipufit.poptorch._recording import record
-from ipufit.poptorch._replica_grouping import ReplicaGrouping
+from ipufit.poptorch._recording import RecordedProgram, record
 from ipufit.poptorch.enums import CommGroupType, OutputMode, ReductionType
 from ipufit.poptorch.options import Options
 
-__all__ = ["BatchDivision", "Compiled"]
+__all__ = [
+    "BatchDivision",
+    "Compiled",
+    "Inspection",
+    "_OverwriteContextManager",
+    "compile_hooks",
+    "registerPostCompileHook",
+    "registerPreCompileHook",
+]
+
+
+_Hook = Callable[[], Any]
+
+# In order of registration.
+_before: OrderedDict[int, _Hook] = OrderedDict()
+_after: OrderedDict[int, _Hook] = OrderedDict()
+
+
+def registerPreCompileHook(hook: _Hook) -> RemovableHandle:
+    """Call a function without arguments before any model is compiled.
+
+    Returns:
+        A handle whose ``remove()`` takes it back.
+    Raises:
+        RuntimeError: it can't be called.
+    """
+    return _register(_before, hook, "Pre-compile")
+
+
+def registerPostCompileHook(hook: _Hook) -> RemovableHandle:
+    """Call a function without arguments after any compilation, also after one that failed.
+
+    Returns:
+        A handle whose ``remove()`` takes it back.
+    Raises:
+        RuntimeError: it can't be called.
+    """
+    return _register(_after, hook, "Post-compile")
+
+
+def _register(hooks: OrderedDict[int, _Hook], hook: _Hook, which: str) -> RemovableHandle:
+    if not callable(hook):
+        raise RuntimeError(
+            f"{which} hook must be callable, got {hook!r}. Pass a function without arguments."
+        )
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+@contextlib.contextmanager
+def compile_hooks() -> Iterator[None]:
+    """Call the hooks before and after a compilation."""
+    try:
+        _call(_before)
+        yield
+    finally:
+        _call(_after)
+
+
+def _call(hooks: OrderedDict[int, _Hook]) -> None:
+    # A copy: a hook may remove itself.
+    for hook in list(hooks.values()):
+        hook()
+
+
+class _OverwriteContextManager:
+    """Lets every registered substitution replace something while a model is recorded.
+
+    A substitution is a class whose objects have the methods ``replace`` and ``restore``.
+    """
+
+    _subsitution_manager_types: ClassVar[List[Type[Any]]] = []
+
+    def __init__(self) -> None:
+        self.substitution_managers: List[Any] = [kind() for kind in self._subsitution_manager_types]
+        self._restoring = contextlib.ExitStack()
+
+    def __enter__(self) -> _OverwriteContextManager:
+        with contextlib.ExitStack() as restoring:
+            for manager in self.substitution_managers:
+                manager.replace()
+                restoring.callback(manager.restore)
+            # All have replaced something; if one fails, those before it restore it here.
+            self._restoring = restoring.pop_all()
+        return self
+
+    def __exit__(self, exc_type: object, value: object, traceback: object) -> None:
+        self._restoring.close()
+
+    @classmethod
+    def registerSubsitutionManager(cls, type: Type[Any]) -> None:
+        """Use an object of this class in every recording.
+
+        Args:
+            type: called without arguments; its objects have the methods ``replace``, called as a
+                recording begins, and ``restore``, called as it ends.
+        """
+        if type not in cls._subsitution_manager_types:
+            cls._subsitution_manager_types.append(type)
 
 
 class BatchDivision(NamedTuple):
@@ -317,3 +434,115 @@ def _made_up(tensor: Tensor) -> Tensor:
         return torch.zeros_like(tensor)
     generator = torch.Generator().manual_seed(0)
     return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+
+
+Latency = Tuple[float, float, float]
+
+
+class Inspection:
+    """Read-only half of an executor.
+
+    Attributes:
+        _executable: the program; None before compiling and after ``destroy``.
+        _options: options of the executor.
+        _anchors: the anchored tensors of the last call, by their short names.
+    """
+
+    _executable: Optional[Compiled]
+    _options: Options
+    _anchors: Dict[str, Tensor]
+
+    def compilationTime(self) -> datetime.timedelta:
+        """Return how long compiling took.
+
+        Raises:
+            Error: not compiled, or the progress bar is off.
+        Returns:
+            Zero for a program that came out of a file.
+        """
+        if self._executable is None:
+            raise error("Please compile the model before obtaining compilation time.")
+        if not self._options._show_compilation_progress_bar:
+            raise error("Please set showCompilationProgressBar option to obtain compilation time.")
+        return self._options._progress_bar.compilation_time or datetime.timedelta()
+
+    def cycleCount(self) -> int:
+        """Cycles of the last run, which only hardware counts.
+
+        Raises:
+            Error: always.
+        """
+        if not self._options._Popart.options.get("instrumentWithHardwareCycleCounter", False):
+            raise error(
+                "Cycle count logging is disabled. Please set option logCycleCount to True to "
+                "enable."
+            )
+        if self._executable is None:
+            raise error("Please run the model at least once before obtaining cycle count.")
+        raise error(
+            "Cycles can be counted on IPU hardware only, and this model runs in plain torch. "
+            "getLatency() measures seconds."
+        )
+
+    def getTensorNames(self) -> List[str]:
+        """Return the names that :meth:`Options.anchorTensor` takes.
+
+        Raises:
+            AssertionError: not compiled.
+        """
+        if self._executable is None:
+            raise AssertionError(
+                "Model must be compiled before calling getTensorNames: call it with inputs, or "
+                "call compile(), first."
+            )
+        return self._executable.tensor_names()
+
+    def getAnchoredTensor(self, short_name: str) -> Tensor:
+        """Return the tensor anchored under this name, as it was in the last call.
+
+        Raises:
+            AssertionError: there is none.
+        """
+        if short_name not in self._anchors:
+            names = ", ".join(sorted(self._anchors)) or "none"
+            raise AssertionError(
+                f"No tensor with name {short_name} found. Anchored, and run: {names}. Ask for one "
+                "with options.anchorTensor(short_name, long_name)."
+            )
+        return self._anchors[short_name]
+
+    def getPerfCounters(self) -> Dict[str, List[List[float]]]:
+        """Return when inputs and outputs of the last call were there, in seconds.
+
+        Returns:
+            By event ("input", "input_complete", "output", "output_complete"): for every tensor, the
+            time of every micro-batch.
+        """
+        if self._executable is None:
+            return {e: [[]] for e in ("input", "input_complete", "output", "output_complete")}
+        return self._executable.counters.times()
+
+    def _latency(self, start: str, first: Any, end: str) -> Latency:
+        times = self.getPerfCounters()
+        return latency(times[start], times[end], first, max)
+
+    def getHostIpuLatency(self) -> Latency:
+        """Return smallest, largest and mean seconds from requesting inputs to having them."""
+        return self._latency("input", min, "input_complete")
+
+    def getComputeLatency(self) -> Latency:
+        """Return smallest, largest and mean seconds from having inputs to having outputs."""
+        return self._latency("input_complete", max, "output")
+
+    def getIpuHostLatency(self) -> Latency:
+        """Return smallest, largest and mean seconds from having outputs to their arrival."""
+        return self._latency("output", min, "output_complete")
+
+    def getLatency(self) -> Latency:
+        """Return smallest, largest and mean seconds from requesting inputs to having outputs."""
+        return self._latency("input", min, "output_complete")
+
+    def _debugGetPopartIR(self) -> str:
+        raise error(
+            "There is no PopART IR: this model runs in plain torch. Only the SDK compiles one."
+        )

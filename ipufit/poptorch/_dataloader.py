@@ -12,8 +12,7 @@ from torch.utils.data import IterableDataset, Sampler
 
 from ipufit.poptorch._accessor import AsynchronousDataAccessor
 from ipufit.poptorch._data_worker import CombiningLoader
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._logging import logger
+from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._utils import combined
 from ipufit.poptorch.enums import DataLoaderMode
 from ipufit.poptorch.profiling import Channel

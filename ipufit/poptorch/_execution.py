@@ -15,12 +15,11 @@ from typing import Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.poptorch._activations import returning
-from ipufit.poptorch._device import Device
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._group import Group
+from ipufit.poptorch._device import Device, Group
+from ipufit.poptorch._logging import error
 from ipufit.poptorch._precision import FloatChecker, half_computed, makes_half
-from ipufit.poptorch._recorded_program import MicroBatchResults, RecordedProgram
+from ipufit.poptorch._recording import MicroBatchResults, RecordedProgram
+from ipufit.poptorch._tracing import returning
 from ipufit.poptorch.enums import OutputMode
 from ipufit.utils.random_streams import isolated, micro_batch_key, seed_generators
 

@@ -1,37 +1,38 @@
-"""Executor of a wrapped model: compiles it at its first call, runs it, and synchronises weights."""
+"""Models of the device: compiled at their first call, with weights that follow the host's."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import secrets
 import sys
-from typing import Any, Callable, Dict, List, Mapping, Optional, TypeVar
+from typing import Any, Callable, Dict, List, Mapping, Optional, TypeVar, Union
 
 import torch
 from torch import Tensor, nn
 
 from ipufit.poptorch import _saving, poptorch_core, profiling
 from ipufit.poptorch._arguments import ArgumentParser, Arguments
-from ipufit.poptorch._blocks import module_repr
-from ipufit.poptorch._compatibility import check_fits, check_state
-from ipufit.poptorch._compiled import Compiled
-from ipufit.poptorch._devices import DeviceAllocation, acquire
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._files import Path
+from ipufit.poptorch._compiled import Compiled, Inspection
+from ipufit.poptorch._device import ParameterProxy, ReplicaGrouping
 from ipufit.poptorch._host_weights import HostWeights, check_module
-from ipufit.poptorch._inspection import Inspection
-from ipufit.poptorch._logging import logger
+from ipufit.poptorch._logging import error, logger
+from ipufit.poptorch._operators.scopes import module_repr
 from ipufit.poptorch._optimizer_link import OptimizerLink
-from ipufit.poptorch._options.model_options import model_options, report_ignored
-from ipufit.poptorch._replica_grouping import ParameterProxy, ReplicaGrouping
+from ipufit.poptorch._options.compiler import model_options, report_ignored
+from ipufit.poptorch._placement import DeviceAllocation, acquire
+from ipufit.poptorch._program_files import Path
+from ipufit.poptorch._saving import check_fits, check_state, read
 from ipufit.poptorch._tracing import untraced
+from ipufit.poptorch._version import __version__
+from ipufit.poptorch._wrapping import check_not_wrapped
 from ipufit.poptorch.enums import ConnectionType
 from ipufit.poptorch.optim import SGD
 from ipufit.poptorch.options import Options
 
-__all__ = ["PoplarExecutor"]
+__all__ = ["PoplarExecutor", "inferenceModel", "load", "trainingModel"]
 
 
 def without_backward(result: object) -> Any:
@@ -469,3 +470,85 @@ class PoplarExecutor(Inspection):
     def rng_state(self, state: List[int]) -> None:
         self._program()
         self._seed = state[0]
+
+
+def trainingModel(
+    model: Union[nn.Module, PoplarExecutor],
+    options: Optional[Options] = None,
+    optimizer: Optional[torch.optim.Optimizer] = None,
+) -> PoplarExecutor:
+    """Wrap a module whose forward returns a loss, for training.
+
+    The module itself is wrapped too: its parameters come back from the device when they are looked
+    at. ``destroy()`` undoes that.
+
+    Args:
+        model: with the loss inside; its mode (train or eval) is read when it is compiled.
+        options: frozen from here on; the model goes by a copy.
+        optimizer: SGD, Adam, AdamW, RMSprop of torch.optim or ``poptorch.optim``, or LAMB of the
+            latter; without one, SGD with a learning rate of 0.01.
+
+    Raises:
+        AttributeError: not a module.
+        RuntimeError: the module is wrapped already.
+        AssertionError: another kind of optimizer.
+    """
+    module = model._user_model if isinstance(model, PoplarExecutor) else model
+    check_not_wrapped(module)
+    return PoplarExecutor(copy.copy(module), options, True, __version__, optimizer, module)
+
+
+def inferenceModel(
+    model: Union[nn.Module, PoplarExecutor], options: Optional[Options] = None
+) -> PoplarExecutor:
+    """Wrap a module to run its forward alone.
+
+    Args:
+        model: a module, or the training model whose weights are to be shared. A function is taken
+            too, and refused when it is compiled.
+        options: frozen from here on; the model goes by a copy.
+
+    Raises:
+        Error: gradients would be accumulated.
+    """
+    module = model._user_model if isinstance(model, PoplarExecutor) else model
+    called = copy.copy(module) if isinstance(module, nn.Module) else module
+    return PoplarExecutor(called, options, False, __version__)
+
+
+def load(
+    filename: Path, edit_opts_fn: Optional[Callable[[Options], None]] = None
+) -> PoplarExecutor:
+    """Load the compiled model of a file that ``compileAndExport`` or ``save`` has written.
+
+    It goes on as the saved one would have: with its weights, and, if they were saved, the state of
+    its optimizer and of its random numbers. The class of the module must be imported, or the
+    module can't be called outside of the program. Nothing in the file is run.
+
+    Args:
+        filename: the file.
+        edit_opts_fn: changes the options, which are those that were saved: the environment does
+            not count. What a program is compiled for must stay.
+
+    Raises:
+        AssertionError: the file was saved with ``export_model=False``.
+        Error: it is no such file, of another version, or damaged; or the options were changed in
+            what the program is compiled for.
+    """
+    saved = read(filename, __version__)
+    if saved.model is None:
+        name = "trainingModel" if saved.recorded.trace.training else "inferenceModel"
+        raise AssertionError(
+            f"{filename} is a valid PopTorch file but was created with 'export_model=False'. Wrap "
+            f"the module with poptorch.{name}, then call loadExecutable({str(filename)!r}) on that."
+        )
+    options = saved.options.clone()
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    if saved.recorded.trace.training:
+        executor = trainingModel(saved.model, options, saved.optimizer)
+    else:
+        executor = inferenceModel(saved.model, options)
+    executor._groupings.update(saved.groupings)
+    executor._install(saved, filename)
+    return executor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ipufit.poptorch._errors import Error, error
+from ipufit.poptorch._logging import Error, error
 from ipufit.poptorch._tracing import tracing
 from ipufit.poptorch._wrapping import isWrapped, rewrapModelIfNecessary, unwrapModelIfNecessary
 

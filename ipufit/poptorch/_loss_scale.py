@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Mapping, Optional
+from typing import Any, List, Mapping, Optional, Set, Tuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
-from ipufit.poptorch._errors import error
+from ipufit.poptorch._logging import error
+from ipufit.tracing.graph_analysis import schema_of
 
-__all__ = ["FINAL", "NAME", "AutomaticLossScale", "ScalingSettings", "Tracked"]
+__all__ = ["FINAL", "NAME", "AutomaticLossScale", "ScalingSettings", "Tracked", "count_large"]
 
 NAME = "lossScaleUpdateFactor"
 
@@ -123,3 +125,100 @@ class AutomaticLossScale:
             self.factor *= 0.5 if crowded else 2.0
         self._updates += 1
         self._large, self._counted = None, 0
+
+
+_LARGEST = 65504.0
+
+
+_PRODUCTS = {
+    "aten::addmm",
+    "aten::baddbmm",
+    "aten::bmm",
+    "aten::convolution",
+    "aten::convolution_backward",
+    "aten::mm",
+}
+
+
+def count_large(graph: fx.GraphModule, settings: ScalingSettings, gradients: int) -> int:
+    """Make the graph return the number of large elements of gradients, before its gradients.
+
+    Tracked are float16 values that the gradient of the loss flows through, and that are not views.
+    A device's compiler sees the same values, except inside operators that it splits differently.
+
+    Args:
+        graph: changed in place; its last input is the scale of the loss.
+        settings: the size from which an element is large, and which gradients are tracked.
+        gradients: how many gradients the graph returns, last of all.
+    Returns:
+        Number of elements that are tracked.
+    Raises:
+        Error: there is none: no gradient is in half precision.
+    """
+    nodes = _tracked(graph, settings.tracked)
+    if not nodes:
+        raise error(
+            "No tracked gradient tensors of type fp16 were found. Automatic loss scaling follows "
+            "gradients of half precision: call model.half(), or leave "
+            "Training.setAutomaticLossScaling off."
+        )
+    ops = torch.ops.aten
+    edge = settings.edge * _LARGEST
+    total: Any = None
+    for node in nodes:
+        with graph.graph.inserting_before(node.next):
+            # In single precision, which holds the edge. Not `>=`: what is no number is not small.
+            wide = graph.graph.call_function(ops._to_copy.default, (node,), {"dtype": torch.float})
+            size = graph.graph.call_function(ops.abs.default, (wide,))
+            small = graph.graph.call_function(ops.lt.Scalar, (size, edge))
+            large = graph.graph.call_function(ops.bitwise_not.default, (small,))
+            number = graph.graph.call_function(ops.sum.default, (large,))
+            if total is not None:
+                number = graph.graph.call_function(ops.add.Tensor, (total, number))
+            total = number
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    returned = list(output.args[0])
+    returned.insert(len(returned) - gradients, total)
+    output.args = (returned,)
+    graph.graph.lint()
+    graph.recompile()
+    return sum(node.meta["val"].numel() for node in nodes)
+
+
+def _tracked(graph: fx.GraphModule, method: Tracked) -> List[fx.Node]:
+    scale = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+    seed = _seed(scale)
+    below: Set[fx.Node] = set()
+    tracked = []
+    for node in graph.graph.nodes:
+        if not below.intersection(node.all_input_nodes) and node not in seed:
+            continue
+        below.add(node)
+        if node not in seed and _is_half(node) and node.users and _computes(node, method):
+            tracked.append(node)
+    return tracked
+
+
+def _seed(scale: fx.Node) -> Tuple[fx.Node, ...]:
+    """Return the scale and the nodes that read it first, the gradient of the loss: not tracked."""
+    converted = [user for user in scale.users if user.target is torch.ops.aten._to_copy.default]
+    return (scale, *converted, *(user for node in [scale, *converted] for user in node.users))
+
+
+def _is_half(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float16
+
+
+def _computes(node: fx.Node, method: Tracked) -> bool:
+    source = node
+    while schema_of(source) is None and source.all_input_nodes:
+        # One of several results.
+        source = source.all_input_nodes[0]
+    schema = schema_of(source)
+    if schema is None or node.op != "call_function":
+        return False
+    if method == Tracked.Products:
+        return schema.name in _PRODUCTS
+    aliases = [result.alias_info for result in schema.returns]
+    return not any(alias is not None and not alias.is_write for alias in aliases)

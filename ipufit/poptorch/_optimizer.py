@@ -12,13 +12,10 @@ from torch import Tensor
 from ipufit.core.train_config import Clip
 from ipufit.engines.embedded.clipping import clipped
 from ipufit.optim.rules import OptimizerRule
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._logging import logger
+from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._loss_scale import FINAL as FINAL_SCALE
 from ipufit.poptorch._loss_scale import NAME as UPDATE_FACTOR
 from ipufit.poptorch._loss_scale import AutomaticLossScale
-from ipufit.poptorch._optimizer_base import DeviceState
-from ipufit.poptorch._optimizer_changes import check_replacement
 from ipufit.poptorch._optimizer_rules import (
     LOSS_SCALING,
     PREFIXES,
@@ -30,7 +27,8 @@ from ipufit.poptorch._optimizer_rules import (
     initial,
     rule_of,
 )
-from ipufit.poptorch._optimizer_settings import OptimizerSettings, Value
+from ipufit.poptorch._optimizer_settings import OptimizerSettings, Value, check_replacement
+from ipufit.poptorch.optim import DeviceState
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 

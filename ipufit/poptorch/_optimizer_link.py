@@ -3,24 +3,163 @@
 from __future__ import annotations
 
 import functools
-from typing import Callable, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set
 
 import torch
 from torch import Tensor
 
+from ipufit.poptorch import optim
 from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._device import outside_inference_mode
 from ipufit.poptorch._host_weights import HostWeights
+from ipufit.poptorch._logging import logger
 from ipufit.poptorch._loss_scale import AutomaticLossScale, ScalingSettings
 from ipufit.poptorch._optimizer import CompiledOptimizer
-from ipufit.poptorch._optimizer_base import DeviceState, StateSync
-from ipufit.poptorch._optimizer_changes import AttributeTracker, select_mean_strategy
 from ipufit.poptorch._optimizer_rules import Factors
-from ipufit.poptorch._optimizer_settings import OptimizerSettings, settings_of
+from ipufit.poptorch._optimizer_settings import (
+    OPTIMIZERS,
+    OptimizerKind,
+    OptimizerSettings,
+    class_of,
+    kind_of,
+    settings_of,
+)
 from ipufit.poptorch.enums import MeanReductionStrategy, ReductionType
+from ipufit.poptorch.optim import DeviceState, StateSync
 from ipufit.poptorch.options import Options
 
-__all__ = ["OptimizerLink", "merge_parts", "split_parts"]
+__all__ = [
+    "AttributeTracker",
+    "OptimizerLink",
+    "merge_parts",
+    "select_mean_strategy",
+    "split_parts",
+]
+
+
+# What every optimizer has, in one version of torch or another.
+_TORCHS = {
+    "defaults",
+    "state",
+    "param_groups",
+    "variable_attrs",
+    "_sync",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+}
+
+
+class AttributeTracker:
+    """Reports attributes that appear after the first optimizer, and user-defined subclasses.
+
+    Args:
+        relax: say it only in the debug log (``Options.relaxOptimizerAttributesChecks``).
+    """
+
+    def __init__(self, relax: bool) -> None:
+        self._log = logger.debug if relax else logger.warning
+        self._own: Set[str] = set(_TORCHS)
+        self._grouped: Set[str] = {"params", *_TORCHS}
+        self._has_first = False
+        self._reported: Set[str] = set()
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check an optimizer that is about to be set.
+
+        The first one may have any attributes; an attribute that only a later one has is ignored,
+        and reported once.
+        """
+        name = type(optimizer).__name__
+        if type(optimizer) not in OPTIMIZERS:
+            self._say(
+                f"{name} is a subclass, and is unlikely to behave as intended: Poptorch does not "
+                "run Python optimizer code directly, but the device's own update. Use an optimizer "
+                "of torch.optim or poptorch.optim as it is.",
+                warn=True,
+            )
+        self._look_at_values(optimizer)
+        front_end_class = class_of(optimizer)
+        allowed = {
+            *(front_end_class._child_only if front_end_class else ()),
+            *_state_of_class(optimizer),
+        }
+        self._find("optimizer attribute", self._own | allowed, optimizer.__dict__, self._own)
+        groups = [("default group variable", optimizer.defaults)]
+        for index, group in enumerate(optimizer.param_groups):
+            groups.append((f"group {index} attribute", group))
+        for kind, group in groups:
+            self._find(kind, self._grouped, group, self._grouped)
+        self._has_first = True
+
+    def _look_at_values(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(group.get("maximize") for group in optimizer.param_groups):
+            self._say(
+                "maximize=True is ignored: the device minimises the loss. Negate the loss instead.",
+                warn=True,
+            )
+        if class_of(optimizer) is optim.AdamW and not getattr(optimizer, "bias_correction", True):
+            self._say(
+                "bias_correction=False is ignored: the device corrects the bias of AdamW in any "
+                "case. LAMB honours it.",
+                warn=True,
+            )
+
+    def _find(
+        self, kind: str, allowed: Set[str], attributes: Mapping[str, object], into: Set[str]
+    ) -> None:
+        new = [name for name in attributes if name not in allowed]
+        if not self._has_first:
+            into.update(new)
+        elif new:
+            self._say(
+                f"Ignoring unexpected {kind} {new}: it was not there when the model got its first "
+                "optimizer. Options.relaxOptimizerAttributesChecks() makes this a debug message."
+            )
+
+    def _say(self, text: str, warn: bool = False) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
+            (logger.warning if warn else self._log)(text)
+
+
+def _state_of_class(optimizer: torch.optim.Optimizer) -> List[str]:
+    """Return the attributes, beside its settings, that the class gives to every optimizer."""
+    names = ["_state_dict", "ipu_state_is_dirty", "host_state_is_dirty"]
+    return names if isinstance(optimizer, optim.Optimizer) else []
+
+
+def select_mean_strategy(optimizer: torch.optim.Optimizer, options: Any, compiled: bool) -> None:
+    """Use running means where gradients are accumulated in float16, lest their sum overflows.
+
+    Args:
+        optimizer: the one that is about to be set.
+        options: of the executor, also frozen ones.
+        compiled: whether they can't change any more.
+
+    Raises:
+        ValueError: they would have to.
+    """
+    half = getattr(optimizer, "accum_type", None) == torch.float16
+    if not half or kind_of(optimizer) is OptimizerKind.SGD_COMBINED:
+        return
+    present = options.Training.meanAccumulationAndReplicationReductionStrategy
+    running = type(present).Running
+    if present == running:
+        return
+    if compiled:
+        raise ValueError(
+            "Invalid optimizer: accum_type=torch.float16 needs "
+            "meanAccumulationAndReplicationReductionStrategy to be MeanReductionStrategy.Running, "
+            f"got {present}, and the model is already compiled. Set it in options.Training, or the "
+            "type in the first optimizer."
+        )
+    options._unfreeze()
+    options.Training.setMeanAccumulationAndReplicationReductionStrategy(running)
+    options._freeze()
 
 
 # For each such parameter, the names of its copies.

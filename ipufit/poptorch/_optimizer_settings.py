@@ -11,13 +11,15 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tup
 import torch
 
 from ipufit.poptorch import optim
-from ipufit.poptorch._errors import error
+from ipufit.poptorch._logging import Error, error
 
 __all__ = [
+    "OPTIMIZERS",
     "OptimizerKind",
     "OptimizerSettings",
     "Value",
     "Values",
+    "check_replacement",
     "class_of",
     "kind_of",
     "settings_of",
@@ -348,4 +350,79 @@ def settings_of(
         tensorflow=front_end_class is optim.RMSprop
         and bool(read.attribute("use_tf_variant", False)),
         max_grad_norm=math.inf if norm is None else _number("max_grad_norm", norm),
+    )
+
+
+# Optimizers that a device runs, of torch and of the front end; subclasses are others.
+OPTIMIZERS = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.RMSprop,
+    optim.LAMB,
+)
+
+
+def check_replacement(old: OptimizerSettings, new: OptimizerSettings) -> None:
+    """Check that a compiled program can continue with other settings.
+
+    Raises:
+        Error: it can't; says what changed.
+    """
+    pair = {OptimizerKind.SGD_COMBINED, OptimizerKind.SGD_SEPARATE}
+    velocity = old.has_velocity(old.defaults), new.has_velocity(new.defaults)
+    if old.kind is not new.kind and not ({old.kind, new.kind} == pair and not any(velocity)):
+        raise _refused(f"its type from {old.kind.value} to {new.kind.value}")
+    if len(old.groups) != len(new.groups):
+        raise _refused(f"the number of groups from {len(old.groups)} to {len(new.groups)}")
+    for name in ("accum_type", "first", "second", "tensorflow", "max_grad_norm"):
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            raise _refused(f"{_TITLES.get(name, name)} from {before} to {after}")
+    _compare({"loss_scaling": old.loss_scaling}, {"loss_scaling": new.loss_scaling}, "")
+    _compare(old.defaults, new.defaults, " in the defaults")
+    for index, (before, after) in enumerate(zip(old.groups, new.groups)):
+        _compare(before, after, f" in group {index}")
+
+
+_TITLES = {
+    "first": "the type of the first momentum",
+    "second": "the type of the second momentum",
+    "tensorflow": "use_tf_variant",
+}
+
+
+def _compare(old: Values, new: Values, place: str) -> None:
+    for name, before in old.items():
+        after = new[name]
+        title = "betas" if name.startswith("beta") else name
+        if before.constant != after.constant:
+            was, now = (("a constant", "variable"), ("variable", "a constant"))[after.constant]
+            raise error(
+                f"The optimizer can't change {title}{place} from {was} to {now} once the model is "
+                f"compiled. {_mark(title)}"
+            )
+        if before.constant and before.value != after.value:
+            raise error(
+                f"The optimizer can't change {title}{place} from {before.value:g} to "
+                f"{after.value:g} once the model is compiled: it is a constant of the program. "
+                f"{_mark(title)}"
+            )
+
+
+def _mark(title: str) -> str:
+    return (
+        f'Mark it from the start: optimizer.variable_attrs.markAsVariable("{title}"), or pass it '
+        "explicitly to an optimizer of poptorch.optim."
+    )
+
+
+def _refused(change: str) -> Error:
+    return error(
+        f"The optimizer can't change {change} once the model is compiled. Call destroy() and wrap "
+        "the model again."
     )

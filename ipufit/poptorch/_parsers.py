@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Type
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ipufit.poptorch._errors import error
+from ipufit.poptorch._logging import error
 from ipufit.poptorch._operators.custom import attributes_lists
 from ipufit.poptorch._tracing import tracing
 

@@ -4,12 +4,12 @@ PopTorch Geometric has this file executed anew, which must not make a second set
 are defined elsewhere.
 """
 
-from ipufit.poptorch._executor import PoplarExecutor
-from ipufit.poptorch._hooks import (
+from ipufit.poptorch._compiled import (
     _OverwriteContextManager,
     registerPostCompileHook,
     registerPreCompileHook,
 )
+from ipufit.poptorch._executor import PoplarExecutor
 
 __all__ = [
     "PoplarExecutor",

@@ -28,8 +28,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.graph import tensors_in, written_tensors
+from ipufit.poptorch._logging import error
+from ipufit.poptorch._tracing import tensors_in, written_tensors
 from ipufit.poptorch.poptorch_core import UnrecoverableError
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import (
     Any,
     Callable,
@@ -13,7 +14,6 @@ from typing import (
     NamedTuple,
     Optional,
     Sequence,
-    Set,
     Tuple,
 )
 
@@ -22,19 +22,163 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
 from ipufit.errors import CaptureError
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._loss_scale import ScalingSettings, Tracked
+from ipufit.poptorch._logging import error
+from ipufit.poptorch._loss_scale import ScalingSettings, count_large
 from ipufit.poptorch._operators.control import everywhere
 from ipufit.poptorch._operators.identities import Overlaps, resolve_overlaps
-from ipufit.poptorch._parsers import flattenTensorStructure
-from ipufit.poptorch._recorded_program import Outputs, RecordedProgram, find_writes
+from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorStructure
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
 from ipufit.tracing.capture import capture, uses_random_numbers
 from ipufit.tracing.graph_analysis import schema_of
 from ipufit.utils.state import call_with
 
-__all__ = ["record"]
+__all__ = ["MicroBatchResults", "Outputs", "RecordedProgram", "Writes", "find_writes", "record"]
+
+
+@dataclasses.dataclass
+class Outputs:
+    """Outputs of forward: tensors that the device computes, and everything else as forward made it.
+
+    Attributes:
+        structure: the return value of forward, its tensors without data.
+        computed: for each tensor of the structure, whether a micro-batch computes it.
+        constants: the tensors that no micro-batch computes, None elsewhere.
+    """
+
+    structure: Any
+    computed: List[bool]
+    constants: List[Optional[Tensor]]
+
+    def forget(self) -> None:
+        """Drop the tensors of the recording, which have no values; those of the host stay."""
+        self.constants = [None if t is None else t.detach().clone() for t in self.constants]
+        if self.structure is not None:
+            empty = [torch.empty(0) if t is None else t for t in self.constants]
+            self.structure = reconstructTensorStructure(self.structure, empty)
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """Return what forward returned, with these tensors in place of the computed ones."""
+        if self.structure is None:
+            return None
+        source = iter(tensors)
+        every = [
+            next(source) if computed else constant
+            for computed, constant in zip(self.computed, self.constants)
+        ]
+        return reconstructTensorStructure(self.structure, every)
+
+
+class MicroBatchResults(NamedTuple):
+    """Results of one micro-batch.
+
+    Attributes:
+        outputs: the computed outputs of forward.
+        loss: None for inference.
+        large: number of large elements of gradients; None where they are not counted.
+        gradients: gradients by the parameter's name.
+    """
+
+    outputs: Sequence[Tensor]
+    loss: Optional[Tensor]
+    large: Optional[Tensor]
+    gradients: Mapping[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedProgram:
+    """A micro-batch as a graph over (parameters and buffers, inputs, loss scale).
+
+    Attributes:
+        graph: returns the computed outputs, the loss when training, the number of large elements
+            of gradients where they are counted, and the gradients of ``with_gradient``.
+        outputs: how the graph's outputs become those of forward.
+        with_gradient: names of the parameters that the loss depends on, when training.
+        changed_inputs: positions of the inputs that forward changes in place.
+        changed_state: names of the parameters and buffers that forward changes in place.
+        statistics: names of the buffers that only batch normalisation changes.
+        random: whether the program draws random numbers.
+        overlapped: whether a transfer is to overlap with computing.
+        trace: what the model declared while it was recorded.
+        counted: number of elements of gradients of which large ones are counted.
+        activations: names of the graph's nodes, by the names under which tensors can be anchored.
+    """
+
+    graph: fx.GraphModule
+    outputs: Outputs
+    with_gradient: Tuple[str, ...]
+    changed_inputs: Tuple[int, ...]
+    changed_state: Tuple[str, ...]
+    random: bool
+    overlapped: bool
+    trace: Trace
+    counted: int = 0
+    activations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    statistics: Tuple[str, ...] = ()
+
+    def returned(self, tensors: Sequence[Tensor]) -> MicroBatchResults:
+        """Name the tensors that the graph returned."""
+        outputs = sum(self.outputs.computed)
+        gradients = len(tensors) - len(self.with_gradient)
+        return MicroBatchResults(
+            tensors[:outputs],
+            tensors[outputs] if self.trace.training else None,
+            tensors[gradients - 1] if self.counted else None,
+            dict(zip(self.with_gradient, tensors[gradients:])),
+        )
+
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+class Writes(NamedTuple):
+    """Positions of the placeholders that a graph changes in place.
+
+    Attributes:
+        changed: changed by operators whose purpose is to write into them.
+        statistics: running statistics that batch normalisation updates, and that no operator
+            writes into otherwise.
+    """
+
+    changed: Tuple[int, ...]
+    statistics: Tuple[int, ...]
+
+
+def find_writes(graph: fx.GraphModule) -> Writes:
+    """Find the placeholders that a graph changes in place, directly or through views."""
+    place: Dict[fx.Node, int] = {}
+    changed: List[int] = []
+    statistics: List[int] = []
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            place[node] = len(place)
+            continue
+        schema = schema_of(node)
+        if schema is None:
+            # A member of several results: of a split, say.
+            source = node.args[0] if node.args else None
+            if isinstance(source, fx.Node) and source in place:
+                place[node] = place[source]
+            continue
+        arguments: Dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args))
+        arguments.update(node.kwargs)
+        # Some of its overloads change statistics without saying so in their schema.
+        normalises = "batch_norm" in schema.name
+        for argument in schema.arguments:
+            value = arguments.get(argument.name)
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                if not isinstance(each, fx.Node) or each not in place:
+                    continue
+                alias = argument.alias_info
+                if normalises and argument.name in _STATISTICS:
+                    declared = alias is not None and alias.is_write
+                    if arguments.get("training", declared):
+                        statistics.append(place[each])
+                elif alias is not None:
+                    if alias.is_write:
+                        changed.append(place[each])
+                    place[node] = place[each]
+    return Writes(tuple(sorted({*changed})), tuple(sorted({*statistics} - {*changed})))
 
 
 # Their running statistics may be rebound; the program has them under their names all the same.
@@ -82,102 +226,6 @@ def check_not_replaced(before: ModuleTensors, after: ModuleTensors) -> None:
                     f"self.{name}.copy_(src) to copy data from a source tensor, where src is the "
                     "name of the source tensor."
                 )
-
-
-_LARGEST = 65504.0
-
-_PRODUCTS = {
-    "aten::addmm",
-    "aten::baddbmm",
-    "aten::bmm",
-    "aten::convolution",
-    "aten::convolution_backward",
-    "aten::mm",
-}
-
-
-def count_large(graph: fx.GraphModule, settings: ScalingSettings, gradients: int) -> int:
-    """Make the graph return the number of large elements of gradients, before its gradients.
-
-    Tracked are float16 values that the gradient of the loss flows through, and that are not views.
-    A device's compiler sees the same values, except inside operators that it splits differently.
-
-    Args:
-        graph: changed in place; its last input is the scale of the loss.
-        settings: the size from which an element is large, and which gradients are tracked.
-        gradients: how many gradients the graph returns, last of all.
-    Returns:
-        Number of elements that are tracked.
-    Raises:
-        Error: there is none: no gradient is in half precision.
-    """
-    nodes = _tracked(graph, settings.tracked)
-    if not nodes:
-        raise error(
-            "No tracked gradient tensors of type fp16 were found. Automatic loss scaling follows "
-            "gradients of half precision: call model.half(), or leave "
-            "Training.setAutomaticLossScaling off."
-        )
-    ops = torch.ops.aten
-    edge = settings.edge * _LARGEST
-    total: Any = None
-    for node in nodes:
-        with graph.graph.inserting_before(node.next):
-            # In single precision, which holds the edge. Not `>=`: what is no number is not small.
-            wide = graph.graph.call_function(ops._to_copy.default, (node,), {"dtype": torch.float})
-            size = graph.graph.call_function(ops.abs.default, (wide,))
-            small = graph.graph.call_function(ops.lt.Scalar, (size, edge))
-            large = graph.graph.call_function(ops.bitwise_not.default, (small,))
-            number = graph.graph.call_function(ops.sum.default, (large,))
-            if total is not None:
-                number = graph.graph.call_function(ops.add.Tensor, (total, number))
-            total = number
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    returned = list(output.args[0])
-    returned.insert(len(returned) - gradients, total)
-    output.args = (returned,)
-    graph.graph.lint()
-    graph.recompile()
-    return sum(node.meta["val"].numel() for node in nodes)
-
-
-def _tracked(graph: fx.GraphModule, method: Tracked) -> List[fx.Node]:
-    scale = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
-    seed = _seed(scale)
-    below: Set[fx.Node] = set()
-    tracked = []
-    for node in graph.graph.nodes:
-        if not below.intersection(node.all_input_nodes) and node not in seed:
-            continue
-        below.add(node)
-        if node not in seed and _is_half(node) and node.users and _computes(node, method):
-            tracked.append(node)
-    return tracked
-
-
-def _seed(scale: fx.Node) -> Tuple[fx.Node, ...]:
-    """Return the scale and the nodes that read it first, the gradient of the loss: not tracked."""
-    converted = [user for user in scale.users if user.target is torch.ops.aten._to_copy.default]
-    return (scale, *converted, *(user for node in [scale, *converted] for user in node.users))
-
-
-def _is_half(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype == torch.float16
-
-
-def _computes(node: fx.Node, method: Tracked) -> bool:
-    source = node
-    while schema_of(source) is None and source.all_input_nodes:
-        # One of several results.
-        source = source.all_input_nodes[0]
-    schema = schema_of(source)
-    if schema is None or node.op != "call_function":
-        return False
-    if method == Tracked.Products:
-        return schema.name in _PRODUCTS
-    aliases = [result.alias_info for result in schema.returns]
-    return not any(alias is not None and not alias.is_write for alias in aliases)
 
 
 class _Forward(nn.Module):

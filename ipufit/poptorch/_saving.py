@@ -1,4 +1,4 @@
-"""Write a compiled model to a file, and read it back."""
+"""Write a compiled model to a file, read it back, and check that it fits who loads it."""
 
 from __future__ import annotations
 
@@ -6,35 +6,44 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ipufit.poptorch import optim
 from ipufit.poptorch._arguments import Arguments
-from ipufit.poptorch._codec import InvalidContent, class_path
+from ipufit.poptorch._codec import InvalidContent
 from ipufit.poptorch._compiled import Compiled
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._files import Path, file_to_write, invalid, read_file, write_file
-from ipufit.poptorch._module_files import (
+from ipufit.poptorch._device import ReplicaGrouping
+from ipufit.poptorch._logging import error
+from ipufit.poptorch._loss_scale import ScalingSettings
+from ipufit.poptorch._object_files import (
     UnknownClass,
     WeightsOnly,
+    from_data,
     module_from_values,
     module_to_values,
+    optimizer_from_values,
+    optimizer_to_values,
+    to_data,
 )
-from ipufit.poptorch._optimizer_base import DeviceState
-from ipufit.poptorch._optimizer_changes import OPTIMIZERS
 from ipufit.poptorch._optimizer_link import OptimizerLink
-from ipufit.poptorch._options.saved import from_data, to_data
 from ipufit.poptorch._parsers import flattenTensorStructure
-from ipufit.poptorch._program_files import program_from_values, program_to_values
-from ipufit.poptorch._recorded_program import RecordedProgram
-from ipufit.poptorch._replica_grouping import ReplicaGrouping
+from ipufit.poptorch._program_files import (
+    Path,
+    file_to_write,
+    invalid,
+    program_from_values,
+    program_to_values,
+    read_file,
+    write_file,
+)
+from ipufit.poptorch._recording import RecordedProgram
 from ipufit.poptorch.enums import CommGroupType, ConnectionType, VariableRetrievalMode
+from ipufit.poptorch.optim import DeviceState
 from ipufit.poptorch.options import Options
 
-__all__ = ["Saved", "read", "write"]
+__all__ = ["Saved", "check_fits", "check_state", "read", "write"]
 
 
 @dataclasses.dataclass
@@ -209,72 +218,115 @@ def _weights_only(path: str, values: Any) -> nn.Module:
     return modules[0]
 
 
-# A file can name these and no other.
-_CLASSES: Dict[str, Any] = {class_path(kind): kind for kind in OPTIMIZERS}
-# What an optimizer of torch may have besides, and those of the front end have.
-_SETTINGS = sorted(
-    {
-        name
-        for kind in (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.LAMB)
-        for name in kind._child_only
-    }
-    | {"max_weight_norm"}
-)
+# Of the options, those that a program is compiled for, by the setter.
+_COMPILED_FOR = {
+    "broadcast_buffers": "broadcastBuffers",
+    "device_iterations": "deviceIterations",
+    "input_cgt": "inputReplicaGrouping",
+    "input_group_size": "inputReplicaGrouping",
+    "output_mode": "outputMode",
+    "output_return_period": "outputMode",
+    "replication_factor": "replicationFactor",
+}
 
 
-def optimizer_to_values(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
-    """Convert an optimizer to values: class, settings, and the model's own parameters.
+_COMPILED_FOR_IN_TRAINING = {
+    "accumulation_and_replication_reduction_type": "accumulationAndReplicationReductionType",
+    "gradient_accumulation": "gradientAccumulation",
+}
 
-    The state on the device is not included.
+
+def check_fits(
+    saved: Saved,
+    filename: Path,
+    training: bool,
+    options: Options,
+    groupings: Mapping[str, ReplicaGrouping],
+) -> None:
+    """Refuse a program that was compiled for another kind of model, or other options.
+
+    Args:
+        saved: content of the file.
+        filename: path of the file, for messages.
+        training, options, groupings: those of the executor.
 
     Raises:
-        Error: an optimizer of a class of the user's.
+        Error: what differs, and how.
     """
-    kind = class_path(type(optimizer))
-    if kind not in _CLASSES:
+    if saved.recorded.trace.training != training:
+        theirs, ours = ("inference", "training") if training else ("training", "inference")
         raise error(
-            "a file holds optimizers of torch.optim and poptorch.optim, got "
-            f"{kind.replace(':', '.')}. Use one of these as it is, or save with "
-            "export_model=False."
+            f"{filename} holds a program for {theirs}, and this model is for {ours}. Wrap the "
+            f"module with poptorch.{theirs}Model."
         )
-    marks = getattr(optimizer, "variable_attrs", None)
-    return {
-        "class": kind,
-        "groups": [dict(group) for group in optimizer.param_groups],
-        "defaults": dict(optimizer.defaults),
-        "settings": {n: vars(optimizer)[n] for n in _SETTINGS if n in vars(optimizer)},
-        "variable": None if marks is None else list(marks._variable_attributes),
-        "state": [(parameter, dict(state)) for parameter, state in optimizer.state.items()],
-    }
+    differing = _differing(saved.options, options, training)
+    if differing:
+        raise error(
+            f"{filename} was compiled with other options than these of the model: "
+            f"{'; '.join(differing)}. Set them alike, or compile the model anew."
+        )
+    if dict(saved.groupings) != dict(groupings):
+        raise error(
+            f"{filename} was compiled with replicaGrouping of "
+            f"{', '.join(sorted(saved.groupings)) or 'no parameter'}, and the model has it for "
+            f"{', '.join(sorted(groupings)) or 'none'}. Set it alike before loadExecutable()."
+        )
 
 
-def optimizer_from_values(values: Optional[Mapping[str, Any]]) -> Optional[torch.optim.Optimizer]:
-    """Rebuild the optimizer of ``optimizer_to_values``; None for None.
+def _differing(saved: Options, current: Options, training: bool) -> List[str]:
+    texts = []
+    groups: List[Any] = [(saved, current, _COMPILED_FOR)]
+    if training:
+        groups.append((saved.Training, current.Training, _COMPILED_FOR_IN_TRAINING))
+    for theirs, ours, names in groups:
+        for name, setter in names.items():
+            left, right = getattr(theirs, name), getattr(ours, name)
+            if left != right:
+                texts.append(f"{setter} was {left!r}, and is {right!r}")
+    if training:
+        scalings = [ScalingSettings.of(options._Popart.options) for options in (saved, current)]
+        if scalings[0] != scalings[1]:
+            texts.append(f"automatic loss scaling was {scalings[0]}, and is {scalings[1]}")
+    return texts
+
+
+def check_state(
+    saved: Saved, filename: Path, state: Mapping[str, Tensor], trained: Sequence[Sequence[str]]
+) -> None:
+    """Refuse a program that was compiled for other weights.
+
+    Args:
+        saved: content of the file.
+        filename: path of the file, for messages.
+        state: the device's parameters and buffers by name.
+        trained: names of the parameters of the executor's optimizer.
 
     Raises:
-        InvalidContent: no optimizer is written like this.
+        Error: what differs, and how.
     """
-    if values is None:
-        return None
-    try:
-        kind = _CLASSES.get(values["class"])
-        if kind is None:
-            raise InvalidContent(f"{values['class']!r} is not an optimizer that it can hold")
-        groups = [dict(group) for group in values["groups"]]
-        optimizer: torch.optim.Optimizer = kind(groups, lr=groups[0]["lr"])
-        optimizer.defaults.update(values["defaults"])
-        for name, value in values["settings"].items():
-            if name not in _SETTINGS:
-                raise InvalidContent(f"{name!r} is not a setting of an optimizer")
-            setattr(optimizer, name, value)
-        if isinstance(optimizer, optim.Optimizer):
-            optimizer.variable_attrs._variable_attributes = [str(n) for n in values["variable"]]
-        for parameter, state in values["state"]:
-            if not isinstance(parameter, nn.Parameter):
-                raise InvalidContent("the state of an optimizer must be that of a parameter")
-            optimizer.state[parameter] = dict(state)
-        return optimizer
-    except InvalidContent:
-        raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as reason:
-        raise InvalidContent(f"it holds no sound optimizer: {reason!r}") from reason
+
+    def shown(tensors: Mapping[str, Tensor]) -> Dict[str, str]:
+        return {
+            name: f"{str(t.dtype).partition('.')[2]}{list(t.shape)}" for name, t in tensors.items()
+        }
+
+    expected, got = shown(saved.state), shown(state)
+    # The program takes them in this order.
+    if list(expected.items()) != list(got.items()):
+        texts = [
+            f"{name}: {expected.get(name, 'none')}, here {got.get(name, 'none')}"
+            for name in sorted({*expected, *got})
+            if expected.get(name) != got.get(name)
+        ]
+        raise error(
+            f"{filename} was compiled for a model with other parameters and buffers: "
+            f"{'; '.join(texts) or 'their order'}. Build the model as it was when it was saved."
+        )
+    missing = sorted(
+        set(saved.recorded.with_gradient) - {name for group in trained for name in group}
+    )
+    if missing:
+        raise error(
+            f"{filename} trains {', '.join(missing)}, which the optimizer has not, or which has "
+            "requires_grad=False. Build the optimizer as it was when the model was saved."
+        )

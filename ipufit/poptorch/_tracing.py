@@ -1,21 +1,218 @@
-"""State of the recording of a model's forward: its blocks, its losses, and what it keeps alive."""
+"""The recording that is under way: its graph, blocks and losses, and the names of its tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Dict, FrozenSet, Hashable, Iterator, List, Optional, Sequence, Set
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Hashable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+)
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ipufit.partition.entered_blocks import EnteredBlocks, Entry
-from ipufit.poptorch._activations import Activations
-from ipufit.poptorch._errors import error
+from ipufit.poptorch._logging import error
 from ipufit.tracing.flat_storage import storage_id
 
-__all__ = ["RecordedBlocks", "Trace", "traced", "tracing", "untraced"]
+__all__ = [
+    "Activations",
+    "RecordedBlocks",
+    "Trace",
+    "define",
+    "graph_so_far",
+    "node_of",
+    "returning",
+    "tensors_in",
+    "traced",
+    "tracer",
+    "tracing",
+    "untraced",
+    "written_tensors",
+]
+
+
+NAMESPACE = "ipufit_poptorch"
+
+# Lives as long as the process: its operators would go with it.
+_LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+
+
+def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+    """Register an operator and return it.
+
+    It has no gradient: call it in a ``torch.autograd.Function``, or under ``torch.no_grad``.
+
+    Args:
+        schema: ``name(Tensor x, ...) -> Tensor``; the results alias nothing.
+        run: computes, on any device.
+        shapes: returns empty results of the right shape and dtype, for recording.
+    """
+    _LIBRARY.define(schema)
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, shapes, "Meta")
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def tracer() -> Optional[Any]:
+    """Return the innermost tracer that is recording; None outside of a capture."""
+    # Imported here: it is slow to import.
+    from torch.fx.experimental import proxy_tensor
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    if hasattr(proxy_tensor, "get_proxy_mode"):
+        innermost = proxy_tensor.get_proxy_mode()
+        return None if innermost is None else innermost.tracer
+    # Before torch 2.4 a mode that is set aside stays on the stack, switched off.
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, proxy_tensor.ProxyTorchDispatchMode) and getattr(
+            mode, "enable_tracing", True
+        ):
+            return mode.tracer
+    return None
+
+
+def node_of(tensor: Tensor) -> Optional[fx.Node]:
+    """Return the node that computes a tensor; None where this tracer doesn't know it."""
+    from torch.fx.experimental import proxy_tensor
+
+    current = tracer()
+    if current is None or not proxy_tensor.has_proxy_slot(tensor, current):
+        return None
+    node: fx.Node = proxy_tensor.get_proxy_slot(tensor, current).proxy.node
+    return node
+
+
+def graph_so_far() -> List[fx.Node]:
+    """Return the nodes recorded so far by the innermost tracer."""
+    current = tracer()
+    return [] if current is None else list(current.graph.nodes)
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in arguments or results, in their order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operator writes to."""
+    schema = func._schema
+    if schema.is_mutable:
+        arguments = {**dict(zip((a.name for a in schema.arguments), args)), **kwargs}
+        for argument in schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from tensors_in(arguments.get(argument.name))
+
+
+class Activations:
+    """Names the results of operators: ``module/submodule/operator:0``, then ``operator:0/1``."""
+
+    def __init__(self) -> None:
+        self._scopes: List[str] = []
+        self._nodes: Dict[str, fx.Node] = {}
+        self._counts: Dict[str, int] = {}
+        self._graph: Any = None
+
+    @contextlib.contextmanager
+    def named_by(self, model: nn.Module, enabled: bool) -> Iterator[None]:
+        """Name tensors after the modules of a model while its forward is recorded.
+
+        Args:
+            model: whose modules give their names.
+            enabled: whether they do.
+        """
+        current = tracer()
+        self._graph = None if current is None else current.graph
+        names = {m: name.rpartition(".")[2] for name, m in model.named_modules() if name}
+        with contextlib.ExitStack() as hooks:
+            if enabled:
+                # Hooks of the modules themselves would switch off torch's fused layers.
+                before = register_module_forward_pre_hook(
+                    lambda module, args: self.enter(names.get(module))
+                )
+                after = register_module_forward_hook(
+                    lambda module, args, result: self.leave(names.get(module))
+                )
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+            yield
+
+    def enter(self, name: Optional[str]) -> None:
+        """Add a scope to the names of operators from here on; None adds nothing."""
+        if name is not None:
+            self._scopes.append(name)
+
+    def leave(self, name: Optional[str]) -> None:
+        """Remove the innermost scope; None removes nothing.
+
+        Raises:
+            Error: there is none.
+        """
+        if name is None:
+            return
+        if not self._scopes:
+            raise error("pop_name_scope without push_name_scope. Push a name before it is popped.")
+        self._scopes.pop()
+
+    def record(self, func: Any, results: Sequence[Tensor]) -> None:
+        """Name the results of an operator that has just been recorded."""
+        operator = func.name().partition("::")[2].partition(".")[0]
+        for place, result in enumerate(results):
+            node = node_of(result)
+            # What a body of a loop makes is the loop's own.
+            if node is None or node.graph is not self._graph:
+                continue
+            name = "/".join([*self._scopes, f"{operator}:{place}"])
+            count = self._counts.get(name, 0)
+            self._counts[name] = count + 1
+            self._nodes[f"{name}/{count}" if count else name] = node
+
+    def names_in(self, graph: fx.GraphModule) -> Dict[str, str]:
+        """Map anchor names to names of the nodes that a finished graph still has."""
+        there = {node.name for node in graph.graph.nodes}
+        return {name: node.name for name, node in self._nodes.items() if node.name in there}
+
+
+def returning(graph: fx.GraphModule, nodes: Sequence[str]) -> fx.GraphModule:
+    """Return a copy of a program that returns these nodes too, as they are when computed.
+
+    Args:
+        graph: left as it is.
+        nodes: their names.
+    """
+    if not nodes:
+        return graph
+    copied = fx.Graph()
+    places: Dict[fx.Node, fx.Node] = {}
+    returned = copied.graph_copy(graph.graph, places)
+    by_name = {node.name: copy for node, copy in places.items()}
+    extra = []
+    for name in nodes:
+        copied_node = by_name[name]
+        with copied.inserting_after(copied_node):
+            # Whatever is written into it later.
+            extra.append(copied.call_function(torch.ops.aten.clone.default, (copied_node,)))
+    copied.output([*returned, *extra])  # type: ignore[misc]
+    return fx.GraphModule(graph, copied)
 
 
 class RecordedBlocks(EnteredBlocks):

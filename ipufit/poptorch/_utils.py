@@ -10,7 +10,7 @@ from typing import Any, Iterable, Iterator, List, Sequence
 import torch
 from torch import Tensor
 
-from ipufit.poptorch._errors import error
+from ipufit.poptorch._logging import error
 from ipufit.poptorch._parsers import (
     ATTR_PREFIX,
     accessAttributes,

@@ -12,10 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.graph import tensors_in, written_tensors
+from ipufit.poptorch._logging import error
 from ipufit.poptorch._operators.routing import call
-from ipufit.poptorch._tracing import Trace
+from ipufit.poptorch._tracing import Trace, tensors_in, written_tensors
 from ipufit.tracing.flat_storage import storage_id
 
 __all__ = ["watched"]

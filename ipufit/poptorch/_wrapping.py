@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ipufit.poptorch._errors import error
+from ipufit.poptorch._logging import error
 
 __all__ = [
     "ExecutorLink",

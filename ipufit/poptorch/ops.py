@@ -7,15 +7,7 @@ that is being compiled, each takes effect at once.
 from __future__ import annotations
 
 from ipufit.poptorch import enums, poptorch_core
-from ipufit.poptorch._blocks import (
-    BeginBlock,
-    Block,
-    BlockFunction,
-    LegacyBeginBlockFn,
-    removeBlocks,
-)
 from ipufit.poptorch._operators.control import cond, for_loop
-from ipufit.poptorch._operators.ctc import ctc_beam_search_decoder
 from ipufit.poptorch._operators.custom import CPU, attributes_lists, custom_op
 from ipufit.poptorch._operators.identities import (
     identity_loss,
@@ -26,9 +18,17 @@ from ipufit.poptorch._operators.identities import (
     set_overlap_for_input,
     set_overlap_for_output,
 )
-from ipufit.poptorch._operators.points import fps, nearest
 from ipufit.poptorch._operators.printing import ipu_print_tensor
-from ipufit.poptorch._operators.scopes import MultiConv, NameScope
+from ipufit.poptorch._operators.scopes import (
+    BeginBlock,
+    Block,
+    BlockFunction,
+    LegacyBeginBlockFn,
+    MultiConv,
+    NameScope,
+    removeBlocks,
+)
+from ipufit.poptorch._operators.search import ctc_beam_search_decoder, fps, nearest
 from ipufit.poptorch._operators.slices import dynamic_slice, dynamic_update
 from ipufit.poptorch._parsers import (
     ATTR_PREFIX,

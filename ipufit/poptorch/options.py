@@ -17,16 +17,16 @@ from ipufit.poptorch._options.execution import (
     _IPhasedExecution,
 )
 from ipufit.poptorch._options.files import ConfigFileError
-from ipufit.poptorch._options.group import _PopartOptions
-from ipufit.poptorch._options.options import Options
-from ipufit.poptorch._options.sections import (
+from ipufit.poptorch._options.group import (
     TensorLocationSettings,
     _DistributedOptions,
     _JitOptions,
+    _PopartOptions,
     _PrecisionOptions,
     _TensorLocationOptions,
     _TrainingOptions,
 )
+from ipufit.poptorch._options.options import Options
 
 __all__ = [
     "Attribute",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from typing import Any, Callable, Dict, NoReturn, Tuple, Type
 
-from ipufit.poptorch import _devices, _logging, _tracing
-from ipufit.poptorch._errors import Error
+from ipufit.poptorch import _logging, _placement, _tracing
+from ipufit.poptorch._logging import Error
 from ipufit.poptorch._options import compiler as _compiler
 
 __all__ = ["Error", "RecoverableError", "UnrecoverableError", "importPoptorchMetadataFromFile"]
@@ -116,7 +116,7 @@ def isCompilingWithDispatcher() -> bool:
 
 def ipuHardwareVersion(numIpus: int = 1) -> int:
     """The kind of IPU that the system has; 0 for none, unless ``--claim-ipus`` says otherwise."""
-    return _devices.ipuHardwareVersion() if _devices.ipuHardwareIsAvailable(numIpus) else 0
+    return _placement.ipuHardwareVersion() if _placement.ipuHardwareIsAvailable(numIpus) else 0
 
 
 def setLogLevel(level: int = 2) -> None:

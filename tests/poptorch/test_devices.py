@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ipufit import poptorch
-from ipufit.poptorch import ConnectionType, _devices, optim
+from ipufit.poptorch import ConnectionType, _placement, optim
 from ipufit.poptorch.poptorch_core import Error
 
 
@@ -27,7 +27,7 @@ class Shift(nn.Module):
 @pytest.fixture(autouse=True)
 def free(monkeypatch):
     """No device is taken, and nobody waits for one."""
-    monkeypatch.setattr(_devices, "_allocations", {})
+    monkeypatch.setattr(_placement, "_allocations", {})
     monkeypatch.delenv("POPTORCH_WAIT_FOR_IPU", raising=False)
     monkeypatch.delenv("POPTORCH_IPU_MODEL", raising=False)
 
@@ -157,7 +157,7 @@ def test_waiting_for_a_device_if_the_environment_says_so(monkeypatch):
     first(ONE)
     results = []
     thread = threading.Thread(target=lambda: results.append(second(ONE)))
-    with _devices._changed:
+    with _placement._changed:
         # It can't have the device before this thread lets go of the lock.
         thread.start()
     first.detachFromDevice()

@@ -11,11 +11,10 @@ import safetensors.torch
 import torch
 from torch import fx, nn
 
-from ipufit.poptorch import _files as files
+from ipufit.poptorch import _program_files as files
 from ipufit.poptorch._arguments import ArgumentParser, Arguments
-from ipufit.poptorch._codec import InvalidContent
-from ipufit.poptorch._graph_files import graph_from_json, graph_to_json
-from ipufit.poptorch._module_files import (
+from ipufit.poptorch._codec import InvalidContent, graph_from_json, graph_to_json
+from ipufit.poptorch._object_files import (
     UnknownClass,
     WeightsOnly,
     module_from_values,

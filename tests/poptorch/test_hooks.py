@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from ipufit import poptorch
-from ipufit.poptorch import _hooks as hooks
+from ipufit.poptorch import _compiled as hooks
 
 
 @pytest.fixture

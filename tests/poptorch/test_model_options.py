@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import ipufit.poptorch as poptorch
-from ipufit.poptorch._options import model_options as reports
-from ipufit.poptorch._options.model_options import ignored, model_options, report_ignored
+from ipufit.poptorch._options import compiler as reports
+from ipufit.poptorch._options.compiler import ignored, model_options, report_ignored
 from tests.poptorch.option_texts import exactly
 
 

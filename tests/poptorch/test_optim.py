@@ -220,7 +220,7 @@ def test_copies_have_the_settings_but_no_executor(kind):
 
 def optim_sync(optimizer, reads):
     """A connection to a device that gives nothing."""
-    from ipufit.poptorch._optimizer_base import StateSync
+    from ipufit.poptorch.optim import StateSync
 
     def read():
         reads.append(1)

@@ -9,12 +9,8 @@ import pytest
 import torch
 
 from ipufit.poptorch import Error, optim
-from ipufit.poptorch._optimizer_changes import (
-    AttributeTracker,
-    check_replacement,
-    select_mean_strategy,
-)
-from ipufit.poptorch._optimizer_settings import OptimizerKind, Value, settings_of
+from ipufit.poptorch._optimizer_link import AttributeTracker, select_mean_strategy
+from ipufit.poptorch._optimizer_settings import OptimizerKind, Value, check_replacement, settings_of
 
 HALF = torch.float16
 

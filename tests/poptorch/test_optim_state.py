@@ -10,9 +10,9 @@ from ipufit import poptorch
 from ipufit.poptorch import Error, optim
 from ipufit.poptorch._loss_scale import AutomaticLossScale
 from ipufit.poptorch._optimizer import CompiledOptimizer
-from ipufit.poptorch._optimizer_base import StateSync
 from ipufit.poptorch._optimizer_rules import Factors
 from ipufit.poptorch._optimizer_settings import settings_of
+from ipufit.poptorch.optim import StateSync
 
 CLASSES = [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.LAMB]
 NAMES = ("w", "b")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ipufit.poptorch as poptorch
-from ipufit.poptorch._options.saved import from_data, to_data
+from ipufit.poptorch._object_files import from_data, to_data
 
 
 def through_a_file(options):

@@ -3,9 +3,8 @@
 import pytest
 
 import ipufit.poptorch as poptorch
-from ipufit.poptorch._devices import uses_ipu_model
-from ipufit.poptorch._options.model_options import model_options
-from ipufit.poptorch._placement import PlacedBlock, placed
+from ipufit.poptorch._options.compiler import model_options
+from ipufit.poptorch._placement import PlacedBlock, placed, uses_ipu_model
 from tests.poptorch.option_texts import exactly
 
 

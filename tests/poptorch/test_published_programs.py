@@ -18,7 +18,7 @@ import ipufit
 from ipufit import poptorch
 from ipufit.partition.entered_blocks import record_blocks
 from ipufit.poptorch import _alias
-from ipufit.poptorch._hooks import _OverwriteContextManager
+from ipufit.poptorch._compiled import _OverwriteContextManager
 from ipufit.poptorch._impl import isWrapped, rewrapModelIfNecessary, unwrapModelIfNecessary
 
 

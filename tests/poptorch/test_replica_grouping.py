@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from ipufit.poptorch._replica_grouping import ParameterProxy, ReplicaGrouping, grouping
+from ipufit.poptorch._device import ParameterProxy, ReplicaGrouping, grouping
 from ipufit.poptorch.enums import CommGroupType, VariableRetrievalMode
 from ipufit.poptorch.poptorch_core import Error
 

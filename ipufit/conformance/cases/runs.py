@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ipufit.conformance.kit import scenario
-from ipufit.conformance.settings import LOSSES, OptimizerSpec
+from ipufit.conformance.scenario import LOSSES, OptimizerSpec
 
 MOMENTUM = OptimizerSpec.of("torch", "SGD", lr=0.1, momentum=0.9)
 

@@ -124,6 +124,6 @@ def ignored_options(module: Any, options: Any) -> List[str]:
     """Names of the setters that were used and change nothing; the SDK's PopTorch ignores none."""
     if options is None or not is_standin(module):
         return []
-    from ipufit.poptorch._options.model_options import ignored
+    from ipufit.poptorch._options.compiler import ignored
 
     return ignored(options)

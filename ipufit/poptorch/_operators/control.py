@@ -11,10 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.graph import define, tracer
+from ipufit.poptorch._logging import error
 from ipufit.poptorch._precision import DEVICE_DTYPES, half_computed, makes_half
-from ipufit.poptorch._tracing import Trace, tracing
+from ipufit.poptorch._tracing import Trace, define, tracer, tracing
 
 __all__ = [
     "BRANCH",

@@ -8,9 +8,8 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.graph import define
-from ipufit.poptorch._tracing import tracing, untraced
+from ipufit.poptorch._logging import error
+from ipufit.poptorch._tracing import define, tracing, untraced
 from ipufit.tracing.ipu_only import is_for_this_engine
 
 __all__ = [

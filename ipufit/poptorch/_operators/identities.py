@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ipufit.poptorch import enums
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.graph import define
+from ipufit.poptorch._logging import error
 from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorStructure
-from ipufit.poptorch._tracing import tracing
+from ipufit.poptorch._tracing import define, tracing
 from ipufit.tracing.ipu_only import report_hint
 
 __all__ = [

@@ -10,9 +10,8 @@ from typing import Any, Callable, List, NamedTuple, Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.graph import define
-from ipufit.poptorch._tracing import Trace, tracing
+from ipufit.poptorch._logging import error
+from ipufit.poptorch._tracing import Trace, define, tracing
 from ipufit.tracing.ipu_only import is_for_this_engine
 from ipufit.utils.console import warn_user
 

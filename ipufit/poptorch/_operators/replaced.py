@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ipufit.poptorch._operators.graph import define, tensors_in
-from ipufit.poptorch._tracing import tracing
+from ipufit.poptorch._tracing import define, tensors_in, tracing
 from ipufit.tracing import recurrent
 
 __all__ = ["REPLACED"]

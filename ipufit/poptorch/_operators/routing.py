@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ipufit.poptorch._errors import error
+from ipufit.poptorch._logging import error
 from ipufit.poptorch._operators import slices
 from ipufit.poptorch._operators.identities import LOSSES
 from ipufit.poptorch._operators.replaced import REPLACED

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.graph import node_of, tracer
+from ipufit.poptorch._logging import error
 from ipufit.poptorch._precision import DEVICE_DTYPES
-from ipufit.poptorch._tracing import tracing
+from ipufit.poptorch._tracing import node_of, tracer, tracing
 
 __all__ = ["dynamic_slice", "dynamic_update", "getitem", "has_tensor_bounds"]
 

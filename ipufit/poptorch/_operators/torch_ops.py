@@ -13,19 +13,17 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch import enums
-from ipufit.poptorch._blocks import Block
-from ipufit.poptorch._errors import error
+from ipufit.poptorch._logging import error
 from ipufit.poptorch._operators import identities
-from ipufit.poptorch._operators.ctc import ctc_beam_search_decoder
 from ipufit.poptorch._operators.custom import custom_op
 from ipufit.poptorch._operators.identities import (
     nop,
     recomputationCheckpoint,
     set_available_memory,
 )
-from ipufit.poptorch._operators.points import fps, nearest
 from ipufit.poptorch._operators.printing import ipu_print_tensor
-from ipufit.poptorch._operators.scopes import MultiConv, pop_name_scope, push_name_scope
+from ipufit.poptorch._operators.scopes import Block, MultiConv, pop_name_scope, push_name_scope
+from ipufit.poptorch._operators.search import ctc_beam_search_decoder, fps, nearest
 from ipufit.poptorch._operators.slices import dynamic_slice, dynamic_update
 from ipufit.poptorch._options.execution import Attribute
 from ipufit.poptorch._parsers import accessAttributes

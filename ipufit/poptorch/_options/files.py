@@ -17,8 +17,12 @@ from ipufit.poptorch._options.execution import (
     Stage,
     _IExecutionStrategy,
 )
-from ipufit.poptorch._options.group import OptionGroup, _PopartOptions, nearest
-from ipufit.poptorch._options.sections import TensorLocationSettings
+from ipufit.poptorch._options.group import (
+    OptionGroup,
+    TensorLocationSettings,
+    _PopartOptions,
+    nearest,
+)
 
 __all__ = [
     "ENUMS",

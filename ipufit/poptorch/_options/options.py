@@ -19,13 +19,15 @@ from ipufit.poptorch._options.execution import (
     _IExecutionStrategy,
 )
 from ipufit.poptorch._options.files import apply_file, apply_json
-from ipufit.poptorch._options.group import OptionGroup, _PopartOptions, need_type
-from ipufit.poptorch._options.sections import (
+from ipufit.poptorch._options.group import (
+    OptionGroup,
     _DistributedOptions,
     _JitOptions,
+    _PopartOptions,
     _PrecisionOptions,
     _TensorLocationOptions,
     _TrainingOptions,
+    need_type,
 )
 
 __all__ = [

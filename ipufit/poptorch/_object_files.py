@@ -1,0 +1,426 @@
+"""Modules, optimizers and options as plain values for a file, and back.
+
+A file may only name classes, and only those that the program has imported already are used. Neither
+their constructors nor any other code of theirs runs while reading; torch's own modules restore
+themselves. Options are plain data as JSON has it; types that JSON does not have are marked:
+``{"enum": ["OutputMode", "All"]}``, ``{"tuple": [...]}``, ``{"dict": [[key, value]]}``.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.poptorch import enums, optim
+from ipufit.poptorch._codec import Encoder, InvalidContent, class_path, imported_class
+from ipufit.poptorch._logging import Error, error
+from ipufit.poptorch._optimizer_settings import OPTIMIZERS
+from ipufit.poptorch._options.execution import (
+    ParallelPhasedExecution,
+    Phase,
+    PipelinedExecution,
+    SerialPhasedExecution,
+    ShardedExecution,
+    Stage,
+    _IExecutionStrategy,
+    _IPhasedExecution,
+)
+from ipufit.poptorch._options.files import ENUMS
+from ipufit.poptorch._options.options import Options
+from ipufit.poptorch._wrapping import isWrapped
+
+__all__ = [
+    "UnknownClass",
+    "WeightsOnly",
+    "from_data",
+    "module_from_values",
+    "module_to_values",
+    "optimizer_from_values",
+    "optimizer_to_values",
+    "to_data",
+]
+
+
+# What torch itself keeps of a module; the rest of its attributes are the user's.
+_OWN = frozenset(nn.Module().__dict__)
+
+
+class UnknownClass(Exception):
+    """A class that a file names is not imported in this program."""
+
+
+class WeightsOnly(nn.Module):
+    """Replaces a module whose class is not imported, with its weights under their names.
+
+    Args:
+        path: the class, as "module:name".
+    """
+
+    def __init__(self, path: str = "") -> None:
+        super().__init__()
+        self.class_path = path
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """Refuse the call, because the module's code is not there.
+
+        Raises:
+            Error: always.
+        """
+        module, _, name = self.class_path.partition(":")
+        raise error(
+            f"the file holds the compiled program and the weights of {name}, but not its Python "
+            f"code, so that it can't be compiled again. Import {module} before poptorch.load(), "
+            "or wrap a new model and load the state_dict() of this one into it."
+        )
+
+
+def module_to_values(model: nn.Module) -> List[Dict[str, Any]]:
+    """Convert a module and its submodules to values that ``write_file`` takes.
+
+    Raises:
+        Error: it has hooks, or an attribute that a file can't hold; the message says where.
+    """
+    modules = list(model.modules())
+    order = {id(module): number for number, module in enumerate(modules)}
+    names = {id(module): name for name, module in model.named_modules()}
+    return [_one(module, names[id(module)], order) for module in modules]
+
+
+def _one(module: nn.Module, name: str, order: Dict[int, int]) -> Dict[str, Any]:
+    kind = type(module)._poptorch_plain if isWrapped(module) else type(module)  # type: ignore[attr-defined]
+    # What torch's own modules leave out of a file, they make anew.
+    getstate = getattr(kind, "__getstate__", None) if _is_torchs(kind) else None
+    state = module.__dict__ if getstate is None else getstate(module)
+    for key, value in state.items():
+        if key in _OWN and key.endswith("_hooks") and value:
+            raise error(
+                f"{name or 'the model'} has hooks ({key}), which a file can't hold. Remove them "
+                "before you save, or save with export_model=False."
+            )
+    return {
+        "class": class_path(kind),
+        "training": module.training,
+        "parameters": list(module._parameters.items()),
+        "buffers": list(module._buffers.items()),
+        "not_saved": sorted(module._non_persistent_buffers_set),
+        "modules": [
+            (key, None if child is None else order[id(child)])
+            for key, child in module._modules.items()
+        ],
+        "attributes": [
+            (key, _attribute(value, f"{name}.{key}" if name else key))
+            for key, value in state.items()
+            if key not in _OWN
+        ],
+    }
+
+
+def _attribute(value: object, name: str) -> Tuple[str, Any]:
+    function = getattr(value, "__name__", None)
+    for place in (nn.functional, torch):
+        path = f"{place.__name__}:{function}"
+        if function and _functions().get(path) is value:
+            return ("function", path)
+    try:
+        Encoder().encode(value)
+    except Error as reason:
+        raise error(
+            f"the attribute {name} can't be saved: {reason.message} Or save with "
+            "export_model=False."
+        ) from reason
+    return ("value", value)
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.")
+
+
+def module_from_values(values: Any) -> nn.Module:
+    """Rebuild the module of ``module_to_values`` with classes that are imported in this program.
+
+    Raises:
+        UnknownClass: one is not.
+        InvalidContent: no module is written like this.
+    """
+    try:
+        modules = [_empty(entry["class"]) for entry in values]
+        states = [_filled(module, entry, modules) for module, entry in zip(modules, values)]
+        for module, state in zip(modules, states):
+            # The method of nn.Module, but for classes of torch.
+            kind: Any = type(module) if _is_torchs(type(module)) else nn.Module
+            kind.__setstate__(module, {**module.__dict__, **state})
+        return modules[0]
+    except (UnknownClass, InvalidContent):
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as reason:
+        raise InvalidContent(f"it holds no sound module: {reason}") from reason
+
+
+def _empty(path: object) -> nn.Module:
+    kind = imported_class(path, nn.Module)
+    if kind is None:
+        raise UnknownClass(path)
+    module: nn.Module = object.__new__(kind)
+    nn.Module.__init__(module)
+    return module
+
+
+def _filled(module: nn.Module, entry: Dict[str, Any], modules: List[nn.Module]) -> Dict[str, Any]:
+    for name, parameter in entry["parameters"]:
+        _expect(name, parameter, nn.Parameter)
+        module._parameters[name] = parameter
+    for name, buffer in entry["buffers"]:
+        _expect(name, buffer, Tensor)
+        module._buffers[name] = buffer
+    for name, number in entry["modules"]:
+        _expect(name, number, int)
+        if number is not None and not 0 <= number < len(modules):
+            raise InvalidContent(f"it has no module {number}")
+        module._modules[name] = None if number is None else modules[number]
+    module._non_persistent_buffers_set = set(entry["not_saved"])
+    state = {"training": bool(entry["training"])}
+    for name, (kind, value) in entry["attributes"]:
+        if not isinstance(name, str) or name in _OWN:
+            raise InvalidContent(f"{name!r} can't be an attribute of a module")
+        state[name] = _function(value) if kind == "function" else value
+    return state
+
+
+def _expect(name: object, value: object, kind: type) -> None:
+    if not isinstance(name, str) or not (value is None or isinstance(value, kind)):
+        raise InvalidContent(f"{name!r} is no {kind.__name__}")
+
+
+def _function(path: object) -> Any:
+    function = _functions().get(path) if isinstance(path, str) else None
+    if function is None:
+        raise InvalidContent(f"{path!r} is not a function of torch")
+    return function
+
+
+@functools.lru_cache(maxsize=None)
+def _functions() -> Dict[str, Any]:
+    """Map paths to functions of torch that modules have as attributes, such as activations."""
+    functions = {}
+    for name, value in vars(nn.functional).items():
+        defined_here = getattr(value, "__module__", None) == nn.functional.__name__ and callable(
+            value
+        )
+        if defined_here or isinstance(value, types.BuiltinFunctionType):
+            functions[f"{nn.functional.__name__}:{name}"] = value
+    for name in dir(torch._C._VariableFunctions):
+        value = vars(torch).get(name)
+        if not name.startswith("_") and name != "from_file" and callable(value):
+            functions[f"torch:{name}"] = value
+    return functions
+
+
+# A file can name these and no other.
+_CLASSES: Dict[str, Any] = {class_path(kind): kind for kind in OPTIMIZERS}
+
+
+# What an optimizer of torch may have besides, and those of the front end have.
+_SETTINGS = sorted(
+    {
+        name
+        for kind in (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.LAMB)
+        for name in kind._child_only
+    }
+    | {"max_weight_norm"}
+)
+
+
+def optimizer_to_values(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
+    """Convert an optimizer to values: class, settings, and the model's own parameters.
+
+    The state on the device is not included.
+
+    Raises:
+        Error: an optimizer of a class of the user's.
+    """
+    kind = class_path(type(optimizer))
+    if kind not in _CLASSES:
+        raise error(
+            "a file holds optimizers of torch.optim and poptorch.optim, got "
+            f"{kind.replace(':', '.')}. Use one of these as it is, or save with "
+            "export_model=False."
+        )
+    marks = getattr(optimizer, "variable_attrs", None)
+    return {
+        "class": kind,
+        "groups": [dict(group) for group in optimizer.param_groups],
+        "defaults": dict(optimizer.defaults),
+        "settings": {n: vars(optimizer)[n] for n in _SETTINGS if n in vars(optimizer)},
+        "variable": None if marks is None else list(marks._variable_attributes),
+        "state": [(parameter, dict(state)) for parameter, state in optimizer.state.items()],
+    }
+
+
+def optimizer_from_values(values: Optional[Mapping[str, Any]]) -> Optional[torch.optim.Optimizer]:
+    """Rebuild the optimizer of ``optimizer_to_values``; None for None.
+
+    Raises:
+        InvalidContent: no optimizer is written like this.
+    """
+    if values is None:
+        return None
+    try:
+        kind = _CLASSES.get(values["class"])
+        if kind is None:
+            raise InvalidContent(f"{values['class']!r} is not an optimizer that it can hold")
+        groups = [dict(group) for group in values["groups"]]
+        optimizer: torch.optim.Optimizer = kind(groups, lr=groups[0]["lr"])
+        optimizer.defaults.update(values["defaults"])
+        for name, value in values["settings"].items():
+            if name not in _SETTINGS:
+                raise InvalidContent(f"{name!r} is not a setting of an optimizer")
+            setattr(optimizer, name, value)
+        if isinstance(optimizer, optim.Optimizer):
+            optimizer.variable_attrs._variable_attributes = [str(n) for n in values["variable"]]
+        for parameter, state in values["state"]:
+            if not isinstance(parameter, nn.Parameter):
+                raise InvalidContent("the state of an optimizer must be that of a parameter")
+            optimizer.state[parameter] = dict(state)
+        return optimizer
+    except InvalidContent:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as reason:
+        raise InvalidContent(f"it holds no sound optimizer: {reason!r}") from reason
+
+
+_STRATEGIES: Dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        ParallelPhasedExecution,
+        PipelinedExecution,
+        SerialPhasedExecution,
+        ShardedExecution,
+    )
+}
+_GROUPS = ("_training", "_distributed", "_tensor_locations")
+_FLAGS = (
+    "_module_namescope_enabled",
+    "_relax_optimizer_checks",
+    "_show_compilation_progress_bar",
+    "_source_location_excludes",
+)
+_CONTAINERS: Dict[str, Callable[[Any], Any]] = {"list": list, "set": set, "tuple": tuple}
+
+
+class _Bare(Options):
+    """Options that ignore the environment."""
+
+    def _read_environment(self) -> None:
+        """Read nothing."""
+
+
+def to_data(options: Options) -> Dict[str, Any]:
+    """Convert options to plain data.
+
+    Raises:
+        Error: a value that is not plain, such as a tensor given to ``_Popart.set``.
+    """
+    return {
+        "values": _encode("Options", options._values),
+        "groups": {name: _encode(name, getattr(options, name)._values) for name in _GROUPS},
+        "compiler": _encode("_Popart", options._Popart.options),
+        "flags": {name: _encode(name, getattr(options, name)) for name in _FLAGS},
+        "strategy": _strategy_data(options._execution_strategy),
+    }
+
+
+def from_data(data: Dict[str, Any]) -> Options:
+    """Rebuild options from plain data; they are not frozen, and ignore the environment."""
+    options: Options = _Bare()
+    options.__class__ = Options
+    options._values = _decode(data["values"])
+    for name in _GROUPS:
+        getattr(options, name)._values = _decode(data["groups"][name])
+    options._Popart.options = _decode(data["compiler"])
+    for name in _FLAGS:
+        setattr(options, name, _decode(data["flags"][name]))
+    options._execution_strategy = _strategy(data["strategy"])
+    return options
+
+
+def _encode(where: str, value: Any) -> Any:
+    """Convert a value to plain data."""
+    if isinstance(value, enum.Enum) and type(value).__name__ in ENUMS:
+        return {"enum": [type(value).__name__, value.name]}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is dict:
+        pairs = [[_encode(where, key), _encode(where, entry)] for key, entry in value.items()]
+        return {"dict": pairs}
+    for name, kind in _CONTAINERS.items():
+        if type(value) is kind:
+            return {name: [_encode(where, entry) for entry in value]}
+    raise error(
+        "Options in a file are numbers, strings, enums, lists, tuples, sets and dicts; "
+        f"{where} has a value of type {type(value).__name__}. Leave it out."
+    )
+
+
+def _decode(data: object) -> Any:
+    """Rebuild a value from plain data."""
+    if not isinstance(data, dict):
+        return data
+    ((mark, entries),) = data.items()
+    if mark == "enum":
+        return ENUMS[entries[0]][entries[1]]
+    if mark == "dict":
+        return {_decode(key): _decode(entry) for key, entry in entries}
+    return _CONTAINERS[mark](_decode(entry) for entry in entries)
+
+
+def _stage_data(stage: Stage) -> Dict[str, Any]:
+    return {"blocks": stage.blocks, "ipu": stage._ipu}
+
+
+def _stage(data: Dict[str, Any]) -> Stage:
+    stage = Stage(*data["blocks"])
+    return stage if data["ipu"] is None else stage.ipu(data["ipu"])
+
+
+def _strategy_data(strategy: _IExecutionStrategy) -> Dict[str, Any]:
+    """Convert a strategy to its class' name and its stages."""
+    kind = type(strategy).__name__
+    if type(strategy) is not _STRATEGIES.get(kind):
+        raise error(
+            f"An execution strategy in a file is one of {', '.join(_STRATEGIES)}, got {kind}."
+        )
+    if isinstance(strategy, _IPhasedExecution):
+        return {
+            "kind": kind,
+            "phases": [[_stage_data(stage) for stage in p.stages] for p in strategy._phases],
+            "liveness": strategy._tensors_liveness.name,
+            "separate": strategy._separate_backward_phase,
+        }
+    assert isinstance(strategy, PipelinedExecution)
+    # A stage of several blocks is in the map once for each.
+    stages: List[Stage] = []
+    for stage in strategy._block_map.values():
+        if stage not in stages:
+            stages.append(stage)
+    return {
+        "kind": kind,
+        "auto": strategy._auto_stage.name,
+        "stages": [_stage_data(stage) for stage in stages],
+    }
+
+
+def _strategy(data: Dict[str, Any]) -> _IExecutionStrategy:
+    """Rebuild a strategy from plain data."""
+    kind = _STRATEGIES[data["kind"]]
+    if "phases" in data:
+        phased: _IPhasedExecution = kind(*(Phase(*map(_stage, p)) for p in data["phases"]))
+        phased._tensors_liveness = enums.Liveness[data["liveness"]]
+        return phased.useSeparateBackwardPhase(data["separate"])
+    stages: List[Any] = [_stage(stage) for stage in data["stages"]]
+    strategy: PipelinedExecution = kind(*stages or [enums.AutoStage[data["auto"]]])
+    return strategy
