@@ -48,7 +48,7 @@ import math
 import os
 import sys
 from array import array
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Mapping
 
 from ipufit.errors import ConfigurationError
 from ipufit.report.rows import columns_of
@@ -61,6 +61,7 @@ __all__ = [
     "POPVISION",
     "TORCH_TRACE",
     "TRACE",
+    "Facts",
     "plain",
     "read_facts",
     "read_rows",
@@ -68,6 +69,8 @@ __all__ = [
 ]
 
 FORMAT = "ipufit.Report/1"
+# The object in run.json, or one within it.
+Facts = Mapping[str, Any]
 FACTS, EXECUTIONS = "run.json", "executions.f64"
 PAGE, TRACE, TORCH_TRACE = "report.html", "trace.json", "torch_trace.json"
 POPVISION = "popvision"

@@ -117,11 +117,12 @@ def refuse_report(report: Report, resumes: bool) -> None:
         ConfigurationError: no page can be made, the profiler can't look on, or the folder is not
             free.
     """
-    if importlib.util.find_spec("plotly") is None:
-        raise ConfigurationError(
-            "Report draws its curves with plotly, which is not installed. Run: "
-            "pip install ipufit[report]"
-        )
+    for library, what in (
+        ("plotly", "Report draws its curves with plotly, which is not installed"),
+        ("jinja2", "Report lays its page out with jinja2, which is not installed"),
+    ):
+        if importlib.util.find_spec(library) is None:
+            raise ConfigurationError(f"{what}. Run: pip install ipufit[report]")
     refuse_profiler(report.profiler)
     if os.path.exists(report.folder) and not os.path.isdir(report.folder):
         raise ConfigurationError(

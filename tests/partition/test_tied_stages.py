@@ -15,6 +15,7 @@ from ipufit.planner.pipeline_schedule import least_accumulation, simulate
 from ipufit.planner.rendering import size
 from ipufit.report.advice import _of_stages
 from ipufit.report.facts import partition
+from ipufit.report.page.document import render_section
 from ipufit.report.page.pipeline import pipeline
 from tests.fitting import assert_equal
 from tests.ipu_calls import Recorder
@@ -528,7 +529,7 @@ def test_a_report_shows_which_stages_share_an_ipu():
     model, _, _ = trained(made("decoder"), parallel=ipufit.Parallel(layers_per_ipu=[2, 2]))
     plan = ipufit.Plan.make(micro_batch_size=2, stages=2, gradient_accumulation=11)
     facts = partition(model._session, plan)
-    page = str(pipeline({"plan": facts}).body)
+    page = str(render_section(pipeline({"plan": facts})))
     assert "2: head on IPU 0" in page
     assert "Stages, on 2 IPUs" in page
     assert "works in turn with it" in page

@@ -387,7 +387,7 @@ def test_without_plotly_there_is_no_report(monkeypatch, tmp_path):
     with pytest.raises(ConfigurationError) as caught:
         fitted(model, tmp_path)
     assert str(caught.value) == (
-        "report draws its curves with plotly, which is not installed. Run: "
+        "Report draws its curves with plotly, which is not installed. Run: "
         "pip install ipufit[report]"
     )
     assert model.capture_seconds == 0

@@ -7,15 +7,12 @@ import math
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ipufit.report.page import texts
-from ipufit.report.page.html import Cell, Column, Html, element, join_parts, table
 from ipufit.report.page.sections import (
     DRAWN,
     Chart,
     Section,
     Series,
-    figure,
     lacking,
-    note,
     rounded,
     thinned,
 )
@@ -44,23 +41,15 @@ def curves(runs: Named) -> Section:
     logged = sorted({name for _, run in runs for name in _updates(run)})
     shown = logged[:_MOST_LOGGED]
     charts += [_logged_chart(runs, name, place) for place, name in enumerate(shown)]
-    body: List[Optional[Html]] = []
-    if not charts:
-        why = lacking(runs[0][1].facts, "history")
-        body.append(why or element("p", "Not shown: no execution is over.", class_="missing"))
-    wide = [chart for chart in charts if chart.smooths]
-    others = [chart for chart in charts if not chart.smooths]
-    body += [figure(chart) for chart in wide]
-    body.append(element("div", [figure(chart) for chart in others], class_="grid"))
-    for left_out, what in (
-        (names[_MOST_VALUES:], "values of epochs"),
-        (logged[_MOST_LOGGED:], "logged values"),
-    ):
-        if left_out:
-            body.append(note(f"{len(left_out)} more {what} are not drawn: {', '.join(left_out)}."))
-    if len(runs) == 1:
-        body.append(_table_of_epochs(runs[0][1]))
-    return Section("curves", "Curves", join_parts(body), charts)
+    values = {
+        "why": lacking(runs[0][1].facts, "history") or "no execution is over",
+        "left_out": [
+            (names[_MOST_VALUES:], "values of epochs"),
+            (logged[_MOST_LOGGED:], "logged values"),
+        ],
+        **(_table_of_epochs(runs[0][1]) if len(runs) == 1 else {}),
+    }
+    return Section("curves", "Curves", values, charts)
 
 
 def _label(runs: Named, name: str, what: str = "") -> str:
@@ -264,30 +253,18 @@ def _logged_chart(runs: Named, name: str, place: int) -> Chart:
     )
 
 
-def _table_of_epochs(run: Run) -> Optional[Html]:
+def _table_of_epochs(run: Run) -> Dict[str, object]:
     epochs, values = _history(run)
-    if not epochs:
-        return None
-    names = list(values)
-    by_place = {name: dict(values[name]) for name in names}
+    by_place = [dict(pairs) for pairs in values.values()]
     took = {each["epoch"]: each["seconds"] for each in run.facts["epochs"]}
-    rows = []
     first = max(0, len(epochs) - _MOST_EPOCHS)
-    for place, epoch in itertools.islice(enumerate(epochs), first, None):
-        row = [Cell(texts.count(epoch + 1), epoch + 1)]
-        for name in names:
-            value = by_place[name].get(place)
-            row.append(Cell(texts.number(value), None if value is None else texts.real(value)))
-        seconds = took.get(epoch, math.nan)
-        row.append(Cell(texts.seconds(seconds), seconds))
-        rows.append(row)
-    columns = [Column("epoch", True), *(Column(name, True) for name in names), Column("time", True)]
-    caption = "Every epoch"
-    if first:
-        caption = f"The last {_MOST_EPOCHS} of {len(epochs):,} epochs"
-    return element(
-        "details",
-        element("summary", caption),
-        table("table-epochs", caption, columns, rows),
-        id="details-epochs",
-    )
+    rows = [
+        {
+            "number": epoch + 1,
+            "values": [pairs.get(place) for pairs in by_place],
+            "seconds": took.get(epoch, math.nan),
+        }
+        for place, epoch in itertools.islice(enumerate(epochs), first, None)
+    ]
+    caption = f"The last {_MOST_EPOCHS} of {len(epochs):,} epochs" if first else "Every epoch"
+    return {"epochs": rows, "columns": [[name] for name in values], "caption": caption}

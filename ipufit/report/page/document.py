@@ -8,22 +8,26 @@ import functools
 import gzip
 import hashlib
 import importlib.util
+import json
 import os
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Sequence, Tuple
+
+import jinja2
+from markupsafe import Markup
 
 from ipufit.errors import ConfigurationError
+from ipufit.report.page import texts
 from ipufit.report.page.comparison import comparison_sections
 from ipufit.report.page.curves import curves
-from ipufit.report.page.html import Html, data, element, join_parts
 from ipufit.report.page.memory import memory
 from ipufit.report.page.operators import layers, operators
 from ipufit.report.page.phases import phases
 from ipufit.report.page.pipeline import pipeline
 from ipufit.report.page.sections import DRAWN, Section
-from ipufit.report.page.summary import status, summary, warnings_section
+from ipufit.report.page.summary import summary, warnings_section
 from ipufit.report.run import Run
 
-__all__ = ["digest", "policy", "render_page", "render_state"]
+__all__ = ["data", "digest", "policy", "render_page", "render_section", "render_state"]
 
 
 def digest(script: bytes) -> str:
@@ -104,9 +108,34 @@ def _called_at_once(text: bytes) -> bytes:
     return body[: -len(_END)].replace(_BEGIN, b"self : this, (() => {\n") + b"\n})));\n"
 
 
-_ASSETS = os.path.join(os.path.dirname(__file__), "assets")
-_FOOT = "Made by ipufit. Drawn by plotly.js, which is in this file; nothing is fetched."
+_FOLDER = os.path.dirname(__file__)
 _SCRIPTS = ("start.js", "tables.js", "charts.js", "turns.js", "live.js", "main.js")
+
+
+@functools.lru_cache(maxsize=1)
+def _templates() -> jinja2.Environment:
+    """Make the environment of the templates, all of which escape what is put into them."""
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(os.path.join(_FOLDER, "templates")),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters.update(texts.FILTERS)
+    return templates
+
+
+def _render(name: str, **values: object) -> Markup:
+    return Markup(_templates().get_template(f"{name}.html").render(**values))
+
+
+def data(value: object) -> Markup:
+    """Render JSON that can't end the element ``script`` in which it stands."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    # Line separators are escaped by json already.
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return Markup(text)
 
 
 def render_page(runs: Sequence[Run], live: bool = False) -> str:
@@ -124,124 +153,54 @@ def render_page(runs: Sequence[Run], live: bool = False) -> str:
     drawing = library()
     script = "\n".join(map(_asset, _SCRIPTS))
     content = _content(runs, live)
-    title = _title(runs)
-    allowed = [digest(script.encode("utf-8")), drawing.digest]
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy(allowed, live)),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
-        element("meta", name="referrer", content="no-referrer"),
-        element("title", title),
-        element("style", Html(_asset("style.css"))),
-        element("noscript", element("style", ".plot, .tools { display: none }")),
+    return _render(
+        "page",
+        **content,
+        data=data({"charts": content["charts"], "points": DRAWN}),
+        live=live,
+        plotly=Markup(drawing.packed),
+        policy=policy([digest(script.encode("utf-8")), drawing.digest], live),
+        script=Markup(script),
+        title=" and ".join(dict.fromkeys(str(run.facts["title"]) for run in runs)),
     )
-    body = element(
-        "body",
-        element("a", "Skip to the report", href="#main", class_="skip"),
-        element(
-            "header",
-            element("h1", title),
-            element(
-                "div",
-                element("p", content["subtitle"], id="subtitle"),
-                element("div", id="page-tools", class_="tools"),
-                class_="top",
-            ),
-            element("p", id="live", role="status", aria_live="polite", hidden=not live),
-        ),
-        element("nav", content["navigation"], id="navigation", aria_label="Sections"),
-        element("p", id="trouble", role="alert", hidden=True),
-        element(
-            "noscript",
-            element("p", "Without JavaScript the tables are here, the pictures are not."),
-        ),
-        element("main", [content["sections"][name] for name in content["order"]], id="main"),
-        element("footer", element("p", _FOOT)),
-        element(
-            "script",
-            Html(data({"charts": content["charts"], "points": DRAWN})),
-            type="application/json",
-            id="data",
-        ),
-        element("script", Html(drawing.packed), type="text/plain", id="plotly"),
-        element("script", Html(script)),
-        data_live=live,
-    )
-    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
 def render_state(run: Run) -> str:
     """Render the JSON with which a page that was made with ``live=True`` updates itself."""
-    content = _content([run], live=True)
-    return data({**content, "status": str(run.facts["status"])})
+    return data({**_content([run], live=True), "status": str(run.facts["status"])})
 
 
-def _content(runs: Sequence[Run], live: bool) -> Dict[str, Any]:
+def _content(runs: Sequence[Run], live: bool) -> Dict[str, object]:
     """Return the parts of the page that change while a run goes on, in plain values."""
-    if len(runs) == 1:
-        sections = _sections(runs[0])
-        subtitle = _subtitle(runs[0], live)
-    else:
-        sections = comparison_sections(_named(runs))
-        subtitle = join_parts(f"{len(runs)} runs, side by side")
+    sections = _sections(runs[0]) if len(runs) == 1 else comparison_sections(_named(runs))
     return {
-        "subtitle": subtitle,
-        "navigation": _navigation(sections),
+        "subtitle": _render("subtitle", runs=runs, live=live),
+        "navigation": _render("navigation", sections=sections),
         "order": [section.anchor for section in sections],
-        "sections": {section.anchor: _shown(section) for section in sections},
+        "sections": {section.anchor: render_section(section) for section in sections},
         "charts": {chart.name: chart.to_dict() for section in sections for chart in section.charts},
     }
 
 
 def _sections(run: Run) -> List[Section]:
-    facts = run.facts
+    warnings = warnings_section([("", run)])
     sections = [
-        warnings_section(facts),
         summary(run),
         curves([("", run)]),
         phases(run),
-        pipeline(facts),
+        pipeline(run.facts),
         memory(run),
-        operators(facts),
-        layers(facts),
+        operators(run.facts),
+        layers(run.facts),
     ]
-    return [section for section in sections if section.body]
+    return sections if warnings is None else [warnings, *sections]
 
 
-def _shown(section: Section) -> Html:
-    heading = f"{section.anchor}-title"
-    return element(
-        "section",
-        element("h2", section.title, id=heading),
-        section.body,
-        id=section.anchor,
-        aria_labelledby=heading,
-    )
-
-
-def _navigation(sections: Sequence[Section]) -> Html:
-    links = [
-        element("li", element("a", section.title, href=f"#{section.anchor}"))
-        for section in sections
-    ]
-    return element("ul", links)
-
-
-def _title(runs: Sequence[Run]) -> str:
-    return " and ".join(dict.fromkeys(str(run.facts["title"]) for run in runs))
-
-
-def _subtitle(run: Run, live: bool) -> Html:
-    environment = run.facts.get("environment", {})
-    where = f"{environment['engine']} engine, {environment['device']}" if environment else ""
-    how: Optional[str] = None
-    if run.facts["status"] == "running" and not live:
-        how = " when this page was made"
-    return join_parts(
-        element("span", run.folder, class_="folder"), " ", status(run), how, " ", where
-    )
+def render_section(section: Section) -> Markup:
+    """Render a section, with its heading."""
+    kind = f"{section.kind or section.anchor}.html"
+    values = {**section.values, "charts": section.charts}
+    return _render("section", section=section, template=kind, **values)
 
 
 def _named(runs: Sequence[Run]) -> List[Tuple[str, Run]]:
@@ -256,5 +215,5 @@ def _named(runs: Sequence[Run]) -> List[Tuple[str, Run]]:
 
 
 def _asset(name: str) -> str:
-    with open(os.path.join(_ASSETS, name), encoding="utf-8") as file:
+    with open(os.path.join(_FOLDER, "assets", name), encoding="utf-8") as file:
         return file.read()

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any, List, Mapping, Optional
+from typing import Dict, List, Sequence
 
 from ipufit.planner.costs import by_ipu
+from ipufit.report.files import Facts
 from ipufit.report.page import texts
-from ipufit.report.page.html import Cell, Column, Html, Row, element, join_parts, table
 from ipufit.report.page.pipeline import stage_title
 from ipufit.report.page.sections import (
     POINTS,
     Chart,
     Section,
     Series,
-    figure,
     lacking,
-    note,
     rounded,
 )
 from ipufit.report.run import Run, binned
@@ -30,27 +28,25 @@ _POINTS = 400
 
 def memory(run: Run) -> Section:
     """Make the section about memory."""
-    charts: List[Chart] = []
-    body: List[Optional[Html]] = []
-    for title, part in (
-        ("By stage, estimated", _of_stages(run.facts, charts)),
-        ("Over one micro-batch", _of_operators(run.facts, charts)),
-        ("In use during the run", _of_process(run, charts)),
-    ):
-        body += [element("h3", title), part]
-    return Section("memory", "Memory", join_parts(body), charts)
+    parts = {
+        "stages": _of_stages(run.facts),
+        "operators": _of_operators(run.facts),
+        "process": _of_process(run),
+    }
+    charts = [part.get("chart") for part in parts.values()]
+    return Section("memory", "Memory", parts, [c for c in charts if isinstance(c, Chart)])
 
 
-def _parts(plan: Mapping[str, Any], stage: Mapping[str, Any]) -> List[int]:
+def _parts(plan: Facts, stage: Facts) -> List[int]:
     """Return the bytes of a stage, in the order of _PARTS."""
     activations = stage["activations_recomputed" if plan["recompute"] else "activations_kept"]
     return [stage["weight_bytes"], stage["gradient_bytes"], stage["optimizer_bytes"], activations]
 
 
-def _of_stages(facts: Mapping[str, Any], charts: List[Chart]) -> Html:
+def _of_stages(facts: Facts) -> Dict[str, object]:
     why = lacking(facts, "plan")
-    if why is not None:
-        return why
+    if why:
+        return {"missing": why}
     plan = facts["plan"]
     titles = [stage_title(i, stage) for i, stage in enumerate(plan["stages"])]
     stage_sizes = [_parts(plan, stage) for stage in plan["stages"]]
@@ -82,30 +78,15 @@ def _of_stages(facts: Mapping[str, Any], charts: List[Chart]) -> Html:
         height=130 + 46 * len(titles),
         most=limit,
     )
-    charts.append(chart)
-    rows = []
-    for i, (title, sizes) in enumerate(zip(titles, stage_sizes)):
-        whole = sum(sizes)
-        rows.append(
-            [
-                Cell(title, i),
-                *(Cell(texts.size(size), size) for size in sizes),
-                Cell(texts.size(whole), whole),
-            ]
-        )
-    columns = [Column("stage"), *(Column(part, True) for part in _PARTS), Column("all", True)]
-    return join_parts(
-        figure(chart), table("table-memory-stages", "Memory of every stage", columns, rows)
-    )
+    columns = [[part] for part in _PARTS]
+    return {"chart": chart, "columns": columns, "rows": list(zip(titles, stage_sizes))}
 
 
-def _of_operators(facts: Mapping[str, Any], charts: List[Chart]) -> Html:
+def _of_operators(facts: Facts) -> Dict[str, object]:
     why = lacking(facts, "operators")
-    if why is not None:
-        return why
-    memory = facts["operators"].get("memory")
+    memory = {} if why else facts["operators"].get("memory")
     if not memory:
-        return element("p", "Not shown: it was not counted.", class_="missing")
+        return {"missing": why or "it was not counted"}
     fixed = {name: texts.real(memory["fixed"].get(name, 0)) for name in _FIXED}
     curve = memory["curve"]
     unit, name = texts.scale(texts.real(memory["total"]), "bytes")
@@ -144,20 +125,15 @@ def _of_operators(facts: Mapping[str, Any], charts: List[Chart]) -> Html:
         stacks=True,
         height=340,
     )
-    charts.append(chart)
     sizes = [
         *fixed.items(),
         ("values of operators, at most", texts.real(memory["peak"])),
         ("all, at most", texts.real(memory["total"])),
     ]
-    rows: List[Row] = [[part, Cell(texts.size(size), size)] for part, size in sizes]
-    columns = [Column("part"), Column("memory", True)]
-    return join_parts(
-        figure(chart), table("table-memory-parts", "Memory of one micro-batch", columns, rows)
-    )
+    return {"chart": chart, "rows": sizes}
 
 
-def _highest(curve: Any) -> List[int]:
+def _highest(curve: Sequence[Sequence[float]]) -> List[int]:
     """Return the places to draw: all, or the highest of every stretch."""
     size = math.ceil(len(curve) / POINTS) if curve else 1
     return [
@@ -166,15 +142,15 @@ def _highest(curve: Any) -> List[int]:
     ]
 
 
-def _of_process(run: Run, charts: List[Chart]) -> Html:
+def _of_process(run: Run) -> Dict[str, object]:
     stretches = [each for each in binned(run.rows, _POINTS) if not math.isnan(each["memory"])]
     if not stretches:
-        return element("p", "Not shown: this system does not say.", class_="missing")
+        return {"missing": "this system does not say"}
     most = max(each["memory"] for each in stretches)
     unit, name = texts.scale(most, "bytes")
     is_gpu = "cuda" in str(run.facts.get("environment", {}).get("device", ""))
     what = "Memory of the GPU in tensors" if is_gpu else "Memory of the process"
-    ways: List[List[Any]] = [
+    ways: List[List[object]] = [
         [int(each["update"]) for each in stretches],
         [rounded(each["end"], 6) for each in stretches],
     ]
@@ -193,8 +169,4 @@ def _of_process(run: Run, charts: List[Chart]) -> Html:
         ("updates", "time"),
         height=260,
     )
-    charts.append(chart)
-    about = "Looked at twice a second"
-    if not is_gpu:
-        about += "; the data, Python and its libraries are part of it"
-    return join_parts(figure(chart), note(f"{about}."))
+    return {"chart": chart, "is_gpu": is_gpu}

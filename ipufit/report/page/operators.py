@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
+from ipufit.report.files import Facts
 from ipufit.report.page import texts
-from ipufit.report.page.html import Cell, Column, Html, Part, Row, element, join_parts, table
 from ipufit.report.page.sections import (
     Chart,
     Section,
     Series,
-    choices,
-    figure,
     lacking,
-    note,
     rounded,
 )
 
-__all__ = ["TOGETHER", "OperatorTotals", "grouped", "layers", "operators", "place_of"]
-
-TOGETHER = "How operators are put together"
+__all__ = ["OperatorTotals", "grouped", "layers", "operators", "place_of"]
 
 # Rows of a table, and bars, at most.
 _MOST, _BARS, _LAYERS = 600, 20, 2000
-
-_COLUMNS = (
-    Column("calls", True),
-    Column("time", True),
-    Column("share", True, "Of the time of all operators"),
-    Column("FLOPs", True),
-    Column("FLOP/s", True),
-    Column("of peak", True, "Share of the FLOP/s that this machine reached on a large product"),
-    Column("moved", True, "Bytes read and written"),
-    Column("of peak bandwidth", True, "Share of the bytes per second of a large copy"),
-)
 
 
 @dataclasses.dataclass
@@ -47,7 +31,7 @@ class OperatorTotals:
     flops: float = 0.0
     bytes: float = 0.0
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Facts) -> None:
         """Add the numbers of one operator."""
         for field in dataclasses.fields(self):
             value = texts.real(row.get(field.name))
@@ -85,7 +69,7 @@ def _line(row: Mapping[str, object]) -> Key:
 # As the passes of the pipeline look.
 _LOOKS = {"forward": 0, "backward": 4}
 # Ways to put operators together: name, heads of the columns, and what rows have in common.
-_GROUPS: Tuple[Tuple[str, Tuple[str, ...], Callable[[Mapping[str, Any]], Key]], ...] = (
+_GROUPS: Tuple[Tuple[str, Tuple[str, ...], Callable[[Facts], Key]], ...] = (
     ("each", ("operator", "direction", "module", "line"), _each),
     ("operator", ("operator", "direction"), lambda r: (str(r["operator"]), str(r["direction"]))),
     ("module", ("module", "direction"), lambda r: (_module(r), str(r["direction"]))),
@@ -94,7 +78,7 @@ _GROUPS: Tuple[Tuple[str, Tuple[str, ...], Callable[[Mapping[str, Any]], Key]], 
 
 
 def grouped(
-    rows: Sequence[Mapping[str, object]], key: Callable[[Mapping[str, Any]], Key]
+    rows: Sequence[Mapping[str, object]], key: Callable[[Facts], Key]
 ) -> List[Tuple[Key, OperatorTotals]]:
     """Sum operators by key, sorted by descending time."""
     by_key: Dict[Key, OperatorTotals] = {}
@@ -103,42 +87,40 @@ def grouped(
     return sorted(by_key.items(), key=lambda item: -item[1].seconds)
 
 
-def operators(facts: Mapping[str, Any]) -> Section:
+def operators(facts: Facts) -> Section:
     """Make the section of operators."""
     why = lacking(facts, "operators")
-    if why is not None:
-        return Section("operators", "Operators", why)
+    if not why and not facts["operators"]["rows"]:
+        why = "the micro-batch has no operators"
+    if why:
+        return Section("operators", "Operators", missing=why)
     timing = facts["operators"]
-    rows = timing["rows"]
-    if not rows:
-        none = element("p", "Not shown: the micro-batch has no operators.", class_="missing")
-        return Section("operators", "Operators", none)
-    whole = sum(texts.real(row["seconds"]) for row in rows)
-    chart = _bars(rows, whole)
-    tables = {}
+    whole = sum(texts.real(row["seconds"]) for row in timing["rows"])
+    values = {
+        "about": _about(timing, whole),
+        "tables": dict(_tables(timing, whole)),
+    }
+    return Section("operators", "Operators", values, [_bars(timing["rows"], whole)])
+
+
+def _tables(timing: Facts, whole: float) -> Iterator[Tuple[str, Dict[str, object]]]:
+    """Yield the tables of operators, each with the name of its button."""
     for name, heads, key in _GROUPS:
-        columns = [*(Column(head) for head in heads), *_COLUMNS]
-        groups = grouped(rows, key)
-        body: List[Row] = [[*of, *_cells(work, whole, timing)] for of, work in groups[:_MOST]]
+        groups = grouped(timing["rows"], key)
         caption = {"each": "Every operator"}.get(name, f"Operators by {name}")
         left_out = groups[_MOST:]
         if left_out:
             rest = sum(work.seconds for _, work in left_out)
             caption += (
                 f": the first {_MOST} of {len(groups):,}; the others take "
-                f"{texts.share(rest / whole if whole else 0.0)} of the time"
+                f"{texts.share(texts.part_of(rest, whole))} of the time"
             )
-        button = {"each": "each alone"}.get(name, f"by {name}")
-        tables[button] = table(f"table-operators-{name}", caption, columns, body)
-    parts: List[Part] = [
-        _about(timing, whole),
-        figure(chart),
-        choices("operators", TOGETHER, tables),
-    ]
-    return Section("operators", "Operators", join_parts(*parts), [chart])
+        rows = [(names, _numbers(work, whole, timing)) for names, work in groups[:_MOST]]
+        table: Dict[str, object] = {"name": name, "caption": caption, "heads": heads, "rows": rows}
+        yield {"each": "each alone"}.get(name, f"by {name}"), table
 
 
-def _about(timing: Mapping[str, Any], whole: float) -> Html:
+def _about(timing: Facts, whole: float) -> str:
     peak = timing.get("peak") or {}
     parts = [
         f"One micro-batch of {texts.count(timing.get('micro_batch_size'))} samples, operator by "
@@ -156,32 +138,33 @@ def _about(timing: Mapping[str, Any], whole: float) -> Html:
             f"{texts.rate(peak.get('bytes'), 'B')}, which this machine reached on large tensors"
             + (f" of {peak['dtype']}." if peak.get("dtype") else ".")
         )
-    return note(" ".join(parts))
+    return " ".join(parts)
 
 
-def _cells(work: OperatorTotals, whole: float, timing: Mapping[str, Any]) -> List[Cell]:
+def _numbers(work: OperatorTotals, whole: float, timing: Facts) -> List[Tuple[str, float]]:
+    """List the numbers of operators, each as text and as the value that it is sorted by."""
     peak = timing.get("peak") or {}
     spent = work.seconds
     flops = work.flops / spent if spent and work.flops else None
     moved = work.bytes / spent if spent and work.bytes else None
-    part = spent / whole if whole else 0.0
+    part = texts.part_of(spent, whole)
     return [
-        Cell(texts.count(work.calls), work.calls),
-        Cell(texts.seconds(spent), spent),
-        Cell(texts.share(part), part),
-        Cell(texts.work(work.flops), work.flops),
-        Cell(texts.rate(flops, "FLOP"), flops or 0.0),
+        (texts.count(work.calls), work.calls),
+        (texts.seconds(spent), spent),
+        (texts.share(part), part),
+        (texts.work(work.flops), work.flops),
+        (texts.rate(flops, "FLOP"), flops or 0.0),
         _of_peak(flops, peak.get("flops")),
-        Cell(texts.size(work.bytes), work.bytes),
+        (texts.size(work.bytes), work.bytes),
         _of_peak(moved, peak.get("bytes")),
     ]
 
 
-def _of_peak(rate: Optional[float], peak: object) -> Cell:
+def _of_peak(rate: Optional[float], peak: object) -> Tuple[str, float]:
     most = texts.real(peak)
     if rate is None or not most > 0:
-        return Cell(texts.DASH, 0.0)
-    return Cell(texts.share(rate / most), rate / most)
+        return texts.DASH, 0.0
+    return texts.share(rate / most), rate / most
 
 
 def _bars(rows: Sequence[Mapping[str, object]], whole: float) -> Chart:
@@ -216,49 +199,24 @@ def _bars(rows: Sequence[Mapping[str, object]], whole: float) -> Chart:
     )
 
 
-def layers(facts: Mapping[str, Any]) -> Section:
+def layers(facts: Facts) -> Section:
     """Make the section of layers: their tree, each with the operators inside it."""
     why = lacking(facts, "layers")
-    if why is not None:
-        return Section("layers", "Layers", why)
+    if why:
+        return Section("layers", "Layers", missing=why)
     tree = facts["layers"][:_LAYERS]
     rows = facts.get("operators", {}).get("rows")
-    work = _by_layer(rows) if rows is not None else {}
-    body = []
-    for place, layer in enumerate(tree):
-        follows = tree[place + 1]["depth"] if place + 1 < len(tree) else 0
-        body.append(_row(layer, work.get(layer["name"]), rows is not None, follows))
-    heads = ["layer", "class", "output", "parameters", "time", "FLOPs", "written in", "notes"]
-    numbers = ("parameters", "time", "FLOPs")
+    work = _by_layer(rows) if rows is not None else None
+    depths = [int(layer["depth"]) for layer in tree]
     caption = "The tree of layers"
     if len(facts["layers"]) > len(tree):
         caption += f": the first {len(tree):,} of {len(facts['layers']):,}"
-    head = [
-        element("th", name, scope="col", class_="number" if name in numbers else None)
-        for name in heads
-    ]
-    shown = element(
-        "div",
-        element(
-            "table",
-            element("caption", caption),
-            element("thead", element("tr", head)),
-            element("tbody", body),
-            id="table-layers",
-            class_="tree",
-        ),
-        class_="scroll",
-        tabindex="0",
-        role="region",
-        aria_label=caption,
-    )
-    about = note(
-        "Time and FLOPs are those of one micro-batch, forward and back, of the layer and all that "
-        "is in it."
-        if rows is not None
-        else "Time and FLOPs are not shown, because single operators were not timed."
-    )
-    return Section("layers", "Layers", join_parts(about, shown))
+    values = {
+        "timed": work is not None,
+        "caption": caption,
+        "tree": [_layer(*each, work) for each in zip(tree, [*depths[1:], 0])],
+    }
+    return Section("layers", "Layers", values)
 
 
 def _by_layer(rows: Sequence[Mapping[str, object]]) -> Dict[str, OperatorTotals]:
@@ -274,41 +232,19 @@ def _by_layer(rows: Sequence[Mapping[str, object]]) -> Dict[str, OperatorTotals]
     return by_layer
 
 
-def _row(
-    layer: Mapping[str, Any], work: Optional[OperatorTotals], timed: bool, follows: int
-) -> Html:
-    depth = int(layer["depth"])
-    name = str(layer["name"]) or "the module"
-    last_name = name.rpartition(".")[2] if depth > 1 else name
-    head: List[Optional[Html]] = []
-    if follows > depth:
-        head.append(
-            element(
-                "button",
-                element("span", f"Layers in {name}", class_="unseen"),
-                type="button",
-                class_="fold",
-                id=f"fold-{name}",
-                aria_expanded="true",
-            )
-        )
-    head.append(element("span", last_name, title=name))
-    place = place_of(layer)
-    counted = work or OperatorTotals()
-    trained = layer["trainable"]
-    parameters = texts.count(layer["parameters"])
-    if trained != layer["parameters"]:
-        parameters += f", {texts.count(trained)} trained"
-    notes = [str(each) for each in layer.get("notes", ())]
-    return element(
-        "tr",
-        element("th", head, scope="row", class_="layer", style=f"--depth:{min(depth, 12)}"),
-        element("td", str(layer["kind"])),
-        element("td", str(layer["shape"])),
-        element("td", parameters, class_="number"),
-        element("td", texts.seconds(counted.seconds) if timed else texts.DASH, class_="number"),
-        element("td", texts.work(counted.flops) if timed else texts.DASH, class_="number"),
-        element("td", place or "torch", title=str(layer.get("file") or "") or None),
-        element("td", "; ".join(notes)),
-        data_depth=depth,
-    )
+def _layer(
+    layer: Facts, next_depth: int, work: Optional[Mapping[str, OperatorTotals]]
+) -> Dict[str, object]:
+    """Return a layer with the work of the operators inside it; None is work that is not known."""
+    depth, name = int(layer["depth"]), str(layer["name"]) or "the module"
+    inside = None if work is None else work.get(layer["name"], OperatorTotals())
+    return {
+        **layer,
+        "depth": depth,
+        "name": name,
+        "last_name": name.rpartition(".")[2] if depth > 1 else name,
+        "folds": next_depth > depth,
+        "place": place_of(layer),
+        "seconds": None if inside is None else inside.seconds,
+        "flops": None if inside is None else inside.flops,
+    }

@@ -7,8 +7,7 @@ import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from ipufit.report.page import texts
-from ipufit.report.page.html import Cell, Column, Html, Part, Row, join_parts, table
-from ipufit.report.page.sections import Chart, Section, Series, figure, lacking, note, rounded
+from ipufit.report.page.sections import Chart, Section, Series, lacking, rounded
 from ipufit.report.run import Run, binned, samples_per_second
 from ipufit.utils.phase_timer import PHASES
 
@@ -42,35 +41,16 @@ def used_phases(seconds: Mapping[str, object]) -> List[str]:
 
 def phases(run: Run) -> Section:
     """Make the section about where the time of a run goes."""
-    facts = run.facts
-    why = lacking(facts, "phases")
-    if why is not None:
-        return Section("time", "Time", why)
+    why = lacking(run.facts, "phases")
+    if why:
+        return Section("time", "Time", missing=why)
     charts = [c for c in (_by_epoch(run), _by_execution(run), _throughput(run)) if c is not None]
-    body: List[Part] = [
-        _table(facts["phases"]),
-        note(
-            "Each moment is counted in one phase. On the embedded engine of a CPU, bringing data "
-            "to the device is no step of its own. A GPU works on while the host goes on: its time "
-            "is then counted where the host waits for it, under anchors."
-        ),
-        [figure(chart) for chart in charts],
-    ]
-    return Section("time", "Time", join_parts(*body), charts)
-
-
-def _table(seconds: Dict[str, Any]) -> Html:
-    whole = math.fsum(map(texts.real, seconds.values()))
-    rows: List[Row] = []
-    for phase in PHASES:
-        spent = texts.real(seconds.get(phase, 0.0))
-        part = spent / whole if whole else 0.0
-        rows.append(
-            [PHASE_NAMES[phase], Cell(texts.seconds(spent), spent), Cell(texts.share(part), part)]
-        )
-    foot = ["all", texts.seconds(whole), texts.share(1.0)]
-    columns = [Column("phase"), Column("time", True), Column("share", True)]
-    return table("table-phases", "Time of the whole run by phase", columns, rows, foot=foot)
+    seconds = {name: texts.real(run.facts["phases"].get(name, 0.0)) for name in PHASES}
+    values = {
+        "phases": [(PHASE_NAMES[name], spent) for name, spent in seconds.items()],
+        "whole": math.fsum(map(texts.real, run.facts["phases"].values())),
+    }
+    return Section("time", "Time", values, charts)
 
 
 def _stacked(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, List, Mapping, Sequence
+from typing import Dict, List, Mapping, Tuple
 
 from ipufit.planner.pipeline_schedule import simulate
+from ipufit.report.files import Facts
 from ipufit.report.page import texts
-from ipufit.report.page.html import Cell, Column, Html, element, join_parts, table
-from ipufit.report.page.sections import Chart, Section, Series, figure, lacking, note, rounded
-from ipufit.report.page.summary import pairs
+from ipufit.report.page.sections import Chart, Section, Series, lacking, rounded
 
 __all__ = ["pipeline", "stage_title"]
 
@@ -25,58 +24,51 @@ def stage_title(number: int, stage: Mapping[str, object]) -> str:
     return f"{number}: {stage['name'] or 'the start'}{where}"
 
 
-def pipeline(facts: Mapping[str, Any]) -> Section:
+def pipeline(facts: Facts) -> Section:
     """Make the section about the stages of a pipeline."""
-    title = "Pipeline"
     why = lacking(facts, "plan")
-    if why is not None:
-        return Section("pipeline", title, why)
+    if why:
+        return Section("pipeline", "Pipeline", missing=why)
     plan = facts["plan"]
+    is_single = len(plan["stages"]) == 1
     chart = _timeline(plan)
-    body = [
-        note(
-            "An estimate from the work of every operator, not a measurement: no IPU has run it. "
-            "The unit of time is one micro-batch through all stages and back."
-        ),
-        pairs(_numbers(plan), "headline"),
-        note(_hint(plan)),
-        figure(chart),
-        _tasks(plan),
-        _stages(plan),
-    ]
-    if len(plan["stages"]) == 1:
-        body[2] = note("There is one stage, so nothing waits for another one.")
-    return Section("pipeline", title, join_parts(body), [chart])
+    values = {
+        "plan": plan,
+        "numbers": _numbers(plan),
+        "exact": _exact(plan),
+        "least": {} if is_single else plan.get("least_accumulation") or {},
+        "hint": "There is one stage, so nothing waits for another one."
+        if is_single
+        else _hint(plan),
+        "stages": [_times(plan, number) for number in range(len(plan["stages"]))],
+    }
+    return Section("pipeline", "Pipeline", values, [chart])
 
 
-def _numbers(plan: Mapping[str, Any]) -> List[Any]:
-    line = plan["timeline"]
-    used = line["utilisation"]
+def _numbers(plan: Facts) -> List[Tuple[str, object]]:
     places = plan.get("places")
-    of_stages = f"Stages, on {1 + max(places)} IPUs" if places else "Stages, an IPU each"
-    entries = [
-        (of_stages, str(len(plan["stages"]))),
-        ("Replicas", str(plan["replicas"])),
-        ("Micro-batches of an update", str(plan["gradient_accumulation"])),
-        ("Schedule", f"{plan['strategy']}, {line['schedule']}"),
-        ("Utilisation", _exact("utilisation", used, texts.share(used))),
-        ("Bubble", _exact("bubble", 1 - used, texts.share(1 - used))),
-        ("Length of an update", _exact("total", line["total"], texts.number(line["total"]))),
+    return [
+        (
+            f"Stages, on {1 + max(places)} IPUs" if places else "Stages, an IPU each",
+            len(plan["stages"]),
+        ),
+        ("Replicas", plan["replicas"]),
+        ("Micro-batches of an update", plan["gradient_accumulation"]),
+        ("Schedule", f"{plan['strategy']}, {plan['timeline']['schedule']}"),
     ]
-    least = plan.get("least_accumulation") or {}
-    for wish, count in least.items():
-        if len(plan["stages"]) > 1:
-            text = "never" if count is None else f"gradient_accumulation={count}"
-            entries.append((f"{texts.share(wish)} busy from", text))
-    return entries
 
 
-def _exact(name: str, value: float, text: str) -> Html:
-    """Render a number of the plan, with all its digits for programs."""
-    return element("data", text, value=repr(float(value)), id=f"plan-{name}")
+def _exact(plan: Facts) -> List[Tuple[str, str, float, str]]:
+    """List numbers of the plan with all their digits: id, title, value and text of each."""
+    used, length = plan["timeline"]["utilisation"], plan["timeline"]["total"]
+    return [
+        ("utilisation", "Utilisation", used, texts.share(used)),
+        ("bubble", "Bubble", 1 - used, texts.share(1 - used)),
+        ("total", "Length of an update", length, texts.number(length)),
+    ]
 
 
-def _hint(plan: Mapping[str, Any]) -> str:
+def _hint(plan: Facts) -> str:
     """Compare the utilisation with that of equal stages and with the closed form."""
     stages, count = len(plan["stages"]), plan["gradient_accumulation"]
     if plan.get("places"):
@@ -105,7 +97,7 @@ def _hint(plan: Mapping[str, Any]) -> str:
     )
 
 
-def _timeline(plan: Mapping[str, Any]) -> Chart:
+def _timeline(plan: Facts) -> Chart:
     line = plan["timeline"]
     tasks = line["tasks"][:_MOST]
     titles = [stage_title(i, stage) for i, stage in enumerate(plan["stages"])]
@@ -143,65 +135,18 @@ def _timeline(plan: Mapping[str, Any]) -> Chart:
     )
 
 
-def _tasks(plan: Mapping[str, Any]) -> Html:
-    """Tabulate when every stage works, for readers who can't see the picture."""
+def _times(plan: Facts, number: int) -> Dict[str, object]:
+    """Tell when a stage works, for readers who can't see the picture."""
     line = plan["timeline"]
-    rows = []
-    for number, stage in enumerate(plan["stages"]):
-        of_stage: Sequence[Any] = [task for task in line["tasks"] if task[0] == number]
-        forward, backward = (
-            math.fsum(task[4] - task[3] for task in of_stage if bool(task[2]) == back)
-            for back in (False, True)
-        )
-        busy = (forward + backward) / line["total"] if line["total"] else 1.0
-        begin = min((task[3] for task in of_stage), default=0.0)
-        end = max((task[4] for task in of_stage), default=0.0)
-        cells = [Cell(texts.number(value), value) for value in (forward, backward, begin, end)]
-        rows.append(
-            [
-                Cell(stage_title(number, stage), number),
-                *cells,
-                Cell(texts.share(busy), busy),
-                Cell(texts.share(1 - busy), 1 - busy),
-            ]
-        )
-    columns = [
-        Column("stage"),
-        Column("forward", True, "Time of its forward passes in one update"),
-        Column("backward", True, "Time of its backward passes in one update"),
-        Column("begins", True, "When its first task begins"),
-        Column("ends", True, "When its last task ends"),
-        Column("busy", True, "Share of the update in which it works"),
-        Column("waits", True, "Share of the update in which it does not"),
+    tasks = [task for task in line["tasks"] if task[0] == number]
+    spent = [
+        math.fsum(task[4] - task[3] for task in tasks if bool(task[2]) == back)
+        for back in (False, True)
     ]
-    return table("table-timeline", "When each stage works", columns, rows)
-
-
-def _stages(plan: Mapping[str, Any]) -> Html:
-    rows = []
-    for number, stage in enumerate(plan["stages"]):
-        flops = stage["forward_flops"], stage["backward_flops"]
-        rows.append(
-            [
-                Cell(stage_title(number, stage), number),
-                Cell(texts.count(stage["parameters"]), stage["parameters"]),
-                *(Cell(texts.work(value), value) for value in flops),
-                Cell(texts.share(stage["time_share"]), stage["time_share"]),
-                Cell(str(stage["in_flight"]), stage["in_flight"]),
-                Cell(texts.size(stage["memory"]), stage["memory"]),
-                Cell(
-                    texts.share(stage["memory"] / plan["memory"]), stage["memory"] / plan["memory"]
-                ),
-            ]
-        )
-    columns = [
-        Column("stage"),
-        Column("parameters", True),
-        Column("forward FLOPs", True, "Of one micro-batch"),
-        Column("backward FLOPs", True, "Of one micro-batch"),
-        Column("share of time", True),
-        Column("in flight", True, "Micro-batches whose activations it holds at most"),
-        Column("memory", True),
-        Column("of its IPU", True),
-    ]
-    return table("table-stages", "What each stage takes", columns, rows)
+    begin = min((task[3] for task in tasks), default=0.0)
+    end = max((task[4] for task in tasks), default=0.0)
+    return {
+        "title": stage_title(number, plan["stages"][number]),
+        "times": [*spent, begin, end],
+        "busy": math.fsum(spent) / line["total"] if line["total"] else 1.0,
+    }

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipufit.report.page.html import Html, element
+from ipufit.report.files import Facts
 
 __all__ = [
     "DRAWN",
@@ -14,10 +14,7 @@ __all__ = [
     "Chart",
     "Section",
     "Series",
-    "choices",
-    "figure",
     "lacking",
-    "note",
     "rounded",
     "thinned",
 ]
@@ -104,36 +101,6 @@ class Chart:
         return fields
 
 
-def figure(chart: Chart) -> Html:
-    """Render the element in which a chart is drawn."""
-    name = f"chart-{chart.name}"
-    return element(
-        "figure",
-        element(
-            "div",
-            element("h3", chart.title, id=f"{name}-title"),
-            element("div", class_="tools", id=f"{name}-tools"),
-            class_="top",
-        ),
-        # Who can't see it has the words below; the letters of its axes say nothing alone.
-        element(
-            "div",
-            class_="plot",
-            id=f"{name}-plot",
-            style=f"min-height:{chart.height}px",
-            aria_hidden="true",
-        ),
-        element("figcaption", chart.summary, id=f"{name}-summary"),
-        id=name,
-        class_="chart",
-        data_chart=chart.name,
-        tabindex="0",
-        role="group",
-        aria_labelledby=f"{name}-title",
-        aria_describedby=f"{name}-summary",
-    )
-
-
 def rounded(value: Any, digits: int = 7) -> Optional[float]:
     """Round to so many significant digits; None, a gap, where a value is not finite."""
     try:
@@ -169,54 +136,31 @@ class Section:
     Attributes:
         anchor: its address in the page.
         title: its heading, and its name in the navigation.
-        body: its content.
-        charts: the charts in its body.
+        values: what its template shows.
+        charts: the charts in it.
+        missing: why there is nothing to show; empty if there is.
+        kind: name of its template, if that is not the anchor.
     """
 
     anchor: str
     title: str
-    body: Html
+    values: Mapping[str, object] = dataclasses.field(default_factory=dict)
     charts: Sequence[Chart] = ()
+    missing: str = ""
+    kind: str = ""
 
 
-def note(*parts: str) -> Html:
-    """Render a paragraph of explanation."""
-    return element("p", *parts, class_="note")
-
-
-def choices(anchor: str, about: str, tables: Mapping[str, Html]) -> Html:
-    """Render tables of which one is shown at a time.
-
-    Args:
-        anchor: address of the group.
-        about: what the tables differ in, for readers who can't see the buttons.
-        tables: tables by the name of their button.
-    """
-    return element(
-        "div",
-        element("div", class_="tools", role="group", aria_label=about),
-        [
-            element("div", table, class_="choice", data_choice=name)
-            for name, table in tables.items()
-        ],
-        class_="choices",
-        id=f"choices-{anchor}",
-    )
-
-
-def lacking(facts: Mapping[str, Any], name: str) -> Optional[Html]:
-    """Render why a fact is not there; None if it is.
+def lacking(facts: Facts, name: str) -> str:
+    """Tell why a fact is not there, without a full stop; empty if it is.
 
     Args:
         facts: facts of the run.
         name: key of the fact.
     """
     if name not in facts:
-        why = "the run has not come so far"
         if facts.get("status") != "running":
-            why = "the run ended before it was known"
-    elif isinstance(facts[name], dict) and "missing" in facts[name]:
-        why = str(facts[name]["missing"])
-    else:
-        return None
-    return element("p", "Not shown: ", why.rstrip("."), ".", class_="missing")
+            return "the run ended before it was known"
+        return "the run has not come so far"
+    if isinstance(facts[name], dict) and "missing" in facts[name]:
+        return str(facts[name]["missing"]).rstrip(".")
+    return ""

@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import datetime
 import math
-from typing import Any, Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 from ipufit.planner import rendering
 
-__all__ = ["count", "number", "rate", "real", "scale", "seconds", "share", "size", "speed", "work"]
+__all__ = [
+    "DASH",
+    "FILTERS",
+    "count",
+    "number",
+    "part_of",
+    "rate",
+    "real",
+    "scale",
+    "seconds",
+    "setting",
+    "share",
+    "size",
+    "speed",
+    "work",
+]
 
 DASH = "–"
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _SIZES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
 
 
-def real(value: Any) -> float:
+# Characters of a setting that are shown.
+_LONGEST = 2000
+
+
+def real(value: object) -> float:
     """Convert a number of run.json, where "nan" and "inf" are text, and None is unknown (nan)."""
     try:
-        return float(value)
+        return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return math.nan
+
+
+def part_of(value: float, whole: float) -> float:
+    """Return the share that a value has in a whole; 0 of nothing."""
+    return value / whole if whole else 0.0
 
 
 def number(value: object) -> str:
@@ -38,7 +63,7 @@ def number(value: object) -> str:
     return f"{as_float:,.0f}" if 1e5 <= abs(as_float) < 1e15 else f"{as_float:.5g}"
 
 
-def count(value: Any) -> str:
+def count(value: object) -> str:
     """Format a whole number.
 
     >>> count(12000.0), count(None), count("nan")
@@ -73,7 +98,7 @@ def seconds(value: object) -> str:
     raise AssertionError
 
 
-def size(value: Any) -> str:
+def size(value: object) -> str:
     """Format a number of bytes.
 
     >>> size(2048.0), size(None)
@@ -137,3 +162,49 @@ def scale(most: float, sort: str) -> Tuple[float, str]:
     units: Tuple[Tuple[float, str], ...] = _TIMES if sort == "seconds" else _SIZES
     unit: Optional[Tuple[float, str]] = next((u for u in units if most >= u[0]), None)
     return unit or units[-1]
+
+
+def moment(text: str) -> str:
+    """Format a moment in ISO 8601 as people write it, in UTC.
+
+    >>> moment("2024-01-02T03:04:05+00:00"), moment("long ago")
+    ('2024-01-02 03:04:05 UTC', 'long ago')
+    """
+    try:
+        time = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    return f"{time:%Y-%m-%d %H:%M:%S} {time:%Z}".strip()
+
+
+def setting(value: object) -> str:
+    """Format a parameter of the run, cut where it is very long."""
+    text = _setting(value)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]} … ({len(text):,} characters; run.json has them)"
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_setting, value)) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_setting(each)}" for key, each in value.items()) or "none"
+    if isinstance(value, float):
+        return number(value)
+    return "none" if value is None else str(value)
+
+
+def sortable(value: object) -> str:
+    """Write a number with all its digits, for scripts that sort by it."""
+    return repr(real(value))
+
+
+# Filters of the templates, by name.
+FILTERS: Dict[str, Callable[..., object]] = {
+    each.__name__: each
+    for each in (
+        *(count, moment, number, part_of, rate, seconds),
+        *(setting, share, size, sortable, speed, work),
+    )
+}
