@@ -11,7 +11,6 @@ except ImportError as error:
         "ipufit[sklearn]"
     ) from error
 
-from ipufit.sklearn.classifier import IpufitClassifier
-from ipufit.sklearn.regressor import IpufitRegressor
+from ipufit.sklearn.estimators import IpufitClassifier, IpufitRegressor
 
 __all__ = ["IpufitClassifier", "IpufitRegressor"]

@@ -1,11 +1,23 @@
-"""Base of classifiers and regressors: parameters, one fit, copies."""
+"""Base of classifiers and regressors: parameters, the module and optimizer of a fit, copies."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import inspect
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import numpy as np
 import torch
@@ -16,18 +28,36 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted
 from torch import Tensor, nn
 
+from ipufit.callbacks import Callback
 from ipufit.callbacks.history import History
 from ipufit.core.train_config import Precision, Reduction
 from ipufit.data.settings import Validation
-from ipufit.errors import ConfigurationError, IpufitError, UnknownNameError
+from ipufit.engines.program import Engine
+from ipufit.errors import ConfigurationError, IpufitError, OptimizerError, UnknownNameError
 from ipufit.losses.resolve import resolve_loss
-from ipufit.sklearn.building import build_module, build_optimizer
-from ipufit.sklearn.versions import validate_data
+from ipufit.optim.resolve import class_by_name
 from ipufit.training.model import Model
 from ipufit.utils.error_collector import ErrorCollector
+from ipufit.utils.random_streams import isolated, seed_generators
 
-__all__ = ["Estimator"]
+try:
+    from sklearn.utils.validation import validate_data
+except ImportError:  # before 1.6; 1.3 is the oldest that ipufit works with
 
+    def validate_data(estimator: BaseEstimator, *args: object, **options: object) -> Any:
+        """Check data, and what it has in common with that of ``fit``; a method before 1.6."""
+        return estimator._validate_data(*args, **options)
+
+
+__all__ = ["Array", "Estimator"]
+
+# Samples, targets, weights or outputs of any dtype.
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+else:  # of which NumPy before 1.21 has no form with a dtype
+    Array = np.ndarray
 
 # What the names after each prefix are arguments of.
 GROUPS = ("module", "optimizer", "compile", "fit")
@@ -65,7 +95,7 @@ def check_names(owner: str, names: Iterable[str]) -> None:
 
 
 def settings_of(estimator: object) -> Dict[str, Any]:
-    """All parameters with a prefix, by full name."""
+    """Return all parameters with a prefix, by full name."""
     return {name: value for name, value in vars(estimator).items() if is_setting(name)}
 
 
@@ -123,12 +153,13 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     """A module and how to train it, as an estimator. Use one of its two subclasses.
 
     Parameters are looked at by ``fit`` alone, which makes a new module each time and changes no
-    parameter; what it has learned is in attributes whose names end with an underscore.
+    parameter; what it has learned is in attributes whose names end with an underscore. Defaults
+    are those of a regressor.
     """
 
     module_: nn.Module
     history_: History
-    callbacks_: Any
+    callbacks_: Union[Callback, Sequence[Callback], None]
     n_iter_: int
     _model: Model
     _optimizer_state: Dict[str, Any]
@@ -136,23 +167,24 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     def __init__(
         self,
-        module: Any,
-        loss: Any,
-        optimizer: Any,
-        metrics: Any,
-        batch_size: int,
-        epochs: int,
-        ipus: Optional[int],
-        device_iterations: Optional[int],
-        gradient_accumulation: Optional[int],
-        callbacks: Any,
-        validation_fraction: float,
-        dtype: Optional[str],
-        engine: Any,
-        device: Any,
-        random_state: Any,
-        verbose: Any,
-        settings: Dict[str, Any],
+        module: object = None,
+        *,
+        loss: object = "mse",
+        optimizer: object = "adam",
+        metrics: object = None,
+        batch_size: int = 32,
+        epochs: int = 10,
+        ipus: Optional[int] = None,
+        device_iterations: Optional[int] = None,
+        gradient_accumulation: Optional[int] = None,
+        callbacks: Union[Callback, Sequence[Callback], None] = None,
+        validation_fraction: float = 0.0,
+        dtype: Optional[str] = "float32",
+        engine: Union[str, Callable[[], Engine]] = "auto",
+        device: Union[str, torch.device, None] = None,
+        random_state: Union[int, np.random.RandomState, None] = None,
+        verbose: Union[int, str, bool] = 0,
+        **settings: object,
     ) -> None:
         check_names(type(self).__name__, settings)
         self.module = module
@@ -183,7 +215,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         """
         return {**super().get_params(deep=deep), **settings_of(self)}
 
-    def set_params(self, **params: Any) -> Estimator:
+    def set_params(self, **params: object) -> Estimator:
         """Change parameters; they count from the next ``fit`` on.
 
         Raises:
@@ -216,8 +248,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             model._compiled("model_").updates = self._updates
         return model
 
-    def _check(self, x: object, y: object, reset: bool, **options: object) -> Any:
-        """Arrays in the dtype of the computation.
+    def _check(self, x: object, y: object, reset: bool, **options: object) -> Tuple[Array, Array]:
+        """Return samples and targets as arrays, in the dtype of the computation.
 
         Args:
             reset: whether what is known of the data begins with these.
@@ -226,13 +258,15 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         Raises:
             ValueError: as scikit-learn's own estimators.
         """
-        return validate_data(
-            self, x, y, reset=reset, dtype=self._dtype or "numeric", allow_nd=True, **options
+        how = self._dtype or "numeric"
+        arrays: Tuple[Array, Array] = validate_data(
+            self, x, y, reset=reset, dtype=how, allow_nd=True, **options
         )
+        return arrays
 
     @property
-    def _dtype(self) -> Any:
-        """NumPy's, or None where data stays as it is."""
+    def _dtype(self) -> Optional[np.dtype[Any]]:
+        """NumPy's dtype of the computation, or None where data stays as it is."""
         if self.dtype is None:
             return None
         if not isinstance(self.dtype, str) or self.dtype not in _DTYPES:
@@ -242,13 +276,14 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             )
         return np.dtype(self.dtype)
 
-    def _weights(self, sample_weight: object, x: object) -> Any:
+    def _weights(self, sample_weight: object, x: Array) -> Optional[Array]:
         """Return the checked weights of samples, shape (samples,), or None."""
         if sample_weight is None:
             return None
-        return _check_sample_weight(sample_weight, x, dtype=self._dtype or np.float32)
+        weights: Array = _check_sample_weight(sample_weight, x, dtype=self._dtype or np.float32)
+        return weights
 
-    def _start(self, x: Any, n_outputs: int) -> None:
+    def _start(self, x: Array, n_outputs: int) -> None:
         """Make the module and the model, with weights that ``random_state`` decides."""
         self._n_outputs = n_outputs
         self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
@@ -271,7 +306,14 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         model.compile(optimizer, loss, metrics, **options)
         return model
 
-    def _train(self, x: Any, y: Any, weight: Any, epochs: int, classes: Any = None) -> None:
+    def _train(
+        self,
+        x: Array,
+        y: Array,
+        weight: Optional[Array],
+        epochs: int,
+        classes: Optional[Array] = None,
+    ) -> None:
         """Train for so many epochs more.
 
         Args:
@@ -282,13 +324,14 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         validation = None
         if self.validation_fraction:
             parts = [x, y] if weight is None else [x, y, weight]
-            cut: List[Any] = train_test_split(
+            cut: List[Array] = train_test_split(
                 *parts,
                 test_size=self.validation_fraction,
                 random_state=self._seed,
                 stratify=classes,
             )
-            x, y, weight = (*cut[::2], None)[:3]
+            x, y = cut[0], cut[2]
+            weight = None if weight is None else cut[4]
             validation = tuple(cut[1::2])
         self.callbacks_ = copy.deepcopy(self.callbacks)
         model = self.model_
@@ -336,12 +379,13 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
 
     # ---- prediction ------------------------------------------------------------------------------
 
-    def _outputs(self, x: Any) -> Any:
-        """The module's outputs, shape (samples, n_outputs)."""
+    def _outputs(self, x: object) -> Array:
+        """Return the module's outputs, shape (samples, n_outputs)."""
         check_is_fitted(self, "module_")
-        x = validate_data(self, x, reset=False, dtype=self._dtype or "numeric", allow_nd=True)
-        outputs = self.model_.predict(x, batch_size=self.batch_size, verbose=0)
-        shape = (len(x), self._n_outputs)
+        how = self._dtype or "numeric"
+        samples: Array = validate_data(self, x, reset=False, dtype=how, allow_nd=True)
+        outputs = self.model_.predict(samples, batch_size=self.batch_size, verbose=0)
+        shape = (len(samples), self._n_outputs)
         if not isinstance(outputs, Tensor) or tuple(outputs.shape) != shape:
             came = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ConfigurationError(
@@ -349,12 +393,13 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
                 f"got {came}. Give it that many outputs: a parameter called n_outputs says how "
                 "many."
             )
-        return outputs.cpu().numpy()
+        array: Array = outputs.cpu().numpy()
+        return array
 
     # ---- copies ----------------------------------------------------------------------------------
 
     def __getstate__(self) -> Dict[str, Any]:
-        """Everything but recorded programs and the callbacks of the last fit."""
+        """Return everything but recorded programs and the callbacks of the last fit."""
         state = dict(super().__getstate__())
         model: Optional[Model] = state.pop("_model", None)
         state.pop("callbacks_", None)
@@ -362,3 +407,96 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             state["_optimizer_state"] = model.optimizer.state_dict()
             state["_updates"] = model._compiled("model_").updates
         return state
+
+
+_CPU = torch.device("cpu")
+
+
+def build_module(
+    module: object, settings: Mapping[str, object], seed: int, sizes: Mapping[str, int]
+) -> nn.Module:
+    """Make a module of its own for one fit.
+
+    Args:
+        module: a module, of which a copy is made; a class or another callable that makes one.
+        settings: arguments of the class or callable.
+        seed: of the initial weights; the user's generator is left alone.
+        sizes: what the data says, passed to a callable that has parameters of these names.
+
+    Raises:
+        ConfigurationError: it is none of these, or makes no module.
+    """
+    if isinstance(module, nn.Module):
+        if settings:
+            raise ConfigurationError(
+                f"module__{next(iter(settings))} needs a module that is still to be made, got an "
+                f"object of {type(module).__name__}. Pass the class, or a function that makes it."
+            )
+        return copy.deepcopy(module)
+    if not callable(module):
+        raise ConfigurationError(
+            "module must be a torch.nn.Module, a class of them or a function that makes one, got "
+            f"{module!r}. Pass for example module=MyNet."
+        )
+    name = getattr(module, "__name__", type(module).__name__)
+    try:
+        signature = inspect.signature(module)
+    except (TypeError, ValueError):
+        signature = inspect.Signature()
+    sizes_by_name = {size: count for size, count in sizes.items() if size in signature.parameters}
+    arguments: Dict[str, object] = {**sizes_by_name, **settings}
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"the module is made by {name}{signature}, which does not take what it was given: "
+            f"{error}. Set its arguments with module__ parameters; n_features and n_outputs come "
+            "from the data."
+        ) from error
+    with isolated(_CPU):
+        seed_generators(seed, _CPU)
+        built = module(**arguments)
+    if not isinstance(built, nn.Module):
+        raise ConfigurationError(
+            f"module must make a torch.nn.Module, but {name} returned {type(built).__name__}. "
+            "Return the module from it."
+        )
+    return built
+
+
+def build_optimizer(optimizer: object, settings: Mapping[str, object]) -> object:
+    """Build the argument of ``Model.compile``: the optimizer, or a factory that adds the settings.
+
+    Args:
+        optimizer: a name, a class, or a callable of parameters.
+        settings: keyword arguments besides the parameters.
+
+    Raises:
+        UnknownNameError: no optimizer has that name.
+        OptimizerError: an optimizer over another module's parameters, or settings it does not take.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            "optimizer must be still to be made, since every fit makes a module of its own, got "
+            f"an object of {type(optimizer).__name__}. Pass its name or class, and its settings "
+            "as optimizer__lr=0.01."
+        )
+    if not settings:
+        return optimizer
+    arguments: Dict[str, Any] = dict(settings)
+    make = class_by_name(optimizer) if isinstance(optimizer, str) else optimizer
+    if not callable(make):
+        raise OptimizerError(
+            f"optimizer must be a name, a class or a callable of parameters, got {optimizer!r}. "
+            "Pass for example optimizer='adam'."
+        )
+    if isinstance(optimizer, str) and make is torch.optim.SGD:
+        arguments.setdefault("lr", 0.01)  # what the name means without settings
+    try:
+        inspect.signature(make).bind([], **arguments)
+    except TypeError as error:
+        raise OptimizerError(
+            f"optimizer__ parameters must be arguments of {getattr(make, '__name__', make)}, got "
+            f"{', '.join(arguments)} ({error}). Use names from its signature."
+        ) from error
+    return lambda params: make(params, **arguments)

@@ -1,22 +1,24 @@
-"""A classifier."""
+"""Classifier and regressor of scikit-learn around a torch module."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, Mapping, Optional, Union
+from typing import Callable, Dict, Mapping, Optional, Sequence, Union
 
 import numpy as np
 import torch
-from sklearn.base import ClassifierMixin
+from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from torch import Tensor
 
+from ipufit.callbacks import Callback
+from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.losses.resolve import resolve_loss
-from ipufit.sklearn.estimator import Estimator
+from ipufit.sklearn.base import Array, Estimator
 
-__all__ = ["IpufitClassifier"]
+__all__ = ["IpufitClassifier", "IpufitRegressor"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,10 @@ _HEADS: Dict[str, Head] = {
 
 
 def head_of(loss: object) -> Head:
-    """By the loss, in any form that ``compile`` takes; one output for each class where unknown."""
+    """Find the head by the loss, in any form that ``compile`` takes.
+
+    It has one output for each class where the loss is unknown.
+    """
     return _HEADS.get(resolve_loss(loss).name, Head(False, None))
 
 
@@ -113,50 +118,50 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
     def __init__(
         self,
-        module: Any = None,
+        module: object = None,
         *,
-        loss: Any = "cross_entropy",
-        optimizer: Any = "adam",
-        metrics: Any = None,
+        loss: object = "cross_entropy",
+        optimizer: object = "adam",
+        metrics: object = None,
         batch_size: int = 32,
         epochs: int = 10,
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
         gradient_accumulation: Optional[int] = None,
-        callbacks: Any = None,
+        callbacks: Union[Callback, Sequence[Callback], None] = None,
         validation_fraction: float = 0.0,
-        class_weight: Union[Mapping[Any, float], str, None] = None,
+        class_weight: Union[Mapping[object, float], str, None] = None,
         predict_nonlinearity: Union[Callable[[Tensor], Tensor], str] = "auto",
         dtype: Optional[str] = "float32",
-        engine: Any = "auto",
-        device: Any = None,
-        random_state: Any = None,
-        verbose: Any = 0,
-        **settings: Any,
+        engine: Union[str, Callable[[], Engine]] = "auto",
+        device: Union[str, torch.device, None] = None,
+        random_state: Union[int, np.random.RandomState, None] = None,
+        verbose: Union[int, str, bool] = 0,
+        **settings: object,
     ) -> None:
         super().__init__(
             module,
-            loss,
-            optimizer,
-            metrics,
-            batch_size,
-            epochs,
-            ipus,
-            device_iterations,
-            gradient_accumulation,
-            callbacks,
-            validation_fraction,
-            dtype,
-            engine,
-            device,
-            random_state,
-            verbose,
-            settings,
+            loss=loss,
+            optimizer=optimizer,
+            metrics=metrics,
+            batch_size=batch_size,
+            epochs=epochs,
+            ipus=ipus,
+            device_iterations=device_iterations,
+            gradient_accumulation=gradient_accumulation,
+            callbacks=callbacks,
+            validation_fraction=validation_fraction,
+            dtype=dtype,
+            engine=engine,
+            device=device,
+            random_state=random_state,
+            verbose=verbose,
+            **settings,
         )
         self.class_weight = class_weight
         self.predict_nonlinearity = predict_nonlinearity
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> IpufitClassifier:
+    def fit(self, X: object, y: object, sample_weight: object = None) -> IpufitClassifier:
         """Train a new module on samples and their labels.
 
         Args:
@@ -170,17 +175,17 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         Raises:
             ValueError: data or parameters that can't work; those of ipufit are one too.
         """
-        X, y = self._check(X, y, True)
-        check_classification_targets(y)
-        self._begin(X, unique_labels(y))
-        self._learn(X, y, sample_weight, self.epochs)
+        samples, labels = self._check(X, y, True)
+        check_classification_targets(labels)
+        self._begin(samples, unique_labels(labels))
+        self._learn(samples, labels, sample_weight, self.epochs)
         return self
 
     def partial_fit(
         self,
         X: object,
         y: object,
-        classes: Any = None,
+        classes: object = None,
         sample_weight: object = None,
     ) -> IpufitClassifier:
         """Train for one epoch more, on this data.
@@ -198,26 +203,26 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             ValueError: data or parameters that can't work, or labels that were not announced.
         """
         is_first = "module_" not in vars(self)
-        X, y = self._check(X, y, is_first)
-        check_classification_targets(y)
+        samples, labels = self._check(X, y, is_first)
+        check_classification_targets(labels)
         if is_first:
             if classes is None:
                 raise ValueError(
                     "the first partial_fit must know all classes, got classes=None. Pass classes=, "
                     "an array of all labels that will come."
                 )
-            self._begin(X, unique_labels(classes))
+            self._begin(samples, unique_labels(classes))
         elif classes is not None and not np.array_equal(unique_labels(classes), self.classes_):
             raise ValueError(
                 f"classes must be those of the first partial_fit, {self.classes_}, got {classes}. "
                 "Leave them out, or train a new estimator."
             )
         self._refuse_going_on()
-        self._learn(X, y, sample_weight, 1)
+        self._learn(samples, labels, sample_weight, 1)
         return self
 
-    def predict_proba(self, X: object) -> Any:
-        """The probability of each class, in float64.
+    def predict_proba(self, X: object) -> Array:
+        """Return the probability of each class, in float64.
 
         Args:
             X: as for ``fit``.
@@ -241,8 +246,8 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             probabilities = np.hstack([1 - probabilities, probabilities])
         return probabilities
 
-    def predict(self, X: Any) -> Any:
-        """The most probable class of each sample.
+    def predict(self, X: object) -> Array:
+        """Return the most probable class of each sample.
 
         Args:
             X: as for ``fit``.
@@ -257,10 +262,11 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             places = self._probabilities(outputs).argmax(1)
         else:
             places = outputs.argmax(1)
-        return self.classes_[places]
+        labels: Array = self.classes_[places]
+        return labels
 
     @property
-    def _head(self) -> Any:
+    def _head(self) -> Head:
         return head_of(self.loss)
 
     @property
@@ -275,12 +281,13 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         function = setting if callable(setting) else self._head.to_probabilities
         return function
 
-    def _probabilities(self, outputs: object) -> Any:
+    def _probabilities(self, outputs: Array) -> Array:
         assert self._nonlinearity is not None
         # In float64, so that they add up to one in it.
-        return self._nonlinearity(torch.from_numpy(outputs).double()).numpy()
+        probabilities: Array = self._nonlinearity(torch.from_numpy(outputs).double()).numpy()
+        return probabilities
 
-    def _begin(self, x: Any, classes: Any) -> None:
+    def _begin(self, x: Array, classes: Array) -> None:
         """Take labels over, and make a module for them.
 
         Raises:
@@ -299,7 +306,7 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         self.classes_ = classes
         self._start(x, 1 if self._head.is_binary else len(classes))
 
-    def _learn(self, x: Any, y: Any, sample_weight: Any, epochs: int) -> None:
+    def _learn(self, x: Array, y: Array, sample_weight: object, epochs: int) -> None:
         """Train the module for some epochs on labels."""
         unknown = ~np.isin(y, self.classes_)
         if unknown.any():
@@ -318,3 +325,132 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         if self._head.is_binary:
             target = places.astype(self._dtype or np.float32)[:, None]
         self._train(x, target, weight, epochs, places)
+
+
+class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
+    """A torch module as a regressor of scikit-learn.
+
+    Args:
+        module: a class or a function that makes the module, with ``module__`` parameters as its
+            arguments; where it has parameters called ``n_features`` (columns of X) and
+            ``n_outputs`` (columns of y), the data says them. Or a module, of which every ``fit``
+            trains a copy. It returns one tensor (samples, n_outputs).
+        loss: as for ``Model.compile``; prediction and target have shape (samples, n_outputs).
+        optimizer: a name, a class or a callable of parameters; ``optimizer__`` parameters, such as
+            ``optimizer__lr``, are its settings.
+        metrics: as for ``Model.compile``.
+        batch_size: samples of a micro-batch.
+        epochs: of ``fit``; ``partial_fit`` has one.
+        ipus: total number of IPUs, as for ``Model.fit``.
+        device_iterations: weight updates per execution.
+        gradient_accumulation: micro-batches that a replica sums before an update.
+        callbacks: of each fit; copies are told what happens, and are ``callbacks_`` then.
+        validation_fraction: share of the samples that is held out and evaluated after every epoch;
+            0 for none.
+        dtype: in which all is computed, "float32" or "float64": the module, X and y are brought to
+            it, integers too, and predictions have it. None leaves module and data as they are.
+        engine: as for ``ipufit.Model``.
+        device: as for ``ipufit.Model``.
+        random_state: of the initial weights, the order of samples, dropout and the part held out:
+            an integer, a NumPy RandomState, or None for NumPy's own.
+        verbose: as for ``Model.fit``.
+        settings: with prefixes: ``module__``, ``optimizer__``, and ``compile__`` and ``fit__`` for
+            all other arguments of ``Model.compile`` and ``Model.fit``.
+
+    Attributes:
+        n_features_in_: columns of X.
+        feature_names_in_: their names, where X had any.
+        module_: the trained module.
+        model_: the :class:`ipufit.Model` around it.
+        history_: the :class:`ipufit.History` of the last fit.
+        n_iter_: epochs that were made.
+        callbacks_: the copies of ``callbacks`` that the last fit told what happened.
+    """
+
+    def fit(self, X: object, y: object, sample_weight: object = None) -> IpufitRegressor:
+        """Train a new module on samples and their numbers.
+
+        Args:
+            X: shape (samples, features, ...).
+            y: numbers, shape (samples,) or (samples, n_outputs).
+            sample_weight: how much each sample counts; two is a sample that is there twice.
+
+        Returns:
+            The estimator itself.
+
+        Raises:
+            ValueError: data or parameters that can't work; those of ipufit are one too.
+        """
+        samples, targets = self._check(X, y, True, multi_output=True, y_numeric=True)
+        self._begin(samples, targets)
+        self._learn(samples, targets, sample_weight, self.epochs)
+        return self
+
+    def partial_fit(
+        self,
+        X: object,
+        y: object,
+        sample_weight: object = None,
+    ) -> IpufitRegressor:
+        """Train for one epoch more, on this data.
+
+        Args:
+            X: as for ``fit``.
+            y: as for ``fit``.
+            sample_weight: as for ``fit``.
+
+        Returns:
+            The estimator itself.
+
+        Raises:
+            ValueError: data or parameters that can't work, or another number of columns in y.
+        """
+        is_first = "module_" not in vars(self)
+        samples, targets = self._check(X, y, is_first, multi_output=True, y_numeric=True)
+        if is_first:
+            self._begin(samples, targets)
+        elif _columns(targets) != self._n_outputs:
+            raise ValueError(
+                f"y must have {self._n_outputs} columns, as in the first partial_fit, got shape "
+                f"{targets.shape}. Train a new estimator for other targets."
+            )
+        self._refuse_going_on()
+        self._learn(samples, targets, sample_weight, 1)
+        return self
+
+    def predict(self, X: object) -> Array:
+        """Return predictions in the dtype of the computation.
+
+        Args:
+            X: as for ``fit``.
+
+        Returns:
+            Shape of ``y`` in ``fit``: (samples,) or (samples, n_outputs).
+        """
+        outputs = self._outputs(X)
+        return outputs[:, 0] if self._is_single else outputs
+
+    def _begin(self, x: Array, y: Array) -> None:
+        """Make a module for these targets."""
+        self._is_single = y.ndim == 1
+        self._start(x, _columns(y))
+
+    def _learn(self, x: Array, y: Array, sample_weight: object, epochs: int) -> None:
+        """Train the module for some epochs on numbers."""
+        columns = y[:, None] if y.ndim == 1 else y
+        target = columns if self._dtype is None else np.asarray(columns, self._dtype)
+        self._train(x, target, self._weights(sample_weight, x), epochs)
+
+    def __sklearn_tags__(self) -> object:
+        """Return the tags, by which targets may have columns."""
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def _more_tags(self) -> Dict[str, bool]:  # the same for scikit-learn before 1.6
+        return {"multioutput": True}
+
+
+def _columns(y: Array) -> int:
+    """Return how many numbers there are for each sample."""
+    return 1 if y.ndim == 1 else int(y.shape[1])
