@@ -43,6 +43,7 @@ NOT_FOR_A_PLAIN_FIT = (
     *("ipufit.callbacks.stopping", "ipufit.callbacks.progbar_logger"),
     *(
         "ipufit.checkpoint.store",
+        "ipufit.checkpoint.restore",
         "ipufit.checkpoint.training_state",
         "ipufit.training.ipu_config_adapter",
     ),

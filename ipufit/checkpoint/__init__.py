@@ -5,21 +5,19 @@ from typing import TYPE_CHECKING
 from ipufit.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from ipufit.checkpoint.files import Files
-    from ipufit.checkpoint.names import name_of
-    from ipufit.checkpoint.reading import Contents
-    from ipufit.checkpoint.store import Store
+    from ipufit.checkpoint.files import Contents, Files
+    from ipufit.checkpoint.store import Store, name_of
     from ipufit.utils.codec import decode, encode
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "Contents": "ipufit.checkpoint.reading",
+            "Contents": "ipufit.checkpoint.files",
             "Files": "ipufit.checkpoint.files",
             "Store": "ipufit.checkpoint.store",
             "decode": "ipufit.utils.codec",
             "encode": "ipufit.utils.codec",
-            "name_of": "ipufit.checkpoint.names",
+            "name_of": "ipufit.checkpoint.store",
         },
     )
 

@@ -18,7 +18,7 @@ import sys
 import types
 from typing import (
     TYPE_CHECKING,
-    Any,
+    Callable,
     Collection,
     Dict,
     FrozenSet,
@@ -108,7 +108,7 @@ _KINDS = {
 }
 del _KINDS["MultiheadAttention"]
 
-Configuration = Dict[str, Any]
+Configuration = Dict[str, object]
 Leaf = Tuple[Tuple[str, ...], object, object]
 
 
@@ -137,7 +137,7 @@ class ConfigurationChange:
 
 
 def resolve_resume_changes(
-    names: Union[str, Collection[str], None], groups: Sequence[Mapping[str, Any]]
+    names: Union[str, Collection[str], None], groups: Sequence[Mapping[str, object]]
 ) -> FrozenSet[str]:
     """Bring the names of ``Checkpoint(resume_changes=)`` into one form.
 
@@ -241,7 +241,7 @@ def mutable_configuration(
 
 def _hyperparameters(
     optimizer: torch.optim.Optimizer, schedule: Optional[HyperparameterSchedule]
-) -> List[Dict[str, Any]]:
+) -> List[Configuration]:
     """Return the settings of each parameter group, without those that a schedule computes."""
     result = []
     for group in settings.read(optimizer):
@@ -254,8 +254,9 @@ def _hyperparameters(
 
 
 def _loss(loss: Loss) -> Configuration:
-    described = _described(loss)
-    parts = described.get("parts", [])
+    described = _instance(loss)
+    stored = described.get("parts")
+    parts = stored if isinstance(stored, list) else []
     reductions = {name: described.pop(name) for name in ("normalize", "sample_weight_reduction")}
     for part in parts:
         for name in reductions:
@@ -296,7 +297,7 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, kinds) or (inspect.isroutine(value) and not inspect.ismethod(value))
 
 
-def _described(value: object, depth: int = 0) -> Any:
+def _described(value: object, depth: int = 0) -> object:
     """A value as plain JSON, the same in every process that makes it in the same way."""
     if value is None or isinstance(value, bool):
         return value
@@ -318,23 +319,29 @@ def _described(value: object, depth: int = 0) -> Any:
     return _object(value, depth)
 
 
-def _object(value: object, depth: int) -> Any:
+def _object(value: object, depth: int) -> object:
     if isinstance(value, type):
         return value.__name__
     if isinstance(value, functools.partial):
         parts = {"args": value.args, "keywords": value.keywords}
-        return {"partial": _described(value.func, depth + 1), **_described(parts, depth + 1)}
+        described = {name: _described(part, depth + 2) for name, part in parts.items()}
+        return {"partial": _described(value.func, depth + 1), **described}
     if inspect.isroutine(value):
         return _function(value, depth)
     if isinstance(value, nn.Module):
         modules = {name: _module(each) for name, each in value.named_modules()}
         return {"modules": modules, "buffers": _described(dict(value.named_buffers()), depth + 1)}
+    return _instance(value, depth)
+
+
+def _instance(value: object, depth: int = 0) -> Configuration:
+    """Describe an object by its class and attributes: plain ones, or all of one of ipufit's."""
     is_own = type(value).__module__.partition(".")[0] == _OWN
     attributes = _attributes(value, plain=not is_own, depth=depth)
     return {"class": type(value).__name__, **attributes}
 
 
-def _function(value: Any, depth: int) -> Any:
+def _function(value: Callable[..., object], depth: int) -> object:
     """Its name, code and the plain values that the code sees; of one without code, its name."""
     function = inspect.unwrap(getattr(value, "__func__", value))
     name = getattr(function, "__qualname__", type(function).__name__)
@@ -358,7 +365,7 @@ def _function(value: Any, depth: int) -> Any:
     }
 
 
-def _content(cell: Any) -> Any:
+def _content(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:
@@ -375,10 +382,10 @@ def _code(code: types.CodeType) -> str:
     return digest.hexdigest()[:16]
 
 
-def _order(source: DataAdapter) -> Any:
+def _order(source: DataAdapter) -> object:
     """Who says in what order the samples come."""
-    loader: Any = source.loader
-    if not reads_as_torch(loader):
+    loader = source.loader
+    if not (isinstance(loader, DataLoader) and reads_as_torch(loader)):
         return source.is_shuffled
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     return True if source.is_shuffled else type(sampler).__name__
@@ -386,11 +393,11 @@ def _order(source: DataAdapter) -> Any:
 
 def _data(source: DataAdapter) -> Configuration:
     """Describe the data, as far as that needs no code of the user's."""
-    loader: Any = source.loader
+    loader = source.loader
     rows = rows_in_memory(loader)
     # Tensors and arrays are rows alike.
     description: Configuration = {"class": type(loader).__name__}
-    if reads_as_torch(loader):
+    if isinstance(loader, DataLoader) and reads_as_torch(loader):
         description["dataset"] = type(loader.dataset).__name__
     if rows is not None:
         description.update(_rows(rows))
@@ -467,7 +474,7 @@ def lines_of(changes: Iterable[ConfigurationChange]) -> List[str]:
     return lines
 
 
-def _changes_of(name: str, was: Any, now: Any) -> Iterator[ConfigurationChange]:
+def _changes_of(name: str, was: object, now: object) -> Iterator[ConfigurationChange]:
     if name == "hyperparameters":
         yield from _changed_hyperparameters(was, now)
     elif name == "modules":
@@ -475,15 +482,20 @@ def _changes_of(name: str, was: Any, now: Any) -> Iterator[ConfigurationChange]:
     elif name == "requires_grad":
         for path, before, after in _leaves(was, now):
             yield ConfigurationChange(name, "", repr(".".join(path)), before, after)
-    elif name == "metrics" and isinstance(was, Mapping) and [*was] != [*now]:
+    elif (
+        name == "metrics"
+        and isinstance(was, Mapping)
+        and isinstance(now, Mapping)
+        and [*was] != [*now]
+    ):
         yield ConfigurationChange(name, "", "", [*was], [*now])
     else:
         for path, before, after in _leaves(was, now):
             yield ConfigurationChange(name, ".".join(path), "", before, after)
 
 
-def _changed_hyperparameters(was: Any, now: Any) -> Iterator[ConfigurationChange]:
-    if not isinstance(was, list) or len(was) != len(now):
+def _changed_hyperparameters(was: object, now: object) -> Iterator[ConfigurationChange]:
+    if not (isinstance(was, list) and isinstance(now, list)) or len(was) != len(now):
         return  # said of the parameters in the groups
     for number, (before, after) in enumerate(zip(was, now)):
         for path, old, new in _leaves(before, after):
@@ -492,8 +504,8 @@ def _changed_hyperparameters(was: Any, now: Any) -> Iterator[ConfigurationChange
             yield ConfigurationChange(name, ".".join(part), group, old, new)
 
 
-def _changed_modules(was: Any, now: Any) -> Iterator[ConfigurationChange]:
-    was = was if isinstance(was, Mapping) else {}
+def _changed_modules(was: object, now: object) -> Iterator[ConfigurationChange]:
+    was, now = (modules if isinstance(modules, Mapping) else {} for modules in (was, now))
     for place in dict.fromkeys((*now, *was)):
         before, after = was.get(place, _MISSING), now.get(place, _MISSING)
         leaves = [*_leaves(before, after)]
@@ -532,11 +544,10 @@ def _leaves(was: object, now: object, path: Tuple[str, ...] = ()) -> Iterator[Le
         yield path, was, now
 
 
-def _is_of_another_python(was: Any, now: Any) -> bool:
+def _is_of_another_python(was: object, now: object) -> bool:
     """Say whether two values are digests of code by different Pythons, which can't be compared."""
-    texts = [text.partition(":") for text in (was, now) if isinstance(text, str)]
-    are_digests = len(texts) == 2 and all(_DIGEST.fullmatch(text) for text in (was, now))
-    return are_digests and texts[0][0] != texts[1][0]
+    digests = [text for text in (was, now) if isinstance(text, str) and _DIGEST.fullmatch(text)]
+    return len(digests) == 2 and len({digest.partition(":")[0] for digest in digests}) == 2
 
 
 def _text(value: object) -> str:

@@ -1,22 +1,239 @@
-"""Disk operations of a store, each a method, so that a test can make it fail."""
+"""The files of a checkpoint: JSON, tensors and the manifest that lists them, written and read."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
+import json
+import math
 import os
+import re
 import shutil
 import stat
-from typing import BinaryIO, Dict, List, Mapping
+from typing import (
+    Any,
+    BinaryIO,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    NoReturn,
+    Tuple,
+    TypeVar,
+)
 
 import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from ipufit.errors import CheckpointError
 from ipufit.utils import files
-from ipufit.utils.codec import UnfitError, apart, reason_of
+from ipufit.utils.codec import MAX_DEPTH, UnfitError, advice_of, apart, reason_of, shown
 from ipufit.utils.fault_injection import check_disk
 
-__all__ = ["Files"]
+__all__ = [
+    "MANIFEST",
+    "MOST_STATE_BYTES",
+    "STATE",
+    "SUFFIX",
+    "Contents",
+    "Document",
+    "Files",
+    "ManifestEntry",
+    "check_group",
+    "dump",
+    "parse",
+    "read_contents",
+    "write_manifest",
+]
+
+T = TypeVar("T")
+# A JSON object whose members are checked where they are used.
+Document = Dict[str, Any]
+
+# A level of an encoded value takes up to three: {"$dict": [[key, value]]}.
+_LEVELS = 3 * MAX_DEPTH + 50
+_LENGTH = 30  # of a number: a float has up to 24; more digits take quadratic time to read
+_TOKENS = re.compile(rb'\\.|["\[\]{}]', re.DOTALL)
+
+
+def dump(document: object, most: int) -> bytes:
+    """Return a document as the text of a JSON file.
+
+    Raises:
+        UnfitError: it is not plain JSON, or could not be read back.
+    """
+    try:
+        data = json.dumps(document, allow_nan=False, separators=(",", ":")).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnfitError(f"it is no JSON: {reason_of(error)}") from error
+    if len(data) > most:
+        raise UnfitError(f"it has {len(data)} bytes, more than {most}")
+    # json writes a tuple as a list, and a key 1 as "1".
+    if parse(data) != document:
+        raise UnfitError("it is no plain JSON, as it comes back from a file as something else")
+    return data
+
+
+def parse(data: bytes) -> object:
+    """The document in a file of bounded size.
+
+    Raises:
+        UnfitError: it is no JSON, nested deeper than an encoded value, names a key twice, or has a
+            number that is not finite or too long.
+    """
+    _check_depth(data)
+    try:
+        return json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_short,
+        )
+    except ValueError as error:
+        raise UnfitError(f"it is no JSON: {reason_of(error)}") from error
+
+
+def _check_depth(data: bytes) -> None:
+    """The parser recurses, on a stack whose size is not known."""
+    depth, in_text = 0, False
+    for match in _TOKENS.finditer(data):
+        token = match.group()
+        if token == b'"':
+            in_text = not in_text
+        elif not in_text and token in b"[{":
+            depth += 1
+            if depth > _LEVELS:
+                raise UnfitError(f"it is nested deeper than {_LEVELS} levels")
+        elif not in_text and token in b"]}":
+            depth -= 1
+
+
+def _unique(pairs: List[Tuple[str, T]]) -> Dict[str, T]:
+    members: Dict[str, T] = {}
+    for name, value in pairs:
+        if name in members:
+            raise ValueError(f"the key {shown(name)} comes twice")
+        members[name] = value
+    return members
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(_bounded(text))
+    if not math.isfinite(value):
+        raise ValueError(f"the number {shown(text)} is too large")
+    return value
+
+
+def _short(text: str) -> int:
+    return int(_bounded(text))
+
+
+def _bounded(text: str) -> str:
+    if len(text) > _LENGTH:
+        raise ValueError(f"the number {shown(text)} has more than {_LENGTH} characters")
+    return text
+
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+SUFFIX = ".safetensors"
+MOST_BYTES = 1 << 20
+_MOST_FILES = 64
+_FORMAT = "ipufit.Checkpoint"
+# Another minor number: older files have less. Another major number: they can't be read.
+VERSION = (1, 2)
+_GROUP = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class ManifestEntry(NamedTuple):
+    """Size and digest that a file must have.
+
+    Attributes:
+        size: in bytes.
+        sha256: of its content, in hexadecimal digits.
+    """
+
+    size: int
+    sha256: str
+
+
+def check_group(group: str) -> None:
+    """Raise UnfitError if no file can be named like this."""
+    if not _GROUP.fullmatch(group):
+        raise UnfitError(
+            f"a group of its tensors is called {shown(group)}",
+            "Name groups with letters, digits, '_', '.' and '-'.",
+        )
+
+
+def write_manifest(entries: Mapping[str, ManifestEntry]) -> bytes:
+    """Return the text of a manifest with the size and digest of each file."""
+    files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in entries.items()}
+    if len(files) > _MOST_FILES:
+        raise UnfitError(
+            f"it has {len(files)} files, more than {_MOST_FILES}", "Make fewer groups of tensors."
+        )
+    return dump({"format": _FORMAT, "version": list(VERSION), "files": files}, MOST_BYTES)
+
+
+def read_manifest(data: bytes) -> Dict[str, ManifestEntry]:
+    """The files that it lists, by plain names.
+
+    Raises:
+        UnfitError: it is none, of a version that is not read, or lists what can be no file of it.
+    """
+    content = parse(data)
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise UnfitError("it is no manifest of a checkpoint")
+    _check_version(content.get("version"))
+    files = content.get("files")
+    if set(content) != {"format", "version", "files"} or not isinstance(files, dict):
+        raise UnfitError("its parts are not format, version and files")
+    if STATE not in files or len(files) > _MOST_FILES:
+        raise UnfitError(
+            f"it lists {len(files)} files, but must list {STATE} and at most {_MOST_FILES}"
+        )
+    return {_check_name(name): _entry(name, parts) for name, parts in files.items()}
+
+
+def _check_version(version: object) -> None:
+    is_pair = isinstance(version, list) and [type(part) for part in version] == [int, int]
+    if not isinstance(version, list) or not is_pair or version[0] < VERSION[0] or version[1] < 0:
+        raise UnfitError("its version is none that ever was")
+    if tuple(version) > VERSION:
+        came, supported = (".".join(map(str, pair)) for pair in (version, VERSION))
+        raise UnfitError(
+            f"it was written by a newer ipufit, in version {came} of the format, and this one "
+            f"reads up to {supported}",
+            "Update ipufit, or read a checkpoint that this one wrote.",
+        )
+
+
+def _check_name(name: str) -> str:
+    is_group = name.endswith(SUFFIX) and _GROUP.fullmatch(name[: -len(SUFFIX)])
+    if name != STATE and not is_group:
+        raise UnfitError(f"it lists the file {shown(name)}, which can be none of a checkpoint")
+    return name
+
+
+def _entry(name: str, parts: object) -> ManifestEntry:
+    if isinstance(parts, dict) and set(parts) == {"size", "sha256"}:
+        size, sha256 = parts["size"], parts["sha256"]
+        is_hash = isinstance(sha256, str) and _SHA256.fullmatch(sha256)
+        if type(size) is int and size >= 0 and is_hash:
+            return ManifestEntry(size, sha256)
+    raise UnfitError(f"it does not give a size and a hash for {shown(name)}")
+
 
 _CHUNK = 1 << 20
 # Not through a link that was put in the place of a file, and without waiting for a pipe's writer.
@@ -132,3 +349,83 @@ def _size(status: os.stat_result) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise UnfitError("it is no regular file, but a link for example")
     return status.st_size
+
+
+MOST_STATE_BYTES = 64 << 20
+
+
+@dataclasses.dataclass
+class Contents:
+    """Contents of a checkpoint that was read.
+
+    Attributes:
+        document: of its state.json.
+        tensors: by name, by group. They are views of the files, which stay on the disk until the
+            tensors are gone.
+    """
+
+    document: Document
+    tensors: Dict[str, Dict[str, Tensor]]
+
+
+def read_contents(disk: Files, path: str) -> Contents:
+    """Read the checkpoint in this folder.
+
+    Raises:
+        CheckpointError: a file of it is missing, damaged, or not what ipufit writes.
+    """
+    with _named(path, MANIFEST):
+        disk.check_folder(path)
+        entries = read_manifest(disk.read_bytes(os.path.join(path, MANIFEST), MOST_BYTES))
+        _check_listed(disk.names(path), entries)
+    for name, entry in entries.items():
+        with _named(path, name):
+            size = disk.size_of(os.path.join(path, name))
+            if size != entry.size:
+                raise UnfitError(f"it has {size} bytes, and {MANIFEST} says {entry.size}")
+    with _named(path, STATE):
+        if entries[STATE].size > MOST_STATE_BYTES:
+            raise UnfitError(f"it has more than {MOST_STATE_BYTES} bytes")
+        data = disk.read_bytes(os.path.join(path, STATE), entries[STATE].size)
+        _check_hash(hashlib.sha256(data).hexdigest(), entries[STATE])
+    groups = [name for name in entries if name != STATE]
+    for name in groups:
+        with _named(path, name):
+            sha256 = disk.sha256_of(os.path.join(path, name), entries[name].size)
+            _check_hash(sha256, entries[name])
+    with _named(path, STATE):
+        document = parse(data)
+        if not isinstance(document, dict):
+            raise UnfitError("it is no JSON object")
+    tensors = {}
+    for name in groups:
+        with _named(path, name):
+            tensors[name[: -len(SUFFIX)]] = disk.read_tensors(os.path.join(path, name))
+    return Contents(document, tensors)
+
+
+@contextlib.contextmanager
+def _named(path: str, name: str) -> Iterator[None]:
+    """Name the file in errors that are raised inside."""
+    try:
+        yield
+    except (OSError, UnfitError) as error:
+        reason = "it is missing" if isinstance(error, FileNotFoundError) else reason_of(error)
+        usual = "Read another checkpoint, or restore this one from a copy."
+        raise CheckpointError(
+            f"{name!r} of the checkpoint {path!r} must be as ipufit wrote it, but {reason}. "
+            f"{advice_of(error) or usual}"
+        ) from error
+
+
+def _check_listed(names: Iterable[str], entries: Mapping[str, ManifestEntry]) -> None:
+    """A file of state that is not listed was not checked; a note or a hidden file does no harm."""
+    for name in sorted(names):
+        is_state = name.endswith((SUFFIX, ".json")) and not name.startswith(".")
+        if is_state and name != MANIFEST and name not in entries:
+            raise UnfitError(f"it does not list {shown(name)}, which is in the folder")
+
+
+def _check_hash(sha256: str, entry: ManifestEntry) -> None:
+    if sha256 != entry.sha256:
+        raise UnfitError(f"its content has changed since {MANIFEST} was written")

@@ -1,34 +1,107 @@
-"""The checkpoint manager: when a running ``fit`` writes checkpoints, and how one goes on."""
+"""The checkpoint manager: when a running fit writes checkpoints, and how one goes on."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
+import signal
 import sys
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
+import threading
+from types import FrameType
+from typing import Dict, Iterator, List, Optional, Sequence
 
 from ipufit.callbacks import Callback, CallbackList
 from ipufit.callbacks.callback_list import Observer, missing
 from ipufit.callbacks.history import direction_of
 from ipufit.callbacks.running_fit import CallbackModel, ObservedSession, RunningFit
 from ipufit.checkpoint.configuration import ConfigurationChange, RunData, resolve_resume_changes
-from ipufit.checkpoint.names import name_of
+from ipufit.checkpoint.files import Document
+from ipufit.checkpoint.restore import restore
 from ipufit.checkpoint.settings import Checkpoint
-from ipufit.checkpoint.signals import PreemptionHandler
-from ipufit.checkpoint.store import Store
+from ipufit.checkpoint.store import Store, name_of
 from ipufit.checkpoint.training_state import (
     RestoredState,
     RunConfiguration,
     checkpoint_contents,
     loop_state,
-    restore,
 )
 from ipufit.errors import CheckpointError, ConfigurationError
+from ipufit.processes import Processes, common
 from ipufit.utils.codec import encode
 from ipufit.utils.console import warn_user
 
-__all__ = ["CheckpointManager", "find"]
+__all__ = ["CheckpointManager", "PreemptionHandler", "find"]
+
+
+class PreemptionHandler:
+    """Listens while a ``fit`` runs; a second signal ends it at once, by KeyboardInterrupt.
+
+    A handler of the user's own stays in place, and so it does outside the main thread, where
+    Python delivers no signal.
+
+    Attributes:
+        signal: the one that came, or None.
+        agreed_on: the one by which all processes end, or None.
+    """
+
+    def __init__(self) -> None:
+        self.signal: Optional[signal.Signals] = None
+        self.agreed_on: Optional[signal.Signals] = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within the block a signal is noted."""
+        before: Dict[signal.Signals, object] = {}
+        if threading.current_thread() is threading.main_thread():
+            usual = {
+                signal.SIGINT: signal.default_int_handler,
+                signal.SIGTERM: signal.SIG_DFL,
+            }
+            before = {
+                number: handler
+                for number, handler in usual.items()
+                if signal.getsignal(number) is handler or signal.getsignal(number) == handler
+            }
+        for number in before:
+            signal.signal(number, self._record)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _record(self, number: int, frame: Optional[FrameType]) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+
+    def agree(self, processes: Processes) -> bool:
+        """Return True if a signal came to any process; then it counts for all.
+
+        They ask at the same time. What comes later counts when they ask next.
+        """
+        local = None if self.signal is None else int(self.signal)
+        numbers = [number for number in processes.gather(local, "signals") if number is not None]
+        if numbers:
+            self.agreed_on = signal.Signals(numbers[0])
+        return bool(numbers)
+
+    def end(self, saved: str) -> None:
+        """Leave as the signal wants it, if one came.
+
+        Raises:
+            KeyboardInterrupt: after SIGINT.
+            SystemExit: after SIGTERM, with the exit code of a process that it has ended.
+        """
+        if self.agreed_on is None:
+            return
+        text = f"{self.agreed_on.name}: {saved}"
+        error: BaseException = SystemExit(128 + int(self.agreed_on))
+        if self.agreed_on is signal.SIGINT:
+            error = KeyboardInterrupt(text)
+        # All processes end here.
+        raise common(error)
 
 
 def find(checkpoint: Checkpoint) -> Optional[RestoredState]:
@@ -120,7 +193,7 @@ class CheckpointManager(Observer):
         data: RunData,
         callbacks: CallbackList,
         stateful: Sequence[Callback],
-        run: Mapping[str, Any],
+        run: Document,
     ) -> None:
         self._restarts = restarts
         self._data = data
@@ -213,7 +286,7 @@ class CheckpointManager(Observer):
                 "when it is large, but nothing says so. Pass mode='min' or mode='max'."
             )
 
-    def end_execution(self, epoch: int, outputs: List[Any]) -> None:
+    def end_execution(self, epoch: int, outputs: List[object]) -> None:
         """Write in the middle of an epoch, if it is time or the process is to end.
 
         Raises:
@@ -261,16 +334,15 @@ class CheckpointManager(Observer):
     def _write(self, epoch: int, in_epoch: bool, name: Optional[str] = None) -> None:
         assert self._store is not None
         name = name or self._name(in_epoch)
-        best = dataclasses.asdict(self._best)
         about = {
-            "epoch": epoch,
-            "in_epoch": in_epoch,
             "stopped": self._fit.ending(),
             "run": self.run,
-            "best": best,
+            "best": dataclasses.asdict(self._best),
             **self._begun.document(self._session),
         }
-        document, tensors = checkpoint_contents(self._fit, self._session, self._stateful, about)
+        document, tensors = checkpoint_contents(
+            self._fit, self._session, self._stateful, epoch, in_epoch, about
+        )
         if not self._processes.is_rank_zero:
             return
         self._store.write(name, document, tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, Collection, Dict, Optional, Union
+from typing import Collection, Dict, Optional, Union
 
 from ipufit.errors import ConfigurationError
 from ipufit.utils.error_collector import ErrorCollector, at_least, folder_of, one_of
@@ -122,7 +122,7 @@ class Checkpoint(SettingsRepr):
             )
 
 
-def resolve_checkpoint(checkpoint: Any) -> Optional[Checkpoint]:
+def resolve_checkpoint(checkpoint: object) -> Optional[Checkpoint]:
     """Bring the argument ``checkpoint`` of ``fit`` into one form.
 
     Raises:
@@ -138,7 +138,7 @@ def resolve_checkpoint(checkpoint: Any) -> Optional[Checkpoint]:
     return Checkpoint(folder_of("checkpoint", checkpoint))
 
 
-def _resolve_resume(resume: Any) -> Optional[str]:
+def _resolve_resume(resume: object) -> Optional[str]:
     """None, "auto", or the path of one checkpoint."""
     if resume is None or resume is False:
         return None

@@ -1,31 +1,106 @@
-"""A folder of checkpoints: each appears when it is complete, and disappears at once."""
+"""A folder of checkpoints: each appears when it is complete, and one run at a time writes there."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import json
 import os
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
+import re
+import socket
+import threading
+import time
+from typing import Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple, Union
 
 from torch import Tensor
 
-from ipufit.checkpoint.files import Files
-from ipufit.checkpoint.json_io import dump
-from ipufit.checkpoint.manifest import (
+from ipufit.checkpoint.files import (
     MANIFEST,
+    MOST_STATE_BYTES,
     STATE,
     SUFFIX,
+    Contents,
+    Document,
+    Files,
     ManifestEntry,
     check_group,
+    dump,
+    read_contents,
     write_manifest,
 )
-from ipufit.checkpoint.names import is_left_over, is_name, name_of, part_of, place_of, protect_part
-from ipufit.checkpoint.reading import MOST_STATE_BYTES, Contents, read_contents
 from ipufit.errors import CheckpointError
 from ipufit.utils.codec import UnfitError, advice_of, reason_of, shown, why_not_stored
+from ipufit.utils.console import warn_user
 
-__all__ = ["Store"]
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing is locked
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["LOCK", "Store", "locked", "name_of"]
+
+_NAME = re.compile(r"update-([0-9]{9,18})(?:[-_.][A-Za-z0-9_.-]{0,80})?")
+_PART = re.compile(r"\.update-.*\.([0-9]{1,20})\.[0-9]{1,20}\.part")
+_A_DAY = 24 * 60 * 60
+# Hidden folders that threads of this process work on. Their names have the thread in them.
+_HELD: Set[str] = set()
+
+
+def name_of(updates: int) -> str:
+    """The name of the checkpoint after so many updates; one may add a suffix such as "-last"."""
+    return f"update-{updates:09d}"
+
+
+def is_name(name: str) -> bool:
+    """Return True if a checkpoint can have a name: it leads nowhere outside of its folder."""
+    return _NAME.fullmatch(name) is not None
+
+
+def place_of(name: str) -> Tuple[int, str]:
+    """Return the key by which checkpoints are sorted: the number, then the suffix."""
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    return int(match[1]), name
+
+
+def part_of(name: str) -> str:
+    """The hidden name under which this thread makes a checkpoint, or takes it away."""
+    return f".{name}.{os.getpid()}.{threading.get_ident()}.part"
+
+
+@contextlib.contextmanager
+def protect_part(part: str) -> Iterator[None]:
+    """Inside, a hidden folder is no leftover."""
+    _HELD.add(part)
+    try:
+        yield
+    finally:
+        _HELD.discard(part)
+
+
+def is_left_over(path: str) -> bool:
+    """Return True if nobody works on a hidden folder: its process is gone, or it is old."""
+    entry = os.path.basename(path)
+    match = _PART.fullmatch(entry)
+    if match is None:
+        return False
+    pid = int(match[1])
+    if pid == os.getpid():
+        return entry not in _HELD
+    return not _is_running(pid) or time.time() - os.lstat(path).st_mtime > _A_DAY
+
+
+def _is_running(pid: int) -> bool:
+    if os.name != "posix":
+        return True  # elsewhere os.kill would end it
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 class Store:
@@ -44,7 +119,7 @@ class Store:
         self._files = files or Files()
 
     def write(
-        self, name: str, document: Dict[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]
+        self, name: str, document: Document, tensors: Mapping[str, Mapping[str, Tensor]]
     ) -> str:
         """Write a checkpoint, which is complete or absent.
 
@@ -89,7 +164,7 @@ class Store:
         self,
         hidden: str,
         target: str,
-        document: Dict[str, Any],
+        document: Document,
         tensors: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
         try:
@@ -108,7 +183,7 @@ class Store:
             raise
 
     def _fill(
-        self, hidden: str, document: Dict[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]
+        self, hidden: str, document: Document, tensors: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
         for group, members in tensors.items():
             _check_tensors(group, members)
@@ -310,7 +385,7 @@ class Store:
                     self._files.remove_tree(path)
 
 
-def _state(document: Dict[str, Any]) -> bytes:
+def _state(document: Document) -> bytes:
     try:
         return dump(document, MOST_STATE_BYTES)
     except UnfitError as error:
@@ -328,3 +403,122 @@ def _check_tensors(group: str, members: Mapping[str, Tensor]) -> None:
                 f"{shown(name)} of {group!r} is {fault}",
                 "Convert it to a dense tensor with values.",
             )
+
+
+LOCK = ".lock"
+_MOST_BYTES = 1000
+# The lock of the operating system is one of the whole process.
+_FOLDERS: Set[str] = set()
+_GUARD = threading.Lock()
+
+
+@contextlib.contextmanager
+def locked(folder: Union[str, os.PathLike[str]]) -> Iterator[None]:
+    """Within the block no other run writes checkpoints into the folder, which is made if missing.
+
+    The operating system holds a lock on a file in it, and lets go of it when the process ends, in
+    whatever way: nothing has to be cleaned up after a crash. A child made by fork has none.
+
+    Raises:
+        CheckpointError: another run is writing there; or the folder can't be written to.
+    """
+    store, process = Store(folder), os.getpid()
+    store.prepare()
+    path = os.path.join(store.folder, LOCK)
+    with _GUARD:
+        if store.folder in _FOLDERS:
+            raise _taken(store.folder, _owner())
+        handle = _open(path, store.folder)
+        _FOLDERS.add(store.folder)
+    try:
+        yield
+    finally:
+        with _GUARD:
+            _FOLDERS.discard(store.folder)
+            # Before it is let go of: afterwards it may be that of another run. A child made by
+            # fork, which leaves the block too, has no lock.
+            if process == os.getpid():
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            with contextlib.suppress(OSError):
+                os.close(handle)
+
+
+def _open(path: str, folder: str) -> int:
+    """Open the file and lock it; its content says who has it."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        try:
+            before = _read(handle)
+            if not _lock(handle):
+                raise _taken(folder, before)
+            if not _is_at(handle, path):
+                os.close(handle)
+                continue  # The run before has just ended, and removed it.
+            host = (before or {}).get("host")
+            if before is not None and host != socket.gethostname():
+                warn_user(
+                    f"the folder {folder!r} was last written to by {_name(before)}, which has not "
+                    "ended as a run does. Locks of other machines are not always seen: if it still "
+                    "runs, end one of the two.",
+                )
+            os.ftruncate(handle, 0)
+            os.lseek(handle, 0, os.SEEK_SET)
+            os.write(handle, json.dumps(_owner()).encode())
+            return handle
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.close(handle)
+            raise
+
+
+def _lock(handle: int) -> bool:
+    """Lock a file, and say whether that worked: False where another process has the lock.
+
+    Where the file system has no locks, nobody knows, and the answer is True.
+    """
+    if fcntl is None:
+        return True
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
+
+
+def _is_at(handle: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except OSError:
+        return False
+
+
+def _owner() -> Dict[str, object]:
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
+
+
+def _read(handle: int) -> Optional[Dict[str, object]]:
+    """Who has written the file; None if nobody has, or something else."""
+    try:
+        content = json.loads(os.read(handle, _MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_ours = isinstance(content, dict) and {"host", "pid", "started"} == set(content)
+    return content if is_ours else None
+
+
+def _name(owner: Optional[Dict[str, object]]) -> str:
+    if owner is None:
+        return "another process"
+    return (
+        f"process {str(owner['pid'])[:20]} on {str(owner['host'])[:80]!r} "
+        f"since {str(owner['started'])[:20]}"
+    )
+
+
+def _taken(folder: str, owner: Optional[Dict[str, object]]) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoints of one run at a time are written to a folder, but {_name(owner)} is writing "
+        f"to {folder!r}. Wait until that run has ended, or choose another folder."
+    )

@@ -1,18 +1,16 @@
-"""The state of a training run in a checkpoint, and how a new ``fit`` takes it over."""
+"""The state of a training run in a checkpoint, and the configuration of its run beside it."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from typing import Any, Dict, FrozenSet, List, Mapping, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ipufit._version import __version__
 from ipufit.callbacks import Callback
 from ipufit.callbacks.running_fit import Measurement, ObservedSession, RunningFit
-from ipufit.checkpoint import rng_state
 from ipufit.checkpoint.configuration import (
     Configuration,
     ConfigurationChange,
@@ -21,45 +19,48 @@ from ipufit.checkpoint.configuration import (
     compiled_configuration,
     configuration_name,
     data_configuration,
-    is_changeable,
     lines_of,
     mutable_configuration,
 )
-from ipufit.checkpoint.export_weights import merge, split
-from ipufit.checkpoint.optimizers import check_optimizer, optimizer_differences
-from ipufit.checkpoint.reading import Contents
+from ipufit.checkpoint.files import Contents, Document
 from ipufit.checkpoint.store import Store
-from ipufit.core.batch import DataCursor
-from ipufit.core.weights_file import differences
 from ipufit.engines.program import TrainState
-from ipufit.errors import CheckpointError, ConfigurationError
+from ipufit.errors import CheckpointError
 from ipufit.metrics import MetricSet
-from ipufit.optim.schedules import settings
 from ipufit.processes import Processes
 from ipufit.utils.codec import decode, encode
 from ipufit.utils.console import warn_user
+from ipufit.utils.state import generator_states
 
-__all__ = ["RestoredState", "RunConfiguration", "checkpoint_contents", "loop_state", "restore"]
+__all__ = [
+    "NUMBERS",
+    "Named",
+    "RestoredState",
+    "RunConfiguration",
+    "checkpoint_contents",
+    "loop_state",
+    "merge",
+    "split",
+]
 
 _KIND = "training"
 _PARTS = (
     *("meter", "history", "callbacks", "random", "optimizer", "averages", "others"),
     *("replicas", "loss_scale", "schedule", "place", "choices"),
 )
-_SHOWN = 40
-# What belongs to a whole pass over the data, and can't change within one.
-_BETWEEN_PASSES = frozenset(("data", "metrics", "shuffle"))
+NUMBERS = (bool, int, float)  # kinds of hyper-parameters
 
-Groups = Dict[str, Dict[str, Tensor]]
+Named = Dict[str, Tensor]
+Groups = Dict[str, Named]
 
 
-def loop_state(fit: RunningFit, callbacks: Sequence[Callback]) -> Dict[str, Any]:
+def loop_state(fit: RunningFit, callbacks: Sequence[Callback]) -> Document:
     """All that is not of the program: where meter, history and callbacks stand."""
     return {
         "meter": fit.job.meter.state_dict(),
         "history": fit.history.state_dict(),
         "callbacks": [[type(each).__name__, each.state_dict()] for each in callbacks],
-        "random": rng_state.stored(),
+        "random": _stored_generators(),
     }
 
 
@@ -67,12 +68,23 @@ def checkpoint_contents(
     fit: RunningFit,
     session: ObservedSession,
     callbacks: Sequence[Callback],
-    about: Mapping[str, Any],
-) -> Tuple[Dict[str, Any], Groups]:
-    """The document and the tensors of a checkpoint."""
+    epoch: int,
+    in_epoch: bool,
+    about: Mapping[str, object],
+) -> Tuple[Document, Groups]:
+    """Collect the document and the tensors of a checkpoint.
+
+    Args:
+        fit: that is running.
+        session: of the model.
+        callbacks: whose state is stored.
+        epoch: the present one.
+        in_epoch: whether it is still going on.
+        about: further entries of the document.
+    """
     state = fit.job.program.read_state()
     weights, others = split(session.module, state)
-    place = fit.place if about["in_epoch"] else fit.feed.after(about["epoch"], fit.place)
+    place = fit.place if in_epoch else fit.feed.after(epoch, fit.place)
     tree = {
         **loop_state(fit, callbacks),
         "optimizer": state.optimizer,
@@ -102,12 +114,14 @@ def checkpoint_contents(
         "samples": plan.samples,
         "divides": fit.shards_data,
         "content": content,
+        "epoch": epoch,
+        "in_epoch": in_epoch,
         **about,
     }
     return document, {"weights": weights, "state": tensors}
 
 
-def _apart(processes: Processes, tree: Mapping[str, Any]) -> List[Dict[str, Any]]:
+def _apart(processes: Processes, tree: Document) -> List[Document]:
     """Return the state that each process after the first has for itself."""
     parts = {name: tree[name] for name in ("random", "place", "choices")}
     return processes.gather({**parts, "metrics": tree["meter"]["metrics"]}, "checkpoint")[1:]
@@ -125,9 +139,9 @@ class RestoredState:
     """
 
     name: str
-    document: Mapping[str, Any]
+    document: Document
     weights: Mapping[str, Tensor]
-    tree: Mapping[str, Any]
+    tree: Document
 
     @staticmethod
     def of(store: Store, name: str) -> RestoredState:
@@ -152,7 +166,7 @@ class RestoredState:
             # In memory of their own: what was read is mapped from files that will be removed.
             tensors = {name: each.clone() for name, each in contents.tensors["state"].items()}
             tree = decode(document["content"], tensors)
-            return _checked(RestoredState(name, document, contents.tensors["weights"], tree))
+            return _check_form(RestoredState(name, document, contents.tensors["weights"], tree))
         except CheckpointError:
             raise
         except Exception as error:
@@ -165,8 +179,7 @@ class RestoredState:
     @property
     def epoch(self) -> int:
         """The epoch that the next update belongs to, or would."""
-        epoch: int = self.document["epoch"]
-        return epoch if self.in_epoch else epoch + 1
+        return int(self.document["epoch"]) + (0 if self.in_epoch else 1)
 
     @property
     def in_epoch(self) -> bool:
@@ -187,25 +200,22 @@ class RestoredState:
     @property
     def seed(self) -> int:
         """The seed with which the run began."""
-        seed: int = self.document["seed"]
-        return seed
+        return int(self.document["seed"])
 
     @property
-    def run(self) -> Mapping[str, Any]:
+    def run(self) -> Document:
         """Values that belong to the run as a whole."""
-        run: Mapping[str, Any] = self.document["run"]
-        return run
+        return dict(self.document["run"])
 
     @property
-    def best(self) -> Mapping[str, Any]:
+    def best(self) -> Document:
         """Name and value of the best checkpoint so far."""
-        best: Mapping[str, Any] = self.document["best"]
-        return best
+        return dict(self.document["best"])
 
-    def apart(self, processes: Processes) -> Mapping[str, Any]:
+    def apart(self, processes: Processes) -> Document:
         """Return this process' own state, or the first one's where their number has changed."""
-        each: List[Mapping[str, Any]] = [self.tree, *self.tree.get("apart", [])]
-        return each[processes.process_id if len(each) == processes.num_processes else 0]
+        states: List[Document] = [self.tree, *self.tree.get("apart", [])]
+        return states[processes.process_id if len(states) == processes.num_processes else 0]
 
     def check_divided(self, processes: Processes, divides: bool) -> None:
         """Make sure that it is known which process goes on with which data.
@@ -228,7 +238,7 @@ class RestoredState:
             "data that ipufit divides."
         )
 
-    def meter(self, metrics: MetricSet, processes: Processes) -> Dict[str, Any]:
+    def meter(self, metrics: MetricSet, processes: Processes) -> Document:
         """Return the state in which the meter of this process goes on within the epoch.
 
         Args:
@@ -245,12 +255,13 @@ class RestoredState:
             meter["metrics"] = metrics.fresh().state_dict()
         return meter
 
-    def choices(self, processes: Processes) -> Any:
+    def choices(self, processes: Processes) -> Optional[Dict[str, str]]:
         """Return the kernel choices that were measured to be the fastest."""
-        return self.apart(processes)["choices"]
+        choices: Optional[Dict[str, str]] = self.apart(processes)["choices"]
+        return choices
 
     @property
-    def described(self) -> Dict[str, Any]:
+    def described(self) -> Dict[str, object]:
         """The entry of History for a run that goes on from here."""
         place = self.tree["place"]
         data = "read again up to there" if self.in_epoch else "from the start of an epoch"
@@ -261,11 +272,10 @@ class RestoredState:
     @property
     def done(self) -> int:
         """Updates that the run had made when the checkpoint was written."""
-        done: int = self.document["updates"] - self.run["first_update"]
-        return done
+        return int(self.document["updates"] - self.run["first_update"])
 
 
-def _checked(checkpoint: RestoredState) -> RestoredState:
+def _check_form(checkpoint: RestoredState) -> RestoredState:
     """Return a checkpoint whose parts all have the right form.
 
     Raises:
@@ -301,11 +311,11 @@ def _checked(checkpoint: RestoredState) -> RestoredState:
     choices = tree["choices"] or {}
     if not all(type(each) is str for pair in choices.items() for each in pair):
         raise ValueError("its choices are no names")
-    check_optimizer(tree["optimizer"])
+    _check_optimizer(tree["optimizer"])
     return checkpoint
 
 
-def _check_configuration(document: Mapping[str, Any]) -> None:
+def _check_configuration(document: Document) -> None:
     """Make sure that it has the form in which a checkpoint holds it, if it holds any.
 
     Raises:
@@ -333,7 +343,7 @@ class RunConfiguration:
     """
 
     begin: Configuration = dataclasses.field(default_factory=dict)
-    changes: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
+    changes: List[Dict[str, object]] = dataclasses.field(default_factory=list)
 
     @staticmethod
     def of(session: ObservedSession, data: RunData, job: Measurement) -> RunConfiguration:
@@ -352,7 +362,7 @@ class RunConfiguration:
         }
         return RunConfiguration(begin)
 
-    def document(self, session: ObservedSession) -> Dict[str, Any]:
+    def document(self, session: ObservedSession) -> Document:
         """Return the part of a checkpoint that says how its run is configured, as plain JSON.
 
         It has the configuration at the beginning, and what callbacks have changed since then.
@@ -391,208 +401,76 @@ def _mutable(session: ObservedSession) -> Configuration:
     return mutable_configuration(session.module, optimizer, session.config.schedule)
 
 
-def _check_fits(
-    checkpoint: RestoredState,
-    state: TrainState,
-    fit: RunningFit,
-    session: ObservedSession,
-    callbacks: Sequence[Callback],
-    changes: Sequence[ConfigurationChange],
-    allowed: FrozenSet[str],
-) -> None:
-    """Refuse a checkpoint of something else than has this state now.
+def _check_optimizer(state: Document) -> None:
+    """Make sure that it has the form of ``torch.optim.Optimizer.state_dict()``.
+
+    torch itself takes over what it does not understand, and fails in a later update.
 
     Raises:
-        CheckpointError: with all that differs.
+        ValueError, TypeError, KeyError: it has not.
     """
-    job, document, where = fit.job, checkpoint.document, "the checkpoint"
-    weights, others = split(session.module, state)
-    faults = differences(weights, checkpoint.weights, where, widens=False)
-    if "loss" not in allowed:
-        faults += differences(others, checkpoint.tree["others"], where, widens=False)
-    pairs: List[Tuple[str, Any, Any]] = [
-        ("optimizer", document["optimizer"], type(session.optimizer).__name__),
-        ("samples of an update", document["update_size"], job.plan.update_size),
-        ("batch_size", document["micro_batch_size"], job.plan.micro_batch_size),
-    ]
-    if "data" not in allowed:
-        pairs.append(("samples of the training data", document["samples"], job.plan.samples))
-    faults += [
-        f"{what}: {before!r} in the checkpoint, {now!r} now"
-        for what, before, now in pairs
-        if before != now
-    ]
-    names = [name for name, _ in checkpoint.tree["callbacks"]]
-    called = ConfigurationChange(
-        "callbacks", "", "", names, [type(each).__name__ for each in callbacks]
-    )
-    changes = [*([called] if called.was != called.now else []), *changes]
-    if document["optimizer"] != type(session.optimizer).__name__:
-        changes = [each for each in changes if configuration_name(each.name) != "hyperparameters"]
-    refused = [change for change in changes if change.name not in allowed]
-    faults += lines_of(refused)
-    if checkpoint.is_within_data:
-        early = sorted({change.name for change in changes} & _BETWEEN_PASSES & allowed)
-        faults += [
-            f"{name}: it can change where an epoch has ended, not within one" for name in early
-        ]
-    if not faults:
-        notes = settings.NOTES if "lr_scheduler" in allowed else ()
-        faults = optimizer_differences(session.optimizer, checkpoint.tree["optimizer"], notes)
-    if faults:
-        more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        lines = "\n".join(f"  {line}" for line in [*faults[:_SHOWN], *more])
-        changeable = {change.name for change in refused if is_changeable(change, session.groups)}
-        meant = f"resume_changes={{{', '.join(map(repr, sorted(changeable)))}}}"
-        advice = f" To go on with other settings from here, pass {meant}." if changeable else ""
-        raise CheckpointError(
-            f"the checkpoint {checkpoint.name!r} must be of the run that goes on, but they "
-            f"differ:\n{lines}\nPass the same model, data and arguments, or another folder to "
-            f"begin anew.{advice}"
-        )
+    for key, values in state["state"].items():
+        if type(key) is not int:
+            raise ValueError(f"it has optimizer state of {key!r}")
+        for name, value in values.items():
+            _check_value(name, value)
+    for group in state["param_groups"]:
+        if not all(type(each) is int for each in group["params"]):
+            raise ValueError("a group of parameters holds no indices")
+        for name, value in group.items():
+            if name != "params":
+                _check_value(name, value)
 
 
-def restore(
-    checkpoint: RestoredState,
-    fit: RunningFit,
-    session: ObservedSession,
-    callbacks: Sequence[Callback],
-    changes: Sequence[ConfigurationChange] = (),
-    allowed: FrozenSet[str] = frozenset(),
-) -> None:
-    """Bring everything to where it stood, but for what has changed on purpose.
+def _check_value(name: object, value: object) -> None:
+    if type(name) is not str:
+        raise ValueError(f"the optimizer has a value without a name, {name!r}")
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    if not all(part is None or isinstance(part, (Tensor, str, *NUMBERS)) for part in parts):
+        raise ValueError(f"{name} of the optimizer is a {type(value).__name__}")
 
-    Args:
-        checkpoint: that the run goes on from.
-        fit: that goes on.
-        session: of the model.
-        callbacks: the user's.
-        changes: how the configuration differs from that of the checkpoint.
-        allowed: names of what may differ.
 
-    Raises:
-        CheckpointError: the checkpoint is of something else, and nothing has changed; or, made by
-            somebody else than ipufit, it has parts that nobody can take over.
+def _stored_generators() -> Dict[str, object]:
+    """Read the states of Python's, NumPy's and torch's generators, as a checkpoint holds them."""
+    states = generator_states()
+    if "numpy" in states:
+        kind, keys, position, has_gauss, cached = states["numpy"]
+        states["numpy"] = [kind, keys.tolist(), int(position), int(has_gauss), float(cached)]
+    return states
+
+
+def split(module: nn.Module, state: TrainState) -> Tuple[Named, Named]:
+    """Parameters and buffers of replica 0: those of the module's ``state_dict``, and all others.
+
+    A tensor with several names is under each of them in the first.
     """
-    tree, job = checkpoint.tree, fit.job
-    checkpoint.check_divided(session.processes, fit.shards_data)
-    state = job.program.read_state()
-    _check_fits(checkpoint, state, fit, session, callbacks, changes, allowed)
-    changed = frozenset(change.name for change in changes)
-    try:
-        _restore_program(checkpoint, state, fit, session, changed)
-        fit.history.load_state_dict(tree["history"])
-        _restore_callbacks(callbacks, tree["callbacks"])
-        processes = session.processes
-        process_state = checkpoint.apart(processes)
-        meter = checkpoint.meter(job.meter.metrics, processes)
-        if checkpoint.in_epoch:
-            job.meter.load_state_dict(meter)
-        elif "metrics" not in changed:
-            job.meter.metrics.load_lasting(meter["metrics"])
-        if process_state["place"] is not None:
-            fit.place = _place(process_state["place"])
-            fit.feed.seek(fit.place, job.meter.updates, checkpoint.done)
-        rng_state.restore(process_state["random"])
-    except (CheckpointError, ConfigurationError):
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"the checkpoint {checkpoint.name!r} has parts that can't be taken over "
-            f"({type(error).__name__}: {error}). Go on from another one."
-        ) from error
+    tensors = {**state.weights, **state.buffers[0]}
+    first = _first_names(module)
+    named: Named = {}
+    for name, value in module.state_dict().items():
+        tensor = tensors.get(first.get(name, name))
+        if tensor is None and isinstance(value, Tensor):
+            tensor = value.detach()  # extra state
+        if tensor is not None:
+            named[name] = tensor
+    exported = {first.get(name, name) for name in named}
+    return named, {name: value for name, value in tensors.items() if name not in exported}
 
 
-def _restore_callbacks(callbacks: Sequence[Callback], states: Sequence[Tuple[str, object]]) -> None:
-    """Let each callback go on from the state of the next one of its class, if there is one."""
-    left = list(states)
-    for callback in callbacks:
-        names = [name for name, _ in left]
-        if type(callback).__name__ not in names:
-            continue
-        _, state = left.pop(names.index(type(callback).__name__))
-        if state is not None:
-            callback.load_state_dict(state)
+def merge(module: nn.Module, named: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Named:
+    """Parameters and buffers by the names that programs know them by."""
+    first = _first_names(module)
+    return {**{first.get(name, name): value for name, value in named.items()}, **others}
 
 
-def _place(state: Mapping[str, Any]) -> DataCursor:
-    number, batches = state["number"], state["batches"]
-    if type(number) is not int or type(batches) is not int or min(number, batches) < 0:
-        raise ValueError(f"its place in the data is {number!r}, {batches!r}")
-    return DataCursor(number, batches, list(state["generators"]), state["own"])
-
-
-def _restore_program(
-    checkpoint: RestoredState,
-    state: TrainState,
-    fit: RunningFit,
-    session: ObservedSession,
-    changed: FrozenSet[str],
-) -> None:
-    tree = checkpoint.tree
-    tensors = merge(session.module, checkpoint.weights, tree["others"])
-    replicas = tree["replicas"]
-    if "loss" in changed:
-        # A loss that is a module keeps its settings, such as weights of classes, in buffers.
-        fresh = split(session.module, state)[1]
-        tensors.update(fresh)
-        replicas = [{**each, **fresh} for each in replicas]
-    optimizer, schedule = _settings_after(checkpoint, session, changed)
-    scale = None if "loss_scale" in changed else tree["loss_scale"]
-    extra = {name: value for name, value in checkpoint.weights.items() if "_extra_state" in name}
-    if extra:
-        session.module.load_state_dict(extra, strict=False)
-    first = {name: tensors[name] for name in state.buffers[0]}
-    fit.job.program.write_state(
-        TrainState(
-            {name: tensors[name] for name in state.weights},
-            [first, *replicas],
-            optimizer,
-            checkpoint.seed,
-            checkpoint.document["updates"],
-            {} if "use_ema" in changed else tree["averages"],
-            None if scale is None else (scale[0], scale[1]),
-            schedule,
-        )
-    )
-
-
-def _settings_after(
-    checkpoint: RestoredState, session: ObservedSession, changed: FrozenSet[str]
-) -> Tuple[Dict[str, Any], Any]:
-    """The optimizer's state and that of the schedule, with the settings that are others now."""
-    optimizer, state = checkpoint.tree["optimizer"], checkpoint.tree["schedule"]
-    schedule, live = session.config.schedule, session.groups
-    names = {name for group in live for name in group} - {"params"}
-    hyperparameters = names & changed
-    is_scheduled_anew = "lr_scheduler" in changed
-    if not hyperparameters and not is_scheduled_anew:
-        return optimizer, state
-    if schedule is None:
-        taken_over = names if is_scheduled_anew else hyperparameters
-    elif schedule.follows_values:
-        # What it has seen of the run is in the checkpoint, and only there.
-        taken_over = hyperparameters
-        if is_scheduled_anew:
-            state = None
-        else:
-            new = [{n: group[n] for n in taken_over if n in group} for group in live]
-            pairs = zip(state["settings"], map(settings.numbers_of, new))
-            state = {**state, "settings": [{**stored, **current} for stored, current in pairs]}
-    else:
-        taken_over = names
-        ended = checkpoint.epoch - checkpoint.run["first_epoch"]
-        before = state or {"updates": checkpoint.document["updates"], "epochs": ended}
-        schedule.advance_to(before["updates"], before["epochs"])
-        state = None
-    groups = [
-        {
-            name: copy.deepcopy(value) if name in taken_over or name not in stored else stored[name]
-            for name, value in group.items()
-            if name != "params"
-        }
-        for stored, group in zip(optimizer["param_groups"], session.groups)
+def _first_names(module: nn.Module) -> Dict[str, str]:
+    """For every name of a tensor, the first one."""
+    name_by_id: Dict[int, str] = {}
+    first_names: Dict[str, str] = {}
+    named: List[Tuple[str, Tensor]] = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
     ]
-    for stored, group in zip(optimizer["param_groups"], groups):
-        group["params"] = stored["params"]
-    return {**optimizer, "param_groups": groups}, state
+    for name, tensor in named:
+        first_names[name] = name_by_id.setdefault(id(tensor), name)
+    return first_names

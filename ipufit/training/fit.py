@@ -57,7 +57,7 @@ def fit(model: CallbackModel, session: Session, request: FitRequest) -> History:
         with contextlib.ExitStack() as stack:
             if arguments.checkpoint is not None:
                 # Imported here, as below: many runs keep no checkpoints.
-                from ipufit.checkpoint.lock import locked
+                from ipufit.checkpoint.store import locked
 
                 folder = arguments.checkpoint.folder if processes.is_rank_zero else None
                 processes.run_on_all_ranks(lambda: folder and stack.enter_context(locked(folder)))

@@ -104,7 +104,7 @@ def one_of(name: str, value: object, choices: Sequence[T]) -> T:
     raise ConfigurationError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}.")
 
 
-def folder_of(name: str, value: Any) -> str:
+def folder_of(name: str, value: object) -> str:
     """The path of a folder that an argument names, as text.
 
     Args:
@@ -114,10 +114,7 @@ def folder_of(name: str, value: Any) -> str:
     Raises:
         ConfigurationError: it is no path.
     """
-    try:
-        path = os.fspath(value)
-    except TypeError:
-        path = None
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path:
         raise ConfigurationError(
             f"{name} must be the path of a folder, got {value!r}. Use for example 'runs/1'."

@@ -15,13 +15,13 @@ from torch import nn
 
 import ipufit
 from ipufit.callbacks import Callback
-from ipufit.checkpoint.lock import LOCK, locked
+from ipufit.checkpoint.store import LOCK, locked
 from ipufit.errors import CheckpointError
 
 X, Y = torch.randn(8, 3), torch.randint(0, 2, (8,))
 HOLDS = """
 import sys, time
-from ipufit.checkpoint.lock import locked
+from ipufit.checkpoint.store import locked
 with locked(sys.argv[1]):
     if "forks" in sys.argv:
         import os

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ipufit.checkpoint import Store, manifest, name_of
+from ipufit.checkpoint import Store, files, name_of
 from ipufit.errors import CheckpointError
 from tests.checkpoint.written import (
     ONE,
@@ -214,7 +214,7 @@ def test_a_newer_version_is_refused(store, version):
 
 def test_an_older_minor_version_is_read(store, monkeypatch):
     """Checkpoints are kept longer than versions."""
-    monkeypatch.setattr(manifest, "VERSION", (1, 3))
+    monkeypatch.setattr(files, "VERSION", (1, 3))
     assert_whole(store.folder, TWO)
 
 

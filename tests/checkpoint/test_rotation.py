@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from ipufit.checkpoint import Store, name_of, names
+from ipufit.checkpoint import Store, name_of
+from ipufit.checkpoint.store import part_of
 from ipufit.errors import CheckpointError
 from tests.checkpoint.written import ONE, TWO, assert_whole, place, put, written
 
@@ -108,7 +109,7 @@ def test_leftovers_are_removed_by_the_next_write(store, tmp_path):
 
 def test_leftovers_do_not_hinder_a_removal(store):
     """What is left may have the very name that is needed."""
-    os.mkdir(place(store, names.part_of(ONE)))
-    put(store, b"half", names.part_of(ONE), "state.json")
+    os.mkdir(place(store, part_of(ONE)))
+    put(store, b"half", part_of(ONE), "state.json")
     store.remove(ONE)
     assert os.listdir(store.folder) == [TWO]

@@ -1,0 +1,296 @@
+"""Let a run go on from a checkpoint: compare the two, then bring everything to where it stood."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any, FrozenSet, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ipufit.callbacks import Callback
+from ipufit.callbacks.running_fit import ObservedSession, RunningFit
+from ipufit.checkpoint.configuration import (
+    ConfigurationChange,
+    configuration_name,
+    is_changeable,
+    lines_of,
+)
+from ipufit.checkpoint.files import Document
+from ipufit.checkpoint.training_state import NUMBERS, RestoredState, merge, split
+from ipufit.core.batch import DataCursor
+from ipufit.core.weights_file import differences
+from ipufit.engines.program import TrainState
+from ipufit.errors import CheckpointError, ConfigurationError
+from ipufit.optim.schedules import settings
+from ipufit.utils.state import set_generators
+
+__all__ = ["restore"]
+
+_SHOWN = 40
+# What belongs to a whole pass over the data, and can't change within one.
+_BETWEEN_PASSES = frozenset(("data", "metrics", "shuffle"))
+
+
+def restore(
+    checkpoint: RestoredState,
+    fit: RunningFit,
+    session: ObservedSession,
+    callbacks: Sequence[Callback],
+    changes: Sequence[ConfigurationChange] = (),
+    allowed: FrozenSet[str] = frozenset(),
+) -> None:
+    """Bring everything to where it stood, but for what has changed on purpose.
+
+    Args:
+        checkpoint: that the run goes on from.
+        fit: that goes on.
+        session: of the model.
+        callbacks: the user's.
+        changes: how the configuration differs from that of the checkpoint.
+        allowed: names of what may differ.
+
+    Raises:
+        CheckpointError: the checkpoint is of something else, and nothing has changed; or, made by
+            somebody else than ipufit, it has parts that nobody can take over.
+    """
+    tree, job = checkpoint.tree, fit.job
+    checkpoint.check_divided(session.processes, fit.shards_data)
+    state = job.program.read_state()
+    _check_fits(checkpoint, state, fit, session, callbacks, changes, allowed)
+    changed = frozenset(change.name for change in changes)
+    try:
+        _restore_program(checkpoint, state, fit, session, changed)
+        fit.history.load_state_dict(tree["history"])
+        _restore_callbacks(callbacks, tree["callbacks"])
+        processes = session.processes
+        process_state = checkpoint.apart(processes)
+        meter = checkpoint.meter(job.meter.metrics, processes)
+        if checkpoint.in_epoch:
+            job.meter.load_state_dict(meter)
+        elif "metrics" not in changed:
+            job.meter.metrics.load_lasting(meter["metrics"])
+        if process_state["place"] is not None:
+            fit.place = _place(process_state["place"])
+            fit.feed.seek(fit.place, job.meter.updates, checkpoint.done)
+        _restore_generators(process_state["random"])
+    except (CheckpointError, ConfigurationError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.name!r} has parts that can't be taken over "
+            f"({type(error).__name__}: {error}). Go on from another one."
+        ) from error
+
+
+def _check_fits(
+    checkpoint: RestoredState,
+    state: TrainState,
+    fit: RunningFit,
+    session: ObservedSession,
+    callbacks: Sequence[Callback],
+    changes: Sequence[ConfigurationChange],
+    allowed: FrozenSet[str],
+) -> None:
+    """Refuse a checkpoint of something else than has this state now.
+
+    Raises:
+        CheckpointError: with all that differs.
+    """
+    job, document, where = fit.job, checkpoint.document, "the checkpoint"
+    weights, others = split(session.module, state)
+    faults = differences(weights, checkpoint.weights, where, widens=False)
+    if "loss" not in allowed:
+        faults += differences(others, checkpoint.tree["others"], where, widens=False)
+    pairs: List[Tuple[str, object, object]] = [
+        ("optimizer", document["optimizer"], type(session.optimizer).__name__),
+        ("samples of an update", document["update_size"], job.plan.update_size),
+        ("batch_size", document["micro_batch_size"], job.plan.micro_batch_size),
+    ]
+    if "data" not in allowed:
+        pairs.append(("samples of the training data", document["samples"], job.plan.samples))
+    faults += [
+        f"{what}: {before!r} in the checkpoint, {now!r} now"
+        for what, before, now in pairs
+        if before != now
+    ]
+    names = [name for name, _ in checkpoint.tree["callbacks"]]
+    called = ConfigurationChange(
+        "callbacks", "", "", names, [type(each).__name__ for each in callbacks]
+    )
+    changes = [*([called] if called.was != called.now else []), *changes]
+    if document["optimizer"] != type(session.optimizer).__name__:
+        changes = [each for each in changes if configuration_name(each.name) != "hyperparameters"]
+    refused = [change for change in changes if change.name not in allowed]
+    faults += lines_of(refused)
+    if checkpoint.is_within_data:
+        early = sorted({change.name for change in changes} & _BETWEEN_PASSES & allowed)
+        faults += [
+            f"{name}: it can change where an epoch has ended, not within one" for name in early
+        ]
+    if not faults:
+        notes = settings.NOTES if "lr_scheduler" in allowed else ()
+        faults = _optimizer_differences(session.optimizer, checkpoint.tree["optimizer"], notes)
+    if faults:
+        more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+        lines = "\n".join(f"  {line}" for line in [*faults[:_SHOWN], *more])
+        changeable = {change.name for change in refused if is_changeable(change, session.groups)}
+        meant = f"resume_changes={{{', '.join(map(repr, sorted(changeable)))}}}"
+        advice = f" To go on with other settings from here, pass {meant}." if changeable else ""
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.name!r} must be of the run that goes on, but they "
+            f"differ:\n{lines}\nPass the same model, data and arguments, or another folder to "
+            f"begin anew.{advice}"
+        )
+
+
+def _optimizer_differences(
+    optimizer: Optional[torch.optim.Optimizer], state: Document, left_out: Sequence[str]
+) -> List[str]:
+    """Return how the optimizer differs from a checkpoint's, a line for each difference.
+
+    Args:
+        optimizer: of now.
+        state: in the checkpoint.
+        left_out: names of settings that come anew.
+    """
+    assert optimizer is not None
+    groups, stored = optimizer.param_groups, state["param_groups"]
+    sizes, own_sizes = ([len(group["params"]) for group in each] for each in (stored, groups))
+    if sizes != own_sizes:
+        return [f"parameters of the optimizer's groups: {sizes} in the checkpoint, {own_sizes} now"]
+    faults = []
+    for number, (group, other) in enumerate(zip(groups, stored)):
+        wrong = sorted(
+            name
+            for name in {*group, *other} - {"params", *left_out}
+            if name not in group or name not in other or not _alike(group[name], other[name])
+        )
+        faults += [f"setting {name!r} of the optimizer's group {number}" for name in wrong]
+    shapes = [parameter.shape for group in groups for parameter in group["params"]]
+    places = [key for group in stored for key in group["params"]]
+    by_place = dict(zip(places, shapes))
+    for key, values in state["state"].items():
+        for name, value in values.items():
+            is_number = value is None or isinstance(value, NUMBERS)
+            is_tensor = isinstance(value, Tensor) and value.shape in (by_place.get(key), ())
+            if key not in by_place or not (is_number or is_tensor):
+                faults.append(f"{name!r} of the optimizer's parameter {key}")
+    return faults
+
+
+def _alike(one: object, other: object) -> bool:
+    """Return True if two settings are of one kind; a rate may have become a tensor."""
+    numbers = (*NUMBERS, Tensor)
+    if isinstance(one, numbers) and isinstance(other, numbers):
+        return True
+    return one is None or other is None or isinstance(other, type(one))
+
+
+def _restore_program(
+    checkpoint: RestoredState,
+    state: TrainState,
+    fit: RunningFit,
+    session: ObservedSession,
+    changed: FrozenSet[str],
+) -> None:
+    tree = checkpoint.tree
+    tensors = merge(session.module, checkpoint.weights, tree["others"])
+    replicas = tree["replicas"]
+    if "loss" in changed:
+        # A loss that is a module keeps its settings, such as weights of classes, in buffers.
+        fresh = split(session.module, state)[1]
+        tensors.update(fresh)
+        replicas = [{**each, **fresh} for each in replicas]
+    optimizer, schedule = _settings_after(checkpoint, session, changed)
+    scale = None if "loss_scale" in changed else tree["loss_scale"]
+    extra = {name: value for name, value in checkpoint.weights.items() if "_extra_state" in name}
+    if extra:
+        session.module.load_state_dict(extra, strict=False)
+    first = {name: tensors[name] for name in state.buffers[0]}
+    fit.job.program.write_state(
+        TrainState(
+            {name: tensors[name] for name in state.weights},
+            [first, *replicas],
+            optimizer,
+            checkpoint.seed,
+            checkpoint.document["updates"],
+            {} if "use_ema" in changed else tree["averages"],
+            None if scale is None else (scale[0], scale[1]),
+            schedule,
+        )
+    )
+
+
+def _settings_after(
+    checkpoint: RestoredState, session: ObservedSession, changed: FrozenSet[str]
+) -> Tuple[Document, Optional[Document]]:
+    """The optimizer's state and that of the schedule, with the settings that are others now."""
+    optimizer, state = checkpoint.tree["optimizer"], checkpoint.tree["schedule"]
+    schedule, live = session.config.schedule, session.groups
+    names = {name for group in live for name in group} - {"params"}
+    hyperparameters = names & changed
+    is_scheduled_anew = "lr_scheduler" in changed
+    if not hyperparameters and not is_scheduled_anew:
+        return optimizer, state
+    if schedule is None:
+        taken_over = names if is_scheduled_anew else hyperparameters
+    elif schedule.follows_values:
+        # What it has seen of the run is in the checkpoint, and only there.
+        taken_over = hyperparameters
+        if is_scheduled_anew:
+            state = None
+        else:
+            new = [{n: group[n] for n in taken_over if n in group} for group in live]
+            pairs = zip(state["settings"], map(settings.numbers_of, new))
+            state = {**state, "settings": [{**stored, **current} for stored, current in pairs]}
+    else:
+        taken_over = names
+        ended = checkpoint.epoch - checkpoint.run["first_epoch"]
+        before = state or {"updates": checkpoint.document["updates"], "epochs": ended}
+        schedule.advance_to(before["updates"], before["epochs"])
+        state = None
+    groups = [
+        {
+            name: copy.deepcopy(value) if name in taken_over or name not in stored else stored[name]
+            for name, value in group.items()
+            if name != "params"
+        }
+        for stored, group in zip(optimizer["param_groups"], session.groups)
+    ]
+    for stored, group in zip(optimizer["param_groups"], groups):
+        group["params"] = stored["params"]
+    return {**optimizer, "param_groups": groups}, state
+
+
+def _restore_callbacks(callbacks: Sequence[Callback], states: Sequence[Tuple[str, object]]) -> None:
+    """Let each callback go on from the state of the next one of its class, if there is one."""
+    left = list(states)
+    for callback in callbacks:
+        names = [name for name, _ in left]
+        if type(callback).__name__ not in names:
+            continue
+        _, state = left.pop(names.index(type(callback).__name__))
+        if state is not None:
+            callback.load_state_dict(state)
+
+
+def _place(state: Document) -> DataCursor:
+    number, batches = state["number"], state["batches"]
+    if type(number) is not int or type(batches) is not int or min(number, batches) < 0:
+        raise ValueError(f"its place in the data is {number!r}, {batches!r}")
+    return DataCursor(number, batches, list(state["generators"]), state["own"])
+
+
+def _restore_generators(states: Document) -> None:
+    """Let those of them that are here go on from there."""
+    usable = {name: states[name] for name in ("torch", "python")}
+    numpy: Any = sys.modules.get("numpy")
+    if "numpy" in states and numpy is not None:
+        kind, keys, *rest = states["numpy"]
+        usable["numpy"] = (kind, numpy.array(keys, dtype="uint32"), *rest)
+    cuda = states.get("cuda", [])
+    if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
+        usable["cuda"] = cuda
+    set_generators(usable)
