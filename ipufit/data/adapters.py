@@ -24,7 +24,7 @@ from ipufit.data.sharding import Sharded
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import ClassWeights, refuse_bad_weights
 from ipufit.errors import ConfigurationError, DataError
-from ipufit.losses.module_loss import OwnLoss
+from ipufit.losses.loss import OwnLoss
 from ipufit.utils import tree
 from ipufit.utils.error_collector import ErrorCollector, at_least
 

@@ -17,7 +17,7 @@ from ipufit.data.sharding import GlobalBatchIndex, layout_of
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import check_weight
 from ipufit.errors import DataError
-from ipufit.losses.module_loss import OwnLoss
+from ipufit.losses.loss import OwnLoss
 from ipufit.utils import tree
 
 __all__ = ["BatchValidator", "executions", "is_weighted", "sharded_executions"]

@@ -19,7 +19,7 @@ from ipufit.data.sharding import GlobalBatchIndex, RankShard
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import refuse_zero_update
 from ipufit.errors import DataError
-from ipufit.losses.module_loss import OwnLoss
+from ipufit.losses.loss import OwnLoss
 from ipufit.utils.interrupts import is_interrupted
 from ipufit.utils.random_streams import DataStream, stream_key
 from ipufit.utils.state import fork_rng

@@ -25,7 +25,7 @@ from ipufit.lightning_module.optimizers import configure_optimizer
 from ipufit.lightning_module.steps import Steps, acting_as, steps_of
 from ipufit.lightning_module.trainer_proxy import FitTrainerProxy, NotKnownYetError
 from ipufit.lightning_module.unsupported import refuse_module
-from ipufit.losses.module_loss import WHOLE_BATCH
+from ipufit.losses.loss import WHOLE_BATCH
 from ipufit.metrics import MetricSet
 from ipufit.partition.request import Parallel, PartitionRequest
 from ipufit.training.compile import pair_of_options

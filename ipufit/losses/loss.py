@@ -12,14 +12,86 @@ from torch import Tensor, nn
 from ipufit.core.objective_arguments import PREDICTION_FIRST, ArgumentOrder, describe
 from ipufit.core.sample_weights import as_weights, total
 from ipufit.errors import LossError
-from ipufit.losses.checks import check_loss_value, refuse_broadcast
-from ipufit.losses.module_loss import OwnLoss, find_loss, own_loss_advice
-from ipufit.losses.named import Named
-from ipufit.losses.rules import TargetKind, TorchRule, torch_rule, unreduced
-from ipufit.losses.unreduced import Elements, LabelRange, LossTerm, constant, nothing_counts
+from ipufit.losses.named import Named, check_loss_value, refuse_broadcast
+from ipufit.losses.rules import (
+    Elements,
+    LabelRange,
+    LossTerm,
+    TargetKind,
+    TorchRule,
+    constant,
+    hide_padding,
+    nothing_counts,
+    torch_rule,
+    unreduced,
+)
 from ipufit.utils import tree
 
-__all__ = ["Loss", "Normalize", "SampleWeightReduction"]
+__all__ = [
+    "WHOLE_BATCH",
+    "Loss",
+    "Normalize",
+    "OwnLoss",
+    "SampleWeightReduction",
+    "WholeBatch",
+    "find_loss",
+    "own_loss_advice",
+]
+
+# Whether a module computes its own loss; "whole" where it takes a batch as one argument.
+OwnLoss = Union[bool, Literal["whole"]]
+
+
+class WholeBatch:
+    """Value of ``loss`` for a module that computes its own, and takes a batch as one argument."""
+
+
+WHOLE_BATCH = WholeBatch()
+
+
+def find_loss(result: object) -> Optional[Tuple[Any, Tensor]]:
+    """Outputs and loss of a module that computes its own; None when the result holds no loss."""
+    fields = getattr(result, "_fields", ()) if isinstance(result, tuple) else ()
+    if isinstance(result, (tuple, list)):
+        # A named tuple says which one is the loss: taking the last of (loss, accuracy) would train
+        # on the accuracy.
+        place = fields.index("loss") if "loss" in fields else len(result) - 1
+        if len(result) < 2:
+            return None
+        loss = result[place]
+        rest = tuple(result[:place]) + tuple(result[place + 1 :])
+        outputs: Any = rest[0] if len(rest) == 1 else rest
+    elif isinstance(result, Mapping):
+        loss = result.get("loss")
+        outputs = {key: value for key, value in result.items() if key != "loss"}
+    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
+        names = [field.name for field in dataclasses.fields(result)]
+        loss = getattr(result, "loss", None)
+        outputs = {name: getattr(result, name) for name in names if name != "loss"}
+    else:
+        return None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return None
+    return outputs, loss
+
+
+def own_loss_advice(result: object) -> str:
+    """Advise, in a sentence or two, what to do about a result without a loss."""
+    advice = "Return (outputs, loss) from forward, or pass loss= to compile."
+    if isinstance(result, Mapping) and type(result) is not dict:
+        # As models of the transformers library return, which compute a loss from labels alone.
+        return (
+            "If forward computes the loss from labels, put them into the batch, under the name "
+            f"that it has for them, such as 'labels'. {advice}"
+        )
+    first = result[0] if isinstance(result, tuple) and len(result) > 1 else None
+    if isinstance(first, Tensor) and not first.dim() and first.is_floating_point():
+        return (
+            f"{advice} The first looks like the loss, which must stand last: models of the "
+            "transformers library return it by name with config.return_dict = True."
+        )
+    return advice
+
 
 Normalize = Literal["samples", "micro_batches", "tokens"]
 SampleWeightReduction = Literal["sum_over_batch_size", "mean_with_sample_weight"]
@@ -46,7 +118,7 @@ class Loss:
 
     name: str
     module: Optional[nn.Module] = None
-    function: Optional[Callable[..., Any]] = None
+    function: Optional[Callable[..., object]] = None
     reduction: Literal["mean", "sum"] = "mean"
     in_module: OwnLoss = False
     normalize: Normalize = "samples"
@@ -55,7 +127,7 @@ class Loss:
     order: ArgumentOrder = PREDICTION_FIRST
 
     @property
-    def functions(self) -> Tuple[Callable[..., Any], ...]:
+    def functions(self) -> Tuple[Callable[..., object], ...]:
         """Functions and objects of the user's that the loss calls; modules left out."""
         return () if self.function is None else (self.function,)
 
@@ -85,7 +157,7 @@ class Loss:
                 not one per sample, or the weights or the tokens can't be told apart.
         """
         call = self._callable()
-        target = self._fitted(prediction, target)
+        target = self._fit_target(prediction, target)
         if isinstance(call, Named):
             call.accept(prediction, target)
             call = call.function
@@ -131,7 +203,7 @@ class Loss:
         classes = prediction.shape[min(1, prediction.dim() - 1)]
         return (LabelRange(self.name, None, classes, rule.ignore_index),)
 
-    def _callable(self) -> Callable[..., Any]:
+    def _callable(self) -> Callable[..., object]:
         call = self.module if self.module is not None else self.function
         assert call is not None, "with loss=None the module computes the loss; use split"
         return call
@@ -150,7 +222,7 @@ class Loss:
         kind = None if rule is None else rule.target_kind
         return [kind] * len(tree.flatten(target)[0])
 
-    def _fitted(self, prediction: object, target: object) -> Any:
+    def _fit_target(self, prediction: object, target: object) -> object:
         """The target in the shape that a loss of torch's takes for this prediction."""
         rule = self._rule
         if rule is None or not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
@@ -166,7 +238,11 @@ class Loss:
         return self.sample_weight_reduction == "mean_with_sample_weight"
 
     def _elements(
-        self, call: Any, prediction: object, target: object, weight: Optional[Tensor]
+        self,
+        call: Callable[..., object],
+        prediction: object,
+        target: object,
+        weight: Optional[Tensor],
     ) -> Optional[Elements]:
         """The loss of each element, of one that can be asked for it without its reduction."""
         rule = torch_rule(call)
@@ -188,10 +264,72 @@ class Loss:
                 "follow self.reduction, or take sample_weight as a third argument."
             )
         if call.reduction == "batchmean":
-            return Elements(values, values.shape[0] / max(values.numel(), 1))
+            size = max(elements.values.numel(), 1)
+            return Elements(elements.values, elements.values.shape[0] / size)
         return elements
 
-    def separated(self, prediction: object, target: object, weight: Tensor) -> Optional[Elements]:
+    def without_padding(
+        self, prediction: object, target: object, sample_weight: object, valid: Tensor
+    ) -> Optional[LossTerm]:
+        """Compute the loss of a micro-batch of which only some samples count; the rest is padding.
+
+        Args:
+            prediction, target, sample_weight: as for the loss.
+            valid: shape (batch,), 1 for samples that count and 0 for padding.
+
+        Returns:
+            The loss, zero where no sample counts; None of one that can't be told sample by sample.
+        """
+        weight = None if sample_weight is None else as_weights(sample_weight, LossError)
+        hidden = valid if weight is None else hide_padding(weight, valid)
+        elements = self._separate(prediction, target, hidden)
+        if elements is None:
+            return None
+        if self.reduction == "sum":
+            total_loss = elements.weighted_sum(hidden, self._where)
+            return LossTerm(total_loss.to(elements.values.dtype))
+        by_weight = weight is not None and self._by_weight
+        value, count = elements.mean(hidden, hidden if by_weight else valid, True, self._where)
+        counted = self.normalize == "tokens" or (by_weight and self.normalize == "samples")
+        return LossTerm(value, count if counted else None)
+
+    def of_micro_batches(self, prediction: object, target: object, count: int) -> Optional[Tensor]:
+        """Compute the loss of each of several micro-batches of one size at once.
+
+        Args:
+            prediction, target: of all, one after another along the first dimension.
+            count: how many there are.
+
+        Returns:
+            A value for each, shape (micro-batches,), differentiable: what the loss itself gives for
+            them one by one. None of a loss that is not known to be a mean or sum over elements,
+            and where it must be asked for counts.
+        """
+        are_tensors = isinstance(prediction, Tensor) and isinstance(target, Tensor)
+        if self.takes_weight or self.normalize == "tokens" or not are_tensors:
+            return None
+        assert isinstance(prediction, Tensor)
+        assert isinstance(target, Tensor)
+        rule = self._rule
+        if rule is None or not (prediction.dim() and target.dim()):
+            return None
+        if rule.reduction not in ("mean", "sum", "batchmean"):
+            return None
+        if not rule.is_by_rows(prediction, target):
+            return None
+        if isinstance(self.function, Named):
+            self.function.accept(prediction, target)
+        elements = rule.elements(prediction, target, None)
+        values = elements.values.reshape(count, -1)
+        if rule.reduction == "sum":
+            return values.sum(1)
+        if isinstance(elements.shares, Tensor):
+            return values.sum(1) / elements.shares.reshape(count, -1).sum(1)
+        if rule.reduction == "batchmean":
+            return values.sum(1) / (elements.values.shape[0] // count)
+        return values.mean(1)
+
+    def _separate(self, prediction: object, target: object, weight: Tensor) -> Optional[Elements]:
         """The loss of each element; None of a loss that only tells one number for all of them.
 
         Args:
@@ -201,7 +339,7 @@ class Loss:
         if self.in_module or self.takes_weight:
             return None
         call = self._callable()
-        target = self._fitted(prediction, target)
+        target = self._fit_target(prediction, target)
         if isinstance(call, Named):
             call.accept(prediction, target)
             call = call.function
@@ -232,12 +370,16 @@ class Loss:
             return LossTerm(elements.values.mean())
         by_weight = weight is not None and self._by_weight
         counted = self.normalize == "tokens" or by_weight
-        value, size = elements.mean(weight, by_weight, counted, self._where)
+        value, size = elements.mean(weight, weight if by_weight else None, counted, self._where)
         with_count = counted and self.normalize != "micro_batches"
         return LossTerm(value, size if with_count else None)
 
     def _own_weighting(
-        self, call: Callable[..., Any], prediction: object, target: object, weight: Optional[Tensor]
+        self,
+        call: Callable[..., object],
+        prediction: object,
+        target: object,
+        weight: Optional[Tensor],
     ) -> LossTerm:
         """Make the term of a loss that gets the weights itself, and returns one number."""
         result = self.order.call(call, prediction, target, sample_weight=weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 
@@ -11,8 +11,7 @@ from ipufit.core.outputs import Key, children, describe_value, label, pick
 from ipufit.core.sample_weights import as_weights, total
 from ipufit.errors import LossError
 from ipufit.losses.loss import Loss
-from ipufit.losses.rules import TargetKind
-from ipufit.losses.unreduced import LabelRange, LossTerm
+from ipufit.losses.rules import LabelRange, LossTerm, TargetKind, hide_padding
 from ipufit.utils import tree
 
 __all__ = ["OutputLoss", "SeveralLosses", "joined_module"]
@@ -53,7 +52,7 @@ class SeveralLosses(Loss):
     positions: Optional[int] = None
 
     @property
-    def functions(self) -> Tuple[Callable[..., Any], ...]:
+    def functions(self) -> Tuple[Callable[..., object], ...]:
         """Functions and objects of the user's that the losses call; modules left out."""
         return tuple(function for part in self.parts for function in part.loss.functions)
 
@@ -94,19 +93,51 @@ class SeveralLosses(Loss):
                 losses can't take its output.
         """
         self._check_forms(prediction, target, sample_weight)
+        terms = [
+            part.loss(*self._arguments(part, prediction, target), _weight_of(sample_weight, part))
+            for part in self.parts
+        ]
+        return self._sum(terms, self._count(sample_weight))
+
+    def without_padding(
+        self, prediction: object, target: object, sample_weight: object, valid: Tensor
+    ) -> Optional[LossTerm]:
+        """The weighted sum for a micro-batch of which only some samples count."""
+        terms: List[LossTerm] = []
+        for part in self.parts:
+            arguments = self._arguments(part, prediction, target)
+            term = part.loss.without_padding(*arguments, _weight_of(sample_weight, part), valid)
+            if term is None:
+                return None
+            terms.append(term)
+        counted = isinstance(sample_weight, Tensor) and self.normalize != "micro_batches"
+        count = None
+        if counted and self.sample_weight_reduction != "sum_over_batch_size":
+            count = total(hide_padding(as_weights(sample_weight, LossError), valid))
+        return self._sum(terms, count)
+
+    def of_micro_batches(self, prediction: object, target: object, count: int) -> Optional[Tensor]:
+        """None: several losses are computed one micro-batch after another."""
+        return None
+
+    def _arguments(
+        self, part: OutputLoss, prediction: object, target: object
+    ) -> Tuple[object, object]:
+        """Return the output and the target of a part."""
+        return (
+            pick(prediction, part.key, _OUTPUTS, LossError),
+            pick(target, part.key, _TARGET, LossError),
+        )
+
+    def _sum(self, terms: Sequence[LossTerm], count: Optional[Tensor]) -> LossTerm:
         value: Optional[Tensor] = None
         means = {}
-        for part in self.parts:
-            term = part.loss(
-                pick(prediction, part.key, _OUTPUTS, LossError),
-                pick(target, part.key, _TARGET, LossError),
-                _weight_of(sample_weight, part.key),
-            )
+        for part, term in zip(self.parts, terms):
             means[part.name] = term.value.detach()
             share = term.value if part.weight == 1.0 else term.value * part.weight
             value = share if value is None else value + share
         assert value is not None, "there is at least one part"
-        return LossTerm(value, self._count(sample_weight), means)
+        return LossTerm(value, count, means)
 
     def label_ranges(self, prediction: object, target: object) -> Tuple[LabelRange, ...]:
         """The class indices that the losses take, with the key of their target.
@@ -116,10 +147,7 @@ class SeveralLosses(Loss):
         """
         ranges: List[LabelRange] = []
         for part in self.parts:
-            of_part = part.loss.label_ranges(
-                pick(prediction, part.key, _OUTPUTS, LossError),
-                pick(target, part.key, _TARGET, LossError),
-            )
+            of_part = part.loss.label_ranges(*self._arguments(part, prediction, target))
             ranges += [dataclasses.replace(each, key=part.key) for each in of_part]
         return tuple(ranges)
 
@@ -171,13 +199,14 @@ class SeveralLosses(Loss):
         return total(as_weights(sample_weight, LossError))
 
 
-def _weight_of(sample_weight: object, key: Key) -> Any:
+def _weight_of(sample_weight: object, part: OutputLoss) -> object:
     """The weights of one output; None where none are given for it."""
     if sample_weight is None or isinstance(sample_weight, Tensor):
         return sample_weight
-    if isinstance(key, str) and isinstance(sample_weight, Mapping) and key not in sample_weight:
+    is_by_name = isinstance(part.key, str) and isinstance(sample_weight, Mapping)
+    if is_by_name and part.key not in children(sample_weight):
         return None
-    return pick(sample_weight, key, _WEIGHT, LossError)
+    return pick(sample_weight, part.key, _WEIGHT, LossError)
 
 
 def joined_module(parts: Sequence[OutputLoss]) -> Optional[nn.Module]:

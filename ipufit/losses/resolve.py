@@ -14,8 +14,7 @@ from torch import nn
 from ipufit.core.objective_arguments import argument_order, is_running_metric
 from ipufit.core.outputs import Key, label
 from ipufit.errors import ConfigurationError, LossError
-from ipufit.losses.loss import Loss
-from ipufit.losses.module_loss import WholeBatch
+from ipufit.losses.loss import Loss, WholeBatch
 from ipufit.losses.named import by_name
 from ipufit.utils.names import check_log_name
 
@@ -34,8 +33,8 @@ _REDUCTIONS: Dict[str, Literal["mean", "sum"]] = {
 def resolve_loss(
     loss: object,
     loss_weights: object = None,
-    normalize: Any = "samples",
-    sample_weight_reduction: Any = "sum_over_batch_size",
+    normalize: str = "samples",
+    sample_weight_reduction: str = "sum_over_batch_size",
 ) -> Loss:
     """Bring a loss into normal form.
 
@@ -59,7 +58,10 @@ def resolve_loss(
         LossError: a reduction that leaves more than one number, or something that is no loss.
         ConfigurationError: options that don't go together.
     """
-    options = {"normalize": normalize, "sample_weight_reduction": sample_weight_reduction}
+    options: Dict[str, Any] = {
+        "normalize": normalize,
+        "sample_weight_reduction": sample_weight_reduction,
+    }
     if isinstance(loss, (list, tuple, Mapping)) and not isinstance(loss, str):
         return _several(loss, loss_weights, options)
     if loss_weights is not None:

@@ -15,7 +15,7 @@ from ipufit.data.batches import BatchValidator
 from ipufit.data.casting import Casting
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
-from ipufit.losses.module_loss import OwnLoss
+from ipufit.losses.loss import OwnLoss
 from ipufit.utils.random_streams import isolated
 
 if TYPE_CHECKING:

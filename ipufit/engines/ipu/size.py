@@ -21,7 +21,6 @@ from ipufit.core.train_config import Precision
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import IpufitError
 from ipufit.losses import Loss
-from ipufit.losses.masked import loss_of_valid
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated, seed_generators
 
@@ -141,7 +140,7 @@ def _stand_apart(
         with collecting() as entries:
             outputs = net(*args, **kwargs)
             valid = (torch.arange(batch.size) < half).to(torch.float32)
-            term = loss_of_valid(loss, outputs, target, sample_weight, valid)
+            term = loss.without_padding(outputs, target, sample_weight, valid)
         if entries or term is None:
             return False
         tensors = [t for t in tree.flatten(outputs)[0] if isinstance(t, Tensor)]

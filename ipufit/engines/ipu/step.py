@@ -17,7 +17,6 @@ from ipufit.engines.ipu.options import begin_loss, block_of, ipu_of
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.losses import LabelRange, Loss, LossTerm
-from ipufit.losses.masked import loss_of_valid
 from ipufit.partition.recomputation import checkpoint_outputs
 from ipufit.partition.stage_context import follow_stages
 from ipufit.tracing.fingerprint import StepModule, called_objects
@@ -270,7 +269,7 @@ class IpuStep(StepModule):
             return result, None
         if valid is None:
             return result, self._loss(result, target, sample_weight)
-        counting = loss_of_valid(self._loss, result, target, sample_weight, valid)
+        counting = self._loss.without_padding(result, target, sample_weight, valid)
         assert counting is not None, "only a loss of samples gets samples that do not count"
         return result, counting
 

@@ -16,7 +16,6 @@ from ipufit.core.train_config import Precision
 from ipufit.engines.embedded.batching.batch_dim import BatchDim, RefusalError, State
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.losses import Loss, LossTerm
-from ipufit.losses.batched import losses_together
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.grad_step import ModuleWithLoss, OutputShape, ReportedScalars
 from ipufit.tracing.node_meta import mark_backward_pass
@@ -166,7 +165,7 @@ class _Chunks(Replayed):
         if target is not None and list(along) == [BatchDim(0)]:
             prediction = self._outputs.rebuild(results)
             assert self.loss is not None
-            values = losses_together(self.loss, prediction, target, len(others))
+            values = self.loss.of_micro_batches(prediction, target, len(others))
         if values is not None:
             terms = [LossTerm(value) for value in values.unbind()]
             return [(each, term, {}) for each, term in zip(outputs, terms)], values
