@@ -5,42 +5,54 @@ from __future__ import annotations
 import copy
 import math
 import numbers
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Protocol, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Protocol, Sequence, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ipufit.core.objective_arguments import PREDICTION_FIRST, ArgumentOrder
 from ipufit.core.outputs import Key, pick
 from ipufit.core.sample_weights import as_weights
 from ipufit.errors import MetricError
-from ipufit.metrics.stored import merge_states, refuse_unjoined, restore, stored, without_talk
 from ipufit.metrics.values import Part, shapes
 
-__all__ = ["Mean", "Metric", "OutputMetric", "TorchMetricAdapter", "shapes"]
+__all__ = [
+    "Mean",
+    "Metric",
+    "OutputMetric",
+    "TorchMetricAdapter",
+    "is_plain",
+    "merge_states",
+    "refuse_unjoined",
+    "restore",
+    "shapes",
+    "stored",
+    "without_talk",
+]
+
+# The state of an object of torchmetrics: what it has declared, or says itself.
+State = Dict[str, Any]
 
 
 class Metric(Protocol):
-    """Protocol of a metric in a set."""
+    """Protocol of a metric in a set, and the defaults of one that says no more.
 
-    # For messages.
+    Attributes:
+        name: for messages.
+        names: keys of :meth:`compute`; exact after a trial.
+        writes: whether it changes its arguments in place.
+        counts: whether several micro-batches as one, without weights, give the bits that they
+            give in turn.
+        exact: whether its names are the same in validation, without "val_" before them.
+        lasts: whether it may go on with what it has seen when an epoch has ended.
+    """
+
     name: str
-    # Whether it changes its arguments in place.
-    writes: bool
-    # Whether several micro-batches as one, without weights, give the bits that they give in turn.
-    counts: bool
-    # Whether its names are the same in validation, without "val_" before them.
-    exact: bool
-    # Whether it may go on with what it has seen when an epoch has ended.
-    lasts: bool
-
-    @property
-    def names(self) -> Tuple[str, ...]:
-        """Keys of :meth:`compute`; exact after a trial."""
-        ...
-
-    @names.setter
-    def names(self, names: Tuple[str, ...]) -> None: ...
+    names: Tuple[str, ...]
+    writes: bool = False
+    counts: bool = False
+    exact: bool = False
+    lasts: bool = False
 
     def fresh(self) -> Metric:
         """Clone the metric without state, sharing nothing."""
@@ -50,7 +62,7 @@ class Metric(Protocol):
         """Forget everything seen."""
         ...
 
-    def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
+    def update(self, prediction: object, target: object, size: int, weight: object) -> None:
         """Add one micro-batch."""
         ...
 
@@ -58,7 +70,7 @@ class Metric(Protocol):
         """The values so far; nan before the first micro-batch."""
         ...
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> object:
         """Return the state for a checkpoint.
 
         Raises:
@@ -70,7 +82,7 @@ class Metric(Protocol):
         """Restore what :meth:`state_dict` returned."""
         ...
 
-    def merge_states(self, states: Sequence[object]) -> Any:
+    def merge_states(self, states: Sequence[Any]) -> object:
         """One state of what several processes have seen, each a part of the samples.
 
         Raises:
@@ -91,7 +103,7 @@ class Metric(Protocol):
         ...
 
 
-class Mean:
+class Mean(Metric):
     """A sum and a count in float64, and what is made of their quotient.
 
     Args:
@@ -117,7 +129,6 @@ class Mean:
         self._own = name
         self.name = shown
         self.names: Tuple[str, ...] = (name,)
-        self.writes = self.exact = self.lasts = False
         self.counts = counts
         self._part = part
         self._finish = finish
@@ -139,15 +150,15 @@ class Mean:
         self._total = 0.0
         self._count = 0.0
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> Dict[str, float]:
         """Return sum and count."""
         return {"total": self._total, "count": self._count}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._total, self._count = float(state["total"]), float(state["count"])
 
-    def merge_states(self, states: Sequence[Any]) -> Any:
+    def merge_states(self, states: Sequence[Mapping[str, float]]) -> Dict[str, float]:
         """Add up sums and counts of several processes."""
         return {name: math.fsum(state[name] for state in states) for name in ("total", "count")}
 
@@ -155,7 +166,7 @@ class Mean:
         """Accept any number of processes: sums can be added."""
 
     @torch.no_grad()
-    def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
+    def update(self, prediction: object, target: object, size: int, weight: object) -> None:
         """Add one micro-batch."""
         total, count = self._part(prediction, target, size, weight if self._weighted else None)
         self._total += total
@@ -167,7 +178,7 @@ class Mean:
         return {self._own: self._finish(mean)}
 
 
-class TorchMetricAdapter:
+class TorchMetricAdapter(Metric):
     """A metric or a collection of torchmetrics, or anything with the same three methods.
 
     Args:
@@ -198,8 +209,7 @@ class TorchMetricAdapter:
         self._order = order
         self._own = key or type(metric).__name__
         self.name = shown
-        self.names = names or self._declared()
-        self.writes = self.counts = self.exact = self.lasts = False
+        self.names: Tuple[str, ...] = names or self._declared()
 
     def _declared(self) -> Tuple[str, ...]:
         """The names known before anything is computed; a collection lists its members."""
@@ -226,7 +236,7 @@ class TorchMetricAdapter:
         self._metric.reset()
         self._seen = False
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> State:
         """Return the state of the object.
 
         Raises:
@@ -234,12 +244,12 @@ class TorchMetricAdapter:
         """
         return {"seen": self._seen, "metric": stored(self._metric, self.name)}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._seen = bool(state["seen"])
         restore(self._metric, state["metric"])
 
-    def merge_states(self, states: Sequence[Any]) -> Any:
+    def merge_states(self, states: Sequence[State]) -> State:
         """Merge states as torchmetrics has declared them.
 
         Raises:
@@ -260,7 +270,7 @@ class TorchMetricAdapter:
         refuse_unjoined(self._metric, self.name, processes)
 
     @torch.no_grad()
-    def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
+    def update(self, prediction: object, target: object, size: int, weight: object) -> None:
         """Add one micro-batch."""
         more = {}
         if self._weight_name is not None:
@@ -279,7 +289,7 @@ class TorchMetricAdapter:
         return {self._own: _number(self.name, result)}
 
 
-class OutputMetric:
+class OutputMetric(Metric):
     """Another metric under longer names, on one of several outputs if it has a key.
 
     Args:
@@ -293,7 +303,6 @@ class OutputMetric:
         self._inner = inner
         self._key = key
         self.name = inner.name
-        self.writes = self.counts = self.exact = self.lasts = False
 
     @property
     def names(self) -> Tuple[str, ...]:
@@ -317,15 +326,15 @@ class OutputMetric:
         """Forget everything seen."""
         self._inner.reset()
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> object:
         """Return the state of the metric for this output."""
         return self._inner.state_dict()
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: object) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._inner.load_state_dict(state)
 
-    def merge_states(self, states: Sequence[object]) -> Any:
+    def merge_states(self, states: Sequence[object]) -> object:
         """Merge the states that the metric for this output has in several processes."""
         return self._inner.merge_states(states)
 
@@ -333,7 +342,7 @@ class OutputMetric:
         """Refuse a metric for this output whose states can't be merged."""
         self._inner.check_joined(processes)
 
-    def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
+    def update(self, prediction: object, target: object, size: int, weight: object) -> None:
         """Add one micro-batch."""
         if self._key is not None:
             where = f"metric {self.name!r}"
@@ -373,3 +382,143 @@ def _number(name: str, value: object) -> float:
         f"metric {name!r} must give a scalar, got {shapes(value)}. Average it, for example with "
         "average='macro', or wrap it in a metric that does."
     )
+
+
+# Of torchmetrics' wrappers, those that keep nothing besides the metrics inside.
+_PLAIN_WRAPPERS = ("ClasswiseWrapper", "MultioutputWrapper", "MultitaskWrapper")
+
+
+def stored(metric: Any, shown: str) -> State:
+    """The state of an object with the methods of torchmetrics' metrics.
+
+    torchmetrics' own ``state_dict`` leaves out what is not declared persistent, which is all of it
+    in most metrics; so what ``add_state`` declared is taken. Anything else says it itself.
+
+    Raises:
+        MetricError: it does not.
+    """
+    if _is_collection(metric):
+        # Members that share one state while they are only added to are given copies of it.
+        metric.values()
+    declared = _declared(metric)
+    if declared:
+        return {"metrics": [_state(each) for each in declared]}
+    if callable(getattr(metric, "state_dict", None)) and callable(
+        getattr(metric, "load_state_dict", None)
+    ):
+        return {"own": metric.state_dict()}
+    raise MetricError(
+        f"a checkpoint in the middle of an epoch holds what every metric has seen, but {shown!r} "
+        f"({type(metric).__name__}) can't say it. Give it state_dict and load_state_dict, use a "
+        "plain metric of torchmetrics, or leave checkpoint out."
+    )
+
+
+def restore(metric: Any, state: State) -> None:
+    """Go on from what :func:`stored` returned."""
+    if "own" in state:
+        metric.load_state_dict(state["own"])
+        return
+    for each, member in zip(_declared(metric), state["metrics"]):
+        for name, value in member["values"].items():
+            now = getattr(each, name)
+            if isinstance(now, Tensor) and isinstance(value, Tensor):
+                value = value.to(now.device)
+            setattr(each, name, list(value) if isinstance(value, list) else value)
+        each._update_count = member["updates"]
+        each._computed = None
+
+
+def is_plain(metric: object) -> bool:
+    """True if :func:`stored` takes all that the object keeps."""
+    return bool(_declared(metric))
+
+
+def refuse_unjoined(metric: object, shown: str, processes: int) -> None:
+    """Make sure that what several processes have seen can be brought together.
+
+    Raises:
+        MetricError: nobody knows how.
+    """
+    if not _declared(metric):
+        raise MetricError(
+            f"each of {processes} processes sees a part of the samples, but nobody knows how to "
+            f"join what {shown!r} ({type(metric).__name__}) has seen in each. Use a plain metric "
+            "of torchmetrics, which says so, or a callable metric(prediction, target)."
+        )
+
+
+def merge_states(metric: object, states: Sequence[State], shown: str) -> State:
+    """Merge the states that :func:`stored` returned in each process.
+
+    States are joined as torchmetrics has declared it for each, by sum, maximum, minimum or one
+    after another.
+
+    Raises:
+        MetricError: a mean of means, which does not tell how much each stands for.
+    """
+    members = []
+    for index, each in enumerate(_declared(metric)):
+        member_states = [state["metrics"][index] for state in states]
+        updated = [part for part in member_states if part["updates"]]
+        if len(updated) < 2:
+            members.append((updated or member_states)[0])
+            continue
+        values = {
+            name: _join_values(each._reductions[name], [part["values"][name] for part in updated])
+            for name in updated[0]["values"]
+        }
+        for name, value in values.items():
+            if value is None:
+                raise MetricError(
+                    f"{shown!r} ({type(each).__name__}) keeps the mean {name!r} of what it has "
+                    "seen, and the means of several processes do not tell how many samples each "
+                    "stands for. Use a metric that keeps sums."
+                )
+        members.append({"updates": sum(part["updates"] for part in updated), "values": values})
+    return {"metrics": members}
+
+
+def _join_values(reduction: Optional[Callable[[Tensor], Tensor]], values: Sequence[Any]) -> object:
+    """One of several values of a state; None where they are unequal means."""
+    if isinstance(values[0], list):
+        return [each for value in values for each in value]
+    stacked = torch.stack([torch.as_tensor(value) for value in values])
+    if getattr(reduction, "__name__", "") == "dim_zero_mean":
+        return values[0] if bool((stacked == stacked[0]).all()) else None
+    return stacked if reduction is None else reduction(stacked)
+
+
+def without_talk(metric: object) -> None:
+    """Keep torchmetrics from asking other processes by itself, at a time of its own."""
+    for each in _declared(metric):
+        each.sync_on_compute = each._to_sync = False
+
+
+def _is_collection(metric: object) -> bool:
+    return callable(getattr(metric, "keys", None)) and callable(getattr(metric, "values", None))
+
+
+def _declared(metric: object) -> List[Any]:
+    """List the torchmetrics in it; none if something in it keeps more than it declares."""
+    modules = metric.modules() if isinstance(metric, nn.Module) else [metric]
+    members = [each for each in modules if isinstance(getattr(each, "_defaults", None), dict)]
+    if any(not hasattr(each, "_update_count") or _keeps_more(each) for each in members):
+        return []
+    return members
+
+
+def _keeps_more(metric: object) -> bool:
+    is_wrapper = any(".wrappers." in kind.__module__ for kind in type(metric).__mro__)
+    return is_wrapper and type(metric).__name__ not in _PLAIN_WRAPPERS
+
+
+def _state(metric: Any) -> State:
+    values = {name: _copy_state(getattr(metric, name)) for name in metric._defaults}
+    return {"updates": metric._update_count, "values": values}
+
+
+def _copy_state(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return [_copy_state(each) for each in value] if isinstance(value, list) else value

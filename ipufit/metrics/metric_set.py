@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -20,13 +20,16 @@ from ipufit.utils.tree import flatten, map_leaves
 __all__ = ["MetricInputs", "MetricSet", "PendingBatches", "concatenate"]
 
 # What metrics get of a micro-batch: prediction, target, size and sample_weight.
-MetricInputs = Tuple[Any, Any, int, Any]
+MetricInputs = Tuple[object, object, int, object]
+
+# Several micro-batches as one, without weights.
+JoinedBatches = Tuple[Tensor, Tensor, int, None]
 
 # Elements that are worth a copy, to look at them all at once; and at most of those that wait.
 _JOINED, _MOST = 2**16, 2**18
 
 
-def concatenate(batches: Sequence[MetricInputs]) -> Optional[MetricInputs]:
+def concatenate(batches: Sequence[MetricInputs]) -> Optional[JoinedBatches]:
     """A copy of several micro-batches as one; None where they are not alike, or not small."""
     predictions, targets, _, weights = zip(*batches) if batches else ((), (), (), ())
     if {*map(type, (*predictions, *targets))} != {Tensor} or {*map(type, weights)} != {type(None)}:
@@ -42,7 +45,7 @@ def concatenate(batches: Sequence[MetricInputs]) -> Optional[MetricInputs]:
     return _as_one(batches)
 
 
-def _as_one(batches: Sequence[MetricInputs]) -> MetricInputs:
+def _as_one(batches: Sequence[MetricInputs]) -> JoinedBatches:
     predictions, targets, sizes, _ = zip(*batches)
     return torch.cat(predictions), torch.cat(targets), sum(sizes), None
 
@@ -56,10 +59,10 @@ class PendingBatches:
 
     def __init__(self) -> None:
         self._taken_form: object = None
-        self._pending: List[MetricInputs] = []
+        self._pending: List[JoinedBatches] = []
         self._elements = 0
 
-    def learn(self, one: MetricInputs) -> None:
+    def learn(self, one: JoinedBatches) -> None:
         """Remember the form of a micro-batch that the metrics took, if its target is class indices.
 
         They then take every other micro-batch of that form.
@@ -67,7 +70,7 @@ class PendingBatches:
         if one[0].shape != one[1].shape:
             self._taken_form = _form(one)
 
-    def takes(self, one: MetricInputs) -> bool:
+    def takes(self, one: JoinedBatches) -> bool:
         """Let a micro-batch wait, if the metrics are sure to take it; return True if it waits.
 
         Args:
@@ -84,7 +87,7 @@ class PendingBatches:
         """True if the batches should wait no longer."""
         return self._elements > _MOST
 
-    def pop_all(self) -> Optional[MetricInputs]:
+    def pop_all(self) -> Optional[JoinedBatches]:
         """Remove all batches that wait, and return them as one; None if none do."""
         pending = self._pending
         self.forget()
@@ -95,7 +98,7 @@ class PendingBatches:
         self._pending, self._elements = [], 0
 
 
-def _form(one: MetricInputs) -> object:
+def _form(one: JoinedBatches) -> object:
     prediction, target, _, _ = one
     return prediction.shape[1:], target.shape[1:], prediction.dtype, target.dtype
 
@@ -142,7 +145,9 @@ class MetricSet:
         for metric in self._metrics:
             metric.reset()
 
-    def update(self, prediction: Any, target: Any, size: int, sample_weight: Any = None) -> None:
+    def update(
+        self, prediction: object, target: object, size: int, sample_weight: object = None
+    ) -> None:
         """Add one micro-batch.
 
         Args:
@@ -246,7 +251,7 @@ class MetricSet:
             metric.names = source.names
         return merged
 
-    def merge_states(self, states: Sequence[Sequence[object]]) -> List[Any]:
+    def merge_states(self, states: Sequence[Sequence[object]]) -> List[object]:
         """One state of those of several processes.
 
         Raises:
@@ -257,7 +262,7 @@ class MetricSet:
             for metric, metric_states in zip(self._metrics, zip(*states))
         ]
 
-    def state_dict(self) -> List[Any]:
+    def state_dict(self) -> List[object]:
         """Return the states of all metrics.
 
         Raises:
@@ -266,7 +271,7 @@ class MetricSet:
         self._catch_up()
         return [metric.state_dict() for metric in self._metrics]
 
-    def load_state_dict(self, state: Sequence[Any]) -> None:
+    def load_state_dict(self, state: Sequence[object]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._waiting.forget()
         for metric, metric_state in zip(self._metrics, state):
@@ -312,7 +317,7 @@ class MetricSet:
             metric.names, metric.writes = tried.names, tried.writes
 
 
-def _copy(leaf: object) -> Any:
+def _copy(leaf: object) -> object:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 

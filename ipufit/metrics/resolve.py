@@ -7,6 +7,7 @@ import inspect
 from typing import (
     Any,
     Callable,
+    Collection,
     Iterator,
     List,
     Mapping,
@@ -177,7 +178,7 @@ def _check_key(key: object, argument: str) -> str:
 # ---- one metric ---------------------------------------------------------------------------------
 
 
-def _resolve(item: _Item, weighted: bool, names: Set[str], plain: Any) -> Metric:
+def _resolve(item: _Item, weighted: bool, names: Set[str], plain: Collection[str]) -> Metric:
     """One metric in normal form; a weighted one gives way to a plain one of its name."""
     prefix = "" if item.output is None else f"{label(item.output)}_"
     metric = _build(item, weighted, prefix, names)
@@ -234,7 +235,7 @@ def _is_object(metric: object) -> bool:
     )
 
 
-def _parameters(call: Callable[..., Any]) -> Tuple[str, ...]:
+def _parameters(call: Callable[..., object]) -> Tuple[str, ...]:
     """Names of the parameters that can be given by name."""
     inner = getattr(call, "forward", call)
     try:
@@ -257,7 +258,7 @@ def _weight_name(metric: Any, shown: str) -> str:
     )
 
 
-def _callable_name(metric: Callable[..., Any], prefix: str, names: Set[str]) -> str:
+def _callable_name(metric: Callable[..., object], prefix: str, names: Set[str]) -> str:
     inner = metric.func if isinstance(metric, functools.partial) else metric
     name = str(getattr(inner, "__name__", type(inner).__name__))
     if name != "<lambda>":

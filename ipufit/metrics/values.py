@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 import re
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -230,7 +230,7 @@ def lookup(name: str) -> Tuple[Values, Callable[[float], float]]:
 
 
 # Sum and count of one micro-batch, from (prediction, target, size, sample_weight).
-Part = Callable[[Any, Any, int, Any], Tuple[float, float]]
+Part = Callable[[object, object, int, object], Tuple[float, float]]
 
 
 def shapes(value: object) -> str:
@@ -270,7 +270,7 @@ def sums(
 
 
 def sum_of_elements(
-    values: Values, name: str, prediction: Any, target: Any, size: int, weight: Any
+    values: Values, name: str, prediction: object, target: object, size: int, weight: object
 ) -> Tuple[float, float]:
     """Sum a named metric. Every element counts the same, so samples of one shape do as well."""
     for role, value in (("prediction", prediction), ("target", target)):
@@ -279,12 +279,14 @@ def sum_of_elements(
                 f"metric {name!r} takes one tensor as {role}, got {type(value).__name__}. Pass a "
                 "callable metric(prediction, target) that picks its tensors."
             )
+    assert isinstance(prediction, Tensor)
+    assert isinstance(target, Tensor)
     elements, counted = values(name, prediction, target)
     return sums(name, elements, counted, weight)
 
 
 def sum_of_samples(
-    metric: Callable[..., Any],
+    metric: Callable[..., object],
     name: str,
     prediction: object,
     target: object,
@@ -296,8 +298,9 @@ def sum_of_samples(
     number = _number(value)
     if number is not None:
         return number * size, size
-    if _has_rows(value, size):
-        return float(value.double().reshape(size, -1).mean(1).sum()), size
+    rows = _rows(value, size)
+    if rows is not None:
+        return float(rows.double().reshape(size, -1).mean(1).sum()), size
     raise MetricError(
         f"metric {name!r} must give a number, or a tensor of {size} values, one for each sample, "
         f"got {shapes(value)}. Reduce it over all but the samples, for example with .mean()."
@@ -305,7 +308,7 @@ def sum_of_samples(
 
 
 def sum_of_weighted_samples(
-    metric: Callable[..., Any],
+    metric: Callable[..., object],
     takes_weight: bool,
     name: str,
     prediction: object,
@@ -316,8 +319,9 @@ def sum_of_weighted_samples(
     """Sum a user's callable under weighted_metrics: it takes the weights, or leaves them to us."""
     if not takes_weight:
         value = metric(prediction, target)
-        if _has_rows(value, size):
-            return sums(name, value, None, weight)
+        rows = _rows(value, size)
+        if rows is not None:
+            return sums(name, rows, None, weight)
         raise MetricError(
             f"weighted metric {name!r} must give a tensor of {size} values, one for each sample, "
             f"got {shapes(value)}. Return the values before their mean, or take sample_weight as a "
@@ -341,11 +345,8 @@ def _number(value: object) -> Optional[float]:
     return float(value) if isinstance(value, numbers.Real) else None
 
 
-def _has_rows(value: object, size: int) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and not value.is_complex()
-        and value.dim() > 0
-        and value.shape[0] == size
-        and value.numel() > 0
-    )
+def _rows(value: object, size: int) -> Optional[Tensor]:
+    """Return a value that is one real tensor with a row for each sample; None of anything else."""
+    if not isinstance(value, Tensor) or value.is_complex() or not value.dim():
+        return None
+    return value if value.shape[0] == size and value.numel() > 0 else None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ipufit.errors import ConfigurationError, MetricError
 from ipufit.lightning_module.detect import is_collection, metrics_in
 from ipufit.lightning_module.metrics.recording import MetricKey
-from ipufit.metrics.stored import is_plain, merge_states, restore, stored
+from ipufit.metrics.kinds import is_plain, merge_states, restore, stored
 from ipufit.metrics.values import shapes
 from ipufit.processes import Processes
 

@@ -29,7 +29,7 @@ from ipufit.lightning_module.metrics.objects import (
     without_sync,
 )
 from ipufit.lightning_module.metrics.recording import MetricKey, find_calls
-from ipufit.metrics.stored import refuse_unjoined
+from ipufit.metrics.kinds import refuse_unjoined
 from ipufit.metrics.values import shapes
 from ipufit.utils import tree
 from ipufit.utils.random_streams import LOCK
