@@ -45,7 +45,7 @@ NOT_FOR_A_PLAIN_FIT = (
         "ipufit.checkpoint.store",
         "ipufit.checkpoint.restore",
         "ipufit.checkpoint.training_state",
-        "ipufit.training.ipu_config_adapter",
+        "ipufit.training.merge_settings",
     ),
     *(
         "ipufit.analysis.check",
@@ -66,7 +66,7 @@ NOT_FOR_A_PLAIN_FIT = (
         "ipufit.analysis.tuner",
         "ipufit.core.weights_file",
     ),
-    "ipufit.engines.ipu.poptorch_options.pair",
+    "ipufit.engines.ipu.poptorch_options",
 )
 # Of the engine: what only some fits need.
 NOT_FOR_A_PLAIN_UPDATE = (

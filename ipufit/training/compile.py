@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from ipufit.core.compile_arguments import INFERENCE, TRAINING, resolve_jit
 from ipufit.core.train_config import (
     EMA,
     Clip,
-    LossScale,
     Memory,
     Outputs,
     Precision,
@@ -20,6 +19,7 @@ from ipufit.core.train_config import (
     TrainConfig,
     refuse_metrics_of_sums,
 )
+from ipufit.engines.ipu_settings import IpuArguments, IpuSettings
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.losses import Loss, resolve_loss
@@ -30,30 +30,23 @@ from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.partition.recomputation import resolve_recompute
 from ipufit.partition.request import Parallel, PartitionRequest
 from ipufit.partition.serialization import has_serialized_layers
-from ipufit.processes import current
 from ipufit.tracing.validate import refuse_unregistered
-from ipufit.training.run_defaults import RunDefaults
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, one_of
 
 if TYPE_CHECKING:
-    from ipufit.engines.ipu.ipu_config import IPUConfig
-    from ipufit.engines.ipu.poptorch_options.pair import OptionPair
     from ipufit.optim.schedules import Schedule
+    from ipufit.training.merge_settings import SettingsSource
 
 __all__ = ["CompileConfig", "build_session", "pair_of_options"]
 
 
 @dataclasses.dataclass(frozen=True)
-class CompileConfig:
+class CompileConfig(IpuArguments):
     """The arguments of ``Model.compile``, short forms as the objects that they stand for.
 
     Attributes:
         ema: None for no averages.
-        outputs: None where the argument was left out.
-        partition, inference_partition, auto_round_ipus: what ``parallel`` says.
-        training_options, inference_options: the two of ``poptorch``.
-        config: of optimum-graphcore.
 
     ``compile`` documents the others.
     """
@@ -67,19 +60,9 @@ class CompileConfig:
     jit: str
     lr_scheduler: Any
     lr_scheduler_interval: str
-    reduction: Reduction
     clip: Clip
     ema: Optional[EMA]
-    precision: Precision
-    outputs: Optional[Outputs]
-    partition: PartitionRequest
-    inference_partition: PartitionRequest
-    auto_round_ipus: Optional[bool]
-    memory: Memory
     detect_nan: bool
-    training_options: Any
-    inference_options: Any
-    config: Any
 
     @staticmethod
     def read(faults: ErrorCollector, **arguments: Any) -> CompileConfig:
@@ -174,31 +157,29 @@ def build_session(
         ConfigurationError: something can't work; several faults as one error.
     """
     # Here and below, what plain models need nothing of is imported where it is needed.
-    config = pair = limit = None
+    source = limit = None
     is_planned = False
     with faults.collect():
         request, limit = _as_planned(module, request)
         is_planned = True
     if not is_planned:
         faults.raise_all()
-    if request.config is not None:
-        from ipufit.training.ipu_config_adapter import apply_ipu_config
-
-        config, request = apply_ipu_config(module, request, faults)
-    else:
+    if request.config is None:
         request = dataclasses.replace(request, partition=_as_annotated(module, request.partition))
-    if request.training_options is not None or request.inference_options is not None:
-        from ipufit.engines.ipu.poptorch_options.pair import OptionPair
+    beside = (request.config, request.training_options, request.inference_options)
+    if any(value is not None for value in beside):
+        from ipufit.training.merge_settings import SettingsSource
 
-        pair = OptionPair.read(request, faults)
-        request = pair.merged(request, faults)
+        source = SettingsSource.read(request, faults)
+        request = request if source is None else source.merge(module, request, faults)
+    by_config = source is not None and source.config is not None
     cuts = request.memory.serialize, request.memory.inference_serialize
-    if config is None and all(cut is None for cut in cuts):
-        return _checked(module, make_engine, request, config, pair, faults, limit)
+    if not by_config and all(cut is None for cut in cuts):
+        return _checked(module, make_engine, request, source, faults, limit)
     from ipufit.partition.cut_layers import serialize_while_checking
 
-    with serialize_while_checking(module, *cuts, faults, by_config=config is not None):
-        return _checked(module, make_engine, request, config, pair, faults, limit)
+    with serialize_while_checking(module, *cuts, faults, by_config=by_config):
+        return _checked(module, make_engine, request, source, faults, limit)
 
 
 def _as_planned(module: nn.Module, request: CompileConfig) -> Tuple[CompileConfig, Optional[int]]:
@@ -243,13 +224,12 @@ def _checked(
     module: nn.Module,
     make_engine: Callable[[], Engine],
     request: CompileConfig,
-    config: Optional[IPUConfig],
-    pair: Optional[OptionPair],
+    source: Optional[SettingsSource],
     faults: ErrorCollector,
     planned_memory: Optional[int],
 ) -> Session:
     resolved, metrics, optimizer = _resolve_objectives(module, request, faults)
-    settings = _resolve_settings(module, request, config, faults)
+    settings = _resolve_settings(module, request, faults)
     partitions = NOT_DIVIDED
     with faults.collect():
         partitions = _partitions(module, request)
@@ -263,20 +243,14 @@ def _checked(
         )
     train_config = TrainConfig(schedule=schedule, **settings)
     options = {TRAINING: request.training_options, INFERENCE: request.inference_options}
-    printed: List[str] = []
-    fixed = RunDefaults()
-    if pair is not None:
-        train_config, printed, sentences = pair.applied(engine, train_config, partitions)
-        fixed = RunDefaults.of_options(pair.training, pair.inference, sentences)
-    if config is not None:
-        from ipufit.engines.ipu.ipu_config.report import in_short
-        from ipufit.partition.cut_layers import describe_cuts
-
-        train_config, options = _configured(config, engine, train_config, options)
-        printed, fixed = [in_short(config, engine.name)], RunDefaults.of(config)
-        printed += describe_cuts(module)
+    texts: Sequence[str] = ()
+    fixed = IpuSettings()
+    if source is not None:
+        applied = source.apply(module, engine, train_config, partitions, options)
+        train_config, options = applied.config, applied.options
+        fixed, texts = applied.settings, applied.texts
     engine.check(module, optimizer, resolved, train_config, options, partitions)
-    for text in printed:
+    for text in texts:
         print(text)
     return Session(
         module,
@@ -285,8 +259,7 @@ def _checked(
         metrics,
         engine,
         train_config,
-        # optimum-graphcore rounds whatever its configuration says.
-        config is not None if request.auto_round_ipus is None else request.auto_round_ipus,
+        bool(request.auto_round_ipus),
         options,
         partitions,
         fixed,
@@ -332,18 +305,6 @@ def _schedule(
     return schedule
 
 
-def _configured(
-    config: IPUConfig, engine: Engine, train_config: TrainConfig, options: Dict[str, Any]
-) -> Tuple[TrainConfig, Dict[str, Any]]:
-    """Apply the rest of a configuration: the engine's settings, or what stands for them here."""
-    engine_options = engine.options_of(config)
-    if engine_options is not None:
-        return train_config, engine_options
-    if config.auto_loss_scaling and train_config.loss_scale is None:
-        train_config = dataclasses.replace(train_config, loss_scale=LossScale())
-    return train_config, options
-
-
 def _resolve_objectives(
     module: nn.Module, request: CompileConfig, faults: ErrorCollector
 ) -> Tuple[Optional[Loss], MetricSet, Optional[torch.optim.Optimizer]]:
@@ -375,24 +336,10 @@ def _resolve_objectives(
 def _resolve_settings(
     module: nn.Module,
     request: CompileConfig,
-    config: Optional[IPUConfig],
     faults: ErrorCollector,
 ) -> Dict[str, Any]:
     """The TrainConfig, but for the schedule, which needs an optimizer that is known to be good."""
-    memory, outputs = request.memory, request.outputs
-    offload, shard = memory.offload_optimizer, memory.shard_optimizer
-    if outputs is None and config is not None:
-        from ipufit.training.ipu_config_adapter import outputs_of
-
-        outputs = outputs_of(config)
-    outputs = outputs or Outputs()
-    if offload is None:
-        offload = config is not None and config.optimizer_state_offchip
-    if shard is None:
-        # Replicas of one process have one state anyway.
-        shard = (
-            config is not None and config.replicated_tensor_sharding and current().is_distributed
-        )
+    memory, outputs = request.memory, request.outputs or Outputs()
     settings: Dict[str, Any] = {
         "gradient_reduction": request.reduction.gradients or "mean",
         "clip": request.clip,
@@ -401,8 +348,8 @@ def _resolve_settings(
         "loss_scale": request.precision.scale,
         "accumulation_dtype": request.precision.accumulation_dtype,
         "outputs": outputs,
-        "offload_optimizer_state": offload,
-        "shard_optimizer": shard or memory.shard == "weights",
+        "offload_optimizer_state": bool(memory.offload_optimizer),
+        "shard_optimizer": memory.shard in ("optimizer", "weights"),
         "shard_weights": memory.shard == "weights",
         "detect_nan": request.detect_nan,
     }

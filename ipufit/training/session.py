@@ -22,7 +22,7 @@ from torch import nn
 
 from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.core.compile_arguments import INFERENCE, TRAINING, role_of
+from ipufit.core.compile_arguments import TRAINING, role_of
 from ipufit.core.logged_values import merge_rules
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig, check_interval
@@ -30,6 +30,7 @@ from ipufit.data.batches import is_weighted
 from ipufit.data.casting import Casting
 from ipufit.data.pipeline import BatchPipeline
 from ipufit.data.source import DataAdapter
+from ipufit.engines.ipu_settings import IpuSettings
 from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError, MetricError, PlanError
 from ipufit.losses import Loss
@@ -41,7 +42,6 @@ from ipufit.training import loop
 from ipufit.training.deferred_partition import DeferredPartitioner, replan, with_stage_count
 from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.loop import Job
-from ipufit.training.run_defaults import RunDefaults
 from ipufit.training.sanity_check import (
     FailureExplainer,
     check_call,
@@ -96,10 +96,10 @@ class Session:
         auto_round_ipus: bool = False,
         options: Optional[Mapping[str, Any]] = None,
         partitions: Partitions = NOT_DIVIDED,
-        fixed: Optional[RunDefaults] = None,
+        fixed: Optional[IpuSettings] = None,
         planned_memory: Optional[int] = None,
     ) -> None:
-        self.fixed = fixed or RunDefaults()
+        self.fixed = fixed or IpuSettings()
         self._options = options or {}
         self.partitions = partitions
         self._partitioner = DeferredPartitioner(planned_memory)
@@ -506,13 +506,8 @@ class Session:
 
     def poptorch_strategy(self, training: bool) -> Any:
         """The execution strategy that was set in PopTorch's options of a mode; None for none."""
-        role = TRAINING if training else INFERENCE
-        options = self._options.get(role)
-        if options is None:
-            return None
-        from ipufit.engines.ipu.poptorch_options.reading import PopTorchOptions
-
-        return PopTorchOptions(role, options).strategy
+        strategy = self.fixed.of(training).strategy
+        return None if strategy is None else strategy.value
 
     def _spec(
         self,
@@ -523,7 +518,7 @@ class Session:
         wants_outputs: bool,
         profile_folder: Optional[str] = None,
     ) -> ProgramSpec:
-        fixed_seed = None if mode is Mode.TRAIN else self.fixed.inference_seed
+        fixed_seed = None if mode is Mode.TRAIN else self.fixed.inference.seed
         # What a step of its own predicts is no (outputs, loss).
         with_loss = mode is not Mode.PREDICT or self.loss.in_module is True
         return ProgramSpec(
@@ -533,7 +528,7 @@ class Session:
             plan=plan,
             mode=mode,
             want_outputs=wants_outputs or mode is Mode.PREDICT,
-            seed=seed if fixed_seed is None else fixed_seed[0],
+            seed=seed if fixed_seed is None else fixed_seed.value,
             domain=domain,
             first_update=self.updates,
             config=self.config,
@@ -559,7 +554,7 @@ class Session:
         text += f"\nCompiled with {', '.join(more)}." if more else ""
         text += "".join(f"\n{line}" for line in self.partitions.describe())
         text += "".join(f"\n{line}" for line in describe_cuts(self.module))
-        text += "".join(f"\n{line}" for line in self.fixed.said)
+        text += "".join(f"\n{line}" for line in self.fixed.remarks)
         text += "".join(f"\n{line}" for line in self._explain_processes())
         return "\n".join([text, *self.engine.explain(self.config, self._options)])
 

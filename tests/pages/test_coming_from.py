@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ipufit
 from ipufit import poptorch
-from ipufit.engines.ipu.poptorch_options import report
+from ipufit.engines.ipu import effects
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "coming-from-poptorch.md"
@@ -21,9 +21,9 @@ def rows():
 
 def test_the_kind_of_every_setter_is_the_real_one():
     """Who moves by this table would lose an option that it calls exact by mistake."""
-    kinds = dict.fromkeys(report._EXACT.values(), "exact")
-    kinds.update({setter: "approximated" for setter, _ in report._APPROXIMATED.values()})
-    absent = [*report._NO_EFFECT.values(), *report._BY_FIELD.values()]
+    kinds = dict.fromkeys(effects._EXACT.values(), "exact")
+    kinds.update({setter: "approximated" for setter, _ in effects._APPROXIMATED.values()})
+    absent = [*effects._NO_EFFECT.values(), *effects._BY_FIELD.values()]
     for setter, why in absent:
         assert rows()[setter] == ("absent", why)
     for setter, kind in kinds.items():

@@ -12,7 +12,7 @@ from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.engines.ipu.ipu_config import IPUConfig
-from ipufit.engines.ipu.ipu_config.options import engine_options
+from ipufit.engines.ipu.ipu_config.settings import engine_options
 from ipufit.engines.ipu.options import make_options
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.program import ProgramSpec

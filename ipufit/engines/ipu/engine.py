@@ -13,7 +13,7 @@ from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.context import IpuContext
 from ipufit.engines.ipu.inference import PoptorchInferenceProgram
 from ipufit.engines.ipu.ipu_config import IPUConfig
-from ipufit.engines.ipu.ipu_config.options import engine_options
+from ipufit.engines.ipu.ipu_config.settings import engine_options
 from ipufit.engines.ipu.limits import check_autocast, check_ipus, check_request
 from ipufit.engines.ipu.options import check_options
 from ipufit.engines.ipu.sdk import ignored_options

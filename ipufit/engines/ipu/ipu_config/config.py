@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any, ClassVar, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
 
-from ipufit.engines.ipu.ipu_config import report
+from ipufit.engines.ipu.effects import ENGINES
 from ipufit.engines.ipu.ipu_config.parameters import (
     PARAMETERS,
     IpuLayout,
@@ -16,6 +16,7 @@ from ipufit.engines.ipu.ipu_config.parameters import (
     nearest,
     shown,
     twin,
+    values_of,
 )
 from ipufit.engines.ipu.ipu_config.reading import (
     check_changes,
@@ -26,6 +27,8 @@ from ipufit.engines.ipu.ipu_config.reading import (
     read,
 )
 from ipufit.engines.ipu.ipu_config.serialization import Path, SerializationMixin
+from ipufit.engines.ipu.ipu_config.settings import changed_parameters, effects_of, to_options
+from ipufit.engines.ipu.sdk import load_standin, sdk_or_none
 from ipufit.errors import ConfigurationError
 
 __all__ = ["IPUConfig"]
@@ -278,7 +281,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
             ConfigurationError: with every fault.
         """
         # What a list holds may have been changed without being looked at.
-        faults, bad = check_values(self._named())
+        faults, bad = check_values(values_of(self))
         raise_faults([*faults, *incoherent(self.__dict__, bad)])
 
     @property
@@ -380,9 +383,6 @@ class IPUConfig(ParameterValues, SerializationMixin):
             ConfigurationError: the values don't fit together, or the IPUs are not of the kind that
                 they are for.
         """
-        from ipufit.engines.ipu.ipu_config.options import to_options
-        from ipufit.engines.ipu.sdk import load_standin, sdk_or_none
-
         config = self.for_pod_type(pod_type)
         config.check()
         return to_options(sdk_or_none() or load_standin(), config, for_inference, compile_only)
@@ -399,7 +399,12 @@ class IPUConfig(ParameterValues, SerializationMixin):
         Raises:
             ConfigurationError: there is no such engine.
         """
-        return report.in_full(self, engine)
+        if engine not in ENGINES:
+            raise ConfigurationError(
+                f"engine must be one of {', '.join(map(repr, ENGINES))}, got {shown(engine)}. Try "
+                "'embedded'."
+            )
+        return effects_of(self, engine).in_full()
 
     def __getattr__(self, name: str) -> Any:
         # Only asked for what is not there; while a copy is made that is everything.
@@ -440,7 +445,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
                 if state[factor] == 1 and checked.get(factor) is None:
                     # A factor of 1 cuts nothing, and gives way.
                     state[factor] = None
-        values = filled(self._named())
+        values = filled(values_of(self))
         passed = {name for name, value in checked.items() if value == values[name]}
         state["_passed"] = (self._passed | passed) - (set(checked) - passed)
         state.update(values)
@@ -448,7 +453,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, IPUConfig):
             return NotImplemented
-        return (self._named(), self._by_pod) == (other._named(), other._by_pod)
+        return (values_of(self), self._by_pod) == (values_of(other), other._by_pod)
 
     __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
@@ -457,10 +462,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
         names = self._passed if self._by_pod else PARAMETERS
         return {name: self._by_pod.get(name, getattr(self, name)) for name in names}
 
-    def _named(self) -> Dict[str, Any]:
-        return {name: getattr(self, name) for name in PARAMETERS}
-
     def __repr__(self) -> str:
         """Show the values that differ from the defaults."""
-        changed = report.changed(self)
+        changed = changed_parameters(self)
         return f"IPUConfig({', '.join(f'{name}={value!r}' for name, value in changed.items())})"

@@ -21,6 +21,7 @@ __all__ = [
     "nearest",
     "shown",
     "twin",
+    "values_of",
 ]
 
 OUTPUT_MODES = ("all", "sum", "final", "default")
@@ -289,6 +290,11 @@ class ParameterValues:
     parallelize_kwargs: Dict[str, Any]
     inference_parallelize_kwargs: Dict[str, Any]
     notes: Tuple[str, ...]
+
+
+def values_of(config: ParameterValues) -> Dict[str, Any]:
+    """Return all values of a configuration by name, in their order."""
+    return {name: getattr(config, name) for name in PARAMETERS}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import nn
 import ipufit
 import ipufit.poptorch as poptorch
 from ipufit import IPUConfig
+from ipufit.engines.ipu.effects import APPROXIMATED, EXACT, NONE, parameter_effects
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS
-from ipufit.engines.ipu.ipu_config.report import APPROXIMATED, EXACT, NONE, lists
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.testing import RecordingEngine
 from tests.engines.ipu.ipu_config.test_parameters import OTHERS
@@ -484,7 +484,7 @@ ENGINES = ["embedded", "ipu", "ipu-standin"]
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_parameter_is_in_exactly_one_list(engine):
     """Of the report, too: a line each, under one of three headings, with a reason."""
-    rows = lists(engine)
+    rows = parameter_effects(PARAMETERS, engine)
     assert list(rows) == list(PARAMETERS)
     assert {kind for kind, _ in rows.values()} <= {EXACT, APPROXIMATED, NONE}
     report = IPUConfig().report(engine).splitlines()
@@ -531,7 +531,7 @@ def test_every_parameter_does_what_its_list_says(name, engine, capsys):
         given["replication_factor"] = 2
         plain, plain_text = seen(engine, capsys, replication_factor=2)
     found, text = seen(engine, capsys, **given)
-    kind, why = lists(engine)[name]
+    kind, why = parameter_effects(PARAMETERS, engine)[name]
     if name == "recompute_checkpoint_every_layer":
         # A refusal on every engine: this module has no repeated layers to mark.
         assert "recompute=True means every repeated layer" in found

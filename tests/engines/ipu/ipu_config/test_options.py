@@ -9,7 +9,7 @@ import torch
 import ipufit.poptorch as poptorch
 from ipufit import IPUConfig
 from ipufit.engines.ipu import sdk
-from ipufit.engines.ipu.ipu_config.options import to_options
+from ipufit.engines.ipu.ipu_config.settings import to_options
 from ipufit.errors import ConfigurationError
 from ipufit.poptorch._options.compiler import validate
 

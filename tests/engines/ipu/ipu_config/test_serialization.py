@@ -38,10 +38,11 @@ class Language(nn.Module):
         return self.head(hidden.mean(1)) + self.pooler(hidden[:, 0])[:, :12]
 
 
-def cut_by(given, module=None, **options):
+def cut_by(given, module=None, **memory):
     """By layer, how a configuration cuts it in training and in inference."""
     module = module or Language()
-    ipufit.Model(module).compile("sgd", "cross_entropy", config=IPUConfig(**given), **options)
+    arguments = {"config": IPUConfig(**given), "memory": ipufit.Memory(**memory)}
+    ipufit.Model(module).compile("sgd", "cross_entropy", **arguments)
     layers = {n: m for n, m in module.named_modules() if hasattr(m, "parts")}
     return {n: (m.parts.describe(), m.inference_parts.describe()) for n, m in layers.items()}
 
@@ -79,7 +80,7 @@ def test_arguments_say_which_layers_are_meant():
     """With the number of the configuration, or with none of it."""
     layers = {"position": 2, "head": Serialization(3, mode="reducing_dim"), "pooler": 2}
     module = Language()
-    found = cut_by(FACTORS, module, serialized_layers=layers)
+    found = cut_by(FACTORS, module, serialize=layers)
     assert found == {
         "position": ("factor=2", "factor=1"),
         "head": ("factor=3", "factor=1"),
@@ -87,35 +88,35 @@ def test_arguments_say_which_layers_are_meant():
     }
     assert module.head.parts.mode == "reducing_dim"
     given = {"inference_embedding_serialization_factor": 2}
-    found = cut_by(given, serialized_layers={"position": 4})
+    found = cut_by(given, serialize={"position": 4})
     assert found == {"position": ("factor=4", "factor=2")}
-    found = cut_by(given, inference_serialized_layers={"position": 2, "head": 4})
+    found = cut_by(given, inference_serialize={"position": 2, "head": 4})
     assert found == {"position": ("factor=1", "factor=2"), "head": ("factor=1", "factor=4")}
-    found = cut_by(FACTORS, inference_serialized_layers={"head": 4})
+    found = cut_by(FACTORS, inference_serialize={"head": 4})
     assert found == {"embed": ("factor=2", "factor=1"), "head": ("factor=3", "factor=4")}
 
 
 def test_arguments_and_the_configuration_may_not_disagree():
     refused(
-        lambda: cut_by(FACTORS, serialized_layers={"embed": 3, "head": [3]}),
-        "serialized_layers must agree with IPUConfig.embedding_serialization_factor, which says 2, "
+        lambda: cut_by(FACTORS, serialize={"embed": 3, "head": [3]}),
+        "Memory.serialize must agree with IPUConfig.embedding_serialization_factor, which says 2, "
         "got 3 for 'embed'. Leave one out.\n"
-        "serialized_layers must agree with IPUConfig.projection_serialization_factor, which says "
+        "Memory.serialize must agree with IPUConfig.projection_serialization_factor, which says "
         "3, got [3] for 'head'. Leave one out.",
     )
     refused(
         lambda: cut_by(
             {"inference_serialized_embedding_splits_per_ipu": [2]},
-            inference_serialized_layers={"embed": 2},
+            inference_serialize={"embed": 2},
         ),
-        "inference_serialized_layers must agree with "
+        "Memory.inference_serialize must agree with "
         "IPUConfig.inference_serialized_embedding_splits_per_ipu, which says [2], got 2 for "
         "'embed'. Leave one out.",
     )
     refused(
-        lambda: cut_by(FACTORS, serialized_layers={"embed": 2, "position": 2}),
+        lambda: cut_by(FACTORS, serialize={"embed": 2, "position": 2}),
         "IPUConfig.embedding_serialization_factor must mean one embedding, got 'embed' and "
-        "'position' by serialized_layers. Leave it out of the config, and let serialized_layers "
+        "'position' by Memory.serialize. Leave it out of the config, and let Memory.serialize "
         "say all.",
     )
 
@@ -142,10 +143,10 @@ def test_where_nothing_fits_the_layer_has_to_be_named():
         lambda: cut_by(given, stack),
         "IPUConfig.projection_serialization_factor cuts the output projection, an nn.Linear "
         "outside of the repeated layers, but Sequential has linear layers in the module itself "
-        "alone. Name the one that is meant, with the same number, such as serialized_layers={'1': "
+        "alone. Name the one that is meant, with the same number, such as serialize={'1': "
         "...}.",
     )
-    assert cut_by(given, stack, serialized_layers={"1": 2}) == {"1": ("factor=2", "factor=1")}
+    assert cut_by(given, stack, serialize={"1": 2}) == {"1": ("factor=2", "factor=1")}
 
 
 def test_a_configuration_takes_back_what_an_earlier_one_cut():
@@ -205,24 +206,24 @@ def test_splits_that_do_not_fit_are_told_by_the_parameter():
         "a parameter must be on one IPU, but in inference 'embed' is cut by splits_per_ipu=[2, 2], "
         "which needs its 'weight' on IPUs 0, 1; the parameters are those of training, factor=1. "
         "Cut it into 4 parts in training too, by IPUConfig.serialized_embedding_splits_per_ipu or "
-        "splits_per_ipu in serialized_layers.",
+        "splits_per_ipu in Memory.serialize.",
     )
 
 
 def test_splits_of_arguments_are_held_against_the_ipus_of_the_configuration():
-    cuts = {"serialized_layers": {"head": [2, 2]}}
+    cuts = {"serialize": {"head": [2, 2]}}
     refused(
         lambda: cut_by({}, **cuts),
         "splits_per_ipu of serialised layers must have a number for each IPU of a replica, got 2 "
         "and a replica has 1. Set IPUConfig.ipus_per_replica=2.\n"
         "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
-        "replica there, got 2 and a replica has 1. Say with inference_serialized_layers how they "
+        "replica there, got 2 and a replica has 1. Say with Memory.inference_serialize how they "
         "are cut in inference, or set IPUConfig.inference_ipus_per_replica=2.",
     )
     given = {"layers_per_ipu": [1, 1], "inference_layers_per_ipu": [-1]}
     refused(
         lambda: cut_by({**given, "inference_ipus_per_replica": 1}, **cuts),
         "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
-        "replica there, got 2 and a replica has 1. Say with inference_serialized_layers how they "
+        "replica there, got 2 and a replica has 1. Say with Memory.inference_serialize how they "
         "are cut in inference, or set IPUConfig.inference_ipus_per_replica=2.",
     )

@@ -10,8 +10,8 @@ from torch import nn
 import ipufit
 from ipufit import poptorch
 from ipufit.core.compile_arguments import TRAINING
-from ipufit.engines.ipu.poptorch_options.reading import PopTorchOptions
-from ipufit.engines.ipu.poptorch_options.report import setter_effects
+from ipufit.engines.ipu import effects
+from ipufit.engines.ipu.poptorch_options import PopTorchOptions
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.partition.partition import NOT_DIVIDED
 from tests.engines import scales_itself
@@ -167,20 +167,23 @@ def test_a_setter_is_in_one_list(name):
     """With a reason where it does not hold exactly."""
     tables = (EXACT, APPROXIMATED, NO_EFFECT)
     (values,) = (table[name] for table in tables if name in table)
-    found = setter_effects(PopTorchOptions(TRAINING, with_setter(name, values)), is_divided=False)
-    assert [name in found.exact, name in found.approximated, name in found.none] == [
-        name in table for table in tables
-    ]
-    assert len(found.exact) + len(found.approximated) + len(found.none) == 1
-    assert all({**found.approximated, **found.none}.values())
+    options = PopTorchOptions(TRAINING, with_setter(name, values))
+    (found,) = options.effects("embedded", is_divided=False).effects
+    assert found.name == name
+    kinds = (effects.EXACT, effects.APPROXIMATED, effects.NONE)
+    assert [found.kind == kind for kind in kinds] == [name in table for table in tables]
+    assert found.kind == effects.EXACT or found.why
 
 
 def test_other_options_of_the_compiler_have_their_names():
     options = poptorch.Options()
     options._Popart.set("autoRecomputation", 4)
     options._Popart.setEngineOptions({"debug.outputAllSymbols": "true"})
-    found = setter_effects(PopTorchOptions(TRAINING, options), is_divided=False)
-    assert list(found.none) == ['_Popart.set("autoRecomputation")', "_Popart.setEngineOptions"]
+    found = PopTorchOptions(TRAINING, options).effects("embedded", is_divided=False)
+    assert [effect.name for effect in found.of(effects.NONE)] == [
+        '_Popart.set("autoRecomputation")',
+        "_Popart.setEngineOptions",
+    ]
 
 
 def test_options_as_they_are_by_default_say_nothing(capsys):

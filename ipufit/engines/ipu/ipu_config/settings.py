@@ -1,0 +1,257 @@
+"""A configuration as IpuSettings, as PopTorch's options, and as effects on an engine."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List
+
+import torch
+
+from ipufit.engines.ipu.effects import (
+    Effect,
+    EffectReport,
+    parameter_effects,
+    trains_over_processes,
+)
+from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, ParameterValues, shown, values_of
+from ipufit.engines.ipu.options import new_options
+from ipufit.engines.ipu.sdk import is_standin
+from ipufit.engines.ipu_settings import IpuSettings, LayerCut, ModeSettings, Setting
+from ipufit.errors import ConfigurationError
+from ipufit.partition.embedding_layers import KINDS
+from ipufit.processes import current
+from ipufit.utils.random_streams import isolated
+
+__all__ = ["changed_parameters", "effects_of", "engine_options", "read_settings", "to_options"]
+
+_CHANGE = "Leave it out, or change the config."
+_RECOMPILE = "Leave it out, or compile with another config."
+_EITHER = "Leave one out."
+
+
+def read_settings(config: ParameterValues) -> IpuSettings:
+    """Read what a configuration fixes of a run.
+
+    Args:
+        config: for one type of pod.
+    """
+    training, inference = _mode_settings(config, ""), _mode_settings(config, "inference_")
+    recompute = config.recompute_checkpoint_every_layer
+    cure = "" if recompute else ", or set that to True, beside which recompute may name layers"
+    return IpuSettings(
+        training,
+        inference,
+        outputs=Setting(
+            # PopTorch's default is the final one in training.
+            "final" if config.output_mode == "default" else config.output_mode,
+            "IPUConfig.output_mode",
+            f"which is {config.output_mode!r}",
+            _CHANGE,
+        ),
+        gradient_reduction=Setting(
+            "mean",
+            "config",
+            "by which gradients are reduced by the mean, as in optimum-graphcore",
+            _EITHER,
+        ),
+        loss_scale=Setting(
+            "dynamic", "IPUConfig.auto_loss_scaling", "which is True", _EITHER, fills=False
+        )
+        if config.auto_loss_scaling
+        else None,
+        offload_optimizer=_parameter("optimizer_state_offchip", config.optimizer_state_offchip),
+        shard_optimizer=_parameter(
+            "replicated_tensor_sharding",
+            config.replicated_tensor_sharding,
+            # Replicas of one process have one state anyway.
+            fills=current().is_distributed,
+        ),
+        auto_round_ipus=Setting(
+            True,
+            "config",
+            "by which IPUs are rounded up to a power of two, as in optimum-graphcore",
+            _EITHER,
+        ),
+        recompute=Setting(
+            recompute,
+            "IPUConfig.recompute_checkpoint_every_layer",
+            f"which is {recompute}",
+            f"Leave it out{cure}.",
+        ),
+        remarks=(f"Work, seed and options are those of {config!r}.",),
+    )
+
+
+def _parameter(name: str, value: bool, fills: bool = True) -> Setting[bool]:
+    return Setting(value, f"IPUConfig.{name}", f"which is {value!r}", _CHANGE, fills)
+
+
+def _mode_settings(config: ParameterValues, prefix: str) -> ModeSettings:
+    """Read what a configuration fixes of training, or with "inference_" of inference."""
+    values = values_of(config)
+    replicas, ipus = values[f"{prefix}replication_factor"], values[f"{prefix}ipus_per_replica"]
+    layers = list(values[f"{prefix}layers_per_ipu"])
+    product = f"IPUConfig.{prefix}replication_factor x {prefix}ipus_per_replica"
+    accumulation = "gradient_accumulation_steps"
+    return ModeSettings(
+        ipus=_of_a_run(replicas * ipus, product),
+        device_iterations=_of_a_run(
+            values[f"{prefix}device_iterations"], f"IPUConfig.{prefix}device_iterations"
+        ),
+        gradient_accumulation=None
+        if prefix
+        else _of_a_run(values[accumulation], f"IPUConfig.{accumulation}"),
+        seed=None
+        if prefix or config.seed is None
+        else Setting(config.seed, "IPUConfig.seed", f"which is {config.seed}", _RECOMPILE),
+        ipus_per_replica=Setting(
+            ipus, f"IPUConfig.{prefix}ipus_per_replica", f"which is {ipus}", _CHANGE
+        ),
+        layers_per_ipu=Setting(
+            layers, f"IPUConfig.{prefix}layers_per_ipu", f"which is {layers}", _CHANGE
+        ),
+        cuts={kind: _cut(values, kind, prefix) for kind in KINDS},
+    )
+
+
+def _of_a_run(value: int, source: str) -> Setting[int]:
+    return Setting(value, source, f"which says {value}", _RECOMPILE)
+
+
+def _cut(values: Dict[str, Any], kind: str, prefix: str) -> Setting[LayerCut]:
+    """Read how a layer is cut; a factor of 1 cuts nothing."""
+    name = f"{prefix}serialized_{kind}_splits_per_ipu"
+    cut: LayerCut = values[name]
+    if cut is None:
+        name = f"{prefix}{kind}_serialization_factor"
+        cut = None if values[name] == 1 else values[name]
+    return Setting(cut, f"IPUConfig.{name}", f"which says {cut}", _EITHER)
+
+
+def changed_parameters(config: ParameterValues) -> Dict[str, object]:
+    """Return the parameters whose value is not the one they have in ``IPUConfig()``."""
+    values, plain = values_of(config), values_of(type(config)())
+    return {name: value for name, value in values.items() if value != plain[name]}
+
+
+def effects_of(config: ParameterValues, engine: str) -> EffectReport:
+    """Report what every parameter does on an engine."""
+    changes = changed_parameters(config)
+    values = values_of(config)
+    effects = tuple(
+        Effect(name, kind, why, shown(values[name]), name in changes)
+        for name, (kind, why) in parameter_effects(PARAMETERS, engine).items()
+    )
+    notes: List[str] = list(config.notes)
+    is_alone = config.replication_factor == 1 and not trains_over_processes(engine)
+    if config.replicated_tensor_sharding and is_alone:
+        notes.append(
+            "replicated_tensor_sharding needs a replication_factor of more than 1: nothing is "
+            "shared."
+        )
+    return EffectReport("IPUConfig", engine, effects, tuple(notes))
+
+
+_HOST = torch.device("cpu")
+# The second generation of IPUs, and the card C600.
+_VERSIONS = (2, 21)
+# Numbers of PopART's enums: AccumulateOuterFragmentSchedule.OverlapMemoryOptimized and
+# SubgraphCopyingStrategy.JustInTime.
+_OVERLAP_MEMORY_OPTIMIZED = 3
+_JUST_IN_TIME = 1
+
+
+def to_options(sdk: Any, config: ParameterValues, for_inference: bool, compile_only: bool) -> Any:
+    """The options that optimum-graphcore makes of a configuration.
+
+    Args:
+        sdk: PopTorch.
+        config: for one type of pod.
+        for_inference: for inference.
+        compile_only: for programs that are compiled without an IPU.
+
+    Raises:
+        ConfigurationError: the values don't fit together, or the IPUs are of another kind.
+    """
+    if not compile_only and not is_standin(sdk):
+        _check_hardware(sdk)
+    options = engine_options(sdk, config, for_inference)
+    stage = sdk.AutoStage.AutoIncrement
+    if for_inference:
+        options.replicationFactor(config.inference_replication_factor)
+        options.deviceIterations(config.inference_device_iterations)
+        options.outputMode(sdk.OutputMode.All)
+        options.setExecutionStrategy(sdk.ShardedExecution(stage))
+    else:
+        options.replicationFactor(config.replication_factor)
+        options.deviceIterations(config.device_iterations)
+        options.Training.gradientAccumulation(config.gradient_accumulation_steps)
+        options.Training.accumulationAndReplicationReductionType(sdk.ReductionType.Mean)
+        options.outputMode(getattr(sdk.OutputMode, config.output_mode.capitalize()))
+        options.setExecutionStrategy(sdk.PipelinedExecution(stage))
+    if config.seed is not None:
+        # PopTorch seeds torch's own generator at once, which is the user's.
+        with isolated(_HOST):
+            options.randomSeed(config.seed)
+    if compile_only:
+        options.useOfflineIpuTarget()
+    return options
+
+
+def _check_hardware(sdk: Any) -> None:
+    version = sdk.ipuHardwareVersion() if sdk.ipuHardwareIsAvailable() else None
+    if version not in _VERSIONS:
+        came = "there is no IPU" if version is None else f"PopTorch finds version {version}"
+        raise ConfigurationError(
+            f"to_options is for IPUs of version {' or '.join(map(str, _VERSIONS))}, but {came}. "
+            "Pass compile_only=True for options to compile without an IPU."
+        )
+
+
+def engine_options(sdk: Any, config: ParameterValues, for_inference: bool) -> Any:
+    """Memory, precision and compiler: what a plan and ``compile`` don't say.
+
+    Args:
+        sdk: PopTorch.
+        config: for one type of pod.
+        for_inference: for inference.
+    """
+    prefix = "inference_" if for_inference else ""
+    options = new_options(sdk, getattr(config, f"{prefix}ipus_per_replica"))
+    options.autoRoundNumIPUs(True)
+    memory = getattr(config, f"{prefix}matmul_proportion")
+    ipus = getattr(config, f"{prefix}ipus_per_replica")
+    by_ipu = memory if isinstance(memory, list) else [memory] * ipus
+    options.setAvailableMemoryProportion({f"IPU{i}": share for i, share in enumerate(by_ipu)})
+    replicas = getattr(config, f"{prefix}replication_factor")
+    location = sdk.TensorLocationSettings()
+    location.useOnChipStorage(not config.optimizer_state_offchip)
+    location.useReplicatedTensorSharding(config.replicated_tensor_sharding and replicas > 1)
+    options.TensorLocations.setOptimizerLocation(location)
+    options.Precision.enableStochasticRounding(not for_inference)
+    if config.enable_half_partials:
+        options.Precision.setPartialsType(torch.float16)
+    if config.auto_loss_scaling and not for_inference:
+        options.Training.setAutomaticLossScaling(True)
+    if config.executable_cache_dir not in ("", "disabled"):
+        options.enableExecutableCaching(config.executable_cache_dir)
+    if for_inference and config.explicit_ir_inference:
+        options._Popart.set("enableExplicitIR", True)
+    _set_compiler(options._Popart)
+    return options
+
+
+def _set_compiler(popart: Any) -> None:
+    """Set what optimum-graphcore tells the compiler whatever the configuration says."""
+    popart.set("disableGradAccumulationTensorStreams", True)
+    popart.set("accumulateOuterFragmentSettings.schedule", _OVERLAP_MEMORY_OPTIMIZED)
+    popart.set("accumulateOuterFragmentSettings.excludedVirtualGraphs", ["0"])
+    popart.set("outlineThreshold", 10.0)
+    popart.set("subgraphCopyingStrategy", _JUST_IN_TIME)
+    popart.set("scheduleNonWeightUpdateGradientConsumersEarly", True)
+    popart.setPatterns(
+        {"TiedGather": True, "TiedGatherAccumulate": True, "UpdateInplacePrioritiesForIpu": True}
+    )
+    popart.set(
+        "engineOptions",
+        {"opt.useAutoloader": "true", "target.syncReplicasIndependently": "true"},
+    )
