@@ -66,22 +66,22 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
         jit: how to run; ways that are not of this module count as "auto".
         sums: how many of the last results are gradients that may go to other processes at once.
     """
-    recorded = _copy(graph)
-    simplify(recorded.graph)
-    meeting = None
+    nodes = copy.deepcopy(graph.graph)
+    simplify(nodes)
+    owner, meeting = graph, None
     if sums:
         # Imported here: one process meets nobody.
         from ipufit.engines.embedded.passes.collective_hooks import insert_gradient_hooks
 
-        meeting = insert_gradient_hooks(recorded, sums)
-    other = None if jit == GRAPH else _copy(recorded)
-    plain = Lowered(_ready(recorded), GRAPH, "", meeting)
-    if other is None:
+        owner = fx.GraphModule(graph, nodes)
+        meeting = insert_gradient_hooks(owner, sums)
+    others = None if jit == GRAPH else copy.deepcopy(nodes)
+    recorded = _compile(owner, nodes)
+    plain = Lowered(recorded.forward, GRAPH, "", meeting)
+    what = "" if others is None else _with_kernels(others)
+    if others is None or not what:
         return plain
-    what = _with_kernels(other.graph)
-    if not what:
-        return plain
-    chosen = Lowered(_ready(other), KERNELS, f"Runs {what}.", meeting)
+    chosen = Lowered(_compile(owner, others).forward, KERNELS, f"Runs {what}.", meeting)
     try:
         with free_at_once():
             away = _disagreement(plain.run, chosen.run, arguments)
@@ -96,11 +96,6 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
     finally:
         # What both took to run lies in pieces among what has come to stay.
         give_back_freed_memory()
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    """Another graph over the same tensors, which it may change."""
-    return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 def _with_kernels(graph: fx.Graph) -> str:
@@ -118,14 +113,13 @@ def _values(graph: fx.Graph) -> List[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _ready(module: fx.GraphModule) -> Callable[..., List[Tensor]]:
-    drop_unused(module.graph)
-    fuse_concats(module.graph)
-    call_directly(module.graph)
-    module.graph.lint()
-    module.recompile()
-    forward: Callable[..., List[Tensor]] = module.forward
-    return forward
+def _compile(owner: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """Make a module of a graph over the tensors of another, once it is as it shall run."""
+    drop_unused(graph)
+    fuse_concats(graph)
+    call_directly(graph)
+    graph.lint()
+    return fx.GraphModule(owner, graph)
 
 
 def _on_copies(
