@@ -55,7 +55,7 @@ class HyperparameterSchedule(Protocol):
         ...
 
     @property
-    def configuration(self) -> Dict[str, Any]:
+    def configuration(self) -> Mapping[str, object]:
         """Everything that determines the settings of all updates."""
         ...
 
@@ -81,11 +81,11 @@ class HyperparameterSchedule(Protocol):
         """Copy everything, the optimizer's settings included."""
         ...
 
-    def restore(self, snapshot: object) -> None:
+    def restore(self, snapshot: Any) -> None:
         """Go back to a snapshot, exactly."""
         ...
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> Mapping[str, object]:
         """Return the state that a checkpoint stores."""
         ...
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 __all__ = ["LAMB"]
 
+# Settings of a parameter group, or the state of a parameter, by name.
+Settings = Dict[str, Any]
+
 
 class LAMB(torch.optim.Optimizer):
     r"""Layer-wise adaptive moments: Adam whose update is scaled to each tensor's own norm.
@@ -64,7 +67,7 @@ class LAMB(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Settings) -> None:
         """Add a group, as torch does, once its values are known to be in range.
 
         Raises:
@@ -73,7 +76,7 @@ class LAMB(torch.optim.Optimizer):
         _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
-    def __setstate__(self, state: Dict[str, Any]) -> None:
+    def __setstate__(self, state: Settings) -> None:
         """Take over state as torch does: a counter that is a number becomes a tensor."""
         super().__setstate__(state)
         for parameter_state in self.state.values():
@@ -108,7 +111,7 @@ class LAMB(torch.optim.Optimizer):
         return loss
 
 
-def _check_group(group: Dict[str, Any]) -> None:
+def _check_group(group: Settings) -> None:
     for name in ("lr", "eps", "weight_decay"):
         if not group[name] >= 0.0:
             raise ValueError(f"LAMB needs {name} >= 0, got {group[name]}. Give 0 or more.")
@@ -119,7 +122,7 @@ def _check_group(group: Dict[str, Any]) -> None:
         raise ValueError(f"LAMB needs max_weight_norm > 0, got {limit}. Give None for no limit.")
 
 
-def lamb_update(param: Tensor, grad: Tensor, state: Dict[str, Any], group: Dict[str, Any]) -> None:
+def lamb_update(param: Tensor, grad: Tensor, state: Settings, group: Settings) -> None:
     """Algorithm 2 for one tensor."""
     if grad.is_sparse:
         raise RuntimeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple, Type
+from typing import Any, Callable, Collection, Dict, List, Mapping, Sequence, Tuple, Type
 
 import torch
 from torch import nn
@@ -64,7 +64,7 @@ def resolve_optimizer(
         raise _with_options(*optimizer)
     if isinstance(optimizer, (list, tuple, Mapping)):
         raise _several(optimizer, "optimizer must be one optimizer")
-    build: Callable[[List[nn.Parameter]], Any]
+    build: Callable[[List[nn.Parameter]], object]
     if isinstance(optimizer, str):
         build = _by_name(optimizer)
     elif isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
@@ -191,7 +191,7 @@ def _with_options(optimizer: Any, options: Mapping[str, object]) -> OptimizerErr
     )
 
 
-def _several(optimizers: Any, expected: str) -> OptimizerError:
+def _several(optimizers: Collection[object], expected: str) -> OptimizerError:
     return OptimizerError(
         f"{expected}, got {type(optimizers).__name__} of {len(optimizers)}. Use one optimizer with "
         "a parameter group for each: "

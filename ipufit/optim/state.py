@@ -6,7 +6,7 @@ A run that a plain torch loop or ipufit has begun goes on in PopTorch, and the o
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, Mapping, Tuple, Type, cast
+from typing import Any, Callable, Dict, Hashable, Mapping, Protocol, Tuple, Type, Union, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,20 @@ _STEP = "Step___"
 _COUNTED = (torch.optim.Adam, torch.optim.AdamW, LAMB)
 
 
+class DeviceOptimizer(Protocol):
+    """One of PopTorch's optimizers, whose state is under "ipu_state"."""
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Return its state and its settings."""
+        ...
+
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
 def device_state(
-    kind: Kind, name: str, parameter: Tensor, parameter_state: Mapping[str, Any], zeros: bool
+    kind: Kind, name: str, parameter: Tensor, parameter_state: Mapping[str, Tensor], zeros: bool
 ) -> Dict[str, Tensor]:
     """Convert torch's state of a parameter to a device's.
 
@@ -61,7 +73,7 @@ def device_state(
 
 def torch_state(
     kind: Kind, name: str, parameter: Tensor, states: Mapping[str, Tensor], done: float
-) -> Dict[str, Any]:
+) -> Dict[str, object]:
     """Convert a device's state of a parameter to torch's; empty where it has none.
 
     Args:
@@ -88,7 +100,9 @@ def torch_state(
     return converted
 
 
-def to_poptorch(optimizer: torch.optim.Optimizer, target: Any, module: nn.Module) -> None:
+def to_poptorch(
+    optimizer: torch.optim.Optimizer, target: DeviceOptimizer, module: nn.Module
+) -> None:
     """Let an optimizer of PopTorch go on where torch's stands.
 
     Settings such as the learning rate are the target's own. A program that is compiled already
@@ -113,7 +127,7 @@ def to_poptorch(optimizer: torch.optim.Optimizer, target: Any, module: nn.Module
 
 
 def from_poptorch(
-    source: Any, optimizer: torch.optim.Optimizer, module: nn.Module, updates: int = 0
+    source: DeviceOptimizer, optimizer: torch.optim.Optimizer, module: nn.Module, updates: int = 0
 ) -> None:
     """Let torch's optimizer go on where one of PopTorch's stands.
 
@@ -163,16 +177,18 @@ def _owned(optimizer: torch.optim.Optimizer, module: nn.Module) -> Dict[str, nn.
     return parameters
 
 
-def make_step_counter(kind: Type[torch.optim.Optimizer], value: float, device: torch.device) -> Any:
+def make_step_counter(
+    kind: Type[torch.optim.Optimizer], value: float, device: torch.device
+) -> Union[Tensor, float]:
     """Make a step counter of this torch's type: a 0-dim tensor, or a number in old versions."""
-    counter = _step_counter(cast(Any, kind), torch.get_default_dtype())
+    counter = _step_counter(cast(Hashable, kind), torch.get_default_dtype())
     if isinstance(counter, Tensor):
         return counter.new_full((), value, device=device)
-    return type(counter)(value)
+    return int(value) if isinstance(counter, int) else value
 
 
 @functools.lru_cache(maxsize=None)
-def _step_counter(kind: Any, default: torch.dtype) -> Any:
+def _step_counter(kind: Callable[..., torch.optim.Optimizer], default: torch.dtype) -> object:
     # `default` is there for the cache: torch makes its counter of it. Loading a number as state
     # shows what torch turns it into.
     parameter = nn.Parameter(torch.zeros(1))

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Iterator, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, distributed
 
-from ipufit.processes.group import Processes
-from ipufit.processes.messages import as_bytes
+from ipufit.processes.group import Processes, as_bytes
 
 if TYPE_CHECKING:
     from ipufit.processes.connection import PendingWork

@@ -9,13 +9,13 @@ import dataclasses
 import datetime
 import math
 import time
-from typing import Any, Callable, List, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, List, NoReturn, Optional, Protocol, Sequence, Tuple
 
 import torch
 from torch import Tensor, distributed
 
 from ipufit.errors import ConfigurationError, IpufitError, ProcessError
-from ipufit.processes.heartbeat_store import POLL, Heartbeats, HeartbeatStore, StoreLostError
+from ipufit.processes.heartbeat_store import POLL, Heartbeats, HeartbeatStore, Store, StoreLostError
 from ipufit.processes.launchers import Rendezvous
 from ipufit.utils.interrupts import ForkGuard
 
@@ -148,6 +148,18 @@ PrefixStore: Any = getattr(distributed, "PrefixStore", None)
 _MARGIN = 60.0  # seconds that torch's own limit comes after ours, which names who is missing
 
 
+class Work(Protocol):
+    """A collective of torch's that was begun."""
+
+    def is_completed(self) -> bool:
+        """Return True if it is done, or has failed."""
+        ...
+
+    def wait(self, timeout: datetime.timedelta = ...) -> object:
+        """Wait for it."""
+        ...
+
+
 class Connection:
     """Connection of one process to the others, opened at the first call of :meth:`connect`.
 
@@ -169,7 +181,7 @@ class Connection:
         is_hosted = place is not None and place.is_hosted
         self._faults = FaultFinder(num_processes, timeout, is_hosted)
         self._heartbeats: Optional[HeartbeatStore] = None
-        self._store: Any = None
+        self._store: Optional[Store] = None
         self._broken = ""
         self._is_ours = False
         self._same = ForkGuard()
@@ -219,7 +231,7 @@ class Connection:
         """Make a list of collectives under way, with none in it yet."""
         return PendingWork(self)
 
-    def wait(self, works: Sequence[Tuple[Any, bool]]) -> None:
+    def wait(self, works: Sequence[Tuple[Work, bool]]) -> None:
         """Wait until the collectives are done, or a process is known to be at fault.
 
         Args:
@@ -279,7 +291,7 @@ class Connection:
         atexit.register(self._close)
         return self._heartbeats
 
-    def _stores(self, seconds: float) -> Tuple[Any, Any]:
+    def _stores(self, seconds: float) -> Tuple[Store, Store]:
         """Open a store for torch, which waits in it, and one for heartbeats, which must not."""
         place = self._place
         assert place is not None
@@ -412,9 +424,9 @@ class PendingWork:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._started: List[Tuple[Any, bool]] = []
+        self._started: List[Tuple[Work, bool]] = []
 
-    def start(self, collective: Callable[..., Any], *arguments: Any, like: Tensor) -> None:
+    def start(self, collective: Callable[..., Work], *arguments: object, like: Tensor) -> None:
         """Begin a collective of torch.distributed.
 
         Args:
@@ -445,7 +457,7 @@ class PendingWork:
         self._connection.pending -= len(started)
 
 
-def _is_done(work: Any, is_on_host: bool) -> bool:
+def _is_done(work: Work, is_on_host: bool) -> bool:
     """Wait a moment.
 
     Raises:

@@ -23,12 +23,12 @@ from torch import Tensor, distributed
 
 from ipufit.errors import ProcessError
 from ipufit.processes.launchers import Rendezvous
-from ipufit.processes.messages import FRAME, as_bytes, buckets, length, pack, unpack
+from ipufit.utils.codec import decode, encode
 
 if TYPE_CHECKING:
     from ipufit.processes.connection import Connection, PendingWork
 
-__all__ = ["ALONE", "TIMEOUT", "Processes", "common", "give_back", "summable"]
+__all__ = ["ALONE", "TIMEOUT", "Processes", "as_bytes", "common", "give_back", "summable"]
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -41,6 +41,9 @@ _WIDER = {
     torch.int16: torch.int32,
     torch.bool: torch.int32,
 }
+_FRAME = 4096  # bytes that are sent before anybody knows how long a message is
+_BUCKET = 25 * 2**20  # bytes
+_LENGTH = 8  # bytes of a number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +123,13 @@ class Processes:
         """
         if not self.is_distributed:
             return [value]
-        message = pack([at, value])
-        first = self._gather_bytes(message[:FRAME].ljust(FRAME, b"\0"))
-        longest = max(length(each) for each in first)
-        if longest > FRAME:
-            rest = self._gather_bytes(message[FRAME:].ljust(longest - FRAME, b"\0"))
+        message = _pack([at, value])
+        first = self._gather_bytes(message[:_FRAME].ljust(_FRAME, b"\0"))
+        longest = max(_length(each) for each in first)
+        if longest > _FRAME:
+            rest = self._gather_bytes(message[_FRAME:].ljust(longest - _FRAME, b"\0"))
             first = [begin + end for begin, end in zip(first, rest)]
-        answers = [unpack(each) for each in first]
+        answers = [_unpack(each) for each in first]
         for process, (theirs, _) in enumerate(answers):
             if theirs != answers[0][0]:
                 text = (
@@ -174,7 +177,7 @@ class Processes:
         with torch.no_grad(), self.collectives() as start:
             for kind in dict.fromkeys((row.device, row.dtype) for row in rows):
                 alike = [row for row in rows if (row.device, row.dtype) == kind and row.numel()]
-                for bucket, parts in buckets(alike):
+                for bucket, parts in _buckets(alike):
                     start(distributed.all_reduce, bucket, like=bucket)
                     sent.append((bucket, parts))
         _unpack_buckets(sent)
@@ -191,7 +194,7 @@ class Processes:
         with torch.no_grad(), self.collectives() as start:
             for device in dict.fromkeys(row.device for row in rows):
                 alike = [row for row in rows if row.device == device and row.numel()]
-                for bucket, parts in buckets(alike):
+                for bucket, parts in _buckets(alike):
                     start(distributed.broadcast, bucket, 0, like=bucket)
                     sent.append((bucket, parts))
         _unpack_buckets(sent)
@@ -248,7 +251,7 @@ class Processes:
         """
         if not self.is_distributed:
             return
-        answers: List[Dict[str, Any]] = self.gather(facts, "agreement")
+        answers: List[Dict[str, object]] = self.gather(facts, "agreement")
         for process, theirs in enumerate(answers):
             if list(theirs) != list(answers[0]):
                 raise self._disagreed("next step", list(answers[0]), process, list(theirs))
@@ -274,24 +277,24 @@ class Processes:
     def _first_here(self, make: Callable[[], T]) -> T:
         try:
             result = make()
-            message = pack({"result": result})
+            message = _pack({"result": result})
         except Exception as error:
-            self._send(pack({"error": _text(error)}))
+            self._send(_pack({"error": _text(error)}))
             common(error)
             raise
         self._send(message)
         return result
 
     def _send(self, message: bytes) -> None:
-        self._broadcast(message[:FRAME].ljust(FRAME, b"\0"))
-        if len(message) > FRAME:
-            self._broadcast(message[FRAME:])
+        self._broadcast(message[:_FRAME].ljust(_FRAME, b"\0"))
+        if len(message) > _FRAME:
+            self._broadcast(message[_FRAME:])
 
     def _receive(self) -> Any:
-        message = self._broadcast(bytes(FRAME))
-        if length(message) > FRAME:
-            message += self._broadcast(bytes(length(message) - FRAME))
-        return unpack(message)
+        message = self._broadcast(bytes(_FRAME))
+        if _length(message) > _FRAME:
+            message += self._broadcast(bytes(_length(message) - _FRAME))
+        return _unpack(message)
 
     def _broadcast(self, message: bytes) -> bytes:
         row = torch.frombuffer(bytearray(message), dtype=torch.uint8)
@@ -390,3 +393,75 @@ def _shown(value: object) -> str:
 
 
 ALONE = Processes()
+
+
+def _pack(value: object) -> bytes:
+    """A tree of values as a message that begins with its own length.
+
+    Args:
+        value: dicts, lists, tuples, None, bool, int, float, str and tensors.
+    """
+    content, tensors = encode(value)
+    head = json.dumps(content, allow_nan=False).encode()
+    body = b""
+    if tensors:
+        # Imported here, as below: few messages have tensors.
+        import safetensors.torch
+
+        body = safetensors.torch.save(tensors)
+    size = 2 * _LENGTH + len(head) + len(body)
+    return b"".join((_number(size), _number(len(head)), head, body))
+
+
+def _unpack(message: bytes) -> Any:
+    """The value of a message, whatever follows it."""
+    start = 2 * _LENGTH + int.from_bytes(message[_LENGTH : 2 * _LENGTH], "little")
+    body = message[start : _length(message)]
+    tensors: Dict[str, Tensor] = {}
+    if body:
+        import safetensors.torch
+
+        tensors = safetensors.torch.load(body)
+    return decode(json.loads(message[2 * _LENGTH : start]), tensors)
+
+
+def _length(message: bytes) -> int:
+    """Read the length of a whole message from its beginning."""
+    return int.from_bytes(message[:_LENGTH], "little")
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The values as one row of bytes; shares memory with a contiguous tensor."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def _buckets(rows: Sequence[Tensor]) -> Iterator[Tuple[Tensor, List[Tensor]]]:
+    """Put flat tensors of one kind behind each other, about 25 MB a time.
+
+    Returns:
+        Pairs of what to send and the tensors that it consists of. A large tensor is sent alone
+        and is not copied.
+    """
+    waiting: List[Tensor] = []
+    size = 0
+    for row in rows:
+        bytes_ = row.numel() * row.element_size()
+        if bytes_ >= _BUCKET:
+            yield row, [row]
+            continue
+        waiting.append(row)
+        size += bytes_
+        if size >= _BUCKET:
+            yield _join(waiting), waiting
+            waiting, size = [], 0
+    if waiting:
+        yield _join(waiting), waiting
+
+
+def _join(rows: List[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _number(value: int) -> bytes:
+    return value.to_bytes(_LENGTH, "little")

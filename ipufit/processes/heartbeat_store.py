@@ -11,9 +11,9 @@ import dataclasses
 import queue
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional, Tuple, TypeVar
+from typing import Callable, Dict, List, Optional, Protocol, Tuple, TypeVar
 
-__all__ = ["HeartbeatStore", "Heartbeats", "StoreLostError"]
+__all__ = ["HeartbeatStore", "Heartbeats", "Store", "StoreLostError"]
 
 T = TypeVar("T")
 
@@ -21,6 +21,22 @@ POLL = 0.25  # seconds between two looks
 _LIMIT = 3.0  # seconds for an answer of the store
 _LEAVING = 5.0  # seconds for the last one, when a program ends
 _SILENCE = 1.0  # seconds; a connection that is closed says so at once
+
+
+class Store(Protocol):
+    """One of torch's key-value stores."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value, and read it."""
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins at zero, and return it."""
+        ...
 
 
 class StoreLostError(Exception):
@@ -46,9 +62,9 @@ class Heartbeats:
 
 @dataclasses.dataclass
 class _Task:
-    make: Callable[[], Any]
+    make: Callable[[], object]
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
-    result: Any = None
+    is_made: bool = False
     error: Optional[Exception] = None
 
 
@@ -63,7 +79,7 @@ class HeartbeatStore:
         is_silent: whether it did not answer, rather than close the connection.
     """
 
-    def __init__(self, store: Any, process_id: int, num_processes: int) -> None:
+    def __init__(self, store: Store, process_id: int, num_processes: int) -> None:
         self.alarm = False
         self.ended: Dict[int, str] = {}
         self.concluded: Dict[int, str] = {}
@@ -161,7 +177,8 @@ class HeartbeatStore:
 
     def _ask(self, make: Callable[[], T], limit: float = _LIMIT) -> T:
         """Run ``make`` in the thread that owns the store, and return its result."""
-        task = _Task(make)
+        results: List[T] = []
+        task = _Task(lambda: results.append(make()))
         self._tasks.put(task)
         until = time.monotonic() + limit
         while not task.done.wait(POLL / 5):
@@ -171,8 +188,7 @@ class HeartbeatStore:
                 raise StoreLostError(f"no answer within {limit:g} s")
         if task.error is not None:
             raise StoreLostError(str(task.error)) from task.error
-        result: T = task.result
-        return result
+        return results[0]
 
     def _live(self) -> None:
         while True:
@@ -186,7 +202,8 @@ class HeartbeatStore:
             begun = time.monotonic()
             try:
                 if task is not None:
-                    task.result = task.make()
+                    task.make()
+                    task.is_made = True
                 if time.monotonic() >= self._next_look:
                     self._look()
                     self._next_look = time.monotonic() + POLL
@@ -194,7 +211,7 @@ class HeartbeatStore:
                 # The connection to the store: it does not come back.
                 self.is_silent = time.monotonic() - begun > _SILENCE
                 self.lost = str(error)
-                if task is not None and task.result is None:
+                if task is not None and not task.is_made:
                     task.error = error
                 return
             finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from typing import Any, Dict, Optional, Tuple
+from typing import Dict, Optional, Tuple
 
 from torch import distributed as torch_distributed
 
@@ -33,7 +33,7 @@ class _Arguments:
 
 _arguments = _Arguments()
 # By their fields, so that there is one object for one run.
-_runs: Dict[Tuple[Any, ...], Processes] = {}
+_runs: Dict[Tuple[object, ...], Processes] = {}
 
 
 def current() -> Processes:

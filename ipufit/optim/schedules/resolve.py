@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence
+from typing import Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -71,7 +71,7 @@ class CallableSchedule(Schedule):
         return f"the schedule of {', '.join(names)}"
 
     @property
-    def configuration(self) -> Dict[str, Any]:
+    def configuration(self) -> Dict[str, object]:
         """The functions, and the groups that they hold for."""
         parts = [{"groups": each.groups, "functions": each.functions} for each in self._parts]
         return {**super().configuration, "parts": parts}
@@ -135,7 +135,7 @@ class CallableSchedule(Schedule):
 
         return restore
 
-    def _own_state(self) -> Any:
+    def _own_state(self) -> object:
         return None
 
     def _load_own(self, state: object) -> None:
@@ -160,7 +160,7 @@ class AtEpochEnd:
         frequency: it steps at the ends of every so many epochs, counted from ``compile``.
     """
 
-    scheduler: Any
+    scheduler: object
     monitor: Optional[str] = None
     frequency: int = 1
 
@@ -176,7 +176,7 @@ class EveryBatches:
         frequency: how many batches.
     """
 
-    scheduler: Any
+    scheduler: object
     frequency: int
 
 
@@ -245,13 +245,14 @@ def check_form(lr_scheduler: object) -> None:
         _parts(lr_scheduler, 1)
 
 
-def _schedule(scheduler: Any, optimizer: torch.optim.Optimizer, per_update: bool) -> Schedule:
+def _schedule(scheduler: object, optimizer: torch.optim.Optimizer, per_update: bool) -> Schedule:
     monitor, frequency = None, 1
     if isinstance(scheduler, AtEpochEnd):
         frequency, monitor = scheduler.frequency, scheduler.monitor
         scheduler, per_update = scheduler.scheduler, False
     elif isinstance(scheduler, EveryBatches):
-        scheduler, frequency, per_update = scheduler.scheduler, scheduler.frequency, True
+        frequency, per_update = scheduler.frequency, True
+        scheduler = scheduler.scheduler
     if type(frequency) is not int or frequency < 1:
         raise ConfigurationError(
             f"the frequency of a scheduler must be a number of at least 1, got {frequency!r}."

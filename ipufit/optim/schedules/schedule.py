@@ -19,6 +19,7 @@ from typing import (
     Iterator,
     List,
     Mapping,
+    NamedTuple,
     Optional,
     Sequence,
     Tuple,
@@ -51,6 +52,17 @@ def silence_warnings() -> Iterator[None]:
         for text in _FALSE_WARNINGS:
             warnings.filterwarnings("ignore", re.escape(text), UserWarning)
         yield
+
+
+class Snapshot(NamedTuple):
+    """Everything that a schedule had at one moment; for that schedule only."""
+
+    updates: int
+    epochs: int
+    batches: int
+    fault: Optional[str]
+    cause: Optional[Exception]
+    put_back: Tuple[Callable[[], None], ...]
 
 
 class Schedule(abc.ABC):
@@ -148,19 +160,18 @@ class Schedule(abc.ABC):
                 self._move(advance, self.snapshot())
         self.epochs += 1
 
-    def snapshot(self) -> Any:
-        """A copy of everything, the settings included; for this object only."""
+    def snapshot(self) -> Snapshot:
+        """Copy everything, the settings included."""
         counters = (self.updates, self.epochs, self._batches, self._fault, self._cause)
-        return counters, settings.keep(self._optimizer), self._keep()
+        return Snapshot(*counters, (settings.keep(self._optimizer), self._keep()))
 
-    def restore(self, snapshot: Any) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot, exactly; as often as one likes."""
-        counters, *parts = snapshot
-        self.updates, self.epochs, self._batches, self._fault, self._cause = counters
+        self.updates, self.epochs, self._batches, self._fault, self._cause, parts = snapshot
         for put_back in parts:
             put_back()
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> Dict[str, object]:
         """State of the schedule: numbers, strings, lists and dicts, as far as torch's are."""
         return {
             "kind": self.name,
@@ -209,7 +220,7 @@ class Schedule(abc.ABC):
         return frozenset()
 
     @property
-    def configuration(self) -> Dict[str, Any]:
+    def configuration(self) -> Dict[str, object]:
         """Return what determines the settings of all updates, but for those at the beginning."""
         interval = "update" if self._per_update else "epoch"
         return {"name": self.name, "interval": interval, "frequency": self.frequency}
@@ -255,7 +266,7 @@ class Schedule(abc.ABC):
         """Remember what is the schedule's own; the result puts it back."""
 
     @abc.abstractmethod
-    def _own_state(self) -> Any:
+    def _own_state(self) -> object:
         """Return the part of its state that goes into a checkpoint."""
 
     @abc.abstractmethod
@@ -279,7 +290,7 @@ class Schedule(abc.ABC):
         """
         self._check(settings.read(self._optimizer))
 
-    def _row(self, left: int, start: Any, batches: int = 1) -> List[settings.Settings]:
+    def _row(self, left: int, start: Snapshot, batches: int = 1) -> List[settings.Settings]:
         """The next row; ``left`` more follow, and ``start`` is a snapshot from before them."""
         if self._fault is not None:
             raise ConfigurationError(self._fault) from self._cause
@@ -289,14 +300,14 @@ class Schedule(abc.ABC):
         # Only the step after the last row may fail without harm, so only there a way back is kept.
         before = None
         if self._per_update and not left:
-            before = start if start[0][0] == self.updates else self.snapshot()
+            before = start if start.updates == self.updates else self.snapshot()
         self.updates += 1
         self._batches += batches
         if self._per_update and not self._batches % self.frequency:
             self._move(self._advance, before)
         return row
 
-    def _move(self, advance: Callable[[], None], before: object) -> None:
+    def _move(self, advance: Callable[[], None], before: Optional[Snapshot]) -> None:
         """Advance; where that fails, keep the error for when the value is needed."""
         updates, batches = self.updates, self._batches
         try:
@@ -397,7 +408,7 @@ class TorchSchedule(Schedule):
         return type(self._scheduler).__name__
 
     @property
-    def configuration(self) -> Dict[str, Any]:
+    def configuration(self) -> Dict[str, object]:
         """The attributes of the scheduler and of those it is made of, but for counters."""
         attributes = [
             {name: value for name, value in vars(each).items() if _is_configuration(name)}
@@ -434,7 +445,7 @@ class TorchSchedule(Schedule):
 
         return restore
 
-    def _own_state(self) -> Any:
+    def _own_state(self) -> object:
         return _without_functions(_copied(self._scheduler.state_dict()))
 
     def _load_own(self, state: object) -> None:
@@ -482,11 +493,10 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _without_functions(value: Any) -> Any:
+def _without_functions(value: object) -> object:
     """Left out of a state: they come with the scheduler that loads it."""
     if isinstance(value, dict):
         return {k: _without_functions(v) for k, v in value.items() if not inspect.isroutine(v)}
-    if type(value) in (list, tuple):
-        items: Tuple[Any, ...] = tuple(_without_functions(item) for item in value)
-        return list(items)
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return [_without_functions(item) for item in value]
     return value

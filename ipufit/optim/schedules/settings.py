@@ -30,7 +30,7 @@ def read(optimizer: torch.optim.Optimizer) -> List[Settings]:
     ]
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
@@ -106,7 +106,11 @@ def keep(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         What puts them back exactly, as often as it is called; tensors keep their identity.
     """
     saved_groups = [
-        {name: (value, _copy(value)) for name, value in group.items() if name != "params"}
+        {
+            name: (value, value.detach().clone() if isinstance(value, Tensor) else None)
+            for name, value in group.items()
+            if name != "params"
+        }
         for group in optimizer.param_groups
     ]
 
@@ -115,12 +119,8 @@ def keep(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             for name in [name for name in group if name != "params" and name not in values]:
                 del group[name]
             for name, (value, copy) in values.items():
-                if isinstance(value, Tensor):
+                if copy is not None:
                     value.detach().copy_(copy)
                 group[name] = value
 
     return restore
-
-
-def _copy(value: object) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
