@@ -63,7 +63,8 @@ def test_a_peer_that_trains_something_else_is_not_timed():
         )
 
 
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("shared", [False, True])
 def test_peers_are_measured_in_processes_of_their_own(shared):
     extent = Extent(**{**vars(TINY), "shared": shared})
     found = measured(["mlp"], [OWN, "eager loop, DataLoader"], extent)
