@@ -54,7 +54,7 @@ NOT_FOR_A_PLAIN_FIT = (
         "ipufit.tracing.layers",
     ),
     *("ipufit.losses.multi_output", "ipufit.planner.partition_plan", "ipufit.planner.planning"),
-    *("ipufit.partition.resolve", "ipufit.partition.cut_layers", "ipufit.partition.stage_trace"),
+    *("ipufit.partition.resolve", "ipufit.partition.cut_layers", "ipufit.tracing.stage_trace"),
     *(
         "ipufit.planner.plan_partition",
         "ipufit.engines.ipu.preflight",

@@ -1,8 +1,9 @@
 """Models over several IPUs: which part is on which, layers in parts, values computed again.
 
-``resolve`` makes a ``partition.Partition`` of the arguments of ``compile``, ``stage_trace`` holds a
-forward pass against it, ``cut_layers`` and ``serialization`` compute layers in parts. What is
-exported here is public; ``partition`` and ``request`` are light, all else is imported on use.
+``resolve`` makes a ``partition.Partition`` of the arguments of ``compile``, ``cut_layers`` and
+``serialization`` compute layers in parts; ``ipufit.tracing.stage_trace`` holds a forward pass
+against it. What is exported here is public; ``partition`` and ``request`` are light, all else is
+imported on use.
 """
 
 from typing import TYPE_CHECKING

@@ -8,18 +8,26 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.core.batch import MicroBatch
+from ipufit.core.precision import computing_in, with_inputs_in
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError
 from ipufit.losses import Loss
 from ipufit.partition.flops import OperatorWork, work_of
 from ipufit.partition.partition import AFTER, BLOCK, Partition
 from ipufit.partition.recomputation import watch_calls
-from ipufit.partition.stage_context import follow_stages
+from ipufit.tracing.capture import capture
+from ipufit.tracing.flat_storage import storage_id
+from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes
+from ipufit.tracing.interpreter import (
+    Listener,
+    OperatorCall,
+    watch_functions,
+    watch_modules,
+    watch_operators,
+)
+from ipufit.tracing.stage_context import follow_stages
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import blocks_watched
 from ipufit.utils.random_streams import isolated
@@ -101,10 +109,6 @@ def measure(
         CaptureError: the module needs a value.
         PartitionError: the partition can't work.
     """
-    # Imported here: the engine builds on the partition.
-    from ipufit.tracing.capture import capture
-    from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes
-
     step = ModuleWithLoss(module, loss)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     wanted = {id(p) for p in trained}
@@ -154,8 +158,6 @@ class _Pass:
         self._precision, self._partition, self._recompute = how
 
     def __call__(self, *tensors: Tensor) -> Tuple[Tensor, ...]:
-        from ipufit.core.precision import computing_in, with_inputs_in
-
         weigher = self._weigher
         state = {
             name: tensor.detach().requires_grad_(name in weigher.trained)
@@ -191,7 +193,7 @@ class _Pass:
                 self._weigher.begin(name)
 
 
-class _Weigher:
+class _Weigher(Listener):
     """Tells every operator, forward and backward, to the segment it belongs to.
 
     Attributes:
@@ -216,11 +218,11 @@ class _Weigher:
     def weighing(self, state: Dict[str, Tensor], leaves: Sequence[Tensor]) -> Iterator[None]:
         """See all operators of the block."""
         for name, tensor in state.items():
-            self._owners[self._key(tensor)] = name
+            self._owners[storage_id(tensor)] = name
         for leaf in leaves:
             self._note(leaf, -1)
         try:
-            with _Operators(self):
+            with watch_operators(self):
                 yield
         finally:
             self._nodes.clear()
@@ -229,13 +231,11 @@ class _Weigher:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """The block is the forward pass and the loss; what follows is the backward pass."""
-        handle = register_module_forward_pre_hook(self._on_call)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         try:
-            with hooks, _Functions(self):
+            with watch_modules(self._on_call), hooks, watch_functions(_GraphOwner(self)):
                 yield
         finally:
-            handle.remove()
             self._is_forward = False
 
     def claim(self, results: Sequence[object]) -> None:
@@ -260,29 +260,27 @@ class _Weigher:
             self.begin(block[len(BLOCK) :])
             self.placed[self._at] = ipu
 
-    def operated(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operator was called."""
+    def after(self, call: OperatorCall, result: object) -> None:
+        """Add the operator's work and tensors to its segment."""
         segment = self.segments[self._at]
-        work = work_of(operator, args, kwargs, result)
+        work = work_of(call.operator, call.args, call.kwargs, result)
         (segment.forward if self._is_forward else segment.backward).add(work)
         if not self._is_forward:
             return
-        for leaf in tree.flatten((args, kwargs))[0]:
-            if isinstance(leaf, Tensor):
-                key = self._key(leaf)
-                if key in self._owners:
-                    segment.state.add(self._owners[key])
-                elif key in self.sizes:
-                    segment.reads.add(key)
-                    if key in self._ended:
-                        segment.resumes.add(key)
-        for leaf in tree.flatten(result)[0]:
-            if isinstance(leaf, Tensor):
-                self._note(leaf, self._at)
+        for tensor in call.inputs:
+            key = storage_id(tensor)
+            if key in self._owners:
+                segment.state.add(self._owners[key])
+            elif key in self.sizes:
+                segment.reads.add(key)
+                if key in self._ended:
+                    segment.resumes.add(key)
+        for tensor in tree.tensors(result):
+            self._note(tensor, self._at)
 
-    def ended(self, name: str, output: Any) -> None:
+    def ended(self, name: str, output: object) -> None:
         """A layer has run from whose output recomputation starts."""
-        keys = {self._key(leaf) for leaf in tree.flatten(output)[0] if isinstance(leaf, Tensor)}
+        keys = {storage_id(tensor) for tensor in tree.tensors(output)}
         self._ended |= keys
         self.segments[self._at].ends |= keys
 
@@ -295,52 +293,30 @@ class _Weigher:
             self.begin(name)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        key = self._key(tensor)
+        key = storage_id(tensor)
         if key and key not in self._owners:
             self._note(tensor, self._at)
             self.segments[self._at].saved.add(key)
         return tensor
 
     def _note(self, tensor: Tensor, at: int) -> None:
-        key = self._key(tensor)
+        key = storage_id(tensor)
         if key and key not in self._owners and key not in self.sizes:
             self.sizes[key] = tensor.untyped_storage().nbytes()
             self.born[key] = at
             # As long as it lives, no other storage has its address.
             self._alive.append(tensor.detach())
 
-    def _key(self, tensor: Tensor) -> int:
-        return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Below autograd: every operator, of gradients too."""
+class _GraphOwner(Listener):
+    """Claims autograd's graph behind the results of every function for the present segment."""
 
     def __init__(self, weigher: _Weigher) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._weigher = weigher
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._weigher.operated(func, args, kwargs or {}, result)
-        return result
-
-
-class _Functions(TorchFunctionMode):
-    """Above autograd: every function, with the graph that it leaves."""
-
-    def __init__(self, weigher: _Weigher) -> None:
-        super().__init__()
-        self._weigher = weigher
-
-    def __torch_function__(
-        self, func: Any, types: object, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def after(self, call: OperatorCall, result: object) -> None:
+        """Claim the graph behind a function's results."""
         self._weigher.claim(tree.flatten(result)[0])
-        return result
 
 
 def stages_of_blocks(
@@ -368,10 +344,6 @@ def stages_of_blocks(
         UncountedError: the blocks take another number of IPUs.
         PartitionError: the blocks contradict the partition.
     """
-    # Imported here: the engine builds on the partition.
-    from ipufit.tracing.capture import capture
-    from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes
-
     step = ModuleWithLoss(module, loss)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     named = {**dict(step.named_parameters()), **dict(step.named_buffers())}

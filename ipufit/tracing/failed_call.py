@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.overrides import TorchFunctionMode
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.objective_arguments import describe, describe_tensor
@@ -43,9 +42,9 @@ from ipufit.losses import Loss, check_labels
 from ipufit.losses.named import check_torch_loss
 from ipufit.tracing.capture import Frame, frame_of
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
+from ipufit.tracing.interpreter import Listener, OperatorCall, watch_functions
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.validate import find_unregistered
-from ipufit.utils import tree
 from ipufit.utils.console import PACKAGE
 from ipufit.utils.state import fork_rng
 
@@ -229,7 +228,7 @@ def _repeat(step: Step, sample: MicroBatch) -> Tuple[Optional[Exception], _Opera
     tensors = [*parameters.values(), *buffers.values()]
     arguments = (whole, list(parameters), list(buffers), sample, step.with_loss)
     micro = GradStep(*arguments, False, None, step.precision, False)
-    watched = _LastOperator()
+    last = _LastOperator()
     with fork_rng(), preserve_attributes(whole), for_this_engine(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -239,32 +238,25 @@ def _repeat(step: Step, sample: MicroBatch) -> Tuple[Optional[Exception], _Opera
             # A device that has failed can't be read any more.
             return None, _Operator()
         try:
-            with torch.no_grad(), watched:
+            with torch.no_grad(), watch_functions(last):
                 micro(*copies, *leaves)
         except Exception as error:
-            return error, watched.operator
+            return error, last.operator
     return None, _Operator()
 
 
-class _LastOperator(TorchFunctionMode):
+class _LastOperator(Listener):
     """Remembers the function of torch that was called last."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.operator = _Operator()
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: object,
-        args: Tuple[object, ...] = (),
-        kwargs: Optional[Dict[str, Any]] = None,
-    ) -> Any:
-        leaves = tree.flatten((args, kwargs or {}))[0]
-        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    def before(self, call: OperatorCall) -> None:
+        """Remember a function that takes tensors."""
+        tensors = tuple(call.inputs)
         if tensors:
-            self.operator = _Operator(str(getattr(func, "__name__", func)).strip("_"), tensors)
-        return func(*args, **(kwargs or {}))
+            name = getattr(call.operator, "__name__", call.operator)
+            self.operator = _Operator(str(name).strip("_"), tensors)
 
 
 # ---- what layers need ---------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import OpOverload
 
 from ipufit.core.batch import MicroBatch
 from ipufit.errors import NonFiniteValue, Operand
+from ipufit.tracing.interpreter import Listener, OperatorCall
 from ipufit.tracing.source_map import Origin
 from ipufit.tracing.validate import public_name
 from ipufit.utils import tree
@@ -70,9 +71,8 @@ class RowTracker:
         """Forget the rows of a tensor, whose memory another one has now."""
         self._spans.pop(_key(tensor), None)
 
-    def note(self, func: Any, args: Sequence[object], outputs: Sequence[Tensor]) -> None:
-        """An operator was called."""
-        name = func._schema.name.partition("::")[2].rstrip("_")
+    def note(self, name: str, args: Sequence[object], outputs: Sequence[Tensor]) -> None:
+        """An operator of this name was called."""
         for place, output in enumerate(outputs):
             span = self._span_after(name, args, output) if not place or _alike(name) else None
             if span is None:
@@ -185,7 +185,7 @@ _View = Tuple[Tuple[int, ...], Tuple[int, ...], int]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _NonFinite:
     """A tensor with values that are not finite, and what made it.
 
     Attributes:
@@ -199,7 +199,7 @@ class _Found:
 
     nan: bool
     view: _View
-    sources: Sequence[_Found] = ()
+    sources: Sequence[_NonFinite] = ()
     cause: str = ""
     operator: str = ""
     origin: Origin = dataclasses.field(default_factory=Origin)
@@ -208,8 +208,8 @@ class _Found:
     name: Optional[str] = None
 
 
-class NonFiniteSearch(TorchDispatchMode):
-    """Looks at the results of every operator that is called in its block.
+class NonFiniteSearch(Listener):
+    """Looks at the results of every operator.
 
     Args:
         now: tells where the operator that is being called comes from.
@@ -220,11 +220,16 @@ class NonFiniteSearch(TorchDispatchMode):
     def __init__(
         self, now: Callable[[], Origin], batch: MicroBatch, tensors: Mapping[str, Tensor]
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._now = now
         self._rows = RowTracker(batch.size)
         # By memory, in the order in which they were made.
-        self._found: Dict[int, List[_Found]] = {}
+        self._nonfinite: Dict[int, List[_NonFinite]] = {}
+        # Of the operator that runs.
+        self._origin = Origin()
+        self._inputs: List[Tensor] = []
+        self._looks: List[Optional[str]] = []
+        self._sources: List[_NonFinite] = []
+        self._operands: List[Operand] = []
         for leaf in batch.leaves:
             self._rows.begin(leaf)
             self._keep_given(leaf, "data", None)
@@ -238,65 +243,67 @@ class NonFiniteSearch(TorchDispatchMode):
         samples = self._rows.marked(tensor, ~tensor.isfinite())
         if (cause == "weights" and kind == "inf") or (cause == "data" and _is_mask(tensor)):
             cause = "constant"
-        nonfinite = _Found(kind == "nan", _view(tensor), cause=cause, samples=samples, name=name)
-        self._found.setdefault(_memory(tensor), []).append(nonfinite)
+        nonfinite = _NonFinite(
+            kind == "nan", _view(tensor), cause=cause, samples=samples, name=name
+        )
+        self._nonfinite.setdefault(_memory(tensor), []).append(nonfinite)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: Tuple[object, ...] = (),
-        kwargs: Optional[Dict[str, Any]] = None,
-    ) -> Any:
-        origin = self._now()
-        name = func._schema.name.partition("::")[2]
-        read = args[1:] if name in _OVERWRITING else args
-        inputs = [t for t in tree.flatten((read, kwargs or {}))[0] if _is_number(t)]
-        looks = [_kind_of(t) for t in inputs]
-        sources = [self._source(t, kind) for t, kind in zip(inputs, looks) if kind is not None]
-        # An operator that works in place leaves nothing of these.
-        operands = [_operand(t) for t in inputs] if func._schema.is_mutable else []
-        result = func(*args, **(kwargs or {}))
-        outputs = [t for t in tree.flatten(result)[0] if isinstance(t, Tensor)]
-        old = {_memory(t) for t in tree.flatten((args, kwargs or {}))[0] if isinstance(t, Tensor)}
+    def before(self, call: OperatorCall) -> None:
+        """Look at the operands, of which an operator that works in place leaves nothing."""
+        if not isinstance(call.operator, OpOverload):
+            return
+        self._origin = self._now()
+        read = call.args[1:] if _name(call) in _OVERWRITING else call.args
+        self._inputs = [t for t in tree.tensors((read, call.kwargs)) if _is_number(t)]
+        self._looks = [_kind_of(t) for t in self._inputs]
+        sources = [
+            self._source(t, kind) for t, kind in zip(self._inputs, self._looks) if kind is not None
+        ]
+        self._sources = sorted((s for s in sources if s is not None), key=lambda s: not s.nan)
+        is_mutable = call.operator._schema.is_mutable
+        self._operands = [_operand(t) for t in self._inputs] if is_mutable else []
+
+    def after(self, call: OperatorCall, result: object) -> None:
+        """Look at the results, and note where those that are not finite come from."""
+        if not isinstance(call.operator, OpOverload):
+            return
+        origin, inputs, sources = self._origin, self._inputs, self._sources
+        outputs = tree.tensors(result)
+        old = {_memory(t) for t in call.inputs}
         for output in outputs:
             if _memory(output) not in old:
-                self._found.pop(_memory(output), None)
+                self._nonfinite.pop(_memory(output), None)
                 self._rows.forget(output)
-        self._rows.note(func, args, outputs)
+        self._rows.note(_name(call).rstrip("_"), call.args, outputs)
         for output in outputs:
             kind = _kind_of(output)
-            if kind is None or "empty" in name:
+            if kind is None or "empty" in _name(call):
                 continue
-            nonfinite_sources = sorted(
-                (s for s in sources if s is not None), key=lambda s: not s.nan
-            )
             if kind == "nan":
-                is_origin = not any(s.nan for s in nonfinite_sources) and "nan" not in looks
+                is_origin = not any(s.nan for s in sources) and "nan" not in self._looks
             else:
-                is_origin = not nonfinite_sources and not any(looks)
+                is_origin = not sources and not any(self._looks)
             cause = "backward" if origin.is_backward else "forward"
-            if is_origin and kind == "inf" and _is_written(args, kwargs, inputs):
+            if is_origin and kind == "inf" and _is_written(call, inputs):
                 cause = "constant"
-            self._found.setdefault(_memory(output), []).append(
-                _Found(
+            self._nonfinite.setdefault(_memory(output), []).append(
+                _NonFinite(
                     kind == "nan",
                     _view(output),
-                    nonfinite_sources,
+                    sources,
                     cause,
-                    str(func),
+                    str(call.operator),
                     origin,
-                    (operands or [_operand(t) for t in inputs]) if is_origin else (),
+                    (self._operands or [_operand(t) for t in inputs]) if is_origin else (),
                     self._rows.marked(output, _bad(output, kind)) if is_origin else (),
                 )
             )
-        return result
 
-    def _source(self, tensor: Tensor, kind: str) -> Optional[_Found]:
+    def _source(self, tensor: Tensor, kind: str) -> Optional[_NonFinite]:
         """Find the origin of such a value of a tensor; for parts of memory, the same part first."""
         candidates = [
-            each for each in self._found.get(_memory(tensor), ()) if each.nan or kind == "inf"
-        ] or self._found.get(_memory(tensor), [])
+            each for each in self._nonfinite.get(_memory(tensor), ()) if each.nan or kind == "inf"
+        ] or self._nonfinite.get(_memory(tensor), [])
         view = _view(tensor)
         same = [each for each in candidates if each.view == view]
         return next(reversed(same or candidates), None)
@@ -330,7 +337,7 @@ class NonFiniteSearch(TorchDispatchMode):
         )
 
 
-def _first(nonfinite: _Found) -> _Found:
+def _first(nonfinite: _NonFinite) -> _NonFinite:
     """Follow a value back to what made it."""
     while True:
         nans = [source for source in nonfinite.sources if source.nan]
@@ -347,7 +354,7 @@ def _first(nonfinite: _Found) -> _Found:
         return nonfinite if nonfinite.nan else firsts[0]
 
 
-def _after_constant(nonfinite: _Found) -> _Found:
+def _after_constant(nonfinite: _NonFinite) -> _NonFinite:
     """Find the first operator that chose from a value that Python wrote."""
     path = [nonfinite]
     while path[-1].sources and path[-1].cause != "constant":
@@ -380,9 +387,13 @@ def _is_mask(tensor: Tensor) -> bool:
     return bool((tensor.isfinite() | (tensor == -torch.inf)).all())
 
 
-def _is_written(args: object, kwargs: object, inputs: Sequence[Tensor]) -> bool:
+def _name(call: OperatorCall) -> str:
+    return str(call.operator._schema.name.partition("::")[2])
+
+
+def _is_written(call: OperatorCall, inputs: Sequence[Tensor]) -> bool:
     """Tell whether Python gave the infinity, or the operator makes a tensor of nothing."""
-    leaves = tree.flatten((args, kwargs or {}))[0]
+    leaves = tree.flatten((call.args, call.kwargs))[0]
     numbers = [leaf for leaf in leaves if isinstance(leaf, float)]
     return not inputs or any(number in (torch.inf, -torch.inf) for number in numbers)
 

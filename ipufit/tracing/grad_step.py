@@ -27,11 +27,11 @@ from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, LossError
 from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
 from ipufit.partition.partition import Partition
-from ipufit.partition.stage_context import follow_stages
 from ipufit.tracing.fingerprint import StepModule, called_objects
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
 from ipufit.tracing.node_meta import mark_backward_pass, mark_layers
+from ipufit.tracing.stage_context import follow_stages
 from ipufit.tracing.validate import find_unregistered, public_name, rebound, storages
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.core.batch import MicroBatch
+from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import call_with, eval_mode, fork_rng
@@ -143,21 +143,16 @@ def outputs_of(module: nn.Module, batch: MicroBatch) -> tree.Tree:
             return None
 
 
-class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ParameterReads(Listener):
     """Notes which parameters an operator takes, whichever layer's forward that is in."""
 
     def __init__(self, names: Dict[int, str], used: Set[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._used = used
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
-    ) -> Any:
-        for leaf in tree.flatten((args, kwargs or {}))[0]:
-            if id(leaf) in self._names:
-                self._used.add(self._names[id(leaf)])
-        return func(*args, **(kwargs or {}))
+    def before(self, call: OperatorCall) -> None:
+        """Note the parameters among the arguments."""
+        self._used.update(self._names[id(t)] for t in call.inputs if id(t) in self._names)
 
 
 def _call_without_values(
@@ -168,9 +163,9 @@ def _call_without_values(
         name: mode.from_tensor(tensor)
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
-    uses = _Uses({id(tensor): name for name, tensor in state.items()}, used)
+    reads = _ParameterReads({id(tensor): name for name, tensor in state.items()}, used)
     # With gradients: torch's fused kernels for inference would skip layers.
-    with mode, uses, torch.enable_grad():
+    with mode, watch_operators(reads), torch.enable_grad():
         leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in batch.leaves]
         args, kwargs, _, _ = dataclasses.replace(batch, leaves=tuple(leaves)).unpack()
         return call_with(module, state, args, kwargs)

@@ -10,18 +10,19 @@ import contextlib
 import dataclasses
 import linecache
 import sys
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.tracing.capture import capture, user_frame
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
+from ipufit.tracing.interpreter import (
+    Listener,
+    OperatorCall,
+    watch_modules,
+    watch_operators,
+)
 from ipufit.tracing.node_meta import graph_in_recording, listen_to_backward
 from ipufit.tracing.validate import public_name
 from ipufit.utils import tree
@@ -29,8 +30,8 @@ from ipufit.utils import tree
 __all__ = [
     "LOSS",
     "CallRecorder",
+    "NodeOrigins",
     "Origin",
-    "SourceInterpreter",
     "SourceTracker",
     "TracedCall",
     "trace_calls",
@@ -107,17 +108,8 @@ class SourceTracker:
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """Track the step that runs in the block."""
-        # Hooks for all modules: one of a module's own would switch off torch's fast paths.
-        handles = [
-            register_module_forward_pre_hook(self._begin),
-            register_module_forward_hook(self._end),
-        ]
-        try:
-            with listen_to_backward(self._turn):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with watch_modules(self._begin, self._end), listen_to_backward(self._turn):
+            yield
 
     def now(self) -> Origin:
         """The origin of the operator that is being called, from inside of a dispatch mode."""
@@ -132,19 +124,21 @@ class SourceTracker:
             self._by_number.setdefault(number, origin)
         return origin
 
-    def _begin(self, part: nn.Module, args: Any) -> None:
+    def _begin(self, part: nn.Module, args: object) -> None:
         if id(part) not in self._names:
             return
         if _number_of_last() is None and self._stack:
             name, kind = self._stack[-1]
-            self._claim([t.grad_fn for t in _tensors(args)], Origin(name, kind, is_backward=True))
+            self._claim(
+                [t.grad_fn for t in tree.tensors(args)], Origin(name, kind, is_backward=True)
+            )
         self._stack.append(self._names[id(part)])
 
     def _end(self, part: nn.Module, args: object, output: object) -> None:
         if id(part) not in self._names:
             return
         name, kind = self._stack.pop()
-        tensors = _tensors(output)
+        tensors = tuple(tree.tensors(output))
         if _number_of_last() is None:
             self._claim([t.grad_fn for t in tensors], Origin(name, kind, is_backward=True))
         if kind:
@@ -195,10 +189,6 @@ class SourceTracker:
         return dataclasses.replace(origin, is_backward=True)
 
 
-def _tensors(value: object) -> Tuple[Tensor, ...]:
-    return tuple(leaf for leaf in tree.flatten(value)[0] if isinstance(leaf, Tensor))
-
-
 def _public(name: str) -> str:
     if name == "net":
         return ""
@@ -230,7 +220,7 @@ class TracedCall:
     returned: List[Tuple[ModuleCall, int]] = dataclasses.field(default_factory=list)
 
 
-class CallRecorder(TorchDispatchMode):
+class CallRecorder(Listener):
     """Lists the operators that a step calls, on values or while it is recorded.
 
     Args:
@@ -239,10 +229,11 @@ class CallRecorder(TorchDispatchMode):
     """
 
     def __init__(self, step: ModuleWithLoss, keeps: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._where = SourceTracker(step, self._module_returned)
         self._keeps = keeps
         self._graph: Optional[fx.Graph] = None
+        self._last: Optional[fx.Node] = None
+        self._traced = TracedCall("", Origin())
         # Held, so that no other tensor gets the identity of one of them.
         self._made: Dict[int, Tuple[Tensor, TracedCall, int]] = {}
         self.calls: List[TracedCall] = []
@@ -251,31 +242,28 @@ class CallRecorder(TorchDispatchMode):
     def listed(self) -> Iterator[None]:
         """List the calls of the step that runs in the block."""
         self._graph = graph_in_recording()
-        with self._where.followed(), self:
+        with self._where.followed(), watch_operators(self):
             yield
         self._made.clear()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: Tuple[object, ...] = (),
-        kwargs: Optional[Dict[str, Any]] = None,
-    ) -> Any:
-        call = TracedCall(str(func), self._where.now())
-        before = None if self._graph is None else next(iter(reversed(self._graph.nodes)))
-        result = func(*args, **(kwargs or {}))
+    def before(self, call: OperatorCall) -> None:
+        """Note where the operator comes from, and which node of a recording is the last so far."""
+        self._traced = TracedCall(str(call.operator), self._where.now())
+        self._last = None if self._graph is None else next(iter(reversed(self._graph.nodes)))
+
+    def after(self, call: OperatorCall, result: object) -> None:
+        """Add the call to the list, with its nodes or its results."""
+        traced = self._traced
         if self._graph is not None:
-            call.nodes = _names_after(self._graph, before)
-        outputs = [leaf for leaf in tree.flatten(result)[0] if isinstance(leaf, Tensor)]
+            traced.nodes = _names_after(self._graph, self._last)
+        outputs = tree.tensors(result)
         if self._keeps:
-            call.outputs = [output.detach().clone() for output in outputs]
+            traced.outputs = [output.detach().clone() for output in outputs]
         for place, output in enumerate(outputs):
-            self._made[id(output)] = output, call, place
+            self._made[id(output)] = output, traced, place
         # Old versions of torch dispatch what only asks for a device, but not everywhere alike.
         if outputs:
-            self.calls.append(call)
-        return result
+            self.calls.append(traced)
 
     def _module_returned(self, returned: ModuleCall) -> None:
         for output in returned.outputs:
@@ -314,26 +302,21 @@ def trace_calls(
     return calls.calls
 
 
-class SourceInterpreter(fx.Interpreter):
-    """Runs a recorded graph node by node, and knows where each node comes from.
+class NodeOrigins(Listener):
+    """Knows where each node of a recorded graph comes from while the graph runs.
 
     Args:
-        graph: recorded.
-        calls: of which it was made.
+        calls: of which the graph was made.
     """
 
-    def __init__(self, graph: fx.GraphModule, calls: Sequence[TracedCall]) -> None:
-        super().__init__(graph)
-        self._origins: Mapping[str, Origin] = {
-            name: call.origin for call in calls for name in call.nodes
-        }
-        self._node: Optional[fx.Node] = None
+    def __init__(self, calls: Sequence[TracedCall]) -> None:
+        self._origins = {name: call.origin for call in calls for name in call.nodes}
+        self._now = Origin()
 
     def now(self) -> Origin:
         """Origin of the node that runs."""
-        return Origin() if self._node is None else self._origins.get(self._node.name, Origin())
+        return self._now
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node, whose origin :meth:`now` tells meanwhile."""
-        self._node = n
-        return super().run_node(n)
+    def before(self, call: OperatorCall) -> None:
+        """Look up the node that is about to run."""
+        self._now = Origin() if call.node is None else self._origins.get(call.node.name, Origin())

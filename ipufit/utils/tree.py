@@ -14,7 +14,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Callable, Iterator, List, Sequence, Tuple
 
-__all__ = ["Leaf", "Structure", "Tree", "flatten", "flatten_with_paths", "map_leaves", "unflatten"]
+from torch import Tensor
+
+__all__ = [
+    "Leaf",
+    "Structure",
+    "Tree",
+    "flatten",
+    "flatten_with_paths",
+    "map_leaves",
+    "tensors",
+    "unflatten",
+]
 
 # A nested value of any depth, such as a batch or the outputs of a module.
 Tree = Any
@@ -113,6 +124,11 @@ def flatten(value: Tree) -> Tuple[List[Leaf], Structure]:
     out: List[Leaf] = []
     structure = _gather(value, out)
     return out, structure
+
+
+def tensors(value: Tree) -> List[Tensor]:
+    """Tensors among the leaves of a nested value, in order."""
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def unflatten(leaves: Sequence[object], structure: Structure) -> Tree:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ipufit.engines.embedded.profiling.profiling_interpreter import HostTimer, ProfilingInterpreter
+from ipufit.engines.embedded.profiling.profiling_interpreter import HostTimer, profile_graph
 from ipufit.partition.flops import bytes_of, flops_of
 from ipufit.tracing.capture import capture, recordable
 from ipufit.tracing.node_meta import is_backward, mark_backward_pass
@@ -116,13 +116,12 @@ def counted(net, x):
 
     given = [*(weight.detach() for weight in weights), x]
     graph = capture(step, given)
-    run = ProfilingInterpreter(graph, HostTimer(), given)
     with torch.no_grad():
-        run.run(*given)
+        work, _ = profile_graph(graph, HostTimer(), given)
     sides = [0, 0]
     for node in graph.graph.nodes:
-        if node.name in run.looked:
-            sides[is_backward(node)] += run.looked[node.name].flops
+        if node.name in work.records:
+            sides[is_backward(node)] += work.records[node.name].flops
     return sides
 
 

@@ -14,7 +14,7 @@ from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.passes.select_kernels import lower
 from ipufit.engines.embedded.profiling import profile, profiling_interpreter
 from ipufit.engines.embedded.profiling.profile import OperatorProfiler, thin_curve
-from ipufit.engines.embedded.profiling.profiling_interpreter import ProfilingInterpreter
+from ipufit.engines.embedded.profiling.profiling_interpreter import profile_graph
 from ipufit.engines.embedded.profiling.rows import places_of
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.report import recorder
@@ -205,10 +205,9 @@ def looked_at(step, arguments, jit):
     graph = capture(step, arguments)
     lowered = lower(graph, arguments, jit).graph
     calls = [TracedCall("", Origin(node.name), [node.name]) for node in graph.graph.nodes]
-    run = ProfilingInterpreter(lowered, profiling_interpreter.HostTimer(), arguments)
-    run.run(*arguments)
+    work, _ = profile_graph(lowered, profiling_interpreter.HostTimer(), arguments)
     places = places_of(lowered, graph, calls)
-    return {name: (places[name].module, each.operator) for name, each in run.looked.items()}, run
+    return {name: (places[name].module, each.operator) for name, each in work.records.items()}, work
 
 
 def test_a_product_that_writes_elsewhere_stands_for_the_one_that_was_recorded():
@@ -222,7 +221,7 @@ def test_a_product_that_writes_elsewhere_stands_for_the_one_that_was_recorded():
     assert ("mm", "aten.mm.out") in found.values()
     assert ("cat", "aten.copy_.default") in found.values()
     assert {module for module, _ in found.values()} == {"sum_1", "mm", "cat"}
-    assert sum(each.flops for each in run.looked.values()) == 2 * 128 * 64 * 128
+    assert sum(each.flops for each in run.records.values()) == 2 * 128 * 64 * 128
 
 
 def test_what_is_put_before_an_operator_belongs_to_it():

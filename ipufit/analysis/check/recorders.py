@@ -19,8 +19,6 @@ from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Tupl
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.errors import CaptureError
 from ipufit.tracing.capture import (
@@ -34,6 +32,7 @@ from ipufit.tracing.capture import (
 )
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import GradStep
+from ipufit.tracing.interpreter import Listener, OperatorCall
 from ipufit.tracing.user_lines import is_installed, is_users, users_frame
 from ipufit.utils import tree
 
@@ -106,7 +105,7 @@ def digest(tensor: Tensor) -> _Constant:
     return _Constant(hashlib.blake2b(text + data, digest_size=12).hexdigest(), shown)
 
 
-class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(Listener):
     """Records every operator below autograd, in recordings and in runs with values.
 
     Args:
@@ -129,7 +128,6 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         titles: Dict[int, str],
         note: Optional[Callable[[CaptureError], None]] = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.is_muted = False
         self.operations: List[Operation] = []
         self.tainted: Set[int] = set()
@@ -137,6 +135,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.generators: List[Optional[Frame]] = []
         self._titles = titles
         self._note = note
+        self._is_tainted = False
         self._numbers: Dict[int, int] = {}
         # As long as they live, no other storage has their address.
         self._alive: List[Tensor] = []
@@ -151,45 +150,35 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.clear()
         return self.operations
 
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        kinds: object,
-        args: Tuple[object, ...] = (),
-        kwargs: Optional[Dict[str, object]] = None,
-    ) -> object:
-        kwargs = kwargs or {}
+    def before(self, call: OperatorCall) -> None:
+        """Record the operator, and whether it reads values that the program computes."""
         if self.is_muted:
-            return func(*args, **kwargs)
+            return
         frame = users_frame(sys._getframe(1))
-        operation = Operation(str(func), (), [], frame, [])
+        operation = Operation(str(call.operator), (), [], frame, [])
         operation.structure = tuple(
-            self._freeze(value, operation) for value in (*args, *sorted(kwargs.items()))
+            self._freeze(value, operation) for value in (*call.args, *sorted(call.kwargs.items()))
         )
         self.operations.append(operation)
-        arguments = [leaf for leaf in tree.flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        is_tainted = any(storage_id(t) in self.tainted for t in arguments)
-        is_tainted = is_tainted or draws(func, args, kwargs)
-        if is_tainted and self._note is not None:
-            self._say(func, args, frame)
-        result = func(*args, **kwargs)
-        for leaf in tree.flatten(result)[0]:
-            if isinstance(leaf, Tensor):
-                self._register(leaf)
-                if is_tainted:
-                    self.tainted.add(storage_id(leaf))
-        return result
+        self._is_tainted = any(storage_id(t) in self.tainted for t in call.inputs) or draws(
+            call.operator, call.args, call.kwargs
+        )
+        if self._is_tainted and self._note is not None:
+            if torch.Tag.data_dependent_output in call.operator.tags:
+                self._note(value_error(frame))
+            elif torch.Tag.dynamic_output_shape in call.operator.tags and (
+                call.operator is not torch.ops.aten.index.Tensor or has_mask_index(call.args)
+            ):
+                self._note(shape_error(frame))
 
-    def _say(
-        self, func: torch._ops.OpOverload, args: Tuple[object, ...], frame: Optional[Frame]
-    ) -> None:
-        assert self._note is not None
-        if torch.Tag.data_dependent_output in func.tags:
-            self._note(value_error(frame))
-        elif torch.Tag.dynamic_output_shape in func.tags and (
-            func is not torch.ops.aten.index.Tensor or has_mask_index(args)
-        ):
-            self._note(shape_error(frame))
+    def after(self, call: OperatorCall, result: object) -> None:
+        """Follow what depends on inputs into the results."""
+        if self.is_muted:
+            return
+        for tensor in tree.tensors(result):
+            self._register(tensor)
+            if self._is_tainted:
+                self.tainted.add(storage_id(tensor))
 
     def _register(self, tensor: Tensor) -> None:
         key = storage_id(tensor)
@@ -404,7 +393,7 @@ _READERS = {
 _SHOWN = ("__repr__", "__str__", "__format__")
 
 
-class Reads(TorchFunctionMode):
+class Reads(Listener):
     """Reports where user code reads values in ways that no operator shows.
 
     Args:
@@ -413,27 +402,23 @@ class Reads(TorchFunctionMode):
     """
 
     def __init__(self, note: Callable[[CaptureError], None], recorder: OperationRecorder) -> None:
-        super().__init__()
         self._note = note
         self._recorder = recorder
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: Tuple[object, ...] = (),
-        kwargs: Optional[Dict[str, object]] = None,
-    ) -> object:
-        name = getattr(func, "__name__", "")
+    def before(self, call: OperatorCall) -> None:
+        """Report a read, and mute the recorder while a tensor is shown."""
+        name = getattr(call.operator, "__name__", "")
         recorder = self._recorder
-        if recorder.is_muted or not (args and isinstance(args[0], Tensor)):
-            return func(*args, **(kwargs or {}))
-        is_text = name == "__format__" and args[0].dim() == 0
-        if storage_id(args[0]) in recorder.tainted and (name in _READERS or is_text):
+        recorder.is_muted = False
+        if not (call.args and isinstance(call.args[0], Tensor)):
+            return
+        tensor = call.args[0]
+        is_text = name == "__format__" and tensor.dim() == 0
+        if storage_id(tensor) in recorder.tainted and (name in _READERS or is_text):
             error = text_error if is_text else _READERS[name]
             self._note(error(users_frame(sys._getframe(1))))
         recorder.is_muted = name in _SHOWN
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            recorder.is_muted = False
+
+    def after(self, call: OperatorCall, result: object) -> None:
+        """Let the recorder go on."""
+        self._recorder.is_muted = False

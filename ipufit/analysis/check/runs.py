@@ -18,6 +18,7 @@ from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.tracing.capture import Frame, capture, recordable
 from ipufit.tracing.flat_storage import FlatBlock
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
+from ipufit.tracing.interpreter import watch_functions, watch_operators
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
 from ipufit.utils import tree
@@ -186,8 +187,12 @@ class ModuleUnderTest:
 
         def call(*tensors: Tensor) -> Sequence[Tensor]:
             recorders.append(OperationRecorder(tensors, titles, note))
-            reads = contextlib.nullcontext() if note is None else Reads(note, recorders[-1])
-            with recorders[-1], reads:
+            reads = (
+                contextlib.nullcontext()
+                if note is None
+                else watch_functions(Reads(note, recorders[-1]))
+            )
+            with watch_operators(recorders[-1]), reads:
                 return micro(*tensors)
 
         try:

@@ -19,7 +19,9 @@ from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.comparison import Comparison, Difference, Tolerance, distance
 from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes, public_name
+from ipufit.tracing.interpreter import InstrumentedInterpreter, Listener, OperatorCall
 from ipufit.tracing.source_map import CallRecorder, TracedCall, trace_calls
+from ipufit.utils import tree
 
 __all__ = ["ReferenceComparison"]
 
@@ -72,9 +74,10 @@ class ReferenceComparison:
         arguments = self._arguments()
         eager, results, state = self._eagerly(reference == "float64")
         calls = trace_calls(recorded.micro, self.step, arguments)
-        run = _ComparedRun(recorded.graph, self._pairs(calls, eager), self._add)
+        comparison = _NodeComparison(recorded.graph.graph, self._pairs(calls, eager), self._add)
+        run = InstrumentedInterpreter(recorded.graph, [comparison]).run
         self.seed()
-        traced_results = list(without_autocast(run.run, arguments)(*arguments))
+        traced_results = list(without_autocast(run, arguments)(*arguments))
         self._add_results("", traced_results, arguments, results, state)
         self._add_lowered(traced_results, arguments)
         operators = [each for each in self.found if each.kind == "operator"]
@@ -197,37 +200,32 @@ def _result(kind: str, name: str) -> Callable[[float, float, float], Difference]
     )
 
 
-class _ComparedRun(fx.Interpreter):
-    """Runs a recorded graph, and holds each node's value against that of an eager run."""
+class _NodeComparison(Listener):
+    """Holds the value of each node of a recorded graph against that of an eager run."""
 
     def __init__(
         self,
-        graph: fx.GraphModule,
+        graph: fx.Graph,
         pairs: Dict[str, Tuple[TracedCall, TracedCall]],
         add: Callable[[Callable[[float, float, float], Difference], Any], bool],
     ) -> None:
-        super().__init__(graph)
         self._pairs = pairs
         self._add = add
         # Of a call that left several nodes, the last one has its result.
         last: Dict[int, str] = {}
-        for node in graph.graph.nodes:
+        for node in graph.nodes:
             if node.name in pairs and node.target is not operator.getitem:
                 last[id(pairs[node.name][0])] = node.name
         self._last = set(last.values())
 
-    def run_node(self, n: fx.Node) -> Any:
-        """The node's value."""
-        value = super().run_node(n)
-        if n.name in self._last:
-            self._compare(n, value)
-        return value
+    def after(self, call: OperatorCall, result: object) -> None:
+        """Compare the result of a node that stands for an eager call."""
+        if call.node is not None and call.node.name in self._last:
+            self._compare(call.node.name, result)
 
-    def _compare(self, node: fx.Node, value: Any) -> None:
-        call, eager = self._pairs[node.name]
-        results = list(value) if isinstance(value, (list, tuple)) else [value]
-        tensors = [result for result in results if isinstance(result, Tensor)]
-        pairs = list(zip(tensors, eager.outputs))
+    def _compare(self, node: str, result: object) -> None:
+        call, eager = self._pairs[node]
+        pairs = list(zip(tree.tensors(result), eager.outputs))
         if not pairs or "empty" in call.operator:
             return
         worst = max(range(len(pairs)), key=lambda place: distance(*pairs[place]).absolute)
@@ -242,7 +240,7 @@ class _ComparedRun(fx.Interpreter):
                 tolerance,
                 origin.module,
                 origin.kind,
-                node.name,
+                node,
                 origin.is_backward,
                 origin.file,
                 origin.line,

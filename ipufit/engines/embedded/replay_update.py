@@ -15,7 +15,8 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.errors import NonFiniteLossError, NonFiniteValue
 from ipufit.tracing.find_nonfinite import NonFiniteSearch
 from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes
-from ipufit.tracing.source_map import SourceInterpreter, SourceTracker, trace_calls
+from ipufit.tracing.interpreter import InstrumentedInterpreter, watch_operators
+from ipufit.tracing.source_map import NodeOrigins, SourceTracker, trace_calls
 
 __all__ = ["Replay"]
 
@@ -97,16 +98,14 @@ class Replay:
         names = [*recorded.micro.trained, *recorded.micro.fixed]
         tensors = dict(zip(names, state))
         if as_recorded and recorded.graph is not None:
-            run = SourceInterpreter(
-                recorded.graph, trace_calls(recorded.micro, self.step, arguments)
-            )
-            search = NonFiniteSearch(run.now, batch, tensors)
-            with search:
-                results = without_autocast(run.run, arguments)(*arguments)
+            origins = NodeOrigins(trace_calls(recorded.micro, self.step, arguments))
+            search = NonFiniteSearch(origins.now, batch, tensors)
+            run = InstrumentedInterpreter(recorded.graph, [origins, search]).run
+            results = without_autocast(run, arguments)(*arguments)
         else:
             where = SourceTracker(self.step)
             search = NonFiniteSearch(where.now, batch, tensors)
-            with preserve_attributes(self.step), where.followed(), search:
+            with preserve_attributes(self.step), where.followed(), watch_operators(search):
                 results = recorded.micro(*arguments)
         numbers, flats = results[0], results[len(results) - len(self.live.storage.blocks) :]
         loss = numbers[0] if numbers.dim() else numbers

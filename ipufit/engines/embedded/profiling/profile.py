@@ -18,10 +18,11 @@ from ipufit.core.precision import without_autocast
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.embedded.execution import UpdateWay
 from ipufit.engines.embedded.profiling.profiling_interpreter import (
+    NodeTimes,
+    NodeWork,
     OpRecord,
-    ProfilingInterpreter,
-    TimedRun,
     bytes_in,
+    profile_graph,
     timer_for,
 )
 from ipufit.engines.embedded.profiling.rows import GRADIENTS, OperatorSource, places_of, rows_of
@@ -31,6 +32,7 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError
 from ipufit.tracing.flat_storage import flat_of
 from ipufit.tracing.graph_analysis import peak_bytes
+from ipufit.tracing.interpreter import InstrumentedInterpreter
 from ipufit.tracing.node_meta import is_backward
 from ipufit.tracing.source_map import Origin, trace_calls
 
@@ -253,10 +255,10 @@ class OperatorProfiler:
         arguments = self._arguments()
         self.seed()
         start = time.perf_counter()
-        watched = ProfilingInterpreter(graph, timer, arguments)
-        results = without_autocast(watched.run, arguments)(*arguments)
+        work, results = profile_graph(graph, timer, arguments)
         timer.end_round()
-        rounds, timed = 1, without_autocast(TimedRun(graph, timer).run, arguments)
+        timed_run = InstrumentedInterpreter(graph, [NodeTimes(timer)]).run
+        rounds, timed = 1, without_autocast(timed_run, arguments)
         while rounds < _ROUNDS and time.perf_counter() - start < _ENOUGH:
             self.seed()
             timed(*arguments)
@@ -267,7 +269,7 @@ class OperatorProfiler:
             warnings.simplefilter("ignore")
             calls = trace_calls(recorded.micro, self.step, arguments)
         places = places_of(graph, recorded.graph, calls)
-        rows = rows_of(watched.looked, places, timer.seconds)
+        rows = rows_of(work.records, places, timer.seconds)
         return {
             "micro_batch_size": self.batch.size,
             "way": recorded.lowered.way,
@@ -276,7 +278,7 @@ class OperatorProfiler:
             "note": " ".join(self._notes()),
             "rows": rows + self._optimizer_rows(results),
             "peak": peak_of(self._dtype(), device),
-            "memory": self._memory(watched, places, results),
+            "memory": self._memory(work, places, results),
         }
 
     def _arguments(self) -> List[Tensor]:
@@ -300,22 +302,22 @@ class OperatorProfiler:
 
     def _memory(
         self,
-        watched: ProfilingInterpreter,
+        work: NodeWork,
         places: Dict[str, OperatorSource],
         results: Sequence[Tensor],
     ) -> Dict[str, Any]:
         config, merged = self.spec.config, self.merged
         runs = self.spec.plan.own_micro_batches_per_update
         if merged is not None and merged.graph is not None:
-            watched, places = self._watched_merged(merged, merged.graph), {}
+            work, places = self._merged_work(merged, merged.graph), {}
             runs //= merged.count
         points: List[Point] = []
-        for node, live_bytes in watched.alive:
+        for node, live_bytes in work.alive:
             place = places.get(node.name)
             if place is None:
                 # Whose it is nobody has noted.
                 place = OperatorSource(Origin(""), "backward" if is_backward(node) else "forward")
-            operator = watched.looked[node.name].operator
+            operator = work.records[node.name].operator
             points.append((operator, place.module, place.direction, live_bytes))
         blocks = len(self.live.storage.blocks)
         gradients = bytes_in(results[len(results) - blocks :])
@@ -342,13 +344,11 @@ class OperatorProfiler:
             "total": sum(fixed.values()) + peak,
         }
 
-    def _watched_merged(self, merged: BatchedStep, graph: fx.GraphModule) -> ProfilingInterpreter:
+    def _merged_work(self, merged: BatchedStep, graph: fx.GraphModule) -> NodeWork:
         """Profile a run of several micro-batches as one larger batch."""
         batches = [self.batch] * merged.count
         arguments = [t.clone() for t in (*self.live.states[0], *merged.step.arguments(batches))]
-        watched = ProfilingInterpreter(graph, timer_for(arguments[-1].device), arguments)
-        without_autocast(watched.run, arguments)(*arguments)
-        return watched
+        return profile_graph(graph, timer_for(arguments[-1].device), arguments)[0]
 
     def _optimizer_rows(self, results: Sequence[Tensor]) -> List[Dict[str, Any]]:
         """Make the row of a weight update, where it can be tried on copies."""
@@ -364,8 +364,8 @@ class OperatorProfiler:
             timer.end("", begun)
             timer.end_round()
         changed = bytes_in([*live.storage.flats, *live.updater.state_tensors()])
-        looked = OpRecord(_name_of(self.spec), 0, 2 * changed + bytes_in(gradients))
-        return rows_of({"": looked}, {"": OperatorSource(Origin(""), "optimizer")}, timer.seconds)
+        record = OpRecord(_name_of(self.spec), 0, 2 * changed + bytes_in(gradients))
+        return rows_of({"": record}, {"": OperatorSource(Origin(""), "optimizer")}, timer.seconds)
 
 
 def _name_of(spec: ProgramSpec) -> str:

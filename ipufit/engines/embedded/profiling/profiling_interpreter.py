@@ -10,18 +10,21 @@ from typing import Any, Dict, Iterable, Iterator, List, Protocol, Sequence, Tupl
 import torch
 from torch import Tensor, fx
 
+from ipufit.core.precision import without_autocast
 from ipufit.engines.embedded.passes.simplify import operator_called
 from ipufit.partition.flops import bytes_of, flops_of
 from ipufit.tracing.flat_storage import storage_id
+from ipufit.tracing.interpreter import InstrumentedInterpreter, Listener, OperatorCall
 from ipufit.utils import tree
 
 __all__ = [
     "HostTimer",
     "LiveBytes",
+    "NodeTimes",
+    "NodeWork",
     "OpRecord",
-    "ProfilingInterpreter",
-    "TimedRun",
     "bytes_in",
+    "profile_graph",
     "timer_for",
 ]
 
@@ -141,7 +144,7 @@ class LiveBytes:
     """
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
-        self._given = {storage_id(tensor) for tensor in arguments} | {0}
+        self._arguments = {storage_id(tensor) for tensor in arguments} | {0}
         self._holders: Dict[int, int] = {}
         self.now = 0
 
@@ -162,10 +165,10 @@ class LiveBytes:
                 del self._holders[key]
                 self.now -= size
 
-    def _memories(self, value: object) -> Iterator[Any]:
-        for leaf in tree.flatten(value)[0]:
-            if isinstance(leaf, Tensor) and storage_id(leaf) not in self._given:
-                yield storage_id(leaf), leaf.untyped_storage().nbytes()
+    def _memories(self, value: object) -> Iterator[Tuple[int, int]]:
+        for tensor in tree.tensors(value):
+            if storage_id(tensor) not in self._arguments:
+                yield storage_id(tensor), tensor.untyped_storage().nbytes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,82 +186,83 @@ class OpRecord:
     bytes: int
 
 
-class TimedRun(fx.Interpreter):
-    """Times every call of an operator.
+class NodeTimes(Listener):
+    """Times every call of an operator in a graph.
+
+    Args:
+        timer: is told of each call by the name of its node.
+    """
+
+    def __init__(self, timer: CallTimer) -> None:
+        self._timer = timer
+        self._begun: object = None
+
+    def before(self, call: OperatorCall) -> None:
+        """Begin the call."""
+        self._begun = self._timer.begin()
+
+    def after(self, call: OperatorCall, result: object) -> None:
+        """End the call."""
+        assert call.node is not None
+        self._timer.end(call.node.name, self._begun)
+
+
+class NodeWork(Listener):
+    """Looks at what every node of a graph computes and at the memory in use.
+
+    Args:
+        arguments: of the graph.
+
+    Attributes:
+        records: work of each call, by the name of its node.
+        alive: bytes of values while each node runs, in order; the arguments are not among them.
+    """
+
+    def __init__(self, arguments: Sequence[Tensor]) -> None:
+        self.records: Dict[str, OpRecord] = {}
+        self.alive: List[Tuple[fx.Node, int]] = []
+        self._live = LiveBytes(arguments)
+
+    def after(self, call: OperatorCall, result: object) -> None:
+        """Record the work of a call."""
+        assert call.node is not None
+        self.records[call.node.name] = _work_of(call, result)
+
+    def on_value(self, node: fx.Node, value: object, released: Sequence[object]) -> None:
+        """Count the bytes in use behind a node."""
+        self._live.take(value)
+        if node.op == "call_function":
+            self.alive.append((node, self._live.now))
+        for each in released:
+            self._live.drop(each)
+
+
+def profile_graph(
+    graph: fx.GraphModule, timer: CallTimer, arguments: Sequence[Tensor]
+) -> Tuple[NodeWork, Sequence[Tensor]]:
+    """Run a graph once, and time and weigh every node.
 
     Args:
         graph: that runs.
         timer: is told of each call by the name of its node.
-    """
-
-    def __init__(self, graph: fx.GraphModule, timer: CallTimer) -> None:
-        super().__init__(graph)
-        self._timer = timer
-        self._name = ""
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node and time it; one whose value nobody wants is left out."""
-        self._name = n.name
-        value = super().run_node(n)
-        return value if n.users or n.op == "output" else None
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator, and time the call."""
-        begun = self._timer.begin()
-        result = target(*args, **kwargs)
-        self._timer.end(self._name, begun)
-        return result
-
-
-class ProfilingInterpreter(TimedRun):
-    """Times every node, and looks at what it computes and at the memory in use.
-
-    Args:
-        graph, timer: as of a timed run.
         arguments: of the graph.
 
-    Attributes:
-        looked: by name of the node.
-        alive: bytes of values while each node runs, in order; the arguments are not among them.
+    Returns:
+        The work of its nodes, and its results.
     """
-
-    def __init__(
-        self, graph: fx.GraphModule, timer: CallTimer, arguments: Sequence[Tensor]
-    ) -> None:
-        super().__init__(graph, timer)
-        self.looked: Dict[str, OpRecord] = {}
-        self.alive: List[Tuple[fx.Node, int]] = []
-        self._held = LiveBytes(arguments)
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node, and count the bytes in use behind it."""
-        value = super().run_node(n)
-        self._held.take(value)
-        if n.op == "call_function":
-            self.alive.append((n, self._held.now))
-        # What the interpreter lets go of next.
-        for over in self.user_to_last_uses.get(n, ()):
-            self._held.drop(self.env[over])
-        return value
-
-    def call_function(self, target: object, args: object, kwargs: object) -> Any:
-        """Call an operator, and record its work."""
-        result = super().call_function(target, args, kwargs)
-        self.looked[self._name] = _looked(target, args, kwargs, result)
-        return result
+    work = NodeWork(arguments)
+    run = InstrumentedInterpreter(graph, [work, NodeTimes(timer)]).run
+    return work, without_autocast(run, arguments)(*arguments)
 
 
-def _looked(target: Any, args: Any, kwargs: Any, result: Any) -> OpRecord:
-    operator = operator_called(target, kwargs)
+def _work_of(call: OperatorCall, result: object) -> OpRecord:
+    operator = operator_called(call.operator, call.kwargs)
     if operator is not None:
-        moved = bytes_of(operator, args, kwargs, result)
-        return OpRecord(str(operator), flops_of(operator, args, result), moved)
-    inputs, results = (
-        [leaf for leaf in tree.flatten(each)[0] if isinstance(leaf, Tensor)]
-        for each in ((args, kwargs), result)
-    )
+        moved = bytes_of(operator, call.args, call.kwargs, result)
+        return OpRecord(str(operator), flops_of(operator, call.args, result), moved)
+    inputs, results = call.inputs, tree.tensors(result)
     shared = {storage_id(tensor) for tensor in inputs}
     moved = 0
     if not all(storage_id(tensor) in shared for tensor in results):
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *results))
-    return OpRecord(getattr(target, "__name__", str(target)), 0, moved)
+    return OpRecord(getattr(call.operator, "__name__", str(call.operator)), 0, moved)

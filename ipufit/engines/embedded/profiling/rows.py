@@ -40,19 +40,19 @@ class OperatorSource:
 
 
 def rows_of(
-    looked: Mapping[str, OpRecord],
+    records: Mapping[str, OpRecord],
     places: Mapping[str, OperatorSource],
     seconds: Callable[[str], float],
 ) -> List[Dict[str, Any]]:
     """Add up the calls of an operator that come from one line, the longest first.
 
     Args:
-        looked: what each call does, by its name.
+        records: what each call does, by its name.
         places: where it comes from.
         seconds: tells how long it takes.
     """
     rows: Dict[Any, Dict[str, Any]] = {}
-    for name, each in looked.items():
+    for name, each in records.items():
         place = places[name]
         row = rows.setdefault(_key(each.operator, place), _empty(each.operator, place))
         row["calls"] += 1

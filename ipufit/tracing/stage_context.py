@@ -41,7 +41,7 @@ def follow_stages(
             yield blocks
         else:
             # Imported here: few models are divided.
-            from ipufit.partition.stage_trace import Walk
+            from ipufit.tracing.stage_trace import Walk
 
             walk = Walk(partition, module, blocks, on_begin)
             with walk.watching():

@@ -18,11 +18,6 @@ from typing import (
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.errors import PartitionError
 from ipufit.partition.cut_layers import ipus_of
@@ -30,13 +25,15 @@ from ipufit.partition.own_blocks import OwnBlocks, UncountedError
 from ipufit.partition.partition import AFTER, Partition
 from ipufit.partition.serialization import Serialized
 from ipufit.partition.stage_names import begun_by
+from ipufit.tracing.flat_storage import storage_id
+from ipufit.tracing.interpreter import Listener, OperatorCall, watch_modules, watch_operators
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import sdk_in_use
 
 __all__ = ["Walk"]
 
 
-class Uses:
+class ParameterReads(Listener):
     """Looks at every operator of a forward pass and of the loss after it.
 
     PopTorch's own tracing is left alone: nothing is seen there.
@@ -70,45 +67,40 @@ class Uses:
         """True if the module was called."""
         return self._lie is not None
 
-    def seeing(self) -> ContextManager[Any]:
+    def seeing(self) -> ContextManager[object]:
         """See the operators of the block."""
-        return _Operators(self) if self.is_seeing else contextlib.nullcontext()
+        return watch_operators(self) if self.is_seeing else contextlib.nullcontext()
 
     def begin(self) -> None:
         """The module is called: its parameters are those of this pass from now on."""
         if self._lie is None:
             self._lie = {}
             for name, parameter in self._module.named_parameters():
-                key = _storage(parameter)
+                key = storage_id(parameter)
                 if key:
                     first, end = _extent(parameter)
                     self._lie.setdefault(key, []).append((first, end, name))
 
-    def operated(self, operator: object, inputs: object, result: object) -> None:
-        """An operator was called."""
+    def after(self, call: OperatorCall, result: object) -> None:
+        """Note where the operator ran, and which parameters it has read there."""
         if self._lie is None:
             return
         place = self._place()
-        if not self.in_loss and _computes(operator, result):
+        if not self.in_loss and _computes(call.operator, result):
             self.works.add(place)
         readers = self.by_loss if self.in_loss else self.by_forward
-        for leaf in tree.flatten(inputs)[0]:
-            if isinstance(leaf, Tensor):
-                for name in self._names(leaf):
-                    places = readers.setdefault(name, [])
-                    if place not in places:
-                        places.append(place)
+        for tensor in call.inputs:
+            for name in self._names(tensor):
+                places = readers.setdefault(name, [])
+                if place not in places:
+                    places.append(place)
 
     def _names(self, tensor: Tensor) -> List[str]:
-        there = (self._lie or {}).get(_storage(tensor))
+        there = (self._lie or {}).get(storage_id(tensor))
         if not there:
             return []
         first, end = _extent(tensor)
         return [name for start, stop, name in there if start < end and first < stop]
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
 def _extent(tensor: Tensor) -> Tuple[int, int]:
@@ -121,7 +113,7 @@ def _extent(tensor: Tensor) -> Tuple[int, int]:
 
 def _computes(operator: Any, result: object) -> bool:
     """True if the operator makes or changes a tensor; a view of one only names it anew."""
-    if not any(isinstance(leaf, Tensor) for leaf in tree.flatten(result)[0]):
+    if not tree.tensors(result):
         return False
     if operator.namespace != "aten":
         return True
@@ -132,21 +124,6 @@ def _computes(operator: Any, result: object) -> bool:
 
 
 _NAMES_ANEW = {torch.ops.aten.detach, torch.ops.aten.lift_fresh, torch.ops.aten._unsafe_view}
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Below autograd: every operator."""
-
-    def __init__(self, uses: Uses) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._uses = uses
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._uses.operated(func, (args, kwargs or {}), result)
-        return result
 
 
 class Walk:
@@ -168,30 +145,22 @@ class Walk:
         self._stage, self._last = 0, "the start"
         self._begun: List[str] = []
         self._called: Dict[str, Set[int]] = {}
-        self._uses = Uses(module, self._place)
+        self._reads = ParameterReads(module, self._place)
         self._outside: Optional[str] = None
         self._is_training = module.training
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Follow what happens in the block."""
-        # Hooks for all modules: one of a module's own would switch off torch's fast paths.
-        handles = [
-            register_module_forward_pre_hook(self._on_call),
-            register_module_forward_hook(self._on_return),
-        ]
-        if self._begins:
-            self._on_begin(0)
-        try:
-            with self._uses.seeing():
+        with watch_modules(self._on_call, self._on_return):
+            if self._begins:
+                self._on_begin(0)
+            with self._reads.seeing():
                 yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _place(self) -> int:
         ipu_of_block = self._own.place()
-        if ipu_of_block is not None and self._own.is_left and not self._uses.in_loss:
+        if ipu_of_block is not None and self._own.is_left and not self._reads.in_loss:
             self._outside = self._outside or self._own.entered()[-1][0]
         return self._stage if ipu_of_block is None else ipu_of_block
 
@@ -199,7 +168,7 @@ class Walk:
         name = self._names.get(id(part))
         if name is None:
             return
-        self._uses.begin()
+        self._reads.begin()
         stage = self._begins.get(name)
         if stage is not None:
             self._enter(name, stage)
@@ -208,7 +177,7 @@ class Walk:
         self._called.setdefault(name, set()).add(self._stage)
 
     def _on_return(self, part: nn.Module, args: object, result: object) -> None:
-        self._uses.in_loss = self._uses.in_loss or part is self._module
+        self._reads.in_loss = self._reads.in_loss or part is self._module
         name = AFTER + self._names.get(id(part), "")
         if name in self._begins:
             self._enter(name, self._begins[name])
@@ -235,7 +204,7 @@ class Walk:
                 f"IPUs from {self._stage} on."
             )
         self._stage, self._last = ipus[-1], name
-        self._uses.works.update(ipus)
+        self._reads.works.update(ipus)
 
     def check_end(self) -> None:
         """Look back at the whole pass."""
@@ -247,7 +216,7 @@ class Walk:
                 "with poptorch.Block.start or poptorch.BeginBlock, which don't end."
             )
         self._check_divided()
-        if self._uses.is_seeing and self._uses.is_begun:
+        if self._reads.is_seeing and self._reads.is_begun:
             self._check_work(left_out)
             self._check_reads()
         else:
@@ -303,7 +272,7 @@ class Walk:
     def _check_work(self, left_out: Set[int]) -> None:
         has_blocks = bool(self._own.entered())
         count = self._partition.ipus if has_blocks or not self._begins else self._partition.stages
-        idle = sorted(set(range(count)) - self._uses.works - left_out)
+        idle = sorted(set(range(count)) - self._reads.works - left_out)
         if not idle:
             return
         if has_blocks or not self._begins:
@@ -331,7 +300,7 @@ class Walk:
         """Each parameter is read in one stage, or on one IPU."""
         unit = "IPUs" if self._own.entered() else "stages"
         twins = self._twins()
-        for name, places in self._uses.by_forward.items():
+        for name, places in self._reads.by_forward.items():
             read_in = self._places_of(name) or places
             apart = [place for place in read_in if self._ipu(place) != self._ipu(read_in[0])]
             if apart:
@@ -340,8 +309,8 @@ class Walk:
                 other = self._read_in(apart[0], names, names[-1])
                 cure = self._way_back(other, read_in[0], apart[0]) if owner != other else ""
                 raise _tied(owner, read_in[0], other, apart[0], unit, cure)
-        for name, places in self._uses.by_loss.items():
-            first = self._places_of(name) or self._uses.by_forward.get(name, places)
+        for name, places in self._reads.by_loss.items():
+            first = self._places_of(name) or self._reads.by_forward.get(name, places)
             if self._ipu(first[0]) != self._ipu(places[0]):
                 raise PartitionError(
                     f"a parameter must be on one IPU, but {name!r} is used in {unit[:-1]} "
