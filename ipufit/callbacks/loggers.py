@@ -37,6 +37,7 @@ from ipufit.callbacks.callback import (
 from ipufit.callbacks.learning_rate import log_rates
 from ipufit.errors import ConfigurationError
 from ipufit.utils.console import warn_user
+from ipufit.utils.files import replace_file
 
 __all__ = [
     "CSVLogger",
@@ -215,12 +216,12 @@ class CSVLogger(Callback):
     def _rewrite(self, columns: List[str], rows: Sequence[Mapping[str, str]]) -> None:
         """Put the table in place at once, so that no row can be lost."""
         self._columns, self._rows = columns, len(rows)
-        part = f"{self.filename}.part"
-        with open(part, "w", newline="", encoding="utf-8") as file:
+        with replace_file(self.filename) as part, open(
+            part, "w", newline="", encoding="utf-8"
+        ) as file:
             writer = self._writer(file)
             writer.writeheader()
             writer.writerows(rows)
-        os.replace(part, self.filename)
 
     def _writer(self, file: IO[str]) -> csv.DictWriter[str]:
         return csv.DictWriter(file, self._columns, restval=_ABSENT, delimiter=self.separator)

@@ -70,8 +70,8 @@ def _do(options: argparse.Namespace) -> int:
         write_page(folder)
         path = _own_page(folder)
     else:
-        from ipufit.report.files import write_text
         from ipufit.report.page import render_page
+        from ipufit.utils.files import write_text
 
         write_text(path, render_page([Run.read(folder) for folder in options.folders]))
     sys.stdout.write(f"{path}\n")

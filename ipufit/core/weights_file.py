@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import os
-import threading
 import zipfile
 from typing import Any, Dict, List, Mapping, Optional, Union
 
@@ -18,7 +16,7 @@ from torch.torch_version import TorchVersion
 
 from ipufit._version import __version__
 from ipufit.errors import ConfigurationError
-from ipufit.utils.files import sync_folder, write_tensors
+from ipufit.utils.files import replace_file, sync_folder, write_tensors
 
 __all__ = ["WeightsCopy", "described", "differences", "load_weights", "save_weights"]
 
@@ -153,24 +151,16 @@ def check_path(path: Path) -> str:
 
 
 def _write(tensors: Dict[str, Tensor], target: str, metadata: Dict[str, str]) -> None:
-    # Beside the target: only within one file system a file is put in place at once.
-    folder, name = os.path.split(target)
-    part = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
-        try:
+        with replace_file(target) as part:
             write_tensors(part, tensors, metadata)
-        except (KeyError, ValueError, safetensors.SafetensorError) as error:
-            dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
-            raise ConfigurationError(
-                f"the installed safetensors can't store these weights ({', '.join(dtypes)}): "
-                f"{error}. Convert them with module.to(dtype)."
-            ) from error
-        os.replace(part, target)
-        sync_folder(folder or ".")
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(part)
-        raise
+    except (KeyError, ValueError, safetensors.SafetensorError) as error:
+        dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
+        raise ConfigurationError(
+            f"the installed safetensors can't store these weights ({', '.join(dtypes)}): "
+            f"{error}. Convert them with module.to(dtype)."
+        ) from error
+    sync_folder(os.path.dirname(target) or ".")
 
 
 def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:

@@ -6,9 +6,10 @@ import os
 from typing import Any, Dict, Optional
 
 from ipufit.report.chrome import render_trace
-from ipufit.report.files import PAGE, TRACE, plain, write_text
+from ipufit.report.files import PAGE, TRACE, plain
 from ipufit.report.page import render_page
 from ipufit.report.run import Run
+from ipufit.utils.files import write_text
 from ipufit.utils.phase_timer import PHASES
 
 __all__ = ["summarize_run", "write_page"]

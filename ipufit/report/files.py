@@ -52,6 +52,7 @@ from typing import Any, Dict, List, Mapping
 
 from ipufit.errors import ConfigurationError
 from ipufit.report.rows import columns_of
+from ipufit.utils.files import replace_file
 
 __all__ = [
     "EXECUTIONS",
@@ -65,7 +66,6 @@ __all__ = [
     "plain",
     "read_facts",
     "read_rows",
-    "write_text",
 ]
 
 FORMAT = "ipufit.Report/1"
@@ -74,14 +74,6 @@ Facts = Mapping[str, Any]
 FACTS, EXECUTIONS = "run.json", "executions.f64"
 PAGE, TRACE, TORCH_TRACE = "report.html", "trace.json", "torch_trace.json"
 POPVISION = "popvision"
-
-
-def write_text(path: str, text: str) -> None:
-    """Write a text file atomically: a reader sees all of it, or the file before."""
-    partial = f"{path}.part"
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(partial, path)
 
 
 def plain(value: object) -> Any:
@@ -105,10 +97,8 @@ def append_rows(path: str, numbers: array[float]) -> None:
 
 def write_rows(path: str, numbers: array[float]) -> None:
     """Replace the rows of the file, atomically."""
-    partial = f"{path}.part"
-    with open(partial, "wb") as file:
+    with replace_file(path) as part, open(part, "wb") as file:
         file.write(_little(numbers).tobytes())
-    os.replace(partial, path)
 
 
 def _little(numbers: array[float]) -> array[float]:

@@ -30,12 +30,12 @@ from ipufit.report.files import (
     read_facts,
     read_rows,
     write_rows,
-    write_text,
 )
 from ipufit.report.profiling import Profiler
 from ipufit.report.rows import ExecutionTable, columns_of
 from ipufit.report.settings import Report
 from ipufit.utils.console import warn_user
+from ipufit.utils.files import write_text
 from ipufit.utils.phase_timer import NO_CLOCK, PHASES
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import fork_rng

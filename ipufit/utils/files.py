@@ -1,15 +1,45 @@
-"""Writes that outlast a power cut: files of tensors, and the names in a folder."""
+"""Files that appear whole, and writes that outlast a power cut."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from typing import Dict, Mapping
+import threading
+from typing import Dict, Iterator, Mapping
 
-import safetensors.torch
 from torch import Tensor
 
-__all__ = ["sync_folder", "write_tensors"]
+__all__ = ["replace_file", "sync_folder", "write_tensors", "write_text"]
+
+
+@contextlib.contextmanager
+def replace_file(path: str) -> Iterator[str]:
+    """Write a file atomically: a reader sees all of it, or the file before.
+
+    Args:
+        path: of the file.
+
+    Yields:
+        Path of a new file that the block makes, which takes the place of the other one when the
+        block ends; if the block raises, it is removed.
+    """
+    # Beside the target: only within one file system a file is put in place at once.
+    folder, name = os.path.split(path)
+    part = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(part)
+        raise
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a text file atomically: a reader sees all of it, or the file before."""
+    with replace_file(path) as part, open(part, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def write_tensors(path: str, tensors: Mapping[str, Tensor], metadata: Dict[str, str]) -> None:
@@ -24,6 +54,9 @@ def write_tensors(path: str, tensors: Mapping[str, Tensor], metadata: Dict[str, 
         OSError: the disk refuses.
         KeyError, ValueError, safetensors.SafetensorError: the installed safetensors does.
     """
+    # Imported here: files of texts do without.
+    import safetensors.torch
+
     with open(path, "xb") as file:
         rights = os.fstat(file.fileno()).st_mode
     safetensors.torch.save_file(dict(tensors), path, metadata=metadata)

@@ -10,12 +10,12 @@ import importlib
 import json
 import os
 import re
-import tempfile
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Type, TypeVar, Union
 
 from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, shown
 from ipufit.engines.ipu.ipu_config.reading import check_changes, raise_faults
 from ipufit.errors import ConfigurationError
+from ipufit.utils.files import write_text
 
 __all__ = [
     "FILE_NAME",
@@ -248,20 +248,9 @@ def write_file(text: str, path: str) -> None:
     Raises:
         ConfigurationError: it can't be written.
     """
-    folder, name = os.path.split(path)
-    part = ""
     try:
-        handle, part = tempfile.mkstemp(prefix=f".{name}.", suffix=".part", dir=folder or ".")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # What mkstemp makes is for its owner alone.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(part, 0o666 & ~mask)
-        os.replace(part, path)
+        write_text(path, text)
     except OSError as error:
-        if part and os.path.exists(part):
-            os.unlink(part)
         raise ConfigurationError(
             f"a configuration is written to a file in a folder that exists, but {error}. Choose "
             "another path."
