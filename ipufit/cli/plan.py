@@ -6,13 +6,13 @@ import dataclasses
 import json
 import sys
 from types import FrameType
-from typing import Callable, List, Mapping, Optional
+from typing import Any, Callable, List, Mapping, Optional
 
 from ipufit.cli.intercept_fit import check_fit_arguments, first_micro_batch, intercept_fit
 from ipufit.core.plan import Plan
 from ipufit.partition.request import PartitionRequest
 from ipufit.planner.partition_plan import PartitionPlan
-from ipufit.planner.plan_partition import plan_partition
+from ipufit.planner.plan_partition import PlanWork, plan_partition
 from ipufit.training.model import Model
 from ipufit.training.session import Session
 from ipufit.training.summary import stripped
@@ -42,7 +42,7 @@ def plan_script(
     batches: List[Plan] = []
 
     def look(
-        model: Model, session: Session, fit_args: Mapping[str, object], caller: FrameType
+        model: Model, session: Session, fit_args: Mapping[str, Any], caller: FrameType
     ) -> None:
         sample = first_micro_batch(session, fit_args)
         request = check_fit_arguments(session, fit_args, **({} if ipus is None else {"ipus": ipus}))
@@ -54,10 +54,9 @@ def plan_script(
             # What nobody has chosen: the least that fills the pipeline.
             accumulation = None
         session.sample = sample = stripped(sample)
-        work = (fit_args["ipus"] if ipus is None else ipus, accumulation)
+        work = PlanWork(fit_args["ipus"] if ipus is None else ipus, accumulation)
         division = PartitionRequest(ipus_per_replica=per_replica)
-        how = ("grouped", None, None)
-        plans.append(plan_partition(session, lambda: sample, division, work, how))
+        plans.append(plan_partition(session, lambda: sample, division, work))
 
     stream = sys.stderr if as_json else None
     failed = intercept_fit(execute, look, "plan", printing_to=stream, in_one_line=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from torch import nn
 
@@ -16,9 +16,9 @@ __all__ = ["KINDS", "check_ties", "meant_layer"]
 KINDS: Dict[str, type] = {"embedding": nn.Embedding, "projection": nn.Linear}
 
 # The name of an argument, and what it says of layers.
-Named = Tuple[str, Optional[Mapping[str, Any]]]
+Named = Tuple[str, Optional[Mapping[str, object]]]
 # The name of a parameter, and into what it cuts the layer, or None.
-Cut = Tuple[str, Any]
+Cut = Tuple[str, object]
 
 
 def meant_layer(module: nn.Module, kind: str, named: Sequence[Named], cuts: Sequence[Cut]) -> str:
@@ -95,7 +95,7 @@ def check_ties(module: nn.Module, meant: Mapping[str, Tuple[str, Sequence[Cut]]]
             )
 
 
-def _places(name: str, setting: object) -> Tuple[int, Any]:
+def _places(name: str, setting: object) -> Tuple[int, Optional[Tuple[int, ...]]]:
     parts = parts_of(name, setting)
     return parts.count, parts.per_ipu
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ __all__ = ["OperatorWork", "bytes_of", "flops_of", "work_of"]
 # What a tile can do per clock at best: FLOPs of a matrix product in 32 and in 16 bits, and bytes
 # between its memory and its registers. Only the ratio of two operators' times is ever used.
 _FLOPS_32, _FLOPS_16, _BYTES = 32, 128, 24
+
+# Arguments that an operator's schema types.
+_Arguments = Sequence[Any]
+_Counter = Callable[[_Arguments, Any], int]
 
 
 @dataclasses.dataclass
@@ -38,7 +42,10 @@ class OperatorWork:
 
 
 def work_of(
-    operator: object, args: Sequence[object], kwargs: Dict[str, Any], result: object
+    operator: torch._ops.OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    result: object,
 ) -> OperatorWork:
     """The work of one call of an ATen operator; a view has none.
 
@@ -46,18 +53,14 @@ def work_of(
     """
     if _is_view(operator):
         return OperatorWork()
-    inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+    inputs, outputs = tree.tensors((args, kwargs)), tree.tensors(result)
     flops = flops_of(operator, args, result)
     rate = _FLOPS_16 if outputs and outputs[0].element_size() <= 2 else _FLOPS_32
     moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
     return OperatorWork(flops, max(flops / rate, moved / _BYTES))
 
 
-def _tensors(values: object) -> List[Tensor]:
-    return [leaf for leaf in tree.flatten(values)[0] if isinstance(leaf, Tensor)]
-
-
-def _is_view(operator: Any) -> bool:
+def _is_view(operator: torch._ops.OpOverload) -> bool:
     """True if the operator returns a view of its argument, without a copy."""
     if operator is torch.ops.aten.detach.default:
         return True
@@ -65,7 +68,7 @@ def _is_view(operator: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def flops_of(operator: object, args: Sequence[object], result: object) -> int:
+def flops_of(operator: torch._ops.OpOverload, args: Sequence[object], result: object) -> int:
     """Two per multiply-add of matrix products, convolutions and attention; 0 for all else.
 
     The same as ``torch.utils.flop_counter`` has, but for what that leaves out, which is products
@@ -81,7 +84,10 @@ def flops_of(operator: object, args: Sequence[object], result: object) -> int:
 
 
 def bytes_of(
-    operator: object, args: Sequence[object], kwargs: Dict[str, Any], result: object
+    operator: torch._ops.OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    result: object,
 ) -> int:
     """Bytes that one call of an ATen operator reads and writes in memory; of a view, none.
 
@@ -91,12 +97,12 @@ def bytes_of(
     name = _name(operator)
     if _is_view(operator) or name in _ONLY_MAKE:
         return 0
-    outputs = _tensors(result)
+    outputs = tree.tensors(result)
     written = sum(map(_held, outputs))
     if name in _FILL:
         return written
-    out_tensors = {id(tensor) for tensor in _tensors(kwargs.get("out"))}
-    inputs = [tensor for tensor in _tensors((args, kwargs)) if id(tensor) not in out_tensors]
+    out_tensors = {id(tensor) for tensor in tree.tensors(kwargs.get("out"))}
+    inputs = [tensor for tensor in tree.tensors((args, kwargs)) if id(tensor) not in out_tensors]
     if name == "copy_":
         inputs = inputs[1:]
     read = [_held(tensor) for tensor in inputs]
@@ -111,51 +117,51 @@ def _held(tensor: Tensor) -> int:
     return math.prod(sizes) * tensor.element_size()
 
 
-def _name(operator: Any) -> str:
+def _name(operator: torch._ops.OpOverload) -> str:
     return str(operator._schema.name.partition("::")[2])
 
 
-def _product(first: int) -> Callable[[Sequence[Any], Any], int]:
+def _product(first: int) -> _Counter:
     """Count FLOPs of a matrix product whose left factor is the argument of that index."""
     return lambda args, result: 2 * result.numel() * args[first].shape[-1]
 
 
-def _convolution(args: Sequence[Any], result: Any) -> int:
+def _convolution(args: _Arguments, result: Any) -> int:
     """Every input value of a transposed one meets a filter, and so does every output of others."""
     weight, transposed = args[1], args[6]
     places = args[0].numel() if transposed else result.numel()
     return int(2 * places * math.prod(weight.shape[1:]))
 
 
-def _convolution_backward(args: Sequence[Any], result: object) -> int:
+def _convolution_backward(args: _Arguments, result: object) -> int:
     """Count as much for the gradient of the input, and for that of the weight, as forward."""
     gradient, inputs, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
     places = inputs.numel() if transposed else gradient.numel()
     return int(2 * places * math.prod(weight.shape[1:])) * (int(mask[0]) + int(mask[1]))
 
 
-def _attention(args: Sequence[Any]) -> int:
+def _attention(args: _Arguments) -> int:
     """Scores, and their product with the values."""
     query, key, value = args[:3]
     pairs = query.numel() // query.shape[-1] * key.shape[-2]
     return int(2 * pairs * (query.shape[-1] + value.shape[-1]))
 
 
-def _attention_backward(args: Sequence[Any]) -> int:
+def _attention_backward(args: _Arguments) -> int:
     """Scores anew, then gradients of values, of scores, of queries and of keys."""
     query, key, value = args[1:4]
     pairs = query.numel() // query.shape[-1] * key.shape[-2]
     return int(2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1]))
 
 
-def _recurrent(args: Sequence[Any], result: object) -> int:
+def _recurrent(args: _Arguments, result: object) -> int:
     """Every weight of a layer meets every time step of every sample."""
     tensors = args[0]
     weights = sum(tensor.numel() for tensor in tensors if tensor.dim() == 2)
     return int(2 * math.prod(tensors[0].shape[:2]) * weights)
 
 
-def _recurrent_backward(args: Sequence[Any], result: object) -> int:
+def _recurrent_backward(args: _Arguments, result: object) -> int:
     """Count the operations of a recurrent layer's gradients.
 
     The forward operations come again for each weight that wants a gradient, and for gradients that
@@ -201,7 +207,7 @@ _FILL = {
 # They read of their first argument what their result has.
 _LOOK_UP = {"embedding", "gather", "index", "index_select"}
 
-_TABLE: Dict[str, Callable[[Sequence[Any], Any], int]] = {
+_TABLE: Dict[str, _Counter] = {
     "mm": _product(0),
     "bmm": _product(0),
     "mv": _product(0),

@@ -7,14 +7,11 @@ import fnmatch
 from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
 from ipufit.core.compile_arguments import OFF
 from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.utils import tree
+from ipufit.utils.state import watch_modules
 
 __all__ = ["checkpoint_outputs", "resolve_recompute", "watch_calls"]
 
@@ -98,7 +95,7 @@ def watch_calls(
     module: nn.Module,
     names: Sequence[str],
     on_begin: Callable[[str], None],
-    on_end: Callable[[str, Any], object],
+    on_end: Callable[[str, object], object],
 ) -> Iterator[None]:
     """Tell of each call of these layers in the block.
 
@@ -117,21 +114,16 @@ def watch_calls(
     layers = {id(module.get_submodule(name)): name for name in names}
     called = set()
 
-    def begin(layer: nn.Module, args: Any) -> None:
+    def begin(layer: nn.Module, args: object) -> None:
         if id(layer) in layers:
             called.add(layers[id(layer)])
             on_begin(layers[id(layer)])
 
-    def end(layer: nn.Module, args: Any, output: Any) -> Any:
+    def end(layer: nn.Module, args: object, output: object) -> object:
         return on_end(layers[id(layer)], output) if id(layer) in layers else None
 
-    # Hooks for all modules: one of a module's own would switch off torch's fast paths.
-    handles = [register_module_forward_pre_hook(begin), register_module_forward_hook(end)]
-    try:
+    with watch_modules(begin, end):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     missed = [name for name in names if name not in called]
     if missed:
         raise ConfigurationError(
@@ -144,7 +136,7 @@ def watch_calls(
 def checkpoint_outputs(sdk: Any, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Tell PopTorch to keep the outputs of these layers, between which it recomputes."""
 
-    def checkpoint_output(name: str, output: object) -> Any:
+    def checkpoint_output(name: str, output: object) -> object:
         return tree.map_leaves(
             lambda leaf: sdk.recomputationCheckpoint(leaf) if isinstance(leaf, Tensor) else leaf,
             output,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any, Mapping, Optional, Sequence, Tuple, Union
+from typing import Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
 from ipufit.partition.partition import STRATEGIES
@@ -58,10 +58,10 @@ class Parallel:
         ConfigurationError: a value that can't work without a look at the module; all of them.
     """
 
-    stages: Union[Mapping[str, Union[int, Tuple[int, int]]], str, Any, None] = None
+    stages: Union[Mapping[str, Union[int, Tuple[int, int]]], str, object, None] = None
     layers_per_ipu: Optional[Sequence[int]] = None
     layers: Union[str, Sequence[str], None] = None
-    strategy: Any = None
+    strategy: object = None
     ipus_per_replica: Optional[int] = None
     auto_round_ipus: Optional[bool] = None
     inference: Optional[Parallel] = None
@@ -164,7 +164,7 @@ POPTORCH_STRATEGIES = {
 }
 
 
-def strategy_of(request: PartitionRequest) -> Tuple[str, Any]:
+def strategy_of(request: PartitionRequest) -> Tuple[str, object]:
     """The name of the strategy, and PopTorch's object or None.
 
     Raises:

@@ -152,16 +152,15 @@ def parts_of(layer: str, setting: Any) -> Parts:
     return Parts(factor, None, mode)
 
 
-def _splits(layer: str, splits: Any) -> Tuple[int, ...]:
+def _splits(layer: str, splits: object) -> Tuple[int, ...]:
     def refused(rule: str, cure: str) -> ConfigurationError:
         return ConfigurationError(
             f"the splits per IPU of {layer!r} must {rule}, got {splits!r}. {cure}"
         )
 
-    whole = isinstance(splits, (list, tuple)) and all(
+    if not isinstance(splits, (list, tuple)) or not all(
         isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in splits
-    )
-    if not whole:
+    ):
         raise refused(
             "be a list of numbers of at least 0, one for each IPU", "Pass for example [2, 2]."
         )
@@ -176,7 +175,7 @@ def _splits(layer: str, splits: Any) -> Tuple[int, ...]:
     return tuple(splits)
 
 
-def _together(splits: Sequence[int], first: int) -> Any:
+def _together(splits: Sequence[int], first: int) -> List[int]:
     counts = [count for count in splits if count]
     return [0] * first + counts + [0] * (len(splits) - first - len(counts))
 
@@ -328,8 +327,10 @@ class CutWeight(Serialized):
         """Names of the parameters that the weight is cut into."""
         return [f"weight_{part}" for part in range(self.parts.count)]
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        layer_state: Dict[str, Any] = {}
+    def _save_to_state_dict(
+        self, destination: Dict[str, object], prefix: str, keep_vars: bool
+    ) -> None:
+        layer_state: Dict[str, Tensor] = {}
         super()._save_to_state_dict(layer_state, prefix, keep_vars)
         pieces = [layer_state.pop(prefix + name) for name in self.piece_names()]
         destination[prefix + "weight"] = torch.cat(pieces, self.dim)
@@ -337,7 +338,7 @@ class CutWeight(Serialized):
 
     def _load_from_state_dict(
         self,
-        state_dict: Any,
+        state_dict: Dict[str, Tensor],
         prefix: str,
         local_metadata: object,
         strict: bool,

@@ -357,7 +357,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> Dict[int, int]:
 
 def _tried(
     optimizer: torch.optim.Optimizer, group: Mapping[str, object], parameter: Tensor
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     """The state of a parameter like this after one step."""
     zeros = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))
     zeros.grad = torch.zeros_like(zeros)
@@ -368,7 +368,7 @@ def _tried(
         name: collections.OrderedDict() for name in attributes if name.endswith("_hooks")
     }
     setting = {**group, **{name: None for name in _FASTER if name in group}, "params": [zeros]}
-    state: Any = collections.defaultdict(dict)
+    state: Dict[Tensor, Dict[str, object]] = collections.defaultdict(dict)
     vars(trial).update({**attributes, **hooks, "state": state, "param_groups": [setting]})
     if "capturable" in setting:
         setting["capturable"] = False

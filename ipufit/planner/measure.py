@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,13 @@ from ipufit.tracing.interpreter import (
     Listener,
     OperatorCall,
     watch_functions,
-    watch_modules,
     watch_operators,
 )
 from ipufit.tracing.stage_context import follow_stages
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import blocks_watched
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import call_with, eval_mode, train_mode
+from ipufit.utils.state import call_with, eval_mode, train_mode, watch_modules
 
 __all__ = ["CallTrace", "Segment", "measure", "stages_of_blocks"]
 
@@ -143,7 +142,7 @@ class _Pass:
 
     def __init__(
         self,
-        step: Any,
+        step: ModuleWithLoss,
         names: Sequence[str],
         batch: MicroBatch,
         weigher: _Weigher,

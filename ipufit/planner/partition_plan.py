@@ -209,7 +209,7 @@ class PartitionPlan:
         forward, backward = ([time / unit for time in times] for times in (forward, backward))
         return simulate(schedule, forward, backward, count, self.planned.places)
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> Dict[str, object]:
         """Return the whole plan as plain values, which JSON can hold."""
         planned = dataclasses.asdict(self.planned)
         planned.update(
@@ -452,5 +452,5 @@ def apply_plan(module: nn.Module, request: PartitionRequest) -> PartitionRequest
     if len(plan.costs) == 1:
         return dataclasses.replace(request, stages=None, strategy=None)
     # Inference runs sharded where it does not fill the pipeline, unless someone says otherwise.
-    strategy = request.strategy if request.prefix else strategy
-    return dataclasses.replace(request, stages=plan.stages, strategy=strategy)
+    chosen = request.strategy if request.prefix else strategy
+    return dataclasses.replace(request, stages=plan.stages, strategy=chosen)

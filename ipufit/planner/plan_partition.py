@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Optional, Sequence, Tuple
+from typing import Callable, Optional, Sequence, Tuple
 
 from torch import nn
 
@@ -22,18 +22,32 @@ from ipufit.planner.pipeline_schedule import SCHEDULES
 from ipufit.planner.planning import Divided, PartitionEstimator, schedule_of
 from ipufit.utils.error_collector import ErrorCollector, one_of
 
-__all__ = ["plan_partition"]
+__all__ = ["PlanWork", "plan_partition"]
 
 # IPUs of a replica that are looked for where nobody says how many there are: a whole POD64.
 _MOST = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanWork:
+    """Arguments of ``Model.plan`` that do not divide the module.
+
+    Attributes:
+        ipus, gradient_accumulation, schedule, recompute, ipu_memory: as ``Model.plan`` has them.
+    """
+
+    ipus: Optional[int] = None
+    gradient_accumulation: Optional[int] = None
+    schedule: str = SCHEDULES[0]
+    recompute: object = None
+    ipu_memory: Optional[int] = None
 
 
 def plan_partition(
     session: CompiledModule,
     read_sample: Callable[[], MicroBatch],
     request: PartitionRequest,
-    work: Tuple[Any, Any],
-    how: Tuple[Any, Any, Any],
+    work: PlanWork,
 ) -> PartitionPlan:
     """Search for a partition, or take the one that is passed, and estimate its costs.
 
@@ -42,15 +56,14 @@ def plan_partition(
         read_sample: returns the micro-batch whose shapes the plan is for, once arguments are
             checked.
         request: the arguments that divide the module.
-        work: ipus, gradient_accumulation.
-        how: schedule, recompute, ipu_memory.
+        work: the other arguments.
 
     Raises:
         ConfigurationError: arguments that can't work.
     """
-    schedule, memory = _checked(how)
-    recompute = _recomputation(session, how[1])
-    ipus, accumulation = work
+    schedule, memory = _checked(work.schedule, work.ipu_memory)
+    recompute = _recomputation(session, work.recompute)
+    ipus, accumulation = work.ipus, work.gradient_accumulation
     rounds = session.auto_round_ipus
     Plan.make(micro_batch_size=1, ipus=ipus, auto_round_ipus=rounds)
     wanted = _wanted(session, request, ipus)
@@ -149,8 +162,7 @@ def _recomputation(session: CompiledModule, recompute: object) -> _Recomputation
     return _Recomputation(names, lambda strategy, count: True)
 
 
-def _checked(how: Tuple[Any, Any, Any]) -> Tuple[str, int]:
-    schedule, _, memory = how
+def _checked(schedule: str, memory: Optional[int]) -> Tuple[str, int]:
     faults = ErrorCollector()
     with faults.collect():
         one_of("schedule", schedule, SCHEDULES)
@@ -182,28 +194,32 @@ class _Wanted:
 
 def _wanted(session: CompiledModule, request: PartitionRequest, ipus: Optional[int]) -> _Wanted:
     compiled = session.partitions.training
-    if request.strategy is not None and request.strategy not in STRATEGIES:
-        raise UnknownNameError("strategy", str(request.strategy), STRATEGIES)
-    if request.strategy is None and compiled is not None:
-        request = dataclasses.replace(request, strategy=compiled.strategy)
+    strategy = None if request.strategy is None else str(request.strategy)
+    if strategy is not None and strategy not in STRATEGIES:
+        raise UnknownNameError("strategy", strategy, STRATEGIES)
+    if strategy is None and compiled is not None:
+        strategy = compiled.strategy
+    request = dataclasses.replace(request, strategy=strategy)
     is_given = request.stages not in (None, AUTO) or request.layers_per_ipu is not None
     if is_given or request.layers is not None:
         return _estimated(resolve_partition(session.module, request))
     count = request.ipus_per_replica
     if request.stages is None and count is None and compiled is not None:
         if not compiled.is_open:
-            return _estimated(dataclasses.replace(compiled, strategy=request.strategy))
+            return _estimated(dataclasses.replace(compiled, strategy=strategy or compiled.strategy))
         count = compiled.ipus
     request = dataclasses.replace(request, stages=AUTO, ipus_per_replica=count or 1)
     resolve_partition(session.module, request)
-    strategy = request.strategy or "pipelined"
+    strategy = strategy or "pipelined"
     if count is not None:
         return _Wanted(None, strategy, (int(count),))
     most = _MOST if ipus is None else int(ipus)
     return _Wanted(None, strategy, tuple(1 << p for p in range(most.bit_length())))
 
 
-def _check_work(wanted: _Wanted, ipus: Any, accumulation: Any, rounds: bool) -> None:
+def _check_work(
+    wanted: _Wanted, ipus: Optional[int], accumulation: Optional[int], rounds: bool
+) -> None:
     """Check the number of stages, where it is fixed, against the IPUs.
 
     Raises:

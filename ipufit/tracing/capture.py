@@ -137,14 +137,22 @@ def capture_error(
         runs_eagerly: whether the module could run without a recording, as it is.
     """
     advice = _EAGERLY if runs_eagerly else ""
-    parts: Dict[str, Any] = {"kind": kind, "what": what, "cure": instead}
-    if frame is None:
-        return CaptureError(f"{what}. {instead}", cause=cause, advice=advice, **parts)
-    file, line, function = frame
-    source = linecache.getline(file, line).strip()
-    shown = f": `{source}`" if source else ""
-    text = f"{what}, at {file}:{line} in {function}{shown}. {instead}"
-    return CaptureError(text, file, line, cause, advice, function=function, **parts)
+    file, line, function = frame or (None, None, None)
+    where = ""
+    if file is not None and line is not None:
+        source = linecache.getline(file, line).strip()
+        where = f", at {file}:{line} in {function}{f': `{source}`' if source else ''}"
+    return CaptureError(
+        f"{what}{where}. {instead}",
+        file,
+        line,
+        cause,
+        advice,
+        function=function,
+        kind=kind,
+        what=what,
+        cure=instead,
+    )
 
 
 # What the user's line looks like tells which of several causes it was; torch's error is the same.
@@ -318,10 +326,12 @@ def _compiled_error(frame: Optional[Frame]) -> CaptureError:
     )
 
 
-def has_mask_index(args: Tuple[Any, ...]) -> bool:
+def has_mask_index(args: Sequence[object]) -> bool:
     """Tell whether aten::index with these arguments takes what a mask says."""
     indices = args[1] if len(args) > 1 else ()
-    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+    return isinstance(indices, (list, tuple)) and any(
+        isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices
+    )
 
 
 # Operators of weights, whose tensors must agree on what they hold. On fake tensors torch does not
@@ -338,15 +348,16 @@ _OF_WEIGHTS = {
 _OF_CLASSES = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
 
 
-def _refuse_dtypes(func: Any, args: Tuple[Any, ...]) -> None:
+def _refuse_dtypes(func: torch._ops.OpOverload, args: Sequence[object]) -> None:
     """Raise what torch's kernels raise for integers beside weights, and for short class indices.
 
     Raises:
         RuntimeError: the operator can't take its tensors.
     """
     if func.overloadpacket in _OF_CLASSES:
-        if args[1].dtype not in (torch.int64, torch.uint8):
-            raise RuntimeError(f"{func} needs class indices of int64, but got {args[1].dtype}")
+        classes = args[1]
+        if isinstance(classes, Tensor) and classes.dtype not in (torch.int64, torch.uint8):
+            raise RuntimeError(f"{func} needs class indices of int64, but got {classes.dtype}")
         return
     if func.overloadpacket not in _OF_WEIGHTS:
         return
@@ -365,11 +376,11 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: torch._ops.OpOverload,
         types: object,
         args: Tuple[Any, ...] = (),
-        kwargs: Optional[Dict[str, Any]] = None,
-    ) -> Any:
+        kwargs: Optional[Dict[str, object]] = None,
+    ) -> object:
         fake = [a for a in args if isinstance(a, FakeTensor)]
         unknown = any(getattr(a, "constant", None) is None for a in fake)
         if _Restored.generator and draws(func, args, kwargs or {}):
@@ -580,7 +591,7 @@ def uses_random_numbers(graph: fx.GraphModule) -> bool:
     )
 
 
-def draws(operator: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+def draws(operator: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Say whether a call of an operator draws random numbers.
 
     Attention and recurrent layers draw them for their dropout alone, which may be 0.
@@ -589,8 +600,9 @@ def draws(operator: Any, args: Sequence[object], kwargs: Mapping[str, object]) -
         operator: of the dispatcher; another function draws none.
         args, kwargs: of the call.
     """
-    is_operator = isinstance(operator, torch._ops.OpOverload)
-    if not is_operator or operator._schema.name.endswith("_backward"):
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
+    if operator._schema.name.endswith("_backward"):
         return False
     for place, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p":

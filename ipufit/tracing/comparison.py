@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Dict, Optional, Tuple
+from typing import Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -205,7 +205,7 @@ class Comparison:
         """
         return next((each for each in self.differences if each.kind == kind), None)
 
-    def as_dict(self) -> Dict[str, Any]:
+    def as_dict(self) -> Dict[str, object]:
         """All of it as plain numbers, texts, lists and dicts."""
         values = dataclasses.asdict(self)
         values["differences"] = [dataclasses.asdict(each) for each in self.differences]

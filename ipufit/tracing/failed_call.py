@@ -322,7 +322,7 @@ def _batch_norm(layer: _BatchNorm, x: Tensor) -> Optional[_Mismatch]:
     return None
 
 
-def _last_dimensions(layer: Any, x: Tensor) -> Optional[_Mismatch]:
+def _last_dimensions(layer: nn.LayerNorm, x: Tensor) -> Optional[_Mismatch]:
     """Compare an input with the shape that a layer normalises."""
     wanted = tuple(layer.normalized_shape)
     came = tuple(x.shape[-len(wanted) :])
@@ -340,7 +340,7 @@ def _group_norm(layer: nn.GroupNorm, x: Tensor) -> Optional[_Mismatch]:
     return _Mismatch(f"{layer.num_channels} channels in dimension 1", cure)
 
 
-def _recurrent(layer: Any, x: Tensor) -> Optional[_Mismatch]:
+def _recurrent(layer: Union[nn.RNNBase, nn.RNNCellBase], x: Tensor) -> Optional[_Mismatch]:
     """Compare an input with the features of a recurrent layer or cell."""
     if x.shape[-1] == layer.input_size:
         return None

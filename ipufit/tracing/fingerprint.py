@@ -51,7 +51,7 @@ class StepModule(nn.Module):
 
     net: nn.Module
     called: Tuple[object, ...] = ()
-    functions: Tuple[Callable[..., Any], ...] = ()
+    functions: Tuple[Callable[..., object], ...] = ()
 
 
 class CodeReader:
@@ -120,8 +120,9 @@ class CodeReader:
             if name in value.__globals__:
                 self._note(name, value.__globals__[name], names, _DEPTH_OF_VALUES)
         self._read_own_variables(value, names)
-        for name in sorted(names) if kind is not None else ():
-            self._note_member(kind, name, names)
+        if kind is not None:
+            for name in sorted(names):
+                self._note_member(kind, name, names)
         return None
 
     def _read_own_variables(self, function: types.FunctionType, names: Set[str]) -> None:
@@ -140,7 +141,7 @@ class CodeReader:
             if not isinstance(default, (*PLAIN, type)):
                 self._note(name, default, names, _DEPTH_OF_VALUES)
 
-    def _note_member(self, kind: Any, name: str, names: Set[str]) -> None:
+    def _note_member(self, kind: type, name: str, names: Set[str]) -> None:
         """Note the value that ``self.name`` reads from a class of the user's."""
         for base in kind.__mro__:
             if name in vars(base) and _is_of_users(base):

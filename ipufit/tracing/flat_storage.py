@@ -10,7 +10,7 @@ parameter memory of its own again.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -152,7 +152,7 @@ def group_alike(
         for index, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     }
-    alike: Dict[Tuple[Any, ...], List[Tuple[str, nn.Parameter]]] = {}
+    alike: Dict[Tuple[int, float, torch.dtype, torch.device], List[Tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         key = (groups[id(parameter)], updates(parameter), parameter.dtype, parameter.device)
         alike.setdefault(key, []).append((name, parameter))

@@ -187,7 +187,7 @@ def preserve_attributes(module: StepModule) -> Iterator[List[str]]:
         set on themselves is left out.
     """
     changed: List[str] = []
-    saved: List[Tuple[Optional[object], Dict[str, Any], Dict[str, Any]]] = []
+    saved: List[Tuple[Optional[object], Dict[str, object], Dict[str, object]]] = []
     contents: List[Tuple[str, Any, Any]] = []
     plain: List[Tuple[Tensor, int, Tensor]] = []
     for part in (*module.modules(), *module.called):

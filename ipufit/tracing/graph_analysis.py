@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -80,9 +80,10 @@ class Memories:
             self._parent[first] = second
 
 
-def schema_of(node: fx.Node) -> Any:
+def schema_of(node: fx.Node) -> Optional[torch.FunctionSchema]:
     """Return the schema of the operator that a node calls, or None if it calls no operator."""
-    return getattr(node.target, "_schema", None)
+    target = node.target
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None
 
 
 def nodes_in(value: object) -> Iterator[fx.Node]:
@@ -98,7 +99,7 @@ def _aliased(node: fx.Node) -> Iterator[Tuple[fx.Node, bool]]:
     """The arguments whose memory the node's value shares or the node writes to; which of both."""
     if node.target is operator.getitem:
         # Of an operator's several results, views share the memory of what they are views of.
-        source: Any = node.args[0]
+        source = node.all_input_nodes[0]
         if any(True for _ in _aliased(source)) and source.target not in NORMS:
             yield source, False
         return

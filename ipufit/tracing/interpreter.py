@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from torch import Tensor, fx, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +22,6 @@ __all__ = [
     "Listener",
     "OperatorCall",
     "watch_functions",
-    "watch_modules",
     "watch_operators",
 ]
 
@@ -42,8 +37,8 @@ class OperatorCall:
     """
 
     operator: Any
-    args: Tuple[Any, ...]
-    kwargs: Dict[str, Any]
+    args: Tuple[object, ...]
+    kwargs: Dict[str, object]
     node: Optional[fx.Node] = None
 
     @property
@@ -105,7 +100,9 @@ class InstrumentedInterpreter(fx.Interpreter):
             listener.on_value(n, value, released)
         return value
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> object:
+    def call_function(
+        self, target: object, args: Tuple[object, ...], kwargs: Dict[str, object]
+    ) -> object:
         """Call an operator or another function."""
         return _run(self._listeners, OperatorCall(target, args, kwargs, self._node))
 
@@ -116,7 +113,11 @@ class _OperatorMode(TorchDispatchMode):
         self._listeners = listeners
 
     def __torch_dispatch__(
-        self, func: object, types: object, args: Tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: object,
+        types: object,
+        args: Tuple[object, ...] = (),
+        kwargs: Optional[Dict[str, object]] = None,
     ) -> object:
         return _run(self._listeners, OperatorCall(func, args, kwargs or {}))
 
@@ -127,7 +128,11 @@ class _FunctionMode(TorchFunctionMode):
         self._listeners = listeners
 
     def __torch_function__(
-        self, func: object, types: object, args: Tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: object,
+        types: object,
+        args: Tuple[object, ...] = (),
+        kwargs: Optional[Dict[str, object]] = None,
     ) -> object:
         return _run(self._listeners, OperatorCall(func, args, kwargs or {}))
 
@@ -140,25 +145,3 @@ def watch_operators(*listeners: Listener) -> contextlib.AbstractContextManager[o
 def watch_functions(*listeners: Listener) -> contextlib.AbstractContextManager[object]:
     """Tell of every function of torch's that the block calls, above autograd."""
     return _FunctionMode(listeners)
-
-
-@contextlib.contextmanager
-def watch_modules(
-    on_call: Callable[[nn.Module, Any], None],
-    on_return: Optional[Callable[[nn.Module, Any, Any], None]] = None,
-) -> Iterator[None]:
-    """Tell of every call of any module in the block, and of its return.
-
-    Args:
-        on_call: takes the module and its arguments, before its forward.
-        on_return: takes the module, its arguments and what its forward has returned.
-    """
-    # Hooks for all modules: one of a module's own would switch off torch's fast paths.
-    handles = [register_module_forward_pre_hook(on_call)]
-    if on_return is not None:
-        handles.append(register_module_forward_hook(on_return))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

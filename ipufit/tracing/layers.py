@@ -157,7 +157,7 @@ class _ParameterReads(Listener):
 
 def _call_without_values(
     module: nn.Module, batch: MicroBatch, device: torch.device, used: Set[str]
-) -> Any:
+) -> tree.Tree:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state: Dict[str, Tensor] = {
         name: mode.from_tensor(tensor)
@@ -194,7 +194,7 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _shallow(value: Any) -> Tuple[Any, Any]:
-    return value, type(value)(value) if type(value) in (list, dict, set) else value
+    return value, value.copy() if type(value) in (list, dict, set) else value
 
 
 def form(output: tree.Tree) -> str:

@@ -31,7 +31,7 @@ _encode = _Encoder.forward
 
 
 @functools.wraps(_encode)
-def _encode_as_said(*args: Any, **kwargs: Any) -> Any:
+def _encode_as_said(*args: Any, **kwargs: Any) -> Tensor:
     if len(args) < 5:
         kwargs["is_causal"] = kwargs.get("is_causal") is True
     return _encode(*args, **kwargs)
@@ -41,7 +41,8 @@ def _encode_as_said(*args: Any, **kwargs: Any) -> Any:
 def unread_masks() -> Iterator[None]:
     """Within it a mask is causal only where ``is_causal`` says so."""
     owner: object = transformer
-    name, instead = "_detect_is_causal_mask", _as_said
+    name = "_detect_is_causal_mask"
+    instead: Callable[..., object] = _as_said
     if not hasattr(owner, name):
         # torch 2.0 asks in the encoder itself, and only there.
         owner, name, instead = _Encoder, "forward", _encode_as_said
@@ -65,7 +66,7 @@ def _repeat_interleave(input: Tensor, repeats: int, dim: Optional[int] = None) -
 
 def _as_fixed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(function)
-    def repeated(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def repeated(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         named = {**dict(zip(("repeats", "dim"), args)), **kwargs}
         repeats, dim = named.get("repeats"), named.get("dim")
         if isinstance(repeats, int) and repeats >= 0 and (dim is None or input.dim()):

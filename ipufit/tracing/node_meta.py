@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, List, Optional, Sequence
+from typing import Callable, Iterator, List, Optional, Sequence
 
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -123,7 +123,7 @@ def mark_layers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
         if graph is not None:
             starts.append(_last(graph))
 
-    def end(name: str, output: Any) -> None:
+    def end(name: str, output: object) -> None:
         nonlocal calls
         if graph is not None:
             _mark(graph, starts.pop(), _SEGMENT, calls)

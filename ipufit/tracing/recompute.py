@@ -9,7 +9,7 @@ by the same operators in the same order, right before it is first wanted.
 from __future__ import annotations
 
 import operator
-from typing import Any, Dict, List, Set, Tuple
+from typing import Dict, List, Set
 
 from torch import fx
 
@@ -172,6 +172,6 @@ def _copy(node: fx.Node, copies: Dict[fx.Node, fx.Node]) -> fx.Node:
     mark_again(copied, node)
     if _statistics_left_out(node):
         # The batch's own statistics are what counts; the running ones have moved on already.
-        args: Tuple[Any, ...] = copied.args
+        args = copied.args
         copied.args = (*args[:3], None, None, *args[5:])
     return copied

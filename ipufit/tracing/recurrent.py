@@ -217,13 +217,13 @@ class _Reserve(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, size: int, tape: Any) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, size: int, tape: object) -> Tensor:
         """A tensor whose ``grad_fn`` has the tape."""
         ctx.tape = tape
         return _reserve(size)
 
     @staticmethod
-    def backward(ctx: object, *gradients: Tensor) -> Any:
+    def backward(ctx: object, *gradients: Tensor) -> None:
         """Nobody computes with the tensor."""
         raise AssertionError
 

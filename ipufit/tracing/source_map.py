@@ -10,22 +10,23 @@ import contextlib
 import dataclasses
 import linecache
 import sys
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import Node
 
 from ipufit.tracing.capture import capture, user_frame
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
 from ipufit.tracing.interpreter import (
     Listener,
     OperatorCall,
-    watch_modules,
     watch_operators,
 )
 from ipufit.tracing.node_meta import graph_in_recording, listen_to_backward
 from ipufit.tracing.validate import public_name
 from ipufit.utils import tree
+from ipufit.utils.state import watch_modules
 
 __all__ = [
     "LOSS",
@@ -144,7 +145,7 @@ class SourceTracker:
         if kind:
             self._on_return(ModuleCall(name, kind, tensors))
 
-    def _claim(self, nodes: List[Any], origin: Origin) -> None:
+    def _claim(self, nodes: Sequence[Optional[Node]], origin: Origin) -> None:
         """In a torch that numbers no operators: all that no inner module has made is this one's."""
         todo = list(nodes)
         while todo:
@@ -161,7 +162,7 @@ class SourceTracker:
             self._claimed, self._nodes = {}, []
             self._running = Origin()
             return
-        todo: List[Any] = [objective.grad_fn]
+        todo: List[Optional[Node]] = [objective.grad_fn]
         reachable: Set[object] = set()
         while todo:
             node = todo.pop()
@@ -173,8 +174,8 @@ class SourceTracker:
         # Python lets go of a node's wrapper, and with it of its identity, unless somebody holds it.
         self._nodes = list(reachable)
 
-    def _tell_before(self, node: Any, origin: Origin) -> None:
-        def begin(gradients: Any) -> None:
+    def _tell_before(self, node: Node, origin: Origin) -> None:
+        def begin(gradients: object) -> None:
             self._running = origin
 
         node.register_prehook(begin)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from typing import (
-    Any,
     Callable,
     ContextManager,
     Dict,
@@ -26,9 +25,10 @@ from ipufit.partition.partition import AFTER, Partition
 from ipufit.partition.serialization import Serialized
 from ipufit.partition.stage_names import begun_by
 from ipufit.tracing.flat_storage import storage_id
-from ipufit.tracing.interpreter import Listener, OperatorCall, watch_modules, watch_operators
+from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import sdk_in_use
+from ipufit.utils.state import watch_modules
 
 __all__ = ["Walk"]
 
@@ -111,7 +111,7 @@ def _extent(tensor: Tensor) -> Tuple[int, int]:
     return first, first + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
 
 
-def _computes(operator: Any, result: object) -> bool:
+def _computes(operator: torch._ops.OpOverload, result: object) -> bool:
     """True if the operator makes or changes a tensor; a view of one only names it anew."""
     if not tree.tensors(result):
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import re
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -137,7 +137,7 @@ def _place(frame: Frame) -> str:
     return f"{frame[0]}:{frame[1]} in {frame[2]}"
 
 
-def _reachable_generators(step: StepModule) -> List[Tuple[str, Any]]:
+def _reachable_generators(step: StepModule) -> List[Tuple[str, object]]:
     """Generators of the user's that code can reach, each once."""
     objects = list(CodeReader(step).generators)
     for part in (*step.modules(), *step.called):

@@ -17,6 +17,10 @@ from ipufit.utils.console import PACKAGE
 __all__ = ["Lines", "is_installed", "is_users", "users_frame", "users_module"]
 
 
+# A function that sys.settrace takes.
+Tracer = Callable[[types.FrameType, str, Any], Any]
+
+
 def _folder(path: str) -> str:
     return os.path.dirname(os.path.abspath(path)) + os.sep
 
@@ -99,14 +103,14 @@ class Lines:
         sys.settrace(self._before)
         self._look()
 
-    def _called(self, frame: types.FrameType, event: str, argument: object) -> Any:
+    def _called(self, frame: types.FrameType, event: str, argument: object) -> Optional[Tracer]:
         if not is_users(frame.f_code.co_filename):
             return None
         self._look()
         self._at.append((frame, self._line(frame)))
         return self._moved
 
-    def _moved(self, frame: types.FrameType, event: str, argument: object) -> Any:
+    def _moved(self, frame: types.FrameType, event: str, argument: object) -> Tracer:
         self._look()
         while self._at and self._at[-1][0] is not frame:
             self._at.pop()

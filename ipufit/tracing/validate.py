@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -250,7 +250,7 @@ def _assignment(
     return begin
 
 
-def _methods(owner: type) -> Iterator[Callable[..., Any]]:
+def _methods(owner: type) -> Iterator[Callable[..., object]]:
     """List methods of a user's class: forward, and then what it may call."""
     if owner.__module__.partition(".")[0] == "torch":
         return

@@ -217,14 +217,13 @@ class InspectionMixin:
             DataError: the batch can't be fed.
             CaptureError: the module can't be recorded.
         """
-        from ipufit.planner.plan_partition import plan_partition
+        from ipufit.planner.plan_partition import PlanWork, plan_partition
 
         session = self._compiled("plan")
         request = PartitionRequest(stages, layers_per_ipu, layers, strategy, ipus_per_replica)
-        work = (ipus, gradient_accumulation)
+        work = PlanWork(ipus, gradient_accumulation, schedule, recompute, ipu_memory)
         read_sample = functools.partial(sample_for, session, x, "plan")
-        how = (schedule, recompute, ipu_memory)
-        return plan_partition(session, read_sample, request, work, how)
+        return plan_partition(session, read_sample, request, work)
 
     def preflight(self, x: Any = None) -> PreflightReport:
         """Say what the model needs changed before it can run on an IPU through PopTorch 3.4.

@@ -104,7 +104,7 @@ _RESERVED = "__metadata__"  # what safetensors itself keeps under this name is n
 Path = Tuple[Union[str, int], ...]
 
 
-def encode(value: object) -> Tuple[Any, Dict[str, Tensor]]:
+def encode(value: object) -> Tuple[object, Dict[str, Tensor]]:
     """Take a value apart.
 
     Args:
@@ -145,26 +145,26 @@ class _Encoder:
         self.tensors: Dict[str, Tensor] = {}
         self._counts: Dict[str, int] = {}
 
-    def encode(self, value: Any, path: Path) -> Any:
+    def encode(self, value: object, path: Path) -> object:
         _check_depth(path, _refused)
         # Exactly these types: a subclass would come back as something else.
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
-        if kind is int:
+        if isinstance(value, int) and kind is int:
             return value if value.bit_length() <= _BITS else {"$int": hex(value)}
-        if kind is float:
+        if isinstance(value, float) and kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
-        if kind in (list, tuple):
+        if isinstance(value, (list, tuple)) and kind in (list, tuple):
             parts = [self.encode(part, (*path, place)) for place, part in enumerate(value)]
             return parts if kind is list else {"$tuple": parts}
         if isinstance(value, dict):
             return self._encode_dict(value, path)
-        if kind in (Tensor, nn.Parameter):
+        if isinstance(value, Tensor) and kind in (Tensor, nn.Parameter):
             return {"$tensor": self._keep(value, path)}
         raise _refused(path, f"is of type {_type_name(value)}")
 
-    def _encode_dict(self, value: Mapping[Any, Any], path: Path) -> Any:
+    def _encode_dict(self, value: Mapping[Any, object], path: Path) -> object:
         for key in value:
             if not _is_key(key):
                 raise CheckpointError(
@@ -172,9 +172,9 @@ class _Encoder:
                     f"{_BITS} bits, but {_place(path)} has a key of type {_type_name(key)}. "
                     "Convert it, or leave this part out of the state."
                 )
-        pairs = [[key, self.encode(part, (*path, key))] for key, part in value.items()]
+        pairs = [(key, self.encode(part, (*path, key))) for key, part in value.items()]
         is_plain = all(_is_plain_key(key) for key, _ in pairs)
-        return dict(pairs) if is_plain else {"$dict": pairs}
+        return dict(pairs) if is_plain else {"$dict": [[key, part] for key, part in pairs]}
 
     def _keep(self, tensor: Tensor, path: Path) -> str:
         fault = why_not_stored(tensor)
@@ -201,18 +201,18 @@ class _Decoder:
             "$tensor": self._tensor,
         }
 
-    def decode(self, document: Any, path: Path) -> Any:
+    def decode(self, document: object, path: Path) -> object:
         _check_depth(path, _damaged)
         kind = type(document)
         if document is None or kind in (bool, str):
             return document
-        if (kind is int and document.bit_length() <= _BITS) or (
-            kind is float and math.isfinite(document)
+        if (isinstance(document, int) and document.bit_length() <= _BITS) or (
+            isinstance(document, float) and math.isfinite(document)
         ):
             return document
-        if kind is list:
+        if isinstance(document, list):
             return [self.decode(part, (*path, place)) for place, part in enumerate(document)]
-        if kind is not dict:
+        if not isinstance(document, dict):
             raise _damaged(path, f"is {_said(document)}")
         if all(_is_plain_key(key) for key in document):
             return {key: self.decode(part, (*path, key)) for key, part in document.items()}
@@ -221,15 +221,15 @@ class _Decoder:
             raise _damaged(path, f"has the tag {_said(tag)}, which is unknown or not alone")
         return self._tags[tag](document[tag], path)
 
-    def _tuple(self, content: object, path: Path) -> Any:
+    def _tuple(self, content: object, path: Path) -> object:
         if type(content) is not list:
             raise _damaged(path, f"is a tuple of {_said(content)}")
         return tuple(self.decode(part, (*path, place)) for place, part in enumerate(content))
 
-    def _dict(self, content: object, path: Path) -> Any:
+    def _dict(self, content: object, path: Path) -> object:
         if type(content) is not list:
             raise _damaged(path, f"is a dict of {_said(content)}")
-        decoded: Dict[Any, Any] = {}
+        decoded: Dict[object, object] = {}
         for pair in content:
             if type(pair) is not list or len(pair) != 2 or not _is_key(pair[0]):
                 raise _damaged(path, "is a dict whose parts are no pairs of a key and a value")
@@ -239,18 +239,18 @@ class _Decoder:
             decoded[key] = self.decode(part, (*path, key))
         return decoded
 
-    def _float(self, content: object, path: Path) -> Any:
+    def _float(self, content: object, path: Path) -> object:
         if type(content) is not str or content not in _NOT_FINITE:
             raise _damaged(path, f"is a float written as {_said(content)}")
         return float(content)
 
-    def _int(self, content: object, path: Path) -> Any:
+    def _int(self, content: object, path: Path) -> object:
         # Digits of base 16 take linear time, however many there are.
         if type(content) is not str or not _HEX.fullmatch(content):
             raise _damaged(path, f"is an int written as {_said(content)}")
         return int(content, 16)
 
-    def _tensor(self, content: object, path: Path) -> Any:
+    def _tensor(self, content: object, path: Path) -> object:
         if type(content) is not str:
             raise _damaged(path, f"is a tensor named by {_said(content)}")
         if content not in self._tensors or content in self.used:

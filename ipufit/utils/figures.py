@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Tuple, Union
 
 from ipufit.errors import ConfigurationError
 
@@ -34,7 +34,7 @@ def new_figure(caller: str, size: Tuple[float, float]) -> Any:
     return figure
 
 
-def save_figure(figure: Any, path: Any, caller: str) -> Any:
+def save_figure(figure: Any, path: Union[str, os.PathLike[str], None], caller: str) -> Any:
     """Write the figure to a file, where a path is given; the suffix chooses the format.
 
     A cell of a notebook shows one that is not written, once, wherever in the cell it was drawn.

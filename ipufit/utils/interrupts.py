@@ -14,7 +14,7 @@ import signal
 import threading
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Callable, Dict, Iterable, Iterator, List, Optional
 
 from ipufit.errors import ConfigurationError
 
@@ -151,7 +151,7 @@ class _HeldSignals:
             if signal.getsignal(number) == self._note:
                 signal.signal(number, self._handlers[number])
 
-    def leave_to(self, mask: Any) -> None:
+    def leave_to(self, mask: Optional[Iterable[int]]) -> None:
         """In a process that was forked: have nothing to do with Ctrl-C, which its parent handles.
 
         Args:

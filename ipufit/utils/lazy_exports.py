@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any, Callable, List, Mapping, Optional, Tuple
+from typing import Callable, List, Mapping, Optional, Tuple
 
 __all__ = ["lazy_exports"]
 
 
 def lazy_exports(
     package: str, homes: Mapping[str, str], moved: Optional[Mapping[str, str]] = None
-) -> Tuple[Callable[[str], Any], Callable[[], List[str]]]:
+) -> Tuple[Callable[[str], object], Callable[[], List[str]]]:
     """``__getattr__`` and ``__dir__`` of a package (PEP 562).
 
     Type checkers must not see them, or any name would be right for them: they belong in the other
@@ -24,7 +24,7 @@ def lazy_exports(
     """
     module = sys.modules[package]
 
-    def of_package(name: str) -> Any:
+    def of_package(name: str) -> object:
         if moved is not None and name in moved:
             raise AttributeError(f"{package}.{name} is {moved[name]} now. Write that instead.")
         if name not in homes:

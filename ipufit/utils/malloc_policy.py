@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import functools
 import os
-from typing import Any, Iterator, Optional, Tuple
+from typing import Iterator, Optional, Tuple
 
 __all__ = ["free_at_once", "give_back_freed_memory", "keep_freed_memory"]
 
@@ -31,7 +31,7 @@ _VARIABLES = (
 
 
 @functools.lru_cache(maxsize=None)
-def _glibc() -> Optional[Any]:
+def _glibc() -> Optional[ctypes.CDLL]:
     """Load the C library; None where it is not glibc."""
     try:
         library = ctypes.CDLL(None)
@@ -50,7 +50,7 @@ def keep_freed_memory() -> bool:
     return _set(library, _KEEPING)
 
 
-def _set(library: Any, limits: Tuple[int, int]) -> bool:
+def _set(library: ctypes.CDLL, limits: Tuple[int, int]) -> bool:
     trim, largest = limits
     results = (library.mallopt(_TRIM_THRESHOLD, trim), library.mallopt(_MMAP_THRESHOLD, largest))
     return results == (1, 1)

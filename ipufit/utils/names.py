@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from typing import Any, Callable, Container, Dict, Mapping, Sequence, Type, TypeVar
+from typing import Callable, Container, Dict, Mapping, Sequence, Type, TypeVar
 
 from ipufit.errors import ConfigurationError, UnknownArgumentError
 
@@ -227,7 +227,7 @@ def with_hints(kind: Type[T]) -> Type[T]:
     return kind
 
 
-def _hinting(method: Callable[..., object]) -> Callable[..., Any]:
+def _hinting(method: Callable[..., object]) -> Callable[..., object]:
     parameters = list(inspect.signature(method).parameters.values())
     if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
         return method
@@ -235,7 +235,7 @@ def _hinting(method: Callable[..., object]) -> Callable[..., Any]:
     most = len([p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
 
     @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: object, *args: object, **kwargs: object) -> object:
         if len(args) >= most or not names.issuperset(kwargs):
             name = "Model" if method.__name__ == "__init__" else method.__name__
             raise _unknown(type(self), name, parameters[1:], args, kwargs)

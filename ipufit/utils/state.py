@@ -7,11 +7,15 @@ import copy
 import itertools
 import random
 import sys
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from ipufit.utils.interrupts import defer_sigint
 
@@ -26,6 +30,7 @@ __all__ = [
     "preserve_state",
     "set_generators",
     "train_mode",
+    "watch_modules",
 ]
 
 
@@ -37,7 +42,7 @@ def cuda_in_use() -> bool:
 
 def generator_states() -> Dict[str, Any]:
     """Read the states of the generators of torch, Python and NumPy, as far as they are in use."""
-    numpy: Any = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     states: Dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if numpy is not None:
         states["numpy"] = numpy.random.get_state()
@@ -158,7 +163,7 @@ def call_with(
     module: nn.Module,
     tensors: Mapping[str, Tensor],
     args: Sequence[object],
-    kwargs: Optional[Dict[str, Any]] = None,
+    kwargs: Optional[Dict[str, object]] = None,
 ) -> Any:
     """``torch.func.functional_call``, also of a module that has another one under two names.
 
@@ -177,3 +182,26 @@ def call_with(
             if id(tensor) in wanted:
                 places[f"{prefix}.{key}" if prefix else key] = wanted[id(tensor)]
     return functional_call(module, places, tuple(args), kwargs, tie_weights=False)
+
+
+@contextlib.contextmanager
+def watch_modules(
+    on_call: Callable[..., None],
+    on_return: Optional[Callable[..., Any]] = None,
+) -> Iterator[None]:
+    """Tell of every call of any module in the block, and of its return.
+
+    Args:
+        on_call: takes the module and its arguments, before its forward.
+        on_return: takes the module, its arguments and what its forward has returned; may return
+            what the call returns instead.
+    """
+    # Hooks for all modules: one of a module's own would switch off torch's fast paths.
+    handles = [register_module_forward_pre_hook(on_call)]
+    if on_return is not None:
+        handles.append(register_module_forward_hook(on_return))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

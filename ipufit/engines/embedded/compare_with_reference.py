@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import difflib
 import operator
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +26,9 @@ from ipufit.utils import tree
 __all__ = ["ReferenceComparison"]
 
 _DETACH = "aten.detach.default"
+
+# Makes a difference of its absolute and relative size and the tolerance.
+Measured = Callable[[float, float, float], Difference]
 
 
 @dataclasses.dataclass
@@ -109,7 +112,9 @@ class ReferenceComparison:
         arguments = self._arguments(torch.float64 if double else None)
         calls = CallRecorder(self.step, keeps=True)
         self.seed()
-        run: Any = without_autocast(micro, arguments) if double else micro
+        run: Callable[..., Sequence[Tensor]] = micro
+        if double:
+            run = without_autocast(micro, arguments)
         with preserve_attributes(self.step), calls.listed():
             results = list(run(*arguments))
         return calls.calls, results, arguments
@@ -122,7 +127,7 @@ class ReferenceComparison:
         calls = [call for call in calls if call.operator != _DETACH]
         eager = [call for call in eager if call.operator != _DETACH]
         first, second = ([call.operator for call in each] for each in (calls, eager))
-        blocks: Any = [(0, 0, len(first))]
+        blocks: Sequence[Tuple[int, int, int]] = [(0, 0, len(first))]
         if first != second:
             matcher = difflib.SequenceMatcher(None, first, second, autojunk=False)
             blocks = matcher.get_matching_blocks()
@@ -133,7 +138,7 @@ class ReferenceComparison:
                     pairs[name] = (call, same)
         return pairs
 
-    def _add(self, difference: Callable[[float, float, float], Difference], pair: Any) -> bool:
+    def _add(self, difference: Measured, pair: Tuple[Tensor, Tensor]) -> bool:
         """Measure a pair of tensors; whether they agree."""
         one, other = pair
         away = distance(one, other)
@@ -194,7 +199,7 @@ def _as(tensor: Tensor, dtype: Optional[torch.dtype]) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def _result(kind: str, name: str) -> Callable[[float, float, float], Difference]:
+def _result(kind: str, name: str) -> Measured:
     return lambda absolute, relative, tolerance: Difference(
         kind, name, absolute, relative, tolerance
     )
@@ -207,7 +212,7 @@ class _NodeComparison(Listener):
         self,
         graph: fx.Graph,
         pairs: Dict[str, Tuple[TracedCall, TracedCall]],
-        add: Callable[[Callable[[float, float, float], Difference], Any], bool],
+        add: Callable[[Measured, Tuple[Tensor, Tensor]], bool],
     ) -> None:
         self._pairs = pairs
         self._add = add

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from torch import Tensor
 
+from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import without_autocast
 from ipufit.engines.embedded.nan_detection import STATE_IS_FROM_BEFORE, first_non_finite
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update
@@ -89,7 +90,7 @@ class Replay:
         return None
 
     def _micro_batch(
-        self, recorded: TracedStep, state: Sequence[Tensor], batch: Any, as_recorded: bool
+        self, recorded: TracedStep, state: Sequence[Tensor], batch: MicroBatch, as_recorded: bool
     ) -> Tuple[Optional[NonFiniteValue], List[Tensor]]:
         """The cause, if something is not finite, and the gradients."""
         scaler = self.live.scaler

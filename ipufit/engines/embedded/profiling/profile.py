@@ -7,7 +7,7 @@ import functools
 import math
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -111,7 +111,7 @@ def _size(dtype: torch.dtype) -> int:
     return int(torch.empty(0, dtype=dtype).element_size())
 
 
-def thin_curve(points: Sequence[Point]) -> List[List[Any]]:
+def thin_curve(points: Sequence[Point]) -> List[List[object]]:
     """A curve of at most so many points that its peak is still there."""
     each = -(-len(points) // _MOST) or 1
     parts = [points[begin : begin + each] for begin in range(0, len(points), each)]
@@ -130,7 +130,7 @@ _TIMES = 3
 
 
 @functools.lru_cache(maxsize=None)
-def peak_of(dtype: torch.dtype, device: torch.device) -> Dict[str, Any]:
+def peak_of(dtype: torch.dtype, device: torch.device) -> Dict[str, object]:
     """FLOPs and bytes per second that were reached on large tensors, measured once in a process.
 
     Returns:
@@ -233,7 +233,7 @@ class OperatorProfiler:
     at_once: bool
     captured: bool
 
-    def run(self) -> Dict[str, Any]:
+    def run(self) -> Dict[str, object]:
         """Return the entry ``operators`` of :mod:`ipufit.report.files`."""
         if self.recorded.graph is None or self.recorded.lowered.graph is None:
             return {"missing": _EAGERLY}
@@ -246,7 +246,7 @@ class OperatorProfiler:
                 raise
             return {"missing": _NO_ROOM.format(str(error).partition("\n")[0])}
 
-    def _run(self) -> Dict[str, Any]:
+    def _run(self) -> Dict[str, object]:
         recorded, graph = self.recorded, self.recorded.lowered.graph
         assert recorded.graph is not None
         assert graph is not None
@@ -305,7 +305,7 @@ class OperatorProfiler:
         work: NodeWork,
         places: Dict[str, OperatorSource],
         results: Sequence[Tensor],
-    ) -> Dict[str, Any]:
+    ) -> Dict[str, object]:
         config, merged = self.spec.config, self.merged
         runs = self.spec.plan.own_micro_batches_per_update
         if merged is not None and merged.graph is not None:
@@ -350,7 +350,7 @@ class OperatorProfiler:
         arguments = [t.clone() for t in (*self.live.states[0], *merged.step.arguments(batches))]
         return profile_graph(graph, timer_for(arguments[-1].device), arguments)[0]
 
-    def _optimizer_rows(self, results: Sequence[Tensor]) -> List[Dict[str, Any]]:
+    def _optimizer_rows(self, results: Sequence[Tensor]) -> List[Dict[str, object]]:
         """Make the row of a weight update, where it can be tried on copies."""
         blocks, live = len(self.live.storage.blocks), self.live
         gradients = list(results[len(results) - blocks :])
