@@ -15,10 +15,9 @@ from torch import nn
 
 from ipufit.errors import PartitionError, UnknownNameError
 from ipufit.partition.cut_layers import ipus_of
-from ipufit.partition.partition import AFTER
+from ipufit.partition.partition import AFTER, first_called, is_called
 from ipufit.partition.request import PartitionRequest, count_of
 from ipufit.partition.serialization import Serialized
-from ipufit.partition.stage_names import first_called, is_called
 
 __all__ = [
     "Division",

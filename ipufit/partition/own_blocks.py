@@ -2,7 +2,9 @@
 
 ``poptorch.BeginBlock``, ``Block`` and ``BlockFunction`` say on which IPU something runs, and a
 strategy of PopTorch's may name them. Of the stand-in's it is seen which ones a forward pass enters;
-those of the SDK don't tell, and its own checks follow.
+those of the SDK don't tell, and its own checks follow. The stand-in reports every block it begins
+to the recordings that are under way, and registers its class of blocks when it is imported; nothing
+here knows the stand-in.
 """
 
 from __future__ import annotations
@@ -10,16 +12,26 @@ from __future__ import annotations
 import contextlib
 import difflib
 import sys
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Hashable, Iterator, List, Optional, Sequence, Tuple
 
 from torch import nn
 
 from ipufit.errors import PartitionError
-from ipufit.partition.entered_blocks import BLOCK_CLASSES, EnteredBlocks, record_blocks
 from ipufit.partition.partition import BLOCK, Partition
 from ipufit.utils.poptorch_sdk import sdk_kind
 
-__all__ = ["OwnBlocks", "UncountedError", "annotated_ipus", "blocks_without_end", "is_annotated"]
+__all__ = [
+    "BLOCK_CLASSES",
+    "EnteredBlocks",
+    "Entry",
+    "OwnBlocks",
+    "UncountedError",
+    "annotated_ipus",
+    "blocks_without_end",
+    "is_annotated",
+    "record_blocks",
+    "recordings",
+]
 
 
 class UncountedError(PartitionError):
@@ -262,3 +274,71 @@ def _annotations(module: nn.Module) -> Iterator[Any]:
         for hook in part._forward_pre_hooks.values():
             if sdk_kind(hook, _HOOKS):
                 yield hook
+
+
+# A block's name, and the IPU that was asked for.
+Entry = Tuple[Hashable, Optional[int]]
+
+# Context managers that report to the recordings; empty until a PopTorch that does is imported.
+BLOCK_CLASSES: List[type] = []
+
+_recordings: List[EnteredBlocks] = []
+
+
+class EnteredBlocks:
+    """The blocks of one forward pass, in the order in which they were entered.
+
+    Attributes:
+        entered: one entry for each time that a block was entered; a block may come twice.
+        is_active: whether the last block is still open, or none was entered.
+    """
+
+    def __init__(self) -> None:
+        self.entered: List[Entry] = []
+        self.is_active = True
+        self._next_auto_id = 0
+        self._numbered: Dict[int, str] = {}
+
+    def use_auto_id(self) -> None:
+        """Restart the numbering of unnamed blocks at 0."""
+        self._next_auto_id = 0
+
+    def next_auto_id(self) -> str:
+        """Return the name of the next unnamed block."""
+        self._next_auto_id += 1
+        return str(self._next_auto_id - 1)
+
+    def enter(self, user_id: Optional[Hashable], ipu_id: Optional[int]) -> None:
+        """Start a block, which lasts until the next one starts, or until it is left."""
+        self.entered.append((user_id or self.next_auto_id(), ipu_id))
+        self.is_active = True
+
+    def number_of(self, owner: object) -> str:
+        """Return the number of an unnamed block, which stays the same for its owner."""
+        if id(owner) not in self._numbered:
+            self._numbered[id(owner)] = self.next_auto_id()
+        return self._numbered[id(owner)]
+
+    def leave(self) -> None:
+        """End the current block, so that the next operator needs a new one."""
+        self.is_active = False
+
+
+@contextlib.contextmanager
+def record_blocks(blocks: Optional[EnteredBlocks] = None) -> Iterator[List[Entry]]:
+    """Record name and IPU of every block that is entered in the context, compiling or not.
+
+    Args:
+        blocks: the recording to add to; a new one by default.
+    """
+    blocks = EnteredBlocks() if blocks is None else blocks
+    _recordings.append(blocks)
+    try:
+        yield blocks.entered
+    finally:
+        _recordings.pop()
+
+
+def recordings() -> List[EnteredBlocks]:
+    """Return the recordings that are under way, the outermost first."""
+    return list(_recordings)

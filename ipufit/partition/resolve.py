@@ -11,9 +11,15 @@ from torch import nn
 from ipufit.errors import PartitionError
 from ipufit.partition.cut_layers import ipus_of
 from ipufit.partition.layers_per_ipu import Division, check_splits, divide_layers, ipus_with_parts
-from ipufit.partition.partition import Partition, Partitions
+from ipufit.partition.partition import (
+    Partition,
+    Partitions,
+    Placed,
+    begun_by,
+    first_gap,
+    named_stages,
+)
 from ipufit.partition.request import POPTORCH_STRATEGIES, PartitionRequest, count_of, strategy_of
-from ipufit.partition.stage_names import Placed, begun_by, first_gap, named_stages
 from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = ["AUTO", "resolve_partition", "resolve_partitions"]

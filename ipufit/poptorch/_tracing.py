@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ipufit.partition.entered_blocks import EnteredBlocks, Entry
+from ipufit.partition.own_blocks import EnteredBlocks, Entry
 from ipufit.poptorch._logging import error
 from ipufit.tracing.flat_storage import storage_id
 

@@ -19,9 +19,9 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 from torch import Tensor, nn
 
 from ipufit.losses import Loss
-from ipufit.tracing.generators import generator_state
 from ipufit.tracing.user_lines import is_users, users_module
 from ipufit.utils.console import warn_user
+from ipufit.utils.random_streams import generator_state
 
 __all__ = [
     "CodeReader",

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from ipufit.errors import PartitionError
 from ipufit.partition.cut_layers import ipus_of
 from ipufit.partition.own_blocks import OwnBlocks, UncountedError
-from ipufit.partition.partition import AFTER, Partition
+from ipufit.partition.partition import AFTER, Partition, begun_by
 from ipufit.partition.serialization import Serialized
-from ipufit.partition.stage_names import begun_by
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.utils import tree

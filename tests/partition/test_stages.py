@@ -9,8 +9,8 @@ from torch import nn
 import ipufit
 from ipufit import poptorch
 from ipufit.engines.ipu.engine import IpuEngine
-from ipufit.partition.entered_blocks import record_blocks
 from ipufit.partition.layers_per_ipu import repeated_layers, share_out
+from ipufit.partition.own_blocks import record_blocks
 from tests.fitting import assert_equal
 from tests.ipu_calls import Recorder
 

@@ -10,7 +10,7 @@ import ipufit
 from ipufit import poptorch
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.errors import PartitionError, PlanError
-from ipufit.partition.entered_blocks import record_blocks
+from ipufit.partition.own_blocks import record_blocks
 from ipufit.planner.pipeline_schedule import least_accumulation, simulate
 from ipufit.planner.rendering import size
 from ipufit.report.advice import _of_stages

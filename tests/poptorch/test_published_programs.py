@@ -16,7 +16,7 @@ from torch import nn
 
 import ipufit
 from ipufit import poptorch
-from ipufit.partition.entered_blocks import record_blocks
+from ipufit.partition.own_blocks import record_blocks
 from ipufit.poptorch import _alias
 from ipufit.poptorch._compiled import _OverwriteContextManager
 from ipufit.poptorch._impl import isWrapped, rewrapModelIfNecessary, unwrapModelIfNecessary

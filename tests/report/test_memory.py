@@ -9,7 +9,7 @@ import torch
 import ipufit
 from ipufit.callbacks import Callback
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.profiling.profiling_interpreter import LiveBytes, bytes_in
+from ipufit.engines.embedded.profiling.operators import LiveBytes, bytes_in
 from ipufit.report import recorder
 from ipufit.tracing.capture import capture
 from ipufit.tracing.graph_analysis import alive_bytes, peak_bytes

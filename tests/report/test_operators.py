@@ -12,10 +12,9 @@ from torch import nn
 import ipufit
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.passes.select_kernels import lower
-from ipufit.engines.embedded.profiling import profile, profiling_interpreter
+from ipufit.engines.embedded.profiling import operators, profile
+from ipufit.engines.embedded.profiling.operators import places_of, profile_graph
 from ipufit.engines.embedded.profiling.profile import OperatorProfiler, thin_curve
-from ipufit.engines.embedded.profiling.profiling_interpreter import profile_graph
-from ipufit.engines.embedded.profiling.rows import places_of
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.report import recorder
 from ipufit.tracing.capture import capture
@@ -205,7 +204,7 @@ def looked_at(step, arguments, jit):
     graph = capture(step, arguments)
     lowered = lower(graph, arguments, jit).graph
     calls = [TracedCall("", Origin(node.name), [node.name]) for node in graph.graph.nodes]
-    work, _ = profile_graph(lowered, profiling_interpreter.HostTimer(), arguments)
+    work, _ = profile_graph(lowered, operators.HostTimer(), arguments)
     places = places_of(lowered, graph, calls)
     return {name: (places[name].module, each.operator) for name, each in work.records.items()}, work
 
@@ -352,7 +351,7 @@ def test_on_a_gpu_events_are_looked_at_after_a_round(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("synchronize"))
-    timer = profiling_interpreter.timer_for(torch.device("cuda"))
+    timer = operators.timer_for(torch.device("cuda"))
     for wait in (3, 1):
         begun = timer.begin()
         for _ in range(wait - 1):

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.tracing.flat_storage import storage_id
-from ipufit.tracing.generators import (
+from ipufit.tracing.grad_step import ModuleWithLoss
+from ipufit.tracing.user_lines import users_module
+from ipufit.utils.random_streams import (
     Generators,
     generator_state,
     hashable,
     same_state,
     set_generator,
 )
-from ipufit.tracing.grad_step import ModuleWithLoss
-from ipufit.tracing.user_lines import users_module
 
 __all__ = ["Change", "OwnedName", "PythonSnapshot", "same_values"]
 

@@ -9,7 +9,7 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
 
 import torch
 
-from ipufit.partition.entered_blocks import BLOCK_CLASSES, EnteredBlocks, recordings
+from ipufit.partition.own_blocks import BLOCK_CLASSES, EnteredBlocks, recordings
 from ipufit.poptorch import enums
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._tracing import Trace, graph_so_far, tracing

@@ -27,10 +27,10 @@ from ipufit.engines.embedded.training_state import same
 from ipufit.engines.program import ProgramSpec
 from ipufit.losses import Loss
 from ipufit.tracing.capture import capture
-from ipufit.tracing.generators import Generators
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, OutputShape, preserve_attributes
 from ipufit.tracing.graph_analysis import GraphSignature, peak_bytes
 from ipufit.tracing.validate import public_name
+from ipufit.utils.random_streams import Generators
 
 __all__ = ["MOST_BYTES", "Decision", "decide"]
 

@@ -17,15 +17,18 @@ from ipufit.core.compile_arguments import INDUCTOR
 from ipufit.core.precision import without_autocast
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.embedded.execution import UpdateWay
-from ipufit.engines.embedded.profiling.profiling_interpreter import (
+from ipufit.engines.embedded.profiling.operators import (
+    GRADIENTS,
     NodeTimes,
     NodeWork,
+    OperatorSource,
     OpRecord,
     bytes_in,
+    places_of,
     profile_graph,
+    rows_of,
     timer_for,
 )
-from ipufit.engines.embedded.profiling.rows import GRADIENTS, OperatorSource, places_of, rows_of
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec
