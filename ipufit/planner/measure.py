@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,8 @@ from ipufit.losses import Loss
 from ipufit.partition.flops import OperatorWork, work_of
 from ipufit.partition.partition import AFTER, BLOCK, Partition
 from ipufit.partition.recomputation import watch_calls
-from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import storage_id
-from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes
+from ipufit.tracing.grad_step import ModuleWithLoss, capture_step
 from ipufit.tracing.interpreter import (
     Listener,
     OperatorCall,
@@ -29,8 +28,7 @@ from ipufit.tracing.interpreter import (
 from ipufit.tracing.stage_context import follow_stages
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import blocks_watched
-from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import call_with, eval_mode, train_mode, watch_modules
+from ipufit.utils.state import call_with, watch_modules
 
 __all__ = ["CallTrace", "Segment", "measure", "stages_of_blocks"]
 
@@ -109,18 +107,39 @@ def measure(
         PartitionError: the partition can't work.
     """
     step = ModuleWithLoss(module, loss)
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
     wanted = {id(p) for p in trained}
-    named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
-    leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
-    weigher = _Weigher(module, {n for n, t in named.items() if id(t) in wanted})
+    weigher = _Weigher(module, {n for n, p in step.named_parameters() if id(p) in wanted})
     target = batch.unpack()[2]
     with_loss = loss is not None and (bool(loss.in_module) or target is not None)
-    how = (precision or Precision(), partition, recompute)
-    run = _Pass(step, list(named), batch, weigher, with_loss, how)
-    with isolated(device), train_mode(module, step.loss_module), preserve_attributes(step):
-        # Time step by time step, where it is seen what torch keeps of each.
-        capture(run, [*map(_apart, named.values()), *leaves], whole_layers=False)
+    precision = precision or Precision()
+
+    def begin_stage(stage: int) -> None:
+        # A stage that no call of a module begins has a segment of its own.
+        for name, number in () if partition is None else partition.begins:
+            if number == stage and name.startswith(AFTER):
+                weigher.begin(name)
+
+    def run(state: Dict[str, Tensor], leaves: Sequence[Tensor]) -> None:
+        for name, tensor in state.items():
+            state[name] = tensor.detach().requires_grad_(name in weigher.trained)
+        inputs = tree.unflatten(leaves, batch.structure)
+        with weigher.weighing(state, leaves), torch.set_grad_enabled(bool(weigher.trained)):
+            with computing_in(precision, leaves[-1].device), weigher.forward():
+                inputs = with_inputs_in(precision, inputs)
+                ends = watch_calls(module, recompute, lambda name: None, weigher.ended)
+                parts = blocks_watched(weigher.on_part)
+                with ends, parts, follow_stages(partition, module, begin_stage):
+                    outputs, term = call_with(step, state, (inputs, state, with_loss))
+            last = tree.tensors(outputs) if term is None else [term.value]
+            last = [end for end in last if end.requires_grad]
+            weights = [state[name] for name in state if name in weigher.trained]
+            if last and weights:
+                weigher.claim(last)
+                seeds = [torch.ones_like(end) for end in last]
+                torch.autograd.grad(last, weights, seeds, allow_unused=True)
+
+    # Time step by time step, where it is seen what torch keeps of each.
+    capture_step(step, batch, run, True, _apart, whole_layers=False)
     return CallTrace(weigher.segments, weigher.sizes, weigher.born, weigher.placed)
 
 
@@ -135,61 +154,6 @@ def _apart(tensor: Tensor) -> Tensor:
     if tensor.untyped_storage().nbytes() == tensor_bytes:
         return tensor.detach()
     return torch.empty_like(tensor.detach())
-
-
-class _Pass:
-    """The function that is recorded: forward, loss and gradients, for the weigher to look at."""
-
-    def __init__(
-        self,
-        step: ModuleWithLoss,
-        names: Sequence[str],
-        batch: MicroBatch,
-        weigher: _Weigher,
-        with_loss: bool,
-        how: Tuple[Precision, Optional[Partition], Sequence[str]],
-    ) -> None:
-        self._step = step
-        self._names = names
-        self._batch = batch
-        self._weigher = weigher
-        self._with_loss = with_loss
-        self._precision, self._partition, self._recompute = how
-
-    def __call__(self, *tensors: Tensor) -> Tuple[Tensor, ...]:
-        weigher = self._weigher
-        state = {
-            name: tensor.detach().requires_grad_(name in weigher.trained)
-            for name, tensor in zip(self._names, tensors)
-        }
-        leaves = tensors[len(self._names) :]
-        batch = tree.unflatten(leaves, self._batch.structure)
-        with weigher.weighing(state, leaves), torch.set_grad_enabled(bool(weigher.trained)):
-            with computing_in(self._precision, tensors[-1].device), weigher.forward():
-                batch = with_inputs_in(self._precision, batch)
-                ends = watch_calls(
-                    self._step.net, self._recompute, lambda name: None, weigher.ended
-                )
-                parts = blocks_watched(weigher.on_part)
-                stages = follow_stages(self._partition, self._step.net, self._on_begin)
-                with ends, parts, stages:
-                    arguments = (batch, state, self._with_loss)
-                    outputs, term = call_with(self._step, state, arguments)
-            last = [term.value] if term is not None else tree.flatten(outputs)[0]
-            last = [end for end in last if isinstance(end, Tensor) and end.requires_grad]
-            weights = [state[name] for name in self._names if name in weigher.trained]
-            if last and weights:
-                weigher.claim(last)
-                seeds = [torch.ones_like(end) for end in last]
-                torch.autograd.grad(last, weights, seeds, allow_unused=True)
-        return ()
-
-    def _on_begin(self, stage: int) -> None:
-        """A stage that no call of a module begins has a segment of its own."""
-        begins = self._partition.begins if self._partition is not None else ()
-        for name, number in begins:
-            if number == stage and name.startswith(AFTER):
-                self._weigher.begin(name)
 
 
 class _Weigher(Listener):
@@ -344,26 +308,16 @@ def stages_of_blocks(
         PartitionError: the blocks contradict the partition.
     """
     step = ModuleWithLoss(module, loss)
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
-    leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
     counted_stages = [1 if partition is None else partition.ipus]
 
-    def run(*tensors: Tensor) -> Tuple[Tensor, ...]:
-        state = dict(zip(named, tensors))
-        inputs = tree.unflatten(tensors[len(named) :], batch.structure)
+    def run(state: Dict[str, Tensor], leaves: Sequence[Tensor]) -> None:
+        inputs = tree.unflatten(leaves, batch.structure)
         with torch.no_grad(), follow_stages(partition, module) as blocks:
             call_with(step, state, (inputs, state, False))
         if blocks.entered():
             counted_stages[0] = blocks.stages()
-        return ()
 
-    values: Sequence[Tensor] = [*(tensor.detach() for tensor in named.values()), *leaves]
-    mode = (train_mode if is_training else eval_mode)(module, step.loss_module)
-    try:
-        with isolated(device), mode, preserve_attributes(step):
-            capture(run, values)
-    except CaptureError:
-        # Whatever runs the module says what it can't do.
-        pass
+    # Whatever runs the module says what it can't do.
+    with contextlib.suppress(CaptureError):
+        capture_step(step, batch, run, is_training)
     return counted_stages[0]

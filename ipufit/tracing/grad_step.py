@@ -27,6 +27,7 @@ from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, LossError
 from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
 from ipufit.partition.partition import Partition
+from ipufit.tracing.capture import capture
 from ipufit.tracing.fingerprint import StepModule, called_objects
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
@@ -35,13 +36,15 @@ from ipufit.tracing.stage_context import follow_stages
 from ipufit.tracing.validate import find_unregistered, public_name, rebound, storages
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name
-from ipufit.utils.state import call_with
+from ipufit.utils.random_streams import isolated
+from ipufit.utils.state import call_with, eval_mode, train_mode
 
 __all__ = [
     "GradStep",
     "ModuleWithLoss",
     "OutputShape",
     "ReportedScalars",
+    "capture_step",
     "carries_loss",
     "preserve_attributes",
     "public_name",
@@ -229,6 +232,43 @@ def carries_loss(result: object) -> bool:
     """Tell whether a module that may return its own loss did so: a 0-dim tensor in its place."""
     loss = find_loss(result)
     return loss is not None and loss[1].dim() == 0 and loss[1].is_floating_point()
+
+
+def capture_step(
+    step: ModuleWithLoss,
+    batch: MicroBatch,
+    run: Callable[[Dict[str, Tensor], Sequence[Tensor]], None],
+    is_training: bool,
+    stand_in: Callable[[Tensor], Tensor] = Tensor.detach,
+    **options: bool,
+) -> None:
+    """Call a function of a step's state and a batch's tensors once, without values.
+
+    No value is computed, no buffer changes, no random number is drawn, and what forward sets on its
+    modules is undone.
+
+    Args:
+        step: module and loss.
+        batch: of its tensors only shape and dtype matter.
+        run: takes the tensors that stand for parameters and buffers, by name, and for the batch.
+        is_training: mode of module and loss meanwhile.
+        stand_in: makes of a parameter or buffer the tensor that is recorded.
+        options: of :func:`ipufit.tracing.capture.capture`.
+
+    Raises:
+        CaptureError: the function needs a value.
+    """
+    device = next((p.device for p in step.net.parameters()), torch.device("cpu"))
+    named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+    leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
+
+    def traced(*tensors: Tensor) -> Tuple[Tensor, ...]:
+        run(dict(zip(named, tensors)), tensors[len(named) :])
+        return ()
+
+    mode = (train_mode if is_training else eval_mode)(step.net, step.loss_module)
+    with isolated(device), mode, preserve_attributes(step):
+        capture(traced, [*map(stand_in, named.values()), *leaves], **options)
 
 
 class GradStep:

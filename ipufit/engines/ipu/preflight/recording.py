@@ -28,17 +28,18 @@ from typing import (
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.core.batch import MicroBatch
+from ipufit.core.precision import with_inputs_in
 from ipufit.core.train_config import Precision
 from ipufit.engines.ipu.preflight.facts import WHOLE, Call, CodeLocation
 from ipufit.errors import CaptureError
 from ipufit.losses import Loss
+from ipufit.tracing.capture import user_frame
+from ipufit.tracing.grad_step import ModuleWithLoss, capture_step
 from ipufit.utils import tree
-from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import call_with, eval_mode, train_mode
+from ipufit.utils.state import call_with, watch_modules
 
 __all__ = ["Operators", "Recording", "Watcher", "record"]
 
@@ -236,41 +237,29 @@ def record(
         knows: whether there are facts about an operator; of others that torch writes with more
             than one, their parts are recorded.
     """
-    # Imported here: the engine builds on the facts.
-    from ipufit.core.precision import with_inputs_in
-    from ipufit.tracing.capture import capture
-    from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes
-
     step = ModuleWithLoss(module, loss)
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
-    leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
+    tensors = (*step.named_parameters(), *step.named_buffers())
+    wanted = {name for name, tensor in tensors if tensor.requires_grad}
     with_loss = is_training and (loss.in_module or batch.unpack()[2] is not None)
     recorder = _Recorder(step, knows)
     recorder.recording.is_loss_left_out = is_training and not with_loss
 
-    def run(*tensors: Tensor) -> Tuple[Tensor, ...]:
+    def run(state: Dict[str, Tensor], leaves: Sequence[Tensor]) -> None:
         # Some layers of torch's take a short cut where no weight learns.
-        state = {
-            name: tensor.detach().requires_grad_(original.requires_grad)
-            for (name, original), tensor in zip(named.items(), tensors)
-        }
-        inputs = tree.unflatten(tensors[len(named) :], batch.structure)
+        for name, tensor in state.items():
+            state[name] = tensor.detach().requires_grad_(name in wanted)
+        inputs = tree.unflatten(leaves, batch.structure)
         # A weight or a buffer of integers is a constant of PopTorch's.
         moving = [t for t in state.values() if t.is_floating_point()]
         recorder.register_buffers(state)
-        with recorder.watching([*moving, *tensors[len(named) :]]):
+        with recorder.watching([*moving, *leaves]):
             inputs = with_inputs_in(precision, inputs)
             call_with(step, state, (inputs, state, with_loss))
-        return ()
 
-    values = [*(tensor.detach() for tensor in named.values()), *leaves]
-    mode = (train_mode if is_training else eval_mode)(module, step.loss_module)
-    with isolated(device), mode, preserve_attributes(step):
-        try:
-            capture(run, values, whole_layers=False, rewrites_one_hot=False)
-        except CaptureError as error:
-            recorder.recording.failure = error
+    try:
+        capture_step(step, batch, run, is_training, whole_layers=False, rewrites_one_hot=False)
+    except CaptureError as error:
+        recorder.recording.failure = error
     return recorder.recording
 
 
@@ -312,10 +301,9 @@ class _Recorder:
             moving: tensors whose values are not known when a model is compiled.
         """
         self._note_moving(moving)
-        before = register_module_forward_pre_hook(self._on_call)
-        after = register_module_forward_hook(self._on_return)
         try:
-            with Operators(self), torch.enable_grad():
+            hooks = watch_modules(self._on_call, self._on_return)
+            with hooks, Operators(self), torch.enable_grad():
                 below = torch._C._AutoDispatchBelowAutograd()
                 try:
                     yield
@@ -325,15 +313,13 @@ class _Recorder:
                 finally:
                     del below
         finally:
-            before.remove()
-            after.remove()
             self._alive.clear()
 
     def constants(self, arguments: Dict[str, Any]) -> FrozenSet[str]:
         """Return the names of arguments that are tensors, all of them constants."""
         names = set()
         for name, value in arguments.items():
-            tensors = _tensors(value)
+            tensors = tree.tensors(value)
             if tensors and not any(_storage(tensor) in self._moving for tensor in tensors):
                 names.add(name)
         return frozenset(names)
@@ -348,7 +334,7 @@ class _Recorder:
     def note(self, operator: Any, arguments: Dict[str, Any], is_whole: bool) -> Call:
         """Record an operator that is about to run."""
         constants = self.constants(arguments)
-        tensor_arguments = {name for name, value in arguments.items() if _tensors(value)}
+        tensor_arguments = {name for name, value in arguments.items() if tree.tensors(value)}
         is_random = torch.Tag.nondeterministic_seeded in operator.tags
         name = outplace(operator._schema.name)
         here = self.looked()
@@ -367,7 +353,7 @@ class _Recorder:
         return call
 
     def _note_change(self, changed: object, here: CodeLocation) -> None:
-        for tensor in _tensors(changed):
+        for tensor in tree.tensors(changed):
             name = self._buffers.get(_storage(tensor))
             if name is not None:
                 self.recording.changed.setdefault(_public(name), (tensor.dtype, here))
@@ -375,7 +361,7 @@ class _Recorder:
     def ran(self, call: Call, result: object) -> None:
         """Follow values that are unknown at compile time into the result."""
         if not call.is_constant_result:
-            self._note_moving(_tensors(result))
+            self._note_moving(tree.tensors(result))
 
     def _note_moving(self, tensors: Sequence[Tensor]) -> None:
         # By storage: what is written into a view is in all of it. As long as a tensor lives, no
@@ -384,8 +370,6 @@ class _Recorder:
         self._moving.update(_storage(tensor) for tensor in tensors)
 
     def _location(self, frame: Optional[types.FrameType]) -> CodeLocation:
-        from ipufit.tracing.capture import user_frame
-
         user_line = user_frame(frame)
         at = (user_line[0], user_line[1]) if user_line is not None else (None, None)
         return CodeLocation(self._running[-1], *at)
@@ -409,10 +393,6 @@ class _Recorder:
         # A module whose exception was caught has not returned.
         while name in self._running[1:] and self._running.pop() != name:
             pass
-
-
-def _tensors(value: object) -> List[Tensor]:
-    return [leaf for leaf in tree.flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:
