@@ -129,8 +129,8 @@ class PartitionRequest(Parallel):
     @property
     def is_absent(self) -> bool:
         """True if all arguments were left out, also those that only go with others."""
-        said = (self.stages, self.layers_per_ipu, self.layers, self.strategy, self.ipus_per_replica)
-        return all(value is None for value in said)
+        how = (self.stages, self.layers_per_ipu, self.layers, self.strategy, self.ipus_per_replica)
+        return all(value is None for value in how)
 
     @property
     def sets_ipus(self) -> bool:
@@ -171,19 +171,19 @@ def strategy_of(request: PartitionRequest) -> Tuple[str, object]:
         UnknownNameError: a name that there is not.
         PartitionError: something else.
     """
-    given = request.strategy
-    if given is None:
+    strategy = request.strategy
+    if strategy is None:
         return "pipelined", None
-    if isinstance(given, str):
-        if given not in STRATEGIES:
-            raise UnknownNameError(request.name("strategy"), given, STRATEGIES)
-        return given, None
-    found = kind_of(given)
-    if found is not None:
-        return found, given
+    if isinstance(strategy, str):
+        if strategy not in STRATEGIES:
+            raise UnknownNameError(request.name("strategy"), strategy, STRATEGIES)
+        return strategy, None
+    name = kind_of(strategy)
+    if name is not None:
+        return name, strategy
     raise PartitionError(
         f"{request.name('strategy')} must be one of {', '.join(map(repr, STRATEGIES))}, or an "
-        f"object such as poptorch.PipelinedExecution(), got {given!r}."
+        f"object such as poptorch.PipelinedExecution(), got {strategy!r}."
     )
 
 
