@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from ipufit.lightning.accelerator import IPUAccelerator, Trainer
-from ipufit.lightning.strategy import IPUStrategy
+from ipufit.lightning.strategy import IPUAccelerator, IPUStrategy, Trainer
 
 __all__ = ["IPUAccelerator", "IPUStrategy", "Trainer"]
 

@@ -10,22 +10,29 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Opt
 import torch
 from torch import Tensor
 
+from ipufit.callbacks.epoch_metrics import EpochMetrics
+from ipufit.callbacks.history import History
+from ipufit.callbacks.running_fit import Measurement
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
-from ipufit.core.logged_values import Running
+from ipufit.core.logged_values import LogRule, Running
 from ipufit.core.plan import Plan, round_up
 from ipufit.data.batches import BatchValidator
 from ipufit.data.source import DataAdapter
 from ipufit.engines.program import ExecutionResult, Program
 from ipufit.errors import CaptureError, ConfigurationError, PlanError
 from ipufit.lightning.packages import part
-from ipufit.lightning.reporting import TrainingReport
-from ipufit.lightning_module.detect import lightning_parts
+from ipufit.lightning_module.inspection import lightning_parts
 from ipufit.lightning_module.model import LightningModel
 from ipufit.lightning_module.trainer_proxy import replace_attributes
+from ipufit.metrics import MetricSet
 from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import Partition
+from ipufit.report.recorder import recorded
+from ipufit.report.settings import Report
+from ipufit.training.fit import describe_run
 from ipufit.training.sanity_check import prepare_tail
 from ipufit.training.session import Session
+from ipufit.training.summary import stripped
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
@@ -35,11 +42,12 @@ __all__ = [
     "ExecutionSize",
     "Executions",
     "Programs",
+    "TrainingReport",
     "words_of_strategy",
 ]
 
 
-class ExecutionBatches(List[Any]):
+class ExecutionBatches(List[object]):
     """Batches of one execution, in order."""
 
 
@@ -63,7 +71,7 @@ class Executions:
         self._find_clock = find_clock
 
     @property
-    def sampler(self) -> Any:
+    def sampler(self) -> object:
         """The sampler of the loader, which a Trainer tells the epoch."""
         return getattr(self.loader, "sampler", None)
 
@@ -109,7 +117,7 @@ class Done:
     samples: int
     loss: Tensor
     logged: Dict[str, Tensor]
-    outputs: List[Any]
+    outputs: List[object]
 
     @staticmethod
     def of(anchors: ExecutionResult, combined: CombinedBatch) -> Done:
@@ -155,11 +163,6 @@ class Programs:
         """Counts the seconds of a report, if there is one."""
         return NO_CLOCK if self._report is None else self._report.clock
 
-    @property
-    def _session(self) -> Session:
-        session: Session = self._model._compiled("fit")
-        return session
-
     def run(
         self, batch: ExecutionBatches, mode: Mode, work: ExecutionSize, trainer: Any
     ) -> List[Done]:
@@ -194,7 +197,7 @@ class Programs:
     ) -> Program:
         if mode in self._programs:
             return self._programs[mode]
-        session, trains = self._session, mode is Mode.TRAIN
+        session, trains = self._model.session, mode is Mode.TRAIN
         source = _training_data(trainer) if trains else None
         try:
             return self._prepared(mode, first, work, source, trainer)
@@ -213,7 +216,7 @@ class Programs:
         source: Optional[DataAdapter],
         trainer: Any,
     ) -> Program:
-        session, trains = self._session, mode is Mode.TRAIN
+        session, trains = self._model.session, mode is Mode.TRAIN
         with self._alone():
             session.count_stages(first, trains)
         partition = session.partitions.of(trains)
@@ -235,14 +238,12 @@ class Programs:
             depth=0 if partition is None else partition.depth,
             pipelined=partition is not None and _is_pipeline(partition, work, trains),
         )
-        seed, wants_outputs = session.seed(), mode is Mode.PREDICT or bool(session.metrics)
         folder = self._profile_folder if trains else None
-        spec = session._spec(plan, mode, seed, mode.value, wants_outputs, folder)
-        program = session.build(spec)
-        self._programs[mode] = program
+        program = self._programs[mode] = session.build(
+            plan, mode, session.seed(), mode.value, bool(session.metrics), folder
+        )
         if trains:
-            session._training, self._first = program, first
-            self._epoch = trainer.current_epoch
+            self._first, self._epoch = first, trainer.current_epoch
         with self._alone():
             prepared = program.prepare(first)
             if source is not None:
@@ -255,7 +256,7 @@ class Programs:
     def _begin_epoch(self, program: Program, trainer: Any) -> None:
         assert self._first is not None
         program.publish()
-        schedule, metrics = self._session.config.schedule, trainer.callback_metrics
+        schedule, metrics = self._model.session.config.schedule, trainer.callback_metrics
         if schedule is not None:
             schedule.end_epoch({name: value.item() for name, value in metrics.items()})
         self._epoch = trainer.current_epoch
@@ -270,7 +271,7 @@ class Programs:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """The module without the Trainer, on which no program depends, and uninterrupted."""
-        detached: Dict[str, Any] = {"_trainer": None, "_current_fx_name": None}
+        detached: Dict[str, object] = {"_trainer": None, "_current_fx_name": None}
         parts = lightning_parts(self._model.lightning)
         with replace_attributes([(part, detached) for part in parts]), defer_sigint():
             yield
@@ -308,7 +309,7 @@ class Programs:
         for mode in modes:
             program = self._programs.pop(mode, None)
             if program is not None:
-                self._session.finish(program)
+                self._model.session.finish(program)
 
 
 def _check_ipus(replicas: int, stages: int) -> None:
@@ -419,3 +420,106 @@ def _training_data(trainer: Any) -> Optional[DataAdapter]:
     """Return the training data, whose end is prepared before it comes; None if unknown."""
     loader = trainer.train_dataloader
     return DataAdapter(loader.loader, "training data") if isinstance(loader, Executions) else None
+
+
+class TrainingReport:
+    """Tells the recorder of a report what a Trainer's training does.
+
+    Args:
+        session: of the run.
+        report: where to.
+        epochs: that the Trainer is to make, -1 for any number.
+        updates: that it is to make, or None where nobody knows.
+
+    Raises:
+        ConfigurationError: the folder can't be written.
+    """
+
+    def __init__(
+        self, session: Session, report: Report, epochs: Optional[int], updates: Optional[int]
+    ) -> None:
+        self._session = session
+        self._epochs, self._updates = epochs, updates
+        self._history = History()
+        self._context = recorded(session, report, None)
+        self._recorder = self._context.__enter__()
+        self._meter: Optional[EpochMetrics] = None
+        self._epoch: Optional[int] = None
+
+    @property
+    def clock(self) -> NoClock:
+        """The clock that counts the seconds of the run by phase."""
+        return self._recorder.clock
+
+    def begin(
+        self, program: Program, plan: Plan, first: MicroBatch, rules: Mapping[str, LogRule]
+    ) -> None:
+        """Begin the report when the program is prepared.
+
+        Args:
+            program: of the training.
+            plan: of its executions.
+            first: a micro-batch.
+            rules: how it logs values, by name.
+        """
+        session = self._session
+        session.last_plan, session.sample = plan, stripped(first)
+        meter = self._meter = EpochMetrics(
+            MetricSet(), plan, session.loss, rules, session.config.settings
+        )
+        self._history.params = {
+            "epochs": self._epochs,
+            "updates": plan.updates_per_epoch,
+            "samples": plan.samples,
+            "directions": meter.directions,
+            **describe_run(session, plan, session.seed()),
+            "trainer": True,
+        }
+        self._recorder.begin(Measurement(program, plan, meter, first), self._history, self._updates)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Forget the values of the epoch before, and begin to time executions."""
+        assert self._meter is not None
+        self._meter.reset()
+        self._epoch = epoch
+        self._recorder.begin_executions(epoch)
+
+    def add(self, batch: CombinedBatch, anchors: ExecutionResult) -> None:
+        """Add an execution that has ended."""
+        assert self._meter is not None
+        self.clock.turn("metrics")
+        self._meter.add(batch, anchors)
+        self.clock.turn("callbacks")
+        assert self._epoch is not None
+        self._recorder.end_execution(self._epoch, [])
+
+    def end_executions(self) -> None:
+        """End the executions of an epoch as a validation begins."""
+        if self._meter is not None:
+            self._recorder.end_executions()
+
+    def end_epoch(self, metrics: Mapping[str, Any]) -> None:
+        """Write down the values of an epoch.
+
+        Args:
+            metrics: ``callback_metrics`` of the Trainer.
+        """
+        if self._epoch is None:
+            return
+        assert self._meter is not None
+        self._recorder.end_executions()
+        values: Dict[str, float] = {name: value.item() for name, value in metrics.items()}
+        epoch, self._epoch = self._epoch, None
+        logs = {**values, "loss": self._meter.values()["loss"]}
+        self._history.append(epoch, logs)
+        self._recorder.end_epoch(epoch, logs)
+
+    def end(self, error: Optional[BaseException]) -> None:
+        """End the run and make the page.
+
+        Args:
+            error: that ended it; None where it came to its end.
+        """
+        kind = None if error is None else type(error)
+        trace = None if error is None else error.__traceback__
+        self._context.__exit__(kind, error, trace)

@@ -1,4 +1,4 @@
-"""IPUStrategy: a Trainer's batches become executions of ipufit's recorded programs."""
+"""The accelerator "ipu", IPUStrategy, by which batches become executions, and a Trainer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import contextlib
 import math
 import os
 import sys
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import INFERENCE, TRAINING, role_of
@@ -23,9 +23,9 @@ from ipufit.lightning.programs import (
     Executions,
     ExecutionSize,
     Programs,
+    TrainingReport,
     words_of_strategy,
 )
-from ipufit.lightning.reporting import TrainingReport
 from ipufit.lightning_module.model import LightningModel
 from ipufit.lightning_module.optimizers import configure_optimizer
 from ipufit.lightning_module.steps import acting_as
@@ -35,7 +35,8 @@ from ipufit.training import loop
 from ipufit.utils.error_collector import folder_of, one_of
 from ipufit.utils.poptorch_sdk import sdk_kind
 
-__all__ = ["IPUStrategy", "Replicas"]
+__all__ = ["IPUAccelerator", "IPUStrategy", "Replicas", "Trainer"]
+
 
 # Names of the strategy's for the arguments of compile.
 _OPTIONS = {TRAINING: "training_opts", INFERENCE: "inference_opts"}
@@ -53,7 +54,7 @@ class _Facts:
     def estimated_stepping_batches(self) -> int:
         return self._updates()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._trainer, name)
 
 
@@ -90,18 +91,21 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
     """
 
     strategy_name = "ipu_strategy"
+    # From when a Trainer connects a module.
+    _translated: LightningModel
+    _programs: Programs
 
     def __init__(
         self,
-        accelerator: Any = None,
+        accelerator: object = None,
         device_iterations: int = 1,
         autoreport: bool = False,
         autoreport_dir: Optional[str] = None,
         *,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        training_opts: Any = None,
-        inference_opts: Any = None,
+        checkpoint_io: object = None,
+        precision_plugin: object = None,
+        training_opts: object = None,
+        inference_opts: object = None,
         engine: Union[str, Callable[[], Engine]] = "auto",
     ) -> None:
         super().__init__(
@@ -120,31 +124,28 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
                 f"device_iterations must be a number of at least 1, got {device_iterations!r}."
             )
         # A Trainer puts here what the accelerator makes of its devices.
-        self.parallel_devices: Any = ()
+        self.parallel_devices: Sequence[torch.device] = ()
         self._device_iterations = device_iterations
-        self._opts = {TRAINING: training_opts, INFERENCE: inference_opts}
+        self._opts: Dict[str, Any] = {TRAINING: training_opts, INFERENCE: inference_opts}
         for name, options in zip(_OPTIONS.values(), self._opts.values()):
             if options is not None and sdk_kind(options, ("Options",)) is None:
                 raise ConfigurationError(
                     f"{name} must be poptorch.Options or None, got {options!r}. Make them with "
                     "poptorch.Options()."
                 )
-        self._options: Dict[str, Any] = {}
+        self._options: Dict[str, object] = {}
         self._works: Dict[str, ExecutionSize] = {}
         self._engine = engine
         self._trainer: Any = None
-        self._ours: Optional[LightningModel] = None
         self._accumulation = 1
-        self._programs: Optional[Programs] = None
 
     # What a Trainer sets up
 
-    def connect(self, model: object) -> None:
+    def connect(self, model: nn.Module) -> None:
         """Another run begins with this module."""
         super().connect(model)
-        self._ours = LightningModel(model, self._engine, by_trainer=True)
-        self._ours.module.keep_notes()
-        self._programs = Programs(self._ours, self._report_folder)
+        self._translated = LightningModel(model, self._engine, by_trainer=True)
+        self._programs = Programs(self._translated, self._report_folder)
 
     def setup(self, trainer: Any) -> None:
         """Compile the LightningModule for this run of the Trainer.
@@ -167,15 +168,12 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         trainer.accumulate_grad_batches = 1
         self._merge_options()
         super().setup(trainer)
-        if not self._session_is_made:
-            model = self._model_of_ours
-            model._options = {
-                "precision": _PRECISIONS[trainer.precision],
-                "poptorch": self._pair,
-            }
+        if not self._translated.is_compiled:
             with words_of_strategy():
-                model._make_session(None)
-        session = self._model_of_ours._compiled("fit")
+                self._translated.compile_to_infer(
+                    precision=_PRECISIONS[trainer.precision], poptorch=self._pair
+                )
+        session = self._translated.session
         writes_profile = session.engine.takes_options
         if self._report_folder is None or writes_profile or trainer.state.fn != "fit":
             return
@@ -184,7 +182,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         updates = None
         with contextlib.suppress(ConfigurationError):
             updates = self._updates()
-        self._running.write_report(TrainingReport(session, report, trainer.max_epochs, updates))
+        self._programs.write_report(TrainingReport(session, report, trainer.max_epochs, updates))
 
     def setup_precision_plugin(self) -> None:
         """Nothing: the program computes in what compile was told."""
@@ -202,9 +200,9 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         if clip:
             bound = Clip(value=clip) if how == "value" else Clip(global_norm=clip)
         self.optimizers = [optimizer]
-        self.lr_scheduler_configs: List[Any] = []
+        self.lr_scheduler_configs: List[object] = []
         with words_of_strategy():
-            self._model_of_ours.compile(
+            self._translated.compile(
                 optimizer,
                 lr_scheduler=schedule,
                 precision=_PRECISIONS[trainer.precision],
@@ -213,23 +211,9 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
             )
 
     @property
-    def _pair(self) -> Tuple[Any, Any]:
+    def _pair(self) -> Tuple[object, object]:
         """The options for training and for inference, as ``compile`` takes them."""
         return self._options.get(TRAINING), self._options.get(INFERENCE)
-
-    @property
-    def _model_of_ours(self) -> LightningModel:
-        assert self._ours is not None, "a Trainer connects the module first"
-        return self._ours
-
-    @property
-    def _session_is_made(self) -> bool:
-        return self._model_of_ours._session is not None
-
-    @property
-    def _running(self) -> Programs:
-        assert self._programs is not None, "a Trainer connects the module first"
-        return self._programs
 
     def _updates(self) -> int:
         """Weight updates of the whole training."""
@@ -275,9 +259,11 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         count = self._work(mode).micro_batches
         if not trains:
             return Executions(dataloader, count)
-        return Executions(dataloader, count, lambda: self._running.clock)
+        return Executions(dataloader, count, lambda: self._programs.clock)
 
-    def batch_to_device(self, batch: object, device: object = None, dataloader_idx: int = 0) -> Any:
+    def batch_to_device(
+        self, batch: object, device: object = None, dataloader_idx: int = 0
+    ) -> object:
         """Return the batch as it is: the engine copies it to the device."""
         return batch
 
@@ -288,18 +274,18 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
 
     # Training
 
-    def training_step(self, batch: ExecutionBatches, *_: Any) -> Tensor:
+    def training_step(self, batch: ExecutionBatches, *_: object) -> Tensor:
         """One execution; the mean loss of its samples."""
         trainer = self._trainer
-        (done,) = self._running.run(batch, Mode.TRAIN, self._work(Mode.TRAIN), trainer)
+        (done,) = self._programs.run(batch, Mode.TRAIN, self._work(Mode.TRAIN), trainer)
         self._log(done, "train")
         return done.loss
 
     def _log(self, done: Done, role: str) -> None:
         """Hand on what the step has logged, as that of one batch with all samples."""
-        notes = (self._model_of_ours.module.notes or {}).get(role, {})
+        notes = self._translated.notes(role)
         # Lightning computes and resets metric objects itself.
-        values: Dict[str, Any] = {**done.logged, **self._model_of_ours.logged_metrics(role)}
+        values: Dict[str, object] = {**done.logged, **self._translated.logged_metrics(role)}
         for name, value in values.items():
             if name in notes:  # else it says that there is no loss
                 options = notes[name]
@@ -310,8 +296,8 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         return closure_loss
 
     def optimizer_step(
-        self, optimizer: object, closure: Callable[[], Any], model: object = None, **_: object
-    ) -> Any:
+        self, optimizer: object, closure: Callable[[], object], model: object = None, **_: object
+    ) -> object:
         """The execution, of which updates are a part."""
         return closure()
 
@@ -325,61 +311,62 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         """Run one execution of the test."""
         self._inferred(batch, "test", Mode.EVALUATE)
 
-    def predict_step(self, batch: ExecutionBatches, *_: object) -> Any:
+    def predict_step(self, batch: ExecutionBatches, *_: object) -> object:
         """The outputs of one execution, joined."""
         return loop._joined(self._inferred(batch, "predict", Mode.PREDICT))
 
-    def _inferred(self, batch: ExecutionBatches, role: str, mode: Mode) -> List[Any]:
-        outputs: List[Any] = []
-        with acting_as(self._model_of_ours.module, role):
-            for done in self._running.run(batch, mode, self._work(mode), self._trainer):
+    def _inferred(self, batch: ExecutionBatches, role: str, mode: Mode) -> List[object]:
+        outputs: List[object] = []
+        with acting_as(self._translated.module, role):
+            for done in self._programs.run(batch, mode, self._work(mode), self._trainer):
                 outputs += done.outputs
                 self._log(done, role)
         return outputs
 
     def on_validation_start(self) -> None:
         """Count the time from here on as validation."""
-        self._running.begin_validation()
-        self._in_validation.enter_context(self._running.clock.during("validation"))
+        self._programs.begin_validation()
+        self._in_validation.enter_context(self._programs.clock.during("validation"))
 
     def on_validation_end(self) -> None:
         """The device is for training again."""
         self._in_validation.close()
-        self._running.finish(Mode.EVALUATE)
+        self._programs.finish(Mode.EVALUATE)
 
     def on_test_end(self) -> None:
         """Let go of the program of the test."""
-        self._running.finish(Mode.EVALUATE)
+        self._programs.finish(Mode.EVALUATE)
 
     def on_predict_end(self) -> None:
         """Let go of the program of the prediction."""
-        self._running.finish(Mode.PREDICT)
+        self._programs.finish(Mode.PREDICT)
 
     def on_train_end(self) -> None:
         """The module owns its weights again."""
-        self._running.end_training(self._trainer.callback_metrics)
+        self._programs.end_training(self._trainer.callback_metrics)
 
     def teardown(self) -> None:
         """Let go of everything; also after an error."""
         self._in_validation.close()
-        if self._programs is not None:  # else the module was refused
-            self._programs.end_report(sys.exc_info()[1])
-            self._programs.finish(*Mode)
+        programs: Optional[Programs] = vars(self).get("_programs")
+        if programs is not None:  # else the module was refused
+            programs.end_report(sys.exc_info()[1])
+            programs.finish(*Mode)
         if self._trainer is not None:
             self._trainer.accumulate_grad_batches = self._accumulation
         super().teardown()
 
     # Checkpoints
 
-    def optimizer_state(self, optimizer: object) -> Dict[str, Any]:
+    def optimizer_state(self, optimizer: object) -> Dict[str, object]:
         """Return the optimizer's state after the device has written it back."""
-        self._running.publish()
-        state: Dict[str, Any] = super().optimizer_state(optimizer)
+        self._programs.publish()
+        state: Dict[str, object] = super().optimizer_state(optimizer)
         return state
 
     def load_checkpoint(
         self, checkpoint_path: object, *args: object, **options: object
-    ) -> Dict[str, Any]:
+    ) -> Dict[str, object]:
         """Load the weights of a checkpoint for an evaluation.
 
         Raises:
@@ -391,7 +378,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
                 "does not hold the schedule. Load its weights into the module, or train with "
                 "ipufit.Model.from_lightning and fit(checkpoint=...)."
             )
-        checkpoint: Dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
+        checkpoint: Dict[str, object] = super().load_checkpoint(checkpoint_path, *args, **options)
         return checkpoint
 
     @classmethod
@@ -455,6 +442,94 @@ def _merge(work: ExecutionSize, options: Any, name: str) -> ExecutionSize:
     return work
 
 
-_registry: Any = part("strategies").StrategyRegistry
-if IPUStrategy.strategy_name not in _registry:
-    IPUStrategy.register_strategies(_registry)
+class IPUAccelerator(part("accelerators").Accelerator):  # type: ignore[misc]
+    """Accelerator "ipu", for which ``devices=8`` means eight replicas of the model.
+
+    They run on the engine of the strategy, and so also where there is no IPU.
+    """
+
+    def setup_device(self, device: torch.device) -> None:
+        """Do nothing: the engine finds its devices itself."""
+
+    def setup(self, trainer: Any) -> None:
+        """Make sure that the strategy is that of ipufit.
+
+        Raises:
+            ConfigurationError: another strategy would train on the host instead.
+        """
+        if not isinstance(trainer.strategy, IPUStrategy):
+            raise ConfigurationError(
+                "accelerator='ipu' needs ipufit's strategy, got "
+                f"{type(trainer.strategy).__name__}. Pass strategy=ipufit.lightning.IPUStrategy(), "
+                "or make the Trainer with ipufit.lightning.Trainer, which has it."
+            )
+
+    def teardown(self) -> None:
+        """Do nothing: there is nothing to free."""
+
+    def get_device_stats(self, device: object) -> Dict[str, object]:
+        """Return an empty dict: an IPU has no statistics to monitor."""
+        return {}
+
+    @staticmethod
+    def parse_devices(devices: object) -> int:
+        """Convert ``devices`` of a Trainer to a number of replicas."""
+        if type(devices) is str and devices.isdigit():
+            devices = int(devices)
+        if type(devices) is not int or devices < 1:
+            raise ConfigurationError(
+                "devices must be a number of replicas with accelerator='ipu', got "
+                f"{devices!r}. Pass for example devices=4."
+            )
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> Replicas:
+        """Return one device for the Trainer, which must start no further processes."""
+        return Replicas(devices)
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return 1, the default number of replicas."""
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return True: without an IPU the embedded engine runs."""
+        return True
+
+    @staticmethod
+    def name() -> str:
+        """Return the name by which a Trainer takes it."""
+        return "ipu"
+
+
+class Trainer(part("").Trainer):  # type: ignore[misc]
+    """Lightning's Trainer, for which ``accelerator="ipu"`` means :class:`IPUStrategy` too.
+
+    Lightning chooses the strategy of an accelerator from a list of its own, to which nothing can be
+    added.
+
+    >>> from ipufit.lightning import Trainer
+    >>> trainer = Trainer(accelerator="ipu", devices=8, logger=False, enable_checkpointing=False)
+    >>> type(trainer.strategy).__name__
+    'IPUStrategy'
+
+    Args:
+        options: the arguments of Lightning's Trainer, by name.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        accelerator = options.get("accelerator")
+        is_ours = accelerator == IPUAccelerator.name() or isinstance(accelerator, IPUAccelerator)
+        if is_ours and options.get("strategy", "auto") == "auto":
+            options["strategy"] = IPUStrategy()
+        super().__init__(**options)
+
+
+_strategies: Any = part("strategies").StrategyRegistry
+if IPUStrategy.strategy_name not in _strategies:
+    IPUStrategy.register_strategies(_strategies)
+_accelerators: Any = part("accelerators").AcceleratorRegistry
+if IPUAccelerator.name() not in _accelerators:
+    _accelerators.register("ipu", IPUAccelerator, description="replicas that ipufit drives")

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional
+from typing import Any, Callable, Dict, Iterable, Iterator, Mapping, Optional, Tuple, Union
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipufit.core.logged_values import LogRule, check_value, report
 from ipufit.errors import ConfigurationError
-from ipufit.lightning_module.detect import is_collection, is_metric, lightning_parts
-from ipufit.lightning_module.metrics import MetricCalls, MetricValue
+from ipufit.lightning_module.inspection import (
+    MetricObject,
+    is_collection,
+    is_metric,
+    lightning_parts,
+)
+from ipufit.lightning_module.metric_calls import MetricCalls, MetricValue
 from ipufit.lightning_module.trainer_proxy import replace_attributes
 from ipufit.utils.names import check_log_name
 
 __all__ = ["Log", "Notes", "attached", "hook_log", "no_log", "step_log"]
 
 Log = Callable[..., None]
-Notes = Dict[str, Dict[str, Any]]
+Notes = Dict[str, Dict[str, object]]
+# Besides a stand-in for the result of a metric, which only a step has.
+Number = Union[float, Tensor, MetricObject]
 
 _REDUCTIONS = {
     "mean": "mean",
@@ -46,16 +53,18 @@ def attached(module: nn.Module, trainer: object, log: Log) -> Iterator[None]:
         log: takes the arguments of ``LightningModule.log``.
     """
 
-    def log_dict(dictionary: Mapping[str, object], *args: object, **options: object) -> None:
-        items: Any = dictionary
+    def log_dict(dictionary: object, *args: object, **options: object) -> None:
+        items: Iterable[Tuple[object, object]]
         if is_collection(dictionary):
-            items = dict(zip(items.keys(), items.values(copy_state=False)))
-        elif not isinstance(dictionary, Mapping):
+            items = zip(dictionary.keys(), dictionary.values(copy_state=False))
+        elif isinstance(dictionary, Mapping):
+            items = dictionary.items()
+        else:
             raise ConfigurationError(
                 "self.log_dict takes a dict of names and values, or a MetricCollection, got "
                 f"{type(dictionary).__name__}. Pass one of these."
             )
-        for name, value in items.items():
+        for name, value in items:
             log(name, value, *args, **options)
 
     attributes = {"_trainer": trainer, "log": log, "log_dict": log_dict}
@@ -77,7 +86,7 @@ def step_log(role: str, size: int, metrics: MetricCalls, notes: Optional[Notes] 
 
     def log(
         name: str,
-        value: Any,
+        value: Union[Number, MetricValue],
         prog_bar: bool = False,
         logger: Optional[bool] = None,
         on_step: Optional[bool] = None,
@@ -121,7 +130,7 @@ def step_log(role: str, size: int, metrics: MetricCalls, notes: Optional[Notes] 
     return log
 
 
-def hook_log(values: Dict[str, float], computed: Callable[[str, Any], float]) -> Log:
+def hook_log(values: Dict[str, float], computed: Callable[[str, MetricObject], float]) -> Log:
     """Make ``self.log`` of a hook at the end of an epoch, which adds to the values of the epoch.
 
     Args:
@@ -129,7 +138,7 @@ def hook_log(values: Dict[str, float], computed: Callable[[str, Any], float]) ->
         computed: the value of a metric object that is logged under a name.
     """
 
-    def log(name: str, value: Any, *_: Any, **options: Any) -> None:
+    def log(name: str, value: Number, *_: object, **options: Any) -> None:
         _check(name, value, True)
         _refuse(
             name,

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Union,
+)
 
 import torch
+from torch import nn
 
-from ipufit.callbacks import Callback
 from ipufit.callbacks.callback_list import checked
 from ipufit.callbacks.history import History
 from ipufit.core.batch import Mode
@@ -17,19 +28,19 @@ from ipufit.data.settings import resolve_validation
 from ipufit.engines.choice import engine_maker
 from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import ConfigurationError
-from ipufit.lightning_module.data import Loaders, loaders_for, set_up
-from ipufit.lightning_module.detect import lightning_parts, overrides
-from ipufit.lightning_module.hooks import ModuleHooks
-from ipufit.lightning_module.metrics import MeasuredProgram, ModuleMetrics, StepMetrics
+from ipufit.lightning_module.inspection import lightning_parts, overrides, refuse_module
+from ipufit.lightning_module.logging import Notes
+from ipufit.lightning_module.module_metrics import MeasuredProgram, ModuleMetrics, StepMetrics
 from ipufit.lightning_module.optimizers import configure_optimizer
+from ipufit.lightning_module.stages import Loaders, ModuleHooks, loaders_for, set_up
 from ipufit.lightning_module.steps import Steps, acting_as, steps_of
 from ipufit.lightning_module.trainer_proxy import FitTrainerProxy, NotKnownYetError
-from ipufit.lightning_module.unsupported import refuse_module
 from ipufit.losses.loss import WHOLE_BATCH
 from ipufit.metrics import MetricSet
 from ipufit.partition.request import Parallel, PartitionRequest
 from ipufit.training.compile import pair_of_options
 from ipufit.training.model import Model, StepsModel
+from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector
 
 if TYPE_CHECKING:
@@ -62,7 +73,7 @@ class LightningModel(StepsModel):
 
     def __init__(
         self,
-        module: Any,
+        module: nn.Module,
         engine: Union[str, Callable[[], Engine]] = "auto",
         device: Union[str, torch.device, None] = None,
         by_trainer: bool = False,
@@ -81,6 +92,8 @@ class LightningModel(StepsModel):
         self._metrics = ModuleMetrics(module, by_trainer)
         self._options: Dict[str, Any] = {}
         self._is_waiting = True
+        if by_trainer:
+            self.module.keep_notes()
 
     def compile(
         self,
@@ -124,6 +137,25 @@ class LightningModel(StepsModel):
             self._options, self._is_waiting = before
             raise
 
+    def compile_to_infer(self, **options: object) -> None:
+        """Compile without an optimizer, to evaluate and predict.
+
+        Args:
+            options: as for :meth:`compile`.
+        """
+        self._options = options
+        self._make_session(None)
+
+    @property
+    def is_compiled(self) -> bool:
+        """True once there is a :attr:`session`."""
+        return self._session is not None
+
+    @property
+    def session(self) -> Session:
+        """The settings that were compiled."""
+        return self._compiled("fit")
+
     def _make_session(self, facts: Optional[FitTrainerProxy]) -> None:
         """Compile with what the module configures, or without an optimizer if facts is None.
 
@@ -141,12 +173,12 @@ class LightningModel(StepsModel):
 
     def fit(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: object = None,
+        y: object = None,
         batch_size: Optional[int] = None,
         epochs: Union[int, range] = 1,
         *,
-        datamodule: Any = None,
+        datamodule: object = None,
         **options: Any,
     ) -> History:
         """Train with ``training_step``, and validate with ``validation_step``."""
@@ -154,7 +186,7 @@ class LightningModel(StepsModel):
         self._refuse_checkpoint_hooks(options)
         loaders = loaders_for(self.lightning, x, datamodule, "fit")
         facts = {"max_epochs": epochs.stop if isinstance(epochs, range) else epochs}
-        with self._stage("fit", loaders, "validation", facts) as hooks:
+        with self._stage("fit", loaders, "validation", facts, options):
             data = loaders.main()
             validation = resolve_validation(options.get("validation_data"))
             has_step = overrides(self.lightning, "validation_step")
@@ -166,7 +198,6 @@ class LightningModel(StepsModel):
                 options["validation_data"] = held_out
             if self._is_waiting:
                 self._make_session(FitTrainerProxy({**facts, **self._counted(data, y, options)}))
-            options["callbacks"] = self._with_hooks(hooks, options.get("callbacks", ()))
             return Model.fit(self, data, y, **options)
 
     def evaluate(
@@ -199,26 +230,24 @@ class LightningModel(StepsModel):
     ) -> Union[float, List[float], Dict[str, float]]:
         self._require(f"{role}_step")
         loaders = loaders_for(self.lightning, x, datamodule, stage)
-        with self._stage(stage, loaders, role, {}) as hooks:
-            options["callbacks"] = self._with_hooks(hooks, options.get("callbacks", ()))
+        with self._stage(stage, loaders, role, {}, options):
             return Model.evaluate(self, loaders.main(), y, **options)
 
     def predict(
         self,
-        x: Any = None,
+        x: object = None,
         batch_size: Optional[int] = None,
         *,
-        datamodule: Any = None,
+        datamodule: object = None,
         **options: Any,
     ) -> Any:
         """Predict with ``predict_step``."""
         loaders = loaders_for(self.lightning, x, datamodule, "predict")
-        with self._stage("predict", loaders, "predict", {}) as hooks:
-            options["callbacks"] = self._with_hooks(hooks, options.get("callbacks", ()))
+        with self._stage("predict", loaders, "predict", {}, options):
             return Model.predict(self, loaders.main(), batch_size, **options)
 
     def predict_iter(
-        self, x: Any = None, batch_size: Optional[int] = None, **options: Any
+        self, x: object = None, batch_size: Optional[int] = None, **options: Any
     ) -> Iterator[Any]:
         """Yield the results of ``predict`` piece by piece, without the hooks of the module.
 
@@ -232,10 +261,10 @@ class LightningModel(StepsModel):
             pieces = super().predict_iter(x, batch_size, **options)
         return self._in_role(pieces)
 
-    def _in_role(self, pieces: Iterator[object]) -> Iterator[Any]:
+    def _in_role(self, pieces: Iterator[object]) -> Iterator[object]:
         while True:
             with acting_as(self.module, "predict"):
-                piece = list(_first(pieces))
+                piece = list(itertools.islice(pieces, 1))
             if not piece:
                 return
             yield piece.pop()
@@ -246,7 +275,7 @@ class LightningModel(StepsModel):
         with acting_as(self.module, "predict"):
             return super().predict_on_batch(x)
 
-    def summary(self, x: Any = None, **options: Any) -> None:
+    def summary(self, x: object = None, **options: Any) -> None:
         """Print the layers and, for a batch as the loader gives it, the shapes in the steps."""
         self._ready()
         super().summary(x, **options)
@@ -269,7 +298,7 @@ class LightningModel(StepsModel):
             except NotKnownYetError:
                 self._make_session(None)
 
-    def _compiled(self, name: str) -> Any:
+    def _compiled(self, name: str) -> Session:
         if name != "fit":
             self._ready()
         session = super()._compiled(name)
@@ -284,29 +313,34 @@ class LightningModel(StepsModel):
             return program
         return MeasuredProgram(program, self._metrics, self.module.role, spec)
 
-    def logged_metrics(self, role: str) -> Dict[str, Any]:
+    def notes(self, role: str) -> Notes:
+        """Return how a step has logged its values, by name, where a Trainer keeps them."""
+        return (self.module.notes or {}).get(role, {})
+
+    def logged_metrics(self, role: str) -> Dict[str, object]:
         """Return the metric objects that a step logs, by the names of their values."""
         return dict(self._metrics.logged(role))
 
     @contextlib.contextmanager
     def _stage(
-        self, stage: str, loaders: Loaders, role: str, facts: Dict[str, Any]
-    ) -> Iterator[ModuleHooks]:
-        """Set up the module for a stage, without its old Trainer, and yield its hooks."""
+        self,
+        stage: str,
+        loaders: Loaders,
+        role: str,
+        facts: Mapping[str, object],
+        options: Dict[str, Any],
+    ) -> Iterator[None]:
+        """Set up the module for a stage, without its old Trainer; its hooks become a callback."""
         for part in lightning_parts(self.lightning):
             vars(part)["_trainer"] = None
-        hooks = ModuleHooks(self.lightning, self._metrics, role, facts)
         proxy = FitTrainerProxy(facts)
         with set_up(self.lightning, loaders, stage, proxy), acting_as(self.module, role):
             if stage != "fit":
                 self._ready()
-            yield hooks
+            hooks = ModuleHooks(self.lightning, self._metrics, role, facts)
+            options["callbacks"] = [hooks, *checked(options.get("callbacks", ()))]
+            yield
             self._metrics.finish()
-
-    def _with_hooks(
-        self, hooks: ModuleHooks, callbacks: Union[Callback, Sequence[Callback], None]
-    ) -> List[Callback]:
-        return [hooks, *checked(callbacks)]
 
     def _require(self, step: str) -> None:
         if not overrides(self.lightning, step):
@@ -314,7 +348,7 @@ class LightningModel(StepsModel):
                 f"{type(self.lightning).__name__} has no {step}, which this needs. Write it."
             )
 
-    def _refuse_checkpoint_hooks(self, options: Dict[str, Any]) -> None:
+    def _refuse_checkpoint_hooks(self, options: Mapping[str, object]) -> None:
         names = [
             name
             for name in ("on_save_checkpoint", "on_load_checkpoint")
@@ -327,7 +361,7 @@ class LightningModel(StepsModel):
                 "Keep what they add in a buffer, or in the state_dict of a callback."
             )
 
-    def _counted(self, data: object, y: object, options: Dict[str, Any]) -> Dict[str, Any]:
+    def _counted(self, data: object, y: object, options: Mapping[str, Any]) -> Dict[str, object]:
         """Count batches and updates under a Trainer's names, as far as that can be done."""
         epochs = options.get("epochs", 1)
         recounts = any(options.get(name) for name in _RECOUNTING) or isinstance(epochs, range)
@@ -336,7 +370,7 @@ class LightningModel(StepsModel):
         if self._recounts_replicas():
             return {}
         accumulation = options.get("gradient_accumulation") or 1
-        counts: Dict[str, Any] = {"accumulate_grad_batches": accumulation}
+        counts: Dict[str, object] = {"accumulate_grad_batches": accumulation}
         if isinstance(data, torch.utils.data.DataLoader):
             try:
                 batches = len(data)
@@ -356,9 +390,3 @@ class LightningModel(StepsModel):
             parallel = None if request.is_empty else parallel
         told = (parallel, training, self._options.get("config"))
         return any(value is not None for value in told)
-
-
-def _first(pieces: Iterator[object]) -> Iterator[Any]:
-    for piece in pieces:
-        yield piece
-        return

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ipufit.errors import ConfigurationError
-from ipufit.lightning_module.detect import overrides
+from ipufit.lightning_module.inspection import overrides
 from ipufit.lightning_module.logging import attached, no_log
 from ipufit.optim.schedules.resolve import AtEpochEnd, EveryBatches
 
@@ -23,7 +23,9 @@ _FORMS = (
 )
 
 
-def configure_optimizer(module: Any, facts: object) -> Tuple[Optional[torch.optim.Optimizer], Any]:
+def configure_optimizer(
+    module: Any, facts: object
+) -> Tuple[Optional[torch.optim.Optimizer], Union[AtEpochEnd, EveryBatches, None]]:
     """Call ``configure_optimizers``.
 
     Args:
@@ -60,8 +62,8 @@ def configure_optimizer(module: Any, facts: object) -> Tuple[Optional[torch.opti
     return optimizer, _schedule(schedulers[0], monitor)
 
 
-def _taken_apart(result: object) -> Tuple[List[Any], List[Any], Optional[str]]:
-    """Optimizers, schedulers, and the monitor of a dict."""
+def _taken_apart(result: object) -> Tuple[List[Any], List[object], Optional[str]]:
+    """Return opimizers, schedulers, and the monitor of a dict."""
     if isinstance(result, torch.optim.Optimizer):
         return [result], [], None
     if isinstance(result, Mapping):
@@ -83,7 +85,7 @@ def _taken_apart(result: object) -> Tuple[List[Any], List[Any], Optional[str]]:
     )
 
 
-def _of_dict(result: Mapping[str, Any]) -> Tuple[List[Any], List[Any], Optional[str]]:
+def _of_dict(result: Mapping[str, Any]) -> Tuple[List[Any], List[object], Optional[str]]:
     unknown = sorted(set(result) - {"optimizer", "lr_scheduler", "monitor"})
     if "optimizer" not in result or unknown:
         raise ConfigurationError(
@@ -94,9 +96,11 @@ def _of_dict(result: Mapping[str, Any]) -> Tuple[List[Any], List[Any], Optional[
     return [result["optimizer"]], [] if scheduler is None else [scheduler], result.get("monitor")
 
 
-def _schedule(returned: Any, monitor: Optional[str]) -> Any:
-    """A scheduler, or Lightning's dict around one."""
-    config = dict(returned) if isinstance(returned, Mapping) else {"scheduler": returned}
+def _schedule(returned: object, monitor: Optional[str]) -> Union[AtEpochEnd, EveryBatches]:
+    """Convert a scheduler, or Lightning's dict around one."""
+    config: Dict[str, Any] = (
+        dict(returned) if isinstance(returned, Mapping) else {"scheduler": returned}
+    )
     unknown = sorted(set(config) - _KEYS)
     if unknown or "scheduler" not in config:
         raise ConfigurationError(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Sized, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ipufit.core.logged_values import LogRule, report
 from ipufit.errors import CaptureError, ConfigurationError, LossError
-from ipufit.lightning_module.detect import overrides, parameters_of, parts_without_metrics
+from ipufit.lightning_module.inspection import overrides, parameters_of, parts_without_metrics
 from ipufit.lightning_module.logging import Notes, attached, no_log, step_log
-from ipufit.lightning_module.metrics import MetricCalls
+from ipufit.lightning_module.metric_calls import MetricCalls
 from ipufit.lightning_module.trainer_proxy import BatchIndex, StepTrainerProxy
 from ipufit.partition.own_blocks import blocks_without_end
 from ipufit.utils import tree
@@ -59,11 +59,11 @@ class Steps(nn.Module):
             return getattr(self.lightning, name)
 
     # The hooks of the user's module are for its own forward, which the step calls.
-    def __call__(self, batch: object) -> Any:
+    def __call__(self, batch: object) -> object:
         """Call :meth:`forward`."""
         return self.forward(batch)
 
-    def forward(self, batch: object) -> Any:
+    def forward(self, batch: object) -> object:
         """Run the step of the present role.
 
         Args:
@@ -91,7 +91,7 @@ class Steps(nn.Module):
 
     def named_modules(
         self,
-        memo: Optional[Set[Any]] = None,
+        memo: Optional[Set[nn.Module]] = None,
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[Tuple[str, nn.Module]]:
@@ -131,7 +131,7 @@ class Steps(nn.Module):
         takes_index = takes_any or "batch_idx" in parameters or len(places) > 1
         return (BatchIndex(),) if takes_index else ()
 
-    def __deepcopy__(self, memo: Dict[int, Any]) -> Steps:
+    def __deepcopy__(self, memo: Dict[int, object]) -> Steps:
         copied = steps_of(copy.deepcopy(self.lightning, memo))
         # Who records it writes into the same notes.
         object.__setattr__(copied, "notes", self.notes)
@@ -172,7 +172,7 @@ def _size(batch: object) -> int:
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
-def _trained(result: object) -> Mapping[str, Any]:
+def _trained(result: object) -> Mapping[str, object]:
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise LossError(
@@ -194,7 +194,7 @@ def _trained(result: object) -> Mapping[str, Any]:
     )
 
 
-def _evaluated(result: object) -> Mapping[str, Any]:
+def _evaluated(result: object) -> Mapping[str, object]:
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return dict(result) if isinstance(result, Mapping) else {"loss": loss}
@@ -213,7 +213,7 @@ def _described(result: object) -> str:
 def _refusing_growth(module: nn.Module, name: str) -> Iterator[None]:
     """A list that a step adds to would hold what was recorded, once."""
     kinds = (list, dict, set)
-    before: List[Tuple[str, Any, int]] = [
+    before: List[Tuple[str, Sized, int]] = [
         (key, value, len(value))
         for key, value in vars(module).items()
         if type(value) in kinds and not key.startswith("_")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NoReturn, Optional, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Mapping, NoReturn, Optional, Tuple
 
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.tracing.capture import user_frame
@@ -16,6 +16,7 @@ __all__ = [
     "NotKnownYetError",
     "StepTrainerProxy",
     "refuse_here",
+    "refuse_operators",
     "replace_attributes",
 ]
 
@@ -39,6 +40,24 @@ def refuse_here(what: str, instead: str) -> NoReturn:
     raise CaptureError(text, file, line, function=function, what=what, cure=instead)
 
 
+def refuse_operators(kind: type, refuse: Callable[..., NoReturn], *more: str) -> None:
+    """Have a class refuse to be computed with, compared, or made a number or a text.
+
+    Args:
+        kind: the class.
+        refuse: gets the object and the other operand.
+        more: names of further methods that are refused, without underscores.
+    """
+    operators = (
+        *("int", "index", "float", "bool", "str", "format", "hash", "eq", "ne", "lt", "le"),
+        *("gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "abs"),
+        *("divmod", "round", "radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow"),
+        *("and", "or", "rdivmod"),
+    )
+    for name in (*operators, *more):
+        setattr(kind, f"__{name}__", refuse)
+
+
 class BatchIndex:
     """Stand-in for batch_idx: it may be passed on, and not be used.
 
@@ -57,12 +76,7 @@ def _refuse_use(self: BatchIndex, *_: object) -> NoReturn:
     )
 
 
-for _name in (
-    *("int", "index", "float", "bool", "str", "format", "hash", "eq", "ne", "lt", "le", "gt", "ge"),
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "abs", "divmod", "round"),
-    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "and", "or", "rdivmod"),
-):
-    setattr(BatchIndex, f"__{_name}__", _refuse_use)
+refuse_operators(BatchIndex, _refuse_use)
 
 
 _STAGES = {
@@ -85,7 +99,7 @@ class StepTrainerProxy:
     def __init__(self, role: str) -> None:
         self._role = role
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in _STAGES:
             return _STAGES[name] == self._role
         refuse_here(
@@ -122,11 +136,15 @@ class FitTrainerProxy:
         setters: by name what setting an attribute does; others can't be set.
     """
 
+    _known: Mapping[str, object]
+    _fitting: bool
+    _setters: Mapping[str, Callable[[object], None]]
+
     def __init__(
         self,
         facts: Mapping[str, object],
         fitting: bool = True,
-        setters: Optional[Mapping[str, Callable[[Any], None]]] = None,
+        setters: Optional[Mapping[str, Callable[[object], None]]] = None,
     ) -> None:
         state = {"_known": dict(facts), "_fitting": fitting, "_setters": dict(setters or {})}
         vars(self).update(state)
@@ -139,11 +157,11 @@ class FitTrainerProxy:
             )
         self._setters[name](value)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("_"):
             raise AttributeError(name)
         if name in self._known:
-            value: Callable[[], Any] = self._known[name]
+            value = self._known[name]
             return value() if callable(value) else value
         there = ", ".join(sorted(self._known)) or "nothing"
         text = (
@@ -162,7 +180,7 @@ def replace_attributes(attributes: Iterable[Tuple[object, Mapping[str, object]]]
     Args:
         attributes: each object with its attributes.
     """
-    before: List[Tuple[Dict[str, Any], Mapping[str, Any], Dict[str, Any]]] = []
+    before: List[Tuple[Dict[str, object], Mapping[str, object], Dict[str, object]]] = []
     try:
         for each, values in attributes:
             there = vars(each)

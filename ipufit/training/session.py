@@ -375,10 +375,7 @@ class Session:
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
         metrics.check_joined(self.processes.num_processes)
         wants_outputs = bool(metrics) or wants_outputs
-        spec = self._spec(plan, mode, seed, domain, wants_outputs, profile_folder)
-        program = self.build(spec)
-        if mode is Mode.TRAIN:
-            self._training = program
+        program = self.build(plan, mode, seed, domain, wants_outputs, profile_folder)
         try:
             # An interrupt in the middle of a recording could leave torch recording for good.
             with defer_sigint():
@@ -403,19 +400,57 @@ class Session:
         sync = ExecutionSync(self.processes, plan, source.is_portioned, weighted)
         return Job(program, plan, meter, first, feed, sync, explainer, prepared.outputs)
 
-    def build(self, spec: ProgramSpec) -> Program:
-        """Return the engine's program for the spec, with what goes around it.
+    def build(
+        self,
+        plan: Plan,
+        mode: Mode,
+        seed: int,
+        domain: str,
+        wants_outputs: bool,
+        profile_folder: Optional[str] = None,
+    ) -> Program:
+        """Build the engine's program, with what goes around it; one that trains has the weights.
+
+        Args:
+            plan: of its executions.
+            mode: train, evaluate or predict.
+            seed: of all random numbers.
+            domain: keeps them apart from those of other programs.
+            wants_outputs: whether it hands out what the module returns.
+            profile_folder: where the engine puts a profile that its own tools read, if it can.
 
         Raises:
             ConfigurationError: the engine is a user's own, and makes something else.
         """
+        fixed_seed = None if mode is Mode.TRAIN else self.fixed.inference.seed
+        # What a step of its own predicts is no (outputs, loss).
+        with_loss = mode is not Mode.PREDICT or self.loss.in_module is True
+        spec = ProgramSpec(
+            module=self.module,
+            loss=self.loss if with_loss else None,
+            optimizer=self._optimizer if mode is Mode.TRAIN else None,
+            plan=plan,
+            mode=mode,
+            want_outputs=wants_outputs or mode is Mode.PREDICT,
+            seed=seed if fixed_seed is None else fixed_seed.value,
+            domain=domain,
+            first_update=self.updates,
+            config=self.config,
+            options=self._options.get(role_of(mode)),
+            partition=self.partitions.of(mode is Mode.TRAIN),
+            processes=self.processes,
+            profile_folder=profile_folder,
+        )
         program = self.engine.build(spec)
         if not isinstance(program, Program):
             raise ConfigurationError(
                 f"{type(self.engine).__name__}.build must return an object of a class that derives "
                 f"from ipufit.engines.Program, got {program!r}. Derive its class."
             )
-        return self.around(program, spec)
+        program = self.around(program, spec)
+        if mode is Mode.TRAIN:
+            self._training = program
+        return program
 
     def check_engine(self, config: TrainConfig) -> None:
         """Have the engine refuse what it can't do, as ``compile`` does.
@@ -508,35 +543,6 @@ class Session:
         """The execution strategy that was set in PopTorch's options of a mode; None for none."""
         strategy = self.fixed.of(training).strategy
         return None if strategy is None else strategy.value
-
-    def _spec(
-        self,
-        plan: Plan,
-        mode: Mode,
-        seed: int,
-        domain: str,
-        wants_outputs: bool,
-        profile_folder: Optional[str] = None,
-    ) -> ProgramSpec:
-        fixed_seed = None if mode is Mode.TRAIN else self.fixed.inference.seed
-        # What a step of its own predicts is no (outputs, loss).
-        with_loss = mode is not Mode.PREDICT or self.loss.in_module is True
-        return ProgramSpec(
-            module=self.module,
-            loss=self.loss if with_loss else None,
-            optimizer=self._optimizer if mode is Mode.TRAIN else None,
-            plan=plan,
-            mode=mode,
-            want_outputs=wants_outputs or mode is Mode.PREDICT,
-            seed=seed if fixed_seed is None else fixed_seed.value,
-            domain=domain,
-            first_update=self.updates,
-            config=self.config,
-            options=self._options.get(role_of(mode)),
-            partition=self.partitions.of(mode is Mode.TRAIN),
-            processes=self.processes,
-            profile_folder=profile_folder,
-        )
 
     def explain(self) -> str:
         """How the program of this session runs, in one or two lines."""

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 
 import ipufit
 from ipufit.errors import CaptureError, ConfigurationError, LossError
-from ipufit.lightning_module.unsupported import _MODULE
+from ipufit.lightning_module.inspection import _MODULE
 from tests.lightning.twins import (
     Classifier,
     by_lightning,

@@ -1,32 +1,43 @@
-"""Metric objects of a LightningModule, with a state for each step, and their values over epochs."""
+"""Metric objects of a LightningModule, with a state for each step, and their values over epochs.
+
+The program hands out what a step calls them with, and the host updates them after each execution.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
+import warnings
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
+import torch
 from torch import Tensor, nn
 
+from ipufit.core.batch import CombinedBatch, MicroBatch
+from ipufit.core.logged_values import merge_rules
+from ipufit.engines.program import (
+    ExecutionResult,
+    ForwardingProgram,
+    Prepared,
+    Program,
+    ProgramSpec,
+)
 from ipufit.errors import ConfigurationError, MetricError
-from ipufit.lightning_module.detect import is_collection, metrics_in
-from ipufit.lightning_module.metrics.recording import MetricKey
-from ipufit.metrics.kinds import is_plain, merge_states, restore, stored
+from ipufit.lightning_module.inspection import MetricObject, is_collection, is_metric, metrics_in
+from ipufit.lightning_module.metric_calls import MetricKey, find_calls
+from ipufit.lightning_module.steps import Steps
+from ipufit.metrics.kinds import is_plain, merge_states, refuse_unjoined, restore, stored
 from ipufit.metrics.values import shapes
 from ipufit.processes import Processes
+from ipufit.utils import tree
+from ipufit.utils.random_streams import LOCK
+from ipufit.utils.state import fork_rng
 
-__all__ = [
-    "ModuleMetrics",
-    "Objects",
-    "StepMetrics",
-    "as_number",
-    "has_seen",
-    "metric_at",
-    "without_sync",
-]
+__all__ = ["MeasuredProgram", "ModuleMetrics", "StepMetrics"]
 
-Objects = Mapping[str, Any]
+Objects = Mapping[str, MetricObject]
 
 
 class ModuleMetrics:
@@ -43,11 +54,11 @@ class ModuleMetrics:
     def __init__(self, module: nn.Module, by_trainer: bool = False) -> None:
         self._module = module
         self._by_trainer = by_trainer
-        self._objects: Dict[str, Any] = {}
+        self._objects: Objects = {}
         self._known: Dict[str, Dict[MetricKey, MetricKey]] = {}
         self._tried: Set[Tuple[str, MetricKey]] = set()
         self._held: Dict[str, str] = {}
-        self._aside: Dict[Tuple[str, str], Any] = {}
+        self._aside: Dict[Tuple[str, str], Dict[str, Any]] = {}
         self._late: List[str] = []
 
     def find(self) -> Objects:
@@ -74,7 +85,7 @@ class ModuleMetrics:
         """Return the paths of the metrics whose values over the epoch a step logs, by name."""
         return {n: path for key in self._known.get(role, ()) for n, path in key.epochs.items()}
 
-    def called(self, role: str) -> Dict[str, Any]:
+    def called(self, role: str) -> Objects:
         """Return the metrics of :meth:`find` that a step calls."""
         calls = {call.path for key in self._known.get(role, ()) for call in key.calls}
         return {p: m for p, m in self._objects.items() if any(is_in(each, p) for each in calls)}
@@ -103,7 +114,7 @@ class ModuleMetrics:
             self._held[path] = role
         return objects
 
-    def logged(self, role: str) -> Iterator[Tuple[str, Any]]:
+    def logged(self, role: str) -> Iterator[Tuple[str, MetricObject]]:
         """Yield the metrics that a step logs, by the names of values, as a Trainer takes them."""
         objects = self.called(role)
         for collection in filter(is_collection, objects.values()):
@@ -125,7 +136,7 @@ class ModuleMetrics:
         for role in self._known:
             self.reset(role)
 
-    def computed(self, name: str, metric: Any) -> float:
+    def computed(self, name: str, metric: MetricObject) -> float:
         """The value of one that is logged at the end of an epoch, after which it is reset.
 
         Raises:
@@ -150,7 +161,7 @@ class ModuleMetrics:
             processes: of several, which all come here, the state is that of all; None for the own.
         """
         objects = self.turn_to(role)
-        local_states: Dict[str, Any] = {}
+        local_states: Dict[str, Dict[str, Any]] = {}
         if processes is not None and processes.is_distributed and objects:
             local_states = {path: stored(metric, path) for path, metric in objects.items()}
             states = processes.gather(local_states, "metrics")
@@ -166,7 +177,7 @@ class ModuleMetrics:
                 restore(objects[path], state)
 
 
-def metric_at(objects: Objects, path: str) -> Any:
+def metric_at(objects: Objects, path: str) -> MetricObject:
     """Return a metric by its path, which may lie inside one of these objects."""
     for outer, metric in objects.items():
         if outer != path and is_in(path, outer) and is_collection(metric):
@@ -175,10 +186,12 @@ def metric_at(objects: Objects, path: str) -> Any:
     return _inside(objects, path)
 
 
-def _inside(objects: Objects, path: str) -> Any:
+def _inside(objects: Objects, path: str) -> MetricObject:
     for outer, metric in objects.items():
         if is_in(path, outer):
-            return metric if outer == path else metric.get_submodule(path[len(outer) + 1 :])
+            inner = metric if outer == path else metric.get_submodule(path[len(outer) + 1 :])
+            assert is_metric(inner)
+            return inner
     raise AssertionError(path)
 
 
@@ -202,17 +215,17 @@ def as_number(value: object, name: str) -> float:
     )
 
 
-def _members(metric: Any) -> List[Any]:
+def _members(metric: nn.Module) -> List[Any]:
     return [each for each in metric.modules() if hasattr(each, "_update_count")]
 
 
-def has_seen(metric: object) -> bool:
+def has_seen(metric: MetricObject) -> bool:
     """Return True if a metric has been updated since it was reset."""
     return any(each._update_count for each in _members(metric))
 
 
 @contextlib.contextmanager
-def without_sync(metric: object) -> Iterator[None]:
+def without_sync(metric: MetricObject) -> Iterator[None]:
     """Keep a metric, in the block, from asking other processes by itself."""
     names = ("sync_on_compute", "_to_sync")
     saved = [(each, [getattr(each, name) for name in names]) for each in _members(metric)]
@@ -244,7 +257,7 @@ class StepMetrics:
     def __init__(
         self,
         metrics: ModuleMetrics,
-        step: Any,
+        step: Steps,
         role: Optional[str] = None,
         copies: Optional[Objects] = None,
     ) -> None:
@@ -283,7 +296,7 @@ class StepMetrics:
         if self._role is not None and self._copies is None:
             self._metrics.reset(self._role)
 
-    def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
+    def update(self, prediction: object, target: object, size: int, weight: object) -> None:
         """Do nothing: the program has updated the metrics."""
 
     def compute(self) -> Dict[str, float]:
@@ -296,7 +309,7 @@ class StepMetrics:
                 values[name] = as_number(metric.compute(), name) if has_seen(metric) else math.nan
         return values
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> Dict[str, Dict[str, Any]]:
         """Return the state of every metric that the step calls.
 
         Raises:
@@ -311,13 +324,13 @@ class StepMetrics:
                 )
         return {path: stored(metric, path) for path, metric in self._objects.items()}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Mapping[str, Dict[str, Any]]) -> None:
         """Restore what :meth:`state_dict` returned."""
         for path, metric in self._objects.items():
             if path in state:
                 restore(metric, state[path])
 
-    def merge_states(self, states: Sequence[Any]) -> Any:
+    def merge_states(self, states: Sequence[Any]) -> Dict[str, Dict[str, Any]]:
         """Merge states as torchmetrics has declared it.
 
         Raises:
@@ -339,3 +352,154 @@ class StepMetrics:
             name: getattr(metric_at(objects, path), "higher_is_better", None)
             for name, path in self._metrics.epochs(self._role).items()
         }
+
+
+class MeasuredProgram(ForwardingProgram):
+    """Program whose outputs for metrics update the metric objects of a module.
+
+    Args:
+        program: the other one.
+        metrics: of the module.
+        role: whose step it is.
+        spec: what the program was built from.
+    """
+
+    def __init__(
+        self, program: Program, metrics: ModuleMetrics, role: str, spec: ProgramSpec
+    ) -> None:
+        super().__init__(program)
+        self._metrics = metrics
+        self._role = role
+        self._spec = spec
+
+    def prepare(self, example: MicroBatch) -> Prepared:
+        """Build the program, and try the metrics on copies.
+
+        Raises:
+            MetricError: a metric can't take what it is called with.
+            ConfigurationError: outputs are left out, so that metrics would miss some.
+        """
+        prepared = self._program.prepare(example)
+        key = find_calls(prepared.outputs)
+        if key is None:
+            return prepared
+        outputs = dict(prepared.outputs)
+        tensors = outputs.pop(key)
+        self._metrics.learn(self._role, key)
+        self._check(key)
+        if self._metrics.is_new(self._role, key):
+            _try(key, self._metrics.turn_to(self._role), tensors)
+        rules = merge_rules(prepared.rules, {value.name: value.rule for value in key.values})
+        return Prepared(outputs, rules)
+
+    def _check(self, key: MetricKey) -> None:
+        outputs = self._spec.config.outputs
+        if self._role == "train" and outputs.mode != "all":
+            raise ConfigurationError(
+                f"self.{key.calls[0].path} is updated with what the program hands out for every "
+                f"micro-batch, which needs outputs='all', got {outputs.mode!r}. Leave outputs out."
+            )
+        if self._spec.processes.is_distributed:
+            for path, metric in self._metrics.called(self._role).items():
+                refuse_unjoined(metric, f"self.{path}", self._spec.processes.num_processes)
+
+    def run(self, batch: CombinedBatch) -> ExecutionResult:
+        """Run one execution, which logs the metric values of its micro-batches too.
+
+        Raises:
+            MetricError: a metric can't take what it is called with.
+        """
+        anchors = self._program.run(batch)
+        if not any(map(find_calls, anchors.outputs)):
+            return anchors
+        keys = [find_calls(outputs) for outputs in anchors.outputs]
+        for learnt in filter(None, keys):
+            self._metrics.learn(self._role, learnt)
+        objects = self._metrics.turn_to(self._role)
+        logged: List[Mapping[str, float]] = list(anchors.logged) or [{} for _ in anchors.losses]
+        rules, outputs_without_metrics = dict(anchors.rules), []
+        for place, outputs, key in zip(anchors.places, anchors.outputs, keys):
+            outputs = dict(outputs)
+            if key is not None:
+                values = _update_metrics(key, objects, outputs.pop(key))
+                logged[place] = {**logged[place], **values}
+                rules = merge_rules(rules, {value.name: value.rule for value in key.values})
+            outputs_without_metrics.append(outputs)
+        return dataclasses.replace(
+            anchors, outputs=outputs_without_metrics, logged=logged, rules=rules
+        )
+
+
+def _update_metrics(
+    key: MetricKey, objects: Objects, tensors: Sequence[Tensor]
+) -> Dict[str, float]:
+    """Update the metrics with a micro-batch, and return the values that are logged of it."""
+    wanted = {value.call for value in key.values}
+    results: Dict[int, Any] = {}
+    for number_of, call in enumerate(key.calls):
+        metric = metric_at(objects, call.path)
+        args, kwargs = call.arguments(tuple(_beside(metric, each) for each in tensors))
+        with _named_failure(f"self.{call.path}", args, kwargs), torch.no_grad(), without_sync(
+            metric
+        ):
+            if number_of in wanted:
+                results[number_of] = metric(*args, **kwargs)
+            else:
+                metric.update(*args, **kwargs)
+    values = {}
+    for value in key.values:
+        result = results[value.call]
+        values[value.name] = as_number(
+            result if value.key is None else result[value.key], value.name
+        )
+    return values
+
+
+def _beside(metric: MetricObject, tensor: Tensor) -> Tensor:
+    """Move a tensor to the device of a metric's state."""
+    members = metric.values(copy_state=False) if is_collection(metric) else [metric]
+    return tensor.to(next((member.device for member in members), tensor.device))
+
+
+def _try(key: MetricKey, objects: Objects, tensors: Sequence[Tensor]) -> None:
+    """Find out, on copies and before any training, whether metrics can take such tensors.
+
+    Raises:
+        MetricError: one can't, or its value is no number.
+    """
+    with warnings.catch_warnings(), LOCK, fork_rng():
+        warnings.simplefilter("ignore")
+        trial = copy.deepcopy(dict(objects))
+        for metric in trial.values():
+            metric.reset()
+        filled = tree.map_leaves(_filled, tuple(tensors))
+        _update_metrics(key, trial, filled)
+        for name, path in key.epochs.items():
+            try:
+                value = metric_at(trial, path).compute()
+            except Exception:
+                # Of so few samples it may have no value.
+                continue
+            as_number(value, name)
+
+
+def _filled(leaf: Tensor) -> Tensor:
+    if leaf.is_floating_point() or leaf.is_complex():
+        return torch.rand(leaf.shape, dtype=leaf.dtype)
+    return torch.zeros(leaf.shape, dtype=leaf.dtype)
+
+
+@contextlib.contextmanager
+def _named_failure(
+    shown: str, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Iterator[None]:
+    """Turn whatever a metric raises into an error that names it and the shapes."""
+    try:
+        yield
+    except Exception as error:
+        shown_args = [shapes(each) for each in (*args, *kwargs.values())]
+        raise MetricError(
+            f"{shown} must take what the step calls it with, got "
+            f"{', '.join(shown_args) or 'nothing'}, and failed with {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. Call it with what its update takes."
+        ) from error

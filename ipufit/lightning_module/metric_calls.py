@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NoReturn, Optional, Tuple, Union
+from typing import (
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NoReturn,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 from torch import Tensor, nn
 
 from ipufit.core.logged_values import LogRule
 from ipufit.errors import ConfigurationError
-from ipufit.lightning_module.detect import is_collection, is_metric, metrics_in
-from ipufit.lightning_module.trainer_proxy import refuse_here, replace_attributes
+from ipufit.lightning_module.inspection import MetricObject, is_collection, is_metric, metrics_in
+from ipufit.lightning_module.trainer_proxy import (
+    refuse_here,
+    refuse_operators,
+    replace_attributes,
+)
 from ipufit.utils import tree
 
-__all__ = [
-    "BatchValue",
-    "MetricCall",
-    "MetricCalls",
-    "MetricKey",
-    "MetricValue",
-    "TensorIndex",
-    "find_calls",
-]
+__all__ = ["MetricCalls", "MetricKey", "MetricValue", "find_calls"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +55,9 @@ class MetricCall:
 
     path: str
     structure: tree.Structure
-    leaves: Tuple[Any, ...]
+    leaves: Tuple[object, ...]
 
-    def arguments(self, tensors: Tuple[Tensor, ...]) -> Tuple[Any, Dict[str, Any]]:
+    def arguments(self, tensors: Sequence[Tensor]) -> Tuple[Tuple[object, ...], Dict[str, object]]:
         """Return positional and named arguments around these tensors."""
         leaves = [
             tensors[each.index] if isinstance(each, TensorIndex) else each for each in self.leaves
@@ -159,13 +166,7 @@ def _refuse_use(self: MetricValue, *_: object) -> NoReturn:
     )
 
 
-for _name in (
-    *("int", "index", "float", "bool", "str", "format", "hash", "eq", "ne", "lt", "le", "gt", "ge"),
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "abs", "divmod", "round"),
-    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "and", "or", "rdivmod"),
-    *("getitem", "iter", "len"),
-):
-    setattr(MetricValue, f"__{_name}__", _refuse_use)
+refuse_operators(MetricValue, _refuse_use, "getitem", "iter", "len")
 
 _CONSTANTS = (bool, int, float, str, bytes)
 
@@ -202,11 +203,11 @@ class MetricCalls:
         with replace_attributes(stand_ins):
             yield
 
-    def _stand_ins(self, path: str, metric: object) -> Dict[str, Callable[..., Any]]:
+    def _stand_ins(self, path: str, metric: MetricObject) -> Dict[str, Callable[..., object]]:
         def forward(*args: object, **kwargs: object) -> Union[MetricValue, Dict[str, MetricValue]]:
             return self._called(path, metric, args, kwargs)
 
-        def update(*args: Any, **kwargs: Any) -> None:
+        def update(*args: object, **kwargs: object) -> None:
             self._add(path, args, kwargs)
 
         def compute() -> NoReturn:
@@ -227,7 +228,7 @@ class MetricCalls:
         return {"forward": forward, "update": update, "compute": compute, "reset": reset}
 
     def _called(
-        self, path: str, metric: Any, args: Any, kwargs: Any
+        self, path: str, metric: MetricObject, args: object, kwargs: object
     ) -> Union[MetricValue, Dict[str, MetricValue]]:
         call = self._add(path, args, kwargs)
         shown = f"self.{path}(...)"
@@ -248,7 +249,7 @@ class MetricCalls:
         self._calls.append(MetricCall(path, structure, constants))
         return len(self._calls) - 1
 
-    def _record_leaf(self, path: str, leaf: object) -> Any:
+    def _record_leaf(self, path: str, leaf: object) -> object:
         if isinstance(leaf, Tensor):
             # A copy: what the step does to it in place later on is not what the metric got.
             key = id(leaf), 0 if leaf.is_inference() else leaf._version
@@ -324,7 +325,7 @@ class MetricCalls:
         if path not in self._resets:
             self._resets.append(path)
 
-    def result(self, result: object) -> Any:
+    def result(self, result: Mapping[str, object]) -> Mapping[str, object]:
         """Return the result of the step, with the tensors of all calls.
 
         Raises:
@@ -340,10 +341,14 @@ class MetricCalls:
         if not self._calls:
             return result
         key = MetricKey.of(self._calls, self._values, self._epochs, self._resets)
-        return {**_without_values(result), key: tuple(self._tensors)}
+        # Values of metrics, besides the loss, become texts.
+        plain = tree.map_leaves(
+            lambda leaf: repr(leaf) if type(leaf) is MetricValue else leaf, result
+        )
+        return {**plain, key: tuple(self._tensors)}
 
 
-def _hidden(module: nn.Module) -> Iterator[Tuple[str, Any]]:
+def _hidden(module: nn.Module) -> Iterator[Tuple[str, MetricObject]]:
     """Yield metrics in plain containers, where torch does not see them."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -355,7 +360,7 @@ def _hidden(module: nn.Module) -> Iterator[Tuple[str, Any]]:
                     yield f"{path}.{name}[{key!r}]".lstrip("."), each
 
 
-def _refusals(path: str) -> Dict[str, Callable[..., Any]]:
+def _refusals(path: str) -> Dict[str, Callable[..., object]]:
     def refuse(*_: object, **__: object) -> NoReturn:
         refuse_here(
             f"self.{path} was called inside a step, but a metric in a list or dict is no part of "
@@ -364,8 +369,3 @@ def _refusals(path: str) -> Dict[str, Callable[..., Any]]:
         )
 
     return dict.fromkeys(("forward", "update"), refuse)
-
-
-def _without_values(result: object) -> Any:
-    """Replace values of metrics in a result, besides the loss, by texts."""
-    return tree.map_leaves(lambda leaf: repr(leaf) if type(leaf) is MetricValue else leaf, result)
