@@ -105,7 +105,7 @@ def test_import_adds_our_own_modules(added):
     assert {
         "ipufit",
         "ipufit.training.model",
-        "ipufit.training.loop",
+        "ipufit.training.trainer",
         "ipufit.callbacks.history",
     } <= set(added)
 

@@ -31,10 +31,9 @@ from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError, NonFiniteLossError
 from ipufit.metrics import MetricSet
 from ipufit.optim.schedules import Schedule, resolve_schedule
-from ipufit.training import loop
 from ipufit.training.arguments import checked_seed
-from ipufit.training.loop import Job
-from ipufit.training.session import Session, require_single_process
+from ipufit.training.session import JobSpec, Session, require_single_process
+from ipufit.training.trainer import Job
 from ipufit.utils.figures import new_figure, save_figure
 from ipufit.utils.random_streams import draw_seed
 from ipufit.utils.state import cuda_in_use, fork_rng, preserve_state, train_mode
@@ -117,7 +116,7 @@ class Trial:
                 config,
                 session.auto_round_ipus,
             )
-            job = trial.start(source, plan, Mode.TRAIN, seed, "train")
+            job = trial.start(JobSpec(source, plan, Mode.TRAIN, seed, "train"))
             with trial.running(job):
                 yield job
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, Mapping, Sequence
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
 
 from ipufit.callbacks.callback import EVENTS, Callback
-from ipufit.callbacks.running_fit import CallbackModel, RunningFit
+from ipufit.callbacks.history import History
+from ipufit.callbacks.running_fit import CallbackModel, Measurement, RunningFit
+from ipufit.core.batch import Mode
 from ipufit.errors import ConfigurationError
 
-__all__ = ["CallbackList", "CallbackObserver", "Observer", "checked"]
+__all__ = ["BATCH_HOOKS", "CallbackList", "CallbackObserver", "Observer", "checked"]
+
+# What is called before and after each execution.
+BATCH_HOOKS = {
+    Mode.TRAIN: ("on_train_batch_begin", "on_train_batch_end"),
+    Mode.EVALUATE: ("on_test_batch_begin", "on_test_batch_end"),
+    Mode.PREDICT: ("on_predict_batch_begin", "on_predict_batch_end"),
+}
 
 _ENDS = {"close", *(event.hook for event in EVENTS.values() if event.is_end_of_run)}
 
@@ -45,8 +54,8 @@ class CallbackList:
         if self.wants_outputs:
             self._model.outputs = outputs
 
-    def call(self, hook: str, *args: object) -> None:
-        """Call one hook, such as "on_epoch_end", of every callback.
+    def call(self, hook: str, *args: object) -> bool:
+        """Call one hook, such as "on_epoch_end", of every callback; whether any answered True.
 
         An error of one callback is raised at once, except from a hook that ends something: there
         the others get their turn first. ``on_train_end`` is for those whose ``on_train_begin``
@@ -57,16 +66,14 @@ class CallbackList:
             if hook == "on_train_end":
                 callbacks, self._begun = self._begun, []
             _call_all(callbacks, hook, args)
-            return
+            return False
+        answer = False
         for callback in self.callbacks:
-            getattr(callback, hook)(*args)
+            if getattr(callback, hook)(*args):
+                answer = True
             if hook == "on_train_begin":
                 self._begun.append(callback)
-
-    def ask(self, hook: str, *args: object) -> bool:
-        """Call one hook of every callback; whether any has answered True."""
-        answers = [bool(getattr(callback, hook)(*args)) for callback in self.callbacks]
-        return any(answers)
+        return answer
 
     def check_monitors(self) -> None:
         """Find out before training which callback waits for a value that nobody will give.
@@ -84,7 +91,7 @@ class CallbackList:
 
 
 class Observer:
-    """Watches a fit; the training loop calls its observers in their order and knows none by name.
+    """Watches a run; the trainer calls its observers in their order and knows none by name.
 
     Attributes:
         phase: where the clock of the run counts the time of an observer.
@@ -121,45 +128,58 @@ class Observer:
 
 
 class CallbackObserver(Observer):
-    """Calls the hooks of callbacks."""
+    """Calls the hooks of callbacks.
+
+    Args:
+        callbacks: all of them.
+        job: what is run.
+        history: of a fit; None of an evaluation or a prediction.
+
+    Attributes:
+        callbacks: as given.
+        meter: the measures of what is run.
+    """
 
     phase = "callbacks"
 
-    def __init__(self, callbacks: CallbackList) -> None:
-        self._callbacks = callbacks
-        self._shows_outputs = callbacks.wants_outputs
+    def __init__(
+        self, callbacks: CallbackList, job: Measurement, history: Optional[History] = None
+    ) -> None:
+        self.callbacks = callbacks
+        self.meter = job.meter
+        self._history = history
+        self._shows_outputs = job.mode is Mode.TRAIN and callbacks.wants_outputs
+        self._batch_end = BATCH_HOOKS[job.mode][1]
+
+    def notify(self, hook: str, *args: object) -> bool:
+        """Call the hook of every callback; whether any has answered True."""
+        return self.callbacks.call(hook, *args)
 
     def begin_fit(self, fit: RunningFit) -> None:
         """Call ``on_train_begin``."""
-        self._meter, self._history = fit.job.meter, fit.history
-        self._callbacks.call("on_train_begin", {})
-
-    def notify(self, hook: str, *args: object) -> bool:
-        """Call the hook, and return True if any callback has."""
-        return self._callbacks.ask(hook, *args)
+        self.callbacks.call("on_train_begin", {})
 
     def end_execution(self, epoch: int, outputs: List[Any]) -> None:
         """Call ``on_train_batch_end`` with the index of the last update and the running means."""
         if self._shows_outputs:
-            self._callbacks.show_outputs(outputs)
-        meter = self._meter
-        self._callbacks.call("on_train_batch_end", meter.updates - 1, meter.running())
+            self.callbacks.show_outputs(outputs)
+        self.callbacks.call(self._batch_end, self.meter.updates - 1, self.meter.running())
 
     def end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
         """Call ``on_epoch_end``, after which the history has the epoch, also after an error."""
         try:
-            self._callbacks.call("on_epoch_end", epoch, logs)
+            self.callbacks.call("on_epoch_end", epoch, logs)
         finally:
             # A callback before it has failed; the epoch has been trained all the same.
-            if epoch not in self._history.epoch:
+            if self._history is not None and epoch not in self._history.epoch:
                 self._history.append(epoch, logs)
 
     def end_fit(self, logs: Mapping[str, float]) -> None:
         """Call ``on_train_end`` and ``close``."""
         try:
-            self._callbacks.call("on_train_end", logs)
+            self.callbacks.call("on_train_end", logs)
         finally:
-            self._callbacks.call("close")
+            self.callbacks.call("close")
 
 
 def _call_all(callbacks: Sequence[Callback], hook: str, args: Sequence[object]) -> None:

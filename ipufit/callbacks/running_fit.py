@@ -10,7 +10,7 @@ from torch import nn
 
 from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.callbacks.history import History
-from ipufit.core.batch import DataCursor, MicroBatch
+from ipufit.core.batch import DataCursor, MicroBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.data.pipeline import BatchPipeline
 from ipufit.engines.program import Engine, Program
@@ -65,12 +65,14 @@ class Measurement:
 
     Attributes:
         program: prepared.
+        mode: what the program is for.
         plan: with the micro-batch size that the loader really has.
         meter: its loss and metrics.
         first: the first micro-batch.
     """
 
     program: Program
+    mode: Mode
     plan: Plan
     meter: EpochMetrics
     first: MicroBatch
@@ -126,7 +128,7 @@ class RunningFit(Protocol):
         ...
 
     @property
-    def feed(self) -> BatchPipeline:
+    def pipeline(self) -> BatchPipeline:
         """The pipeline of the training data."""
         ...
 

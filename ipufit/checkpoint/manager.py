@@ -229,7 +229,7 @@ class CheckpointManager(Observer):
         """
         self._fit = fit
         if self._store is not None:
-            fit.feed.tells_place = True
+            fit.pipeline.tells_place = True
             self._find_direction()
             encode(loop_state(fit, self._stateful))
         restarts = self._settings.max_restarts > 0

@@ -73,7 +73,7 @@ def restore(
             job.meter.metrics.load_lasting(meter["metrics"])
         if process_state["place"] is not None:
             fit.place = _place(process_state["place"])
-            fit.feed.seek(fit.place, job.meter.updates, checkpoint.done)
+            fit.pipeline.seek(fit.place, job.meter.updates, checkpoint.done)
         _restore_generators(process_state["random"])
     except (CheckpointError, ConfigurationError):
         raise

@@ -84,7 +84,7 @@ def checkpoint_contents(
     """
     state = fit.job.program.read_state()
     weights, others = split(session.module, state)
-    place = fit.place if in_epoch else fit.feed.after(epoch, fit.place)
+    place = fit.place if in_epoch else fit.pipeline.after(epoch, fit.place)
     tree = {
         **loop_state(fit, callbacks),
         "optimizer": state.optimizer,

@@ -23,10 +23,10 @@ from ipufit.core.plan import Plan
 from ipufit.engines.program import Engine
 from ipufit.errors import CaptureError, ConfigurationError, DataError
 from ipufit.tracing.comparison import Tolerance, distance
-from ipufit.training.arguments import FitArguments
-from ipufit.training.loop import Job
+from ipufit.training.arguments import FitConfig
 from ipufit.training.model import Model
 from ipufit.training.session import Session, require_single_process
+from ipufit.training.trainer import Job
 
 __all__ = ["bench_script"]
 
@@ -127,7 +127,7 @@ def _ways(session: Session, with_inductor: bool) -> List[_Way]:
 
 
 def _measure(
-    ways: List[_Way], session: Session, model: Model, request: FitArguments, seconds: float
+    ways: List[_Way], session: Session, model: Model, request: FitConfig, seconds: float
 ) -> Plan:
     """Each way in turn, several times, so that a slow moment of the machine meets all of them.
 
@@ -190,7 +190,7 @@ def _round(way: _Way, job: Job, seconds: float) -> None:
     size, end = 0, 0.0
     for epoch, batch, waited in _executions(job):
         begin = time.perf_counter()
-        anchors = job.sync.run(job.program, batch)
+        anchors = job.run(batch)
         now = time.perf_counter()
         if not size:
             size, end = batch.samples, now + seconds

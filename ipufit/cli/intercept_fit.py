@@ -16,7 +16,7 @@ from ipufit.core.batch import MicroBatch, Mode
 from ipufit.data.adapters import DataArguments, get_data_adapter
 from ipufit.data.batches import BatchValidator
 from ipufit.errors import DataError, IpufitError
-from ipufit.training.arguments import FitArguments
+from ipufit.training.arguments import FitConfig
 from ipufit.training.fit_data import FitRequest
 from ipufit.training.model import Model
 from ipufit.training.session import Session
@@ -133,7 +133,7 @@ def _fit_replaced(look: Look, every: bool, calls: List[int]) -> Iterator[None]:
 
 def check_fit_arguments(
     session: Session, arguments: Mapping[str, object], **instead: object
-) -> FitArguments:
+) -> FitConfig:
     """Check the arguments of ``fit``, without files that it would write.
 
     Args:
@@ -144,7 +144,7 @@ def check_fit_arguments(
     names = [field.name for field in dataclasses.fields(FitRequest)]
     writes: Dict[str, Any] = {"checkpoint": None, "callbacks": ()}
     values = {**{name: arguments[name] for name in names}, **writes, **instead}
-    return FitArguments.check(session, FitRequest(**values))
+    return FitConfig.check(session, FitRequest(**values))
 
 
 def first_micro_batch(session: Session, arguments: Mapping[str, Any]) -> MicroBatch:

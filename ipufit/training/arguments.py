@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 import torch
 
@@ -13,7 +13,7 @@ from ipufit.callbacks.callback_list import checked
 from ipufit.checkpoint.settings import Checkpoint, resolve_checkpoint
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
-from ipufit.data.adapters import DataArguments, get_data_adapter
+from ipufit.data.adapters import get_data_adapter
 from ipufit.data.settings import Loading, resolve_loading
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
@@ -21,22 +21,23 @@ from ipufit.report.settings import Report, refuse_report, refuse_reports, split_
 from ipufit.training.fit_data import (
     FitData,
     FitRequest,
+    InferenceRequest,
     inference_plan,
     refuse_unused,
     resolve_prefetch,
 )
-from ipufit.training.session import Session, require_single_process
+from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.utils.console import resolve_verbose
 from ipufit.utils.error_collector import ErrorCollector, at_least
 
 if TYPE_CHECKING:
     from ipufit.checkpoint.training_state import RestoredState
 
-__all__ = ["FitArguments", "InferenceArguments"]
+__all__ = ["FitConfig", "InferenceConfig"]
 
 
 @dataclasses.dataclass(frozen=True)
-class InferenceArguments:
+class InferenceConfig:
     """Checked arguments of ``evaluate`` or ``predict``.
 
     Attributes:
@@ -56,49 +57,45 @@ class InferenceArguments:
     prefetch: int
 
     @staticmethod
-    def check(
-        session: Session,
-        mode: Mode,
-        given: DataArguments,
-        steps: Any,
-        prefetch: Any,
-        ipus: Any,
-        device_iterations: Any,
-        callbacks: Any,
-        seed: Any,
-        verbose: Union[int, str],
-    ) -> InferenceArguments:
+    def check(session: Session, mode: Mode, request: InferenceRequest) -> InferenceConfig:
         """Raise all faults at once, or return the arguments."""
         faults = ErrorCollector()
         source = plan = None
+        steps, seed, level, prefetch = request.steps, 0, 0, 0
+        callbacks: List[Callback] = []
         with faults.collect():
-            source = get_data_adapter(given, mode, session.loss.in_module)
+            source = get_data_adapter(request.data, mode, session.loss.in_module)
         with faults.collect():
             steps = None if steps is None else at_least("steps", steps, 1, " or None")
         with faults.collect():
-            work = (ipus, device_iterations)
+            work = (request.ipus, request.device_iterations)
             if source is not None:
                 plan = inference_plan(session, source, steps, "steps", *work)
             else:
-                inference_plan(session, DataAdapter([], given.role), None, "steps", *work)
+                inference_plan(session, DataAdapter([], request.data.role), None, "steps", *work)
         with faults.collect():
-            callbacks = checked(callbacks)
+            callbacks = checked(request.callbacks)
             refuse_reports(callbacks, mode.value)
         with faults.collect():
-            seed = None if seed is None else checked_seed(seed)
-            seed = session.fixed.seed_or(seed, is_training=False) or 0
+            asked_seed = None if request.seed is None else checked_seed(request.seed)
+            seed = session.fixed.seed_or(asked_seed, is_training=False) or 0
         with faults.collect():
-            level = resolve_verbose(verbose)
+            level = resolve_verbose(request.verbose)
         with faults.collect():
-            prefetch = resolve_prefetch(prefetch, source, session)
+            prefetch = resolve_prefetch(request.prefetch, source, session)
         faults.raise_all()
         assert source is not None
         assert plan is not None
-        return InferenceArguments(source, plan, callbacks, seed, level, prefetch)
+        return InferenceConfig(source, plan, callbacks, seed, level, prefetch)
+
+    def job(self, mode: Mode) -> JobSpec:
+        """Describe the job that these arguments ask for."""
+        seed, prefetch = self.seed, self.prefetch
+        return JobSpec(self.source, self.plan, mode, seed, mode.value, prefetch=prefetch)
 
 
 @dataclasses.dataclass(frozen=True)
-class FitArguments:
+class FitConfig:
     """Checked arguments of ``fit``.
 
     Attributes:
@@ -136,7 +133,7 @@ class FitArguments:
     seed: int = 0
 
     @staticmethod
-    def check(session: Session, request: FitRequest) -> FitArguments:
+    def check(session: Session, request: FitRequest) -> FitConfig:
         """Raise all faults at once, or return the arguments."""
         if torch.is_inference_mode_enabled():
             raise ConfigurationError(
@@ -195,7 +192,7 @@ class FitArguments:
             data.source.check_epochs(2)
         if held_out is not None:
             held_out[0].check_epochs(len(due))
-        return FitArguments(
+        return FitConfig(
             source=data.source,
             plan=plan,
             held_out=held_out,
@@ -210,7 +207,7 @@ class FitArguments:
             report=report,
         )
 
-    def going_on_from(self, restored: Optional[RestoredState]) -> FitArguments:
+    def going_on_from(self, restored: Optional[RestoredState]) -> FitConfig:
         """Return these arguments for a run that goes on from a checkpoint or, from None, begins.
 
         Raises:
@@ -225,7 +222,7 @@ class FitArguments:
             self.source.check_epochs(len(epochs))
         return dataclasses.replace(self, restored=restored, asked_seed=seed, epochs=epochs)
 
-    def again(self, restored: Optional[RestoredState]) -> FitArguments:
+    def again(self, restored: Optional[RestoredState]) -> FitConfig:
         """Return these arguments for another try after the device failed, from a checkpoint."""
         if restored is None:
             return self

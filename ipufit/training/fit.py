@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 from ipufit.callbacks import Callback, CallbackList
 from ipufit.callbacks.callback_list import CallbackObserver, Observer
@@ -13,18 +13,16 @@ from ipufit.callbacks.history import History
 from ipufit.callbacks.running_fit import CallbackModel
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
-from ipufit.data.adapters import DataArguments
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError, RecoverableDeviceError
 from ipufit.processes import Processes
-from ipufit.training import loop
-from ipufit.training.arguments import FitArguments, InferenceArguments
+from ipufit.training.arguments import FitConfig, InferenceConfig
 from ipufit.training.execution_sync import refuse_other_order
-from ipufit.training.fit_data import FitRequest
-from ipufit.training.loop import Job
+from ipufit.training.fit_data import FitRequest, InferenceRequest
 from ipufit.training.rank_consistency import sync_inference_config, sync_run_config
-from ipufit.training.session import Session
+from ipufit.training.session import JobSpec, Session
 from ipufit.training.summary import stripped
+from ipufit.training.trainer import Job, PredictionObserver, Trainer, join_outputs
 from ipufit.training.validation import ValidationRunner
 from ipufit.utils.console import say_dev_run, warn_user
 from ipufit.utils.phase_timer import NO_CLOCK
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from ipufit.checkpoint.manager import CheckpointManager
     from ipufit.report.recorder import Recorder
 
-__all__ = ["describe_run", "fit", "infer", "stream"]
+__all__ = ["describe_run", "evaluate", "fit", "predict", "stream"]
 
 _END = object()
 
@@ -52,130 +50,156 @@ def fit(model: CallbackModel, session: Session, request: FitRequest) -> History:
     """
     processes = session.processes
     session.casting.start_call()
-    with processes.propagate_errors():
-        arguments = processes.run_on_all_ranks(lambda: FitArguments.check(session, request))
-        with contextlib.ExitStack() as stack:
-            if arguments.checkpoint is not None:
-                # Imported here, as below: many runs keep no checkpoints.
-                from ipufit.checkpoint.store import locked
+    with processes.propagate_errors(), contextlib.ExitStack() as stack:
+        config = processes.run_on_all_ranks(lambda: FitConfig.check(session, request))
+        if config.checkpoint is not None:
+            # Imported here, as below: many runs keep no checkpoints.
+            from ipufit.checkpoint.store import locked
 
-                folder = arguments.checkpoint.folder if processes.is_rank_zero else None
-                processes.run_on_all_ranks(lambda: folder and stack.enter_context(locked(folder)))
-            return _fit_again(model, session, sync_run_config(session, arguments))
-
-
-def _fit_again(model: CallbackModel, session: Session, arguments: FitArguments) -> History:
-    session.warn_of_changes()
-    checkpoint = arguments.checkpoint
-    restarts = 0 if checkpoint is None else checkpoint.max_restarts
-    for restart in range(1, restarts + 1):
-        try:
-            return _train(model, session, arguments)
-        except RecoverableDeviceError as error:
-            if error.action != _HERE:
-                raise
-            from ipufit.checkpoint.manager import find
-
-            assert checkpoint is not None
-            arguments = arguments.again(find(dataclasses.replace(checkpoint, resume="auto")))
-            assert arguments.restored is not None
-            warn_user(
-                f"restart {restart} of {restarts}, from update {arguments.restored.done}: {error}",
-            )
-    return _train(model, session, arguments)
+            folder = config.checkpoint.folder if processes.is_rank_zero else None
+            processes.run_on_all_ranks(lambda: folder and stack.enter_context(locked(folder)))
+        config = sync_run_config(session, config)
+        session.warn_of_changes()
+        while True:
+            try:
+                return _train(model, session, config)
+            except RecoverableDeviceError as error:
+                config = _restart_config(config, error)
 
 
-def _train(model: CallbackModel, session: Session, arguments: FitArguments) -> History:
+def _restart_config(config: FitConfig, error: RecoverableDeviceError) -> FitConfig:
+    """Return the configuration with which ``fit`` goes on after its device has failed.
+
+    Raises:
+        RecoverableDeviceError: it can't go on here, or has done so often enough.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint is None or config.restarts >= checkpoint.max_restarts or error.action != _HERE:
+        raise error
+    from ipufit.checkpoint.manager import find
+
+    config = config.again(find(dataclasses.replace(checkpoint, resume="auto")))
+    assert config.restored is not None
+    warn_user(
+        f"restart {config.restarts} of {checkpoint.max_restarts}, from update "
+        f"{config.restored.done}: {error}",
+    )
+    return config
+
+
+def _train(model: CallbackModel, session: Session, config: FitConfig) -> History:
     with contextlib.ExitStack() as stack:
         recorder: Optional[Recorder] = None
         # Of several processes the first one writes down what they do.
-        if arguments.report is not None and session.processes.is_rank_zero:
+        if config.report is not None and session.processes.is_rank_zero:
             # Imported here: few runs are written down.
             from ipufit.report.recorder import recorded
 
-            goes_on_from = None if arguments.restored is None else arguments.restored.done
-            recorder = stack.enter_context(recorded(session, arguments.report, goes_on_from))
+            goes_on_from = None if config.restored is None else config.restored.done
+            recorder = stack.enter_context(recorded(session, config.report, goes_on_from))
         model.stop_training = False
         model.outputs = []
-        histories = [callback for callback in arguments.callbacks if isinstance(callback, History)]
+        histories = [callback for callback in config.callbacks if isinstance(callback, History)]
         model.history = histories[0] if histories else History()
         validation = None
-        if arguments.held_out is not None:
-            held_out, inference, held_prefetch = arguments.held_out
-            validation = ValidationRunner(
-                session, held_out, inference, arguments.seed, held_prefetch
-            )
+        if config.held_out is not None:
+            held_out, plan, prefetch = config.held_out
+            validation = ValidationRunner(session, held_out, plan, config.seed, prefetch)
         stack.enter_context(train_mode(model.module, session.loss.module))
-        _prefer(session, arguments)
+        if config.restored is not None:
+            # The kernels that the run has measured to be fastest before.
+            session.engine.prefer(config.restored.choices(session.processes) or {})
         job = session.start_on_all_ranks(
-            arguments.source,
-            arguments.plan,
-            Mode.TRAIN,
-            arguments.seed,
-            "train",
-            arguments.epochs.start,
-            wants_outputs=any(callback.wants_outputs for callback in arguments.callbacks),
-            cut_every=_cuts(arguments),
-            prefetch=arguments.prefetch,
-            profile_folder=None if arguments.report is None else arguments.report.popvision,
+            JobSpec(
+                config.source,
+                config.plan,
+                Mode.TRAIN,
+                config.seed,
+                "train",
+                config.epochs.start,
+                wants_outputs=any(callback.wants_outputs for callback in config.callbacks),
+                cut_every=_cuts(config),
+                prefetch=config.prefetch,
+                profile_folder=None if config.report is None else config.report.popvision,
+            )
         )
         with session.running(job):
-            run = {"first_update": job.program.updates, "first_epoch": arguments.epochs.start}
-            session.processes.run_on_all_ranks(lambda: _check(session, job, arguments, validation))
-            # Those that prefetch may be further on; all have looked at the first update.
-            refuse_other_order(session.processes.gather(job.feed.order, "order of samples"))
-            _expect(job, arguments)
-            session.last_plan, session.sample = job.plan, stripped(job.first)
-            callbacks = _callbacks(
-                model, session, arguments, job, Mode.TRAIN, arguments.epochs.stop, validation
-            )
-            about = {name: value for name, value in callbacks.params.items() if name != "resumes"}
-            model.history.params = {
-                **about,
-                **describe_run(session, job.plan, arguments.seed, arguments.source.dropped),
-                "prefetch": arguments.prefetch,
-                **arguments.notes,
-            }
-            if arguments.level and session.processes.is_rank_zero:
-                say_dev_run(arguments.notes, validation is not None)
-            if arguments.restored is not None:
-                model.history.params["resumed"] = arguments.restored.described
-            observers: List[Observer] = [CallbackObserver(callbacks)]
-            if session.processes.is_distributed:
-                may_stop = any(map(_may_stop, arguments.callbacks))
-                observers.append(_StopAgreement(model, session.processes, may_stop))
-            manager = None
-            if arguments.checkpoint is not None:
-                manager = _checkpoint_manager(model, session, arguments, callbacks, run)
-                observers.append(manager)
-                run = manager.run
-            clock = NO_CLOCK
-            if recorder is not None:
-                recorder.begin(job, model.history, _updates_to_come(job, arguments))
-                observers.append(recorder)
-                clock = recorder.clock
-            fit = loop.Fit(
-                job,
-                observers,
-                model.history,
-                functools.partial(validation.run, callbacks) if validation is not None else None,
-                lambda: model.stop_training,
-                session.config.schedule,
-                arguments.validation_epochs.__contains__,
-                clock=clock,
-            )
-            if validation is not None:
-                fit.named = functools.partial(validation.named, trained=job.meter.names)
-            is_within_epoch = arguments.restored is not None and arguments.restored.in_epoch
-            try:
-                with contextlib.nullcontext() if manager is None else manager.listening():
-                    callbacks.check_monitors()
-                    fit.run(arguments.epochs, is_within_epoch)
-            finally:
-                model.history.params["updates_done"] = job.program.updates - run["first_update"]
-                model.history.params["capture_seconds"] = model.capture_seconds
-                model.history.params["jit"] = _way(session)
+            return _run(model, session, config, job, validation, recorder)
+
+
+def _run(
+    model: CallbackModel,
+    session: Session,
+    config: FitConfig,
+    job: Job,
+    validation: Optional[ValidationRunner],
+    recorder: Optional[Recorder],
+) -> History:
+    """Train with a job that has started, told to all observers."""
+    run = {"first_update": job.program.updates, "first_epoch": config.epochs.start}
+    session.processes.run_on_all_ranks(lambda: _check(session, job, config, validation))
+    # Those that prefetch may be further on; all have looked at the first update.
+    refuse_other_order(session.processes.gather(job.pipeline.order, "order of samples"))
+    updates = _updates_to_come(job, config)
+    if updates is not None:
+        job.program.expect(updates)
+    session.last_plan, session.sample = job.plan, stripped(job.first)
+    callbacks = _fit_callbacks(model, session, config, job, validation)
+    _describe(model.history, callbacks, session, config, job)
+    if config.level and session.processes.is_rank_zero:
+        say_dev_run(config.notes, validation is not None)
+    observers: List[Observer] = [CallbackObserver(callbacks, job, model.history)]
+    if session.processes.is_distributed:
+        may_stop = any(map(_may_stop, config.callbacks))
+        observers.append(_StopAgreement(model, session.processes, may_stop))
+    manager = None
+    if config.checkpoint is not None:
+        manager = _checkpoint_manager(model, session, config, callbacks, run)
+        observers.append(manager)
+        run = manager.run
+    clock = NO_CLOCK
+    if recorder is not None:
+        recorder.begin(job, model.history, updates)
+        observers.append(recorder)
+        clock = recorder.clock
+    validate = None
+    if validation is not None:
+        validate = functools.partial(validation.run, callbacks, job.meter.names)
+    trainer = Trainer(
+        job,
+        observers,
+        model.history,
+        validate=validate,
+        validates=config.validation_epochs.__contains__,
+        stopped=lambda: model.stop_training,
+        schedule=session.config.schedule,
+        clock=clock,
+    )
+    is_within_epoch = config.restored is not None and config.restored.in_epoch
+    try:
+        with contextlib.nullcontext() if manager is None else manager.listening():
+            callbacks.check_monitors()
+            trainer.run(config.epochs, is_within_epoch)
+    finally:
+        model.history.params["updates_done"] = job.program.updates - run["first_update"]
+        model.history.params["capture_seconds"] = model.capture_seconds
+        model.history.params["jit"] = _jit(session)
     return model.history
+
+
+def _describe(
+    history: History, callbacks: CallbackList, session: Session, config: FitConfig, job: Job
+) -> None:
+    """Write down in the history how the run is made."""
+    about = {name: value for name, value in callbacks.params.items() if name != "resumes"}
+    history.params = {
+        **about,
+        **describe_run(session, job.plan, config.seed, config.source.dropped),
+        "prefetch": config.prefetch,
+        **config.notes,
+    }
+    if config.restored is not None:
+        history.params["resumed"] = config.restored.described
 
 
 class _StopAgreement(Observer):
@@ -211,26 +235,26 @@ class _StopAgreement(Observer):
 def _checkpoint_manager(
     model: CallbackModel,
     session: Session,
-    arguments: FitArguments,
+    config: FitConfig,
     callbacks: CallbackList,
     run: Dict[str, Any],
 ) -> CheckpointManager:
     from ipufit.checkpoint import configuration, manager
 
-    assert arguments.checkpoint is not None
+    assert config.checkpoint is not None
     return manager.CheckpointManager(
         model,
         session,
-        arguments.checkpoint,
-        arguments.restored,
-        arguments.restarts,
+        config.checkpoint,
+        config.restored,
+        config.restarts,
         configuration.RunData(
-            arguments.source,
-            None if arguments.held_out is None else arguments.held_out[0],
-            arguments.plan.fixed_updates,
+            config.source,
+            None if config.held_out is None else config.held_out[0],
+            config.plan.fixed_updates,
         ),
         callbacks,
-        arguments.callbacks,
+        config.callbacks,
         run,
     )
 
@@ -246,7 +270,7 @@ def describe_run(session: Session, plan: Plan, seed: int, dropped: int = 0) -> D
     """
     return {
         **session.config.describe(),
-        "jit": _way(session),
+        "jit": _jit(session),
         "engine": session.engine.name,
         "seed": seed,
         "micro_batch_size": plan.micro_batch_size,
@@ -258,33 +282,20 @@ def describe_run(session: Session, plan: Plan, seed: int, dropped: int = 0) -> D
     }
 
 
-def _cuts(arguments: FitArguments) -> List[int]:
+def _cuts(config: FitConfig) -> List[int]:
     """An execution ends wherever the count of updates is a multiple of one of these."""
-    cuts = [callback.every_updates for callback in arguments.callbacks]
-    cuts += [] if arguments.checkpoint is None else [arguments.checkpoint.every_updates]
+    cuts = [callback.every_updates for callback in config.callbacks]
+    cuts += [] if config.checkpoint is None else [config.checkpoint.every_updates]
     return [every for every in cuts if every]
 
 
-def _prefer(session: Session, arguments: FitArguments) -> None:
-    """Load the kernel choices that the engine measured before the run was interrupted."""
-    if arguments.restored is not None:
-        session.engine.prefer(arguments.restored.choices(session.processes) or {})
-
-
-def _expect(job: Job, arguments: FitArguments) -> None:
-    """Tell the program how much is to come, if that is known."""
-    updates = _updates_to_come(job, arguments)
-    if updates is not None:
-        job.program.expect(updates)
-
-
-def _updates_to_come(job: Job, arguments: FitArguments) -> Optional[int]:
+def _updates_to_come(job: Job, config: FitConfig) -> Optional[int]:
     """In all epochs, from the beginning of the first one; None if nobody knows."""
-    updates = _updates_per_epoch(job.plan, arguments.source)
-    return None if updates is None else updates * len(arguments.epochs)
+    updates = _updates_per_epoch(job.plan, config.source)
+    return None if updates is None else updates * len(config.epochs)
 
 
-def _way(session: Session) -> str:
+def _jit(session: Session) -> str:
     """How the program ran: with jit="auto", what was chosen."""
     return session.engine.way or session.config.jit
 
@@ -299,16 +310,16 @@ def _updates_per_epoch(plan: Plan, source: DataAdapter) -> Optional[int]:
 
 
 def _check(
-    session: Session, job: Job, arguments: FitArguments, validation: Optional[ValidationRunner]
+    session: Session, job: Job, config: FitConfig, validation: Optional[ValidationRunner]
 ) -> None:
     """Find out now what would fail at the end of an epoch, or in the middle of one."""
     if validation is not None:
         validation.check(job.first)
     schedule = session.config.schedule
-    updates = _updates_per_epoch(job.plan, arguments.source)
+    updates = _updates_per_epoch(job.plan, config.source)
     if schedule is not None and updates is not None:
-        coming = min(updates * len(arguments.epochs), _CHECKED_UPDATES)
-        schedule.check(coming, _accumulation_steps(job.plan, arguments.source, updates))
+        coming = min(updates * len(config.epochs), _CHECKED_UPDATES)
+        schedule.check(coming, _accumulation_steps(job.plan, config.source, updates))
 
 
 def _accumulation_steps(plan: Plan, source: DataAdapter, updates: int) -> List[int]:
@@ -321,55 +332,62 @@ def _accumulation_steps(plan: Plan, source: DataAdapter, updates: int) -> List[i
     return [most] * (updates - 1) + [min(most, -(-rest // plan.all_replicas))]
 
 
-def infer(
-    model: CallbackModel,
-    session: Session,
-    mode: Mode,
-    data: DataArguments,
-    how: Tuple[Any, ...],
-    run: Callable[[Job, CallbackList], Any],
-) -> Any:
-    """Check everything, and evaluate or predict."""
+def evaluate(model: CallbackModel, session: Session, request: InferenceRequest) -> Dict[str, float]:
+    """Check everything, and evaluate."""
+    with _inferring(model, session, Mode.EVALUATE, request) as (job, callbacks):
+        return Trainer(job, [CallbackObserver(callbacks, job)]).evaluate()
+
+
+def predict(model: CallbackModel, session: Session, request: InferenceRequest) -> Any:
+    """Check everything, and predict."""
+    with _inferring(model, session, Mode.PREDICT, request) as (job, callbacks):
+        observer = PredictionObserver(callbacks, job)
+        return join_outputs([observer.take() for _ in Trainer(job, [observer]).predict()])
+
+
+@contextlib.contextmanager
+def _inferring(
+    model: CallbackModel, session: Session, mode: Mode, request: InferenceRequest
+) -> Iterator[Tuple[Job, CallbackList]]:
+    """Check everything, and start a job that runs as long as the block."""
     with session.processes.propagate_errors():
-        arguments = _checked(session, mode, data, how)
+        config = _inference_config(session, mode, request)
         with eval_mode(model.module, session.loss.module):
-            job = _inference_job(session, arguments, mode)
+            job = session.start_on_all_ranks(config.job(mode))
             with session.running(job):
-                callbacks = _callbacks(model, session, arguments, job, mode)
+                callbacks = _callbacks(model, session, config, job)
                 try:
-                    return run(job, callbacks)
+                    yield job, callbacks
                 finally:
                     callbacks.call("close")
 
 
-def _checked(
-    session: Session, mode: Mode, data: DataArguments, how: Tuple[Any, ...]
-) -> InferenceArguments:
-    session.casting.start_call()
-    arguments = session.processes.run_on_all_ranks(
-        lambda: InferenceArguments.check(session, mode, data, *how)
-    )
-    sync_inference_config(session, arguments, mode)
-    return arguments
-
-
-def stream(
-    model: CallbackModel, session: Session, data: DataArguments, how: Tuple[Any, ...]
-) -> Iterator[Any]:
+def stream(model: CallbackModel, session: Session, request: InferenceRequest) -> Iterator[Any]:
     """Check everything, and predict piece by piece, as it is asked for."""
     with session.processes.propagate_errors():
-        return _stream(model, session, _checked(session, Mode.PREDICT, data, how))
+        config = _inference_config(session, Mode.PREDICT, request)
+        return _pieces(model, session, config)
 
 
-def _stream(model: CallbackModel, session: Session, arguments: InferenceArguments) -> Iterator[Any]:
-    """Between two pieces the module is in the mode of its owner."""
+def _inference_config(session: Session, mode: Mode, request: InferenceRequest) -> InferenceConfig:
+    session.casting.start_call()
+    config = session.processes.run_on_all_ranks(
+        lambda: InferenceConfig.check(session, mode, request)
+    )
+    sync_inference_config(session, config, mode)
+    return config
+
+
+def _pieces(model: CallbackModel, session: Session, config: InferenceConfig) -> Iterator[Any]:
+    """Yield the outputs of each execution; between two the module is in the mode of its owner."""
     modules = (model.module, session.loss.module)
     with eval_mode(*modules):
-        job = _inference_job(session, arguments, Mode.PREDICT)
+        job = session.start_on_all_ranks(config.job(Mode.PREDICT))
     weights = session.weights_version()
     with session.running(job):
-        callbacks = _callbacks(model, session, arguments, job, Mode.PREDICT)
-        pieces = loop.predictions(job, callbacks)
+        callbacks = _callbacks(model, session, config, job)
+        observer = PredictionObserver(callbacks, job)
+        executions = Trainer(job, [observer]).predict()
         try:
             while True:
                 if session.is_retired or session.weights_version() != weights:
@@ -379,25 +397,12 @@ def _stream(model: CallbackModel, session: Session, arguments: InferenceArgument
                         "another one."
                     )
                 with eval_mode(*modules):
-                    piece = [next(pieces, _END)]
-                if piece[0] is _END:
-                    return
-                # Not kept here while the next one is computed.
-                yield piece.pop()
+                    if next(executions, _END) is _END:
+                        return
+                yield observer.take()
         finally:
-            pieces.close()
+            executions.close()
             callbacks.call("close")
-
-
-def _inference_job(session: Session, arguments: InferenceArguments, mode: Mode) -> Job:
-    return session.start_on_all_ranks(
-        arguments.source,
-        arguments.plan,
-        mode,
-        arguments.seed,
-        mode.value,
-        prefetch=arguments.prefetch,
-    )
 
 
 def _may_stop(callback: Callback) -> bool:
@@ -406,41 +411,75 @@ def _may_stop(callback: Callback) -> bool:
     return hook is not Callback.on_train_batch_end and not callback.only_reports
 
 
+def _fit_callbacks(
+    model: CallbackModel,
+    session: Session,
+    config: FitConfig,
+    job: Job,
+    validation: Optional[ValidationRunner],
+) -> CallbackList:
+    """List the callbacks of a fit, with what they are told of it: the history is one of them."""
+    names, directions = _monitored(job)
+    if validation is not None:
+        names += validation.names(job.meter.names)
+        directions.update(validation.directions(job.meter.names, directions))
+    added = [] if model.history in config.callbacks else [model.history]
+    return _callbacks(
+        model,
+        session,
+        config,
+        job,
+        added,
+        epochs=config.epochs.stop,
+        resumes=config.restored is not None,
+        metrics=names,
+        directions=directions,
+    )
+
+
 def _callbacks(
     model: CallbackModel,
     session: Session,
-    arguments: Union[FitArguments, InferenceArguments],
+    config: Union[FitConfig, InferenceConfig],
     job: Job,
-    mode: Mode,
-    epochs: int = 1,
-    validation: Optional[ValidationRunner] = None,
+    added: Sequence[Callback] = (),
+    **about: object,
 ) -> CallbackList:
-    """The user's, then History, then the progress bar, as in Keras; one of the user's is enough."""
+    """List the user's callbacks, then History, then the progress bar, as Keras does.
+
+    Args:
+        model: that they are of.
+        session: of the model.
+        config: has the user's; a bar or a history among them is enough.
+        job: what is run.
+        added: further ones.
+        about: what they are told of the run, where it is not that of every run.
+    """
     is_first = session.processes.is_rank_zero
-    users = [callback for callback in arguments.callbacks if is_first or not callback.only_reports]
-    metrics = [] if mode is Mode.PREDICT else [*job.meter.names, *job.meter.settings]
-    directions = {name: way for name, way in job.meter.directions.items() if name in metrics}
-    added: List[Callback] = []
-    if isinstance(arguments, FitArguments):
-        if validation is not None:
-            metrics += validation.names(job.meter.names)
-            directions.update(validation.directions(job.meter.names, directions))
-        if model.history not in arguments.callbacks:
-            added.append(model.history)
-    if arguments.level and is_first:
+    users = [callback for callback in config.callbacks if is_first or not callback.only_reports]
+    listed = [*users, *added]
+    if config.level and is_first:
         # Imported here: nobody needs it who sees nothing.
         from ipufit.callbacks.progbar_logger import ProgbarLogger
 
-        if not any(isinstance(callback, ProgbarLogger) for callback in arguments.callbacks):
-            added.append(ProgbarLogger(arguments.level))
+        if not any(isinstance(callback, ProgbarLogger) for callback in config.callbacks):
+            listed.append(ProgbarLogger(config.level))
+    names, directions = _monitored(job)
     params = {
-        "epochs": epochs,
-        "verbose": arguments.level,
-        "updates": _updates_per_epoch(job.plan, arguments.source),
+        "epochs": 1,
+        "verbose": config.level,
+        "updates": _updates_per_epoch(job.plan, config.source),
         "samples": job.plan.samples,
-        "resumes": isinstance(arguments, FitArguments) and arguments.restored is not None,
-        "metrics": metrics,
+        "resumes": False,
+        "metrics": names,
         "directions": directions,
-        "adds": sorted({name for callback in arguments.callbacks for name in callback.adds or ()}),
+        "adds": sorted({name for callback in config.callbacks for name in callback.adds or ()}),
+        **about,
     }
-    return CallbackList([*users, *added], model, params)
+    return CallbackList(listed, model, params)
+
+
+def _monitored(job: Job) -> Tuple[List[str], Dict[str, str]]:
+    """Name the values of a job, and "min" or "max", whichever is best, where that is known."""
+    names = [] if job.mode is Mode.PREDICT else [*job.meter.names, *job.meter.settings]
+    return names, {name: way for name, way in job.meter.directions.items() if name in names}

@@ -28,6 +28,7 @@ from ipufit.utils.error_collector import ErrorCollector, at_least
 __all__ = [
     "FitData",
     "FitRequest",
+    "InferenceRequest",
     "inference_plan",
     "limited_plan",
     "refuse_unused",
@@ -57,6 +58,20 @@ class FitRequest:
     checkpoint: Any
     loading: Any
     seed: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class InferenceRequest:
+    """The arguments of ``evaluate`` or ``predict``, as they came."""
+
+    data: DataArguments
+    steps: Any
+    prefetch: Any
+    ipus: Any
+    device_iterations: Any
+    callbacks: Any
+    seed: Any
+    verbose: Any
 
 
 class FitData:

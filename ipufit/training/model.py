@@ -23,7 +23,6 @@ from torch import nn
 from ipufit.callbacks import Callback
 from ipufit.callbacks.history import History
 from ipufit.checkpoint.settings import Checkpoint
-from ipufit.core.batch import Mode
 from ipufit.core.train_config import EMA, Clip, Memory, Outputs, Precision, Reduction
 from ipufit.data.adapters import DataArguments, are_inputs
 from ipufit.data.settings import Loading
@@ -32,9 +31,9 @@ from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.partition.request import Parallel
 from ipufit.tracing.validate import refuse_unrecordable
-from ipufit.training import fit, loop, on_batch
+from ipufit.training import fit, on_batch
 from ipufit.training.compile import CompileConfig, build_session
-from ipufit.training.fit_data import FitRequest
+from ipufit.training.fit_data import FitRequest, InferenceRequest
 from ipufit.training.inspection import InspectionMixin
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, one_of
@@ -426,9 +425,11 @@ class Model(InspectionMixin):
         """
         session = self._compiled("evaluate")
         data = DataArguments("evaluation data", x, y, sample_weight, batch_size=batch_size)
-        how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
         one_of("return_dict", return_dict, (True, False))
-        values: Dict[str, float] = fit.infer(self, session, Mode.EVALUATE, data, how, loop.evaluate)
+        request = InferenceRequest(
+            data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose
+        )
+        values = fit.evaluate(self, session, request)
         return on_batch.as_keras_returns(values, return_dict)
 
     def predict(
@@ -473,8 +474,10 @@ class Model(InspectionMixin):
         data = DataArguments(
             "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
         )
-        how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
-        return fit.infer(self, session, Mode.PREDICT, data, how, loop.predict)
+        request = InferenceRequest(
+            data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose
+        )
+        return fit.predict(self, session, request)
 
     def predict_iter(
         self,
@@ -517,8 +520,10 @@ class Model(InspectionMixin):
         data = DataArguments(
             "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
         )
-        how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
-        return fit.stream(self, session, data, how)
+        request = InferenceRequest(
+            data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose
+        )
+        return fit.stream(self, session, request)
 
     def train_on_batch(
         self,

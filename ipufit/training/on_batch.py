@@ -8,8 +8,8 @@ from typing import Any, Dict, Iterator, List, Tuple, Union
 from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.data.adapters import DataArguments, get_data_adapter
 from ipufit.errors import ConfigurationError
-from ipufit.training.loop import Job
-from ipufit.training.session import Session, require_single_process
+from ipufit.training.session import JobSpec, Session, require_single_process
+from ipufit.training.trainer import Job
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.state import eval_mode, train_mode
 
@@ -34,7 +34,7 @@ def _running(
     plan = session.plan(source, None, 1, 1, training=mode is Mode.TRAIN)
     in_mode = train_mode if mode is Mode.TRAIN else eval_mode
     with in_mode(session.module, session.loss.module):
-        job = session.start(source, plan, mode, seed, mode.value)
+        job = session.start(JobSpec(source, plan, mode, seed, mode.value))
         with session.running(job):
             yield job, CombinedBatch([job.first])
 

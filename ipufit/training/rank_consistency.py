@@ -18,7 +18,7 @@ from ipufit.core.compile_arguments import CUDAGRAPH, INDUCTOR
 from ipufit.core.plan import Plan
 from ipufit.errors import ProcessError
 from ipufit.processes import Processes, common
-from ipufit.training.arguments import FitArguments, InferenceArguments
+from ipufit.training.arguments import FitConfig, InferenceConfig
 from ipufit.training.session import Session, require_single_process
 from ipufit.utils.random_streams import draw_seed
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["sync_inference_config", "sync_run_config"]
 
 
-def sync_run_config(session: Session, given: FitArguments) -> FitArguments:
+def sync_run_config(session: Session, given: FitConfig) -> FitConfig:
     """Agree on what is trained, and begin with what process 0 has: checkpoint, seed and weights.
 
     Raises:
@@ -58,7 +58,7 @@ def sync_run_config(session: Session, given: FitArguments) -> FitArguments:
     return dataclasses.replace(given, seed=seed)
 
 
-def sync_inference_config(session: Session, given: InferenceArguments, mode: Mode) -> None:
+def sync_inference_config(session: Session, given: InferenceConfig, mode: Mode) -> None:
     """Agree on what is evaluated or predicted, with the weights of process 0.
 
     Raises:
@@ -74,7 +74,7 @@ def sync_inference_config(session: Session, given: InferenceArguments, mode: Mod
             _spread(session, with_optimizer=False)
 
 
-def _restore_on_all_ranks(processes: Processes, given: FitArguments) -> Optional[RestoredState]:
+def _restore_on_all_ranks(processes: Processes, given: FitConfig) -> Optional[RestoredState]:
     """The checkpoint to go on from, which process 0 alone reads."""
     restored: List[RestoredState] = []
 
@@ -173,7 +173,7 @@ def _refuse_one_gpu_for_two(session: Session) -> None:
             raise common(ProcessError(text))
 
 
-def _of_fit(given: FitArguments) -> Dict[str, Any]:
+def _of_fit(given: FitConfig) -> Dict[str, Any]:
     held_out = given.held_out
     return {
         "epochs": [given.epochs.start, given.epochs.stop],

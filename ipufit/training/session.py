@@ -38,10 +38,8 @@ from ipufit.metrics import MetricSet
 from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.processes import Processes, current
-from ipufit.training import loop
 from ipufit.training.deferred_partition import DeferredPartitioner, replan, with_stage_count
 from ipufit.training.execution_sync import ExecutionSync
-from ipufit.training.loop import Job
 from ipufit.training.sanity_check import (
     FailureExplainer,
     check_call,
@@ -50,6 +48,7 @@ from ipufit.training.sanity_check import (
     probe,
     wrap_batch_errors,
 )
+from ipufit.training.trainer import Job, check_rows
 from ipufit.utils.console import warn_user
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.names import check_log_name
@@ -59,7 +58,37 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.preflight.report import PreflightReport
     from ipufit.planner.planning import PartitionEstimator
 
-__all__ = ["Session", "require_single_process"]
+__all__ = ["JobSpec", "Session", "require_single_process"]
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSpec:
+    """Description of a job: what is run, on which data, and how that is read.
+
+    Attributes:
+        source: the data.
+        plan: its batch algebra.
+        mode: train, evaluate or predict.
+        seed: of all random numbers.
+        domain: keeps them apart from those of other jobs.
+        epoch: the first one.
+        wants_outputs: whether somebody looks at the outputs of training.
+        cut_every: an execution ends wherever the count of this job's updates is a multiple of one
+            of these.
+        prefetch: executions to prepare ahead.
+        profile_folder: where the engine puts a profile that its own tools read, if it can.
+    """
+
+    source: DataAdapter
+    plan: Plan
+    mode: Mode
+    seed: int
+    domain: str
+    epoch: int = 0
+    wants_outputs: bool = False
+    cut_every: Sequence[int] = ()
+    prefetch: int = 0
+    profile_folder: Optional[str] = None
 
 
 class Session:
@@ -245,32 +274,8 @@ class Session:
             plan = dataclasses.replace(plan, samples=fixed_updates * plan.update_size)
         return plan
 
-    def start(
-        self,
-        source: DataAdapter,
-        plan: Plan,
-        mode: Mode,
-        seed: int,
-        domain: str,
-        epoch: int = 0,
-        wants_outputs: bool = False,
-        cut_every: Sequence[int] = (),
-        prefetch: int = 0,
-        profile_folder: Optional[str] = None,
-    ) -> Job:
+    def start(self, job: JobSpec) -> Job:
         """Build and prepare a program for a loader; every fault shows before any work.
-
-        Args:
-            source: the data.
-            plan: its batch algebra.
-            mode: train, evaluate or predict.
-            seed: of all random numbers.
-            domain: keeps them apart from those of other jobs.
-            epoch: the first one.
-            cut_every: an execution ends wherever the count of this job's updates is a multiple of
-                one of these.
-            prefetch: executions to prepare ahead.
-            profile_folder: where the engine puts a profile that its own tools read, if it can.
 
         Raises:
             DataError: the loader's first batch can't be fed, or ``predict`` can't join the outputs.
@@ -278,39 +283,46 @@ class Session:
             LossError: the loss can't be trained on.
             MetricError: the metrics don't fit the outputs and targets.
         """
-        if mode is Mode.TRAIN:
-            check_interval(self.config.outputs, plan.device_iterations)
-        reading = (seed, domain, cut_every, prefetch, self.casting)
-        feed = BatchPipeline(source, mode, self.loss.in_module, *reading)
+        if job.mode is Mode.TRAIN:
+            check_interval(self.config.outputs, job.plan.device_iterations)
+        pipeline = BatchPipeline(
+            job.source,
+            job.mode,
+            self.loss.in_module,
+            job.seed,
+            job.domain,
+            job.cut_every,
+            job.prefetch,
+            self.casting,
+        )
         try:
-            with feed.watched():
-                first = feed.peek(epoch, plan)
-                about = (source, plan, mode, seed, domain, wants_outputs, profile_folder)
-                with self.explainer(mode, source.role).explained([first]):
-                    return self._prepared_in_a_dtype(feed, first, *about)
+            with pipeline.watched():
+                first = pipeline.peek(job.epoch, job.plan)
+                with self.explainer(job.mode, job.source.role).explained([first]):
+                    return self._prepare_in_a_dtype(pipeline, first, job)
         except BaseException:
-            feed.close()
+            pipeline.close()
             raise
 
-    def _prepared_in_a_dtype(self, feed: BatchPipeline, first: MicroBatch, *about: Any) -> Job:
-        """The job, with whole numbers in the first dtype that module and loss run with."""
+    def _prepare_in_a_dtype(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
+        """Prepare with whole numbers in the first dtype that module and loss run with."""
         batch: Optional[MicroBatch] = first
         failure: Optional[Exception] = None
         while batch is not None:
             try:
-                job = self._prepared(feed, batch, *about)
+                prepared = self._prepare(pipeline, batch, job)
             except (CaptureError, MetricError, PlanError):
                 raise
             except Exception as error:
                 failure = failure or error
-                batch = feed.unpacker.recast()
+                batch = pipeline.unpacker.recast()
             else:
-                feed.unpacker.accept_dtypes(announce=self.processes.is_rank_zero)
-                return job
+                pipeline.unpacker.accept_dtypes(announce=self.processes.is_rank_zero)
+                return prepared
         assert failure is not None
         raise failure
 
-    def start_on_all_ranks(self, *args: Any, **options: Any) -> Job:
+    def start_on_all_ranks(self, job: JobSpec) -> Job:
         """Start a job in all processes, if it starts in all.
 
         Raises:
@@ -319,63 +331,42 @@ class Session:
         started: List[Job] = []
 
         def start() -> Job:
-            started.append(self.start(*args, **options))
+            started.append(self.start(job))
             return started[0]
 
         try:
             return self.processes.run_on_all_ranks(start)
         except BaseException:
-            for job in started:
-                job.feed.close()
-                self.finish(job.program)
+            for each in started:
+                each.pipeline.close()
+                self.finish(each.program)
             raise
 
-    def _prepared(
-        self,
-        feed: BatchPipeline,
-        first: MicroBatch,
-        source: DataAdapter,
-        plan: Plan,
-        mode: Mode,
-        seed: int,
-        domain: str,
-        wants_outputs: bool,
-        profile_folder: Optional[str],
-    ) -> Job:
-        training = mode is Mode.TRAIN
-        check_call(self.module, first, self.loss, source)
-        if training and source.class_weights is not None:
-            check_class_weights(source.class_weights, self.module, first, self.loss)
+    def _prepare(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
+        training = job.mode is Mode.TRAIN
+        check_call(self.module, first, self.loss, job.source)
+        if training and job.source.class_weights is not None:
+            check_class_weights(job.source.class_weights, self.module, first, self.loss)
         self.partitions = self._partitioner.divide(self, first, training)
-        how = (mode, seed, domain, wants_outputs, profile_folder)
         try:
-            return self._job(feed, first, source, plan, *how)
+            return self._prepare_program(pipeline, first, job)
         except UncountedError as error:
             self.follow_blocks(error, training)
         partition, ipus = self.partitions.of(training), self._ipus.get(training)
-        plan = replan(plan, partition, ipus, self.auto_round_ipus)
-        return self._job(feed, first, source, plan, *how)
+        plan = replan(job.plan, partition, ipus, self.auto_round_ipus)
+        return self._prepare_program(pipeline, first, dataclasses.replace(job, plan=plan))
 
-    def _job(
-        self,
-        feed: BatchPipeline,
-        first: MicroBatch,
-        source: DataAdapter,
-        plan: Plan,
-        mode: Mode,
-        seed: int,
-        domain: str,
-        wants_outputs: bool,
-        profile_folder: Optional[str],
-    ) -> Job:
-        explainer = self.explainer(mode, source.role)
+    def _prepare_program(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
+        mode = job.mode
+        explainer = self.explainer(mode, job.source.role)
         self.count_stages(first, mode is Mode.TRAIN)
-        plan = with_stage_count(plan, self.partitions.of(mode is Mode.TRAIN))
-        plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
+        plan = with_stage_count(job.plan, self.partitions.of(mode is Mode.TRAIN))
+        plan = dataclasses.replace(plan, micro_batch_size=pipeline.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
         metrics.check_joined(self.processes.num_processes)
-        wants_outputs = bool(metrics) or wants_outputs
-        program = self.build(plan, mode, seed, domain, wants_outputs, profile_folder)
+        wants_outputs = bool(metrics) or job.wants_outputs
+        about = (plan, mode, job.seed, job.domain, wants_outputs, job.profile_folder)
+        program = self.build(*about)
         try:
             # An interrupt in the middle of a recording could leave torch recording for good.
             with defer_sigint():
@@ -385,9 +376,9 @@ class Session:
             if metrics:
                 probe(metrics, prepared.outputs, first, self.loss)
             if mode is Mode.PREDICT:
-                loop.check_rows(prepared.outputs, first.size)
+                check_rows(prepared.outputs, first.size)
             with defer_sigint():
-                tail = prepare_tail(program, plan, first, source, explainer)
+                tail = prepare_tail(program, plan, first, job.source, explainer)
             rules = merge_rules(prepared.rules, tail.rules if tail is not None else {})
             for name, rule in rules.items():
                 check_log_name(name, metrics.names, rule.exact)
@@ -396,9 +387,9 @@ class Session:
             raise
         settings = self.config.settings if mode is Mode.TRAIN else ()
         meter = EpochMetrics(metrics, plan, self.loss, rules, settings)
-        weighted = source.role if mode is Mode.TRAIN and is_weighted(first) else None
-        sync = ExecutionSync(self.processes, plan, source.is_portioned, weighted)
-        return Job(program, plan, meter, first, feed, sync, explainer, prepared.outputs)
+        weighted = job.source.role if mode is Mode.TRAIN and is_weighted(first) else None
+        sync = ExecutionSync(self.processes, plan, job.source.is_portioned, weighted)
+        return Job(program, mode, plan, meter, first, pipeline, sync, explainer, prepared.outputs)
 
     def build(
         self,
@@ -604,11 +595,11 @@ class Session:
     def running(self, job: Job) -> Iterator[Job]:
         """The job, finished afterwards whatever happens."""
         try:
-            with job.feed.watched():
+            with job.pipeline.watched():
                 yield job
         finally:
             try:
-                job.feed.close()
+                job.pipeline.close()
             finally:
                 self.finish(job.program)
 

@@ -8,13 +8,14 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 
 from ipufit.callbacks import CallbackList
+from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.data.batches import BatchValidator
 from ipufit.data.source import DataAdapter
 from ipufit.errors import DataError, IpufitError
-from ipufit.training import loop
-from ipufit.training.session import Session
+from ipufit.training.session import JobSpec, Session
+from ipufit.training.trainer import Trainer
 from ipufit.utils.names import in_validation
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import eval_mode
@@ -81,7 +82,7 @@ class ValidationRunner:
         try:
             with eval_mode(self._session.module, self._session.loss.module):
                 plan = dataclasses.replace(self._plan, fixed_updates=None)
-                job = self._session.start(source, plan, Mode.EVALUATE, self._seed, "check")
+                job = self._session.start(JobSpec(source, plan, Mode.EVALUATE, self._seed, "check"))
                 self._names, self._directions = job.meter.names, job.meter.directions
                 self._session.finish(job.program)
         except Exception as error:
@@ -97,23 +98,32 @@ class ValidationRunner:
                 "Bring both into one form in the dataset or collate_fn."
             ) from (error.__cause__ if what else error)
 
-    def run(self, callbacks: CallbackList, epoch: int) -> Dict[str, float]:
-        """Loss and metrics over all samples."""
+    def run(self, callbacks: CallbackList, trained: Sequence[str], epoch: int) -> Dict[str, float]:
+        """Return loss and metrics over all samples, by their names in the history.
+
+        Args:
+            callbacks: those of the fit.
+            trained: names of the values of training.
+            epoch: index of the epoch after which this is.
+        """
         session = self._session
         kept = [(buffer, buffer.clone()) for buffer in session.buffers()]
         with eval_mode(session.module, session.loss.module):
             job = session.start(
-                self._source,
-                self._plan,
-                Mode.EVALUATE,
-                self._seed,
-                "validation",
-                epoch,
-                prefetch=self._prefetch,
+                JobSpec(
+                    self._source,
+                    self._plan,
+                    Mode.EVALUATE,
+                    self._seed,
+                    "validation",
+                    epoch,
+                    prefetch=self._prefetch,
+                )
             )
             try:
                 with session.running(job):
-                    return loop.evaluate(job, callbacks, epoch)
+                    values = Trainer(job, [CallbackObserver(callbacks, job)]).evaluate(epoch)
+                    return {self.named(name, trained): value for name, value in values.items()}
             finally:
                 # A module may count in eval mode too; looking must not change training.
                 for buffer, value in kept:

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from ipufit.report import Report, recorder
-from ipufit.training.loop import Fit
+from ipufit.training.trainer import Trainer
 from ipufit.utils.phase_timer import NO_CLOCK, Clock
 from tests.bench.fitted import compiled
 from tests.bench.workloads import WORKLOADS, Workload
@@ -49,22 +49,24 @@ class Turns:
     @contextlib.contextmanager
     def switching(self) -> Iterator[None]:
         """Do so as long as the block lasts."""
-        run_executions, turns = Fit._run_executions, self
+        run_epoch, turns = Trainer.run_epoch, self
 
-        def executions(fit: Fit, number: int) -> None:
-            clock: Any = fit.clock
+        def executions(trainer: Trainer, number: int) -> Iterator[None]:
+            clock: Any = trainer.clock
             read = mock.patch.object(
-                clock, "reading", lambda values: turns._read(fit, clock, values, number)
+                clock, "reading", lambda values: turns._read(trainer, clock, values, number)
             )
             with read:
-                run_executions(fit, number)
+                yield from run_epoch(trainer, number)
 
-        with mock.patch.object(Fit, "_run_executions", executions):
+        with mock.patch.object(Trainer, "run_epoch", executions):
             yield
 
-    def _read(self, fit: Fit, clock: Clock, values: Iterator[Any], epoch: int) -> Iterator[Any]:
+    def _read(
+        self, trainer: Trainer, clock: Clock, values: Iterator[Any], epoch: int
+    ) -> Iterator[Any]:
         """What ``Clock.reading`` does, and in every second turn what ``NoClock.reading`` does."""
-        everybody = fit.observers
+        everybody = trainer._observers
         told: Any = everybody[-1]
         engine, place, begun = told._session.engine, 0, 0.0
         while True:
@@ -78,15 +80,15 @@ class Turns:
                     told._mark()
                 else:
                     told.end_executions()
-                fit.observers = everybody if is_on else everybody[:-1]
-                fit.clock = engine.clock = clock if is_on else NO_CLOCK
+                trainer._observers = everybody if is_on else everybody[:-1]
+                trainer.clock = engine.clock = clock if is_on else NO_CLOCK
                 begun = time.perf_counter()
             if is_on:
                 clock.turn("data")
             value = next(values, None)
             if value is None:
-                fit.observers = everybody
-                fit.clock = engine.clock = clock
+                trainer._observers = everybody
+                trainer.clock = engine.clock = clock
                 return
             yield value
             del value

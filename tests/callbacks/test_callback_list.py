@@ -302,8 +302,8 @@ def test_a_list_of_ones_own():
     callbacks.call("on_epoch_begin", 3, {})
     assert told.hooks == accepts.hooks == ["on_epoch_begin"]
     error = NonFiniteLossError("", 0, float("nan"))
-    assert callbacks.ask("on_non_finite", error) is True
-    assert CallbackList([told], None, {}).ask("on_non_finite", error) is False
+    assert callbacks.call("on_non_finite", error) is True
+    assert CallbackList([told], None, {}).call("on_non_finite", error) is False
 
 
 @pytest.mark.parametrize("hook", ["on_batch_begin", "on_batch_end"])

@@ -283,7 +283,7 @@ def hooked(**hooks):
         return blown_up(callback)
     rare = [hook for hook in hooks if "logs" not in EVENTS[hook].arguments]
     if rare:
-        return [CallbackList([callback], None, {}).ask(hook) for hook in rare]
+        return [CallbackList([callback], None, {}).call(hook) for hook in rare]
     model, _ = recorded([callback], 1)
     model.evaluate(X, Y, callbacks=[callback], verbose=0)
     model.predict(X, callbacks=[callback], verbose=0)

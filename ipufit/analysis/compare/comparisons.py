@@ -26,7 +26,7 @@ from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
 from ipufit.tracing.comparison import Comparison, Tolerance, distance
-from ipufit.training.session import Session, require_single_process
+from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.summary import batch_of, sample_of
 from ipufit.utils import tree
 from ipufit.utils.error_collector import ErrorCollector, one_of
@@ -255,7 +255,7 @@ class _Trial:
             training=True,
         )
         with train_mode(module, loss.module):
-            job = copied.start(source, plan, Mode.TRAIN, 0, "train")
+            job = copied.start(JobSpec(source, plan, Mode.TRAIN, 0, "train"))
             with copied.running(job):
                 with job.executions(0) as batches:
                     for batch in batches:

@@ -1,0 +1,338 @@
+"""Trainer: the only loop of the project, and the job that it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any, Callable, Dict, Generator, Iterator, List, Mapping, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit.callbacks.callback_list import BATCH_HOOKS, CallbackObserver, Observer
+from ipufit.callbacks.history import History
+from ipufit.callbacks.running_fit import Measurement
+from ipufit.core.batch import CombinedBatch, DataCursor, Mode
+from ipufit.core.train_config import HyperparameterSchedule
+from ipufit.data.pipeline import BatchPipeline
+from ipufit.engines.program import ExecutionResult
+from ipufit.errors import DataError, NonFiniteLossError
+from ipufit.training.execution_sync import ExecutionSync
+from ipufit.training.sanity_check import FailureExplainer
+from ipufit.utils import tree
+from ipufit.utils.console import warn_user
+from ipufit.utils.fault_injection import raise_injected_fault
+from ipufit.utils.interrupts import ForkGuard, defer_sigint
+from ipufit.utils.phase_timer import NO_CLOCK, NoClock
+
+__all__ = ["Job", "PredictionObserver", "Trainer", "check_rows", "join_outputs"]
+
+
+@dataclasses.dataclass
+class Job(Measurement):
+    """A program with everything that feeds and measures it.
+
+    Attributes:
+        pipeline: combines the batches of the data.
+        sync: brings in what other processes compute.
+        explainer: says why module or loss can't take a micro-batch.
+        outputs: the module's, as tensors without data.
+        run: computes one execution: what it gave in all processes, but for the outputs, which are
+            those of this one unless the job predicts.
+    """
+
+    pipeline: BatchPipeline
+    sync: ExecutionSync
+    explainer: FailureExplainer
+    outputs: Any = None
+    run: Callable[[CombinedBatch], ExecutionResult] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.run = self.program.run
+        if self.mode is Mode.PREDICT:
+            self.run = self._predict
+        elif self.sync.processes.is_distributed:
+            self.run = functools.partial(self.sync.run, self.program)
+
+    @contextlib.contextmanager
+    def executions(self, epoch: int) -> Iterator[Iterator[CombinedBatch]]:
+        """Open the executions of an epoch for the time of the block."""
+        stage = self.program.stage
+        with contextlib.closing(self.pipeline.executions(epoch, self.plan, stage)) as batches:
+            yield self.sync.executions(batches)
+
+    def prepare(self) -> None:
+        """Take over what callbacks have changed in the module or the optimizer."""
+        with defer_sigint(), self.explainer.explained([self.first]):
+            self.program.prepare(self.first)
+
+    def _predict(self, batch: CombinedBatch) -> ExecutionResult:
+        """Run one execution; the outputs are those of all processes, in the order of the data."""
+        result = self.program.run(batch)
+        for micro_batch, outputs in zip(batch.micro_batches, result.outputs):
+            check_rows(outputs, micro_batch.size)
+        outputs = self.sync.outputs(batch, result.outputs, self.outputs)
+        return dataclasses.replace(result, outputs=outputs)
+
+
+class Trainer:
+    """Runs a program over epochs of data, measures it, and tells observers what happens.
+
+    Fit, evaluate and predict are this class with programs and observers of their own.
+
+    Args:
+        job: the program, its data and its measures.
+        observers: are told of everything, in this order.
+        history: of a fit; filled epoch by epoch.
+        validate: evaluates after an epoch, and returns values by their names in the history; None
+            for no validation.
+        validates: whether there is a validation after this epoch.
+        stopped: whether a callback has asked to stop.
+        schedule: told of epoch ends, or None.
+        clock: counts the seconds of the run by phase.
+
+    Attributes:
+        job, history, clock: as given.
+        place: where the data stands after the last execution.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        observers: Sequence[Observer],
+        history: Optional[History] = None,
+        validate: Optional[Callable[[int], Mapping[str, float]]] = None,
+        validates: Callable[[int], bool] = lambda epoch: True,
+        stopped: Callable[[], bool] = lambda: False,
+        schedule: Optional[HyperparameterSchedule] = None,
+        clock: NoClock = NO_CLOCK,
+    ) -> None:
+        self.job = job
+        self.history = History() if history is None else history
+        self.clock = clock
+        self.place: Optional[DataCursor] = None
+        self._observers = observers
+        self._validate = validate
+        self._validates = validates
+        self._stopped = stopped
+        self._schedule = schedule
+        self._process = ForkGuard()
+        self._non_finite: Optional[NonFiniteLossError] = None
+        self._batches = 0
+
+    def run(self, epochs: range, is_within_epoch: bool = False) -> None:
+        """Train.
+
+        Args:
+            epochs: indices of the epochs.
+            is_within_epoch: whether a checkpoint has begun the first epoch.
+        """
+        logs: Dict[str, float] = {}
+        try:
+            for observer in self._observers:
+                observer.begin_fit(self)
+            for epoch in epochs:
+                if not (is_within_epoch and epoch == epochs.start):
+                    for observer in self._observers:
+                        with self.clock.during(observer.phase):
+                            observer.notify("on_epoch_begin", epoch, {})
+                    self.job.meter.reset()
+                # Observers may have changed the module or the optimizer.
+                self.job.prepare()
+                for _ in self.run_epoch(epoch):
+                    pass
+                logs = self._epoch_logs(epoch)
+                self.job.program.publish()
+                for observer in self._observers:
+                    with self.clock.during(observer.phase):
+                        observer.end_epoch(epoch, logs)
+                if self.ending():
+                    break
+            self.job.program.adopt_averages()
+        finally:
+            _end_all(self._observers, logs)
+
+    def evaluate(self, epoch: int = 0) -> Dict[str, float]:
+        """Return the exact means over all samples of the data."""
+        meter = self.job.meter
+        meter.reset()
+        self._notify("on_test_begin", {})
+        for _ in self.run_epoch(epoch):
+            pass
+        values = meter.reduce_across_ranks(self.job.sync.processes)
+        self._notify("on_test_end", values)
+        return values
+
+    def predict(self) -> Generator[None, None, None]:
+        """Predict for all samples in the order of the data, and pause after each execution.
+
+        Raises:
+            DataError: an output has no row for each sample.
+        """
+        self._notify("on_predict_begin", {})
+        yield from self.run_epoch(0)
+        self._notify("on_predict_end", {})
+
+    def run_epoch(self, epoch: int) -> Generator[None, None, None]:
+        """Run the executions of one epoch, and pause after each."""
+        clock, observers = self.clock, self._observers
+        for observer in observers:
+            with clock.during(observer.phase):
+                observer.begin_executions(epoch)
+        self._batches = self.job.meter.updates * self.job.plan.micro_batches_per_update
+        with self.job.executions(epoch) as batches:
+            for batch in clock.reading(batches):
+                outputs = self.run_execution(batch, epoch)
+                self.place = batch.place
+                # The memory of its samples is free for the next ones.
+                del batch
+                if outputs is not None:
+                    for observer in observers:
+                        clock.turn(observer.phase)
+                        observer.end_execution(epoch, outputs)
+                del outputs
+                yield
+                if self.ending():
+                    break
+        for observer in observers:
+            with clock.during(observer.phase):
+                observer.end_executions()
+
+    def run_execution(self, batch: CombinedBatch, epoch: int) -> Optional[List[Any]]:
+        """Run one execution, and return its outputs; None for one whose loss ends training."""
+        clock, job = self.clock, self.job
+        hook, _ = BATCH_HOOKS[job.mode]
+        for observer in self._observers:
+            clock.turn(observer.phase)
+            observer.notify(hook, job.meter.updates, {})
+        clock.turn("compute")
+        try:
+            if job.mode is Mode.TRAIN:
+                self._process.check()
+                raise_injected_fault(job.program, batch.updates(job.plan))
+            # What explains an error runs the module, too.
+            with defer_sigint():
+                try:
+                    result = job.run(batch)
+                except Exception as error:
+                    self._explain(error, batch)
+                    raise
+        except NonFiniteLossError as error:
+            error.place(epoch, job.meter.samples)
+            # Every observer hears of it, also after one that handles it.
+            answers = [observer.notify("on_non_finite", error) for observer in self._observers]
+            if not any(answers):
+                raise
+            self._non_finite = error
+            return None
+        self._batches += len(batch.micro_batches)
+        clock.turn("metrics")
+        job.meter.add(batch, result)
+        return result.outputs
+
+    @property
+    def pipeline(self) -> BatchPipeline:
+        """The pipeline of the data."""
+        return self.job.pipeline
+
+    @property
+    def shards_data(self) -> bool:
+        """True if ipufit shards the data, or one process reads all of it."""
+        sync = self.job.sync
+        return sync.is_portioned or not sync.processes.is_distributed
+
+    def ending(self) -> bool:
+        """Return True if training ends with the last execution."""
+        return self._non_finite is not None or self._stopped()
+
+    def _explain(self, error: Exception, batch: CombinedBatch) -> None:
+        """Raise an error that names the layer, line or label, where that is known."""
+        first = None if self.job.sync.processes.is_distributed else self._batches
+        fault = self.job.explainer.explain(error, batch.micro_batches, first)
+        if fault is not None:
+            raise fault from error
+
+    def _notify(self, hook: str, *args: object) -> None:
+        for observer in self._observers:
+            observer.notify(hook, *args)
+
+    def _epoch_logs(self, epoch: int) -> Dict[str, float]:
+        """Return the values of an epoch whose executions are over, its validation included."""
+        job = self.job
+        logs = job.meter.reduce_across_ranks(job.sync.processes)
+        if self._non_finite is not None:
+            logs["loss"] = self._non_finite.value
+        self._warn_of_skipped(epoch)
+        job.sync.share_buffers(job.program)
+        if self._validate is not None and self._validates(epoch):
+            with self.clock.during("validation"):
+                logs.update(self._validate(epoch))
+        if self._schedule is not None:
+            self._schedule.end_epoch(logs)
+        # Logged values of single updates; these are counted from compile.
+        first = job.program.updates - job.meter.updates
+        for name, by_update in job.meter.by_update.items():
+            for index, value in enumerate(by_update):
+                self.history.append_update(name, first + index, value)
+        return logs
+
+    def _warn_of_skipped(self, epoch: int) -> None:
+        meter = self.job.meter
+        if meter.skipped and meter.skipped == meter.updates:
+            warn_user(
+                f"all {meter.updates} updates of epoch {epoch} were skipped, because their "
+                "gradients were not finite at the loss scale: nothing was learned. Choose a "
+                "smaller loss_scale, or 'dynamic'.",
+            )
+
+
+def _end_all(observers: Sequence[Observer], logs: Dict[str, float]) -> None:
+    """End every observer, whatever the others raise; several errors are chained."""
+    if observers:
+        try:
+            observers[0].end_fit(logs)
+        finally:
+            _end_all(observers[1:], logs)
+
+
+class PredictionObserver(CallbackObserver):
+    """Shows callbacks what each execution predicts, and keeps it until it is taken."""
+
+    _rows: Any = None
+
+    def end_execution(self, epoch: int, outputs: List[Any]) -> None:
+        """Call ``on_predict_batch_end`` with the outputs for all samples of the execution."""
+        self._rows = join_outputs(outputs)
+        self.callbacks.call("on_predict_batch_end", self.meter.updates - 1, {"outputs": self._rows})
+
+    def take(self) -> Any:
+        """Return the outputs of the last execution, and keep them no longer."""
+        rows, self._rows = self._rows, None
+        return rows
+
+
+def join_outputs(outputs: Sequence[Any]) -> Any:
+    """Return the outputs of several micro-batches in the structure of those of one."""
+    structure = tree.flatten(outputs[-1])[1]
+    columns = zip(*(tree.flatten(each)[0] for each in outputs))
+    return tree.unflatten([_join(list(column)) for column in columns], structure)
+
+
+def check_rows(outputs: Any, size: int) -> None:
+    """Make sure that ``predict`` can join the outputs for ``size`` samples with those for others.
+
+    Raises:
+        DataError: an output has no row for each sample.
+    """
+    for path, leaf in tree.flatten_with_paths(outputs, "output")[0]:
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != size):
+            raise DataError(
+                f"predict returns one row per sample, but {path} has shape {tuple(leaf.shape)} for "
+                f"{size} samples. Return it from forward with the samples along its first "
+                "dimension, or leave it out when the module is in eval mode."
+            )
+
+
+def _join(column: List[Any]) -> Any:
+    return torch.cat(column) if isinstance(column[0], Tensor) else column[0]
