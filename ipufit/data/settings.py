@@ -10,7 +10,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.utils.error_collector import ErrorCollector, at_least
 from ipufit.utils.settings import SettingsRepr
 
-__all__ = ["Loading", "Validation", "resolve_loading", "resolve_validation"]
+__all__ = ["Loading", "Validation", "resolve_loading", "resolve_validation", "validation_epochs"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -108,22 +108,24 @@ class Validation(SettingsRepr):
                     at_least("an epoch in freq of Validation", epoch, 1)
         faults.raise_all()
 
-    def epochs_of(self, epochs: range) -> List[int]:
-        """Indices of the epochs, of those of a run, after which there is a validation.
 
-        Raises:
-            ConfigurationError: ``freq`` names no epoch of this run.
-        """
-        if not isinstance(self.freq, Collection):
-            return [epoch for epoch in epochs if (epoch + 1) % self.freq == 0]
-        chosen = {epoch - 1 for epoch in self.freq}
-        due = [epoch for epoch in epochs if epoch in chosen]
-        if not due:
-            raise ConfigurationError(
-                f"freq of Validation must name an epoch from {epochs.start + 1} to {epochs.stop}, "
-                f"counted from 1, got {self.freq!r}."
-            )
-        return due
+def validation_epochs(validation: Validation, epochs: range) -> List[int]:
+    """Return the indices of the epochs, of those of a run, after which there is a validation.
+
+    Raises:
+        ConfigurationError: ``freq`` names no epoch of this run.
+    """
+    freq = validation.freq
+    if not isinstance(freq, Collection):
+        return [epoch for epoch in epochs if (epoch + 1) % freq == 0]
+    chosen = {epoch - 1 for epoch in freq}
+    due = [epoch for epoch in epochs if epoch in chosen]
+    if not due:
+        raise ConfigurationError(
+            f"freq of Validation must name an epoch from {epochs.start + 1} to {epochs.stop}, "
+            f"counted from 1, got {freq!r}."
+        )
+    return due
 
 
 def resolve_loading(loading: Any) -> Loading:

@@ -123,7 +123,8 @@ def _chosen(module: nn.Module, kind: str, fitting: Dict[str, nn.Module], option:
         raise ConfigurationError(
             f"{option} cuts the output projection, an nn.Linear outside of the repeated "
             f"layers, but {owner} has linear layers in {_listed(stacks)} alone. Name the one that "
-            f"is meant, with the same number, such as serialize={{{example!r}: ...}}."
+            f"is meant, with the same number, such as "
+            f"memory=ipufit.Memory(serialize={{{example!r}: ...}})."
         )
     tables = _fitting(module, "embedding")
     if tables:

@@ -14,7 +14,7 @@ from ipufit.checkpoint.settings import Checkpoint, resolve_checkpoint
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.adapters import get_data_adapter
-from ipufit.data.settings import Loading, resolve_loading
+from ipufit.data.settings import Loading, resolve_loading, validation_epochs
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.report.settings import Report, refuse_report, refuse_reports, split_reports
@@ -156,7 +156,7 @@ class FitConfig:
         due: List[int] = []
         with faults.collect():
             refuse_unused(data.validation, request.validation_split, loading)
-            due = data.validation.epochs_of(epochs)
+            due = validation_epochs(data.validation, epochs)
         passes = request.steps_per_epoch is not None
         prefetch = resolve_prefetch(loading.prefetch, data.source, session, passes)
         held_prefetch = resolve_prefetch(loading.prefetch, data.held_out, session)

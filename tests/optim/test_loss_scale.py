@@ -502,8 +502,8 @@ def test_a_scale_that_is_none_is_refused(given, text):
     with pytest.raises(ConfigurationError) as caught:
         compiled(MLP(), momentum, precision=ipufit.Precision(loss_scale=given))
     assert str(caught.value) == (
-        "loss_scale must be None, a positive number, 'dynamic' or an ipufit.LossScale, got "
-        f"{text}. Pass 1 for no scaling under mixed_float16."
+        "Precision.loss_scale must be None, a positive number, 'dynamic' or an ipufit.LossScale, "
+        f"got {text}. Pass 1 for no scaling under mixed_float16."
     )
 
 

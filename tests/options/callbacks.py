@@ -392,11 +392,5 @@ of(
     "callbacks.CallbackList.call",
     calling("call"),
     hook=With("on_epoch_end", "on_train_begin", args=[1]),
-    args=With([1], [2], hook="on_epoch_end"),
-)
-of(
-    "callbacks.CallbackList.ask",
-    calling("ask"),
-    hook=With("on_non_finite", "on_train_begin", args=["yes"]),
     args=With(["yes"], ["no"], hook="on_non_finite"),
 )

@@ -272,7 +272,7 @@ def validating(**options):
 of(
     "Validation",
     validating,
-    data=(HELD, (X[:6], Y[:6])),
+    data=(HELD, (X[6:], Y[6:])),
     steps=(None, 1),
     batch_size=(None, 6),
     freq=(1, 2),

@@ -17,6 +17,7 @@ BEGIN = """
     import torch
     from torch import nn
     import ipufit
+    from ipufit import Reduction
     from ipufit.errors import *
     from tests.processes.ipu_runs import *
 

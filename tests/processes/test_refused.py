@@ -148,7 +148,7 @@ def test_what_several_processes_cannot_do_is_refused(told, name):
 
 
 def test_an_error_of_one_before_the_start_leaves_the_others_as_they_were(told):
-    own = "epochs must be an integer of at least 1, got 0."
+    own = "epochs must be an integer of at least 1 or a range such as range(3, 10), got 0."
     assert told[1]["arguments of one"] == ["ConfigurationError", own]
     assert told[0]["arguments of one"] == [
         "ProcessError",
