@@ -20,7 +20,6 @@ import torch
 from ipufit.callbacks import Callback, CallbackList
 from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.callbacks.epoch_metrics import EpochMetrics
-from ipufit.callbacks.history import History
 from ipufit.callbacks.running_fit import CallbackModel
 from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.core.plan import Plan
@@ -33,7 +32,7 @@ from ipufit.metrics import MetricSet
 from ipufit.optim.schedules import Schedule, resolve_schedule
 from ipufit.training.arguments import checked_seed
 from ipufit.training.session import JobSpec, Session, require_single_process
-from ipufit.training.trainer import Job
+from ipufit.training.trainer import Job, Trainer
 from ipufit.utils.figures import new_figure, save_figure
 from ipufit.utils.random_streams import draw_seed
 from ipufit.utils.state import cuda_in_use, fork_rng, preserve_state, train_mode
@@ -314,11 +313,11 @@ def find_lr(
         source, plan, trial_seed, lambda optimizer: resolve_schedule(tables, optimizer)
     ) as job:
         watch = RangeTest(sequence, job.meter)
-        observers = [CallbackObserver(CallbackList([watch], model, {}))]
+        observers = [CallbackObserver(CallbackList([watch], model, {}), job)]
         blew_up = False
         try:
-            fit = loop.Fit(job, observers, History(), None, lambda: watch.done)
-            fit.run(range(len(sequence)))
+            trainer = Trainer(job, observers, stopped=lambda: watch.done)
+            trainer.run(range(len(sequence)))
         except NonFiniteLossError:
             blew_up = True
         result = watch.result(blew_up)
