@@ -149,7 +149,7 @@ OTHERS = """
     ExecutableCache.keep, ExecutableCache.find = keeping, finding
     options = poptorch.Options().showCompilationProgressBar(False)
     options.enableExecutableCaching(us.run_on_rank_zero(tempfile.mkdtemp))
-    run(samples=24, epochs=1, compiled={"training_options": options})
+    run(samples=24, epochs=1, compiled={"poptorch": options})
     say(us.gather(seen))
 
     # PopTorch alone.
