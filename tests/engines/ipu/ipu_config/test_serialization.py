@@ -143,8 +143,8 @@ def test_where_nothing_fits_the_layer_has_to_be_named():
         lambda: cut_by(given, stack),
         "IPUConfig.projection_serialization_factor cuts the output projection, an nn.Linear "
         "outside of the repeated layers, but Sequential has linear layers in the module itself "
-        "alone. Name the one that is meant, with the same number, such as serialize={'1': "
-        "...}.",
+        "alone. Name the one that is meant, with the same number, such as "
+        "memory=ipufit.Memory(serialize={'1': ...}).",
     )
     assert cut_by(given, stack, serialize={"1": 2}) == {"1": ("factor=2", "factor=1")}
 
