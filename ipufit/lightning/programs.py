@@ -475,7 +475,9 @@ class TrainingReport:
             **describe_run(session, plan, session.seed()),
             "trainer": True,
         }
-        self._recorder.begin(Measurement(program, Mode.TRAIN, plan, meter, first), self._history, self._updates)
+        self._recorder.begin(
+            Measurement(program, Mode.TRAIN, plan, meter, first), self._history, self._updates
+        )
 
     def begin_epoch(self, epoch: int) -> None:
         """Forget the values of the epoch before, and begin to time executions."""

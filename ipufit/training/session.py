@@ -365,8 +365,7 @@ class Session:
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
         metrics.check_joined(self.processes.num_processes)
         wants_outputs = bool(metrics) or job.wants_outputs
-        about = (plan, mode, job.seed, job.domain, wants_outputs, job.profile_folder)
-        program = self.build(*about)
+        program = self.build(plan, mode, job.seed, job.domain, wants_outputs, job.profile_folder)
         try:
             # An interrupt in the middle of a recording could leave torch recording for good.
             with defer_sigint():
