@@ -1,8 +1,11 @@
 """Scripts in several real processes on this machine, none of which outlives its time."""
 
+import atexit
 import contextlib
 import dataclasses
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -10,6 +13,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -68,22 +72,37 @@ def run_processes(script, count, timeout=600, env=None, args=()):
     Returns:
         An Ended of each.
     """
-    port = free_port()
+    with _written(script) as path:
+        arguments = [sys.executable, path, *args]
+        commands = [(arguments, each) for each in _numbered(count, env)]
+        return _run(commands, timeout)
 
-    def variables(number):
-        more = env(number) if callable(env) else (env or {})
-        return {
+
+def run_copies(script, count, timeout=600, env=None, args=()):
+    """Do as run_processes does in copies of this process, which has imported torch already.
+
+    How a Python begins and ends is not to be seen in them.
+    """
+    if not hasattr(os, "fork"):
+        return run_processes(script, count, timeout, env, args)
+    with _written(script) as path:
+        commands = [([path, *args], each) for each in _numbered(count, env)]
+        return _run(commands, timeout, start=_Copy)
+
+
+def _numbered(count, env):
+    port = free_port()
+    return [
+        {
             "RANK": number,
             "WORLD_SIZE": count,
             "LOCAL_RANK": number,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            **more,
+            **((env(number) if callable(env) else env) or {}),
         }
-
-    with _written(script) as path:
-        commands = [([sys.executable, path, *args], variables(each)) for each in range(count)]
-        return _run(commands, timeout)
+        for number in range(count)
+    ]
 
 
 def run_torchrun(script, count, timeout=600, env=None, restarts=0, args=()):
@@ -103,21 +122,71 @@ def _written(script):
         yield str(path)
 
 
-def _run(commands, timeout):
+def _start(command, variables, files):
+    return subprocess.Popen(
+        command,
+        env=variables,
+        cwd=str(ROOT),
+        stdin=subprocess.DEVNULL,
+        stdout=files[0],
+        stderr=files[1],
+        start_new_session=True,  # so that its own children can be killed with it
+    )
+
+
+class _Copy:
+    """A copy of this process that runs a script, with what is used of a subprocess.Popen."""
+
+    def __init__(self, command, variables, files):
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=_run_script, args=(command, variables, files))
+        with warnings.catch_warnings():
+            # Of the test runner's other threads, which do not matter to the script.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        self.pid, self.wait = self._process.pid, self._process.join
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self.returncode
+
+
+def _run_script(command, variables, files):
+    os.setsid()  # so that its own children can be killed with it
+    os.chdir(str(ROOT))
+    os.environ.clear()
+    os.environ.update(variables)
+    for number, file in enumerate(files, 1):
+        os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1) for number in (1, 2))
+    # What the test runner has set up is not for the script.
+    atexit._clear()
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore", ResourceWarning)
+    warnings.showwarning = _show_warning
+    sys.unraisablehook = sys.__unraisablehook__
+    sys.argv = list(command)
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None):
+    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+
+def _run(commands, timeout, start=_start):
     begun = time.monotonic()
     running = []
     with contextlib.ExitStack() as stack:
         for command, variables in commands:
             files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
-            process = subprocess.Popen(
-                command,
-                env=clean_environment(**variables),
-                cwd=str(ROOT),
-                stdin=subprocess.DEVNULL,
-                stdout=files[0],
-                stderr=files[1],
-                start_new_session=True,  # so that its own children can be killed with it
-            )
+            process = start(command, clean_environment(**variables), files)
             stack.callback(_kill, process)
             running.append((process, files))
         ends = {}

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.processes.launching import on_one_python, run_processes
+from tests.processes.launching import on_one_python, run_copies, run_processes
 
 COLLECTIVES = """
     import torch
@@ -161,7 +161,7 @@ def test_no_thread_of_torch_goes_on_when_python_ends():
 
 
 def test_everything_arrives_in_three_processes():
-    ended = run_processes(COLLECTIVES, 3)
+    ended = run_copies(COLLECTIVES, 3)
     for number, each in enumerate(ended):
         assert each.code == 0, str(each)
         first = "ProcessError " + FAILED.format(0, "DataError: the file is empty")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.processes.launching import ROOT, on_one_python, run_processes
+from tests.processes.launching import ROOT, on_one_python, run_copies
 
 SCRIPT = (ROOT / "tests" / "processes" / "fits.py").read_text()
 
@@ -24,7 +24,7 @@ IN_BUCKETS = ("models cnn", "models transformer", "models clipped")
 def results(folder, count, parts=()):
     """By process, what each part has found."""
     script = "import sys\nsys.path.insert(0, '.')\n" + SCRIPT
-    for ended in run_processes(script, count, args=(str(folder), *parts)):
+    for ended in run_copies(script, count, args=(str(folder), *parts)):
         assert ended.code == 0, str(ended)
     return [json.loads((folder / f"{count}-{each}.json").read_text()) for each in range(count)]
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ipufit.engines.embedded.inductor.requirements import missing
-from tests.processes.launching import ROOT, run_processes
+from tests.processes.launching import ROOT, run_copies
 
 SCRIPT = (ROOT / "tests" / "processes" / "refused.py").read_text()
 
@@ -118,7 +118,7 @@ LOST = (
 def told(tmp_path_factory):
     """By process, type and text of the errors, by name of what was tried."""
     folder = tmp_path_factory.mktemp("refused")
-    for ended in run_processes(SCRIPT, 2, args=(str(folder),)):
+    for ended in run_copies(SCRIPT, 2, args=(str(folder),)):
         assert ended.code == 0, str(ended)
     return [json.loads((folder / f"{each}.json").read_text()) for each in (0, 1)]
 

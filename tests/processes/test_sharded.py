@@ -12,7 +12,7 @@ from ipufit import poptorch
 from ipufit.engines.embedded.zero import cuts_of
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatBlock
-from tests.processes.launching import ROOT, run_processes
+from tests.processes.launching import ROOT, run_copies
 
 SCRIPT = "import sys\nsys.path.insert(0, '.')\n"
 SCRIPT += (ROOT / "tests" / "processes" / "sharded.py").read_text()
@@ -20,7 +20,7 @@ SCRIPT += (ROOT / "tests" / "processes" / "sharded.py").read_text()
 
 def run(folder, count, *parts):
     """What each process has printed, when all have done these parts."""
-    ends = run_processes(SCRIPT, count, args=(str(folder), *parts))
+    ends = run_copies(SCRIPT, count, args=(str(folder), *parts))
     for ended in ends:
         assert ended.code == 0, str(ended)
         done = [part for part in parts if part not in ("weights", "briefly", "buckets")]
@@ -133,7 +133,7 @@ SUMS = """
 @pytest.mark.long
 def test_parts_are_summed_joined_and_collected():
     """Parts of every length and dtype, some empty, some of several windows."""
-    for ended in run_processes(textwrap.dedent(SUMS), 3):
+    for ended in run_copies(textwrap.dedent(SUMS), 3):
         assert (ended.code, ended.stdout) == (0, "whole\n"), str(ended)
 
 
