@@ -1,12 +1,35 @@
 """Metrics: from what the user may pass to sums over an epoch.
 
 A named metric is exact: values are summed in float64 beside their count and divided once, so that
-no cut into micro-batches, replicas or executions changes the result. torchmetrics is never imported
-here; its objects are known by their methods ``update``, ``compute`` and ``reset``. Rooms above use
-what is exported here; a new named metric is a row in ``values``.
+no cut into micro-batches, replicas or executions changes the result. torchmetrics is not imported
+with this package; its objects are known by their methods ``update``, ``compute`` and ``reset``, and
+``by_task`` makes those that have a name. Users have the classes in ``__all__``, rooms above the set
+and its resolver besides; a new named metric is a row in ``values``, or in ``by_task`` where sums
+over elements do not do.
 """
 
-from ipufit.metrics.metric_set import MetricSet
-from ipufit.metrics.resolve import resolve_metrics
+from ipufit.metrics.by_task import (
+    AUC,
+    ConcordanceCorrelation,
+    F1Score,
+    FBetaScore,
+    MeanIoU,
+    PearsonCorrelation,
+    Precision,
+    R2Score,
+    Recall,
+)
+from ipufit.metrics.metric_set import MetricSet as MetricSet
+from ipufit.metrics.resolve import resolve_metrics as resolve_metrics
 
-__all__ = ["MetricSet", "resolve_metrics"]
+__all__ = [
+    "AUC",
+    "ConcordanceCorrelation",
+    "F1Score",
+    "FBetaScore",
+    "MeanIoU",
+    "PearsonCorrelation",
+    "Precision",
+    "R2Score",
+    "Recall",
+]

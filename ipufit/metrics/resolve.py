@@ -21,12 +21,12 @@ from typing import (
 
 from ipufit.core.objective_arguments import argument_order, is_running_metric
 from ipufit.core.outputs import Key, label
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, UnknownNameError
+from ipufit.metrics.by_task import BY_TASK, TaskMetric, TaskMetricAdapter
 from ipufit.metrics.kinds import Mean, Metric, OutputMetric, TorchMetricAdapter
 from ipufit.metrics.metric_set import MetricSet
 from ipufit.metrics.values import (
-    is_count,
-    is_error,
+    NAMED,
     lookup,
     sum_of_elements,
     sum_of_samples,
@@ -77,8 +77,14 @@ def resolve_metrics(
       ``binary_accuracy_with_logits``: logits against 0.
     - ``categorical_accuracy``: one-hot targets of the prediction's shape (batch, classes, ...).
     - ``top_5_accuracy``, or any ``top_<k>_accuracy``: class indices or one-hot targets.
+    - ``top_k_categorical_accuracy``, ``sparse_top_k_categorical_accuracy``: ``top_5_accuracy``.
     - ``mse``, ``mean_squared_error``; ``mae``, ``mean_absolute_error``; ``rmse``,
       ``root_mean_squared_error`` (the root is taken once, of the mean over the epoch).
+    - ``mape``, ``mean_absolute_percentage_error``; ``msle``, ``mean_squared_logarithmic_error``;
+      ``log_cosh``, ``hinge``, ``squared_hinge``, ``kl_divergence``, ``cosine_similarity``.
+    - ``auc``, ``precision``, ``recall``, ``f1_score``, ``fbeta_score``, ``mean_io_u``,
+      ``r2_score``, ``pearson_correlation``, ``concordance_correlation``: the classes of
+      :mod:`ipufit.metrics` with their defaults, computed by torchmetrics.
     - ``perplexity``: exp of the mean of ``cross_entropy`` from logits and class indices.
 
     Raises:
@@ -190,11 +196,18 @@ def _resolve(item: _Item, weighted: bool, names: Set[str], plain: Collection[str
 def _build(item: _Item, weighted: bool, prefix: str, names: Set[str]) -> Metric:
     metric: Any = item.metric
     if isinstance(metric, str):
-        values, finish = lookup(metric)
         name = item.name or metric
-        part = functools.partial(sum_of_elements, values, prefix + name)
-        traits = (not is_error(metric), is_count(metric))
-        return Mean(name, prefix + name, part, finish, weighted, *traits)
+        named = lookup(metric)
+        if named is not None:
+            part = functools.partial(sum_of_elements, named.values, prefix + name)
+            traits = (named.finish, weighted, not named.is_error, named.is_count)
+            return Mean(name, prefix + name, part, *traits)
+        if metric.lower() not in BY_TASK:
+            raise UnknownNameError("metric", metric, [*NAMED, *BY_TASK])
+        return _by_task(name, BY_TASK[metric.lower()](), prefix + name, weighted)
+    if isinstance(metric, TaskMetric):
+        name = item.name or metric.name
+        return _by_task(name, metric, prefix + name, weighted)
     if _is_object(metric):
         name = item.name or type(metric).__name__
         weight_name = _weight_name(metric, prefix + name) if weighted else None
@@ -226,6 +239,16 @@ def _build(item: _Item, weighted: bool, prefix: str, names: Set[str]) -> Metric:
         "a metric must be a name, a callable (prediction, target), or an object of torchmetrics, "
         f"got {came}."
     )
+
+
+def _by_task(name: str, metric: TaskMetric, shown: str, weighted: bool) -> Metric:
+    if weighted:
+        raise ConfigurationError(
+            f"weighted metric {shown!r} must take weights, but torchmetrics, which computes it, "
+            "knows none for it. Pass it under metrics, or a callable that gives one value per "
+            "sample."
+        )
+    return TaskMetricAdapter(name, metric, shown)
 
 
 def _is_object(metric: object) -> bool:

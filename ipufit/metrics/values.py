@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 import re
-from typing import Callable, Dict, Optional, Tuple
+from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -14,24 +14,30 @@ from torch.nn import functional
 
 from ipufit.core.objective_arguments import describe_tensor, fit_indices, fit_values, shape_advice
 from ipufit.core.sample_weights import as_weights, broadcast_weights
-from ipufit.errors import MetricError, UnknownNameError
+from ipufit.errors import MetricError
 from ipufit.utils.tree import flatten_with_paths
 
 __all__ = [
+    "IGNORED_CLASS",
+    "NAMED",
+    "NamedMetric",
     "Part",
     "Values",
-    "is_count",
-    "is_error",
+    "cosine",
     "lookup",
+    "same_shape",
     "shapes",
     "sum_of_elements",
     "sum_of_samples",
     "sum_of_weighted_samples",
     "sums",
+    "takes_indices",
+    "tensors_of",
 ]
 
 # The target that cross_entropy leaves out by default; a metric beside it must leave out the same.
 IGNORED_CLASS = -100
+_EPSILON = 1e-7  # that of Keras
 
 # One value for each element, and which of them count; None: all.
 ElementValues = Tuple[Tensor, Optional[Tensor]]
@@ -39,7 +45,7 @@ ElementValues = Tuple[Tensor, Optional[Tensor]]
 Values = Callable[[str, Tensor, Tensor], ElementValues]
 
 
-def _same_shape(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+def same_shape(name: str, prediction: Tensor, target: Tensor) -> Tensor:
     """The target in the prediction's shape."""
     target = fit_values(prediction, target)
     if prediction.shape != target.shape:
@@ -52,16 +58,16 @@ def _same_shape(name: str, prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def _squared_error(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    target = _same_shape(name, prediction, target)
+    target = same_shape(name, prediction, target)
     return (prediction.double() - target.double()).square(), None
 
 
 def _absolute_error(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    target = _same_shape(name, prediction, target)
+    target = same_shape(name, prediction, target)
     return (prediction.double() - target.double()).abs(), None
 
 
-def _takes_indices(prediction: Tensor, target: Tensor) -> bool:
+def takes_indices(prediction: Tensor, target: Tensor) -> bool:
     """True if the target holds one class index for each prediction over at least two classes."""
     return (
         prediction.dim() > 1
@@ -74,7 +80,7 @@ def _takes_indices(prediction: Tensor, target: Tensor) -> bool:
 def _check_indices(name: str, prediction: Tensor, target: Tensor) -> Tensor:
     """The target as one class index for each prediction."""
     target = fit_indices(prediction, target)
-    if not _takes_indices(prediction, target):
+    if not takes_indices(prediction, target):
         raise MetricError(
             f"metric {name!r} needs a prediction of shape (batch, classes, ...) and integer class "
             f"indices of shape (batch, ...), got prediction of {describe_tensor(prediction)} and "
@@ -106,7 +112,7 @@ def _sparse_accuracy(name: str, prediction: Tensor, target: Tensor) -> ElementVa
 
 
 def _categorical_accuracy(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    target = _same_shape(name, prediction, target)
+    target = same_shape(name, prediction, target)
     if prediction.dim() < 2 or prediction.shape[1] < 2:
         raise MetricError(
             f"metric {name!r} needs at least two classes in dimension 1, got shape "
@@ -129,7 +135,7 @@ def _top_k_accuracy(k: int, name: str, prediction: Tensor, target: Tensor) -> El
 
 
 def _binary_accuracy(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    target = _same_shape(name, prediction, target)
+    target = same_shape(name, prediction, target)
     if ((prediction < 0) | (prediction > 1)).any():
         raise MetricError(
             f"metric {name!r} needs probabilities between 0 and 1, got values from "
@@ -140,7 +146,7 @@ def _binary_accuracy(name: str, prediction: Tensor, target: Tensor) -> ElementVa
 
 
 def _binary_accuracy_with_logits(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    target = _same_shape(name, prediction, target)
+    target = same_shape(name, prediction, target)
     return (prediction > 0) == (target > 0.5), None
 
 
@@ -173,60 +179,108 @@ def _exp(value: float) -> float:
         return math.inf
 
 
-_NAMED: Dict[str, Tuple[Values, Callable[[float], float]]] = {
-    "acc": (_accuracy, float),
-    "accuracy": (_accuracy, float),
-    "binary_accuracy": (_binary_accuracy, float),
-    "binary_accuracy_with_logits": (_binary_accuracy_with_logits, float),
-    "categorical_accuracy": (_categorical_accuracy, float),
-    "mae": (_absolute_error, float),
-    "mean_absolute_error": (_absolute_error, float),
-    "mean_squared_error": (_squared_error, float),
-    "mse": (_squared_error, float),
-    "perplexity": (_token_loss, _exp),
-    "rmse": (_squared_error, math.sqrt),
-    "root_mean_squared_error": (_squared_error, math.sqrt),
-    "sparse_categorical_accuracy": (_sparse_accuracy, float),
-    "top_5_accuracy": (functools.partial(_top_k_accuracy, 5), float),
-}
-_ERRORS = (
-    "mae",
-    "mean_absolute_error",
-    "mean_squared_error",
-    "mse",
-    "perplexity",
-    "rmse",
-    "root_mean_squared_error",
-)
-_NO_MEANS = ("auc", "f1", "f1_score", "precision", "r2", "r2_score", "recall")
+def _percentage_error(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
+    target = same_shape(name, prediction, target).double()
+    return 100 * (prediction.double() - target).abs() / target.abs().clamp(min=_EPSILON), None
 
 
-def is_error(name: str) -> bool:
-    """True of a named metric that is the better the smaller it is."""
-    return name.lower() in _ERRORS
+def _logarithmic_error(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
+    target = same_shape(name, prediction, target)
+    logs = [each.double().clamp(min=_EPSILON).log1p() for each in (prediction, target)]
+    return (logs[0] - logs[1]).square(), None
 
 
-def is_count(name: str) -> bool:
-    """True of a named metric that is true or false of every element."""
-    return not is_error(name)
+def _log_cosh(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
+    target = same_shape(name, prediction, target)
+    error = prediction.double() - target.double()
+    return error + functional.softplus(-2 * error) - math.log(2), None
 
 
-def lookup(name: str) -> Tuple[Values, Callable[[float], float]]:
-    """Look up a metric by name: its values, and the function of their mean.
+def _hinge(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
+    signs = same_shape(name, prediction, target).double()
+    # Of labels 0 and 1, as Keras.
+    signs = 2 * signs - 1 if ((signs == 0) | (signs == 1)).all() else signs
+    return (1 - signs * prediction.double()).clamp(min=0), None
 
-    Raises:
-        UnknownNameError: with the nearest known name.
+
+def _squared_hinge(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
+    return _hinge(name, prediction, target)[0].square(), None
+
+
+def _divergence(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
+    target = same_shape(name, prediction, target)
+    shares = [each.double().clamp(_EPSILON, 1) for each in (target, prediction)]
+    return (shares[0] * (shares[0] / shares[1]).log()).sum(-1), None
+
+
+def cosine(prediction: Tensor, target: Tensor) -> Tensor:
+    """Cosine along the last dimension; zero where one of the vectors is."""
+    squares = (prediction.square().sum(-1) * target.square().sum(-1)).clamp(min=1e-24)
+    return (prediction * target).sum(-1) / squares.sqrt()
+
+
+def _cosine_similarity(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
+    target = same_shape(name, prediction, target)
+    return cosine(prediction.double(), target.double()), None
+
+
+class NamedMetric(NamedTuple):
+    """A metric that is made of one value for each element.
+
+    Attributes:
+        values: of a micro-batch.
+        finish: applied once to their mean.
+        is_error: whether it is the better the smaller it is.
+        is_count: whether the values are true or false.
     """
+
+    values: Values
+    finish: Callable[[float], float] = float
+    is_error: bool = True
+    is_count: bool = False
+
+
+def _share(values: Values) -> NamedMetric:
+    return NamedMetric(values, is_error=False, is_count=True)
+
+
+NAMED: Dict[str, NamedMetric] = {
+    "acc": _share(_accuracy),
+    "accuracy": _share(_accuracy),
+    "binary_accuracy": _share(_binary_accuracy),
+    "binary_accuracy_with_logits": _share(_binary_accuracy_with_logits),
+    "categorical_accuracy": _share(_categorical_accuracy),
+    "cosine_similarity": NamedMetric(_cosine_similarity, is_error=False),
+    "hinge": NamedMetric(_hinge),
+    "kl_divergence": NamedMetric(_divergence),
+    "log_cosh": NamedMetric(_log_cosh),
+    "logcosh": NamedMetric(_log_cosh),
+    "mae": NamedMetric(_absolute_error),
+    "mape": NamedMetric(_percentage_error),
+    "mean_absolute_error": NamedMetric(_absolute_error),
+    "mean_absolute_percentage_error": NamedMetric(_percentage_error),
+    "mean_squared_error": NamedMetric(_squared_error),
+    "mean_squared_logarithmic_error": NamedMetric(_logarithmic_error),
+    "mse": NamedMetric(_squared_error),
+    "msle": NamedMetric(_logarithmic_error),
+    "perplexity": NamedMetric(_token_loss, _exp),
+    "rmse": NamedMetric(_squared_error, math.sqrt),
+    "root_mean_squared_error": NamedMetric(_squared_error, math.sqrt),
+    "sparse_categorical_accuracy": _share(_sparse_accuracy),
+    "sparse_top_k_categorical_accuracy": _share(functools.partial(_top_k_accuracy, 5)),
+    "squared_hinge": NamedMetric(_squared_hinge),
+    "top_5_accuracy": _share(functools.partial(_top_k_accuracy, 5)),
+    "top_k_categorical_accuracy": _share(functools.partial(_top_k_accuracy, 5)),
+}
+
+
+def lookup(name: str) -> Optional[NamedMetric]:
+    """Look up a metric that is a mean over elements by its name; None if there is none."""
     folded = name.lower()
-    if folded in _NAMED:
-        return _NAMED[folded]
+    if folded in NAMED:
+        return NAMED[folded]
     top = re.fullmatch(r"top_([1-9]\d*)_accuracy", folded)
-    if top:
-        return functools.partial(_top_k_accuracy, int(top.group(1))), float
-    hint = ""
-    if folded in _NO_MEANS:
-        hint = "It is no mean over samples: pass an object of torchmetrics. "
-    raise UnknownNameError("metric", name, _NAMED, hint, is_typo=not hint)
+    return _share(functools.partial(_top_k_accuracy, int(top.group(1)))) if top else None
 
 
 # Sum and count of one micro-batch, from (prediction, target, size, sample_weight).
@@ -269,10 +323,8 @@ def sums(
     return float((values[counts] * wide[counts]).sum()), float(wide[counts].sum())
 
 
-def sum_of_elements(
-    values: Values, name: str, prediction: object, target: object, size: int, weight: object
-) -> Tuple[float, float]:
-    """Sum a named metric. Every element counts the same, so samples of one shape do as well."""
+def tensors_of(name: str, prediction: object, target: object) -> Tuple[Tensor, Tensor]:
+    """Make sure that a named metric gets one tensor as each of its arguments; return both."""
     for role, value in (("prediction", prediction), ("target", target)):
         if not isinstance(value, Tensor):
             raise MetricError(
@@ -281,7 +333,14 @@ def sum_of_elements(
             )
     assert isinstance(prediction, Tensor)
     assert isinstance(target, Tensor)
-    elements, counted = values(name, prediction, target)
+    return prediction, target
+
+
+def sum_of_elements(
+    values: Values, name: str, prediction: object, target: object, size: int, weight: object
+) -> Tuple[float, float]:
+    """Sum a named metric. Every element counts the same, so samples of one shape do as well."""
+    elements, counted = values(name, *tensors_of(name, prediction, target))
     return sums(name, elements, counted, weight)
 
 

@@ -26,9 +26,13 @@ from ipufit.utils.names import RESERVED, check_log_name
 from tests import told
 
 KNOWN = (
-    "acc, accuracy, binary_accuracy, binary_accuracy_with_logits, categorical_accuracy, mae, "
-    "mean_absolute_error, mean_squared_error, mse, perplexity, rmse, root_mean_squared_error, "
-    "sparse_categorical_accuracy, top_5_accuracy"
+    "acc, accuracy, auc, binary_accuracy, binary_accuracy_with_logits, categorical_accuracy, "
+    "concordance_correlation, cosine_similarity, f1, f1_score, fbeta_score, hinge, kl_divergence, "
+    "log_cosh, logcosh, mae, mape, mean_absolute_error, mean_absolute_percentage_error, "
+    "mean_io_u, mean_iou, mean_squared_error, mean_squared_logarithmic_error, mse, msle, "
+    "pearson_correlation, perplexity, precision, r2, r2_score, recall, rmse, "
+    "root_mean_squared_error, sparse_categorical_accuracy, sparse_top_k_categorical_accuracy, "
+    "squared_hinge, top_5_accuracy, top_k_categorical_accuracy"
 )
 # float64 sums over some dozen values in another order.
 TOLERANCE = 1e-12
@@ -860,13 +864,6 @@ def test_an_unknown_name_gets_the_nearest():
     )
     assert message(resolve_metrics, "top_0_accuracy", kind=UnknownNameError) == (
         f"unknown metric 'top_0_accuracy'. Did you mean 'top_5_accuracy'? Known names: {KNOWN}."
-    )
-
-
-def test_a_name_of_no_mean_points_to_torchmetrics():
-    """A mean of AUCs over micro-batches is not the AUC, so there is no such name."""
-    assert message(resolve_metrics, "auc", kind=UnknownNameError).startswith(
-        "unknown metric 'auc'. It is no mean over samples: pass an object of torchmetrics. "
     )
 
 

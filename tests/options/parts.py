@@ -25,6 +25,7 @@ from ipufit.core.batch import Mode
 from ipufit.engines.ipu.preflight import FACTS, PreflightFinding
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import NonFiniteValue
+from ipufit.metrics import resolve_metrics
 from ipufit.optim import schedules, state
 from ipufit.optim.lamb import LAMB
 from ipufit.planner.costs import StageCost
@@ -715,6 +716,43 @@ of(
     module=(True, False),
     updates=(-1, 4),
 )
+
+
+# Metrics that torchmetrics computes
+
+
+def measures(kind):
+    """Values of a metric of classes, and of labels; or why there is none."""
+
+    def observe(**options):
+        metric = getattr(ipufit.metrics, kind)(**options)
+        shares = X.abs()
+        values = []
+        for target in (torch.arange(12) % 4, (X > 0).float()):
+            one = resolve_metrics(metric)
+            try:
+                one.update(shares, target, 12)
+                values.append(one.compute())
+            except ipufit.errors.MetricError as error:
+                values.append(str(error))
+        return values
+
+    return observe
+
+
+for _kind in ("Precision", "Recall", "F1Score", "FBetaScore", "MeanIoU", "AUC"):
+    of(
+        f"metrics.{_kind}",
+        measures(_kind),
+        task=("binary", "multilabel"),
+        num_classes=(None, 3),
+        average=("macro", "weighted"),
+        # The order of labels, which is all that AUC looks at, stays.
+        from_logits=With(False, True, **({} if _kind == "AUC" else {"task": "multilabel"})),
+        **({"num_thresholds": (3, 200)} if _kind == "AUC" else {}),
+        **({} if _kind == "AUC" else {"threshold": With(0.3, 0.7, task="multilabel")}),
+        **({"beta": (1.0, 2.0)} if _kind == "FBetaScore" else {}),
+    )
 
 
 # Several processes

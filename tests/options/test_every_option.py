@@ -10,6 +10,7 @@ import ipufit
 from ipufit.callbacks import Callback
 from ipufit.callbacks.callback import EVENTS
 from ipufit.engines.program import Engine, Program
+from ipufit.metrics.by_task import TaskMetric
 from tests.engines import embedded_only
 from tests.options import FLIPS, callbacks, config, model, observed, parts
 
@@ -19,7 +20,7 @@ MODULES = ["ipufit", "ipufit.testing"]
 
 # A subclass that implements an inherited interface is called by the library, not by the user, so
 # the arguments of these methods are no options.
-INTERFACES = [Callback, Program, Engine]
+INTERFACES = [Callback, Program, Engine, TaskMetric]
 
 
 def is_called_by_us(kind, method):

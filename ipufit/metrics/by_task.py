@@ -1,0 +1,564 @@
+"""Metrics under Keras' names that need more than sums over elements: torchmetrics computes them.
+
+Which of torchmetrics' objects it is follows from the first micro-batch: class indices as target
+make it one of several classes, a target of the prediction's shape one of yes and no, as in Keras.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import math
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Dict,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
+
+import torch
+from torch import Tensor
+
+from ipufit.core.objective_arguments import describe_tensor, fit_indices
+from ipufit.errors import ConfigurationError, MetricError
+from ipufit.metrics.kinds import Metric, TorchMetricAdapter
+from ipufit.metrics.values import IGNORED_CLASS, cosine, same_shape, takes_indices, tensors_of
+from ipufit.utils.error_collector import one_of
+
+__all__ = [
+    "AUC",
+    "BY_TASK",
+    "ConcordanceCorrelation",
+    "F1Score",
+    "FBetaScore",
+    "MeanIoU",
+    "PearsonCorrelation",
+    "Precision",
+    "R2Score",
+    "Recall",
+    "TaskMetric",
+    "TaskMetricAdapter",
+]
+
+_TASKS = ("binary", "multiclass", "multilabel")
+
+
+class Form(NamedTuple):
+    """What a metric is computed of.
+
+    Attributes:
+        task: "binary", "multiclass", "multilabel" or "regression".
+        size: classes, labels or outputs.
+    """
+
+    task: str
+    size: int
+
+
+class TaskMetric:
+    """Base of the metrics that one of torchmetrics' objects computes.
+
+    Attributes:
+        name: under which it is logged.
+    """
+
+    name: ClassVar[str]
+
+    def form_of(self, shown: str, prediction: Tensor, target: Tensor) -> Form:
+        """Say what the metric is computed of for such a micro-batch.
+
+        Raises:
+            MetricError: it can't be computed of it.
+        """
+        raise NotImplementedError
+
+    def arrange(
+        self, shown: str, form: Form, prediction: Tensor, target: Tensor
+    ) -> Tuple[Tensor, Tensor]:
+        """Bring a micro-batch into the shapes that the object takes.
+
+        Raises:
+            MetricError: values are no probabilities where they must be.
+        """
+        raise NotImplementedError
+
+    def build(self, form: Form) -> Any:
+        """Make the object of torchmetrics."""
+        raise NotImplementedError
+
+
+def _torchmetrics(part: str, name: str, **options: object) -> Any:
+    # Imported here: nobody needs it who has no such metric.
+    kind: Callable[..., Any] = getattr(importlib.import_module(f"torchmetrics.{part}"), name)
+    return kind(**options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Classification(TaskMetric):
+    """Base of the metrics of classes and labels.
+
+    Args:
+        task: "binary", "multiclass" or "multilabel"; None reads it from the first micro-batch:
+            class indices as target are "multiclass", a target of the prediction's shape is
+            "binary" over all elements.
+        num_classes: classes, or labels of "multilabel"; None is the size of the prediction's
+            dimension 1.
+        average: over classes or labels: "macro", which is the default, "micro" or "weighted".
+        from_logits: whether the prediction is logits, not probabilities.
+
+    Raises:
+        ConfigurationError: an argument can't work.
+    """
+
+    task: Optional[str] = None
+    num_classes: Optional[int] = None
+    average: Optional[str] = None
+    from_logits: bool = False
+
+    # The end of the names of torchmetrics' classes, after "Binary" and the like.
+    _kind: ClassVar[str]
+    _needs_probabilities: ClassVar[bool] = False
+    _averages: ClassVar[Sequence[str]] = ("macro", "micro", "weighted")
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        one_of(f"task of {kind}", self.task, (None, *_TASKS))
+        one_of(f"average of {kind}", self.average, (None, *self._averages))
+        one_of(f"from_logits of {kind}", self.from_logits, (True, False))
+        size = self.num_classes
+        if size is not None and (type(size) is not int or size < 2):
+            raise ConfigurationError(
+                f"num_classes of {kind} must be an integer of at least 2 or None, got {size!r}. "
+                "Leave it out to take the size of the prediction's dimension 1."
+            )
+
+    def _idle(self, task: str) -> Sequence[str]:
+        """Name the arguments that mean nothing for a task."""
+        return ("average", "num_classes") if task == "binary" else ()
+
+    def _usual_task(self, columns: int) -> str:
+        """Name the task where prediction and target have one shape."""
+        return "binary"
+
+    def form_of(self, shown: str, prediction: Tensor, target: Tensor) -> Form:
+        """Read task and number of classes from prediction and target."""
+        target = fit_indices(prediction, target)
+        if takes_indices(prediction, target):
+            task = self.task or "multiclass"
+        else:
+            same_shape(shown, prediction, target)
+            columns = prediction.shape[1] if prediction.dim() > 1 else 1
+            task = self.task or self._usual_task(columns)
+        size = prediction.shape[1] if prediction.dim() > 1 and task != "binary" else 1
+        is_sized = task == "binary" or (size > 1 and self.num_classes in (None, size))
+        is_possible = takes_indices(prediction, target) is False or task == "multiclass"
+        if not (is_sized and is_possible):
+            wanted = "" if self.num_classes is None else f" of {self.num_classes}"
+            raise MetricError(
+                f"metric {shown!r} for task={task!r} needs a prediction of shape (batch, classes, "
+                f"...){wanted} and targets to match, got prediction of "
+                f"{describe_tensor(prediction)} and target of {describe_tensor(target)}. Pass "
+                f"another task or num_classes to ipufit.metrics.{type(self).__name__}."
+            )
+        for name in self._idle(task):
+            if getattr(self, name) is not None:
+                raise MetricError(
+                    f"{name} of ipufit.metrics.{type(self).__name__} has no effect for "
+                    f"task={task!r}, which prediction and target make it, got "
+                    f"{getattr(self, name)!r}. Leave it out, or pass another task."
+                )
+        return Form(task, size)
+
+    def arrange(
+        self, shown: str, form: Form, prediction: Tensor, target: Tensor
+    ) -> Tuple[Tensor, Tensor]:
+        """Flatten what is binary, and make class indices of one-hot targets."""
+        # Half precision has few operators on the host.
+        prediction = prediction.to(torch.promote_types(prediction.dtype, torch.float32))
+        target = fit_indices(prediction, target)
+        is_index = takes_indices(prediction, target)
+        if not is_index:
+            target = same_shape(shown, prediction, target)
+        if form.task == "multiclass":
+            if self._needs_probabilities:
+                prediction = self._probabilities(shown, prediction, form)
+            return prediction, target.long() if is_index else target.argmax(1)
+        prediction, target = self._probabilities(shown, prediction, form), (target > 0.5).long()
+        return (
+            (prediction.reshape(-1), target.reshape(-1))
+            if form.task == "binary"
+            else (
+                prediction,
+                target,
+            )
+        )
+
+    def _probabilities(self, shown: str, prediction: Tensor, form: Form) -> Tensor:
+        if self.from_logits:
+            return prediction.softmax(1) if form.task == "multiclass" else prediction.sigmoid()
+        if ((prediction < 0) | (prediction > 1)).any():
+            raise MetricError(
+                f"metric {shown!r} needs probabilities between 0 and 1, got values from "
+                f"{float(prediction.min()):.3g} to {float(prediction.max()):.3g}. Of logits, use "
+                f"ipufit.metrics.{type(self).__name__}(from_logits=True)."
+            )
+        return prediction
+
+    def _options(self, form: Form) -> Dict[str, object]:
+        """Return the arguments that are the metric's own."""
+        return {}
+
+    def build(self, form: Form) -> Any:
+        """Make the object of torchmetrics for this task."""
+        options = self._options(form)
+        if form.task == "multiclass":
+            options["ignore_index"] = IGNORED_CLASS
+        if form.task != "binary":
+            options["average"] = self.average or "macro"
+            options["num_classes" if form.task == "multiclass" else "num_labels"] = form.size
+        return _torchmetrics("classification", f"{form.task.title()}{self._kind}", **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Thresholded(Classification):
+    """Base of the metrics that turn probabilities of yes into yes and no.
+
+    Args:
+        threshold: above which a probability means yes; 0.5 by default. Classes have none.
+    """
+
+    threshold: Optional[float] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threshold is not None and not 0 < self.threshold < 1:
+            raise ConfigurationError(
+                f"threshold of {type(self).__name__} must be between 0 and 1, got "
+                f"{self.threshold!r}. Try 0.5."
+            )
+
+    @property
+    def _limit(self) -> float:
+        return 0.5 if self.threshold is None else self.threshold
+
+    def _idle(self, task: str) -> Sequence[str]:
+        return (*super()._idle(task), *(("threshold",) if task == "multiclass" else ()))
+
+    def _options(self, form: Form) -> Dict[str, object]:
+        return {} if form.task == "multiclass" else {"threshold": self._limit}
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision(Thresholded):
+    """Share of true positives among all that is predicted to be positive.
+
+    Of class indices the mean over classes; else over all elements whose probability is above the
+    threshold, as ``keras.metrics.Precision``.
+    """
+
+    name: ClassVar[str] = "precision"
+    _kind: ClassVar[str] = "Precision"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recall(Thresholded):
+    """Share of true positives among all that is positive, otherwise like :class:`Precision`."""
+
+    name: ClassVar[str] = "recall"
+    _kind: ClassVar[str] = "Recall"
+
+
+@dataclasses.dataclass(frozen=True)
+class F1Score(Thresholded):
+    """Harmonic mean of precision and recall, of several classes their mean.
+
+    Where prediction and target have one shape and several columns, the largest of each is the
+    class, as ``keras.metrics.F1Score(average="macro")`` takes it.
+    """
+
+    name: ClassVar[str] = "f1_score"
+    _kind: ClassVar[str] = "F1Score"
+
+    def _usual_task(self, columns: int) -> str:
+        return "binary" if columns == 1 else "multiclass"
+
+
+@dataclasses.dataclass(frozen=True)
+class FBetaScore(F1Score):
+    """Weighted harmonic mean of precision and recall, like :class:`F1Score`.
+
+    Args:
+        beta: how many times recall counts as much as precision.
+    """
+
+    beta: float = 1.0
+
+    name: ClassVar[str] = "fbeta_score"
+    _kind: ClassVar[str] = "FBetaScore"
+
+    def _options(self, form: Form) -> Dict[str, object]:
+        return {"beta": float(self.beta), **super()._options(form)}
+
+
+@dataclasses.dataclass(frozen=True)
+class AUC(Classification):
+    """Area under the ROC curve, by thresholds that lie evenly between 0 and 1, as in Keras.
+
+    Args:
+        num_thresholds: how many.
+    """
+
+    num_thresholds: int = 200
+
+    name: ClassVar[str] = "auc"
+    _kind: ClassVar[str] = "AUROC"
+    _needs_probabilities: ClassVar[bool] = True
+    _averages: ClassVar[Sequence[str]] = ("macro", "weighted")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.num_thresholds) is not int or self.num_thresholds < 3:
+            raise ConfigurationError(
+                "num_thresholds of AUC must be an integer of at least 3, got "
+                f"{self.num_thresholds!r}. Keras has 200."
+            )
+
+    def _options(self, form: Form) -> Dict[str, object]:
+        return {"thresholds": self.num_thresholds}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanIoU(Thresholded):
+    """Mean over classes of intersection over union; yes and no are two classes.
+
+    Classes that are neither predicted nor in the targets are left out.
+    """
+
+    name: ClassVar[str] = "mean_io_u"
+
+    def _idle(self, task: str) -> Sequence[str]:
+        # Yes and no are classes here, over which there is a mean.
+        return [name for name in super()._idle(task) if name != "average"]
+
+    def _usual_task(self, columns: int) -> str:
+        return "binary" if columns == 1 else "multiclass"
+
+    def arrange(
+        self, shown: str, form: Form, prediction: Tensor, target: Tensor
+    ) -> Tuple[Tensor, Tensor]:
+        """Make class indices of all there is."""
+        prediction, target = super().arrange(shown, form, prediction, target)
+        if form.task == "multiclass":
+            return prediction, target
+        return (prediction > self._limit).long(), target
+
+    def build(self, form: Form) -> Any:
+        """Make the Jaccard index of torchmetrics over the classes."""
+        size = form.size if form.task == "multiclass" else 2
+        return _torchmetrics(
+            "classification",
+            "MulticlassJaccardIndex",
+            num_classes=size,
+            average=self.average or "macro",
+            ignore_index=IGNORED_CLASS,
+        )
+
+
+class _Regression(TaskMetric):
+    """Base of the metrics of numbers, whose prediction and target have one shape."""
+
+    def form_of(self, shown: str, prediction: Tensor, target: Tensor) -> Form:
+        """Count the outputs of a sample."""
+        same_shape(shown, prediction, target)
+        return Form("regression", math.prod(prediction.shape[1:]))
+
+    def arrange(
+        self, shown: str, form: Form, prediction: Tensor, target: Tensor
+    ) -> Tuple[Tensor, Tensor]:
+        """Make a row for each sample, or a number where there is one."""
+        target = same_shape(shown, prediction, target)
+        shape = (-1,) if form.size == 1 else (-1, form.size)
+        return prediction.double().reshape(shape), target.double().reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class R2Score(_Regression):
+    """Share of the target's variance that the prediction explains; the mean over outputs."""
+
+    name: ClassVar[str] = "r2_score"
+
+    def build(self, form: Form) -> Any:
+        """Make the object of torchmetrics, whose older versions ask for the number of outputs."""
+        # Imported here: nobody needs it who has no such metric.
+        from torchmetrics.regression import R2Score as TorchR2Score
+
+        takes_size = "num_outputs" in inspect.signature(TorchR2Score).parameters
+        options: Dict[str, Any] = {"num_outputs": form.size} if takes_size else {}
+        metric = TorchR2Score(**options)
+        return metric.set_dtype(torch.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class PearsonCorrelation(_Regression):
+    """Correlation of prediction and target.
+
+    Of several outputs it is that within each sample, and the mean over samples, as
+    ``keras.metrics.PearsonCorrelation``; of one output it is the correlation over all samples.
+    """
+
+    name: ClassVar[str] = "pearson_correlation"
+    # The name of torchmetrics' class.
+    _kind: ClassVar[str] = "PearsonCorrCoef"
+
+    def arrange(
+        self, shown: str, form: Form, prediction: Tensor, target: Tensor
+    ) -> Tuple[Tensor, Tensor]:
+        """Correlate within samples where they have several outputs."""
+        prediction, target = super().arrange(shown, form, prediction, target)
+        if form.size == 1:
+            return prediction, target
+        values = self._of_rows(prediction, target)
+        # Of the mean that stands for the object: values and their weights.
+        return values, torch.ones_like(values)
+
+    def _of_rows(self, prediction: Tensor, target: Tensor) -> Tensor:
+        return cosine(*(row - row.mean(1, keepdim=True) for row in (prediction, target)))
+
+    def build(self, form: Form) -> Any:
+        """Make the object of torchmetrics: a correlation, or a mean of correlations."""
+        if form.size > 1:
+            metric = _torchmetrics("aggregation", "MeanMetric")
+        else:
+            metric = _torchmetrics("regression", self._kind)
+        return metric.set_dtype(torch.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConcordanceCorrelation(PearsonCorrelation):
+    """Correlation that also counts differences in mean and scale, as :class:`PearsonCorrelation`.
+
+    ``keras.metrics.ConcordanceCorrelation`` is the mean over samples.
+    """
+
+    name: ClassVar[str] = "concordance_correlation"
+    _kind: ClassVar[str] = "ConcordanceCorrCoef"
+
+    def _of_rows(self, prediction: Tensor, target: Tensor) -> Tensor:
+        means = prediction.mean(1), target.mean(1)
+        spreads = prediction.var(1, unbiased=False) + target.var(1, unbiased=False)
+        together = (prediction * target).mean(1) - means[0] * means[1]
+        return 2 * together / (spreads + (means[0] - means[1]).square())
+
+
+BY_TASK: Dict[str, Callable[[], TaskMetric]] = {
+    "auc": AUC,
+    "concordance_correlation": ConcordanceCorrelation,
+    "f1": F1Score,
+    "f1_score": F1Score,
+    "fbeta_score": FBetaScore,
+    "mean_io_u": MeanIoU,
+    "mean_iou": MeanIoU,
+    "pearson_correlation": PearsonCorrelation,
+    "precision": Precision,
+    "r2": R2Score,
+    "r2_score": R2Score,
+    "recall": Recall,
+}
+
+
+class TaskMetricAdapter(Metric):
+    """A metric of torchmetrics that is made when the first micro-batch says what it is of.
+
+    Args:
+        key: of the result.
+        metric: says which object it is.
+        shown: its name in messages.
+    """
+
+    def __init__(self, key: str, metric: TaskMetric, shown: str) -> None:
+        self._key, self._metric = key, metric
+        self.name = shown
+        self.names = (key,)
+        self._form: Optional[Form] = None
+        self._built: Optional[TorchMetricAdapter] = None
+
+    def _build(self, form: Form) -> TorchMetricAdapter:
+        self._form = form
+        self._built = TorchMetricAdapter(self._key, self._metric.build(form), self.name)
+        return self._built
+
+    def fresh(self) -> TaskMetricAdapter:
+        """Clone the metric without state, sharing nothing."""
+        return TaskMetricAdapter(self._key, self._metric, self.name)
+
+    def reset(self) -> None:
+        """Forget everything seen."""
+        self._form = self._built = None
+
+    @torch.no_grad()
+    def update(self, prediction: object, target: object, size: int, weight: object) -> None:
+        """Add one micro-batch."""
+        prediction, target = tensors_of(self.name, prediction, target)
+        form = self._metric.form_of(self.name, prediction, target)
+        if self._form is not None and form != self._form:
+            raise MetricError(
+                f"metric {self.name!r} must get one kind of prediction and target in an epoch, got "
+                f"task={form.task!r} of size {form.size} after task={self._form.task!r} of size "
+                f"{self._form.size}. Bring the data into one form."
+            )
+        built = self._built or self._build(form)
+        prediction, target = self._metric.arrange(self.name, form, prediction, target)
+        built.update(prediction, target, size, None)
+
+    def compute(self) -> Dict[str, float]:
+        """The values so far; nan before the first micro-batch."""
+        return {self._key: math.nan} if self._built is None else self._built.compute()
+
+    def state_dict(self) -> Mapping[str, object]:
+        """Return what the object was made for, and its state."""
+        if self._form is None or self._built is None:
+            return {"form": None, "state": None}
+        return {"form": list(self._form), "state": self._built.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.reset()
+        if state["form"] is not None:
+            task, size = state["form"]
+            self._build(Form(str(task), int(size))).load_state_dict(state["state"])
+
+    def merge_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, object]:
+        """Merge states as torchmetrics has declared them.
+
+        Raises:
+            MetricError: processes have seen different kinds of predictions and targets.
+        """
+        seen = [state for state in states if state["form"] is not None]
+        if not seen:
+            return states[0]
+        forms: List[object] = [state["form"] for state in seen]
+        if any(form != forms[0] for form in forms):
+            raise MetricError(
+                f"metric {self.name!r} must get one kind of prediction and target in all "
+                f"processes, got {' and '.join(map(str, forms))}. Bring the data into one form."
+            )
+        task, size = seen[0]["form"]
+        built = self.fresh()._build(Form(str(task), int(size)))
+        return {
+            "form": forms[0],
+            "state": built.merge_states([state["state"] for state in seen]),
+        }
+
+    def check_joined(self, processes: int) -> None:
+        """Accept any number of processes: torchmetrics says how states are joined."""
+
+    def higher_is_better(self) -> Dict[str, Optional[bool]]:
+        """Return that it is, by name."""
+        return {self._key: True}
