@@ -48,21 +48,22 @@ class Setting(Generic[T]):
     Attributes:
         value: the value.
         source: name of what fixes it, such as "IPUConfig.seed".
-        says: a clause about the value, to follow the name, such as "which is 0".
         cure: what to do where an argument says something else.
+        says: a clause about the value, to follow the name; empty for "which is" and the value.
         fills: whether the value stands for an argument that is None; else it must only not be
             contradicted.
     """
 
     value: T
     source: str
-    says: str
     cure: str
+    says: str = ""
     fills: bool = True
 
     def conflict(self, argument: str, passed: object) -> str:
         """Write the sentence about an argument that says something else."""
-        return f"{argument} must agree with {self.source}, {self.says}, got {passed!r}. {self.cure}"
+        says = self.says or f"which is {self.value!r}"
+        return f"{argument} must agree with {self.source}, {says}, got {passed!r}. {self.cure}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +151,11 @@ class IpuSettings:
 
     Attributes:
         training, inference: what is fixed of one mode.
-        outputs: the argument of ``compile``, or its short form.
+        outputs: the argument of ``compile``.
         gradient_reduction: "mean" or "sum".
         loss_scale: "dynamic".
-        offload_optimizer, shard_optimizer: where the optimizer's state lies.
+        offload_optimizer: whether the optimizer's state lies in host memory.
+        shard: "optimizer" where its state is divided, else "none".
         auto_round_ipus: whether IPUs are rounded up to a power of two.
         recompute: whether the repeated layers are computed again in the backward pass.
         remarks: sentences for ``explain``.
@@ -161,11 +163,11 @@ class IpuSettings:
 
     training: ModeSettings = dataclasses.field(default_factory=ModeSettings)
     inference: ModeSettings = dataclasses.field(default_factory=ModeSettings)
-    outputs: Optional[Setting[Union[Outputs, str]]] = None
+    outputs: Optional[Setting[Outputs]] = None
     gradient_reduction: Optional[Setting[str]] = None
     loss_scale: Optional[Setting[str]] = None
     offload_optimizer: Optional[Setting[bool]] = None
-    shard_optimizer: Optional[Setting[bool]] = None
+    shard: Optional[Setting[str]] = None
     auto_round_ipus: Optional[Setting[bool]] = None
     recompute: Optional[Setting[bool]] = None
     remarks: Sequence[str] = ()

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar,
 from torch import nn
 
 from ipufit.core.compile_arguments import INFERENCE, TRAINING
-from ipufit.core.train_config import LossScale, Memory, Outputs, TrainConfig
+from ipufit.core.train_config import LossScale, TrainConfig
 from ipufit.engines.ipu import poptorch_options
 from ipufit.engines.ipu.effects import ENGINES, NONE
 from ipufit.engines.ipu.ipu_config import IPUConfig
@@ -116,6 +116,15 @@ class SettingsSource:
         reduction, memory = arguments.reduction, arguments.memory
         scale = arguments.precision.loss_scale
         _agreed("Precision.loss_scale", scale, settings.loss_scale, faults)
+        outputs, shown = arguments.outputs, None
+        if outputs is not None and self.config is not None:
+            # A configuration has modes only.
+            shown = outputs.mode
+        outputs = _agreed("outputs", outputs, settings.outputs, faults, shown)
+        shard = memory.shard
+        if shard != "weights":
+            # Of the weights, nothing but an argument says anything.
+            shard = _agreed("Memory.shard", shard, settings.shard, faults)
         gradients = _agreed(
             "Reduction.gradients", reduction.gradients, settings.gradient_reduction, faults
         )
@@ -134,12 +143,12 @@ class SettingsSource:
         memory = dataclasses.replace(
             memory,
             offload_optimizer=offload,
-            shard=_agreed_shard(memory, settings.shard_optimizer, faults),
+            shard=shard,
             recompute=_agreed_recompute(memory.recompute, settings.recompute, faults),
         )
         arguments = dataclasses.replace(
             arguments,
-            outputs=_agreed_outputs(arguments.outputs, settings.outputs, faults),
+            outputs=outputs,
             reduction=dataclasses.replace(reduction, gradients=gradients),
             auto_round_ipus=rounds,
             memory=memory,
@@ -231,45 +240,24 @@ def _agreed(
     passed: Optional[T],
     setting: Optional[Setting[T]],
     faults: ErrorCollector,
+    shown: object = None,
 ) -> Optional[T]:
-    """Return an argument, or what is fixed where it is None; a conflict is collected."""
+    """Return an argument, or what is fixed where it is None; a conflict is collected.
+
+    Args:
+        title: of the argument, as users write it.
+        passed: the argument.
+        setting: what is fixed.
+        faults: to which a conflict is added.
+        shown: the argument as its error shows it; None for as it is.
+    """
     if setting is None or passed == setting.value:
         return passed
     if passed is None:
         return setting.value if setting.fills else None
     with faults.collect():
-        raise ConfigurationError(setting.conflict(title, passed))
+        raise ConfigurationError(setting.conflict(title, passed if shown is None else shown))
     return passed
-
-
-def _agreed_outputs(
-    outputs: Optional[Outputs],
-    setting: Optional[Setting[Union[Outputs, str]]],
-    faults: ErrorCollector,
-) -> Optional[Outputs]:
-    """Return ``outputs``, which a setting may say in its short form."""
-    if setting is None:
-        return outputs
-    if isinstance(setting.value, str):
-        mode = _agreed("outputs", None if outputs is None else outputs.mode, setting, faults)
-        return Outputs(str(mode)) if outputs is None else outputs
-    agreed = _agreed("outputs", outputs, setting, faults)
-    return outputs if isinstance(agreed, str) else agreed
-
-
-def _agreed_shard(
-    memory: Memory, setting: Optional[Setting[bool]], faults: ErrorCollector
-) -> Optional[str]:
-    """Return ``Memory.shard``; of the weights, nothing but an argument says anything."""
-    passed = memory.shard_optimizer
-    if setting is None or memory.shard == "weights" or passed == setting.value:
-        return memory.shard
-    if passed is None:
-        shards = setting.fills and setting.value
-        return "optimizer" if shards else None
-    with faults.collect():
-        raise ConfigurationError(setting.conflict("Memory.shard", memory.shard))
-    return memory.shard
 
 
 def _agreed_recompute(

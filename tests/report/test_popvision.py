@@ -28,7 +28,7 @@ def compiled(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr("ipufit.engines.ipu.program_cache.make_options", noting)
-    monkeypatch.setattr("ipufit.engines.ipu.context.make_options", noting)
+    monkeypatch.setattr("ipufit.engines.ipu.inference.make_options", noting)
     return found
 
 

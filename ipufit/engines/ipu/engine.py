@@ -1,4 +1,4 @@
-"""The IPU engine: programs through PopTorch, the SDK's or the stand-in."""
+"""The IPU engine: programs through PopTorch, the SDK's or the stand-in, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ from torch import nn
 
 from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import role_of
+from ipufit.core.plan import Plan
+from ipufit.core.precision import autocast_state
 from ipufit.core.train_config import TrainConfig
-from ipufit.engines.ipu.context import IpuContext
-from ipufit.engines.ipu.inference import PoptorchInferenceProgram
+from ipufit.engines.ipu.inference import IpuContext, PoptorchInferenceProgram
 from ipufit.engines.ipu.ipu_config import IPUConfig
 from ipufit.engines.ipu.ipu_config.settings import engine_options
-from ipufit.engines.ipu.limits import check_autocast, check_ipus, check_request
+from ipufit.engines.ipu.optimizers import check_optimizer
 from ipufit.engines.ipu.options import check_options
+from ipufit.engines.ipu.preflight.facts import refused_arguments
 from ipufit.engines.ipu.sdk import ignored_options
 from ipufit.engines.ipu.training import PoptorchTrainingProgram
 from ipufit.engines.program import Engine, Program, ProgramSpec
+from ipufit.errors import ConfigurationError, PlanError
 from ipufit.losses import Loss
 from ipufit.partition.partition import Partitions
+from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = ["IpuEngine"]
+
+# The most that PopTorch lets one process have: assertSingleInstanceMaxNumIPUs in
+# popart_compiler/source/CompilerImpl.cpp of PopTorch 3.4.
+_MOST_IPUS = 64
 
 
 class IpuEngine(IpuContext, Engine):
@@ -55,7 +63,7 @@ class IpuEngine(IpuContext, Engine):
         """
         for role, role_options in options.items():
             check_options(self.sdk, role_options, role)
-        check_request(module, optimizer, loss, config, self.wide)
+        _check_request(module, optimizer, loss, config, self.wide)
 
     def options_of(self, config: IPUConfig) -> Dict[str, Any]:
         """Options that a configuration asks for, by the argument of ``compile``."""
@@ -67,8 +75,8 @@ class IpuEngine(IpuContext, Engine):
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec; it is compiled when the first micro-batch of a shape comes."""
         check_options(self.sdk, spec.options, role_of(spec.mode))
-        check_autocast()
-        check_ipus(spec.plan)
+        _check_autocast()
+        _check_ipus(spec.plan)
         if spec.mode is Mode.TRAIN:
             return PoptorchTrainingProgram(self, spec)
         return PoptorchInferenceProgram(self, spec)
@@ -99,3 +107,87 @@ class IpuEngine(IpuContext, Engine):
             if names:
                 lines.append(f"Of {role}, these change nothing on {self.name}: {', '.join(names)}.")
         return lines
+
+
+def _check_request(
+    module: nn.Module,
+    optimizer: Optional[torch.optim.Optimizer],
+    loss: Loss,
+    config: TrainConfig,
+    wide: bool,
+) -> None:
+    """Make sure that ``compile`` asks for nothing that an IPU can't do.
+
+    Args:
+        module, optimizer, loss, config: as ``compile`` resolved them.
+        wide: whether float64 is kept.
+
+    Raises:
+        ConfigurationError: it does; several faults as one error.
+    """
+    faults = ErrorCollector()
+    for name, fact in refused_arguments(config):
+        with faults.collect():
+            raise ConfigurationError(
+                f"an IPU can't run {name}: {fact.says}. {fact.cure}, or use engine='embedded'."
+            )
+    with faults.collect():
+        if optimizer is not None:
+            check_optimizer(optimizer, config)
+    with faults.collect():
+        _check_tensors(module, loss, wide)
+    faults.raise_all()
+
+
+def _check_ipus(plan: Plan) -> None:
+    """Make sure that a process can have so many IPUs.
+
+    Raises:
+        PlanError: it can't.
+    """
+    if plan.reserved_ipus > _MOST_IPUS:
+        processes = plan.processes * plan.reserved_ipus // _MOST_IPUS
+        raise PlanError(
+            [
+                f"`ipus`, those of one process, must be at most {_MOST_IPUS}, as PopTorch gives a "
+                f"process no more, got {plan.ipus}. Try ipus={_MOST_IPUS} in {processes} "
+                "processes, which torchrun, mpirun or PopRun starts."
+            ],
+            {"ipus": _MOST_IPUS},
+        )
+
+
+def _check_autocast() -> None:
+    """Make sure that no autocast of the user's is on while something is compiled.
+
+    Raises:
+        ConfigurationError: one is.
+    """
+    if autocast_state(torch.device("cpu"))[0]:
+        raise ConfigurationError(
+            "an IPU can't run under torch.autocast: PopTorch has no autocast. Leave it out, "
+            "convert the module with module.half(), or use engine='embedded'."
+        )
+
+
+def _check_tensors(module: nn.Module, loss: Loss, wide: bool) -> None:
+    modules = [module] if loss.module is None else [module, loss.module]
+    for part in modules:
+        for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+            if tensor.device.type != "cpu":
+                raise ConfigurationError(
+                    f"a module for an IPU must be on the CPU, from where PopTorch takes it, but "
+                    f"{name!r} is on {tensor.device}. Move it with module.cpu()."
+                )
+            if tensor.dtype in (torch.float64, torch.bfloat16) and not wide:
+                raise ConfigurationError(
+                    "an IPU computes in float16 and float32, but "
+                    f"{name!r} is {str(tensor.dtype).replace('torch.', '')}. Convert the module "
+                    "with module.float(), or use engine='embedded'."
+                )
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigurationError(
+                f"an IPU runs no hooks on gradients, but {name!r} has one. Remove it, or use "
+                "engine='embedded'."
+            )

@@ -1,22 +1,123 @@
-"""The inference program: forward passes on an IPU, with the loss when evaluating."""
+"""Inference on an IPU: forward passes, with the loss when evaluating, and compiled programs kept.
+
+What compiles and keeps them holds what all programs of one engine share: PopTorch and the time.
+"""
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Sequence
+import contextlib
+import time
+from collections import OrderedDict
+from types import ModuleType
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, counts_by_rank
-from ipufit.engines.ipu.context import IpuContext
-from ipufit.engines.ipu.device import OWNER, alone, translate_errors
-from ipufit.engines.ipu.executable import Executable, Result, anchors_of
-from ipufit.engines.ipu.module_copy import Host, plain
-from ipufit.engines.ipu.options import fixes_replicas, seed_of
+from ipufit.engines.ipu.executable import Executable, Host, Result, anchors_of, plain, unwrapped
+from ipufit.engines.ipu.options import fixes_replicas, make_options, seed_of
+from ipufit.engines.ipu.sdk import OWNER, alone, keeps_float64, translate_errors
 from ipufit.engines.ipu.size import Size, padded
+from ipufit.engines.ipu.step import Form, IpuStep
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
-from ipufit.tracing.grad_step import public_name
+from ipufit.tracing.fingerprint import fingerprint
+from ipufit.tracing.grad_step import ModuleWithLoss, public_name
+from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
-__all__ = ["PoptorchInferenceProgram"]
+__all__ = ["IpuContext", "PoptorchInferenceProgram"]
+
+# Compiled inference programs that are kept for later; the least recently used go first.
+_KEPT = 8
+
+
+class IpuContext:
+    """Compiles inference programs and keeps them for later ones, and counts what compiling takes.
+
+    Args:
+        sdk: PopTorch, or a module with its API.
+        name: "ipu", or "ipu-standin" where the module is the stand-in.
+
+    Attributes:
+        sdk, name: as given.
+        seconds: time spent on compiling so far, in seconds.
+        clock: is told what the time goes to.
+        compiled: number of programs compiled so far.
+    """
+
+    def __init__(self, sdk: ModuleType, name: str = "ipu") -> None:
+        self.sdk = sdk
+        self.name = name
+        self.seconds = 0.0
+        self.clock: NoClock = NO_CLOCK
+        self.compiled = 0
+        self._inference: OrderedDict[Tuple[object, ...], Tuple[Executable, object]] = OrderedDict()
+
+    @property
+    def wide(self) -> bool:
+        """True where float64 is kept, as only the stand-in can."""
+        return keeps_float64(self.sdk)
+
+    def inference_unit(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Executable:
+        """The compiled program for the example's shapes; compiled now if it is new."""
+        whole = ModuleWithLoss(spec.module, spec.loss)
+        frozen, referents = fingerprint(whole)
+        forms = tuple((leaf.dtype, leaf.shape[1:]) for leaf in example.leaves)
+        key: Tuple[object, ...] = (
+            unwrapped(frozen),
+            spec.mode,
+            spec.want_outputs,
+            size,
+            example.structure,
+            forms,
+            id(spec.module),
+            id(spec.loss),
+            id(spec.options),
+        )
+        if key not in self._inference:
+            unit = self._compiled(spec, size, example)
+            key = (unwrapped(fingerprint(whole)[0]), *key[1:])
+            self._inference[key] = (unit, (referents, spec))
+            if len(self._inference) > _KEPT:
+                self._destroy(self._inference.popitem(last=False)[1][0])
+        self._inference.move_to_end(key)
+        return self._inference[key][0]
+
+    def _compiled(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Executable:
+        options = make_options(self.sdk, spec.options, spec, size)
+        step = IpuStep(self.sdk, spec.module, spec.loss, spec, Form.of(example, size.padding))
+        step.training = spec.module.training
+        with self.timed(), translate_errors(self.sdk, "wrapping the module"):
+            executor = self.sdk.inferenceModel(step, options=options)
+            unit = Executable(self.sdk, step, executor, size, self.wide)
+            unit.compile(example)
+        self.compiled += 1
+        return unit
+
+    def _destroy(self, unit: Executable) -> None:
+        with translate_errors(self.sdk, "closing a program"):
+            OWNER.release(unit.executor)
+            unit.executor.destroy()
+
+    def release_inference(self) -> None:
+        """Take the device from inference programs, so that the next one brings weights over."""
+        for unit, _ in self._inference.values():
+            OWNER.release(unit.executor)
+
+    @alone
+    def close(self) -> None:
+        """Let go of all compiled programs; safe twice."""
+        while self._inference:
+            self._destroy(self._inference.popitem(last=False)[1][0])
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of the block as spent on compiling."""
+        start = time.perf_counter()
+        try:
+            with self.clock.during("capture"):
+                yield
+        finally:
+            self.seconds += time.perf_counter() - start
 
 
 class PoptorchInferenceProgram(Program):

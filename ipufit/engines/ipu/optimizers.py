@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Type
 
 import torch
@@ -22,7 +23,7 @@ from ipufit.optim.state import device_state, torch_state
 __all__ = ["DeviceOptimizer", "check_optimizer"]
 
 # What PopTorch takes over, and what it has when nobody says anything.
-_SETTINGS: Dict[Type[torch.optim.Optimizer], Dict[str, Any]] = {
+_SETTINGS: Dict[Type[torch.optim.Optimizer], Dict[str, object]] = {
     torch.optim.SGD: {
         "lr": None,
         "momentum": 0,
@@ -107,7 +108,7 @@ class DeviceOptimizer:
 
     def __init__(
         self,
-        sdk: object,
+        sdk: ModuleType,
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, nn.Parameter],
         originals: Mapping[str, nn.Parameter],
@@ -134,7 +135,7 @@ class DeviceOptimizer:
         self._sent = [self._values(optimizer.param_groups[i]) for i in self._used]
         self.poptorch_optimizer = self._make(sdk, [groups[i] for i in self._used], config)
 
-    def _make(self, sdk: Any, groups: List[Dict[str, Any]], config: TrainConfig) -> Any:
+    def _make(self, sdk: ModuleType, groups: List[Dict[str, object]], config: TrainConfig) -> Any:
         kind = getattr(sdk.optim, self._kind.__name__)
         explicit_groups = [{n: g[n] for n in ("params", *sorted(self._explicit))} for g in groups]
         more = {name: groups[0][name] for name in sorted(self._explicit)}
@@ -148,7 +149,7 @@ class DeviceOptimizer:
             more["accum_type"] = config.accumulation_dtype
         return kind(explicit_groups, **more)
 
-    def _values(self, group: Mapping[str, object]) -> Dict[str, Any]:
+    def _values(self, group: Mapping[str, object]) -> Dict[str, object]:
         values = {name: _plain(name, group[name]) for name in self._settings}
         if "dampening" in values and not values["momentum"]:
             # Torch leaves it aside then; a device makes the learning rate smaller.
@@ -218,13 +219,13 @@ class DeviceOptimizer:
                 self._torchs.state[original].update(state)
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: object) -> object:
     """A setting as PopTorch takes it."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if name == "max_weight_norm" and value is None:
         return _NO_LIMIT
-    if name == "betas":
+    if name == "betas" and isinstance(value, (list, tuple)):
         return tuple(_plain("beta", beta) for beta in value)
     if isinstance(value, float) and math.isinf(value):
         return _NO_LIMIT

@@ -14,6 +14,7 @@ import dataclasses
 import importlib
 import json
 import os
+from types import ModuleType
 from typing import Any, Dict, List, Optional
 
 from ipufit.core.batch import Mode
@@ -44,14 +45,14 @@ __all__ = [
 ]
 
 
-def new_options(sdk: Any, ipus_per_replica: int) -> Any:
+def new_options(sdk: ModuleType, ipus_per_replica: int) -> Any:
     """PopTorch's options for this process, with PopRun's settings where PopRun has started it."""
     popdist = _popdist(sdk)
     return sdk.Options() if popdist is None else popdist.Options(ipus_per_replica=ipus_per_replica)
 
 
 def set_replicas(
-    sdk: Any, options: Any, replicas: int, stages: int, processes: Processes, role: str
+    sdk: ModuleType, options: Any, replicas: int, stages: int, processes: Processes, role: str
 ) -> None:
     """Say how many replicas this process has, and which of all it is.
 
@@ -92,8 +93,8 @@ def set_replicas(
 
 
 def _check_popdist(
-    sdk: Any,
-    popdist: Any,
+    sdk: ModuleType,
+    popdist: ModuleType,
     options: Any,
     replicas: int,
     stages: int,
@@ -124,20 +125,20 @@ def _check_popdist(
         )
 
 
-def fixes_replicas(sdk: object) -> bool:
+def fixes_replicas(sdk: ModuleType) -> bool:
     """Tell whether all programs of this process have the replicas that PopRun says."""
     return _popdist(sdk) is not None
 
 
-def _popdist(sdk: Any) -> Optional[Any]:
+def _popdist(sdk: ModuleType) -> Optional[ModuleType]:
     """The module ``popdist.poptorch`` where PopRun has started this process, for this PopTorch."""
     try:
-        package: Any = importlib.import_module("popdist")
+        package = importlib.import_module("popdist")
     except ImportError:
         return None
     if not package.isPopdistEnvSet():
         return None
-    popdist: Any = importlib.import_module("popdist.poptorch")
+    popdist = importlib.import_module("popdist.poptorch")
     # The stand-in has options of its own, with which PopDist does nothing.
     return popdist if issubclass(popdist.Options, sdk.Options) else None
 
@@ -153,7 +154,7 @@ def ipu_of(partition: Optional[Partition], stage: int) -> int:
     return partition.ipu_of(stage)
 
 
-def begin_loss(sdk: Any, partition: Optional[Partition], user_blocks: OwnBlocks) -> None:
+def begin_loss(sdk: ModuleType, partition: Optional[Partition], user_blocks: OwnBlocks) -> None:
     """Let the loss be where the module ends, which may have left its last block.
 
     Where blocks don't tell which they are, it is the last IPU; but a strategy of PopTorch's own
@@ -165,7 +166,7 @@ def begin_loss(sdk: Any, partition: Optional[Partition], user_blocks: OwnBlocks)
         sdk.Block.start(f"{BLOCK}loss", ipu_id=partition.ipus - 1)
 
 
-def place(sdk: Any, options: Any, partition: Partition, size: Size, training: bool) -> None:
+def place(sdk: ModuleType, options: Any, partition: Partition, size: Size, training: bool) -> None:
     """Set the execution strategy.
 
     A call that is too small to fill the pipeline, as the last of an epoch may be, runs one stage
@@ -182,7 +183,7 @@ def place(sdk: Any, options: Any, partition: Partition, size: Size, training: bo
         options.setExecutionStrategy(_strategy(sdk, partition))
 
 
-def _sharded(sdk: Any, pipeline: Any) -> Any:
+def _sharded(sdk: ModuleType, pipeline: Any) -> Any:
     """The stages of a pipeline, one after the other."""
     named = {} if pipeline is None else pipeline._block_map
     if named:
@@ -191,7 +192,7 @@ def _sharded(sdk: Any, pipeline: Any) -> Any:
     return sdk.ShardedExecution(sdk.AutoStage.AutoIncrement)
 
 
-def _strategy(sdk: Any, partition: Partition) -> Any:
+def _strategy(sdk: ModuleType, partition: Partition) -> Any:
     stage = sdk.AutoStage.SameAsIpu
     if partition.stages > partition.ipus:
         # Stages must have ascending numbers; that of an IPU can't come twice.
@@ -226,7 +227,7 @@ def set_profile(options: Any, spec: ProgramSpec, size: Size) -> None:
         options.enableProfiling(os.path.join(_folder(spec), *_beside(spec, size)))
 
 
-def place_of_profile(sdk: object, options: object, spec: ProgramSpec) -> Optional[str]:
+def place_of_profile(sdk: ModuleType, options: object, spec: ProgramSpec) -> Optional[str]:
     """The folder that the profile is written to; None where none is.
 
     Args:
@@ -280,7 +281,7 @@ def _profile_settings(options: object) -> Dict[str, str]:
     return {name: str(value) for name, value in settings.items() if name.startswith(_PREFIX)}
 
 
-def _environment() -> Dict[str, Any]:
+def _environment() -> Dict[str, object]:
     try:
         settings = json.loads(os.environ.get(_VARIABLE) or "{}")
     except ValueError:
@@ -289,7 +290,7 @@ def _environment() -> Dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def check_options(sdk: Any, options: Any, role: str) -> None:
+def check_options(sdk: ModuleType, options: Any, role: str) -> None:
     """Make sure that these are options of this PopTorch.
 
     Raises:
@@ -317,7 +318,7 @@ def seed_of(spec: ProgramSpec, updates: int) -> int:
     return update_key(spec.seed, spec.domain, updates)
 
 
-def make_options(sdk: Any, user_options: Any, spec: ProgramSpec, size: Size) -> Any:
+def make_options(sdk: ModuleType, user_options: Any, spec: ProgramSpec, size: Size) -> Any:
     """Options of a program of this size; the user's own object stays as it is.
 
     Args:
@@ -354,7 +355,7 @@ def make_options(sdk: Any, user_options: Any, spec: ProgramSpec, size: Size) -> 
     return options
 
 
-def _offload(sdk: Any, options: Any, spec: ProgramSpec) -> None:
+def _offload(sdk: ModuleType, options: Any, spec: ProgramSpec) -> None:
     """Let the optimizer's state be beside the chip, or in parts, and the weights in parts.
 
     What the options say of either holds.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 from ipufit.core.compile_arguments import INFERENCE
 from ipufit.core.train_config import Outputs
@@ -100,40 +100,44 @@ class PopTorchOptions:
 
     def mode_settings(self) -> ModeSettings:
         """Read what is fixed of the mode that the options are for; defaults fix nothing."""
-        options = self.options
-        strategy = self._strategy()
+        options, strategy = self.options, self._strategy()
         seed = int(options.random_seed) if options.exists("random_seed") else None
+        setter = f"{self.role}.setExecutionStrategy"
         return ModeSettings(
             replicas=self._count(options.replication_factor, "replicationFactor"),
             device_iterations=self._count(options.device_iterations, "deviceIterations"),
             gradient_accumulation=self._count(
                 options.Training.gradient_accumulation, "Training.gradientAccumulation"
             ),
-            seed=None
-            if seed is None
-            else Setting(seed, f"{self.role}.randomSeed", f"which is {seed}", _RECOMPILE),
-            strategy=None
-            if strategy is None
-            else Setting(
-                strategy, f"{self.role}.setExecutionStrategy", "which is set", "Leave one out."
-            ),
+            seed=None if seed is None else Setting(seed, f"{self.role}.randomSeed", _RECOMPILE),
+            strategy=None if strategy is None else Setting(strategy, setter, _EITHER),
         )
 
     def _count(self, value: int, setter: str) -> Optional[Setting[int]]:
         count = int(value)
         if count == 1:
             return None
-        return Setting(count, f"{self.role}.{setter}", f"which says {count}", _RECOMPILE)
+        return Setting(count, f"{self.role}.{setter}", _RECOMPILE, f"which says {count}")
 
     def settings(self, training: ModeSettings, inference: ModeSettings) -> IpuSettings:
         """Read what the options fix of the whole run, beside what is fixed of both modes."""
         options = self.options
         reduction = options.Training.accumulation_and_replication_reduction_type
-        locations = options.TensorLocations.toDict()
-        location = locations.get("location_optimizer", {})
-        on_chip = location.get("onChip")
+        location = options.TensorLocations.toDict().get("location_optimizer", {})
+        on_chip, shards = location.get("onChip"), location.get("useReplicatedTensorSharding")
+        place = f"{self.role}.TensorLocations.setOptimizerLocation"
+        scale = Setting(
+            "dynamic",
+            f"{self.role}.Training.setAutomaticLossScaling",
+            _EITHER,
+            "which is on",
+            fills=False,
+        )
         scales = options._Popart.options.get("automaticLossScalingSettings.enabled")
-        place = "TensorLocations.setOptimizerLocation"
+        # Off IPUs, options share nothing out.
+        shard = Setting(
+            "optimizer" if shards else "none", place, _CHANGE, f"which says {bool(shards)}", False
+        )
         return IpuSettings(
             training,
             inference,
@@ -142,33 +146,20 @@ class PopTorchOptions:
                 "sum" if reduction.name == "Sum" else None,
                 "Training.accumulationAndReplicationReductionType",
             ),
-            loss_scale=Setting(
-                "dynamic",
-                f"{self.role}.Training.setAutomaticLossScaling",
-                "which is on",
-                _EITHER,
-                fills=False,
-            )
-            if scales
-            else None,
-            offload_optimizer=self._setting(None if on_chip is None else not on_chip, place),
-            # Off IPUs, options share nothing out.
-            shard_optimizer=self._setting(
-                bool(location.get("useReplicatedTensorSharding")) if location else None,
-                place,
-                fills=False,
+            loss_scale=scale if scales else None,
+            offload_optimizer=self._setting(
+                None if on_chip is None else not on_chip, "TensorLocations.setOptimizerLocation"
             ),
-            auto_round_ipus=self._setting(
-                True if options.auto_round_num_ipus else None, "autoRoundNumIPUs"
-            ),
+            shard=shard if location else None,
+            auto_round_ipus=self._setting(options.auto_round_num_ipus or None, "autoRoundNumIPUs"),
         )
 
-    def _setting(self, value: Optional[T], setter: str, fills: bool = True) -> Optional[Setting[T]]:
+    def _setting(self, value: Optional[T], setter: str) -> Optional[Setting[T]]:
         if value is None:
             return None
-        return Setting(value, f"{self.role}.{setter}", f"which says {value!r}", _CHANGE, fills)
+        return Setting(value, f"{self.role}.{setter}", _CHANGE, f"which says {value!r}")
 
-    def _outputs(self) -> Union[Outputs, str, None]:
+    def _outputs(self) -> Optional[Outputs]:
         mode = self.output_mode
         if mode is None:
             return None

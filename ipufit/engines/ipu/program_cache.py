@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, FrozenSet, List, Optional, Sequence, Tuple
+from typing import Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 import torch
 
 from ipufit.core.batch import MicroBatch, counts_by_rank
 from ipufit.engines.embedded.external_changes import OptimizerStateVersion
 from ipufit.engines.embedded.gradient_reduction import Reduction
-from ipufit.engines.ipu.context import IpuContext
-from ipufit.engines.ipu.device import OWNER, translate_errors
-from ipufit.engines.ipu.module_copy import Host, Trained
+from ipufit.engines.ipu.executable import Host, Trained
+from ipufit.engines.ipu.inference import IpuContext
 from ipufit.engines.ipu.options import make_options
+from ipufit.engines.ipu.sdk import OWNER, Executor, translate_errors
 from ipufit.engines.ipu.size import Size, padding_needed, samples_stand_apart
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError, PlanError
@@ -209,7 +209,7 @@ class ProgramCache:
             program.destroy()
 
 
-def _send_weights(executor: Any) -> None:
+def _send_weights(executor: Executor) -> None:
     """Bring weights that somebody may have changed to the device.
 
     If nobody has looked at them since the last run, nobody has changed them.

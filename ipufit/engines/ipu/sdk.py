@@ -1,20 +1,36 @@
-"""Which PopTorch there is: the SDK's, or the stand-in that is asked for by name."""
+"""PopTorch as it is here: the SDK's or the stand-in, who has its device, and its errors as ours."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
 import platform
 import types
+import weakref
 from pathlib import Path
-from typing import Any, List, Optional
+from types import ModuleType
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Protocol, TypeVar, cast
 
 import torch
+from torch import Tensor
 
-from ipufit.errors import ConfigurationError
+from ipufit.errors import (
+    ConfigurationError,
+    DeviceError,
+    IpufitError,
+    RecoverableDeviceError,
+    UnrecoverableDeviceError,
+)
+from ipufit.utils.random_streams import LOCK
 
 __all__ = [
+    "OWNER",
+    "DeviceOwner",
+    "Executor",
+    "alone",
     "find_sdk",
     "ignored_options",
     "is_standin",
@@ -22,6 +38,7 @@ __all__ = [
     "load_sdk",
     "load_standin",
     "sdk_or_none",
+    "translate_errors",
     "why_no_device",
     "why_no_sdk",
 ]
@@ -71,13 +88,13 @@ def why_no_sdk() -> Optional[str]:
 
 def why_no_device() -> Optional[str]:
     """Why no IPU can be used, where PopTorch can be imported; None if one can."""
-    module: Any = importlib.import_module("poptorch")
+    module = importlib.import_module("poptorch")
     if module.ipuHardwareIsAvailable():
         return None
     return "PopTorch finds no IPU: attach one to this machine, or look at its partition"
 
 
-def load_sdk() -> Any:
+def load_sdk() -> types.ModuleType:
     """The SDK's PopTorch.
 
     Raises:
@@ -93,17 +110,17 @@ def load_sdk() -> Any:
     return importlib.import_module("poptorch")
 
 
-def sdk_or_none() -> Any:
+def sdk_or_none() -> Optional[types.ModuleType]:
     """The SDK's PopTorch, or None where it can't be imported."""
     return importlib.import_module("poptorch") if why_no_sdk() is None else None
 
 
-def is_standin(module: Any) -> bool:
+def is_standin(module: types.ModuleType) -> bool:
     """Tell whether this PopTorch is the stand-in."""
     return bool(module.__name__ == "ipufit.poptorch")
 
 
-def load_standin() -> Any:
+def load_standin() -> types.ModuleType:
     """The stand-in for PopTorch, which runs in plain torch."""
     # Imported here, as below: programs through the SDK need none of it.
     from ipufit import poptorch
@@ -111,7 +128,7 @@ def load_standin() -> Any:
     return poptorch
 
 
-def keeps_float64(module: object) -> bool:
+def keeps_float64(module: types.ModuleType) -> bool:
     """Tell whether this PopTorch computes in float64: the stand-in may, a device never does."""
     if not is_standin(module):
         return False
@@ -120,10 +137,149 @@ def keeps_float64(module: object) -> bool:
     return _precision.keeps_float64()
 
 
-def ignored_options(module: Any, options: Any) -> List[str]:
+def ignored_options(module: types.ModuleType, options: Any) -> List[str]:
     """Names of the setters that were used and change nothing; the SDK's PopTorch ignores none."""
     if options is None or not is_standin(module):
         return []
     from ipufit.poptorch._options.compiler import ignored
 
     return ignored(options)
+
+
+class Executor(Protocol):
+    """Type of a program that PopTorch has wrapped, with PopTorch's names."""
+
+    rng_state: List[int]
+    isAttachedToDevice: Callable[[], bool]  # noqa: N815
+    attachToDevice: Callable[[], object]  # noqa: N815
+    detachFromDevice: Callable[[], object]  # noqa: N815
+    copyWeightsToHostIfNeeded: Callable[[], bool]  # noqa: N815
+    copyWeightsToDevice: Callable[[], object]  # noqa: N815
+    setOptimizer: Callable[[object], object]  # noqa: N815
+    compile: Callable[..., object]
+    destroy: Callable[[], object]
+
+    def __call__(self, *arguments: Tensor) -> Iterable[Tensor]:
+        """Run the program once."""
+        ...
+
+
+_Method = TypeVar("_Method", bound=Callable[..., object])
+
+
+def alone(method: _Method) -> _Method:
+    """Threads take turns: another one could take the device in the middle of this."""
+
+    @functools.wraps(method)
+    def locked(*args: object, **kwargs: object) -> object:
+        with LOCK:
+            return method(*args, **kwargs)
+
+    return cast(_Method, locked)
+
+
+class DeviceOwner:
+    """The executor that is attached, or the last one that was.
+
+    Two programs attached at once would need twice the IPUs. Detaching brings weights and optimizer
+    state back to the host, attaching takes them over from there.
+    """
+
+    def __init__(self) -> None:
+        self._present: Optional[weakref.ReferenceType[Executor]] = None
+
+    def _let_go(self) -> None:
+        present = self._present() if self._present is not None else None
+        if present is not None and present.isAttachedToDevice():
+            present.detachFromDevice()
+        self._present = None
+
+    def has(self, executor: object) -> bool:
+        """Tell whether this executor has the device."""
+        return self._present is not None and self._present() is executor
+
+    def compile(self, executor: Executor, arguments: List[Tensor]) -> None:
+        """Compile an executor, which takes the device by itself."""
+        self._let_go()
+        self._present = weakref.ref(executor)
+        executor.compile(*arguments)
+
+    def take(self, executor: Executor) -> bool:
+        """Give the device to a compiled executor; whether another one, or none, had it before."""
+        if self.has(executor) and executor.isAttachedToDevice():
+            return False
+        if not self.has(executor):
+            self._let_go()
+        self._present = weakref.ref(executor)
+        if not executor.isAttachedToDevice():
+            executor.attachToDevice()
+        return True
+
+    def release(self, executor: object) -> None:
+        """Bring everything back from an executor, if it has the device."""
+        if self.has(executor):
+            self._let_go()
+
+
+OWNER = DeviceOwner()
+
+
+@contextlib.contextmanager
+def translate_errors(sdk: ModuleType, doing: str) -> Iterator[None]:
+    """Raise what PopTorch raises in the block as an error of ours.
+
+    Args:
+        sdk: PopTorch.
+        doing: what the block does, for the message.
+
+    Raises:
+        RecoverableDeviceError: with the action that makes the device usable again.
+        UnrecoverableDeviceError: someone has to look at the device.
+        DeviceError: anything else that PopTorch refuses.
+    """
+    try:
+        yield
+    except IpufitError:
+        raise
+    except sdk.RecoverableError as error:
+        action = str(error.recovery_action)
+        raise RecoverableDeviceError(
+            f"{doing} failed on the device: {_first(error)}. It can be used again after "
+            f"{action}; see the documentation of the Poplar SDK, then fit again.",
+            action,
+        ) from error
+    except sdk.UnrecoverableError as error:
+        raise UnrecoverableDeviceError(
+            f"{doing} failed on the device: {_first(error)}. Have the system looked at before it "
+            "is used again."
+        ) from error
+    except (sdk.Error, AssertionError) as error:
+        cause = _ipufit_cause(error)
+        if cause is not None:
+            raise cause from error
+        raise DeviceError(
+            f"{doing} must be possible with PopTorch, but it says: {_first(error)}. Change what it "
+            "names, or use engine='embedded'."
+        ) from error
+    except RuntimeError as error:
+        # PopTorch's tracing raises some of torch's errors, and ours as their cause.
+        if isinstance(error.__cause__, IpufitError):
+            raise error.__cause__ from error
+        raise
+
+
+def _ipufit_cause(error: BaseException) -> Optional[IpufitError]:
+    """An error of ours that PopTorch has passed on as one of its own."""
+    visited = set()
+    cause: Optional[BaseException] = error
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
+        if isinstance(cause, IpufitError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _first(error: BaseException) -> str:
+    text = str(getattr(error, "message", "") or error)
+    return " ".join(text.split()).rstrip(".")

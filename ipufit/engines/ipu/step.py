@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from types import ModuleType
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -165,7 +166,7 @@ class IpuStep(StepModule):
     """
 
     def __init__(
-        self, sdk: Any, net: nn.Module, loss: Optional[Loss], spec: ProgramSpec, form: Form
+        self, sdk: ModuleType, net: nn.Module, loss: Optional[Loss], spec: ProgramSpec, form: Form
     ) -> None:
         super().__init__()
         self.net = net

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.precision import check_precision, warn_of_vanishing_eps
-from ipufit.engines.ipu.context import IpuContext
-from ipufit.engines.ipu.device import alone, translate_errors
-from ipufit.engines.ipu.executable import Executable, Result, anchors_of, cut_rows
-from ipufit.engines.ipu.limits import check_trained
-from ipufit.engines.ipu.module_copy import Host, Trained, plain, unwrapped
+from ipufit.engines.embedded.flat_optimizer import refuse_step_hooks
+from ipufit.engines.ipu.executable import (
+    Executable,
+    Host,
+    Result,
+    Trained,
+    anchors_of,
+    cut_rows,
+    plain,
+    unwrapped,
+)
+from ipufit.engines.ipu.inference import IpuContext
 from ipufit.engines.ipu.options import place_of_profile, seed_of
 from ipufit.engines.ipu.program_cache import ProgramCache, ProgramSelector
+from ipufit.engines.ipu.sdk import alone, translate_errors
 from ipufit.engines.ipu.size import Size, filled, padded, padding_needed
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
+from ipufit.optim.rules import rule_for
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
+from ipufit.tracing.validate import refuse_shared_memory
 from ipufit.utils.state import copy_optimizer_state
 
 __all__ = ["PoptorchTrainingProgram"]
+
+# Settings of an optimizer in one update, by parameter group.
+OptimizerRow = Sequence[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +79,10 @@ class PoptorchTrainingProgram(Program):
                 "optimizer holds requires gradients any more. Unfreeze one with "
                 "requires_grad_(True), and call compile again if it was frozen then."
             )
-        check_trained(
-            spec.optimizer, list(self._host.trained), self._host.parameters, self._host.buffers()
-        )
+        # What torch's own step does, and no program would, here or on any engine.
+        refuse_step_hooks(spec.optimizer)
+        rule_for(spec.optimizer)
+        refuse_shared_memory(list(self._host.trained), self._host.parameters, self._host.buffers())
         check_precision(spec.config.precision, spec.module)
         warn_of_vanishing_eps(spec.optimizer)
         # What it does depends on all that these hold.
@@ -158,7 +172,7 @@ class PoptorchTrainingProgram(Program):
         updates = self._by_update(batch)
         schedule, start = self._spec.config.schedule, self.updates
         before = schedule.snapshot() if schedule is not None else None
-        rows: Sequence[Any] = [self._optimizer.param_groups] * len(updates)
+        rows: Sequence[OptimizerRow] = [self._optimizer.param_groups] * len(updates)
         if schedule is not None:
             steps = batch.accumulation_steps(self._spec.plan)
             rows = schedule.rows(len(updates), steps)
@@ -179,7 +193,7 @@ class PoptorchTrainingProgram(Program):
         micro_batches = split_by_update(batch.micro_batches, shares)
         return [_Update(*each) for each in zip(layouts, shares, micro_batches)]
 
-    def _run_all(self, updates: Sequence[_Update], rows: Sequence[Any]) -> List[Result]:
+    def _run_all(self, updates: Sequence[_Update], rows: Sequence[OptimizerRow]) -> List[Result]:
         """Make the calls that all processes make, whatever their own micro-batches are."""
         size, self._lost = self._size, None
         results: List[Result] = []
@@ -200,7 +214,7 @@ class PoptorchTrainingProgram(Program):
                 results += self._run_one(update, rows[index])
         return results
 
-    def _run_one(self, update: _Update, row: Any) -> List[Result]:
+    def _run_one(self, update: _Update, row: OptimizerRow) -> List[Result]:
         """One update that does not fill the main program, or stands beside one that does not."""
         program, share = self._shapes.program_for(update.layout), update.share
         size = program.unit.size
@@ -260,7 +274,7 @@ class PoptorchTrainingProgram(Program):
             value,
         )
 
-    def _anchors(self, results: List[Result], rows: Sequence[Any]) -> ExecutionResult:
+    def _anchors(self, results: List[Result], rows: Sequence[OptimizerRow]) -> ExecutionResult:
         settings: Dict[str, float] = {}
         if self._spec.config.schedule is not None:
             settings["learning_rate"] = float(rows[-1][0]["lr"])

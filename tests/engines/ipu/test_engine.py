@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.callbacks import Callback
-from ipufit.engines.ipu import device, sdk
+from ipufit.engines.ipu import sdk
 from ipufit.errors import (
     ConfigurationError,
     DeviceError,
@@ -575,7 +575,7 @@ def test_neither_import_nor_the_embedded_engine_imports_a_poptorch():
 
 def test_errors_of_a_device_keep_their_action_and_their_cause():
     own = ipufit.poptorch
-    with pytest.raises(RecoverableDeviceError) as caught, device.translate_errors(own, "running"):
+    with pytest.raises(RecoverableDeviceError) as caught, sdk.translate_errors(own, "running"):
         raise own.RecoverableError("link down", recovery_action="LINK_RESET")
     assert caught.value.action == "LINK_RESET"
     assert isinstance(caught.value.__cause__, own.RecoverableError)
@@ -583,9 +583,9 @@ def test_errors_of_a_device_keep_their_action_and_their_cause():
         "running failed on the device: link down. It can be used again after LINK_RESET; see the "
         "documentation of the Poplar SDK, then fit again."
     )
-    with pytest.raises(UnrecoverableDeviceError), device.translate_errors(own, "running"):
+    with pytest.raises(UnrecoverableDeviceError), sdk.translate_errors(own, "running"):
         raise own.UnrecoverableError("burnt")
-    with pytest.raises(DeviceError) as caught, device.translate_errors(own, "compiling"):
+    with pytest.raises(DeviceError) as caught, sdk.translate_errors(own, "compiling"):
         raise own.Error("no such operator")
     assert str(caught.value) == (
         "compiling must be possible with PopTorch, but it says: no such operator. Change what it "

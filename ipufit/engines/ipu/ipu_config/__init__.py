@@ -1,8 +1,9 @@
 """IPUConfig: the configuration files of optimum-graphcore, read, written and turned into plans.
 
-``parameters`` has their table, ``reading`` checks values, ``migrations`` knows the names of
-earlier releases, ``serialization`` files and the Hub, and ``report`` what a parameter does on an
-engine. A new parameter needs a row in ``parameters`` and one in ``report``; the rest stays.
+``parameters`` has their table, ``reading`` checks values and knows the names of earlier releases,
+``serialization`` is for files and the Hub, and ``settings`` reads what a configuration fixes of a
+run. A new parameter needs a row in ``parameters``, one in ``engines/ipu/effects``, and what it
+fixes in ``settings``; the rest stays.
 """
 
 from ipufit.engines.ipu.ipu_config.config import IPUConfig

@@ -41,7 +41,7 @@ _NONE = ("none", "null")
 _BETWEEN = re.compile(r",(?![^\[]*\])")
 
 
-def parse_changes(text: str, faults: List[str]) -> Dict[str, Any]:
+def parse_changes(text: str, faults: List[str]) -> Dict[str, object]:
     """The values by name; what can't be read is noted.
 
     Args:
@@ -54,7 +54,7 @@ def parse_changes(text: str, faults: List[str]) -> Dict[str, Any]:
             f"{shown(text)}. Use update(...) for a dict."
         )
         return {}
-    changes: Dict[str, Any] = {}
+    changes: Dict[str, object] = {}
     for part in _BETWEEN.split(text) if text.strip() else []:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:
@@ -72,7 +72,7 @@ def parse_changes(text: str, faults: List[str]) -> Dict[str, Any]:
     return changes
 
 
-def _read(name: str, text: str) -> Tuple[Any, Any]:
+def _read(name: str, text: str) -> Tuple[object, Optional[str]]:
     """A value from its text, and a fault or None; whether it fits is looked at later."""
     parameter = PARAMETERS[name]
     words = text.lower()
@@ -160,7 +160,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
     """
 
     _mode: str
-    _by_pod: Dict[str, Dict[str, Any]]
+    _by_pod: Dict[str, Dict[str, object]]
     _passed: FrozenSet[str]
 
     def __init__(
@@ -457,7 +457,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
 
     __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
-    def _said(self) -> Dict[str, Any]:
+    def _said(self) -> Dict[str, object]:
         """Values to make it of again; what follows from values by type of pod follows anew."""
         names = self._passed if self._by_pod else PARAMETERS
         return {name: self._by_pod.get(name, getattr(self, name)) for name in names}

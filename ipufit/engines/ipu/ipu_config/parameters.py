@@ -8,7 +8,7 @@ import math
 import operator
 import os
 import reprlib
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, SupportsIndex, Tuple, Union
 
 __all__ = [
     "OUTPUT_MODES",
@@ -44,7 +44,7 @@ class Kind:
 
     words: str
     example: str
-    read: Callable[[Any], Any]
+    read: Callable[[object], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Parameter:
     """
 
     name: str
-    default: Any
+    default: object
     kind: Kind
     optional: bool = False
 
 
-def _whole(value: Any, least: int) -> int:
-    if isinstance(value, bool):
+def _whole(value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise _UnfitError
     try:
         number = operator.index(value)
@@ -76,7 +76,7 @@ def _whole(value: Any, least: int) -> int:
     return number
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Arrays and tensors as lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
 
@@ -103,7 +103,7 @@ def _proportion(value: object) -> float:
     return float(value)
 
 
-def _proportions(value: object) -> Any:
+def _proportions(value: object) -> Union[float, List[float]]:
     value = _plain(value)
     if isinstance(value, (list, tuple)) and value:
         return [_proportion(part) for part in value]
@@ -142,7 +142,7 @@ def _folder(value: object) -> str:
     return path
 
 
-def _keywords(value: object) -> Dict[str, Any]:
+def _keywords(value: object) -> Dict[str, object]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise _UnfitError
     return dict(value)
@@ -213,7 +213,7 @@ def twin(name: str) -> Optional[str]:
     return _TWIN + name if _TWIN + name in PARAMETERS else None
 
 
-def check_value(name: str, value: object, title: str = "") -> Tuple[Any, Optional[str]]:
+def check_value(name: str, value: object, title: str = "") -> Tuple[object, Optional[str]]:
     """Bring a value into normal form, or say what is wrong with it.
 
     Args:

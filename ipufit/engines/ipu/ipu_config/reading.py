@@ -35,7 +35,7 @@ _ABOUT = frozenset(
 )
 _TRAINING = ("layers_per_ipu", "ipus_per_replica", "matmul_proportion", "replication_factor")
 # Withdrawn parameters: values that had no effect then, and what to know about others.
-_WITHDRAWN: Dict[str, Tuple[Tuple[Any, ...], str]] = {
+_WITHDRAWN: Dict[str, Tuple[Tuple[object, ...], str]] = {
     "sharded_execution_for_inference": (
         (False, True, None),
         "inference is always sharded since",
@@ -61,7 +61,7 @@ _ON_CPU = "execute_encoder_on_cpu_for_generation"
 
 def migrate_parameters(
     arguments: Mapping[str, object], faults: List[str]
-) -> Tuple[Dict[str, Any], List[str]]:
+) -> Tuple[Dict[str, object], List[str]]:
     """Migrate parameters to the names of today; unknown ones stay.
 
     Args:
@@ -71,7 +71,7 @@ def migrate_parameters(
     Returns:
         Values by name, and notes on what was left aside or read differently.
     """
-    values: Dict[str, Any] = {}
+    values: Dict[str, object] = {}
     notes: List[str] = []
     for name, value in arguments.items():
         if name in _ABOUT:
@@ -100,7 +100,7 @@ def migrate_parameters(
     return values, notes
 
 
-def _list_layers(values: Dict[str, Any], notes: List[str]) -> None:
+def _list_layers(values: Dict[str, object], notes: List[str]) -> None:
     """Repeat one number of layers, as the first release wrote it, for each IPU."""
     for prefix in ("", "inference_"):
         name = f"{prefix}layers_per_ipu"
@@ -121,7 +121,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _rename(values: Dict[str, Any], old: str, new: str, notes: List[str]) -> None:
+def _rename(values: Dict[str, object], old: str, new: str, notes: List[str]) -> None:
     if old in values:
         value = values.pop(old)
         if values.get(new) is None:
@@ -131,7 +131,7 @@ def _rename(values: Dict[str, Any], old: str, new: str, notes: List[str]) -> Non
             notes.append(f"{old}={shown(value)} is left aside beside {new}={shown(values[new])}.")
 
 
-def _split_by_mode(values: Dict[str, Any], name: str, notes: List[str]) -> None:
+def _split_by_mode(values: Dict[str, object], name: str, notes: List[str]) -> None:
     """Rename values by mode of a release that had three: training, inference, and both."""
     old, inference = f"training_{name}", f"inference_{name}"
     if old not in values:
@@ -159,8 +159,8 @@ class Reading:
         notes: what was left aside or read differently, one sentence each.
     """
 
-    values: Dict[str, Any]
-    by_pod: Dict[str, Dict[str, Any]]
+    values: Dict[str, object]
+    by_pod: Dict[str, Dict[str, object]]
     passed: FrozenSet[str]
     notes: Tuple[str, ...]
 
@@ -186,15 +186,15 @@ def read(
         )
         pod_type = None
     migrated, notes = migrate_parameters(arguments, faults)
-    values: Dict[str, Any] = {}
-    by_pod: Dict[str, Dict[str, Any]] = {}
+    values: Dict[str, object] = {}
+    by_pod: Dict[str, Dict[str, object]] = {}
     bad: Set[str] = set()
     for name, value in migrated.items():
         if name not in PARAMETERS:
             faults.append(f"IPUConfig has no parameter {name!r}. {nearest(name)}")
             continue
         value_faults: List[str] = []
-        if _is_by_pod(name, value):
+        if isinstance(value, dict) and _is_by_pod(name, value):
             by_pod[name], value = _of_pod(name, value, pod_type, value_faults)
         else:
             value, fault = check_value(name, value)
@@ -222,7 +222,7 @@ def raise_faults(faults: Sequence[str], where: str = "") -> None:
         raise ConfigurationError("\n".join(unique))
 
 
-def check_changes(changes: Mapping[str, object], faults: List[str]) -> Dict[str, Any]:
+def check_changes(changes: Mapping[str, object], faults: List[str]) -> Dict[str, object]:
     """Bring new values of some parameters into normal form; faults are collected."""
     values = {}
     for name, value in changes.items():
@@ -246,15 +246,13 @@ def check_values(values: Mapping[str, object]) -> Tuple[List[str], Set[str]]:
     return faults, bad
 
 
-def _is_by_pod(name: str, value: object) -> bool:
-    if name.endswith("parallelize_kwargs"):
-        return False
-    return isinstance(value, dict) and bool(value)
+def _is_by_pod(name: str, value: Mapping[str, object]) -> bool:
+    return bool(value) and not name.endswith("parallelize_kwargs")
 
 
 def _of_pod(
-    name: str, value: Dict[str, Any], pod_type: Optional[str], faults: List[str]
-) -> Tuple[Dict[str, Any], Any]:
+    name: str, value: Dict[str, object], pod_type: Optional[str], faults: List[str]
+) -> Tuple[Dict[str, object], object]:
     """Return all values by pod type in normal form, and the one for this pod."""
     checked = {}
     names = (*PODS, _DEFAULT)
@@ -288,9 +286,10 @@ def _of_pod(
     return checked, PARAMETERS[name].default
 
 
-def filled(arguments: Mapping[str, Any]) -> Dict[str, Any]:
+def filled(arguments: Mapping[str, object]) -> Dict[str, object]:
     """Return the values of all parameters in their order; twins follow as in optimum-graphcore."""
-    values = {name: arguments.get(name, p.default) for name, p in PARAMETERS.items()}
+    values: Dict[str, Any] = {}
+    values.update((name, arguments.get(name, p.default)) for name, p in PARAMETERS.items())
     values["layers_per_ipu"] = list(values["layers_per_ipu"])
     layers = values["layers_per_ipu"]
     if values["inference_layers_per_ipu"] is None:

@@ -10,7 +10,20 @@ import importlib
 import json
 import os
 import re
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Type, TypeVar, Union
+from types import ModuleType
+from typing import (
+    Any,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NoReturn,
+    Optional,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+)
 
 from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, shown
 from ipufit.engines.ipu.ipu_config.reading import check_changes, raise_faults
@@ -34,7 +47,7 @@ Path = Union[str, "os.PathLike[str]"]
 Token = Union[bool, str, None]
 
 
-def download_file(name: str, file: str, arguments: Dict[str, Any]) -> str:
+def download_file(name: str, file: str, arguments: Dict[str, object]) -> str:
     """Download a file of a repository and return its path.
 
     Args:
@@ -105,7 +118,7 @@ def upload_file(
         return str(getattr(commit, "commit_url", commit))
 
 
-def _library(lacking: str, otherwise: str) -> Any:
+def _library(lacking: str, otherwise: str) -> ModuleType:
     try:
         return importlib.import_module("huggingface_hub")
     except ImportError as error:
@@ -132,7 +145,7 @@ _LARGEST = 1 << 20
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def find_file(source: Path, subfolder: str, options: Dict[str, Any]) -> str:
+def find_file(source: Path, subfolder: str, options: Dict[str, object]) -> str:
     """Find the file of a configuration.
 
     Args:
@@ -171,7 +184,7 @@ def find_file(source: Path, subfolder: str, options: Dict[str, Any]) -> str:
     )
 
 
-def read_file(path: str) -> Dict[str, Any]:
+def read_file(path: str) -> Dict[str, object]:
     """Read the JSON object in a file.
 
     Raises:
@@ -187,7 +200,7 @@ def read_file(path: str) -> Dict[str, Any]:
         ) from error
 
 
-def parse_json(data: Union[str, bytes], where: str) -> Dict[str, Any]:
+def parse_json(data: Union[str, bytes], where: str) -> Dict[str, object]:
     """Parse the JSON object in a text.
 
     Args:
@@ -229,8 +242,8 @@ def parse_json(data: Union[str, bytes], where: str) -> Dict[str, Any]:
     return values
 
 
-def _object(pairs: List[Tuple[str, Any]], doubled: List[str]) -> Dict[str, Any]:
-    values: Dict[str, Any] = {}
+def _object(pairs: List[Tuple[str, object]], doubled: List[str]) -> Dict[str, object]:
+    values: Dict[str, object] = {}
     for name, value in pairs:
         if name in values:
             doubled.append(name)
@@ -238,7 +251,7 @@ def _object(pairs: List[Tuple[str, Any]], doubled: List[str]) -> Dict[str, Any]:
     return values
 
 
-def _refuse_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number in JSON")
 
 
@@ -273,7 +286,7 @@ class SerializationMixin:
     ) -> ConfigT:
         raise NotImplementedError
 
-    def _said(self) -> Dict[str, Any]:
+    def _said(self) -> Dict[str, object]:
         raise NotImplementedError
 
     def check(self) -> None:
@@ -340,7 +353,7 @@ class SerializationMixin:
         check_changes({n: None for n in changes if n not in PARAMETERS}, unknown)
         # Before anything is downloaded for nothing.
         raise_faults(unknown if not os.path.exists(source) else [])
-        hub_arguments: Dict[str, Any] = {
+        hub_arguments: Dict[str, object] = {
             "revision": revision,
             "cache_dir": cache_dir,
             "local_files_only": local_files_only,
@@ -442,13 +455,14 @@ class SerializationMixin:
         Raises:
             ConfigurationError: it can't be written, or the values don't fit together.
         """
-        for_hub: Dict[str, Any] = {
+        for_hub = {
+            "repo_id": repo_id,
             "commit_message": commit_message,
             "private": private,
             "token": token,
             "revision": revision,
         }
-        hub_names = [name for name, v in {"repo_id": repo_id, **for_hub}.items() if v is not None]
+        hub_names = [name for name, value in for_hub.items() if value is not None]
         if hub_names and not push_to_hub:
             raise ConfigurationError(
                 f"{', '.join(hub_names)} of save_pretrained "
@@ -466,7 +480,13 @@ class SerializationMixin:
         if not push_to_hub:
             return None
         name = os.path.basename(os.path.abspath(folder)) if repo_id is None else repo_id
-        return self.push_to_hub(name, **for_hub)
+        return self.push_to_hub(
+            name,
+            commit_message=commit_message,
+            private=private,
+            token=token,
+            revision=revision,
+        )
 
     def push_to_hub(
         self,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import ModuleType
 from typing import Any, Dict, List
 
 import torch
 
+from ipufit.core.train_config import Outputs
 from ipufit.engines.ipu.effects import (
     Effect,
     EffectReport,
@@ -34,87 +37,71 @@ def read_settings(config: ParameterValues) -> IpuSettings:
     Args:
         config: for one type of pod.
     """
-    training, inference = _mode_settings(config, ""), _mode_settings(config, "inference_")
-    recompute = config.recompute_checkpoint_every_layer
+    recompute, sharded = config.recompute_checkpoint_every_layer, config.replicated_tensor_sharding
     cure = "" if recompute else ", or set that to True, beside which recompute may name layers"
+    mean = "by which gradients are reduced by the mean, as in optimum-graphcore"
+    rounds = "by which IPUs are rounded up to a power of two, as in optimum-graphcore"
+    # PopTorch's default is the final one in training.
+    mode = "final" if config.output_mode == "default" else config.output_mode
+    scale = Setting("dynamic", "IPUConfig.auto_loss_scaling", _EITHER, "which is True", fills=False)
     return IpuSettings(
-        training,
-        inference,
+        _mode_settings(config, ""),
+        _mode_settings(config, "inference_"),
         outputs=Setting(
-            # PopTorch's default is the final one in training.
-            "final" if config.output_mode == "default" else config.output_mode,
-            "IPUConfig.output_mode",
-            f"which is {config.output_mode!r}",
+            Outputs(mode), "IPUConfig.output_mode", _CHANGE, f"which is {config.output_mode!r}"
+        ),
+        gradient_reduction=Setting("mean", "config", _EITHER, mean),
+        loss_scale=scale if config.auto_loss_scaling else None,
+        offload_optimizer=Setting(
+            config.optimizer_state_offchip, "IPUConfig.optimizer_state_offchip", _CHANGE
+        ),
+        shard=Setting(
+            "optimizer" if sharded else "none",
+            "IPUConfig.replicated_tensor_sharding",
             _CHANGE,
-        ),
-        gradient_reduction=Setting(
-            "mean",
-            "config",
-            "by which gradients are reduced by the mean, as in optimum-graphcore",
-            _EITHER,
-        ),
-        loss_scale=Setting(
-            "dynamic", "IPUConfig.auto_loss_scaling", "which is True", _EITHER, fills=False
-        )
-        if config.auto_loss_scaling
-        else None,
-        offload_optimizer=_parameter("optimizer_state_offchip", config.optimizer_state_offchip),
-        shard_optimizer=_parameter(
-            "replicated_tensor_sharding",
-            config.replicated_tensor_sharding,
+            f"which is {sharded}",
             # Replicas of one process have one state anyway.
             fills=current().is_distributed,
         ),
-        auto_round_ipus=Setting(
-            True,
-            "config",
-            "by which IPUs are rounded up to a power of two, as in optimum-graphcore",
-            _EITHER,
-        ),
+        auto_round_ipus=Setting(True, "config", _EITHER, rounds),
         recompute=Setting(
-            recompute,
-            "IPUConfig.recompute_checkpoint_every_layer",
-            f"which is {recompute}",
-            f"Leave it out{cure}.",
+            recompute, "IPUConfig.recompute_checkpoint_every_layer", f"Leave it out{cure}."
         ),
         remarks=(f"Work, seed and options are those of {config!r}.",),
     )
 
 
-def _parameter(name: str, value: bool, fills: bool = True) -> Setting[bool]:
-    return Setting(value, f"IPUConfig.{name}", f"which is {value!r}", _CHANGE, fills)
-
-
 def _mode_settings(config: ParameterValues, prefix: str) -> ModeSettings:
     """Read what a configuration fixes of training, or with "inference_" of inference."""
     values = values_of(config)
-    replicas, ipus = values[f"{prefix}replication_factor"], values[f"{prefix}ipus_per_replica"]
-    layers = list(values[f"{prefix}layers_per_ipu"])
-    product = f"IPUConfig.{prefix}replication_factor x {prefix}ipus_per_replica"
-    accumulation = "gradient_accumulation_steps"
+
+    def work(name: str) -> Setting[int]:
+        value = values[name]
+        return Setting(value, f"IPUConfig.{name}", _RECOMPILE, f"which says {value}")
+
+    replicas = work(f"{prefix}replication_factor")
+    ipus = Setting(
+        values[f"{prefix}ipus_per_replica"], f"IPUConfig.{prefix}ipus_per_replica", _CHANGE
+    )
+    count = replicas.value * ipus.value
     return ModeSettings(
-        ipus=_of_a_run(replicas * ipus, product),
-        device_iterations=_of_a_run(
-            values[f"{prefix}device_iterations"], f"IPUConfig.{prefix}device_iterations"
+        ipus=dataclasses.replace(
+            replicas,
+            value=count,
+            source=f"{replicas.source} x {prefix}ipus_per_replica",
+            says=f"which says {count}",
         ),
-        gradient_accumulation=None
-        if prefix
-        else _of_a_run(values[accumulation], f"IPUConfig.{accumulation}"),
+        device_iterations=work(f"{prefix}device_iterations"),
+        gradient_accumulation=None if prefix else work("gradient_accumulation_steps"),
         seed=None
         if prefix or config.seed is None
-        else Setting(config.seed, "IPUConfig.seed", f"which is {config.seed}", _RECOMPILE),
-        ipus_per_replica=Setting(
-            ipus, f"IPUConfig.{prefix}ipus_per_replica", f"which is {ipus}", _CHANGE
-        ),
+        else Setting(config.seed, "IPUConfig.seed", _RECOMPILE),
+        ipus_per_replica=ipus,
         layers_per_ipu=Setting(
-            layers, f"IPUConfig.{prefix}layers_per_ipu", f"which is {layers}", _CHANGE
+            list(values[f"{prefix}layers_per_ipu"]), f"IPUConfig.{prefix}layers_per_ipu", _CHANGE
         ),
         cuts={kind: _cut(values, kind, prefix) for kind in KINDS},
     )
-
-
-def _of_a_run(value: int, source: str) -> Setting[int]:
-    return Setting(value, source, f"which says {value}", _RECOMPILE)
 
 
 def _cut(values: Dict[str, Any], kind: str, prefix: str) -> Setting[LayerCut]:
@@ -124,7 +111,7 @@ def _cut(values: Dict[str, Any], kind: str, prefix: str) -> Setting[LayerCut]:
     if cut is None:
         name = f"{prefix}{kind}_serialization_factor"
         cut = None if values[name] == 1 else values[name]
-    return Setting(cut, f"IPUConfig.{name}", f"which says {cut}", _EITHER)
+    return Setting(cut, f"IPUConfig.{name}", _EITHER)
 
 
 def changed_parameters(config: ParameterValues) -> Dict[str, object]:
@@ -160,7 +147,9 @@ _OVERLAP_MEMORY_OPTIMIZED = 3
 _JUST_IN_TIME = 1
 
 
-def to_options(sdk: Any, config: ParameterValues, for_inference: bool, compile_only: bool) -> Any:
+def to_options(
+    sdk: ModuleType, config: ParameterValues, for_inference: bool, compile_only: bool
+) -> Any:
     """The options that optimum-graphcore makes of a configuration.
 
     Args:
@@ -197,7 +186,7 @@ def to_options(sdk: Any, config: ParameterValues, for_inference: bool, compile_o
     return options
 
 
-def _check_hardware(sdk: Any) -> None:
+def _check_hardware(sdk: ModuleType) -> None:
     version = sdk.ipuHardwareVersion() if sdk.ipuHardwareIsAvailable() else None
     if version not in _VERSIONS:
         came = "there is no IPU" if version is None else f"PopTorch finds version {version}"
@@ -207,7 +196,7 @@ def _check_hardware(sdk: Any) -> None:
         )
 
 
-def engine_options(sdk: Any, config: ParameterValues, for_inference: bool) -> Any:
+def engine_options(sdk: ModuleType, config: ParameterValues, for_inference: bool) -> Any:
     """Memory, precision and compiler: what a plan and ``compile`` don't say.
 
     Args:

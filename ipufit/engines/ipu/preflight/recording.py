@@ -28,6 +28,7 @@ from typing import (
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.core.batch import MicroBatch
@@ -82,7 +83,7 @@ def shaped_by_poptorch(name: str, arguments: Mapping[str, Any]) -> Optional[Tens
     return None
 
 
-def _empty(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
+def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device=like.device)
 
 
@@ -101,7 +102,7 @@ class Watcher(Protocol):
     def looked(self) -> CodeLocation:
         """Called before an operator that may make no tensor; returns its location."""
 
-    def note(self, operator: object, arguments: Dict[str, Any], is_whole: bool) -> Call:
+    def note(self, operator: OpOverload, arguments: Dict[str, object], is_whole: bool) -> Call:
         """Called before an operator that makes tensors."""
 
     def ran(self, call: Call, result: object) -> None:
@@ -116,8 +117,12 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watcher = watcher
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Optional[Dict[str, object]] = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func is torch.ops.aten.lift_fresh.default:
             # What torch.tensor makes of Python numbers: its parts would leave it a real tensor.
@@ -132,20 +137,18 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parts = self._parts(func)
         arguments = _bound(func, args, kwargs)
         call = self._watcher.note(func, arguments, parts is None)
-        shaped = shaped_by_poptorch(call.name, arguments)
-        if shaped is not None:
-            result = shaped
-        elif parts is None:
+        result: object = shaped_by_poptorch(call.name, arguments)
+        if result is None and parts is None:
             result = func(*args, **kwargs)
-        else:
+        elif result is None and parts is not None:
             with self:
                 result = parts(*args, **kwargs)
         self._watcher.ran(call, result)
         return result
 
-    def _parts(self, func: Any) -> Optional[Callable[..., Any]]:
+    def _parts(self, func: OpOverload) -> Optional[Callable[..., object]]:
         """Return the decomposition of an operator; None for one that PopTorch takes whole."""
-        if func.name() in WHOLE:
+        if func.name() in WHOLE:  # type: ignore[no-untyped-call]
             return None
         if func is torch.ops.aten.scaled_dot_product_attention.default:
             # PopTorch's device is none of those for which torch has a kernel.
@@ -158,24 +161,27 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _parts(func, _EXPLICIT)
 
 
-def _parts(func: Any, kind: str) -> Optional[Callable[..., Any]]:
+def _parts(func: OpOverload, kind: str) -> Optional[Callable[..., object]]:
     if func.namespace == "prim":
         return None
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), kind):
+    name = func.name()  # type: ignore[no-untyped-call]
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, kind):
         return None
     key = getattr(torch._C.DispatchKey, kind)
     return lambda *args, **kwargs: func._op_dk(key, *args, **kwargs)
 
 
-def _attention(*args: object, **kwargs: object) -> Any:
+def _attention(*args: object, **kwargs: object) -> object:
     return torch.ops.aten._scaled_dot_product_attention_math.default(*args, **kwargs)[0]
 
 
-def _makes_tensors(func: Any) -> bool:
+def _makes_tensors(func: OpOverload) -> bool:
     return any("Tensor" in str(result.type) for result in func._schema.returns)
 
 
-def _bound(func: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> Dict[str, Any]:
+def _bound(
+    func: OpOverload, args: Sequence[object], kwargs: Dict[str, object]
+) -> Dict[str, object]:
     """Bind arguments by name, with the defaults of missing ones."""
     bound = {}
     for place, argument in enumerate(func._schema.arguments):
@@ -315,7 +321,7 @@ class _Recorder:
         finally:
             self._alive.clear()
 
-    def constants(self, arguments: Dict[str, Any]) -> FrozenSet[str]:
+    def constants(self, arguments: Dict[str, object]) -> FrozenSet[str]:
         """Return the names of arguments that are tensors, all of them constants."""
         names = set()
         for name, value in arguments.items():
@@ -331,7 +337,7 @@ class _Recorder:
         self._note_body(frame, location)
         return location
 
-    def note(self, operator: Any, arguments: Dict[str, Any], is_whole: bool) -> Call:
+    def note(self, operator: OpOverload, arguments: Dict[str, object], is_whole: bool) -> Call:
         """Record an operator that is about to run."""
         constants = self.constants(arguments)
         tensor_arguments = {name for name, value in arguments.items() if tree.tensors(value)}
