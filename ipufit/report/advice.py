@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Dict, Iterator, List, Mapping, Optional, Tuple
 
 from ipufit.callbacks.history import best_place, direction_of
 from ipufit.planner.costs import by_ipu
 from ipufit.planner.rendering import share, size
+from ipufit.report.files import Facts
 
 __all__ = ["advised"]
 
-Facts = Mapping[str, Any]
 Columns = Mapping[str, List[float]]
 _Said = Tuple[str, str]
 
@@ -41,7 +41,7 @@ _NAMES = {
 }
 
 
-def advised(facts: Facts, rows: Columns) -> List[Dict[str, Any]]:
+def advised(facts: Facts, rows: Columns) -> List[Dict[str, object]]:
     """Derive advice, each with its cure, from the facts and executions of a run.
 
     Args:
@@ -154,7 +154,7 @@ def _of_values(facts: Facts) -> Iterator[_Said]:
         return
 
 
-def _of_stages(plan: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[_Said]:
+def _of_stages(plan: Facts, params: Facts) -> Iterator[_Said]:
     unused = plan.get("unused", ())
     if unused:
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
@@ -182,7 +182,7 @@ def _of_stages(plan: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[_
         )
 
 
-def _of_pipeline(plan: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[_Said]:
+def _of_pipeline(plan: Facts, params: Facts) -> Iterator[_Said]:
     used = plan["timeline"]["utilisation"]
     if plan["strategy"] != "pipelined" or used >= _UTILISATION:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, Optional
+from typing import Dict, Optional
 
 from ipufit.report.chrome import render_trace
 from ipufit.report.files import PAGE, TRACE, plain
@@ -31,7 +31,7 @@ def write_page(folder: str) -> None:
 _APART = ("capture", "report")
 
 
-def summarize_run(run: Run) -> Dict[str, Any]:
+def summarize_run(run: Run) -> Dict[str, object]:
     """Return the most important numbers of a run, in types that JSON has.
 
     ``final`` are the last values of the history, ``seconds`` and ``phases`` those of the whole run,
@@ -58,7 +58,7 @@ def summarize_run(run: Run) -> Dict[str, Any]:
             for each in facts.get("warnings", [])
         ],
     }
-    plain_summary: Dict[str, Any] = plain(summary)
+    plain_summary: Dict[str, object] = plain(summary)
     return plain_summary
 
 

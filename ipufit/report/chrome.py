@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set
+from typing import Dict, List, Mapping, Optional, Sequence, Set
 
-from ipufit.report.files import plain
+from ipufit.report.files import Facts, plain
 from ipufit.report.rows import ExecutionTable, columns_of
 from ipufit.report.run import Run
 from ipufit.utils.phase_timer import PHASES
 
 __all__ = ["MOST_COUNTS", "MOST_PHASES", "MOST_TASKS", "render_trace"]
+
+
+# Numbers of executions, by column.
+Row = Mapping[str, float]
 
 
 class Lane:
@@ -122,7 +126,7 @@ def render_trace(run: Run) -> str:
         run: also one that is not over.
     """
     events = Events()
-    about: Dict[str, Any] = {
+    about: Dict[str, object] = {
         "title": run.facts["title"],
         "begun": run.facts["begun"],
         "status": run.facts["status"],
@@ -134,7 +138,7 @@ def render_trace(run: Run) -> str:
     return events.text(about)
 
 
-def _host(events: Events, run: Run, about: Dict[str, Any]) -> None:
+def _host(events: Events, run: Run, about: Dict[str, object]) -> None:
     """Draw epochs, executions and counters of the host."""
     events.process(_HOST, "host")
     epochs = run.facts["epochs"]
@@ -157,7 +161,7 @@ def _host(events: Events, run: Run, about: Dict[str, Any]) -> None:
     _counters(events, rows, about)
 
 
-def _rows(columns: Dict[str, List[float]], about: Dict[str, Any]) -> List[Dict[str, Any]]:
+def _rows(columns: Dict[str, List[float]], about: Dict[str, object]) -> List[Dict[str, float]]:
     """Return the executions, each with the sum of its seconds."""
     if sum(1 for name in PHASES for seconds in columns[name] if seconds) > MOST_PHASES:
         about["executions"] = "Two in a row are drawn as one."
@@ -166,13 +170,13 @@ def _rows(columns: Dict[str, List[float]], about: Dict[str, Any]) -> List[Dict[s
         columns = columns_of(rows.flat)
     executions = []
     for values in zip(*columns.values()):
-        row: Dict[str, Any] = dict(zip(columns, values))
+        row: Dict[str, float] = dict(zip(columns, values))
         row["seconds"] = sum(row[name] for name in PHASES)
         executions.append(row)
     return executions
 
 
-def _unfinished(lane: Lane, rows: Sequence[Mapping[str, Any]], finished_epochs: Set[int]) -> None:
+def _unfinished(lane: Lane, rows: Sequence[Row], finished_epochs: Set[int]) -> None:
     """Draw the epoch in which a run stands, or in which it broke off."""
     unfinished = [row for row in rows if row["epoch"] not in finished_epochs]
     if unfinished:
@@ -181,9 +185,7 @@ def _unfinished(lane: Lane, rows: Sequence[Mapping[str, Any]], finished_epochs: 
         lane.add(f"epoch {unfinished[0]['epoch']:.0f}", _time(begin), _time(end - begin), args)
 
 
-def _executions(
-    lane: Lane, rows: Sequence[Mapping[str, object]], epochs: Sequence[Mapping[str, object]]
-) -> None:
+def _executions(lane: Lane, rows: Sequence[Row], epochs: Sequence[Facts]) -> None:
     ends = {each["epoch"]: each for each in epochs}
     for place, row in enumerate(rows):
         _execution(lane, row)
@@ -192,7 +194,7 @@ def _executions(
             _rest(lane, _back(rows, place), ends[row["epoch"]])
 
 
-def _back(rows: Sequence[Mapping[str, object]], last: int) -> List[Mapping[str, Any]]:
+def _back(rows: Sequence[Row], last: int) -> List[Row]:
     """Return the rows of the epoch that ends with the row at index ``last``."""
     first = last
     while first and rows[first - 1]["epoch"] == rows[last]["epoch"]:
@@ -200,7 +202,7 @@ def _back(rows: Sequence[Mapping[str, object]], last: int) -> List[Mapping[str, 
     return list(rows[first : last + 1])
 
 
-def _execution(lane: Lane, row: Mapping[str, Any]) -> None:
+def _execution(lane: Lane, row: Row) -> None:
     lengths = {name: _time(row[name]) for name in PHASES}
     first, count, updates = (int(row[n]) for n in ("first_update", "executions", "updates"))
     name = "execution" if count == 1 else f"{count} executions"
@@ -212,7 +214,7 @@ def _execution(lane: Lane, row: Mapping[str, Any]) -> None:
             begin += length
 
 
-def _rest(lane: Lane, epoch_rows: Sequence[Mapping[str, Any]], epoch: Mapping[str, Any]) -> None:
+def _rest(lane: Lane, epoch_rows: Sequence[Row], epoch: Facts) -> None:
     """Draw what an epoch did after its last execution.
 
     Nothing is drawn where rows of two epochs are joined, or the epoch began in an earlier part of
@@ -227,7 +229,7 @@ def _rest(lane: Lane, epoch_rows: Sequence[Mapping[str, Any]], epoch: Mapping[st
             lane.add(name, lane.end, length, {"after the executions of epoch": epoch["epoch"]})
 
 
-def _counters(events: Events, rows: Sequence[Mapping[str, Any]], about: Dict[str, Any]) -> None:
+def _counters(events: Events, rows: Sequence[Row], about: Dict[str, object]) -> None:
     step = -(-len(rows) // MOST_COUNTS) or 1
     if step > 1:
         about["counters"] = f"Of {step} executions in a row, counters show the first."
@@ -247,7 +249,7 @@ def _counters(events: Events, rows: Sequence[Mapping[str, Any]], about: Dict[str
         before = values
 
 
-def _pipeline(events: Events, run: Run, about: Dict[str, Any]) -> None:
+def _pipeline(events: Events, run: Run, about: Dict[str, object]) -> None:
     """Draw the estimated pipeline of one update on the IPUs of a replica."""
     line = run.facts.get("plan", {}).get("timeline")
     if line is None:
@@ -284,7 +286,7 @@ def _mean_update(rows: Mapping[str, List[float]]) -> float:
     return sum(rows["compute"]) / updates if updates else 0.0
 
 
-def _operators(events: Events, operators: Mapping[str, Any], about: Dict[str, Any]) -> None:
+def _operators(events: Events, operators: Facts, about: Dict[str, object]) -> None:
     """Draw the operators of one micro-batch, a lane for each direction."""
     if not operators.get("rows"):
         return

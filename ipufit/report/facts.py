@@ -7,7 +7,7 @@ import inspect
 import os
 import platform
 import warnings
-from typing import Any, Dict, Iterator, List, Optional, TextIO, Tuple, Type, Union
+from typing import Dict, Iterator, List, Optional, TextIO, Tuple, Type, Union
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ def environment(session: ObservedSession) -> Dict[str, str]:
     return facts
 
 
-def layers(module: nn.Module, sample: MicroBatch) -> List[Dict[str, Any]]:
+def layers(module: nn.Module, sample: MicroBatch) -> List[Dict[str, object]]:
     """List the layers of a module, with the file and line of the forward of each."""
     tree = layers_of(module)
     shapes, used, failure = output_shapes(module, sample)
@@ -100,7 +100,7 @@ def _least(plan: PartitionPlan, utilisation: float) -> Optional[int]:
         return None
 
 
-def partition(session: ObservedSession, plan: Plan) -> Dict[str, Any]:
+def partition(session: ObservedSession, plan: Plan) -> Dict[str, object]:
     """Plan the stages as :meth:`ipufit.Model.plan` does, with the timeline of one update."""
     request, sample = PartitionRequest(None, None, None, None, None), session.sample
     assert sample is not None
@@ -170,9 +170,9 @@ class CapturedWarnings:
             return
         self._counts[key] = self._counts.get(key, 0) + 1
 
-    def to_entries(self) -> List[Dict[str, Any]]:
+    def to_entries(self) -> List[Dict[str, object]]:
         """Return the warnings as ``run.json`` has them."""
-        entries: List[Dict[str, Any]] = [
+        entries: List[Dict[str, object]] = [
             {
                 "kind": "warning",
                 "text": text,
@@ -189,5 +189,5 @@ class CapturedWarnings:
         return entries
 
 
-def _plain(text: str) -> Dict[str, Any]:
+def _plain(text: str) -> Dict[str, object]:
     return {"kind": "warning", "text": text, "cure": "", "category": "", "place": "", "count": 1}

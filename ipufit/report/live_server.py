@@ -6,11 +6,12 @@ import html
 import http.server
 import json
 import os
+import socket
 import socketserver
 import sys
 import threading
 import traceback
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple, Union
 
 from ipufit.errors import ConfigurationError, IpufitError
 from ipufit.report.files import EXECUTIONS, FACTS
@@ -39,6 +40,7 @@ _HEADERS = {
 }
 _HTML, _JSON, _TEXT = "text/html", "application/json", "text/plain"
 
+_Request = Union[socket.socket, Tuple[bytes, socket.socket]]
 _Stamp = Tuple[Optional[Tuple[int, int, int]], ...]
 
 
@@ -165,7 +167,7 @@ class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = ADDRESS, int(self.server_address[1])
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: _Request, client_address: object) -> None:
         """Say what went wrong, unless a browser has gone away before its answer."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Iterator, List, TypeVar
+from typing import Any, ContextManager, Iterator, List, Optional, TypeVar
 
 import torch
-from torch.profiler import ProfilerAction
+from torch.profiler import ProfilerAction, record_function
 
 from ipufit.errors import ConfigurationError
 from ipufit.report.files import TORCH_TRACE
@@ -53,8 +53,8 @@ class NamingClock(Clock):
 
     def __init__(self) -> None:
         super().__init__()
-        self._execution: Any = None
-        self._turned: Any = None
+        self._execution: Optional[ContextManager[object]] = None
+        self._turned: Optional[ContextManager[object]] = None
 
     def _span(self, place: int) -> Span:
         return _Named(self, place)
@@ -97,7 +97,7 @@ class _Named(Span):
     def __init__(self, clock: Clock, place: int) -> None:
         super().__init__(clock, place)
         self._phase = PHASES[place]
-        self._open: List[Any] = []
+        self._open: List[ContextManager[object]] = []
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -106,12 +106,12 @@ class _Named(Span):
         self._open[-1].__enter__()
 
     def __exit__(self, *about: object) -> None:
-        self._open.pop().__exit__(*about)
+        self._open.pop().__exit__(None, None, None)
         super().__exit__(*about)
 
 
-def _name(what: str) -> Any:
-    return torch.autograd.profiler.record_function(f"ipufit {what}")
+def _name(what: str) -> ContextManager[object]:
+    return record_function(f"ipufit {what}")
 
 
 class Profiler:

@@ -324,7 +324,7 @@ class Recorder(Observer):
                     f"any more: {error}. Training goes on without it.",
                 )
 
-    def _profiled(self) -> Dict[str, Any]:
+    def _profiled(self) -> Dict[str, object]:
         """Time one micro-batch operator by operator; else say why that can't be done."""
         assert self._job is not None
         if not self._report.operators:
@@ -398,7 +398,7 @@ class Recorder(Observer):
         self._safely(self._flush, self._write, lambda: write_page(self._report.folder))
 
 
-def _values(history: History) -> Dict[str, Any]:
+def _values(history: History) -> Dict[str, object]:
     """Return the values of every epoch, each with the place of its epoch, and the logged ones."""
     return {
         "epoch": list(history.epoch),

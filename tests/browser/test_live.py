@@ -151,7 +151,7 @@ def test_a_server_that_is_gone_is_told(browser, server):
     """And the page stops asking, until its reader wants it to."""
     show(browser, server.address)
     server.close()
-    wait_for(browser, "return document.getElementById('live-again')")
+    wait_for(browser, "return !document.getElementById('live-again').hidden")
     assert said(browser).startswith("The server is gone; this is the run as it was at ")
     spoken = browser.find_element(By.ID, "live-said").get_attribute("textContent")
     assert spoken == browser.execute_script(

@@ -7,7 +7,7 @@ from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from ipufit.report.page.sections import DRAWN, rounded
+from ipufit.report.page.figures import DRAWN, rounded
 from tests.browser.conftest import (
     come_to,
     complaints,
@@ -138,7 +138,7 @@ def test_a_long_curve_is_drawn_by_its_extremes(browser, addresses, runs):
     assert all(losses[update // 4 - 1] == value for update, value in zip(x, y))
     # The mean is that of all values.
     mean = "const t = document.querySelector('#chart-loss .plot').data[1]; return [t.x, t.y]"
-    smooth = browser.execute_script("return smoothed(facts.charts.loss.series[0].y, 100)")
+    smooth = browser.execute_script("return smoothed(facts.charts.loss.data[0].y, 100)")
     assert all(
         smooth[update // 4 - 1] == value for update, value in zip(*browser.execute_script(mean))
     )
@@ -373,7 +373,7 @@ def test_scripts_of_others_do_not_run(page):
 
 def test_light_and_dark(page):
     """As the system has it, until the reader chooses; pictures follow."""
-    ink = "return document.querySelector('#chart-loss .plot').layout.font.color"
+    ink = "return document.querySelector('#chart-loss .plot')._fullLayout.font.color"
     paper = "return getComputedStyle(document.body).backgroundColor"
     come_to(page, "chart-loss")
     light = page.execute_script(ink), page.execute_script(paper)
@@ -513,7 +513,7 @@ def test_an_old_browser_has_the_tables(browser, addresses):
 @pytest.mark.long
 def test_a_chart_that_fails_leaves_the_others(page):
     """And says so on top."""
-    page.execute_script("views.clear(); facts.charts.loss.series = null; done.clear()")
+    page.execute_script("views.clear(); facts.charts.loss.data = null; done.clear()")
     page.execute_script("drawInTurn(100)")
     said = wait_for(page, "return document.getElementById('trouble').textContent")
     assert said.startswith('"Loss of every execution" can\'t be drawn: ')

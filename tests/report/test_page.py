@@ -13,7 +13,7 @@ import pytest
 
 from ipufit.errors import ConfigurationError
 from ipufit.report.page import document, render_page, render_state
-from ipufit.report.page.sections import thinned
+from ipufit.report.page.figures import thinned
 from ipufit.report.rows import COLUMNS
 from ipufit.report.run import Run
 from ipufit.utils.phase_timer import PHASES
@@ -107,12 +107,12 @@ def test_every_chart_has_a_place_and_words(run):
 
 def test_the_loss_of_every_execution_is_in_the_page(run):
     """To six digits, by updates and by seconds."""
-    (series,) = Page(render_page([run])).facts["charts"]["loss"]["series"]
+    (series,) = Page(render_page([run])).facts["charts"]["loss"]["data"]
     assert series["y"] == pytest.approx(run.rows["loss"], rel=1e-5)
-    assert series["x"][0] == [float(i + 1) for i in range(len(series["y"]))]
+    assert series["x"] == [float(i + 1) for i in range(len(series["y"]))]
     phases = zip(*(run.rows[phase] for phase in PHASES))
     ends = [begin + sum(spent) for begin, spent in zip(run.rows["begin"], phases)]
-    assert series["x"][1] == pytest.approx(ends, rel=1e-5)
+    assert series["meta"]["time"] == pytest.approx(ends, rel=1e-5)
 
 
 def test_the_numbers_of_the_pipeline_are_those_of_the_plan(run):
@@ -124,10 +124,10 @@ def test_the_numbers_of_the_pipeline_are_those_of_the_plan(run):
     assert named["utilisation"] == line["utilisation"]
     assert named["bubble"] == 1 - line["utilisation"]
     assert named["total"] == line["total"]
-    forward, backward = Page(text).facts["charts"]["timeline"]["series"]
+    forward, backward = Page(text).facts["charts"]["timeline"]["data"]
     drawn = []
     for is_backward, series in enumerate((forward, backward)):
-        bars = zip(series["y"], series["label"], series["base"], series["x"][0])
+        bars = zip(series["y"], series["text"], series["base"], series["x"])
         drawn += [(y, int(label), bool(is_backward), base, x) for y, label, base, x in bars]
     tasks = [(s, m, back, begin, end - begin) for s, m, back, begin, end in line["tasks"]]
     assert [pytest.approx(task, abs=1e-8) for task in sorted(tasks)] == sorted(drawn)
@@ -162,7 +162,7 @@ def test_memory_over_a_micro_batch_stands_on_what_is_there_all_the_time(run):
     """The sum of all areas at the highest place is the total."""
     run = with_operators(run)
     found = run.facts["operators"]["memory"]
-    series = Page(render_page([run])).facts["charts"]["memory-operators"]["series"]
+    series = Page(render_page([run])).facts["charts"]["memory-operators"]["data"]
     highest = max(sum(each["y"][place] for each in series) for place in range(13))
     assert highest * 1024 == pytest.approx(found["total"], rel=1e-5)
 
@@ -259,7 +259,7 @@ def test_a_curve_of_many_points_says_how_it_is_drawn(run):
     said = "Drawn by the smallest and the largest of every stretch; zooming in shows all."
     for executions, is_said in ((2000, False), (2001, True)):
         page = Page(render_page([long(run, executions)]))
-        assert len(page.facts["charts"]["loss"]["series"][0]["y"]) == executions
+        assert len(page.facts["charts"]["loss"]["data"][0]["y"]) == executions
         assert (said in "".join(page.texts)) == is_said
     assert page.facts["points"] == 2000
 
@@ -374,9 +374,9 @@ def test_numbers_that_are_not_finite_leave_a_gap(run):
     rows = {**run.rows, "loss": [math.nan, *run.rows["loss"][1:]]}
     text = render_page([dataclasses.replace(run, facts=facts, rows=rows)])
     charts = Page(text).facts["charts"]
-    assert charts["loss"]["series"][0]["y"][0] is None
-    assert charts["epoch-0"]["series"][0]["y"] == [None, None]
-    assert charts["epoch-0"]["series"][1]["y"] == [None, 2.5]
+    assert charts["loss"]["data"][0]["y"][0] is None
+    assert charts["epoch-0"]["data"][0]["y"] == [None, None]
+    assert charts["epoch-0"]["data"][1]["y"] == [None, 2.5]
     assert cells(text, "table-values")[1:] == [
         ["loss", "inf", "inf", "2", "smaller"],
         ["val_loss", "2.5", "2.5", "2", "smaller"],
@@ -433,17 +433,17 @@ def test_two_runs_stand_side_by_side(run):
     ratios = cells(text, "table-operators-operator")
     assert ratios[0][2:] == ["run", "second", "second / run"]
     assert {row[4] for row in ratios[1:]} == {"2.00 ×"}
-    names = [series["name"] for series in page.facts["charts"]["loss"]["series"]]
+    names = [series["name"] for series in page.facts["charts"]["loss"]["data"]]
     assert names == ["run", "second"]
-    assert len(page.facts["charts"]["loss"]["series"][1]["y"]) == 10_000
+    assert len(page.facts["charts"]["loss"]["data"][1]["y"]) == 10_000
 
 
 def test_runs_with_the_same_name_have_their_paths(run):
     """And the same run twice is told apart too."""
     other = dataclasses.replace(run, folder="/elsewhere/run")
-    names = [s["name"] for s in Page(render_page([run, other])).facts["charts"]["loss"]["series"]]
+    names = [s["name"] for s in Page(render_page([run, other])).facts["charts"]["loss"]["data"]]
     assert names == [run.folder, "/elsewhere/run"]
-    names = [s["name"] for s in Page(render_page([run, run])).facts["charts"]["loss"]["series"]]
+    names = [s["name"] for s in Page(render_page([run, run])).facts["charts"]["loss"]["data"]]
     assert names == [f"{run.folder} (1)", f"{run.folder} (2)"]
 
 
@@ -495,12 +495,12 @@ def test_without_plotly_the_page_says_what_to_install(run, monkeypatch):
 def test_time_over_a_long_run_is_that_of_its_executions(run):
     """Areas of means, from the first update to the last; a short run has a bar for each."""
     chart = Page(render_page([long(run)])).facts["charts"]["phases-executions"]
-    assert {series["style"] for series in chart["series"]} == {"area"}
-    compute = next(series for series in chart["series"] if series["name"] == "compute")
-    (x,), y = compute["x"], compute["y"]
+    assert {series["stackgroup"] for series in chart["data"]} == {"all"}
+    compute = next(series for series in chart["data"] if series["name"] == "compute")
+    x, y = compute["x"], compute["y"]
     assert (x[0], x[-1], len(x), len(y)) == (1, 40_001, 151, 151)
     seconds = long(run).rows["compute"]
     assert y[0] == pytest.approx(1000 * sum(seconds[:67]) / 67, rel=1e-4)
     short = Page(render_page([run])).facts["charts"]["phases-executions"]
-    assert {series["style"] for series in short["series"]} == {"bar"}
-    assert short["series"][0]["x"][0] == [str(i + 1) for i in range(len(run.rows["loss"]))]
+    assert {series["type"] for series in short["data"]} == {"bar"}
+    assert short["data"][0]["x"] == [str(i + 1) for i in range(len(run.rows["loss"]))]

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 from ipufit.report.page import texts
-from ipufit.report.page.sections import (
-    DRAWN,
-    Chart,
-    Section,
-    Series,
-    lacking,
-    rounded,
-    thinned,
-)
+from ipufit.report.page.figures import DRAWN, Chart, Series, Value, rounded, thinned
+from ipufit.report.page.sections import Section, lacking
 from ipufit.report.run import Run, ends, total
 
 __all__ = ["curves"]
 
 Named = Sequence[Tuple[str, Run]]
+# Values of run.json, each with its epoch or update; what is not finite is text.
+Pairs = List[Tuple[int, Union[float, str, None]]]
 
 # Charts of values of epochs and of logged ones, and rows of the table of epochs, at most.
 _MOST_VALUES, _MOST_LOGGED = 40, 24
@@ -59,7 +54,7 @@ def _label(runs: Named, name: str, what: str = "") -> str:
     return f"{name}, {what}" if what else name
 
 
-def _ends(run: Run) -> Tuple[List[Any], List[Any]]:
+def _ends(run: Run) -> Tuple[Sequence[Value], Sequence[Value]]:
     """Return the count of updates after every execution, and when it was over."""
     rows = run.rows
     updates = [int(a + b) for a, b in zip(rows["first_update"], rows["updates"])]
@@ -95,7 +90,7 @@ def _losses(runs: Named) -> Optional[Chart]:
         summaries.append(text if len(runs) == 1 else f"{name}: {text}")
     if not series:
         return None
-    smallest = min(value for each in series for value in each.y if value is not None)
+    smallest = min(min(each.numbers) for each in series)
     return Chart(
         "loss",
         "Loss of every execution",
@@ -130,7 +125,7 @@ def _settings(runs: Named, column: str, title: str) -> Optional[Chart]:
         summaries.append(text if len(runs) == 1 else f"{name}: {text}")
     if not series:
         return None
-    positive = all(v is None or v > 0 for each in series for v in each.y)
+    positive = all(value > 0 for each in series for value in each.numbers)
     return Chart(
         column.replace("_", "-"),
         title,
@@ -155,20 +150,20 @@ def _changes(values: Sequence[object]) -> List[int]:
 
 
 def _both_thinned(
-    places: Sequence[Sequence[object]], y: Sequence[Any]
-) -> Tuple[List[Any], List[Any]]:
+    places: Sequence[Sequence[Value]], y: Sequence[Optional[float]]
+) -> Tuple[List[List[Value]], List[Optional[float]]]:
     """Thin points whose places are counted in several ways."""
     both = list(zip(*places))
     points, values = thinned(both, y)
     return [[each[way] for each in points] for way in range(len(places))], values
 
 
-def _history(run: Run) -> Tuple[List[int], Dict[str, List[Tuple[int, Any]]]]:
+def _history(run: Run) -> Tuple[List[int], Dict[str, Pairs]]:
     history = run.facts.get("history", {"epoch": [], "history": {}})
     return history["epoch"], history["history"]
 
 
-def _epoch_ends(run: Run) -> List[Any]:
+def _epoch_ends(run: Run) -> List[Value]:
     """Return when every epoch of the history was over."""
     over = {each["epoch"]: each["begin"] + each["seconds"] for each in run.facts["epochs"]}
     return [rounded(over.get(epoch), 6) for epoch in _history(run)[0]]
@@ -191,7 +186,10 @@ def _epoch_chart(runs: Named, name: str, place: int) -> Chart:
             what = "validation" if is_validation else "training"
             places = [spot for spot, _ in values[key]]
             y = [rounded(value) for _, value in values[key]]
-            ways = [[epochs[spot] + 1 for spot in places], [ends[spot] for spot in places]]
+            ways: List[List[Value]] = [
+                [epochs[spot] + 1 for spot in places],
+                [ends[spot] for spot in places],
+            ]
             x, y = _both_thinned(ways, y)
             look_of_line = look if len(runs) > 1 else is_validation
             style = "dashed" if is_validation else "line"
@@ -202,7 +200,7 @@ def _epoch_chart(runs: Named, name: str, place: int) -> Chart:
                     f"{what} {texts.number(finite[0])} at first, {texts.number(finite[-1])} at last"
                 )
                 summaries.append(text if len(runs) == 1 else f"{run_name}, {text}")
-    finite = [value for each in series for value in each.y if value is not None]
+    finite = [value for each in series for value in each.numbers]
     log = bool(finite) and min(finite) > 0
     text = "; ".join(summaries)
     return Chart(
@@ -218,8 +216,8 @@ def _epoch_chart(runs: Named, name: str, place: int) -> Chart:
     )
 
 
-def _updates(run: Run) -> Dict[str, List[Tuple[int, Any]]]:
-    updates: Dict[str, List[Tuple[int, Any]]] = run.facts.get("history", {}).get("updates", {})
+def _updates(run: Run) -> Dict[str, Pairs]:
+    updates: Dict[str, Pairs] = run.facts.get("history", {}).get("updates", {})
     return updates
 
 
@@ -239,7 +237,7 @@ def _logged_chart(runs: Named, name: str, place: int) -> Chart:
         if len(y) < len(full):
             text += ", drawn by the smallest and the largest of every stretch"
         summaries.append(f"{text}." if len(runs) == 1 else f"{run_name}: {text}.")
-    finite = [value for each in series for value in each.y if value is not None]
+    finite = [value for each in series for value in each.numbers]
     log = bool(finite) and min(finite) > 0
     return Chart(
         f"logged-{place}",

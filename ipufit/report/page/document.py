@@ -19,11 +19,12 @@ from ipufit.errors import ConfigurationError
 from ipufit.report.page import texts
 from ipufit.report.page.comparison import comparison_sections
 from ipufit.report.page.curves import curves
+from ipufit.report.page.figures import CONFIG, DRAWN, light_colours, look
 from ipufit.report.page.memory import memory
 from ipufit.report.page.operators import layers, operators
 from ipufit.report.page.phases import phases
 from ipufit.report.page.pipeline import pipeline
-from ipufit.report.page.sections import DRAWN, Section
+from ipufit.report.page.sections import Section
 from ipufit.report.page.summary import summary, warnings_section
 from ipufit.report.run import Run
 
@@ -109,7 +110,7 @@ def _called_at_once(text: bytes) -> bytes:
 
 
 _FOLDER = os.path.dirname(__file__)
-_SCRIPTS = ("start.js", "tables.js", "charts.js", "turns.js", "live.js", "main.js")
+_SCRIPTS = ("charts.js", "live.js", "page.js")
 
 
 @functools.lru_cache(maxsize=1)
@@ -153,21 +154,30 @@ def render_page(runs: Sequence[Run], live: bool = False) -> str:
     drawing = library()
     script = "\n".join(map(_asset, _SCRIPTS))
     content = _content(runs, live)
-    return _render(
+    page = _render(
         "page",
         **content,
-        data=data({"charts": content["charts"], "points": DRAWN}),
+        data=data(
+            {
+                "charts": content["charts"],
+                "colours": {light: f"--{name}" for name, light in light_colours().items()},
+                "config": CONFIG,
+                "look": look(),
+                "points": DRAWN,
+            }
+        ),
         live=live,
         plotly=Markup(drawing.packed),
         policy=policy([digest(script.encode("utf-8")), drawing.digest], live),
         script=Markup(script),
         title=" and ".join(dict.fromkeys(str(run.facts["title"]) for run in runs)),
     )
+    return str(page)
 
 
 def render_state(run: Run) -> str:
     """Render the JSON with which a page that was made with ``live=True`` updates itself."""
-    return data({**_content([run], live=True), "status": str(run.facts["status"])})
+    return str(data({**_content([run], live=True), "status": str(run.facts["status"])}))
 
 
 def _content(runs: Sequence[Run], live: bool) -> Dict[str, object]:
@@ -178,7 +188,7 @@ def _content(runs: Sequence[Run], live: bool) -> Dict[str, object]:
         "navigation": _render("navigation", sections=sections),
         "order": [section.anchor for section in sections],
         "sections": {section.anchor: render_section(section) for section in sections},
-        "charts": {chart.name: chart.to_dict() for section in sections for chart in section.charts},
+        "charts": {chart.name: chart.figure() for section in sections for chart in section.charts},
     }
 
 

@@ -8,15 +8,9 @@ from typing import Dict, List, Sequence
 from ipufit.planner.costs import by_ipu
 from ipufit.report.files import Facts
 from ipufit.report.page import texts
+from ipufit.report.page.figures import POINTS, Chart, Series, Value, rounded
 from ipufit.report.page.pipeline import stage_title
-from ipufit.report.page.sections import (
-    POINTS,
-    Chart,
-    Section,
-    Series,
-    lacking,
-    rounded,
-)
+from ipufit.report.page.sections import Section, lacking
 from ipufit.report.run import Run, binned
 
 __all__ = ["memory"]
@@ -150,7 +144,7 @@ def _of_process(run: Run) -> Dict[str, object]:
     unit, name = texts.scale(most, "bytes")
     is_gpu = "cuda" in str(run.facts.get("environment", {}).get("device", ""))
     what = "Memory of the GPU in tensors" if is_gpu else "Memory of the process"
-    ways: List[List[object]] = [
+    ways: List[List[Value]] = [
         [int(each["update"]) for each in stretches],
         [rounded(each["end"], 6) for each in stretches],
     ]

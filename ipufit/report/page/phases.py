@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Dict, List, Mapping, Optional, Sequence
 
 from ipufit.report.page import texts
-from ipufit.report.page.sections import Chart, Section, Series, lacking, rounded
+from ipufit.report.page.figures import Chart, Series, Value, rounded
+from ipufit.report.page.sections import Section, lacking
 from ipufit.report.run import Run, binned, samples_per_second
 from ipufit.utils.phase_timer import PHASES
 
@@ -73,7 +74,7 @@ def _stacked(
     # The pattern of every bar is drawn by itself, which many of them make slow, above all on paper.
     is_few = len(stretches) <= _BARS
     style = "bar" if is_few else "area"
-    places: List[Any] = [texts.count(edge) for edge in edges[:-1]] if is_few else list(edges)
+    places: List[Value] = [texts.count(edge) for edge in edges[:-1]] if is_few else list(edges)
     series = []
     for phase in used:
         y = [rounded(each[phase] / unit, 5) for each in stretches]
@@ -131,7 +132,7 @@ def _throughput(run: Run) -> Optional[Chart]:
         return None
     y = [rounded(each["samples"] / each["working"], 5) for each in stretches]
     finite = [value for value in y if value is not None]
-    ways: List[List[Any]] = [
+    ways: List[List[Value]] = [
         [int(each["update"]) for each in stretches],
         [rounded(each["end"], 6) for each in stretches],
     ]

@@ -8,7 +8,8 @@ from typing import Dict, List, Mapping, Tuple
 from ipufit.planner.pipeline_schedule import simulate
 from ipufit.report.files import Facts
 from ipufit.report.page import texts
-from ipufit.report.page.sections import Chart, Section, Series, lacking, rounded
+from ipufit.report.page.figures import Chart, Series, rounded
+from ipufit.report.page.sections import Section, lacking
 
 __all__ = ["pipeline", "stage_title"]
 

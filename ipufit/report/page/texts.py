@@ -200,11 +200,16 @@ def sortable(value: object) -> str:
     return repr(real(value))
 
 
+def power(value: float) -> int:
+    """Return the power of two that is nearest to a value of at least 1."""
+    return round(math.log2(value))
+
+
 # Filters of the templates, by name.
 FILTERS: Dict[str, Callable[..., object]] = {
     each.__name__: each
     for each in (
-        *(count, moment, number, part_of, rate, seconds),
+        *(count, moment, number, part_of, power, rate, seconds),
         *(setting, share, size, sortable, speed, work),
     )
 }

@@ -12,27 +12,23 @@ function morph(old, next) {
     if (old.data !== next.data) old.data = next.data;
     return;
   }
-  if (old.matches(".plot, .tools")) return;
-  for (const { name } of Array.from(old.attributes)) {
-    if (!OWN.has(name) && !next.hasAttribute(name)) old.removeAttribute(name);
-  }
-  for (const { name, value } of Array.from(next.attributes)) {
-    if (!OWN.has(name) && old.getAttribute(name) !== value) old.setAttribute(name, value);
+  if (old.matches(".plot, .chart .tools")) return;
+  for (const name of new Set([...old.getAttributeNames(), ...next.getAttributeNames()])) {
+    if (OWN.has(name) || old.getAttribute(name) === next.getAttribute(name)) continue;
+    if (next.hasAttribute(name)) old.setAttribute(name, next.getAttribute(name));
+    else old.removeAttribute(name);
   }
   const wanted = Array.from(next.childNodes);
   wanted.forEach((child, i) => {
     const present = old.childNodes[i];
-    if (!present) old.append(child);
-    else if (present.nodeName !== child.nodeName || (present.id || "") !== (child.id || "")) {
-      // A part that has come, or one that has gone.
-      const later = child.id ? Array.from(old.childNodes).find((n) => n.id === child.id) : null;
-      if (later) {
-        old.insertBefore(later, present);
-        morph(later, child);
-      } else if (present.id && next.querySelector(`:scope > [id="${CSS.escape(present.id)}"]`)) {
-        old.insertBefore(child, present);
-      } else present.replaceWith(child);
-    } else morph(present, child);
+    // A part with a name may have come to another place.
+    const named = child.id && Array.from(old.children).find((each) => each.id === child.id);
+    const isAlike = present?.nodeName === child.nodeName && !present.id && !child.id;
+    if (!named && !isAlike) old.insertBefore(child, present ?? null);
+    else {
+      if (named && named !== present) old.insertBefore(named, present);
+      morph(named || present, child);
+    }
   });
   while (old.childNodes.length > wanted.length) old.lastChild.remove();
 }
@@ -47,45 +43,37 @@ const known = new Map(); // by part of the page, what was sent for it last
 
 /** Whether something new was sent. */
 function isNew(key, value) {
-  const sent = typeof value === "string" ? value : JSON.stringify(value);
-  if (known.get(key) === sent) return false;
+  const sent = JSON.stringify(value);
+  const isOld = known.get(key) === sent;
   known.set(key, sent);
-  return true;
+  return !isOld;
 }
 
-function bringUpToDate(state) {
+/** Bring the page up to date; whether anything has changed. */
+function update(state) {
   let changed = false;
-  if (isNew("navigation", state.navigation)) {
-    morph(byId("navigation").firstElementChild, parsed(state.navigation).firstElementChild);
-  }
-  if (isNew("subtitle", state.subtitle)) {
-    const subtitle = make("p");
-    subtitle.append(parsed(state.subtitle));
-    morph(byId("subtitle"), Object.assign(subtitle, { id: "subtitle" }));
+  for (const [name, part] of [["navigation", state.navigation], ["subtitle", state.subtitle]]) {
+    const next = byId(name).cloneNode();
+    next.append(parsed(part));
+    morph(byId(name), next);
   }
   const main = byId("main");
   facts.charts = state.charts;
   state.order.forEach((anchor, i) => {
-    if (isNew(`section ${anchor}`, state.sections[anchor])) {
-      changed = true;
-      const next = parsed(state.sections[anchor]).firstElementChild;
-      // Rows have to meet rows: in the order that the reader has chosen.
-      for (const table of next.querySelectorAll("table.sorts")) applySort(table);
-      const old = byId(anchor);
-      if (old) morph(old, next);
-      else main.insertBefore(next, main.children[i] || null);
-      enhanceTables(byId(anchor));
-    }
+    if (!isNew(`section ${anchor}`, state.sections[anchor])) return;
+    changed = true;
+    const next = parsed(state.sections[anchor]).firstElementChild;
+    // Rows have to meet rows: in the order that the reader has chosen.
+    next.querySelectorAll("table.sorts").forEach(applySort);
+    if (byId(anchor)) morph(byId(anchor), next);
+    else main.insertBefore(next, main.children[i] ?? null);
+    enhance(byId(anchor));
   });
-  for (const section of Array.from(main.children)) {
-    if (!state.order.includes(section.id)) section.remove();
-  }
+  Array.from(main.children, (part) => state.order.includes(part.id) || part.remove());
   for (const figure of figures()) {
     const name = figure.dataset.chart;
-    if (!state.charts[name]) continue;
-    addTools(figure);
     const isChanged = isNew(`chart ${name}`, state.charts[name]);
-    changed = changed || isChanged;
+    changed ||= isChanged;
     // A chart that has come, or come anew, has no picture yet.
     if (isChanged || !figure.querySelector(".plot").layout) done.delete(name);
   }
@@ -93,57 +81,45 @@ function bringUpToDate(state) {
   return changed;
 }
 
-const clock = () => new Date().toLocaleTimeString("en-GB");
-
 /** Follow a run until it is over or its server is gone. */
 function follow() {
-  const place = byId("live");
-  // What is seen changes often; what is said aloud, rarely.
-  const shown = make("span", { "aria-hidden": "true", id: "live-shown" });
-  const said = make("span", { class: "unseen", id: "live-said" });
-  place.replaceChildren(shown, said);
-  place.hidden = false;
-  let failures = 0;
-  let updated = clock();
-  let spoken = -Infinity;
-  let last = "";
+  const clock = () => new Date().toLocaleTimeString("en-GB");
+  let [failures, updated, spoken, last] = [0, clock(), -Infinity, ""];
 
+  // What is seen changes often; what is said aloud, rarely.
   const tell = (line, isNews) => {
-    shown.textContent = line;
-    if (isNews || performance.now() - spoken > SAID_EVERY) {
-      said.textContent = line;
-      spoken = performance.now();
-    }
+    byId("live-shown").textContent = line;
+    if (!isNews && performance.now() - spoken < SAID_EVERY) return;
+    byId("live-said").textContent = line;
+    spoken = performance.now();
   };
 
   const ask = async () => {
     let state;
+    byId("live-again").hidden = true;
     try {
       const answer = await fetch("state", { cache: "no-store" });
       if (!answer.ok) throw new Error(String(answer.status));
-      state = JSON.parse(await answer.text());
+      state = await answer.json();
     } catch {
       failures += 1;
-      if (failures < PATIENCE) {
-        setTimeout(ask, EVERY);
-        return;
+      if (failures < PATIENCE) setTimeout(ask, EVERY);
+      else {
+        tell(`The server is gone; this is the run as it was at ${updated}. `, true);
+        byId("live-again").hidden = false;
       }
-      tell(`The server is gone; this is the run as it was at ${updated}. `, true);
-      const again = button("live-again", "Ask the server again", "try again", () => {
-        again.remove();
-        failures = 0;
-        ask();
-      });
-      if (!byId("live-again")) place.append(again);
       return;
     }
     failures = 0;
-    if (bringUpToDate(state)) updated = clock();
-    const news = state.status !== last;
+    if (update(state)) updated = clock();
+    tell(`${state.status}, updated ${updated}`, state.status !== last);
     last = state.status;
-    tell(`${state.status}, updated ${updated}`, news);
     if (state.status === "running") setTimeout(ask, EVERY);
   };
+  byId("live-again").addEventListener("click", () => {
+    failures = 0;
+    ask();
+  });
   tell(`running, updated ${updated}`, true);
   ask();
 }
