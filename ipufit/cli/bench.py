@@ -32,6 +32,9 @@ __all__ = ["bench_script"]
 
 ALIKE, DIFFERENT = 0, 1
 
+# Numbers and texts by name, as they are printed as JSON.
+_Values = Dict[str, Any]
+
 _ROUNDS = 3
 _EMBEDDED = "embedded"
 
@@ -78,7 +81,7 @@ def bench_script(
         The exit status: 0 where all ways give the same losses, 1 where one does not, 2 where the
         script failed or fits no model.
     """
-    results: List[Dict[str, Any]] = []
+    results: List[_Values] = []
 
     def look(
         model: Model, session: Session, fit_args: Mapping[str, object], caller: FrameType
@@ -227,7 +230,7 @@ def _executions(job: Job) -> Iterator[Tuple[int, CombinedBatch, float]]:
             )
 
 
-def _result(ways: List[_Way], session: Session, plan: Plan) -> Dict[str, Any]:
+def _result(ways: List[_Way], session: Session, plan: Plan) -> _Values:
     """Return all that is printed, in plain values."""
     base = ways[0]
     assert base.losses is not None
@@ -247,8 +250,8 @@ def _result(ways: List[_Way], session: Session, plan: Plan) -> Dict[str, Any]:
     }
 
 
-def _way_values(way: _Way, base: _Way, update_size: int, dtype: torch.dtype) -> Dict[str, Any]:
-    values: Dict[str, Any] = {"name": way.name, "refused": way.refused}
+def _way_values(way: _Way, base: _Way, update_size: int, dtype: torch.dtype) -> _Values:
+    values: _Values = {"name": way.name, "refused": way.refused}
     if way.refused is not None:
         return values
     assert way.losses is not None
@@ -281,7 +284,7 @@ def _dtype(session: Session) -> torch.dtype:
     return next((each for each in coarse if each in dtypes), torch.float32)
 
 
-def _lines(result: Dict[str, Any]) -> List[str]:
+def _lines(result: _Values) -> List[str]:
     engine, count = result["engine"], result["device_iterations"]
     lines = [
         f"{result['title']} on the {engine} engine: updates of {result['update_size']} samples, "

@@ -10,7 +10,17 @@ import sys
 from importlib import metadata
 from typing import Any, Dict, List, Optional
 
+import torch
+from packaging.requirements import Requirement
+
+from ipufit._version import __version__
+from ipufit.cli.parsing import CommandParser
+from ipufit.engines.choice import list_engines
+
 __all__ = ["add"]
+
+# Names and what is known of them, as they are printed as JSON.
+_Values = Dict[str, Any]
 
 _ABOUT = """\
 Say what is here: versions, devices, which engines can run a model and why others can't, and which
@@ -24,7 +34,7 @@ examples:
 """
 
 
-def add(commands: Any) -> None:
+def add(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add the command to the others."""
     command = commands.add_parser(
         "doctor",
@@ -47,13 +57,7 @@ def _do(options: argparse.Namespace) -> int:
     return 1 if facts["problems"] else 0
 
 
-def _examined() -> Dict[str, Any]:
-    # Imported here: another command does without.
-    import torch
-
-    from ipufit._version import __version__
-    from ipufit.engines.choice import list_engines
-
+def _examined() -> _Values:
     engines = [
         {"name": each.name, "available": each.available, "reason": each.reason}
         for each in list_engines()
@@ -69,7 +73,7 @@ def _examined() -> Dict[str, Any]:
             "system": f"{platform.system()} {platform.machine()}",
             "cores": os.cpu_count(),
             "threads of torch": torch.get_num_threads(),
-            "CUDA": _cuda(torch),
+            "CUDA": _cuda(),
             "Poplar SDK": os.environ.get("POPLAR_SDK_ENABLED") or "not enabled in this shell",
         },
         "engines": engines,
@@ -78,7 +82,7 @@ def _examined() -> Dict[str, Any]:
     }
 
 
-def _cuda(torch: Any) -> str:
+def _cuda() -> str:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())]
         return f"{torch.version.cuda}: {', '.join(names)}"
@@ -87,10 +91,8 @@ def _cuda(torch: Any) -> str:
     return f"torch is built for {torch.version.cuda}, and finds no GPU"
 
 
-def _packages() -> Optional[List[Dict[str, Any]]]:
+def _packages() -> Optional[List[_Values]]:
     """List the packages that ipufit's metadata names; None in a checkout without metadata."""
-    from packaging.requirements import Requirement
-
     try:
         wanted = metadata.requires("ipufit") or []
     except metadata.PackageNotFoundError:
@@ -116,7 +118,7 @@ def _packages() -> Optional[List[Dict[str, Any]]]:
     return packages
 
 
-def _extras_of(requirement: Any) -> List[Optional[str]]:
+def _extras_of(requirement: Requirement) -> List[Optional[str]]:
     """The extras that ask for a package; first None for what is always needed."""
     names = metadata.metadata("ipufit").get_all("Provides-Extra") or []
     marker = requirement.marker
@@ -132,7 +134,7 @@ def _version(name: str) -> Optional[str]:
         return None
 
 
-def _problems(packages: Optional[List[Dict[str, Any]]]) -> List[str]:
+def _problems(packages: Optional[List[_Values]]) -> List[str]:
     """Report problems of required packages, and of optional ones that are installed."""
     problems = []
     for each in packages or ():
@@ -147,7 +149,7 @@ def _problems(packages: Optional[List[Dict[str, Any]]]) -> List[str]:
     return problems
 
 
-def _chosen(engines: List[Dict[str, Any]]) -> List[str]:
+def _chosen(engines: List[_Values]) -> List[str]:
     """Report a problem of the engine that the environment chooses."""
     name = os.environ.get("IPUFIT_ENGINE")
     usable = [each["name"] for each in engines if each["available"]]
@@ -159,7 +161,7 @@ def _chosen(engines: List[Dict[str, Any]]) -> List[str]:
     ]
 
 
-def _lines(facts: Dict[str, Any]) -> List[str]:
+def _lines(facts: _Values) -> List[str]:
     lines = [f"{name:18}{value}" for name, value in facts["versions"].items()]
     lines += [f"{name:18}{value}" for name, value in facts["machine"].items()]
     lines += ["", "Engines"]

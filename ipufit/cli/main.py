@@ -9,21 +9,23 @@ import sys
 from typing import Callable, Dict, Iterable, List, NoReturn, Optional, Sequence, Tuple
 
 from ipufit._version import __version__
-from ipufit.cli import completion, conformance, doctor, report, script_args, watch
-from ipufit.cli.parsing import CommandParser
-from ipufit.cli.poptorch_hook import offer_poptorch
-from ipufit.cli.run_file import (
+from ipufit.cli import doctor, report, script_args, watch
+from ipufit.cli.parsing import CommandParser, add_completion
+from ipufit.cli.run import (
     ScriptError,
     enter,
     enter_module,
+    offer_poptorch,
     read_script,
     run_module,
     run_script,
 )
+from ipufit.conformance import command_line
 from ipufit.errors import IpufitError, UnknownNameError
 
 __all__ = ["main"]
 
+_CONFORMANCE = "conformance"
 _EXAMPLES = """\
 examples:
   ipufit check train.py          what of train.py's model a recorded program would not do
@@ -54,8 +56,11 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     rest: List[str] = []
     if words and words[0] in script_args.NAMES:
         words, rest = script_args.split(words)
-    if words and words[0] == conformance.NAME:
-        raise SystemExit(conformance.run(words[1:]))
+    if words and words[0] == _CONFORMANCE:
+        # Imported here: another command does without. It reads its arguments itself.
+        from ipufit.conformance.__main__ import main as run_conformance
+
+        raise SystemExit(run_conformance(words[1:], prog=f"ipufit {_CONFORMANCE}"))
     options = parser.parse_args(words)
     if options.command is None:
         parser.print_help()
@@ -131,13 +136,16 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, CommandParser]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ipufit {__version__}")
-    completion.add(parser)
+    add_completion(parser)
     commands = parser.add_subparsers(dest="command", metavar="command", parser_class=CommandParser)
     script_args.add(commands)
     report.add(commands)
     watch.add(commands)
     doctor.add(commands)
-    conformance.add(commands)
+    # For shells that complete it, and for --help.
+    command_line.add_arguments(
+        commands.add_parser(_CONFORMANCE, help="hold the engines against PopTorch's semantics")
+    )
     return parser, commands.choices
 
 

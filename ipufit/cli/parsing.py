@@ -1,12 +1,15 @@
-"""Parsers whose complaints are those of the command that was meant, with what to write instead."""
+"""Parsers of the command line: what they say of an unknown option, and how shells complete them."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from typing import Any, List, Optional, Tuple
+import sys
+from typing import Any, Iterator, List, Optional, Tuple
 
-__all__ = ["CommandParser"]
+from ipufit.errors import ConfigurationError
+
+__all__ = ["SHELLS", "CommandParser", "add_completion"]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -38,3 +41,68 @@ class CommandParser(argparse.ArgumentParser):
         options = [name for action in self._actions for name in action.option_strings]
         near = difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.8)
         return near[0] if near and word.startswith("--") else None
+
+
+SHELLS = ("bash", "zsh", "tcsh")
+_FILES, _FOLDERS = ("script",), ("folder", "folders")
+
+
+def add_completion(parser: argparse.ArgumentParser) -> None:
+    """Add the option to the parser of the whole command."""
+    parser.add_argument(
+        "--print-completion",
+        action=_Print,
+        choices=SHELLS,
+        help="print a script that makes this shell complete commands, options and files; needs "
+        "`pip install ipufit[completion]`",
+    )
+
+
+class _Print(argparse.Action):
+    """Prints the script and ends, as ``--version`` does."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: object = None,
+    ) -> None:
+        try:
+            script = _script(parser, str(values))
+        except ConfigurationError as error:
+            sys.stderr.write(f"{parser.prog}: {error}\n")
+            raise SystemExit(2) from None
+        sys.stdout.write(script + "\n")
+        raise SystemExit(0)
+
+
+def _script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Return the script that the shell reads.
+
+    Raises:
+        ConfigurationError: the library that writes it is not installed.
+    """
+    try:
+        # Imported here: another command does without.
+        import shtab
+    except ImportError as error:
+        raise ConfigurationError(
+            "--print-completion needs shtab, which is not installed. Run: "
+            "pip install ipufit[completion]"
+        ) from error
+    kinds = {**dict.fromkeys(_FILES, shtab.FILE), **dict.fromkeys(_FOLDERS, shtab.DIRECTORY)}
+    for action in _actions(parser):
+        if action.dest in kinds and not action.option_strings:
+            action.complete = kinds[action.dest]  # type: ignore[attr-defined]
+    script: str = shtab.complete(parser, shell=shell)
+    return script
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the actions of a parser and of its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)

@@ -7,8 +7,9 @@ import json
 import os
 import pathlib
 import sys
-from typing import Any, List, Optional
+from typing import List, Optional
 
+from ipufit.cli.parsing import CommandParser
 from ipufit.errors import ConfigurationError
 
 __all__ = ["add"]
@@ -27,7 +28,7 @@ examples:
 _COMPARISON = "comparison.html"
 
 
-def add(commands: Any) -> None:
+def add(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add the command to the others."""
     command = commands.add_parser(
         "report",
@@ -56,14 +57,12 @@ def add(commands: Any) -> None:
 
 
 def _do(options: argparse.Namespace) -> int:
-    # Imported here: another command does without.
-    from ipufit.report.run import Run
-
     if options.json:
         _refuse_page(options)
-        return _tell([Run.read(folder) for folder in options.folders])
+        return _tell(options.folders)
     path = _free(options)
     if path is None:
+        # Imported here: another command does without.
         from ipufit.report.build import write_page
 
         (folder,) = options.folders
@@ -71,6 +70,7 @@ def _do(options: argparse.Namespace) -> int:
         path = _own_page(folder)
     else:
         from ipufit.report.page import render_page
+        from ipufit.report.run import Run
         from ipufit.utils.files import write_text
 
         write_text(path, render_page([Run.read(folder) for folder in options.folders]))
@@ -121,9 +121,10 @@ def _free(options: argparse.Namespace) -> Optional[str]:
     return path
 
 
-def _tell(runs: List[Any]) -> int:
+def _tell(folders: List[str]) -> int:
     from ipufit.report.build import summarize_run
+    from ipufit.report.run import Run
 
-    summary = {"runs": [summarize_run(run) for run in runs]}
+    summary = {"runs": [summarize_run(Run.read(folder)) for folder in folders]}
     sys.stdout.write(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return 0

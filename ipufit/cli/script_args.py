@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import Any, List, Tuple
+from typing import List, Tuple
 
-from ipufit.cli.poptorch_hook import CHOICES
+from ipufit.cli.parsing import CommandParser
+from ipufit.cli.run import CHOICES
 
 __all__ = ["NAMES", "add", "split"]
 
@@ -76,7 +77,7 @@ NAMES = ("run", "check", "plan", "bench")
 _VALUED = ("--poptorch", "--ipus", "--ipus-per-replica", "--seconds")
 
 
-def add(commands: Any) -> None:
+def add(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add these commands to the others."""
     _add_run(commands)
     _add_check(commands)
@@ -86,7 +87,7 @@ def add(commands: Any) -> None:
         commands.choices[name].advice = "Arguments of the script stand behind it."
 
 
-def _add_run(commands: Any) -> None:
+def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     run = commands.add_parser(
         "run",
         help="run a PopTorch script",
@@ -106,7 +107,7 @@ def _add_run(commands: Any) -> None:
     )
 
 
-def _add_check(commands: Any) -> None:
+def _add_check(commands: argparse._SubParsersAction[CommandParser]) -> None:
     check = commands.add_parser(
         "check",
         help="check what a script would train",
@@ -124,7 +125,7 @@ def _add_check(commands: Any) -> None:
     )
 
 
-def _add_plan(commands: Any) -> None:
+def _add_plan(commands: argparse._SubParsersAction[CommandParser]) -> None:
     plan = commands.add_parser(
         "plan",
         help="say what a script's model takes on IPUs",
@@ -149,7 +150,7 @@ def _add_plan(commands: Any) -> None:
     _take_json(plan, "the plan")
 
 
-def _add_bench(commands: Any) -> None:
+def _add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
     bench = commands.add_parser(
         "bench",
         help="time what a script would train",

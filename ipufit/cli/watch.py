@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Any
 
+from ipufit.cli.parsing import CommandParser
 from ipufit.errors import ConfigurationError
 
 __all__ = ["add"]
@@ -25,7 +25,7 @@ examples:
 """
 
 
-def add(commands: Any) -> None:
+def add(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add the command to the others."""
     command = commands.add_parser(
         "watch",

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from ipufit.cli.completion import SHELLS
 from ipufit.cli.main import main
+from ipufit.cli.parsing import SHELLS
 
 
 def printed(shell, capsys):

@@ -11,7 +11,7 @@ import pytest
 
 import ipufit
 from ipufit.cli.main import main
-from ipufit.cli.poptorch_hook import offer_poptorch
+from ipufit.cli.run import offer_poptorch
 
 ROOT = Path(__file__).resolve().parents[2]
 

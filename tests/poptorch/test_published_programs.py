@@ -50,9 +50,7 @@ def run(*lines):
     """Run lines as a script of ``ipufit run``; returns what it prints."""
     script = textwrap.dedent("\n".join(lines))
     program = f"import sys; sys.argv = ['x']; exec({script!r})"
-    offered = (
-        "from ipufit.cli.poptorch_hook import offer_poptorch; offer_poptorch('standin', len); "
-    )
+    offered = "from ipufit.cli.run import offer_poptorch; offer_poptorch('standin', len); "
     done = subprocess.run(
         [sys.executable, "-c", offered + program], capture_output=True, text=True, timeout=120
     )
