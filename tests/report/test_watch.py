@@ -18,8 +18,9 @@ import pytest
 
 from ipufit.cli.main import main
 from ipufit.errors import ConfigurationError
-from ipufit.report.files import EXECUTIONS, FACTS, append_rows, write_rows, write_text
+from ipufit.report.files import EXECUTIONS, FACTS, append_rows, write_rows
 from ipufit.report.live_server import ADDRESS, PORT, Server, Watched
+from ipufit.utils.files import write_text
 from tests.report.runs_made import facts_of, flat_rows, written
 
 ROOT = Path(__file__).resolve().parents[2]
