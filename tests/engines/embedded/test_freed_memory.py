@@ -17,6 +17,9 @@ import ipufit
 from ipufit.engines.embedded.passes import cpu_kernels, select_kernels
 from ipufit.utils import malloc_policy
 
+# All name the engine whose memory they look at.
+pytestmark = pytest.mark.both_engines
+
 needs_glibc = pytest.mark.skipif(malloc_policy._glibc() is None, reason="another C library")
 tells = pytest.mark.skipif(
     not hasattr(malloc_policy._glibc(), "mallinfo2"), reason="a library that does not tell"

@@ -19,6 +19,8 @@ from ipufit.errors import ConfigurationError, NonFiniteLossError
 from tests.fitting import assert_close, assert_equal
 from tests.nets import MLP, data
 
+pytestmark = pytest.mark.both_engines
+
 KEYS = itertools.count()
 
 
