@@ -9,6 +9,7 @@ from typing import (
     Any,
     Callable,
     Dict,
+    Iterable,
     Mapping,
     NamedTuple,
     Optional,
@@ -31,6 +32,7 @@ __all__ = [
     "as_float",
     "finite",
     "means",
+    "missing_value",
     "one_of",
     "say",
     "stored",
@@ -281,6 +283,17 @@ def as_float(value: object) -> float:
     if isinstance(value, (bool, str, bytes)) or not isinstance(value, SupportsFloat):
         return math.nan
     return float(value)
+
+
+def missing_value(callback: object, name: str, available: Iterable[str]) -> ConfigurationError:
+    """Make the error for a callback that needs a value which is not there."""
+    cure = "Ask for one of these, or add it to metrics."
+    if name.startswith("val_") and not any(other.startswith("val_") for other in available):
+        cure = "Pass validation_data to fit, or ask for one of these."
+    return ConfigurationError(
+        f"{type(callback).__name__} needs the value {name!r} at the end of an epoch, but there is "
+        f"only {', '.join(available) or 'none'}. {cure}"
+    )
 
 
 class UpdateCount:

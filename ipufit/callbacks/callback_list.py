@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
 
-from ipufit.callbacks.callback import EVENTS, Callback
+from ipufit.callbacks.callback import EVENTS, Callback, missing_value
 from ipufit.callbacks.history import History
 from ipufit.callbacks.running_fit import CallbackModel, Measurement, RunningFit
 from ipufit.core.batch import Mode
@@ -87,7 +87,7 @@ class CallbackList:
         for callback in self.callbacks:
             for name in callback.monitors:
                 if name not in available and not any(_may_add(c, name) for c in self.callbacks):
-                    raise missing(callback, name, available)
+                    raise missing_value(callback, name, available)
 
 
 class Observer:
@@ -189,17 +189,6 @@ def _call_all(callbacks: Sequence[Callback], hook: str, args: Sequence[object]) 
             getattr(callbacks[0], hook)(*args)
         finally:
             _call_all(callbacks[1:], hook, args)
-
-
-def missing(callback: object, name: str, available: Iterable[str]) -> ConfigurationError:
-    """The error for a callback that needs a value which is not there."""
-    cure = "Ask for one of these, or add it to metrics."
-    if name.startswith("val_") and not any(other.startswith("val_") for other in available):
-        cure = "Pass validation_data to fit, or ask for one of these."
-    return ConfigurationError(
-        f"{type(callback).__name__} needs the value {name!r} at the end of an epoch, but there is "
-        f"only {', '.join(available) or 'none'}. {cure}"
-    )
 
 
 def _may_add(callback: Callback, name: str) -> bool:

@@ -12,13 +12,13 @@ from ipufit.callbacks.callback import (
     Callback,
     Logs,
     finite,
+    missing_value,
     one_of,
     say,
     stored,
     stored_or_none,
     whole,
 )
-from ipufit.callbacks.callback_list import missing
 from ipufit.callbacks.history import direction_of
 from ipufit.core.weights_file import WeightsCopy
 from ipufit.errors import ConfigurationError, NonFiniteLossError
@@ -87,7 +87,7 @@ class Monitor(Callback):
         if value is None:
             coming = [*self.params.get("metrics", ()), *self.params.get("adds", ())]
             if not self._was_there and self.monitor not in coming:
-                raise missing(self, self.monitor, logs)
+                raise missing_value(self, self.monitor, logs)
             return None
         self._was_there = True
         return float(value)

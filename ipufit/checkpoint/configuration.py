@@ -132,7 +132,7 @@ class ConfigurationChange:
 
     @property
     def place(self) -> Tuple[str, str, str]:
-        """What changed, without the two values."""
+        """Name of the value that changed, without what it was and is."""
         return self.name, self.part, self.of
 
 

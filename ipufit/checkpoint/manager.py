@@ -12,7 +12,8 @@ from types import FrameType
 from typing import Dict, Iterator, List, Optional, Sequence
 
 from ipufit.callbacks import Callback, CallbackList
-from ipufit.callbacks.callback_list import Observer, missing
+from ipufit.callbacks.callback import missing_value
+from ipufit.callbacks.callback_list import Observer
 from ipufit.callbacks.history import direction_of
 from ipufit.callbacks.running_fit import CallbackModel, ObservedSession, RunningFit
 from ipufit.checkpoint.configuration import ConfigurationChange, RunData, resolve_resume_changes
@@ -275,7 +276,7 @@ class CheckpointManager(Observer):
             return
         metrics = self._callbacks.params["metrics"]
         if settings.monitor not in metrics:
-            raise missing(settings, settings.monitor, metrics)
+            raise missing_value(settings, settings.monitor, metrics)
         direction = direction_of(
             settings.monitor, self._callbacks.params["directions"], guess=False
         )

@@ -1,4 +1,4 @@
-"""What torch's own losses are before their elements become one number, weighted or not."""
+"""Torch's own losses before their elements become one number, weighted or not."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ __all__ = [
 _TASKS = ("binary", "multiclass", "multilabel")
 
 
-class Form(NamedTuple):
-    """What a metric is computed of.
+class MetricForm(NamedTuple):
+    """Task of a metric and how many values it is over.
 
     Attributes:
         task: "binary", "multiclass", "multilabel" or "regression".
@@ -71,7 +71,7 @@ class TaskMetric:
 
     name: ClassVar[str]
 
-    def form_of(self, shown: str, prediction: Tensor, target: Tensor) -> Form:
+    def form_of(self, shown: str, prediction: Tensor, target: Tensor) -> MetricForm:
         """Say what the metric is computed of for such a micro-batch.
 
         Raises:
@@ -80,7 +80,7 @@ class TaskMetric:
         raise NotImplementedError
 
     def arrange(
-        self, shown: str, form: Form, prediction: Tensor, target: Tensor
+        self, shown: str, form: MetricForm, prediction: Tensor, target: Tensor
     ) -> Tuple[Tensor, Tensor]:
         """Bring a micro-batch into the shapes that the object takes.
 
@@ -89,7 +89,7 @@ class TaskMetric:
         """
         raise NotImplementedError
 
-    def build(self, form: Form) -> Any:
+    def build(self, form: MetricForm) -> Any:
         """Make the object of torchmetrics."""
         raise NotImplementedError
 
@@ -147,7 +147,7 @@ class Classification(TaskMetric):
         """Name the task where prediction and target have one shape."""
         return "binary"
 
-    def form_of(self, shown: str, prediction: Tensor, target: Tensor) -> Form:
+    def form_of(self, shown: str, prediction: Tensor, target: Tensor) -> MetricForm:
         """Read task and number of classes from prediction and target."""
         target = fit_indices(prediction, target)
         if takes_indices(prediction, target):
@@ -174,10 +174,10 @@ class Classification(TaskMetric):
                     f"task={task!r}, which prediction and target make it, got "
                     f"{getattr(self, name)!r}. Leave it out, or pass another task."
                 )
-        return Form(task, size)
+        return MetricForm(task, size)
 
     def arrange(
-        self, shown: str, form: Form, prediction: Tensor, target: Tensor
+        self, shown: str, form: MetricForm, prediction: Tensor, target: Tensor
     ) -> Tuple[Tensor, Tensor]:
         """Flatten what is binary, and make class indices of one-hot targets."""
         # Half precision has few operators on the host.
@@ -200,7 +200,7 @@ class Classification(TaskMetric):
             )
         )
 
-    def _probabilities(self, shown: str, prediction: Tensor, form: Form) -> Tensor:
+    def _probabilities(self, shown: str, prediction: Tensor, form: MetricForm) -> Tensor:
         if self.from_logits:
             return prediction.softmax(1) if form.task == "multiclass" else prediction.sigmoid()
         if ((prediction < 0) | (prediction > 1)).any():
@@ -211,11 +211,11 @@ class Classification(TaskMetric):
             )
         return prediction
 
-    def _options(self, form: Form) -> Dict[str, object]:
+    def _options(self, form: MetricForm) -> Dict[str, object]:
         """Return the arguments that are the metric's own."""
         return {}
 
-    def build(self, form: Form) -> Any:
+    def build(self, form: MetricForm) -> Any:
         """Make the object of torchmetrics for this task."""
         options = self._options(form)
         if form.task == "multiclass":
@@ -251,7 +251,7 @@ class Thresholded(Classification):
     def _idle(self, task: str) -> Sequence[str]:
         return (*super()._idle(task), *(("threshold",) if task == "multiclass" else ()))
 
-    def _options(self, form: Form) -> Dict[str, object]:
+    def _options(self, form: MetricForm) -> Dict[str, object]:
         return {} if form.task == "multiclass" else {"threshold": self._limit}
 
 
@@ -303,7 +303,7 @@ class FBetaScore(F1Score):
     name: ClassVar[str] = "fbeta_score"
     _kind: ClassVar[str] = "FBetaScore"
 
-    def _options(self, form: Form) -> Dict[str, object]:
+    def _options(self, form: MetricForm) -> Dict[str, object]:
         return {"beta": float(self.beta), **super()._options(form)}
 
 
@@ -330,7 +330,7 @@ class AUC(Classification):
                 f"{self.num_thresholds!r}. Keras has 200."
             )
 
-    def _options(self, form: Form) -> Dict[str, object]:
+    def _options(self, form: MetricForm) -> Dict[str, object]:
         return {"thresholds": self.num_thresholds}
 
 
@@ -351,7 +351,7 @@ class MeanIoU(Thresholded):
         return "binary" if columns == 1 else "multiclass"
 
     def arrange(
-        self, shown: str, form: Form, prediction: Tensor, target: Tensor
+        self, shown: str, form: MetricForm, prediction: Tensor, target: Tensor
     ) -> Tuple[Tensor, Tensor]:
         """Make class indices of all there is."""
         prediction, target = super().arrange(shown, form, prediction, target)
@@ -359,7 +359,7 @@ class MeanIoU(Thresholded):
             return prediction, target
         return (prediction > self._limit).long(), target
 
-    def build(self, form: Form) -> Any:
+    def build(self, form: MetricForm) -> Any:
         """Make the Jaccard index of torchmetrics over the classes."""
         size = form.size if form.task == "multiclass" else 2
         return _torchmetrics(
@@ -374,13 +374,13 @@ class MeanIoU(Thresholded):
 class _Regression(TaskMetric):
     """Base of the metrics of numbers, whose prediction and target have one shape."""
 
-    def form_of(self, shown: str, prediction: Tensor, target: Tensor) -> Form:
+    def form_of(self, shown: str, prediction: Tensor, target: Tensor) -> MetricForm:
         """Count the outputs of a sample."""
         same_shape(shown, prediction, target)
-        return Form("regression", math.prod(prediction.shape[1:]))
+        return MetricForm("regression", math.prod(prediction.shape[1:]))
 
     def arrange(
-        self, shown: str, form: Form, prediction: Tensor, target: Tensor
+        self, shown: str, form: MetricForm, prediction: Tensor, target: Tensor
     ) -> Tuple[Tensor, Tensor]:
         """Make a row for each sample, or a number where there is one."""
         target = same_shape(shown, prediction, target)
@@ -394,7 +394,7 @@ class R2Score(_Regression):
 
     name: ClassVar[str] = "r2_score"
 
-    def build(self, form: Form) -> Any:
+    def build(self, form: MetricForm) -> Any:
         """Make the object of torchmetrics, whose older versions ask for the number of outputs."""
         # Imported here: nobody needs it who has no such metric.
         from torchmetrics.regression import R2Score as TorchR2Score
@@ -418,7 +418,7 @@ class PearsonCorrelation(_Regression):
     _kind: ClassVar[str] = "PearsonCorrCoef"
 
     def arrange(
-        self, shown: str, form: Form, prediction: Tensor, target: Tensor
+        self, shown: str, form: MetricForm, prediction: Tensor, target: Tensor
     ) -> Tuple[Tensor, Tensor]:
         """Correlate within samples where they have several outputs."""
         prediction, target = super().arrange(shown, form, prediction, target)
@@ -431,7 +431,7 @@ class PearsonCorrelation(_Regression):
     def _of_rows(self, prediction: Tensor, target: Tensor) -> Tensor:
         return cosine(*(row - row.mean(1, keepdim=True) for row in (prediction, target)))
 
-    def build(self, form: Form) -> Any:
+    def build(self, form: MetricForm) -> Any:
         """Make the object of torchmetrics: a correlation, or a mean of correlations."""
         if form.size > 1:
             metric = _torchmetrics("aggregation", "MeanMetric")
@@ -486,10 +486,10 @@ class TaskMetricAdapter(Metric):
         self._key, self._metric = key, metric
         self.name = shown
         self.names = (key,)
-        self._form: Optional[Form] = None
+        self._form: Optional[MetricForm] = None
         self._built: Optional[TorchMetricAdapter] = None
 
-    def _build(self, form: Form) -> TorchMetricAdapter:
+    def _build(self, form: MetricForm) -> TorchMetricAdapter:
         self._form = form
         self._built = TorchMetricAdapter(self._key, self._metric.build(form), self.name)
         return self._built
@@ -532,7 +532,7 @@ class TaskMetricAdapter(Metric):
         self.reset()
         if state["form"] is not None:
             task, size = state["form"]
-            self._build(Form(str(task), int(size))).load_state_dict(state["state"])
+            self._build(MetricForm(str(task), int(size))).load_state_dict(state["state"])
 
     def merge_states(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, object]:
         """Merge states as torchmetrics has declared them.
@@ -550,7 +550,7 @@ class TaskMetricAdapter(Metric):
                 f"processes, got {' and '.join(map(str, forms))}. Bring the data into one form."
             )
         task, size = seen[0]["form"]
-        built = self.fresh()._build(Form(str(task), int(size)))
+        built = self.fresh()._build(MetricForm(str(task), int(size)))
         return {
             "form": forms[0],
             "state": built.merge_states([state["state"] for state in seen]),

@@ -35,7 +35,7 @@ _STEP = "Step___"
 _COUNTED = (torch.optim.Adam, torch.optim.AdamW, LAMB)
 
 
-class DeviceOptimizer(Protocol):
+class PoptorchOptimizer(Protocol):
     """One of PopTorch's optimizers, whose state is under "ipu_state"."""
 
     def state_dict(self) -> Dict[str, Any]:
@@ -101,7 +101,7 @@ def torch_state(
 
 
 def to_poptorch(
-    optimizer: torch.optim.Optimizer, target: DeviceOptimizer, module: nn.Module
+    optimizer: torch.optim.Optimizer, target: PoptorchOptimizer, module: nn.Module
 ) -> None:
     """Let an optimizer of PopTorch go on where torch's stands.
 
@@ -127,7 +127,10 @@ def to_poptorch(
 
 
 def from_poptorch(
-    source: DeviceOptimizer, optimizer: torch.optim.Optimizer, module: nn.Module, updates: int = 0
+    source: PoptorchOptimizer,
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module,
+    updates: int = 0,
 ) -> None:
     """Let torch's optimizer go on where one of PopTorch's stands.
 

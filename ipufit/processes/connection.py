@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, distributed
 
 from ipufit.errors import ConfigurationError, IpufitError, ProcessError
-from ipufit.processes.heartbeat_store import POLL, Heartbeats, HeartbeatStore, Store, StoreLostError
+from ipufit.processes.heartbeat_store import (
+    POLL,
+    Heartbeats,
+    HeartbeatStore,
+    KeyValueStore,
+    StoreLostError,
+)
 from ipufit.processes.launchers import Rendezvous
 from ipufit.utils.interrupts import ForkGuard
 
@@ -181,7 +187,7 @@ class Connection:
         is_hosted = place is not None and place.is_hosted
         self._faults = FaultFinder(num_processes, timeout, is_hosted)
         self._heartbeats: Optional[HeartbeatStore] = None
-        self._store: Optional[Store] = None
+        self._store: Optional[KeyValueStore] = None
         self._broken = ""
         self._is_ours = False
         self._same = ForkGuard()
@@ -291,7 +297,7 @@ class Connection:
         atexit.register(self._close)
         return self._heartbeats
 
-    def _stores(self, seconds: float) -> Tuple[Store, Store]:
+    def _stores(self, seconds: float) -> Tuple[KeyValueStore, KeyValueStore]:
         """Open a store for torch, which waits in it, and one for heartbeats, which must not."""
         place = self._place
         assert place is not None

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Callable, Dict, List, Optional, Protocol, Tuple, TypeVar
 
-__all__ = ["HeartbeatStore", "Heartbeats", "Store", "StoreLostError"]
+__all__ = ["HeartbeatStore", "Heartbeats", "KeyValueStore", "StoreLostError"]
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ _LEAVING = 5.0  # seconds for the last one, when a program ends
 _SILENCE = 1.0  # seconds; a connection that is closed says so at once
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """One of torch's key-value stores."""
 
     def set(self, key: str, value: str) -> None:
@@ -79,7 +79,7 @@ class HeartbeatStore:
         is_silent: whether it did not answer, rather than close the connection.
     """
 
-    def __init__(self, store: Store, process_id: int, num_processes: int) -> None:
+    def __init__(self, store: KeyValueStore, process_id: int, num_processes: int) -> None:
         self.alarm = False
         self.ended: Dict[int, str] = {}
         self.concluded: Dict[int, str] = {}

@@ -54,7 +54,7 @@ def silence_warnings() -> Iterator[None]:
         yield
 
 
-class Snapshot(NamedTuple):
+class ScheduleSnapshot(NamedTuple):
     """Everything that a schedule had at one moment; for that schedule only."""
 
     updates: int
@@ -160,12 +160,12 @@ class Schedule(abc.ABC):
                 self._move(advance, self.snapshot())
         self.epochs += 1
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> ScheduleSnapshot:
         """Copy everything, the settings included."""
         counters = (self.updates, self.epochs, self._batches, self._fault, self._cause)
-        return Snapshot(*counters, (settings.keep(self._optimizer), self._keep()))
+        return ScheduleSnapshot(*counters, (settings.keep(self._optimizer), self._keep()))
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: ScheduleSnapshot) -> None:
         """Go back to a snapshot, exactly; as often as one likes."""
         self.updates, self.epochs, self._batches, self._fault, self._cause, parts = snapshot
         for put_back in parts:
@@ -290,7 +290,7 @@ class Schedule(abc.ABC):
         """
         self._check(settings.read(self._optimizer))
 
-    def _row(self, left: int, start: Snapshot, batches: int = 1) -> List[settings.Settings]:
+    def _row(self, left: int, start: ScheduleSnapshot, batches: int = 1) -> List[settings.Settings]:
         """The next row; ``left`` more follow, and ``start`` is a snapshot from before them."""
         if self._fault is not None:
             raise ConfigurationError(self._fault) from self._cause
@@ -307,7 +307,7 @@ class Schedule(abc.ABC):
             self._move(self._advance, before)
         return row
 
-    def _move(self, advance: Callable[[], None], before: Optional[Snapshot]) -> None:
+    def _move(self, advance: Callable[[], None], before: Optional[ScheduleSnapshot]) -> None:
         """Advance; where that fails, keep the error for when the value is needed."""
         updates, batches = self.updates, self._batches
         try:
