@@ -32,6 +32,7 @@ from ipufit.checkpoint.files import (
 from ipufit.errors import CheckpointError
 from ipufit.utils.codec import UnfitError, advice_of, reason_of, shown, why_not_stored
 from ipufit.utils.console import warn_user
+from ipufit.utils.files import part_of
 
 try:
     import fcntl
@@ -62,11 +63,6 @@ def place_of(name: str) -> Tuple[int, str]:
     match = _NAME.fullmatch(name)
     assert match is not None, name
     return int(match[1]), name
-
-
-def part_of(name: str) -> str:
-    """The hidden name under which this thread makes a checkpoint, or takes it away."""
-    return f".{name}.{os.getpid()}.{threading.get_ident()}.part"
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ class ErrorCollector:
     """Collects what is wrong with the arguments of one call."""
 
     def __init__(self) -> None:
-        self._found: List[Union[ConfigurationError, DataError]] = []
+        self._errors: List[Union[ConfigurationError, DataError]] = []
 
     @contextlib.contextmanager
     def collect(self, inference: Sequence[str] = ()) -> Iterator[None]:
@@ -30,9 +30,9 @@ class ErrorCollector:
         try:
             yield
         except PlanError as error:
-            self._found.append(_renamed(error, inference))
+            self._errors.append(_renamed(error, inference))
         except (ConfigurationError, DataError) as error:
-            self._found.append(error)
+            self._errors.append(error)
 
     def raise_all(self) -> None:
         """A single error as it is; several as one, with the texts of all.
@@ -42,21 +42,21 @@ class ErrorCollector:
             DataError: if all are.
             ConfigurationError: otherwise.
         """
-        if len(self._found) == 1:
-            raise self._found[0]
+        if len(self._errors) == 1:
+            raise self._errors[0]
         texts: Dict[str, None] = {}  # in order; training and validation often share a fault
         suggestion: Dict[str, object] = {}
-        for error in self._found:
+        for error in self._errors:
             if isinstance(error, PlanError):
                 texts.update(dict.fromkeys(error.faults))
                 suggestion.update(error.suggestion)
             else:
                 texts[str(error)] = None
-        if self._found and all(isinstance(error, PlanError) for error in self._found):
+        if self._errors and all(isinstance(error, PlanError) for error in self._errors):
             raise PlanError(list(texts), suggestion)
-        if self._found and all(isinstance(error, DataError) for error in self._found):
+        if self._errors and all(isinstance(error, DataError) for error in self._errors):
             raise DataError("\n".join(texts))
-        if self._found:
+        if self._errors:
             raise ConfigurationError("\n".join(texts))
 
 

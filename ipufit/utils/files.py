@@ -10,7 +10,12 @@ from typing import Dict, Iterator, Mapping
 
 from torch import Tensor
 
-__all__ = ["replace_file", "sync_folder", "write_tensors", "write_text"]
+__all__ = ["part_of", "replace_file", "sync_folder", "write_tensors", "write_text"]
+
+
+def part_of(name: str) -> str:
+    """The hidden name under which this thread makes a file or folder, or takes it away."""
+    return f".{name}.{os.getpid()}.{threading.get_ident()}.part"
 
 
 @contextlib.contextmanager
@@ -26,7 +31,7 @@ def replace_file(path: str) -> Iterator[str]:
     """
     # Beside the target: only within one file system a file is put in place at once.
     folder, name = os.path.split(path)
-    part = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}.part")
+    part = os.path.join(folder, part_of(name))
     try:
         yield part
         os.replace(part, path)

@@ -205,7 +205,7 @@ def seed_everything(seed: Optional[int] = None) -> int:
     return seed
 
 
-def generator_state(value: object) -> Any:
+def generator_state(value: object) -> object:
     """Return the state of Python's, NumPy's or torch's generator; None for anything else."""
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else value.getstate()
@@ -231,7 +231,7 @@ def set_generator(value: Any, state: Any) -> None:
         value.set_state(state)
 
 
-def hashable(state: object) -> Any:
+def hashable(state: object) -> object:
     """Convert the state of a generator to a form that can be compared."""
     if isinstance(state, Tensor):
         return state.numpy().tobytes()
@@ -261,7 +261,7 @@ class Generators:
         if numpy is not None:
             self._objects["numpy.random"] = numpy.random.mtrand._rand
         self._objects.update(objects)
-        self.probes: Dict[str, Callable[[], Any]] = {
+        self.probes: Dict[str, Callable[[], object]] = {
             name: functools.partial(_looked_at, each) for name, each in self._objects.items()
         }
         self._states = {name: generator_state(each) for name, each in self._objects.items()}
@@ -296,5 +296,5 @@ class Generators:
                 each.set_state(("MT19937", numbers[:-1], numbers[-1]))
 
 
-def _looked_at(generator: object) -> Any:
+def _looked_at(generator: object) -> object:
     return hashable(generator_state(generator))

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from ipufit.checkpoint import Store, name_of
-from ipufit.checkpoint.store import part_of
 from ipufit.errors import CheckpointError
+from ipufit.utils.files import part_of
 from tests.checkpoint.written import ONE, TWO, assert_whole, place, put, written
 
 pytestmark = pytest.mark.both_engines
