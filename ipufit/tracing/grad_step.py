@@ -26,13 +26,13 @@ from ipufit.core.precision import computing_in, with_inputs_in
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, LossError
 from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
+from ipufit.partition.own_blocks import OwnBlocks
 from ipufit.partition.partition import Partition
 from ipufit.tracing.capture import capture
 from ipufit.tracing.fingerprint import StepModule, called_objects
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
 from ipufit.tracing.node_meta import mark_backward_pass, mark_layers
-from ipufit.tracing.stage_context import follow_stages
 from ipufit.tracing.validate import find_unregistered, public_name, rebound, storages
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name
@@ -46,6 +46,7 @@ __all__ = [
     "ReportedScalars",
     "capture_step",
     "carries_loss",
+    "follow_stages",
     "preserve_attributes",
     "public_name",
 ]
@@ -232,6 +233,44 @@ def carries_loss(result: object) -> bool:
     """Tell whether a module that may return its own loss did so: a 0-dim tensor in its place."""
     loss = find_loss(result)
     return loss is not None and loss[1].dim() == 0 and loss[1].is_floating_point()
+
+
+@contextlib.contextmanager
+def follow_stages(
+    partition: Optional[Partition],
+    module: nn.Module,
+    on_begin: Callable[[int], None] = lambda stage: None,
+) -> Iterator[OwnBlocks]:
+    """Watch a forward pass of the module, and the loss after it, and check the stages.
+
+    Args:
+        partition: of the module; None for one IPU.
+        module: the user's.
+        on_begin: called with the number of every stage that begins, 0 at the start included.
+
+    Yields:
+        The blocks that the module begins itself.
+
+    Raises:
+        PartitionError: a stage runs after a later one; a module that begins one did not run;
+            a stage or IPU has nothing to compute; a parameter is used in two; or the module has
+            blocks of its own that contradict the partition.
+    """
+    blocks = OwnBlocks(partition)
+    with blocks.recording():
+        if partition is None:
+            walk = None
+            yield blocks
+        else:
+            # Imported here: few models are divided.
+            from ipufit.tracing.stage_trace import Walk
+
+            walk = Walk(partition, module, blocks, on_begin)
+            with walk.watching():
+                yield blocks
+    blocks.check_entered()
+    if walk is not None:
+        walk.check_end()
 
 
 def capture_step(

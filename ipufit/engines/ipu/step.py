@@ -20,8 +20,13 @@ from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.losses import LabelRange, Loss, LossTerm
 from ipufit.partition.recomputation import checkpoint_outputs
 from ipufit.tracing.fingerprint import StepModule, called_objects
-from ipufit.tracing.grad_step import ModuleWithLoss, OutputShape, ReportedScalars, carries_loss
-from ipufit.tracing.stage_context import follow_stages
+from ipufit.tracing.grad_step import (
+    ModuleWithLoss,
+    OutputShape,
+    ReportedScalars,
+    carries_loss,
+    follow_stages,
+)
 from ipufit.tracing.validate import refuse_rebinding, storages
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import trace_with
