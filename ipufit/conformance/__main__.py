@@ -71,7 +71,7 @@ def _implementations(
             return [IMPLEMENTATIONS[engine]()]
         except MissingError as reason:
             parser.error(str(reason))
-    implementations = []
+    implementations: List[Implementation] = []
     for make in IMPLEMENTATIONS.values():
         try:
             implementations.append(make())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from typing import Any, ContextManager, Dict, Optional, Protocol
+from types import ModuleType
+from typing import Callable, ContextManager, Dict, Optional, Protocol, Type, Union
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Implementation(Protocol):
     name: str
     dtype: torch.dtype
     tolerance: float
-    poptorch: Optional[Any]
+    poptorch: Optional[ModuleType]
 
     def versions(self) -> Dict[str, str]:
         """Return versions and the device, for the head of the table."""
@@ -75,7 +76,7 @@ class Embedded:
     name = "embedded"
     dtype = torch.float64
     tolerance = 1e-10
-    poptorch: Optional[Any] = None
+    poptorch: Optional[ModuleType] = None
 
     def versions(self) -> Dict[str, str]:
         """Return the device, as ipufit's version is in the table anyway."""
@@ -114,8 +115,9 @@ class Embedded:
         return Observed(calls, state.weights, state.buffers)
 
 
-def _first(output: Any) -> Tensor:
-    first: Tensor = output[0] if isinstance(output, (tuple, list)) else output
+def _first(output: object) -> Tensor:
+    first = output[0] if isinstance(output, (tuple, list)) else output
+    assert isinstance(first, Tensor)
     return first
 
 
@@ -171,9 +173,10 @@ class PopTorch:
     tolerance = 1e-4
 
     def __init__(self) -> None:
-        self.poptorch: Optional[Any] = self._package()
+        self._package = self._import()
+        self.poptorch: Optional[ModuleType] = self._package
 
-    def _package(self) -> Any:
+    def _import(self) -> ModuleType:
         try:
             package = importlib.import_module("poptorch")
             if package.__name__ != "poptorch":
@@ -190,7 +193,7 @@ class PopTorch:
 
     def versions(self) -> Dict[str, str]:
         """Return PopTorch's version and its device."""
-        package: Any = self.poptorch
+        package = self._package
         on_hardware = package.ipuHardwareIsAvailable()
         device = "no IPU found"
         if os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0"):
@@ -210,7 +213,7 @@ class PopTorch:
 
     def observe(self, scenario: Scenario) -> Observed:
         """Wrap the net, call it, and read its results."""
-        poptorch: Any = self.poptorch
+        poptorch = self._package
         net = Net(scenario, poptorch, _parts(poptorch, scenario)).to(self.dtype)
         options = _options(poptorch, scenario)
         if scenario.training:
@@ -242,7 +245,7 @@ class StandIn(PopTorch):
     dtype = torch.float64
     tolerance = 1e-10
 
-    def _package(self) -> Any:
+    def _import(self) -> ModuleType:
         # Imported here, as below: the SDK's PopTorch is compared without it.
         import ipufit.poptorch
 
@@ -250,7 +253,7 @@ class StandIn(PopTorch):
 
     def versions(self) -> Dict[str, str]:
         """Return the version of PopTorch that it stands in for."""
-        package: Any = self.poptorch
+        package = self._package
         return {"poptorch": f"stand-in for {package.__version__}", "device": "CPU"}
 
     def computing(self) -> ContextManager[None]:
@@ -260,13 +263,13 @@ class StandIn(PopTorch):
         return keep_float64()
 
 
-def optimizer_of(poptorch: Any, wanted: OptimizerSpec, net: torch.nn.Module) -> Any:
+def optimizer_of(poptorch: ModuleType, wanted: OptimizerSpec, net: torch.nn.Module) -> object:
     """Make the optimizer over the net's parameters."""
     home = torch.optim if wanted.home == "torch" else poptorch.optim
     return getattr(home, wanted.name)(net.parameters(), **dict(wanted.arguments))
 
 
-def _options(poptorch: Any, scenario: Scenario) -> Any:
+def _options(poptorch: ModuleType, scenario: Scenario) -> object:
     options = poptorch.Options()
     options.showCompilationProgressBar(False)  # hundreds of bars would be in the table
     options.deviceIterations(scenario.iterations)
@@ -291,7 +294,7 @@ def _options(poptorch: Any, scenario: Scenario) -> Any:
     return options
 
 
-def _strategy(poptorch: Any, name: str) -> Any:
+def _strategy(poptorch: ModuleType, name: str) -> object:
     """Return the strategy that runs the parts "0" and "1" of the net."""
     if name == "pipelined":
         return poptorch.PipelinedExecution(poptorch.Stage("0"), poptorch.Stage("1"))
@@ -306,7 +309,7 @@ def _strategy(poptorch: Any, name: str) -> Any:
     return poptorch.ParallelPhasedExecution(*phases)
 
 
-def _parts(poptorch: Any, scenario: Scenario) -> Any:
+def _parts(poptorch: ModuleType, scenario: Scenario) -> Callable[[int], ContextManager[object]]:
     """Return a function of the context for each part of the net."""
     if not scenario.strategy:
         return lambda index: contextlib.nullcontext()
@@ -314,7 +317,7 @@ def _parts(poptorch: Any, scenario: Scenario) -> Any:
     return lambda index: poptorch.Block(str(index), ipu_id=index if several else None)
 
 
-IMPLEMENTATIONS: Dict[str, Any] = {
+IMPLEMENTATIONS: Dict[str, Union[Type[Embedded], Type[PopTorch]]] = {
     "embedded": Embedded,
     "standin": StandIn,
     "poptorch": PopTorch,

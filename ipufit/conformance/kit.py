@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from typing import Any, Callable, List, NoReturn, Optional
+from types import ModuleType
+from typing import Any, Callable, List, NoReturn, Optional, Protocol, Type, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,6 +76,17 @@ def scenario(name: str, question: str = "", **attributes: Any) -> None:
     CASES.append(Case(name, question, Scenario(**attributes)))
 
 
+class Destroyable(Protocol):
+    """A wrapped model."""
+
+    def destroy(self) -> None:
+        """Free the program and its device."""
+        ...
+
+
+Model = TypeVar("Model", bound=Destroyable)
+
+
 class FunctionModule(torch.nn.Module):
     """A function as a module."""
 
@@ -103,7 +116,7 @@ class Kit:
     """Tools and results of one case.
 
     Args:
-        poptorch: the package that is examined.
+        poptorch: the package that is examined; None where there is only an engine.
         dtype: dtype of computation.
         tolerance: tolerance of results; absolute, and relative to the largest magnitude expected.
 
@@ -115,14 +128,23 @@ class Kit:
         notes: observations, in words.
     """
 
-    def __init__(self, poptorch: Any, dtype: torch.dtype, tolerance: float) -> None:
-        self.poptorch = poptorch
+    def __init__(
+        self, poptorch: Optional[ModuleType], dtype: torch.dtype, tolerance: float
+    ) -> None:
+        self._poptorch = poptorch
         self.dtype = dtype
         self.tolerance = tolerance
         self.error = 0.0
         self.compared = False
         self.faults: List[str] = []
         self.notes: List[str] = []
+        self._models = contextlib.ExitStack()
+
+    @property
+    def poptorch(self) -> ModuleType:
+        """The package that is examined."""
+        assert self._poptorch is not None, "an engine alone runs nothing but scenarios"
+        return self._poptorch
 
     def close(
         self, what: str, got: object, wanted: object, tolerance: Optional[float] = None
@@ -153,7 +175,12 @@ class Kit:
         return False
 
     def raises(
-        self, what: str, call: Callable[[], Any], *, text: str = "", kind: Any = None
+        self,
+        what: str,
+        call: Callable[[], object],
+        *,
+        text: str = "",
+        kind: Optional[Type[Exception]] = None,
     ) -> None:
         """Claim that a call is refused.
 
@@ -180,7 +207,7 @@ class Kit:
 
     # Making things.
 
-    def options(self, **settings: Any) -> Any:
+    def options(self, **settings: object) -> Any:
         """Return options.
 
         Args:
@@ -193,12 +220,35 @@ class Kit:
         options.replicationFactor(settings.get("replicas", 1))
         options.Training.gradientAccumulation(settings.get("accumulation", 1))
         if "mode" in settings:
-            options.outputMode(getattr(poptorch.OutputMode, settings["mode"]))
+            options.outputMode(getattr(poptorch.OutputMode, str(settings["mode"])))
         if "seed" in settings:
             options.randomSeed(settings["seed"])
         return options
 
-    def infer(self, body: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Any:
+    def inference(self, module: object, options: object = None, **settings: object) -> Any:
+        """Wrap a module for inference; it is destroyed when the case ends.
+
+        Args:
+            module: what is called.
+            options: None for those of the settings.
+            settings: those of ``options``.
+        """
+        used = self.options(**settings) if options is None else options
+        return self._kept(self.poptorch.inferenceModel(module, used))
+
+    def training(self, module: object, optimizer: object = None, **settings: object) -> Any:
+        """Wrap a module for training; it is destroyed when the case ends."""
+        return self._kept(self.poptorch.trainingModel(module, self.options(**settings), optimizer))
+
+    def _kept(self, model: Model) -> Model:
+        self._models.callback(model.destroy)
+        return model
+
+    def destroy_models(self) -> None:
+        """Destroy the models that the case has made."""
+        self._models.close()
+
+    def infer(self, body: Callable[..., Any], *inputs: Tensor, **settings: object) -> Any:
         """Call a function once as an inference model; settings are those of ``options``."""
         model = self.poptorch.inferenceModel(FunctionModule(body), self.options(**settings))
         try:

@@ -82,11 +82,14 @@ def run_case(implementation: Implementation, case: Case) -> Row:
     torch.manual_seed(0)
     try:
         with _quiet(), computing:
-            if case.scenario is not None:
-                observed = implementation.observe(case.scenario)
-                compare(kit, case.scenario, observed, expected(case.scenario))
-            elif case.body is not None:
-                case.body(kit)
+            try:
+                if case.scenario is not None:
+                    observed = implementation.observe(case.scenario)
+                    compare(kit, case.scenario, observed, expected(case.scenario))
+                elif case.body is not None:
+                    case.body(kit)
+            finally:
+                kit.destroy_models()
     except SkippedError as reason:
         return Row(case.name, "skip", None, kit.tolerance, str(reason), case.question)
     except Exception as fault:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from typing import Any, Callable, ContextManager, Dict, List, Mapping, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,9 @@ __all__ = [
 
 
 State = Dict[str, Tensor]
-Rule = Callable[[Tensor, Tensor, State, int, Mapping[str, Any]], Any]
+# Of the constructor of an optimizer.
+Arguments = Mapping[str, Any]
+Rule = Callable[[Tensor, Tensor, State, int, Arguments], Any]
 
 
 class PlainOperators:
@@ -110,7 +112,7 @@ class OptimizerSpec:
             weight -= RULES[self.name](weight, gradient * factor, state, t, dict(self.arguments))
 
 
-def _sgd(w: Tensor, g: Tensor, state: State, t: int, a: Mapping[str, Any]) -> Any:
+def _sgd(w: Tensor, g: Tensor, state: State, t: int, a: Arguments) -> Any:
     momentum = a.get("momentum", 0.0)
     g = g + a.get("weight_decay", 0.0) * w
     if not momentum:
@@ -119,9 +121,7 @@ def _sgd(w: Tensor, g: Tensor, state: State, t: int, a: Mapping[str, Any]) -> An
     return a["lr"] * (g + momentum * v if a.get("nesterov") else v)
 
 
-def _moving_averages(
-    g: Tensor, state: State, t: int, a: Mapping[str, Any]
-) -> Tuple[Tensor, Tensor]:
+def _moving_averages(g: Tensor, state: State, t: int, a: Arguments) -> Tuple[Tensor, Tensor]:
     """Return the two bias-corrected moving averages."""
     b1, b2 = a.get("betas", (0.9, 0.999))
     state["m"] = m = b1 * state.get("m", torch.zeros_like(g)) + (1 - b1) * g
@@ -129,17 +129,17 @@ def _moving_averages(
     return m / (1 - b1**t), v / (1 - b2**t)
 
 
-def _adam(w: Tensor, g: Tensor, state: State, t: int, a: Mapping[str, Any]) -> Any:
+def _adam(w: Tensor, g: Tensor, state: State, t: int, a: Arguments) -> Any:
     m, v = _moving_averages(g + a.get("weight_decay", 0.0) * w, state, t, a)
     return a["lr"] * m / (v.sqrt() + a.get("eps", 1e-8))
 
 
-def _adamw(w: Tensor, g: Tensor, state: State, t: int, a: Mapping[str, Any]) -> Any:
+def _adamw(w: Tensor, g: Tensor, state: State, t: int, a: Arguments) -> Any:
     m, v = _moving_averages(g, state, t, a)
     return a["lr"] * (m / (v.sqrt() + a.get("eps", 1e-8)) + a.get("weight_decay", 0.01) * w)
 
 
-def _lamb(w: Tensor, g: Tensor, state: State, t: int, a: Mapping[str, Any]) -> Any:
+def _lamb(w: Tensor, g: Tensor, state: State, t: int, a: Arguments) -> Any:
     m, v = _moving_averages(g, state, t, a)
     x = m / (v.sqrt() + a.get("eps", 1e-8)) + a.get("weight_decay", 0.01) * w
     of_weight = min(float(w.norm()), a.get("max_weight_norm", 65500.0))
@@ -147,7 +147,7 @@ def _lamb(w: Tensor, g: Tensor, state: State, t: int, a: Mapping[str, Any]) -> A
     return a["lr"] * (of_weight / of_step if of_weight and of_step else 1.0) * x
 
 
-def _rmsprop(w: Tensor, g: Tensor, state: State, t: int, a: Mapping[str, Any]) -> Any:
+def _rmsprop(w: Tensor, g: Tensor, state: State, t: int, a: Arguments) -> Any:
     tf, alpha, eps = a.get("use_tf_variant", False), a.get("alpha", 0.99), a.get("eps", 1e-8)
     g = g + a.get("weight_decay", 0.0) * w
     start = torch.ones_like(g) if tf else torch.zeros_like(g)
@@ -188,7 +188,7 @@ class Net(nn.Module):
         self,
         scenario: Scenario,
         operators: object = PlainOperators,
-        part: Callable[[int], ContextManager[Any]] = lambda index: contextlib.nullcontext(),
+        part: Callable[[int], ContextManager[object]] = lambda index: contextlib.nullcontext(),
     ) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, HIDDEN)
@@ -200,7 +200,7 @@ class Net(nn.Module):
             steps = torch.arange(parameter.numel(), dtype=torch.float64).view_as(parameter)
             parameter.data = 0.6 * torch.sin(1.7 * steps + index + 1)
 
-    def forward(self, x: Tensor, y: Any = None) -> Any:
+    def forward(self, x: Tensor, y: Optional[Tensor] = None) -> Any:
         """Return the prediction; with a target, the loss beside it."""
         with self.part(0):
             h = torch.tanh(self.norm(self.first(x)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
@@ -21,11 +23,12 @@ class Returning(nn.Module):
 
 def _train(kit: Kit, body, **settings):
     """Call a training model with this body once."""
-    model = kit.poptorch.trainingModel(Returning(kit.linear(), body), kit.options(**settings))
-    try:
-        return model(kit.rows(4), kit.rows(4, 2))
-    finally:
-        model.destroy()
+    model = kit.training(Returning(kit.linear(), body), **settings)
+    return model(kit.rows(4), kit.rows(4, 2))
+
+
+def _with_loss(out, y):
+    return out, nn.functional.mse_loss(out, y)
 
 
 @judged("errors/a training model needs a loss")
@@ -43,19 +46,14 @@ def _two_losses(kit: Kit) -> None:
 
 @judged("errors/a batch that does not divide is refused")
 def _batch(kit: Kit) -> None:
-    def loss(out, y):
-        return out, nn.functional.mse_loss(out, y)
-
-    def call():
-        return _train(kit, loss, accumulation=3)
-
+    call = functools.partial(_train, kit, _with_loss, accumulation=3)
     kit.raises("4 samples for 3", call, text="Invalid batch dimension", kind=AssertionError)
 
 
 @judged("errors/inference takes no gradient accumulation")
 def _accumulation(kit: Kit) -> None:
     options = kit.options(accumulation=2)
-    kit.raises("wrapping", lambda: kit.poptorch.inferenceModel(kit.linear(), options))
+    kit.raises("wrapping", lambda: kit.inference(kit.linear(), options))
 
 
 @judged("errors/a value baked into the program may not change")
@@ -64,18 +62,16 @@ def _baked(kit: Kit) -> None:
         def forward(self, x, factor):
             return x * factor
 
-    model = kit.poptorch.inferenceModel(Scaled())
+    model = kit.inference(Scaled())
     kit.close("3 times", model(kit.rows(2), 3), 3 * kit.rows(2))
     kit.raises("4 times", lambda: model(kit.rows(2), 4), text="Value mismatch for")
-    model.destroy()
 
 
 @judged("errors/a shape that the program was not compiled for is refused")
 def _shape(kit: Kit) -> None:
-    model = kit.poptorch.inferenceModel(kit.linear())
+    model = kit.inference(kit.linear())
     model(kit.rows(4))
     kit.raises("2 rows for 4", lambda: model(kit.rows(2)))
-    model.destroy()
 
 
 @judged("errors/the value of a tensor can't be read while tracing")
@@ -84,7 +80,7 @@ def _item(kit: Kit) -> None:
         def forward(self, x):
             return x * x.sum().item()
 
-    model = kit.poptorch.inferenceModel(ItemReader())
+    model = kit.inference(ItemReader())
     text = "aten::item is only supported in eager mode"
     kit.raises("item()", lambda: model(kit.rows(2)), text=text)
 
@@ -94,7 +90,7 @@ def _every_n(kit: Kit) -> None:
     def call() -> None:
         options = kit.options(device_iterations=4)
         options.outputMode(kit.poptorch.OutputMode.EveryN, 3)
-        kit.poptorch.inferenceModel(kit.linear(), options)(kit.rows(4))
+        kit.inference(kit.linear(), options)(kit.rows(4))
 
     kit.raises("3 of 4", call)
 
@@ -115,18 +111,14 @@ def _pipeline(kit: Kit) -> None:
                 return nn.functional.mse_loss(self.b(h), y)
 
     def call() -> None:
-        model = poptorch.trainingModel(Two(), kit.options(accumulation=2))
-        model(kit.rows(4), kit.rows(4, 2))
+        kit.training(Two(), accumulation=2)(kit.rows(4), kit.rows(4, 2))
 
     kit.raises("2 micro-batches for 3 stages", call)
 
 
 @judged("errors/backward() on a result is refused")
 def _backward(kit: Kit) -> None:
-    def loss(out, y):
-        return out, nn.functional.mse_loss(out, y)
-
-    returned = _train(kit, loss)[1]
+    returned = _train(kit, _with_loss)[1]
     kit.raises("backward()", returned.backward)
 
 
@@ -136,7 +128,7 @@ def _foreign(kit: Kit) -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
 
     def call() -> None:
-        kit.poptorch.trainingModel(net, kit.options(), optimizer)(kit.rows(4), kit.rows(4, 2))
+        kit.training(net, optimizer)(kit.rows(4), kit.rows(4, 2))
 
     kit.raises("foreign parameter", call, kind=KeyError)
 
@@ -144,5 +136,5 @@ def _foreign(kit: Kit) -> None:
 @judged("errors/options are frozen once they are used")
 def _frozen(kit: Kit) -> None:
     options = kit.options()
-    kit.poptorch.inferenceModel(kit.linear(), options)
+    kit.inference(kit.linear(), options)
     kit.raises("a setter", lambda: options.deviceIterations(2), kind=AttributeError)

@@ -19,10 +19,9 @@ def _written(kit: Kit) -> None:
             return x + 1
 
     x, before = kit.rows(4), kit.rows(4)
-    model = kit.poptorch.inferenceModel(Doubling(), kit.options(device_iterations=2))
+    model = kit.inference(Doubling(), device_iterations=2)
     kit.close("output", model(x), 2 * before + 1)
     kit.close("input", x, 2 * before)
-    model.destroy()
 
 
 @judged("inputs/nested structures, keywords and defaults")
@@ -35,10 +34,9 @@ def _nested(kit: Kit) -> None:
             return out if shift is None else out + shift
 
     rows = [kit.rows(2, start=start) for start in (0, 20, 40, 60, 80)]
-    model = kit.poptorch.inferenceModel(Mixing())
+    model = kit.inference(Mixing())
     out = model(Pair(*rows[:2]), {"b": [rows[3]], "a": rows[2]}, shift=rows[4])
     kit.close("values", out, rows[0] + rows[1] * 2 + rows[2] - rows[3] + rows[4])
-    model.destroy()
 
 
 @judged("inputs/rows of every input belong together")
@@ -48,20 +46,18 @@ def _together(kit: Kit) -> None:
             return torch.cat([x, y], 1).sum(0)
 
     x, y = kit.rows(8), kit.rows(8, 2, 40)
-    model = kit.poptorch.inferenceModel(Both(), kit.options(device_iterations=4))
+    model = kit.inference(Both(), device_iterations=4)
     wanted = torch.cat([x, y], 1).view(4, 2, 5).sum(1)
     kit.close("sums of micro-batches", model(x, y), wanted.flatten())
-    model.destroy()
 
 
 @judged("inputs/results are new tensors at every call")
 def _fresh(kit: Kit) -> None:
-    model = kit.poptorch.inferenceModel(kit.linear())
+    model = kit.inference(kit.linear())
     first = model(kit.rows(2))
     copied = first.clone()
     model(kit.rows(2, start=9))
     kit.close("the first result", first, copied)
-    model.destroy()
 
 
 @judged("inputs/compiling computes nothing of their values")
@@ -72,11 +68,10 @@ def _compile(kit: Kit) -> None:
             return x + 0
 
     x = kit.rows(2)
-    model = kit.poptorch.inferenceModel(InPlaceDoubling())
+    model = kit.inference(InPlaceDoubling())
     model.compile(x)
     kit.close("input", x, kit.rows(2))
     kit.close("output", model(x), 2 * kit.rows(2))
-    model.destroy()
 
 
 def _loader(kit: Kit, count: int, options, **settings):
@@ -149,6 +144,5 @@ def _model(kit: Kit) -> None:
     options = kit.options(device_iterations=4)
     x = kit.rows(16)
     loader = kit.poptorch.DataLoader(options, TensorDataset(x), batch_size=2)
-    model = kit.poptorch.inferenceModel(Pass(), options)
+    model = kit.inference(Pass(), options)
     kit.close("all rows", torch.cat([model(batch) for (batch,) in loader]), x)
-    model.destroy()

@@ -24,9 +24,8 @@ def _order(kit: Kit) -> None:
             return torch.cat([x, self.calls * torch.ones_like(x)], 1)
 
     options = kit.options(device_iterations=3, replicas=2, mode="All").broadcastBuffers(False)
-    model = kit.poptorch.inferenceModel(Numbering(), options)
+    model = kit.inference(Numbering(), options)
     out = model(torch.arange(6, dtype=kit.dtype).view(6, 1))
-    model.destroy()
     # Which iteration each row of the batch was worked on in.
     by_row = {int(row): int(count) - 1 for row, count in out.double().tolist()}
     iterations = [by_row.get(row) for row in range(6)]
@@ -41,13 +40,12 @@ def _order(kit: Kit) -> None:
 def _state(kit: Kit) -> None:
     net = Regression(kit.linear())
     optimizer = kit.poptorch.optim.Adam(net.parameters(), lr=0.1)
-    model = kit.poptorch.trainingModel(net, kit.options(accumulation=2), optimizer)
+    model = kit.training(net, optimizer, accumulation=2)
     model(kit.rows(4), kit.rows(4, 2))
     state = optimizer.state_dict()
     for part in ("ipu_state", "ipu_param"):
         shapes = {name: list(value.shape) for name, value in sorted(state[part].items())}
         kit.note(f"{part}: {shapes}")
-    model.destroy()
 
 
 @open_question(
@@ -59,7 +57,7 @@ def _late(kit: Kit) -> None:
     net = Regression(kit.linear())
     settings = {"momentum": 0.5, "use_combined_accum": True}
     optimizer = kit.poptorch.optim.SGD(net.parameters(), lr=0.1, **settings)
-    model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
+    model = kit.training(net, optimizer)
     batch = kit.rows(4), kit.rows(4, 2)
     model(*batch)
     model.setOptimizer(kit.poptorch.optim.SGD(net.parameters(), lr=0.0, **settings))
@@ -71,7 +69,6 @@ def _late(kit: Kit) -> None:
             break
         late += 1
     kit.note(str(late))
-    model.destroy()
 
 
 @open_question(
@@ -80,14 +77,10 @@ def _late(kit: Kit) -> None:
 def _anchor(kit: Kit) -> None:
     options = kit.options(device_iterations=4, mode="All")
     options.anchorTensor("kept", "input", kit.poptorch.OutputMode.Final)
-    model = kit.poptorch.inferenceModel(kit.linear(), options)
-    names = None
-    try:
-        model(kit.rows(8))
-        names = list(model.getAnchoredTensor("kept").shape)
-    finally:
-        model.destroy()
-    kit.note(f"asked for Final of 4 micro-batches of 2 rows, got shape {names}")
+    model = kit.inference(kit.linear(), options)
+    model(kit.rows(8))
+    shape = list(model.getAnchoredTensor("kept").shape)
+    kit.note(f"asked for Final of 4 micro-batches of 2 rows, got shape {shape}")
 
 
 @open_question(
@@ -100,8 +93,7 @@ def _draws(kit: Kit) -> None:
             return torch.rand_like(x)
 
     options = kit.options(device_iterations=2, replicas=2, seed=1)
-    model = kit.poptorch.inferenceModel(Drawing(), options)
+    model = kit.inference(Drawing(), options)
     out = model(torch.zeros(4, 8, dtype=kit.dtype))
-    model.destroy()
     kit.note(f"replicas alike: {bool(torch.equal(out[0], out[1]))}")
     kit.note(f"iterations alike: {bool(torch.equal(out[0], out[2]))}")

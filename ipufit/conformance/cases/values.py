@@ -34,7 +34,7 @@ def _half(kit: Kit) -> None:
     layer = kit.linear().float()
     x = torch.tensor([[1.0, 2.0, -0.5], [0.25, 0.0, 3.0]])
     try:
-        out = kit.poptorch.inferenceModel(layer)(x.half())
+        out = kit.inference(layer)(x.half())
     except RuntimeError as fault:
         if "not implemented for 'Half'" not in str(fault):
             raise
@@ -60,10 +60,9 @@ def _python(kit: Kit) -> None:
             self.calls += 1
             return x + self.calls
 
-    model = kit.poptorch.inferenceModel(CallCounter(), kit.options(device_iterations=2))
+    model = kit.inference(CallCounter(), device_iterations=2)
     first, second = model(kit.rows(4)), model(kit.rows(4))
     kit.close("two calls", second, first)
-    model.destroy()
 
 
 @judged("values/a tensor of the host comes back as it is, once")
@@ -76,11 +75,10 @@ def _constant(kit: Kit) -> None:
         def forward(self, x):
             return x + 1, self.constant
 
-    model = kit.poptorch.inferenceModel(Holding(), kit.options(device_iterations=4))
+    model = kit.inference(Holding(), device_iterations=4)
     out, constant = model(kit.rows(4))
     kit.close("computed", out, kit.rows(4) + 1)
     kit.close("held", constant, torch.tensor([1.0, 2.0, 3.0]))
-    model.destroy()
 
 
 @open_question(
@@ -145,9 +143,7 @@ def _normal(kit: Kit) -> None:
 @judged("random/the same seed draws the same numbers, call by call")
 def _seed(kit: Kit) -> None:
     def two_calls():
-        model = kit.poptorch.inferenceModel(
-            FunctionModule(lambda x: x + torch.rand_like(x)), kit.options(seed=11)
-        )
+        model = kit.inference(FunctionModule(lambda x: x + torch.rand_like(x)), seed=11)
         drawn = [model(kit.rows(2)).clone() for _ in range(2)]
         model.destroy()
         return drawn
@@ -174,10 +170,9 @@ def _cond(kit: Kit) -> None:
         return kit.poptorch.cond(which, *branches)[0]
 
     x = kit.rows(2)
-    model = kit.poptorch.inferenceModel(FunctionModule(body))
+    model = kit.inference(FunctionModule(body))
     for which, wanted in ((True, x + 1), (False, x * 3)):
         kit.close(str(which), model(torch.tensor([which]), x), wanted)
-    model.destroy()
 
 
 @judged("operators/identities keep their value")

@@ -39,42 +39,39 @@ def kit_loss(out):
 @judged("buffers/an inference model carries them from micro-batch to micro-batch and call to call")
 def _carried(kit: Kit) -> None:
     net = Counter(kit.dtype, 10.0)
-    model = kit.poptorch.inferenceModel(net, kit.options(device_iterations=3))
+    model = kit.inference(net, device_iterations=3)
     x = kit.rows(6)
     sums = x.double().view(3, -1).sum(1)
     kit.close("first call", model(x).flatten(), 10 + sums.cumsum(0))
     kit.close("second call", model(x).flatten(), 10 + sums.sum() + sums.cumsum(0))
     model.copyWeightsToHost()
     kit.close("on the host", net.total, (10 + 2 * sums.sum()).view(1))
-    model.destroy()
 
 
 @judged("buffers/a training model brings them to the host by itself")
 def _trained(kit: Kit) -> None:
     net = CountedLayer(kit)
-    model = kit.poptorch.trainingModel(net, kit.options(accumulation=2))
+    model = kit.training(net, accumulation=2)
     x = kit.rows(4)
     for call in range(2):
         model(x)
         wanted = (call + 1) * x.double().sum().view(1)
         kit.close(f"after call {call}", net.counter.total, wanted)
-    model.destroy()
 
 
 @judged("buffers/every replica has its own")
 def _replicas(kit: Kit) -> None:
     options = kit.options(device_iterations=1, replicas=2).broadcastBuffers(False)
-    model = kit.poptorch.inferenceModel(Counter(kit.dtype), options)
+    model = kit.inference(Counter(kit.dtype), options)
     x = kit.rows(4)
     sums = x.double().view(2, -1).sum(1)
     for call in range(3):
         kit.close(f"call {call}", model(x).flatten(), (call + 1) * sums)
-    model.destroy()
 
 
 @judged("buffers/replicas that would share one that changes are refused")
 def _shared(kit: Kit) -> None:
-    model = kit.poptorch.inferenceModel(Counter(kit.dtype), kit.options(replicas=2))
+    model = kit.inference(Counter(kit.dtype), replicas=2)
     kit.raises("broadcastBuffers(True)", lambda: model(kit.rows(4)), text="broadcastBuffers(False)")
 
 
@@ -85,7 +82,7 @@ def _replaced(kit: Kit) -> None:
             self.total = self.total + 1
             return x + self.total
 
-    model = kit.poptorch.inferenceModel(Replacing(kit.dtype))
+    model = kit.inference(Replacing(kit.dtype))
     kit.raises("rebinding", lambda: model(kit.rows(2)), text="is reassigned within the model")
 
 
@@ -100,12 +97,11 @@ def _whole(kit: Kit) -> None:
             return x + self.count
 
     net = IntegerBuffer()
-    model = kit.poptorch.inferenceModel(net)
+    model = kit.inference(net)
     model(kit.rows(2))
     net.count.fill_(5)
     model.copyWeightsToDevice()
     kit.close("after a change on the host", model(kit.rows(2)), kit.rows(2))
-    model.destroy()
 
 
 @judged("buffers/those named as updatable can be sent alone")
@@ -121,14 +117,13 @@ def _named(kit: Kit) -> None:
 
     net = Shifted()
     options = kit.options().updatableNamedBuffers(["shift"])
-    model = kit.poptorch.inferenceModel(net, options)
+    model = kit.inference(net, options)
     x = kit.rows(2)
     kit.close("before", model(x), x)
     net.shift.fill_(2.0)
     net.factor.fill_(3.0)
     model.copyNamedBuffersToDevice()
     kit.close("after", model(x), x + 2)
-    model.destroy()
 
 
 @open_question(
@@ -138,14 +133,13 @@ def _named(kit: Kit) -> None:
 def _whose(kit: Kit) -> None:
     net = Counter(kit.dtype)
     options = kit.options(replicas=2).broadcastBuffers(False)
-    model = kit.poptorch.inferenceModel(net, options)
+    model = kit.inference(net, options)
     x = kit.rows(4)
     model(x)
     model.copyWeightsToHost()
     sums = x.double().view(2, -1).sum(1)
     owners = [r for r in range(2) if abs(float(net.total) - float(sums[r])) < 1e-3]
     kit.note(f"replica {owners[0]}'s" if owners else f"no replica's: {float(net.total):.6g}")
-    model.destroy()
 
 
 class Slope(nn.Module):
@@ -183,7 +177,7 @@ def _start(kit: Kit, lr: float = 0.1):
     """Return a wrapped model, its module, its optimizer, a batch and the model by hand."""
     net, hand = Regression(kit.linear()), HandModel(kit)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
+    model = kit.training(net, optimizer)
     return model, net, optimizer, (kit.rows(4), kit.rows(4, 2, 50)), hand
 
 
@@ -195,7 +189,6 @@ def _read(kit: Kit) -> None:
         hand.update(0.1)
         kit.close(f"weight after call {call}", net.layer.weight, hand.weight)
     kit.close("bias in state_dict", net.state_dict()["layer.bias"], hand.bias)
-    model.destroy()
 
 
 @judged("weights/a returned output is that before the update")
@@ -204,26 +197,23 @@ def _before(kit: Kit) -> None:
     for call in range(2):
         kit.close(f"call {call}", model(*batch)[0], hand.predict())
         hand.update(0.1)
-    model.destroy()
 
 
 @judged("weights/inference sees what training has made")
 def _inference(kit: Kit) -> None:
     model, net, _, batch, hand = _start(kit)
-    inference = kit.poptorch.inferenceModel(net)
+    inference = kit.inference(net)
     kit.close("before", inference(batch[0]), hand.predict())
     for call in range(3):
         model(*batch)
         hand.update(0.1)
         kit.close(f"after call {call}", inference(batch[0]), hand.predict())
-    inference.destroy()
-    model.destroy()
 
 
 @judged("weights/training goes on where it was after an evaluation")
 def _evaluation_between(kit: Kit) -> None:
     model, net, _, batch, hand = _start(kit)
-    inference = kit.poptorch.inferenceModel(net)
+    inference = kit.inference(net)
     for _ in range(2):
         model(*batch)
         hand.update(0.1)
@@ -231,8 +221,6 @@ def _evaluation_between(kit: Kit) -> None:
         float(net.layer.weight.sum())
     kit.close("weight", net.layer.weight, hand.weight)
     kit.close("output", model(*batch)[0], hand.predict())
-    inference.destroy()
-    model.destroy()
 
 
 @judged("weights/the host's are not seen until they are copied")
@@ -249,7 +237,6 @@ def _host(kit: Kit) -> None:
     model.copyWeightsToDevice()
     hand.bias = torch.full_like(hand.bias, 0.5)
     kit.close("copied", model(*batch)[0], hand.predict())
-    model.destroy()
 
 
 @judged("weights/load_state_dict reaches the device")
@@ -261,7 +248,6 @@ def _load(kit: Kit) -> None:
     model.load_state_dict(begin)
     hand.weight, hand.bias = start
     kit.close("output", model(*batch)[0], hand.predict())
-    model.destroy()
 
 
 @judged("weights/destroy leaves the trained weights in a plain module")
@@ -272,9 +258,8 @@ def _destroy(kit: Kit) -> None:
     model.destroy()
     kit.equal("class", type(net), Regression)
     kit.close("weight", net.layer.weight, hand.weight)
-    again = kit.poptorch.trainingModel(net, kit.options(), torch.optim.SGD(net.parameters(), lr=1))
+    again = kit.training(net, torch.optim.SGD(net.parameters(), lr=1))
     kit.close("wrapped again", again(*batch)[0], hand.predict())
-    again.destroy()
 
 
 @judged("weights/setOptimizer changes the learning rate, and nothing else does")
@@ -290,7 +275,6 @@ def _rate(kit: Kit) -> None:
     model(*batch)
     hand.update(0.02)
     kit.close("told", net.layer.weight, hand.weight)
-    model.destroy()
 
 
 @judged("weights/parameter groups have their own rates")
@@ -298,7 +282,7 @@ def _groups(kit: Kit) -> None:
     net, hand = Regression(kit.linear()), HandModel(kit)
     groups = [{"params": [net.layer.weight]}, {"params": [net.layer.bias], "lr": 0.3}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
+    model = kit.training(net, optimizer)
     model(kit.rows(4), kit.rows(4, 2, 50))
     start = hand.weight, hand.bias
     hand.update(0.1)
@@ -307,7 +291,6 @@ def _groups(kit: Kit) -> None:
     hand.update(0.3)
     kit.close("weight", net.layer.weight, weight)
     kit.close("bias", net.layer.bias, hand.bias)
-    model.destroy()
 
 
 @judged("weights/what the optimizer has not, or wants no gradient, stays")
@@ -317,7 +300,7 @@ def _frozen(kit: Kit) -> None:
         trained = [net.layer.weight] if left_out == "optimizer" else list(net.parameters())
         net.layer.bias.requires_grad_(left_out == "optimizer")
         optimizer = torch.optim.SGD(trained, lr=0.1)
-        model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
+        model = kit.training(net, optimizer)
         model(kit.rows(4), kit.rows(4, 2, 50))
         hand.update(0.1, ("weight",))
         kit.close(f"{left_out}: weight", net.layer.weight, hand.weight)
@@ -339,31 +322,29 @@ def _tied(kit: Kit) -> None:
 
     net, x, y = Tied(), kit.rows(4, 2), kit.rows(4, 2, 30)
     start = kit.linear(2, 2).double()
-    model = kit.poptorch.trainingModel(net, None, torch.optim.SGD(net.parameters(), lr=0.1))
+    model = kit.training(net, torch.optim.SGD(net.parameters(), lr=0.1))
     model(x, y)
     weight, bias = (p.data.clone().requires_grad_() for p in start.parameters())
     hidden = torch.tanh(x.double() @ weight.t() + bias)
     ((hidden @ weight.t() + bias - y.double()) ** 2).mean().backward()
     kit.close("weight", net.a.weight, (weight - 0.1 * weight.grad).detach())
     kit.close("the other", net.b.weight, (weight - 0.1 * weight.grad).detach())
-    model.destroy()
 
 
 @judged("weights/without an optimizer it is SGD with a rate of 0.01")
 def _default(kit: Kit) -> None:
     net, hand = Regression(kit.linear()), HandModel(kit)
-    model = kit.poptorch.trainingModel(net)
+    model = kit.training(net)
     model(kit.rows(4), kit.rows(4, 2, 50))
     hand.update(0.01)
     kit.close("weight", net.layer.weight, hand.weight)
-    model.destroy()
 
 
 @judged("weights/detached and attached again, training goes on")
 def _detach(kit: Kit) -> None:
     net, hand = Regression(kit.linear()), HandModel(kit)
     optimizer = kit.poptorch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
+    model = kit.training(net, optimizer)
     batch = kit.rows(4), kit.rows(4, 2, 50)
     velocity = 0.0
     for call in range(3):
@@ -378,7 +359,6 @@ def _detach(kit: Kit) -> None:
         if call < 2:
             model.detachFromDevice()
             kit.equal("attached", model.isAttachedToDevice(), False)
-    model.destroy()
 
 
 @judged("optimizer/SGD dampens the first gradient too, and the rate without momentum")
@@ -389,7 +369,7 @@ def _dampened(kit: Kit) -> None:
             net, hand = Slope(kit), Slope(kit).weight.detach().double()
             settings = {"momentum": momentum, "dampening": dampening}
             optimizer = home.SGD(net.parameters(), lr=0.5, **settings)
-            model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
+            model = kit.training(net, optimizer)
             for call, part in enumerate(shares):
                 model(kit.rows(1))
                 hand = hand - 0.5 * part * kit.rows(1)[0].double()
