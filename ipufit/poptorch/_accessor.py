@@ -393,7 +393,7 @@ class AsynchronousDataAccessor:
         """The next batch."""
         return self._or_end(self._alive().next)
 
-    def _or_end(self, act: Callable[[], Any]) -> Any:
+    def _or_end(self, act: Callable[[], object]) -> object:
         try:
             return act()
         except StopIteration:
@@ -423,7 +423,7 @@ def _strategy_of(value: Union[SharingStrategy, int, str]) -> SharingStrategy:
     )
 
 
-def _check_loader(dataset: Any, rebatched_size: Optional[int]) -> None:
+def _check_loader(dataset: object, rebatched_size: Optional[int]) -> None:
     if not isinstance(dataset, CombiningLoader):
         return
     if dataset._accessor is not None:

@@ -92,7 +92,7 @@ def compare_keys(name: str, compiled: Mapping[Any, object], actual: Mapping[Any,
         raise error(f"Keys mismatch for {name}: {'. '.join(details)}.{ADVICE}")
 
 
-def _constants(value: object) -> Iterator[Any]:
+def _constants(value: object) -> Iterator[object]:
     """Yield the leaves of nested containers that are neither tensors nor values with a parser."""
     if isinstance(value, dict):
         for item in value.values():
@@ -272,10 +272,10 @@ class ArgumentParser:
 
     def _bound(
         self, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> Tuple[List[str], List[Any], Dict[str, Any]]:
+    ) -> Tuple[List[str], List[object], Dict[str, object]]:
         self._check_names(args, kwargs)
         names: List[str] = []
-        positional: List[Any] = []
+        positional: List[object] = []
         named: Dict[str, Any] = {}
         left = dict(kwargs)
         for parameter in self._parameters:
@@ -328,7 +328,7 @@ class ArgumentParser:
                 )
 
 
-def _default(parameter: inspect.Parameter) -> Any:
+def _default(parameter: inspect.Parameter) -> object:
     if parameter.default is _Kind.empty:
         raise error(f"Mandatory parameter {parameter.name} missing. Pass a value for it.")
     return parameter.default

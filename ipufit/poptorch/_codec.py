@@ -8,13 +8,14 @@ of nodes with operators by name.
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import keyword
 import math
 import operator
 import re
 import sys
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,11 +28,11 @@ __all__ = [
     "Decoder",
     "Encoder",
     "InvalidContent",
+    "Values",
     "class_path",
-    "graph_from_json",
-    "graph_to_json",
     "imported_class",
     "reads_graphs",
+    "refuse_malformed",
     "writes_graphs",
 ]
 
@@ -46,8 +47,33 @@ _NAMED_IN_TORCH = {
 }
 
 
+# Of a file, by name: whatever an encoder takes.
+Values = Dict[str, Any]
+
+Json = Union[None, bool, int, float, str, List["Json"], Dict[str, "Json"]]
+
+
 class InvalidContent(ValueError):
     """The content of a file is malformed, or not supported."""
+
+
+@contextlib.contextmanager
+def refuse_malformed(what: str) -> Iterator[None]:
+    """Say of malformed content what it is that can't be read.
+
+    Args:
+        what: begins the text, which goes on with what was wrong.
+    Raises:
+        InvalidContent: in the place of any error that content of another form causes.
+    """
+    try:
+        yield
+    except InvalidContent:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as reason:
+        if isinstance(reason, RecursionError):
+            raise
+        raise InvalidContent(f"{what}: {reason!r}") from reason
 
 
 def class_path(kind: type) -> str:
@@ -77,11 +103,11 @@ class Encoder:
 
     def __init__(self) -> None:
         self.tensors: Dict[str, Tensor] = {}
-        self.handlers: List[Tuple[type, str, Callable[[Any], Any]]] = []
+        self.handlers: List[Tuple[type, str, Callable[[Any], Json]]] = []
         # The tensors are kept: a number of one that is gone could come again.
         self._numbered: Dict[int, Tuple[str, Tensor]] = {}
 
-    def encode(self, value: object) -> Any:
+    def encode(self, value: object) -> Json:
         """Encode a value as JSON.
 
         Raises:
@@ -100,7 +126,7 @@ class Encoder:
             return self._container(value)
         return self._atom(value)
 
-    def _tensor(self, tensor: Tensor) -> Any:
+    def _tensor(self, tensor: Tensor) -> Json:
         if tensor.device.type == "meta":
             return {"shape": [self.encode(tensor.dtype), list(tensor.shape)]}
         if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
@@ -119,12 +145,12 @@ class Encoder:
             return {"parameter": [name, tensor.requires_grad]}
         return {"tensor": name}
 
-    def _container(self, value: Any) -> Any:
+    def _container(self, value: Any) -> Json:
         kind = type(value)
         if kind is list or (isinstance(value, list) and kind.__module__.startswith("torch.fx")):
             return [self.encode(item) for item in value]
         if isinstance(value, dict):
-            items = [[self.encode(key), self.encode(item)] for key, item in value.items()]
+            items: Json = [[self.encode(key), self.encode(item)] for key, item in value.items()]
             if kind is dict or kind.__module__.startswith("torch.fx"):
                 return {"dict": items}
             return {"mapping": [class_path(kind), items]}
@@ -137,7 +163,7 @@ class Encoder:
             return {"namedtuple": [class_path(kind), list(value._fields), parts]}
         raise self._refusal(value)
 
-    def _atom(self, value: object) -> Any:
+    def _atom(self, value: object) -> Json:
         if isinstance(value, enum.Enum) and type(value).__module__ == _ENUMS:
             return {"enum": [type(value).__name__, value.name]}
         for tag, kind in _NAMED_IN_TORCH.items():
@@ -169,7 +195,7 @@ class Decoder:
     def __init__(self, tensors: Dict[str, Tensor]) -> None:
         self._tensors = tensors
         self._parameters: Dict[str, nn.Parameter] = {}
-        self.handlers: Dict[str, Callable[[Any], Any]] = {}
+        self.handlers: Dict[str, Callable[[object], object]] = {}
 
     def decode(self, data: object) -> Any:
         """Decode a value from JSON.
@@ -189,15 +215,11 @@ class Decoder:
         method = getattr(self, f"_read_{tag}", None) if _IDENTIFIER.match(tag) else None
         if method is None and tag not in _NAMED_IN_TORCH:
             raise InvalidContent(f"{tag!r} is not a kind of value")
-        try:
+        with refuse_malformed(f"a value of kind {tag!r} is malformed"):
             return self._named_in_torch(tag, content) if method is None else method(content)
-        except (InvalidContent, RecursionError):
-            raise
-        except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as reason:
-            raise InvalidContent(f"a value of kind {tag!r} is malformed: {reason}") from reason
 
-    def _named_in_torch(self, tag: str, name: Any) -> Any:
-        value = vars(torch).get(name)
+    def _named_in_torch(self, tag: str, name: object) -> object:
+        value = vars(torch).get(str(name))
         if not isinstance(value, _NAMED_IN_TORCH[tag]):
             raise InvalidContent(f"{name!r} is not a {tag}")
         return value
@@ -207,18 +229,18 @@ class Decoder:
             raise InvalidContent(f"{text!r} is not a number")
         return float(text)
 
-    def _read_complex(self, parts: Any) -> complex:
-        real, imaginary = (self.decode(part) for part in parts)
+    def _read_complex(self, parts: object) -> complex:
+        real, imaginary = (self.decode(part) for part in _list(parts))
         return complex(real, imaginary)
 
-    def _read_tuple(self, items: object) -> Tuple[Any, ...]:
+    def _read_tuple(self, items: object) -> Tuple[object, ...]:
         return tuple([self.decode(item) for item in _list(items)])
 
     def _read_size(self, items: object) -> torch.Size:
         return torch.Size(_whole_numbers(items))
 
-    def _read_slice(self, parts: Any) -> slice:
-        start, stop, step = (self.decode(part) for part in parts)
+    def _read_slice(self, parts: object) -> slice:
+        start, stop, step = (self.decode(part) for part in _list(parts))
         return slice(start, stop, step)
 
     def _read_device(self, text: object) -> torch.device:
@@ -226,15 +248,15 @@ class Decoder:
             raise InvalidContent(f"{text!r} is not a device")
         return torch.device(text)
 
-    def _read_enum(self, names: Any) -> Any:
-        kind, name = names
+    def _read_enum(self, names: object) -> object:
+        kind, name = _list(names)
         enum_class = imported_class(f"{_ENUMS}:{kind}", enum.Enum)
         if enum_class is None or name not in enum_class.__members__:  # type: ignore[attr-defined]
             raise InvalidContent(f"{kind}.{name} is not an option")
         return enum_class.__members__[name]  # type: ignore[attr-defined]
 
-    def _read_shape(self, parts: Any) -> Tensor:
-        dtype, shape = parts
+    def _read_shape(self, parts: object) -> Tensor:
+        dtype, shape = _list(parts)
         kind = self.decode(dtype)
         if not isinstance(kind, torch.dtype):
             raise InvalidContent(f"{dtype!r} is not a dtype")
@@ -245,20 +267,20 @@ class Decoder:
             raise InvalidContent(f"it holds no tensor {name!r}")
         return self._tensors[name]
 
-    def _read_parameter(self, parts: Any) -> nn.Parameter:
-        name, requires_grad = parts
+    def _read_parameter(self, parts: object) -> nn.Parameter:
+        name, requires_grad = _list(parts)
         if name not in self._parameters:
             self._parameters[name] = nn.Parameter(self._read_tensor(name), bool(requires_grad))
         return self._parameters[name]
 
-    def _items(self, items: object) -> Dict[Any, Any]:
+    def _items(self, items: object) -> Dict[Any, object]:
         return {self.decode(key): self.decode(item) for key, item in _list(items)}
 
-    def _read_dict(self, items: object) -> Dict[Any, Any]:
+    def _read_dict(self, items: object) -> Dict[object, object]:
         return self._items(items)
 
-    def _read_mapping(self, parts: Any) -> Any:
-        path, items = parts
+    def _read_mapping(self, parts: object) -> object:
+        path, items = _list(parts)
         kind = imported_class(path, dict)
         if kind is None:
             raise InvalidContent(
@@ -271,8 +293,8 @@ class Decoder:
             base.__setitem__(result, key, item)
         return result
 
-    def _read_namedtuple(self, parts: Any) -> Any:
-        path, fields, items = parts
+    def _read_namedtuple(self, parts: object) -> object:
+        path, fields, items = _list(parts)
         if not all(isinstance(text, str) and _IDENTIFIER.match(text) for text in fields):
             raise InvalidContent(f"{fields!r} are not the names of fields")
         values = [self.decode(item) for item in _list(items)]
@@ -292,11 +314,11 @@ def _list(value: object) -> List[Any]:
     return value
 
 
-def _whole_numbers(value: Any) -> List[int]:
+def _whole_numbers(value: object) -> List[int]:
     for number in _list(value):
         if type(number) is not int or number < 0:
             raise InvalidContent(f"{number!r} is not a size")
-    return list(value)
+    return _list(value)
 
 
 _NAMESPACES = ("aten", "prims", "ipufit", "ipufit_poptorch")
@@ -320,36 +342,12 @@ def _is_name(text: object) -> bool:
     return isinstance(text, str) and bool(_IDENTIFIER.match(text)) and not keyword.iskeyword(text)
 
 
-def graph_to_json(graph: fx.GraphModule) -> Tuple[Dict[str, Any], Dict[str, Tensor]]:
-    """Convert a recorded program to JSON and the tensors that the JSON refers to.
-
-    Raises:
-        Error: the program calls something that a file can't name.
-    """
-    encoder = Encoder()
-    writes_graphs(encoder)
-    content = encoder.encode(graph)
-    return content["graph"], encoder.tensors
-
-
-def graph_from_json(content: Dict[str, Any], tensors: Dict[str, Tensor]) -> fx.GraphModule:
-    """Read a program from JSON.
-
-    Raises:
-        InvalidContent: it is none.
-    """
-    decoder = Decoder(tensors)
-    reads_graphs(decoder)
-    result: fx.GraphModule = decoder.decode({"graph": content})
-    return result
-
-
 def writes_graphs(encoder: Encoder) -> None:
     """Register handlers for programs and their nodes with an encoder."""
 
-    def graph(module: fx.GraphModule) -> Any:
-        nodes = []
-        attributes: Dict[str, Any] = {}
+    def graph(module: fx.GraphModule) -> Json:
+        nodes: List[Json] = []
+        attributes: Dict[str, object] = {}
         for node in module.graph.nodes:
             nodes.append(_node_to_json(node, encoder))
             if node.op == "get_attr":
@@ -363,12 +361,12 @@ def writes_graphs(encoder: Encoder) -> None:
     encoder.handlers.append((fx.Node, "node", lambda node: node.name))
 
 
-def _node_to_json(node: fx.Node, encoder: Encoder) -> Dict[str, Any]:
-    entry: Dict[str, Any] = {"op": node.op, "name": node.name}
+def _node_to_json(node: fx.Node, encoder: Encoder) -> Dict[str, Json]:
+    entry: Dict[str, Json] = {"op": node.op, "name": node.name}
     if node.op == "call_function":
         entry["target"] = _function_name(node.target)
     elif node.op == "get_attr":
-        entry["target"] = node.target
+        entry["target"] = str(node.target)
     elif node.op not in ("placeholder", "output"):
         raise error(
             f"the recorded program holds a node of kind {node.op!r} ({node.target}), which a file "
@@ -380,7 +378,7 @@ def _node_to_json(node: fx.Node, encoder: Encoder) -> Dict[str, Any]:
     return entry
 
 
-def _attribute(module: nn.Module, name: str) -> Any:
+def _attribute(module: nn.Module, name: str) -> object:
     value = getattr(module, name, None)
     if not isinstance(value, (Tensor, fx.GraphModule)) or not _is_name(name):
         raise error(
@@ -449,13 +447,10 @@ def reads_graphs(decoder: Decoder) -> None:
         result = fx.Graph()
         open_graphs.append({})
         try:
-            for entry in _entries(content, "nodes"):
-                _add_node(result, root, entry, decoder, open_graphs[-1])
-            result.lint()
-        except (InvalidContent, RecursionError):
-            raise
-        except (RuntimeError, TypeError, ValueError) as reason:
-            raise InvalidContent(f"it holds no sound program: {reason}") from reason
+            with refuse_malformed("it holds no sound program"):
+                for entry in _entries(content, "nodes"):
+                    _add_node(result, root, entry, decoder, open_graphs[-1])
+                result.lint()
         finally:
             open_graphs.pop()
         if not result.nodes or next(iter(reversed(result.nodes))).op != "output":
@@ -466,7 +461,7 @@ def reads_graphs(decoder: Decoder) -> None:
     decoder.handlers["node"] = node
 
 
-def _entries(content: object, key: str) -> List[Any]:
+def _entries(content: object, key: str) -> List[object]:
     entries = content.get(key) if isinstance(content, dict) else None
     if not isinstance(entries, list):
         raise InvalidContent(f"a program has no {key}")
@@ -474,7 +469,7 @@ def _entries(content: object, key: str) -> List[Any]:
 
 
 def _pairs(content: object, key: str) -> List[Tuple[Any, Any]]:
-    entries = _entries(content, key)
+    entries: List[Any] = _entries(content, key)
     if not all(isinstance(entry, list) and len(entry) == 2 for entry in entries):
         raise InvalidContent(f"the {key} of a program must be pairs")
     return [(name, value) for name, value in entries]

@@ -15,6 +15,7 @@ from typing import (
     Mapping,
     NamedTuple,
     Optional,
+    Protocol,
     Sequence,
     Tuple,
     Type,
@@ -35,7 +36,6 @@ from ipufit.poptorch._execution import (
 )
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._loss_scale import ScalingSettings
-from ipufit.poptorch._optimizer import CompiledOptimizer
 from ipufit.poptorch._placement import placed
 from ipufit.poptorch._precision import check_input, keeps_float64, narrowed, narrowed_output
 from ipufit.poptorch._program_files import through_cache
@@ -109,16 +109,28 @@ def _call(hooks: OrderedDict[int, _Hook]) -> None:
         hook()
 
 
+class _Substitution(Protocol):
+    """Object of a registered class, made for one recording."""
+
+    def replace(self) -> object:
+        """Replace something, as the recording begins."""
+        ...
+
+    def restore(self) -> object:
+        """Restore it, as the recording ends."""
+        ...
+
+
 class _OverwriteContextManager:
     """Lets every registered substitution replace something while a model is recorded.
 
     A substitution is a class whose objects have the methods ``replace`` and ``restore``.
     """
 
-    _subsitution_manager_types: ClassVar[List[Type[Any]]] = []
+    _subsitution_manager_types: ClassVar[List[Type[_Substitution]]] = []
 
     def __init__(self) -> None:
-        self.substitution_managers: List[Any] = [kind() for kind in self._subsitution_manager_types]
+        self.substitution_managers = [kind() for kind in self._subsitution_manager_types]
         self._restoring = contextlib.ExitStack()
 
     def __enter__(self) -> _OverwriteContextManager:
@@ -134,7 +146,7 @@ class _OverwriteContextManager:
         self._restoring.close()
 
     @classmethod
-    def registerSubsitutionManager(cls, type: Type[Any]) -> None:
+    def registerSubsitutionManager(cls, type: Type[_Substitution]) -> None:
         """Use an object of this class in every recording.
 
         Args:
@@ -304,8 +316,7 @@ class Compiled:
         return AnchoredTensors(wanted, self.recorded, inputs, self.device, self._numbers)
 
     def _numbers(self) -> Dict[str, float]:
-        updates = self.device.updates
-        return updates.anchors() if isinstance(updates, CompiledOptimizer) else {}
+        return {} if self.device.updates is None else self.device.updates.anchors()
 
     def check_anchors(self) -> None:
         """Refuse names of anchors that do not exist, once the optimizer's names are there.
@@ -379,8 +390,7 @@ class Compiled:
 
     def scale(self) -> float:
         """Return the initial gradient of the loss."""
-        updates = self.device.updates
-        return updates.loss_scaling if isinstance(updates, CompiledOptimizer) else 1.0
+        return 1.0 if self.device.updates is None else self.device.updates.loss_scaling
 
     @outside_inference_mode
     def run(self, arguments: Arguments, seed: int) -> Any:

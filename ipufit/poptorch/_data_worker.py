@@ -71,7 +71,7 @@ class Layout:
     def __init__(self, data: Any) -> None:
         self._kind = _kind_of(data)
         self._keys = list(data) if self._kind == "dict" else []
-        self._template: Any = None
+        self._template: object = None
         self._count = 0
         self._count = len(self.take_apart(data))
         if self._kind == "object":
@@ -301,7 +301,7 @@ class DataWorker:
         self._commands = commands
         self._events = events
         self._layout: Optional[Layout] = None
-        self._ring: Any = None
+        self._ring: RingBufferWriter
         self._begun = 0
         self._filled = 0
 

@@ -15,6 +15,7 @@ from ipufit.poptorch._data_worker import CombiningLoader
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._utils import combined
 from ipufit.poptorch.enums import DataLoaderMode
+from ipufit.poptorch.options import Options
 from ipufit.poptorch.profiling import Channel
 
 __all__ = ["DataLoader", "ProcessShare", "ShuffledShare", "share_bounds"]
@@ -148,7 +149,7 @@ class ShuffledShare(Sampler):  # type: ignore[type-arg]  # generic in new versio
         return map(_Position, self._share.positions())
 
 
-def log_iterable(num_workers: int, kwargs: Dict[str, Any]) -> None:
+def log_iterable(num_workers: int, kwargs: Dict[str, object]) -> None:
     """Warn that each worker reads all of an iterable dataset, if nothing parts it."""
     if num_workers > 1 and "worker_init_fn" not in kwargs:
         logger.warning(
@@ -230,7 +231,7 @@ def log_rebatched(sampler: object, rows: int) -> None:
 
 def log_unused(
     mode: DataLoaderMode,
-    async_options: Optional[Dict[str, Any]],
+    async_options: Optional[Dict[str, object]],
     rebatched_worker_size: Optional[int],
 ) -> None:
     """Warn of arguments that have no effect in this mode."""
@@ -297,7 +298,7 @@ class DataLoader(CombiningLoader):
 
     def __init__(
         self,
-        options: Any,
+        options: Options,
         dataset: Any,
         batch_size: Optional[int] = 1,
         shuffle: Optional[bool] = None,
@@ -372,7 +373,7 @@ class DataLoader(CombiningLoader):
         if mode is not DataLoaderMode.Sync:
             self._accessor = self._made_accessor(async_options or {}, rebatched_size)
 
-    def _set_sizes(self, options: Any, batch_size: Optional[int]) -> None:
+    def _set_sizes(self, options: Options, batch_size: Optional[int]) -> None:
         self._num_batches_to_combine: Optional[int] = None
         self._combined_batch_size: Optional[int] = None
         if batch_size is None:
@@ -383,7 +384,9 @@ class DataLoader(CombiningLoader):
         self._combined_batch_size = batch_size * micro_batches
         self._options = options
 
-    def _part(self, options: Any, dataset: Any, drop_last: bool, shuffle: bool) -> ProcessShare:
+    def _part(
+        self, options: Options, dataset: object, drop_last: bool, shuffle: bool
+    ) -> ProcessShare:
         if shuffle and not options.exists("random_seed"):
             raise AssertionError(
                 "When using auto_distributed_partitioning you must set "
@@ -445,7 +448,7 @@ class DataLoader(CombiningLoader):
         return super().__len__()
 
     @property
-    def _profiling(self) -> Any:
+    def _profiling(self) -> object:
         return Channel("poptorch.DataLoader")
 
     @property
@@ -454,7 +457,7 @@ class DataLoader(CombiningLoader):
         return self._combined_batch_size
 
     @property
-    def options(self) -> Any:
+    def options(self) -> Options:
         """The options that it was made with; unset with ``batch_size=None``."""
         return self._options
 

@@ -12,7 +12,6 @@ from typing import (
     Mapping,
     NamedTuple,
     Optional,
-    Protocol,
     Sequence,
     Tuple,
     TypeVar,
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.poptorch._logging import error
+from ipufit.poptorch._optimizer import CompiledOptimizer
 from ipufit.poptorch.enums import CommGroupType, VariableRetrievalMode
 from ipufit.poptorch.options import Options
 from ipufit.processes import Processes, current
@@ -32,7 +32,6 @@ __all__ = [
     "Group",
     "ParameterProxy",
     "ReplicaGrouping",
-    "Updates",
     "outside_inference_mode",
 ]
 
@@ -109,7 +108,7 @@ class ReplicaGrouping(NamedTuple):
                 "CommGroupType.NoGrouping."
             )
 
-    def _groups_or(self, replicas: int) -> Any:
+    def _groups_or(self, replicas: int) -> object:
         size = self.size(replicas)
         return replicas // size if size and not replicas % size else "number of groups"
 
@@ -187,7 +186,13 @@ class ParameterProxy:
         return repr(self.__dict__["_parameter"])
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: Tuple[object, ...] = (),
+        kwargs: Optional[Dict[str, object]] = None,
+    ) -> Any:
         """Functions of torch work on the parameter itself."""
         return func(*_unproxied(args), **_unproxied(kwargs or {}))
 
@@ -221,34 +226,18 @@ for _name in (
     setattr(ParameterProxy, _name, _operator(_name))
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def outside_inference_mode(function: _Function) -> _Function:
     """Run a function outside of inference mode, so that its tensors can be changed later."""
 
     @functools.wraps(function)
-    def called(*args: object, **kwargs: object) -> Any:
+    def called(*args: object, **kwargs: object) -> object:
         with torch.inference_mode(False):
             return function(*args, **kwargs)
 
     return cast(_Function, called)
-
-
-class Updates(Protocol):
-    """Interface of an optimizer that updates weights on the device."""
-
-    def apply(self, gradients: Mapping[str, Tensor]) -> None:
-        """Update the tensors of these names once, in place."""
-        ...
-
-    def accumulator(self, weight: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a weight of this dtype are added up."""
-        ...
-
-    def observe(self, large: Tensor) -> None:
-        """Record how many elements of a micro-batch's gradients are large."""
-        ...
 
 
 def narrowed(tensor: Tensor, wide: bool) -> Tensor:
@@ -292,7 +281,7 @@ class Device:
             self._parts[name] = self._cut(name, tensor)
         for name, tensor in buffers.items():
             self._parts[name] = [narrowed(tensor, wide)]
-        self.updates: Optional[Updates] = None
+        self.updates: Optional[CompiledOptimizer] = None
 
     def separate(self, names: Sequence[str]) -> None:
         """Give each replica a copy of these buffers, because the program changes them."""
@@ -375,7 +364,7 @@ class Device:
             for name, host in values.items():
                 if not host.is_floating_point():
                     continue
-                new: Sequence[Any] = self._cut(name, host) if name in self._groupings else [host]
+                new = self._cut(name, host) if name in self._groupings else [host]
                 for i, part in enumerate(self._parts[name]):
                     part.copy_(new[i] if len(new) > 1 else new[0])
 
@@ -468,7 +457,7 @@ class Group:
                         "file in all of them."
                     )
 
-    def add(self, gradients: Mapping[Any, Tensor]) -> None:
+    def add(self, gradients: Mapping[Tuple[str, int], Tensor]) -> None:
         """Sum each gradient over all processes, in place."""
         if self._trains:
             assert self._processes is not None

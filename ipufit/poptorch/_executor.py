@@ -20,22 +20,25 @@ from ipufit.poptorch._device import ParameterProxy, ReplicaGrouping
 from ipufit.poptorch._host_weights import HostWeights, check_module
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._operators.scopes import module_repr
-from ipufit.poptorch._optimizer_link import OptimizerLink
+from ipufit.poptorch._optimizer_link import IDLE, OptimizerLink
 from ipufit.poptorch._options.compiler import model_options, report_ignored
 from ipufit.poptorch._placement import DeviceAllocation, acquire
 from ipufit.poptorch._program_files import Path
 from ipufit.poptorch._saving import check_fits, check_state, read
-from ipufit.poptorch._tracing import untraced
+from ipufit.poptorch._tracing import tensors_in, untraced
 from ipufit.poptorch._version import __version__
 from ipufit.poptorch._wrapping import check_not_wrapped
 from ipufit.poptorch.enums import ConnectionType
-from ipufit.poptorch.optim import SGD
+from ipufit.poptorch.optim import SGD, StateSync
 from ipufit.poptorch.options import Options
 
 __all__ = ["PoplarExecutor", "inferenceModel", "load", "trainingModel"]
 
 
-def without_backward(result: object) -> Any:
+T = TypeVar("T")
+
+
+def without_backward(result: T) -> T:
     """Outputs that say why there is nothing to go back through."""
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -45,27 +48,19 @@ def without_backward(result: object) -> Any:
             "the model. If you're using an inferenceModel, you should use a trainingModel instead."
         )
 
-    def visit(value: object) -> None:
-        if isinstance(value, (list, tuple)):
-            for each in value:
-                visit(each)
-        elif isinstance(value, dict):
-            visit(list(value.values()))
-        elif isinstance(value, Tensor):
-            value.backward = refuse  # type: ignore[method-assign]
-
-    visit(result)
+    for tensor in tensors_in(result):
+        tensor.backward = refuse  # type: ignore[method-assign]
     return result
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def spanned(method: F) -> F:
     """Make every call a span of the method's name on the channel ``self._profiling``."""
 
     @functools.wraps(method)
-    def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def measured(self: PoplarExecutor, *args: object, **kwargs: object) -> object:
         with self._profiling.tracepoint(method.__name__):
             return method(self, *args, **kwargs)
 
@@ -146,6 +141,11 @@ class PoplarExecutor(Inspection):
         if isinstance(value, nn.Parameter):
             return ParameterProxy(attr, value, self._groupings)
         return value
+
+    @property
+    def _state_sync(self) -> StateSync:
+        """Synchronises the optimizer's state with the device's; idle without an optimizer."""
+        return IDLE if self._optimizer is None else self._optimizer.sync
 
     @property
     def _executable_inputs(self) -> Optional[Arguments]:
@@ -344,21 +344,15 @@ class PoplarExecutor(Inspection):
             logger.debug("Implicit copyWeightsToDevice()")
             self.copyWeightsToDevice()
         arguments.check_like(program.arguments)
-        if self._optimizer is not None:
-            self._optimizer.send()
+        self._state_sync.send()
         with self._profiling.tracepoint("modelExecution"):
             result = program.run(arguments, self.rng_state[0])
         self.rng_state = [self.rng_state[0] + self._options.device_iterations]
         self._anchors = program.anchors
-        if not program.is_synthetic:
-            self._ran()
-        return without_backward(result)
-
-    def _ran(self) -> None:
-        if self._training:
+        if self._training and not program.is_synthetic:
             self._host.trained()
-        if self._optimizer is not None:
-            self._optimizer.mark_updated()
+            self._state_sync.mark_updated()
+        return without_backward(result)
 
     # Weights.
 
@@ -379,8 +373,7 @@ class PoplarExecutor(Inspection):
     def copyWeightsToDevice(self) -> None:
         """Copy the host's weights to the device, where they overwrite what training has changed."""
         device = self._program().device
-        if self._optimizer is not None:
-            self._optimizer.refresh()
+        self._state_sync.refresh()
         self._host.push(device)
 
     def copyNamedBuffersToDevice(self) -> None:
@@ -444,8 +437,7 @@ class PoplarExecutor(Inspection):
         program.group.check(program.device)
         self._allocation = acquire(self._options, program.placement.ipus)
         self.copyWeightsToDevice()
-        if self._optimizer is not None:
-            self._optimizer.attach()
+        self._state_sync.attach()
 
     def detachFromDevice(self) -> None:
         """Copy weights, optimizer state and random state to the host, and release the device."""
@@ -454,8 +446,7 @@ class PoplarExecutor(Inspection):
             raise error("Device is not attached. Ask isAttachedToDevice() first.")
         if self._training:
             self.copyWeightsToHostIfNeeded()
-        if self._optimizer is not None:
-            self._optimizer.refresh()
+        self._state_sync.refresh()
         self._allocation.release()
         self._allocation = None
 

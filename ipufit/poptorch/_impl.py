@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ipufit.poptorch._logging import Error, error
 from ipufit.poptorch._tracing import tracing
 from ipufit.poptorch._wrapping import isWrapped, rewrapModelIfNecessary, unwrapModelIfNecessary
@@ -37,7 +35,7 @@ def isDispatchTracing() -> bool:
     return tracing() is not None
 
 
-def _restoreWrapperIfNecessary(obj: object) -> Any:
+def _restoreWrapperIfNecessary(obj: object) -> object:
     """Return the object, for files in which PopTorch pickled a wrapped model with a call of this.
 
     Our own files have plain modules and tensors, and don't call it.

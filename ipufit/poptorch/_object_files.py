@@ -11,13 +11,21 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ipufit.poptorch import enums, optim
-from ipufit.poptorch._codec import Encoder, InvalidContent, class_path, imported_class
+from ipufit.poptorch._codec import (
+    Encoder,
+    InvalidContent,
+    Json,
+    Values,
+    class_path,
+    imported_class,
+    refuse_malformed,
+)
 from ipufit.poptorch._logging import Error, error
 from ipufit.poptorch._optimizer_settings import OPTIMIZERS
 from ipufit.poptorch._options.execution import (
@@ -79,7 +87,7 @@ class WeightsOnly(nn.Module):
         )
 
 
-def module_to_values(model: nn.Module) -> List[Dict[str, Any]]:
+def module_to_values(model: nn.Module) -> List[Values]:
     """Convert a module and its submodules to values that ``write_file`` takes.
 
     Raises:
@@ -91,7 +99,7 @@ def module_to_values(model: nn.Module) -> List[Dict[str, Any]]:
     return [_one(module, names[id(module)], order) for module in modules]
 
 
-def _one(module: nn.Module, name: str, order: Dict[int, int]) -> Dict[str, Any]:
+def _one(module: nn.Module, name: str, order: Dict[int, int]) -> Dict[str, object]:
     kind = type(module)._poptorch_plain if isWrapped(module) else type(module)  # type: ignore[attr-defined]
     # What torch's own modules leave out of a file, they make anew.
     getstate = getattr(kind, "__getstate__", None) if _is_torchs(kind) else None
@@ -120,7 +128,7 @@ def _one(module: nn.Module, name: str, order: Dict[int, int]) -> Dict[str, Any]:
     }
 
 
-def _attribute(value: object, name: str) -> Tuple[str, Any]:
+def _attribute(value: object, name: str) -> Tuple[str, object]:
     function = getattr(value, "__name__", None)
     for place in (nn.functional, torch):
         path = f"{place.__name__}:{function}"
@@ -140,14 +148,14 @@ def _is_torchs(kind: type) -> bool:
     return kind.__module__.startswith("torch.nn.")
 
 
-def module_from_values(values: Any) -> nn.Module:
+def module_from_values(values: List[Values]) -> nn.Module:
     """Rebuild the module of ``module_to_values`` with classes that are imported in this program.
 
     Raises:
         UnknownClass: one is not.
         InvalidContent: no module is written like this.
     """
-    try:
+    with refuse_malformed("it holds no sound module"):
         modules = [_empty(entry["class"]) for entry in values]
         states = [_filled(module, entry, modules) for module, entry in zip(modules, values)]
         for module, state in zip(modules, states):
@@ -155,10 +163,6 @@ def module_from_values(values: Any) -> nn.Module:
             kind: Any = type(module) if _is_torchs(type(module)) else nn.Module
             kind.__setstate__(module, {**module.__dict__, **state})
         return modules[0]
-    except (UnknownClass, InvalidContent):
-        raise
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as reason:
-        raise InvalidContent(f"it holds no sound module: {reason}") from reason
 
 
 def _empty(path: object) -> nn.Module:
@@ -170,7 +174,7 @@ def _empty(path: object) -> nn.Module:
     return module
 
 
-def _filled(module: nn.Module, entry: Dict[str, Any], modules: List[nn.Module]) -> Dict[str, Any]:
+def _filled(module: nn.Module, entry: Values, modules: List[nn.Module]) -> Values:
     for name, parameter in entry["parameters"]:
         _expect(name, parameter, nn.Parameter)
         module._parameters[name] = parameter
@@ -204,7 +208,7 @@ def _function(path: object) -> Any:
 
 
 @functools.lru_cache(maxsize=None)
-def _functions() -> Dict[str, Any]:
+def _functions() -> Dict[str, object]:
     """Map paths to functions of torch that modules have as attributes, such as activations."""
     functions = {}
     for name, value in vars(nn.functional).items():
@@ -221,7 +225,9 @@ def _functions() -> Dict[str, Any]:
 
 
 # A file can name these and no other.
-_CLASSES: Dict[str, Any] = {class_path(kind): kind for kind in OPTIMIZERS}
+_CLASSES: Dict[str, Callable[..., torch.optim.Optimizer]] = {
+    class_path(kind): kind for kind in OPTIMIZERS
+}
 
 
 # What an optimizer of torch may have besides, and those of the front end have.
@@ -235,7 +241,7 @@ _SETTINGS = sorted(
 )
 
 
-def optimizer_to_values(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
+def optimizer_to_values(optimizer: torch.optim.Optimizer) -> Values:
     """Convert an optimizer to values: class, settings, and the model's own parameters.
 
     The state on the device is not included.
@@ -261,7 +267,7 @@ def optimizer_to_values(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
     }
 
 
-def optimizer_from_values(values: Optional[Mapping[str, Any]]) -> Optional[torch.optim.Optimizer]:
+def optimizer_from_values(values: Optional[Values]) -> Optional[torch.optim.Optimizer]:
     """Rebuild the optimizer of ``optimizer_to_values``; None for None.
 
     Raises:
@@ -269,7 +275,7 @@ def optimizer_from_values(values: Optional[Mapping[str, Any]]) -> Optional[torch
     """
     if values is None:
         return None
-    try:
+    with refuse_malformed("it holds no sound optimizer"):
         kind = _CLASSES.get(values["class"])
         if kind is None:
             raise InvalidContent(f"{values['class']!r} is not an optimizer that it can hold")
@@ -287,10 +293,6 @@ def optimizer_from_values(values: Optional[Mapping[str, Any]]) -> Optional[torch
                 raise InvalidContent("the state of an optimizer must be that of a parameter")
             optimizer.state[parameter] = dict(state)
         return optimizer
-    except InvalidContent:
-        raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as reason:
-        raise InvalidContent(f"it holds no sound optimizer: {reason!r}") from reason
 
 
 _STRATEGIES: Dict[str, Any] = {
@@ -309,7 +311,11 @@ _FLAGS = (
     "_show_compilation_progress_bar",
     "_source_location_excludes",
 )
-_CONTAINERS: Dict[str, Callable[[Any], Any]] = {"list": list, "set": set, "tuple": tuple}
+_CONTAINERS: Dict[str, Callable[[Iterable[object]], object]] = {
+    "list": list,
+    "set": set,
+    "tuple": tuple,
+}
 
 
 class _Bare(Options):
@@ -319,7 +325,7 @@ class _Bare(Options):
         """Read nothing."""
 
 
-def to_data(options: Options) -> Dict[str, Any]:
+def to_data(options: Options) -> Values:
     """Convert options to plain data.
 
     Raises:
@@ -334,7 +340,7 @@ def to_data(options: Options) -> Dict[str, Any]:
     }
 
 
-def from_data(data: Dict[str, Any]) -> Options:
+def from_data(data: Values) -> Options:
     """Rebuild options from plain data; they are not frozen, and ignore the environment."""
     options: Options = _Bare()
     options.__class__ = Options
@@ -348,14 +354,15 @@ def from_data(data: Dict[str, Any]) -> Options:
     return options
 
 
-def _encode(where: str, value: Any) -> Any:
+def _encode(where: str, value: Any) -> Json:
     """Convert a value to plain data."""
     if isinstance(value, enum.Enum) and type(value).__name__ in ENUMS:
         return {"enum": [type(value).__name__, value.name]}
     if value is None or type(value) in (bool, int, float, str):
-        return value
+        plain: Json = value
+        return plain
     if type(value) is dict:
-        pairs = [[_encode(where, key), _encode(where, entry)] for key, entry in value.items()]
+        pairs: Json = [[_encode(where, key), _encode(where, entry)] for key, entry in value.items()]
         return {"dict": pairs}
     for name, kind in _CONTAINERS.items():
         if type(value) is kind:
@@ -378,16 +385,16 @@ def _decode(data: object) -> Any:
     return _CONTAINERS[mark](_decode(entry) for entry in entries)
 
 
-def _stage_data(stage: Stage) -> Dict[str, Any]:
+def _stage_data(stage: Stage) -> Dict[str, object]:
     return {"blocks": stage.blocks, "ipu": stage._ipu}
 
 
-def _stage(data: Dict[str, Any]) -> Stage:
+def _stage(data: Values) -> Stage:
     stage = Stage(*data["blocks"])
     return stage if data["ipu"] is None else stage.ipu(data["ipu"])
 
 
-def _strategy_data(strategy: _IExecutionStrategy) -> Dict[str, Any]:
+def _strategy_data(strategy: _IExecutionStrategy) -> Dict[str, object]:
     """Convert a strategy to its class' name and its stages."""
     kind = type(strategy).__name__
     if type(strategy) is not _STRATEGIES.get(kind):
@@ -414,13 +421,13 @@ def _strategy_data(strategy: _IExecutionStrategy) -> Dict[str, Any]:
     }
 
 
-def _strategy(data: Dict[str, Any]) -> _IExecutionStrategy:
+def _strategy(data: Values) -> _IExecutionStrategy:
     """Rebuild a strategy from plain data."""
     kind = _STRATEGIES[data["kind"]]
     if "phases" in data:
         phased: _IPhasedExecution = kind(*(Phase(*map(_stage, p)) for p in data["phases"]))
         phased._tensors_liveness = enums.Liveness[data["liveness"]]
         return phased.useSeparateBackwardPhase(data["separate"])
-    stages: List[Any] = [_stage(stage) for stage in data["stages"]]
+    stages: List[object] = [_stage(stage) for stage in data["stages"]]
     strategy: PipelinedExecution = kind(*stages or [enums.AutoStage[data["auto"]]])
     return strategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class CompiledOptimizer:
         self._scales = automatic is not None or settings.loss_scaling != Value(1.0, True)
         # The device's numbers that were written to it and are not those of the settings.
         self._written: Dict[str, float] = {}
-        self._graphs: Dict[Tuple[object, ...], Callable[..., Any]] = {}
+        self._graphs: Dict[Tuple[object, ...], Callable[..., object]] = {}
         self._parts: List[UpdateBucket] = []
         self._rules = [rule_of(settings, group) for group in range(len(groups))]
         self._members = [
@@ -360,24 +360,6 @@ class CompiledOptimizer:
                 self._written[name] = number
         for member in self._members:
             member.numbers = self._numbers(member.name, member.group)
-
-    def snapshot(self) -> Any:
-        """Return a copy of the state: numbers of the host and tensors of the device."""
-        copies = [{k: v.clone() for k, v in member.state.items()} for member in self._members]
-        factor = None if self._automatic is None else self._automatic.factor
-        return copies, [member.updates for member in self._members], factor
-
-    def restore(self, snapshot: Any) -> None:
-        """Restore a snapshot of the state, in place."""
-        copies, updates, factor = snapshot
-        for member, copy, count in zip(self._members, copies, updates):
-            member.updates = count
-            for name, tensor in member.state.items():
-                tensor.copy_(copy[name])
-        if self._automatic is not None:
-            self._automatic.factor = factor
-        if any(differ(part.members) for part in self._parts):
-            self._lay_out()
 
 
 def _warn_of_missing(kind: str, name: str) -> None:

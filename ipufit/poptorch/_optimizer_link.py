@@ -29,6 +29,7 @@ from ipufit.poptorch.optim import DeviceState, StateSync
 from ipufit.poptorch.options import Options
 
 __all__ = [
+    "IDLE",
     "AttributeTracker",
     "OptimizerLink",
     "merge_parts",
@@ -219,12 +220,23 @@ def _nothing() -> None:
     """Exchange no weights, because there is no program."""
 
 
+def _unwritten(state: DeviceState) -> None:
+    """Write no state, because there is no device."""
+
+
+# Of a model that has no program, or no optimizer.
+IDLE = StateSync(None, dict, _unwritten)
+
+
 class OptimizerLink:
     """Transfers settings and state between an optimizer and the device.
 
     Args:
         options: of the executor.
         optimizer: torch's, or the front end's.
+
+    Attributes:
+        sync: synchronises the optimizer's state with the device's.
 
     Raises:
         AssertionError: an optimizer that is not supported.
@@ -238,7 +250,7 @@ class OptimizerLink:
         self._tracker = AttributeTracker(options._relax_optimizer_checks)
         self._device: Optional[CompiledOptimizer] = None
         self._settings = self._read(optimizer)
-        self._sync: Optional[StateSync] = None
+        self.sync = IDLE
         self._parts: Dict[str, List[str]] = {}
 
     @property
@@ -290,7 +302,7 @@ class OptimizerLink:
         )
         device.updates = self._device
         self._parts = {name: list(device.parts([name])) for name in device.grouped}
-        self._sync = self._new_sync()
+        self.sync = self._new_sync()
 
     def _new_sync(self) -> StateSync:
         assert self._device is not None
@@ -317,55 +329,32 @@ class OptimizerLink:
         settings = self._read(optimizer)
         if optimizer is not self._optimizer:
             # What the old one goes away with are its own numbers.
-            self.refresh()
+            self.sync.refresh()
         if self._device is not None:
             self._device.set(settings)
         self._settings = settings
         if optimizer is not self._optimizer:
-            if self._sync is not None:
-                self._sync.close()
+            self.sync.close()
             self._optimizer = optimizer
             if self._device is not None:
-                self._sync = self._new_sync()
-                self._sync.attach()
+                self.sync = self._new_sync()
+                self.sync.attach()
         if attached:
-            self.send()
-
-    def attach(self) -> None:
-        """Write settings and state once the program is on the device."""
-        if self._sync is not None:
-            self._sync.attach()
-            self._sync.send()
-
-    def send(self) -> None:
-        """Host to device: state that the device does not have."""
-        if self._sync is not None:
-            self._sync.send()
-
-    def mark_updated(self) -> None:
-        """Record that the device has changed its state."""
-        if self._sync is not None:
-            self._sync.mark_updated()
-
-    def refresh(self) -> None:
-        """Device to host: state that the host does not have."""
-        if self._sync is not None:
-            self._sync.refresh()
+            self.sync.send()
 
     def state(self) -> DeviceState:
         """Return the device's state, with what was loaded and not yet sent."""
         assert self._device is not None
-        self.send()
+        self.sync.send()
         return self._device.state()
 
     def restore(self, state: DeviceState) -> None:
         """Write state to the device that is newer than the optimizer's."""
         self._write(state)
-        self.mark_updated()
+        self.sync.mark_updated()
 
     def release(self) -> None:
         """Give the device's state to the optimizer, because the program is being destroyed."""
-        if self._sync is not None:
-            self._sync.close()
-        self._sync = self._device = None
+        self.sync.close()
+        self.sync, self._device = IDLE, None
         self._exchange_weights = _nothing

@@ -166,7 +166,7 @@ def _class(settings: OptimizerSettings, values: Values) -> Type[OptimizerRule]:
 
 def group_of(settings: OptimizerSettings, numbers: Mapping[str, float]) -> Dict[str, Any]:
     """Return a parameter group in the form that the rules read."""
-    group: Dict[str, Any] = dict(numbers)
+    group: Dict[str, object] = dict(numbers)
     if "beta1" in numbers:
         group["betas"] = (numbers["beta1"], numbers["beta2"])
     group["bias_correction"] = settings.kind is not OptimizerKind.LAMB_NO_BIAS

@@ -53,7 +53,7 @@ _parsers: Dict[type, ICustomArgParser] = {}
 
 
 def registerCustomArgParser(
-    arg_data_type: Type[Any], arg_parser: Optional[ICustomArgParser]
+    arg_data_type: Type[object], arg_parser: Optional[ICustomArgParser]
 ) -> None:
     """Register how arguments and outputs of a type and its subclasses are split into tensors.
 
@@ -176,7 +176,7 @@ class _Values:
         )
 
 
-def _rebuilt(value: object, values: _Values, wanted: Callable[[Tensor], bool]) -> Any:
+def _rebuilt(value: object, values: _Values, wanted: Callable[[Tensor], bool]) -> object:
     parser = parser_of(value)
     if parser is not None:
         # Its own tensors and no others: a parser may take all that its iterator holds.
@@ -218,7 +218,7 @@ def accessAttributes(attribute_id_str: str) -> Dict[str, Any]:
             f"{type(attribute_id_str).__name__}."
         )
     if attribute_id_str.startswith("{"):
-        parsed: Dict[str, Any] = json.loads(attribute_id_str)
+        parsed: Dict[str, object] = json.loads(attribute_id_str)
         return parsed
     if not attribute_id_str.startswith(ATTR_PREFIX):
         raise ValueError(
@@ -231,7 +231,7 @@ def accessAttributes(attribute_id_str: str) -> Dict[str, Any]:
     # The number is looked up and never followed: it is text, and might point anywhere.
     for candidate in attributes_lists:
         if id(candidate) == number:
-            attributes: Dict[str, Any] = candidate
+            attributes: Dict[str, object] = candidate
             return attributes
     raise ValueError(
         f"Invalid attribute_id_str: no custom_op of this process has the attributes "

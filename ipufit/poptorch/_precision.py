@@ -25,6 +25,7 @@ from typing import (
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -36,6 +37,7 @@ __all__ = [
     "DEVICE_DTYPES",
     "FloatChecker",
     "check_input",
+    "device_dtype",
     "half_computed",
     "keep_float64",
     "keeps_float64",
@@ -77,6 +79,12 @@ DEVICE_DTYPES: Dict[torch.dtype, torch.dtype] = {
     torch.float64: torch.float32,
     torch.bool: torch.bool,
 }
+
+
+def device_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a tensor of this dtype has on the device."""
+    return DEVICE_DTYPES.get(dtype, dtype)
+
 
 # On the way out bfloat16 is half, other than on the way in.
 _OUTPUTS = {
@@ -212,7 +220,7 @@ _MISSING = "not implemented for 'Half'"
 
 # Operators that have said so: being told takes torch longer than computing. And convolutions, whose
 # kernels round partial sums on some processors.
-_LACKING: Set[Any] = {
+_LACKING: Set[object] = {
     torch.ops.aten.convolution.default,
     torch.ops.aten.convolution_backward.default,
 }
@@ -228,7 +236,7 @@ def makes_half(graph: fx.GraphModule) -> bool:
     )
 
 
-def half_computed(makes_half_values: bool, tensors: Iterable[Tensor]) -> ContextManager[Any]:
+def half_computed(makes_half_values: bool, tensors: Iterable[Tensor]) -> ContextManager[object]:
     """Let every operator take float16 while a graph runs.
 
     Args:
@@ -244,7 +252,11 @@ class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls each operator, and computes in float32 those that torch lacks for float16."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: OpOverload,
+        types: object,
+        args: Tuple[object, ...] = (),
+        kwargs: Optional[Dict[str, object]] = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func not in _LACKING or not _has_half([*args, *kwargs.values()]):
@@ -263,11 +275,11 @@ def _has_half(values: Sequence[object]) -> bool:
     return _HALF in dtypes or any(tensor.dtype == _HALF for tensor in tensors_in(values))
 
 
-def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _in_single(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
     """Call an operator on float32 copies, and round its results to float16."""
     wide: Dict[int, Tensor] = {}
 
-    def widened(value: object) -> Any:
+    def widened(value: object) -> object:
         if isinstance(value, Tensor) and value.dtype == _HALF:
             return wide.setdefault(id(value), value.float())
         return torch.float32 if isinstance(value, torch.dtype) and value == _HALF else value
@@ -280,7 +292,7 @@ def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
             originals[id(copy)] = value.copy_(copy)
     rounds = _rounds([*args, *kwargs.values()])
 
-    def rounded(value: object) -> Any:
+    def rounded(value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         if id(value) in originals:

@@ -7,9 +7,8 @@ import copy
 import hashlib
 import json
 import os
-import threading
 import zipfile
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 import safetensors
 import safetensors.torch
@@ -21,7 +20,9 @@ from ipufit.poptorch._codec import (
     Decoder,
     Encoder,
     InvalidContent,
+    Values,
     reads_graphs,
+    refuse_malformed,
     writes_graphs,
 )
 from ipufit.poptorch._logging import Error, error, logger
@@ -37,6 +38,7 @@ from ipufit.poptorch._placement import uses_ipu_model
 from ipufit.poptorch._recording import Outputs, RecordedProgram
 from ipufit.poptorch._tracing import Trace
 from ipufit.poptorch.options import Options
+from ipufit.utils.files import replace_file
 
 __all__ = [
     "FORMAT_VERSION",
@@ -102,22 +104,12 @@ def write_file(path: Path, values: Mapping[str, object]) -> None:
         "values": content,
     }
     text = json.dumps(metadata, allow_nan=False)
-    target = os.fspath(path)
-    # Beside the target: only within one file system a file is put in place at once.
-    folder, name = os.path.split(target)
-    part = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}.part")
-    try:
-        with zipfile.ZipFile(part, "x", zipfile.ZIP_STORED) as file:
-            file.writestr(_METADATA, text)
-            file.writestr(_TENSORS, safetensors.torch.save(encoder.tensors))
-        os.replace(part, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(part)
-        raise
+    with replace_file(os.fspath(path)) as part, zipfile.ZipFile(part, "x") as file:
+        file.writestr(_METADATA, text)
+        file.writestr(_TENSORS, safetensors.torch.save(encoder.tensors))
 
 
-def read_file(path: Path) -> Dict[str, Any]:
+def read_file(path: Path) -> Values:
     """The values of a file.
 
     No class named in it is imported, and no code of it runs; operators are looked up in torch.
@@ -149,7 +141,7 @@ def invalid(name: str, reason: str) -> Exception:
     )
 
 
-def _parts(file: zipfile.ZipFile, size: int) -> Any:
+def _parts(file: zipfile.ZipFile, size: int) -> Tuple[Values, Dict[str, torch.Tensor]]:
     entries = file.infolist()
     if sorted(entry.filename for entry in entries) != [_METADATA, _TENSORS]:
         raise InvalidContent(f"it must hold {_METADATA} and {_TENSORS}, and nothing else")
@@ -175,7 +167,7 @@ def _parts(file: zipfile.ZipFile, size: int) -> Any:
     return metadata, tensors
 
 
-def _values(metadata: Dict[str, Any], tensors: Dict[str, torch.Tensor]) -> Dict[str, Any]:
+def _values(metadata: Values, tensors: Dict[str, torch.Tensor]) -> Values:
     values = metadata.get("values")
     if not isinstance(values, dict):
         raise InvalidContent("it has no values")
@@ -184,7 +176,7 @@ def _values(metadata: Dict[str, Any], tensors: Dict[str, torch.Tensor]) -> Dict[
     return {name: decoder.decode(value) for name, value in values.items()}
 
 
-def program_to_values(recorded: RecordedProgram) -> Dict[str, Any]:
+def program_to_values(recorded: RecordedProgram) -> Values:
     """Convert a recorded program to values that ``write_file`` takes."""
     bodies = bodies_in(recorded.graph)
     # Counted from 0, so that the same program is written alike by every process.
@@ -223,13 +215,13 @@ def _numbered(graph: fx.GraphModule, numbers: Mapping[int, int]) -> fx.GraphModu
     return copied
 
 
-def program_from_values(values: Mapping[str, Any]) -> RecordedProgram:
+def program_from_values(values: Values) -> RecordedProgram:
     """Rebuild the program of ``program_to_values``.
 
     Raises:
         InvalidContent: no program is written like this.
     """
-    try:
+    with refuse_malformed("it holds no sound program"):
         graph = values["graph"]
         if not isinstance(graph, fx.GraphModule):
             raise InvalidContent("it holds no program")
@@ -253,10 +245,6 @@ def program_from_values(values: Mapping[str, Any]) -> RecordedProgram:
             {str(name): str(node) for name, node in values["activations"].items()},
             tuple(values.get("statistics", ())),
         )
-    except InvalidContent:
-        raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as reason:
-        raise InvalidContent(f"it holds no sound program: {reason!r}") from reason
 
 
 def _bodies(entries: Any, graph: fx.GraphModule) -> List[Body]:
@@ -357,7 +345,7 @@ class ExecutableCache:
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def find(self, key: str) -> Optional[Dict[str, Any]]:
+    def find(self, key: str) -> Optional[Values]:
         """Return the values under a key, or None; a damaged file counts as none, with a warning."""
         path = self._path(key)
         if not os.path.exists(path):

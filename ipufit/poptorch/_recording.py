@@ -30,7 +30,7 @@ from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorSt
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
 from ipufit.tracing.capture import capture, uses_random_numbers
-from ipufit.tracing.graph_analysis import schema_of
+from ipufit.tracing.graph_analysis import Memories, operator_name
 from ipufit.utils.state import call_with
 
 __all__ = ["MicroBatchResults", "Outputs", "RecordedProgram", "Writes", "find_writes", "record"]
@@ -46,7 +46,7 @@ class Outputs:
         constants: the tensors that no micro-batch computes, None elsewhere.
     """
 
-    structure: Any
+    structure: object
     computed: List[bool]
     constants: List[Optional[Tensor]]
 
@@ -128,9 +128,6 @@ class RecordedProgram:
         )
 
 
-_STATISTICS = ("running_mean", "running_var")
-
-
 class Writes(NamedTuple):
     """Positions of the placeholders that a graph changes in place.
 
@@ -146,39 +143,14 @@ class Writes(NamedTuple):
 
 def find_writes(graph: fx.GraphModule) -> Writes:
     """Find the placeholders that a graph changes in place, directly or through views."""
-    place: Dict[fx.Node, int] = {}
+    memories = Memories(graph.graph)
     changed: List[int] = []
     statistics: List[int] = []
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            place[node] = len(place)
-            continue
-        schema = schema_of(node)
-        if schema is None:
-            # A member of several results: of a split, say.
-            source = node.args[0] if node.args else None
-            if isinstance(source, fx.Node) and source in place:
-                place[node] = place[source]
-            continue
-        arguments: Dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args))
-        arguments.update(node.kwargs)
-        # Some of its overloads change statistics without saying so in their schema.
-        normalises = "batch_norm" in schema.name
-        for argument in schema.arguments:
-            value = arguments.get(argument.name)
-            for each in value if isinstance(value, (list, tuple)) else [value]:
-                if not isinstance(each, fx.Node) or each not in place:
-                    continue
-                alias = argument.alias_info
-                if normalises and argument.name in _STATISTICS:
-                    declared = alias is not None and alias.is_write
-                    if arguments.get("training", declared):
-                        statistics.append(place[each])
-                elif alias is not None:
-                    if alias.is_write:
-                        changed.append(place[each])
-                    place[node] = place[each]
-    return Writes(tuple(sorted({*changed})), tuple(sorted({*statistics} - {*changed})))
+    for place in memories.changed:
+        writers = memories.writes[memories.of(memories.inputs[place])]
+        normalises = all("batch_norm" in operator_name(node) for node in writers)
+        (statistics if normalises else changed).append(place)
+    return Writes(tuple(changed), tuple(statistics))
 
 
 # Their running statistics may be rebound; the program has them under their names all the same.
@@ -351,7 +323,7 @@ def record(
     model: nn.Module,
     state: Mapping[str, Tensor],
     trained: Sequence[str],
-    call: Callable[[Sequence[Tensor]], Tuple[Sequence[Any], Mapping[str, Any]]],
+    call: Callable[[Sequence[Tensor]], Tuple[Sequence[object], Mapping[str, object]]],
     leaves: Sequence[Tensor],
     training: bool,
     wide: bool = False,

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ipufit.poptorch._arguments import Arguments
-from ipufit.poptorch._codec import InvalidContent
+from ipufit.poptorch._codec import InvalidContent, Values
 from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._device import ReplicaGrouping
 from ipufit.poptorch._logging import error
@@ -102,7 +102,7 @@ def write(
     """
     example = program.device.example()
     arguments = program.arguments
-    values: Dict[str, Any] = {
+    values: Dict[str, object] = {
         "version": version,
         "program": program_to_values(program.recorded),
         "arguments": [arguments.args, arguments.names, arguments.kwargs],
@@ -144,7 +144,7 @@ def read(filename: Path, version: str) -> Saved:
         raise invalid(str(filename), f"it is damaged ({reason!r})") from reason
 
 
-def _saved(values: Mapping[str, Any]) -> Saved:
+def _saved(values: Values) -> Saved:
     args, names, kwargs = values["arguments"]
     model = None
     if values["model"] is not None:
@@ -168,7 +168,7 @@ def _saved(values: Mapping[str, Any]) -> Saved:
     )
 
 
-def _options(data: Dict[str, Any]) -> Options:
+def _options(data: Values) -> Options:
     """Read options for an available device, even if the file was compiled without one."""
     options = from_data(data)
     options.deleteIfExists("ipu_version")
@@ -177,7 +177,7 @@ def _options(data: Dict[str, Any]) -> Options:
     return options
 
 
-def _model(values: object, arguments: Arguments) -> nn.Module:
+def _model(values: List[Values], arguments: Arguments) -> nn.Module:
     try:
         return module_from_values(values)
     except UnknownClass as reason:
@@ -200,11 +200,11 @@ def _model(values: object, arguments: Arguments) -> nn.Module:
     return model
 
 
-def _default(value: object) -> Any:
+def _default(value: object) -> object:
     return inspect.Parameter.empty if flattenTensorStructure(value) else value
 
 
-def _weights_only(path: str, values: Any) -> nn.Module:
+def _weights_only(path: str, values: List[Values]) -> nn.Module:
     """Rebuild the weights in modules without code, under the same names."""
     modules = [WeightsOnly(path) for _ in values]
     for module, entry in zip(modules, values):
@@ -275,7 +275,7 @@ def check_fits(
 
 def _differing(saved: Options, current: Options, training: bool) -> List[str]:
     texts = []
-    groups: List[Any] = [(saved, current, _COMPILED_FOR)]
+    groups: List[Tuple[object, object, Mapping[str, str]]] = [(saved, current, _COMPILED_FOR)]
     if training:
         groups.append((saved.Training, current.Training, _COMPILED_FOR_IN_TRAINING))
     for theirs, ours, names in groups:

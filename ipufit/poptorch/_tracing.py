@@ -20,6 +20,7 @@ from typing import (
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -50,7 +51,7 @@ NAMESPACE = "ipufit_poptorch"
 _LIBRARY: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
-def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+def define(schema: str, run: Callable[..., object], shapes: Callable[..., object]) -> Any:
     """Register an operator and return it.
 
     It has no gradient: call it in a ``torch.autograd.Function``, or under ``torch.no_grad``.
@@ -113,7 +114,9 @@ def tensors_in(value: object) -> Iterator[Tensor]:
         yield from tensors_in(list(value.values()))
 
 
-def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def written_tensors(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Iterator[Tensor]:
     """Yield the tensors that an operator writes to."""
     schema = func._schema
     if schema.is_mutable:
@@ -130,7 +133,7 @@ class Activations:
         self._scopes: List[str] = []
         self._nodes: Dict[str, fx.Node] = {}
         self._counts: Dict[str, int] = {}
-        self._graph: Any = None
+        self._graph: object = None
 
     @contextlib.contextmanager
     def named_by(self, model: nn.Module, enabled: bool) -> Iterator[None]:
@@ -173,9 +176,9 @@ class Activations:
             raise error("pop_name_scope without push_name_scope. Push a name before it is popped.")
         self._scopes.pop()
 
-    def record(self, func: Any, results: Sequence[Tensor]) -> None:
+    def record(self, func: OpOverload, results: Sequence[Tensor]) -> None:
         """Name the results of an operator that has just been recorded."""
-        operator = func.name().partition("::")[2].partition(".")[0]
+        operator = func._schema.name.partition("::")[2]
         for place, result in enumerate(results):
             node = node_of(result)
             # What a body of a loop makes is the loop's own.

@@ -50,7 +50,7 @@ def combined(batches: Iterable[object], number: int, drop_last: bool) -> Iterato
     Raises:
         Error: the structures differ.
     """
-    group: List[Any] = []
+    group: List[object] = []
     for batch in batches:
         group.append(batch)
         if len(group) == number:
@@ -60,7 +60,7 @@ def combined(batches: Iterable[object], number: int, drop_last: bool) -> Iterato
         yield _joined(group)
 
 
-def _joined(group: List[Any]) -> Any:
+def _joined(group: List[object]) -> object:
     first = group[0]
     facts = list(_facts(first))
     if not all(_are_equal(facts, list(_facts(other))) for other in group[1:]):
@@ -73,7 +73,7 @@ def _joined(group: List[Any]) -> Any:
     return reconstructTensorStructure(first, combine_batch_tensors_gen(tensors))
 
 
-def _facts(value: object) -> Iterator[Any]:
+def _facts(value: object) -> Iterator[object]:
     """Yield everything in a structure but its tensors; of types with a parser only their number."""
     parser = parser_of(value)
     if parser is not None:
@@ -91,7 +91,7 @@ def _facts(value: object) -> Iterator[Any]:
         yield Tensor if isinstance(value, Tensor) else value
 
 
-def _are_equal(facts: List[Any], others: List[Any]) -> bool:
+def _are_equal(facts: List[object], others: List[object]) -> bool:
     try:
         return facts == others
     except Exception:  # an array has no single truth

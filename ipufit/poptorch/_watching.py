@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
@@ -68,11 +69,11 @@ def _is_device(value: object) -> bool:
     return isinstance(value, str) and value.partition(":")[0] == "ipu"
 
 
-def _narrow(dtype: object) -> Any:
+def _narrow(dtype: object) -> object:
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-def _on_device(value: object, wide: bool) -> Any:
+def _on_device(value: object, wide: bool) -> object:
     """Convert an argument that names the IPU or float64 to what the engine computes with."""
     if _is_device(value):
         return _HOST
@@ -142,7 +143,7 @@ class _Calls(TorchFunctionMode):
         return not isinstance(tensor, FakeTensor) or self._trace.is_on_host(tensor)
 
 
-def _narrowed(result: object) -> Any:
+def _narrowed(result: object) -> object:
     if isinstance(result, FakeTensor) and result.dtype == torch.float64:
         return result.to(torch.float32)
     return result
@@ -161,7 +162,11 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._constants = {id(tensor) for tensor in constants}
 
     def __torch_dispatch__(
-        self, func: object, types: object, args: Tuple[object, ...] = (), kwargs: object = None
+        self,
+        func: OpOverload,
+        types: object,
+        args: Tuple[object, ...] = (),
+        kwargs: Optional[Dict[str, object]] = None,
     ) -> Any:
         before, self._calls.below = self._calls.below, True
         try:
@@ -169,7 +174,9 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._calls.below = before
 
-    def _dispatch(self, func: Any, args: Tuple[Any, ...], kwargs: Any) -> Any:
+    def _dispatch(
+        self, func: OpOverload, args: Tuple[object, ...], kwargs: Dict[str, object]
+    ) -> Any:
         inputs = list(tensors_in((args, kwargs)))
         fake = any(isinstance(tensor, FakeTensor) for tensor in inputs)
         if len(inputs) > 1 and not all(self._is_host(tensor) for tensor in inputs):
@@ -180,7 +187,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         results = list(tensors_in(result))
         # torch.tensor is a call of torch's, torch.LongTensor is not.
-        if func.name().startswith("aten::lift_fresh") and not self._calls.inside:
+        if func._schema.name.startswith("aten::lift_fresh") and not self._calls.inside:
             self._trace.made_on_host(results[0])
         if fake or any(isinstance(tensor, FakeTensor) for tensor in results):
             self._trace.blocks.on_operator()

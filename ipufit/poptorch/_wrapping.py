@@ -22,8 +22,10 @@ from typing import (
     Iterator,
     List,
     Mapping,
+    MutableMapping,
     Optional,
     Protocol,
+    SupportsIndex,
     Tuple,
     Type,
     Union,
@@ -66,7 +68,7 @@ __all__ = [
 
 
 @contextlib.contextmanager
-def as_plain(value: object, plain: Type[Any]) -> Iterator[None]:
+def as_plain(value: object, plain: Type[object]) -> Iterator[None]:
     """Give an object its original class back inside the block.
 
     Args:
@@ -81,7 +83,9 @@ def as_plain(value: object, plain: Type[Any]) -> Iterator[None]:
         value.__class__ = exchanged
 
 
-def reduced_as_plain(value: Any, plain: Type[Any], protocol: Any) -> Union[str, Tuple[Any, ...]]:
+def reduced_as_plain(
+    value: object, plain: type, protocol: SupportsIndex
+) -> Union[str, Tuple[Any, ...]]:
     """Return ``__reduce_ex__`` of the original class, so that unpickling gives a plain object."""
     with as_plain(value, plain):
         reduced: Union[str, Tuple[Any, ...]] = value.__reduce_ex__(protocol)
@@ -212,13 +216,13 @@ class _Wrapped:
     _poptorch_plain: Type[Any]
     _poptorch_links: Tuple[ExecutorLink, ...]
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Union[str, Tuple[Any, ...]]:
         """Pickle as the plain class, so that a file can be read without this package."""
         pull(self._poptorch_links)
         with quietly():
             return reduced_as_plain(self, self._poptorch_plain, protocol)
 
-    def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: Dict[int, object]) -> object:
         """Return a plain copy, because a copy does not share the executor's weights."""
         pull(self._poptorch_links)
         with as_plain(self, self._poptorch_plain), quietly():
@@ -230,9 +234,9 @@ class WrappedTensor(_Wrapped):
     def __torch_function__(
         cls,
         func: Callable[..., Any],
-        types: Tuple[Type[Any], ...],
+        types: Tuple[type, ...],
         args: Tuple[object, ...] = (),
-        kwargs: Optional[Dict[str, Any]] = None,
+        kwargs: Optional[Dict[str, object]] = None,
     ) -> Any:
         """Read newer weights back before any function of torch or attribute of a tensor is used."""
         for kind in types:
@@ -289,7 +293,7 @@ class WrappedModel(_Wrapped, nn.Module):
             state = super().state_dict(
                 *args, destination=destination, prefix=prefix, keep_vars=keep_vars
             )
-            plain: Dict[int, Any] = {}
+            plain: Dict[int, object] = {}
             for name, value in state.items():
                 if isinstance(value, WrappedTensor):
                     # One tensor of two names stays one.
@@ -328,7 +332,7 @@ def set_links(tensor: Tensor, links: Tuple[ExecutorLink, ...]) -> None:
     tensor.__class__ = subclass(name, WrappedTensor, plain, links)
 
 
-_classes: weakref.WeakValueDictionary[Tuple[Any, ...], type] = weakref.WeakValueDictionary()
+_classes: weakref.WeakValueDictionary[Tuple[object, ...], type] = weakref.WeakValueDictionary()
 
 
 def subclass(name: str, mixin: type, plain: type, links: Tuple[ExecutorLink, ...]) -> type:
@@ -381,7 +385,7 @@ def tensors_of(model: nn.Module) -> List[Tuple[str, Tensor]]:
 
 
 # The wrapped class of each object that is plain for a while.
-_set_aside: Any = WeakIdKeyDictionary()
+_set_aside: MutableMapping[object, Type[_Wrapped]] = WeakIdKeyDictionary()
 
 
 def unwrapModelIfNecessary(model: nn.Module) -> None:

@@ -288,7 +288,7 @@ def _check_state(state: Mapping[str, object]) -> None:
         )
 
 
-_MOMENTS: Dict[str, Any] = {
+_MOMENTS: Dict[str, object] = {
     "accum_type": torch.float32,
     "first_order_momentum_accum_type": torch.float32,
     "second_order_momentum_accum_type": torch.float32,

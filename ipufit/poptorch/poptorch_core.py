@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, Callable, Dict, NoReturn, Tuple, Type
+from typing import Callable, Dict, NoReturn, Tuple, Type
 
 from ipufit.poptorch import _logging, _placement, _tracing
 from ipufit.poptorch._logging import Error
@@ -98,7 +98,7 @@ def _throwTestError(type: TestErrorType) -> NoReturn:
     raise kind(text, name, location)
 
 
-def _validateOptions(options: Dict[str, Any]) -> None:
+def _validateOptions(options: Dict[str, object]) -> None:
     """Refuse options that the device's compiler would refuse.
 
     Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Callable, ContextManager, Type, TypeVar
+from typing import Any, Callable, ContextManager, SupportsIndex, Type, TypeVar
 
 import torch
 
@@ -80,13 +80,13 @@ def _measuring(kind: Type[Any], name: str, channel: Channel) -> Type[Any]:
     method = getattr(kind, name)
 
     @functools.wraps(method)
-    def measured(self: object, *args: object, **kwargs: object) -> Any:
+    def measured(self: object, *args: object, **kwargs: object) -> object:
         with channel.tracepoint(name):
             return method(self, *args, **kwargs)
 
     plain = getattr(kind, "_instrumented", kind)
 
-    def reduced(self: object, protocol: object) -> Any:
+    def reduced(self: object, protocol: SupportsIndex) -> object:
         return reduced_as_plain(self, plain, protocol)
 
     namespace = {

@@ -40,6 +40,7 @@ class Memories:
     Attributes:
         members: all nodes of each memory.
         writes: the nodes that write to it.
+        inputs: the graph's inputs.
         changed: which of the graph's inputs are written to, by number.
     """
 
@@ -65,8 +66,8 @@ class Memories:
         for node, other in written:
             self.writes.setdefault(self.of(other), []).append(node)
             self.written_by.setdefault(node, set()).add(self.of(other))
-        inputs = [node for node in graph.nodes if node.op == "placeholder"]
-        self.changed = [i for i, node in enumerate(inputs) if self.of(node) in self.writes]
+        self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self.changed = [i for i, node in enumerate(self.inputs) if self.of(node) in self.writes]
 
     def of(self, node: fx.Node) -> fx.Node:
         """The memory of a value: one node that stands for it."""

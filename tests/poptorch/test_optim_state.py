@@ -424,23 +424,6 @@ def test_state_of_another_shape_is_refused_before_anything_changes():
     assert not device.state()["ipu_state"]["Accl1___w"].any()
 
 
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_a_snapshot_brings_the_state_back(kind):
-    device, weights = on_device(made(kind, lr=0.1), automatic=AutomaticLossScale())
-    device.apply(gradients(0))
-    before, snapshot = device.state(), device.snapshot()
-    copies = {name: weight.clone() for name, weight in weights.items()}
-    device.apply(gradients(1))
-    ahead = {name: weight.clone() for name, weight in weights.items()}
-    device.restore(snapshot)
-    found = device.state()
-    assert all(torch.equal(found["ipu_state"][n], t) for n, t in before["ipu_state"].items())
-    for name, weight in copies.items():
-        weights[name].copy_(weight)
-    device.apply(gradients(1))
-    assert all(torch.equal(weights[name], weight) for name, weight in ahead.items())
-
-
 # --- between the optimizer and the device
 
 

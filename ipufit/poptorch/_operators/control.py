@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ipufit.poptorch._logging import error
-from ipufit.poptorch._precision import DEVICE_DTYPES, half_computed, makes_half
+from ipufit.poptorch._precision import device_dtype, half_computed, makes_half
 from ipufit.poptorch._tracing import Trace, define, tracer, tracing
+from ipufit.tracing.flat_storage import storage_id
 
 __all__ = [
     "BRANCH",
@@ -93,17 +107,13 @@ def body_of(number: int) -> Body:
 
 def _without_aliases(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> List[Tensor]:
     """Copy the results that share memory with an input or another result, which torch forbids."""
-    storages = {_storage(tensor) for tensor in inputs}
+    storages = {storage_id(tensor) for tensor in inputs}
     separate = []
     for result in results:
-        storage = _storage(result)
+        storage = storage_id(result)
         separate.append(result.clone() if storage in storages else result)
         storages.add(storage)
     return separate
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _run_repeat(
@@ -170,12 +180,14 @@ class _Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inner = inner
         self.captured: List[Tensor] = []
 
-    def lift(self, value: Any) -> Any:
+    def lift(self, value: object) -> object:
         from torch.fx.experimental import proxy_tensor
 
         # In a body within this body, what is foreign is so to the inner one.
-        foreign = isinstance(value, FakeTensor) and tracer() is self._inner
-        if not foreign or proxy_tensor.has_proxy_slot(value, self._inner):
+        is_foreign = tracer() is self._inner
+        if not isinstance(value, FakeTensor) or not is_foreign:
+            return value
+        if proxy_tensor.has_proxy_slot(value, self._inner):
             return value
         name = f"captured_{len(self.captured)}"
         proxy = self._inner.create_proxy("placeholder", name, (), {})
@@ -184,14 +196,18 @@ class _Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: OpOverload,
+        types: object,
+        args: Tuple[object, ...] = (),
+        kwargs: Optional[Dict[str, object]] = None,
     ) -> Any:
         tree_map(self.lift, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def record(
-    function: Callable[..., Any], inputs: Sequence[Tensor], what: str
+    function: Callable[..., object], inputs: Sequence[Tensor], what: str
 ) -> Tuple[Body, List[Tensor]]:
     """Call a function once and record its operators as a graph.
 
@@ -322,10 +338,6 @@ def renumber(graph: fx.GraphModule, numbers: Mapping[int, int]) -> None:
     graph.recompile()
 
 
-def _on_device(dtype: torch.dtype) -> torch.dtype:
-    return DEVICE_DTYPES.get(dtype, dtype)
-
-
 def _inference_only(trace: Trace, name: str) -> None:
     if trace.training:
         raise error(
@@ -334,11 +346,32 @@ def _inference_only(trace: Trace, name: str) -> None:
         )
 
 
+def _check_inputs(inputs: object, expectation: str, advice: str) -> None:
+    """Refuse inputs of a body that are no list of tensors.
+
+    Raises:
+        ValueError: says what is there instead.
+    """
+
+    def refusal(where: str, value: object, advice: str) -> ValueError:
+        kind = type(value).__name__
+        return ValueError(
+            f"{expectation} to be a list of tensors. ({where}) Got {kind}: write {advice}."
+        )
+
+    if not isinstance(inputs, list):
+        raise refusal("Object is not list", inputs, advice)
+    for position, tensor in enumerate(inputs):
+        if not isinstance(tensor, Tensor):
+            where = f"Object contained in list at index {position} is not torch.tensor"
+            raise refusal(where, tensor, "torch.tensor(...) around a number")
+
+
 def _listed(value: object) -> List[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def for_loop(count: int, body: Callable[..., Any], inputs: List[Tensor]) -> List[Tensor]:
+def for_loop(count: int, body: Callable[..., object], inputs: List[Tensor]) -> List[Tensor]:
     """Run a body several times, each time on what it returned the time before.
 
     The body is recorded once, whatever the count is. It works on copies, so that it changes
@@ -356,18 +389,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: List[Tensor]) -> List
         Error: a training model, a count that is no number, or a body that returns something else
             than it takes.
     """
-    if not isinstance(inputs, list):
-        raise ValueError(
-            "poptorch.for_loop expects input tensors (inputs) to be a list of tensors. "
-            f"(Object is not list) Got {type(inputs).__name__}: write [x] for one tensor."
-        )
-    for position, tensor in enumerate(inputs):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(
-                "poptorch.for_loop expects input tensors (inputs) to be a list of tensors. "
-                f"(Object contained in list at index {position} is not torch.tensor) "
-                f"Got {type(tensor).__name__}: write torch.tensor(...) around a number."
-            )
+    _check_inputs(inputs, "poptorch.for_loop expects input tensors (inputs)", "[x] for one tensor")
     if isinstance(count, Tensor) or not isinstance(count, int) or count < 0:
         raise error(
             f"poptorch.for_loop expects count to be an int of at least 0 that is known when the "
@@ -387,40 +409,52 @@ def for_loop(count: int, body: Callable[..., Any], inputs: List[Tensor]) -> List
         return list(REPEAT(inputs, captured, count, recorded.number))
 
 
-def _checked_loop_body(body: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[..., Any]:
+def _checked_loop_body(
+    body: Callable[..., object], inputs: Sequence[Tensor]
+) -> Callable[..., object]:
     """Wrap the body of a loop to check and convert its results, so that they can be its inputs."""
 
-    def checked(*arguments: Tensor) -> List[Any]:
+    def checked(*arguments: Tensor) -> List[object]:
         results = _listed(body(*arguments))
         if len(results) != len(inputs):
             raise error(
                 f"the body of poptorch.for_loop must return as many tensors as it takes, expected "
                 f"{len(inputs)}, got {len(results)}. Return every input, changed or not."
             )
-        return [_like(r, i, n) for n, (r, i) in enumerate(zip(results, inputs))]
+        return [
+            _like(
+                result,
+                TensorSpec(expected.shape, expected.dtype),
+                "the body of poptorch.for_loop must return tensors like its inputs: expected {} at "
+                f"index {position}, got {{}}.",
+                "Convert or reshape it where the body ends.",
+            )
+            for position, (result, expected) in enumerate(zip(results, inputs))
+        ]
 
     return checked
 
 
-def _like(result: object, expected: Tensor, position: int) -> Any:
+def _like(result: object, expected: TensorSpec, rule: str, advice: str) -> object:
+    """Return a result of a body in the dtype that is expected of it.
+
+    Raises:
+        Error: it is a tensor of another shape, or of another dtype on the device.
+    """
     if not isinstance(result, Tensor):
         return result
-    same = _on_device(result.dtype) == _on_device(expected.dtype) and result.shape == expected.shape
-    if not same:
-        raise error(
-            f"the body of poptorch.for_loop must return tensors like its inputs: expected "
-            f"{tuple(expected.shape)} {_on_device(expected.dtype)} at index {position}, got "
-            f"{tuple(result.shape)} {_on_device(result.dtype)}. Convert or reshape it where the "
-            "body ends."
-        )
+    specs = [(tuple(each.shape), device_dtype(each.dtype)) for each in (expected, result)]
+    if specs[0] != specs[1]:
+        first, second = (f"{shape} {dtype}" for shape, dtype in specs)
+        raise error(f"{rule.format(first, second)} {advice}")
     return result.to(expected.dtype)
 
 
 def cond(
     condition: Tensor,
-    then_body: Callable[..., Any],
+    then_body: Callable[..., object],
     then_inps: List[Tensor],
-    else_body: Callable[..., Any],
+    else_body: Callable[..., object],
     else_inps: List[Tensor],
 ) -> List[Tensor]:
     """Run one of two bodies; which one is decided by a tensor while the model runs.
@@ -443,20 +477,8 @@ def cond(
             different things.
     """
     for inputs in (then_inps, else_inps):
-        if not isinstance(inputs, list):
-            raise ValueError(
-                "poptorch.cond expects then_inps and else_inps tensors to be a list of tensors. "
-                f"(Object is not list) Got {type(inputs).__name__}: write [x] for one tensor, [] "
-                "for none."
-            )
-        for position, tensor in enumerate(inputs):
-            if not isinstance(tensor, Tensor):
-                raise ValueError(
-                    "poptorch.cond expects then_inps and else_inps tensors to be a list of "
-                    f"tensors. (Object contained in list at index {position} is not "
-                    f"torch.tensor) Got {type(tensor).__name__}: write torch.tensor(...) around "
-                    "a number."
-                )
+        expectation = "poptorch.cond expects then_inps and else_inps tensors"
+        _check_inputs(inputs, expectation, "[x] for one tensor, [] for none")
     trace = tracing()
     if trace is None:
         if condition:
@@ -487,10 +509,10 @@ def cond(
         )
 
 
-def _checked_else_body(body: Callable[..., Any], then_recorded: Body) -> Callable[..., Any]:
+def _checked_else_body(body: Callable[..., object], then_recorded: Body) -> Callable[..., object]:
     """Wrap a branch's second body to check its results and convert them to the first's dtypes."""
 
-    def checked(*arguments: Tensor) -> List[Any]:
+    def checked(*arguments: Tensor) -> List[object]:
         results = _listed(body(*arguments))
         if len(results) != len(then_recorded.results):
             raise error(
@@ -498,20 +520,15 @@ def _checked_else_body(body: Callable[..., Any], then_recorded: Body) -> Callabl
                 f"tensors, got {len(then_recorded.results)} and {len(results)}. Return a tensor "
                 "unchanged where one of them has nothing to compute."
             )
-        for position, (result, expected) in enumerate(zip(results, then_recorded.results)):
-            if not isinstance(result, Tensor):
-                continue
-            same = _on_device(result.dtype) == _on_device(expected.dtype)
-            if not same or result.shape != expected.shape:
-                raise error(
-                    "then_body and else_body of poptorch.cond must return tensors of the same "
-                    f"shape and dtype, got {tuple(expected.shape)} {_on_device(expected.dtype)} "
-                    f"and {tuple(result.shape)} {_on_device(result.dtype)} at index {position}. "
-                    "Convert or reshape one of them at the end of its body."
-                )
         return [
-            r.to(e.dtype) if isinstance(r, Tensor) else r
-            for r, e in zip(results, then_recorded.results)
+            _like(
+                result,
+                expected,
+                "then_body and else_body of poptorch.cond must return tensors of the same shape "
+                f"and dtype, got {{}} and {{}} at index {position}.",
+                "Convert or reshape one of them at the end of its body.",
+            )
+            for position, (result, expected) in enumerate(zip(results, then_recorded.results))
         ]
 
     return checked

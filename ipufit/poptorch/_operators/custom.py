@@ -138,7 +138,7 @@ class CPU:
             outputs = _CALL_CPU(list(input), id(call))
         return outputs[0] if isinstance(returned, Tensor) else outputs
 
-    def _try(self, inputs: Sequence[Tensor]) -> Any:
+    def _try(self, inputs: Sequence[Tensor]) -> object:
         """Call the function on zeros, outside of the recording."""
         # Fake tensors have no values, so only their shapes go in.
         looks = [(tensor.shape, tensor.dtype) for tensor in inputs]
@@ -162,7 +162,7 @@ def _tensors(value: Any, name: str, verb: str = "return") -> List[Tensor]:
 _LARGEST = torch.finfo(torch.float32).max
 
 # The attributes of all custom operators so far.
-attributes_lists: List[Dict[str, Any]] = []
+attributes_lists: List[Dict[str, object]] = []
 
 
 def custom_op(
@@ -171,7 +171,7 @@ def custom_op(
     domain: str,
     domain_version: int,
     example_outputs: Sequence[Tensor],
-    attributes: Optional[Dict[str, Any]] = None,
+    attributes: Optional[Dict[str, object]] = None,
 ) -> List[Tensor]:
     """Call an operator that is compiled for IPUs, which only IPU hardware can run.
 
@@ -230,7 +230,7 @@ _SHIPPED: Dict[Tuple[str, str, int], Callable[[Sequence[Tensor]], List[Tensor]]]
 }
 
 
-def _check_attributes(attributes: Dict[str, Any]) -> None:
+def _check_attributes(attributes: Dict[str, object]) -> None:
     for key, value in attributes.items():
         if not isinstance(key, str):
             raise ValueError(f"All attribute keys must be strings. Got {key!r}.")
@@ -273,6 +273,6 @@ def _check_range(value: object) -> None:
         )
 
 
-def _same(one: Dict[str, Any], other: Dict[str, Any]) -> bool:
+def _same(one: Dict[str, object], other: Dict[str, object]) -> bool:
     """Compare attributes for equality, types included: [1] is not [1.0]."""
     return one == other and repr(sorted(one.items())) == repr(sorted(other.items()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, FrozenSet, NamedTuple, Sequence
+from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Sequence, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ __all__ = [
     "set_overlap_for_input",
     "set_overlap_for_output",
 ]
+
+
+T = TypeVar("T")
 
 
 def nop(tensor: Tensor) -> Tensor:
@@ -138,7 +141,9 @@ class _Same(torch.autograd.Function):
     """Passes the gradient of a mark on to the marked tensor."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Any, tensor: Tensor, mode: str) -> Tensor:
+    def forward(
+        ctx: object, operator: Callable[[Tensor, str], Tensor], tensor: Tensor, mode: str
+    ) -> Tensor:
         marked: Tensor = operator(tensor, mode)
         return marked
 
@@ -147,8 +152,8 @@ class _Same(torch.autograd.Function):
         return None, gradients[0], None
 
 
-def _mark(structure: Any, mode: Any, operator: Any, kind: str) -> Any:
-    def marked(tensor: Any) -> Tensor:
+def _mark(structure: T, mode: enums.OverlapMode, operator: object, kind: str) -> T:
+    def marked(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, Tensor):
             raise error(
                 f"You may only set overlap for torch.tensor {kind}s. {type(tensor)} is not "
@@ -163,10 +168,11 @@ def _mark(structure: Any, mode: Any, operator: Any, kind: str) -> Any:
         return result
 
     tensors = flattenTensorStructure(structure)
-    return reconstructTensorStructure(structure, map(marked, tensors))
+    rebuilt: T = reconstructTensorStructure(structure, map(marked, tensors))
+    return rebuilt
 
 
-def set_overlap_for_input(input_tensors: object, mode: object) -> Any:
+def set_overlap_for_input(input_tensors: T, mode: enums.OverlapMode) -> T:
     """Mark inputs that are sent to the IPU while it computes; call it first in ``forward``.
 
     Args:
@@ -178,7 +184,7 @@ def set_overlap_for_input(input_tensors: object, mode: object) -> Any:
     return _mark(input_tensors, mode, _INPUT, "input")
 
 
-def set_overlap_for_output(output_tensors: object, mode: object) -> Any:
+def set_overlap_for_output(output_tensors: T, mode: enums.OverlapMode) -> T:
     """Mark outputs that leave the IPU while it computes; call it right before returning them.
 
     Args:
@@ -275,7 +281,7 @@ _NAMES = (
 )
 
 
-def _spellings() -> FrozenSet[Any]:
+def _spellings() -> FrozenSet[object]:
     functions = set()
     for place in (F, torch, torch._C._nn):
         functions |= {getattr(place, name) for name in _NAMES if hasattr(place, name)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from typing import Any, Callable, List, NamedTuple, Sequence, Tuple, Union
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -154,13 +154,15 @@ class _Printed(torch.autograd.Function):
     """Prints a tensor, and its gradient if there is a ``gradient_title``."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, title: str, gradient_title: str, *style: Any) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, title: str, gradient_title: str, *style: object
+    ) -> Tensor:
         ctx.gradient_title, ctx.style = gradient_title, style
         printed: Tensor = _PRINT(tensor, title, *style)
         return printed
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> Tuple[Optional[Tensor], ...]:
         gradient = gradients[0]
         if ctx.gradient_title:
             gradient = _PRINT(gradient, ctx.gradient_title, *ctx.style)

@@ -37,7 +37,7 @@ class _Product(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> Tuple[Optional[Tensor], ...]:
         input, index, source = ctx.saved_tensors
         dim, include_self = ctx.dim, ctx.include_self
         (gradient,) = gradients
@@ -162,18 +162,18 @@ class _Losses(torch.autograd.Function):
     """Computes the loss of each sample, and its gradient in the same operator."""
 
     @staticmethod
-    def forward(ctx: Any, log_probs: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, log_probs: Tensor, *rest: object) -> Tensor:
         losses, gradient = _CTC(log_probs, *rest)
         ctx.save_for_backward(gradient)
         return losses  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> Tuple[Optional[Tensor], ...]:
         (of_inputs,) = ctx.saved_tensors
         return (of_inputs * gradients[0][None, :, None], *[None] * 5)
 
 
-def _length_tensor(lengths: Any) -> Tensor:
+def _length_tensor(lengths: Union[int, Lengths]) -> Tensor:
     if isinstance(lengths, Tensor):
         return lengths.reshape(-1)
     numbers = [lengths] if isinstance(lengths, int) else list(lengths)
@@ -231,7 +231,10 @@ def _single(value: Optional[Tensor]) -> Optional[Tensor]:
 
 
 def _normalised(
-    function: Callable[..., Tensor], input: Tensor, running: Tuple[Any, Any], *rest: Any
+    function: Callable[..., Tensor],
+    input: Tensor,
+    running: Sequence[Optional[Tensor]],
+    *rest: object,
 ) -> Tensor:
     """Normalise half-precision input in float32, and update the running statistics."""
     single = [_single(statistic) for statistic in running]
@@ -242,7 +245,7 @@ def _normalised(
     return result.to(input.dtype)
 
 
-def _widened(value: object) -> Any:
+def _widened(value: object) -> object:
     return value.float() if isinstance(value, Tensor) else value
 
 
@@ -287,10 +290,10 @@ def instance_norm(
     return F.instance_norm(input, running_mean, running_var, *rest)
 
 
-def _in_single(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_single(function: Callable[..., Any]) -> Callable[..., object]:
     """Compute a function of half-precision input in float32, because torch 2.0 can't record it."""
 
-    def computed(input: Tensor, *args: object, **kwargs: object) -> Any:
+    def computed(input: Tensor, *args: object, **kwargs: object) -> object:
         if input.dtype not in (torch.float16, torch.bfloat16):
             return function(input, *args, **kwargs)
         results = function(input.float(), *args, **kwargs)
@@ -319,11 +322,11 @@ def _typed_by_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return typed
 
 
-def _whole(kind: str) -> Callable[..., Any]:
+def _whole(kind: str) -> Callable[..., object]:
     """Record a recurrent layer as one operator, or step by step in half precision."""
     original = getattr(torch, kind)
 
-    def layer(*args: object, **kwargs: object) -> Any:
+    def layer(*args: object, **kwargs: object) -> object:
         if any(tensor.dtype == torch.float16 for tensor in tensors_in([args, kwargs])):
             return original(*args, **kwargs)
         return recurrent.call_whole(kind, True, *args, **kwargs)
@@ -332,7 +335,7 @@ def _whole(kind: str) -> Callable[..., Any]:
 
 
 # What takes the place of a function of torch, with the same arguments.
-REPLACED: Dict[Any, Callable[..., Any]] = {
+REPLACED: Dict[object, Callable[..., object]] = {
     **{getattr(torch, kind): _whole(kind) for kind in recurrent.KINDS},
     torch.bincount: bincount,
     Tensor.bincount: bincount,

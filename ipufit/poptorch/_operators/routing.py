@@ -167,7 +167,7 @@ _BAG = (
     "padding_idx",
 )
 
-_CHECKS: Dict[Any, Any] = {
+_CHECKS: Dict[object, Tuple[Sequence[str], Callable[[Arguments], None]]] = {
     F.interpolate: (_INTERPOLATE, _upsampling),
     F.upsample: (_INTERPOLATE, _upsampling),
     torch.bincount: (("input", "weights", "minlength"), _bincount),
@@ -196,10 +196,10 @@ def check_supported(func: object, args: Sequence[object], kwargs: Mapping[str, o
         check_call({**dict(zip(names, args)), **kwargs})
 
 
-Call = Tuple[Tuple[Any, ...], Dict[str, Any]]
+Call = Tuple[Tuple[object, ...], Dict[str, object]]
 
 # Function: where its weights stand, and their names. The input always comes first.
-CASTS: Dict[Any, Dict[int, str]] = {
+CASTS: Dict[object, Dict[int, str]] = {
     F.group_norm: {2: "weight", 3: "bias"},
     torch.group_norm: {2: "weight", 3: "bias"},
     F.layer_norm: {2: "weight", 3: "bias"},
@@ -231,7 +231,7 @@ for _place in (F, torch, torch._C._nn):
             CASTS[getattr(_place, _name)] = {1: "weight", 2: "bias"}
 
 
-def _cast(value: object, dtype: torch.dtype) -> Any:
+def _cast(value: object, dtype: torch.dtype) -> object:
     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
         return value.to(dtype)
     return value
@@ -254,7 +254,7 @@ def cast(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> 
 
 
 # Where a function takes a mask, or indices one of which may be a mask.
-_MASKED: Dict[Any, Tuple[int, str]] = {
+_MASKED: Dict[object, Tuple[int, str]] = {
     Tensor.__getitem__: (1, ""),
     Tensor.__setitem__: (1, ""),
     torch.where: (0, "condition"),
@@ -267,7 +267,7 @@ for _name in ("index_put", "masked_fill", "masked_select", "masked_scatter"):
             _MASKED[getattr(_owner, _full)] = (1, _keyword)
 
 
-def _bool(value: object) -> Any:
+def _bool(value: object) -> object:
     if isinstance(value, Tensor) and value.dtype == torch.uint8:
         return value != 0
     if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in value):
@@ -275,7 +275,9 @@ def _bool(value: object) -> Any:
     return value
 
 
-def with_bool_masks(func: object, args: Sequence[object], kwargs: Dict[str, Any]) -> Sequence[Any]:
+def with_bool_masks(
+    func: object, args: Sequence[object], kwargs: Dict[str, object]
+) -> Sequence[object]:
     """Return the positional arguments with bool masks; those in ``kwargs`` are replaced there."""
     if func not in _MASKED:
         return args
@@ -285,7 +287,7 @@ def with_bool_masks(func: object, args: Sequence[object], kwargs: Dict[str, Any]
     return [_bool(value) if i == place else value for i, value in enumerate(args)]
 
 
-def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, object]) -> Any:
     """Call a torch function as the device would compute it, and mark its result if it is a loss.
 
     For a TorchFunctionMode that is active while a model is recorded: whatever torch function is

@@ -5,9 +5,10 @@ from __future__ import annotations
 import builtins
 import functools
 import weakref
-from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
+from torch import fx
 
 from ipufit.partition.own_blocks import BLOCK_CLASSES, EnteredBlocks, recordings
 from ipufit.poptorch import enums
@@ -27,6 +28,9 @@ __all__ = [
     "push_name_scope",
     "removeBlocks",
 ]
+
+
+T = TypeVar("T")
 
 
 def _active_blocks() -> List[EnteredBlocks]:
@@ -112,14 +116,17 @@ class LegacyBeginBlockFn(torch.nn.Module):
     """A callable that starts a block at each call; :func:`BeginBlock` wraps functions in it."""
 
     def __init__(
-        self, layer_to_call: Any, user_id: Optional[str] = None, ipu_id: Optional[int] = None
+        self,
+        layer_to_call: Callable[..., object],
+        user_id: Optional[str] = None,
+        ipu_id: Optional[int] = None,
     ) -> None:
         super().__init__()
         self._layer_to_call = layer_to_call
         self._user_id = user_id
         self._ipu_id = ipu_id
 
-    def __call__(self, *input: Any, **kwargs: Any) -> Any:
+    def __call__(self, *input: object, **kwargs: object) -> Any:
         """Start the block and call the function."""
         self._user_id = _begin(self._user_id, self._ipu_id, self)
         return self._layer_to_call(*input, **kwargs)
@@ -168,12 +175,12 @@ def removeBlocks(module: torch.nn.Module) -> None:
 
 def BlockFunction(
     user_id: Optional[str] = None, ipu_id: Optional[int] = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Make a function a block: a decorator. Arguments are those of :class:`Block`."""
 
-    def decorator(func: Callable[..., Any]) -> Callable[..., Any]:
+    def decorator(func: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(func)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> T:
             with Block(user_id, ipu_id):
                 return func(*args, **kwargs)
 
@@ -207,7 +214,7 @@ def print(m: object) -> None:
 _open: weakref.WeakKeyDictionary[Trace, int] = weakref.WeakKeyDictionary()
 
 
-def _is_convolution(node: Any) -> bool:
+def _is_convolution(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.name != "aten::convolution":
         return False
@@ -317,7 +324,7 @@ class MultiConv:
         self._check_lengths(count)
 
     def _check_lengths(self, count: int) -> None:
-        properties: List[Tuple[str, Optional[Sequence[Any]]]] = [
+        properties: List[Tuple[str, Optional[Sequence[object]]]] = [
             ("availableMemoryProportions", self._available_memory_proportions),
             ("partialsTypes", self._partials_types),
             ("enableConvDithering", self._enable_conv_ditherings),

@@ -9,16 +9,12 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ipufit.poptorch._logging import error
-from ipufit.poptorch._precision import DEVICE_DTYPES
+from ipufit.poptorch._precision import device_dtype
 from ipufit.poptorch._tracing import node_of, tracer, tracing
 
 __all__ = ["dynamic_slice", "dynamic_update", "getitem", "has_tensor_bounds"]
 
 _WHOLE_NUMBERS = (torch.int16, torch.int32, torch.int64)
-
-
-def _on_device(dtype: torch.dtype) -> torch.dtype:
-    return DEVICE_DTYPES.get(dtype, dtype)
 
 
 def _check_start(start: Tensor, name: str) -> None:
@@ -152,7 +148,7 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: in
         )
     recording = tracing() is not None
     # On the device there are no 64-bit types that could differ.
-    types = [_on_device(t.dtype) if recording else t.dtype for t in (input, src)]
+    types = [device_dtype(t.dtype) if recording else t.dtype for t in (input, src)]
     if types[0] != types[1]:
         raise error(
             f"input and src tensor must have same dtype. ({types[0]} vs {types[1]}) Convert src "
@@ -332,11 +328,11 @@ def _number(operand: object) -> Any:
     return None
 
 
-def _literals() -> List[Any]:
+def _literals() -> List[object]:
     return [torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach.default]
 
 
-def _read(value: Tensor) -> Any:
+def _read(value: Tensor) -> object:
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():

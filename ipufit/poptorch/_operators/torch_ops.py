@@ -206,7 +206,7 @@ def custom_operation(
     attributes: str,
 ) -> List[Tensor]:
     """Call ``poptorch.custom_op`` with attributes as ``poptorch.accessAttributes`` takes them."""
-    values: Dict[str, Any] = accessAttributes(attributes)
+    values: Dict[str, object] = accessAttributes(attributes)
     return custom_op(inputs, name, domain, domain_version, outputs, values)
 
 

@@ -245,7 +245,7 @@ def _accumulation_in_inference(options: Options) -> str:
 
 
 # An option's key: the setter, and the value that says nothing.
-_OPTIONS: Dict[str, Tuple[str, Any]] = {
+_OPTIONS: Dict[str, Tuple[str, object]] = {
     "available_memory_proportion": ("setAvailableMemoryProportion", {}),
     "log_dir": ("logDir", "."),
     "max_repeat_logs": ("maxRepeatLogs", 4),

@@ -122,13 +122,13 @@ class Attribute:
         AssertionError: an attribute that is not a dict.
     """
 
-    _current_attrs: ClassVar[Dict[str, Dict[str, Any]]] = {}
+    _current_attrs: ClassVar[Dict[str, Dict[str, object]]] = {}
 
     def __init__(self, **kwargs: Dict[str, Any]) -> None:
         for name, attribute in kwargs.items():
             need_type(f"Attribute({name}=...)", attribute, dict)
         self._kwargs = kwargs
-        self._saved: Dict[str, Dict[str, Any]] = {}
+        self._saved: Dict[str, Dict[str, object]] = {}
 
     def __enter__(self) -> None:
         self._saved = Attribute._current_attrs

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import enum
 import json
 import os
-from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Tuple, Type
 
 from ipufit.poptorch import enums
 from ipufit.poptorch._options.execution import (
@@ -32,7 +33,7 @@ __all__ = [
     "member",
 ]
 
-ENUMS: Dict[str, Any] = {name: getattr(enums, name) for name in enums.__all__}
+ENUMS: Dict[str, Type[enum.Enum]] = {name: getattr(enums, name) for name in enums.__all__}
 
 _GROUPS = ("Distributed", "Jit", "Precision", "TensorLocations", "Training", "_Popart")
 _HOLDERS = (OptionGroup, _PopartOptions, _IExecutionStrategy, Stage, Phase)
@@ -57,7 +58,7 @@ def member(target: object, name: str) -> Any:
     return getattr(target, name)
 
 
-def _enum_member(value: object) -> Any:
+def _enum_member(value: object) -> object:
     """Return the enum's member that a text such as ``"Enum.Member"`` names, or the value itself."""
     if not isinstance(value, str) or value.count(".") != 1:
         return value
@@ -80,7 +81,7 @@ def apply_json(options: OptionGroup, text: str, source: str) -> None:
         raise ValueError(
             f'{source} expected a JSON object, such as {{"deviceIterations": 2}}, got {text!r}.'
         )
-    calls: List[Tuple[Callable[..., Any], List[Any]]] = []
+    calls: List[Tuple[Callable[..., object], List[object]]] = []
     for name, value in values.items():
         target: Any = options
         for part in name.split("."):
@@ -98,7 +99,7 @@ def apply_json(options: OptionGroup, text: str, source: str) -> None:
 # Value of an expression, once the options are there.
 Reading = Callable[[OptionGroup], Any]
 
-_MAKERS: Dict[str, Any] = {
+_MAKERS: Dict[str, object] = {
     maker.__name__: maker
     for maker in (
         ParallelPhasedExecution,
@@ -198,7 +199,7 @@ def _call(node: ast.AST, root: str) -> Reading:
     arguments = [_argument(argument) for argument in node.args]
     named = {str(word.arg): _argument(word.value) for word in node.keywords}
 
-    def read(options: OptionGroup) -> Any:
+    def read(options: OptionGroup) -> object:
         positional = [argument(options) for argument in arguments]
         return called(options)(*positional, **{k: v(options) for k, v in named.items()})
 
@@ -226,7 +227,11 @@ def _chain(node: ast.AST, root: str) -> Reading:
 def _argument(node: ast.AST) -> Reading:
     """Read a literal, an enum's member, or a constructor's call."""
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-        kind: Any = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
+        kind: Callable[[Iterable[object]], object] = {
+            ast.List: list,
+            ast.Tuple: tuple,
+            ast.Set: set,
+        }[type(node)]
         elements = [_argument(element) for element in node.elts]
         return lambda options: kind(element(options) for element in elements)
     if isinstance(node, ast.Dict):

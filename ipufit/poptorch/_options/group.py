@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from typing import Any, Dict, Iterable, Optional, TypeVar
+from typing import Any, Dict, Iterable, Optional, Set, TypeVar
 
 import torch
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-Self = TypeVar("Self", bound="OptionGroup")
+Self = TypeVar("Self", bound="Freezable")
 
 _FROZEN = (
     "Can't modify frozen Options: they belong to a model or a DataLoader. "
@@ -80,6 +80,14 @@ class Freezable:
         if option != "_is_frozen" and self._is_frozen:
             raise AttributeError(_FROZEN)
 
+    def __deepcopy__(self: Self, memory: Dict[int, object]) -> Self:
+        """Return a copy that is not frozen."""
+        copied = type(self).__new__(type(self))
+        memory[id(self)] = copied
+        for name, value in self.__dict__.items():
+            copied.__dict__[name] = False if name == "_is_frozen" else copy.deepcopy(value, memory)
+        return copied
+
 
 class OptionGroup(Freezable):
     """A dictionary of options whose names and types are those of its defaults.
@@ -90,7 +98,7 @@ class OptionGroup(Freezable):
 
     def __init__(self, **default_values: object) -> None:
         self._warnings: Dict[str, str] = {}
-        self._warnings_disabled: Any = set()
+        self._warnings_disabled: Set[str] = set()
         self._is_frozen = False
         # From here on no other private attribute can appear.
         self._values: Dict[str, Any] = default_values
@@ -189,16 +197,8 @@ class OptionGroup(Freezable):
     def __getstate__(self) -> Dict[str, Any]:
         return self.__dict__
 
-    def __setstate__(self, state: Dict[str, Any]) -> None:
+    def __setstate__(self, state: Dict[str, object]) -> None:
         self.__dict__.update(state)
-
-    def __deepcopy__(self: Self, memory: Dict[int, Any]) -> Self:
-        """Return a copy that is not frozen."""
-        copied = type(self).__new__(type(self))
-        memory[id(self)] = copied
-        for name, value in self.__dict__.items():
-            copied.__dict__[name] = False if name == "_is_frozen" else copy.deepcopy(value, memory)
-        return copied
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in self._values.items())
@@ -242,14 +242,6 @@ class _PopartOptions(Freezable):
         need_type("patterns", patterns, dict)
         self.set("patterns_level", level)
         return self.set("patterns", patterns)
-
-    def __deepcopy__(self, memory: Dict[int, Any]) -> _PopartOptions:
-        """Return a copy that is not frozen."""
-        copied = type(self).__new__(type(self))
-        memory[id(self)] = copied
-        for name, value in self.__dict__.items():
-            copied.__dict__[name] = False if name == "_is_frozen" else copy.deepcopy(value, memory)
-        return copied
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in self.options.items())

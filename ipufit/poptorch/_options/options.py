@@ -396,7 +396,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportOptions):
                 "toDict() needs an output mode other than Default, which means another mode for "
                 "training than for inference. Call options.outputMode(poptorch.OutputMode.All)."
             )
-        values: Dict[str, Any] = dict(self._execution_strategy.backendOptions())
+        values: Dict[str, object] = dict(self._execution_strategy.backendOptions())
         values.update(self._popart.options)
         values = self.update(values)
         for group in (self._training, self._distributed, self._tensor_locations):
