@@ -63,7 +63,7 @@ def _do(options: argparse.Namespace) -> int:
     path = _free(options)
     if path is None:
         # Imported here: another command does without.
-        from ipufit.report.build import write_page
+        from ipufit.report.page import write_page
 
         (folder,) = options.folders
         write_page(folder)
@@ -122,8 +122,7 @@ def _free(options: argparse.Namespace) -> Optional[str]:
 
 
 def _tell(folders: List[str]) -> int:
-    from ipufit.report.build import summarize_run
-    from ipufit.report.run import Run
+    from ipufit.report.run import Run, summarize_run
 
     summary = {"runs": [summarize_run(Run.read(folder)) for folder in folders]}
     sys.stdout.write(json.dumps(summary, indent=2, allow_nan=False) + "\n")

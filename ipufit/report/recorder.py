@@ -20,7 +20,6 @@ from ipufit.callbacks.running_fit import Measurement, ObservedSession
 from ipufit.errors import ConfigurationError, IpufitError
 from ipufit.report import facts
 from ipufit.report.advice import advised
-from ipufit.report.build import write_page
 from ipufit.report.files import (
     EXECUTIONS,
     FACTS,
@@ -31,6 +30,7 @@ from ipufit.report.files import (
     read_rows,
     write_rows,
 )
+from ipufit.report.page import write_page
 from ipufit.report.profiling import Profiler
 from ipufit.report.rows import ExecutionTable, columns_of
 from ipufit.report.settings import Report

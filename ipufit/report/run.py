@@ -6,10 +6,10 @@ import dataclasses
 import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
-from ipufit.report.files import read_facts, read_rows
+from ipufit.report.files import plain, read_facts, read_rows
 from ipufit.utils.phase_timer import PHASES
 
-__all__ = ["APART", "Run", "binned", "ends", "samples_per_second", "total"]
+__all__ = ["APART", "Run", "binned", "ends", "samples_per_second", "summarize_run", "total"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,3 +85,44 @@ def binned(rows: Mapping[str, Sequence[float]], most: int) -> List[Dict[str, flo
         one["memory"] = max(sizes, default=math.nan)
         stretches.append(one)
     return stretches
+
+
+# Beside the training: recording the program, and the report itself.
+_BESIDE = ("capture", "report")
+
+
+def summarize_run(run: Run) -> Dict[str, object]:
+    """Return the most important numbers of a run, in types that JSON has.
+
+    ``final`` are the last values of the history, ``seconds`` and ``phases`` those of the whole run,
+    and ``samples_per_second`` is that of the executions, without the time of recording.
+
+    Args:
+        run: also one that is not over.
+    """
+    facts, rows = run.facts, run.rows
+    history = facts.get("history", {"epoch": [], "history": {}})
+    summary = {
+        "folder": run.folder,
+        **{name: facts[name] for name in ("title", "status", "error", "begun")},
+        "epochs": len(history["epoch"]),
+        "executions": int(sum(rows["executions"])),
+        "updates": int(sum(rows["updates"])),
+        "samples": int(sum(rows["samples"])),
+        "samples_per_second": _rate(run),
+        "seconds": facts.get("seconds", 0.0),
+        "phases": facts.get("phases", {}),
+        "final": {name: pairs[-1][1] for name, pairs in history["history"].items() if pairs},
+        "warnings": [
+            {name: each[name] for name in ("kind", "text", "cure", "place", "count")}
+            for each in facts.get("warnings", [])
+        ],
+    }
+    plain_summary: Dict[str, object] = plain(summary)
+    return plain_summary
+
+
+def _rate(run: Run) -> Optional[float]:
+    rows = run.rows
+    seconds = sum(sum(rows[name]) for name in PHASES if name not in _BESIDE)
+    return sum(rows["samples"]) / seconds if seconds > 0 else None

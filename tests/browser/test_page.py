@@ -7,7 +7,7 @@ from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from ipufit.report.page.figures import DRAWN, rounded
+from ipufit.report.page.sections import DRAWN, rounded
 from tests.browser.conftest import (
     come_to,
     complaints,

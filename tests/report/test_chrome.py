@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.report.build import write_page
 from ipufit.report.chrome import MOST_COUNTS, MOST_TASKS, render_trace
 from ipufit.report.files import TRACE
+from ipufit.report.page import write_page
 from ipufit.report.run import Run
 from tests.report.runs_made import AFTER, EACH, busy_rows, made, written
 

@@ -13,7 +13,7 @@ import pytest
 
 from ipufit.errors import ConfigurationError
 from ipufit.report.page import document, render_page, render_state
-from ipufit.report.page.figures import thinned
+from ipufit.report.page.sections import thinned
 from ipufit.report.rows import COLUMNS
 from ipufit.report.run import Run
 from ipufit.utils.phase_timer import PHASES

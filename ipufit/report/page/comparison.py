@@ -7,12 +7,10 @@ from typing import Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from ipufit.report.files import Facts
 from ipufit.report.page import texts
-from ipufit.report.page.curves import curves
-from ipufit.report.page.figures import Chart, Series, rounded
+from ipufit.report.page.curves import LOOKS, PHASE_NAMES, curves, used_phases
 from ipufit.report.page.operators import grouped
-from ipufit.report.page.phases import LOOKS, PHASE_NAMES, used_phases
 from ipufit.report.page.pipeline import stage_title
-from ipufit.report.page.sections import Section, lacking
+from ipufit.report.page.sections import Chart, Section, Series, lacking, rounded
 from ipufit.report.page.summary import final_values, headline, warnings_section
 from ipufit.report.run import Run
 from ipufit.utils.phase_timer import PHASES

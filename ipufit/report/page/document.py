@@ -16,19 +16,19 @@ import jinja2
 from markupsafe import Markup
 
 from ipufit.errors import ConfigurationError
+from ipufit.report.chrome import render_trace
+from ipufit.report.files import PAGE, TRACE
 from ipufit.report.page import texts
 from ipufit.report.page.comparison import comparison_sections
-from ipufit.report.page.curves import curves
-from ipufit.report.page.figures import CONFIG, DRAWN, light_colours, look
-from ipufit.report.page.memory import memory
+from ipufit.report.page.curves import curves, phases
 from ipufit.report.page.operators import layers, operators
-from ipufit.report.page.phases import phases
-from ipufit.report.page.pipeline import pipeline
-from ipufit.report.page.sections import Section
+from ipufit.report.page.pipeline import memory, pipeline
+from ipufit.report.page.sections import CONFIG, DRAWN, Section, light_colours, look
 from ipufit.report.page.summary import summary, warnings_section
 from ipufit.report.run import Run
+from ipufit.utils.files import write_text
 
-__all__ = ["data", "digest", "policy", "render_page", "render_section", "render_state"]
+__all__ = ["render_page", "render_section", "render_state", "write_page"]
 
 
 def digest(script: bytes) -> str:
@@ -173,6 +173,18 @@ def render_page(runs: Sequence[Run], live: bool = False) -> str:
         title=" and ".join(dict.fromkeys(str(run.facts["title"]) for run in runs)),
     )
     return str(page)
+
+
+def write_page(folder: str) -> None:
+    """Write the page and the trace of a run, from the facts and rows in its folder.
+
+    Raises:
+        ConfigurationError: there is no report, or plotly is not installed.
+        OSError: a file can't be written.
+    """
+    run = Run.read(folder)
+    write_text(os.path.join(folder, TRACE), render_trace(run))
+    write_text(os.path.join(folder, PAGE), render_page([run]))
 
 
 def render_state(run: Run) -> str:

@@ -8,8 +8,7 @@ from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, 
 
 from ipufit.report.files import Facts
 from ipufit.report.page import texts
-from ipufit.report.page.figures import Chart, Series, rounded
-from ipufit.report.page.sections import Section, lacking
+from ipufit.report.page.sections import Chart, Section, Series, lacking, rounded
 
 __all__ = ["OperatorTotals", "grouped", "layers", "operators", "place_of"]
 
