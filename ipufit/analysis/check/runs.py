@@ -28,7 +28,7 @@ __all__ = ["CheckRun", "ModuleUnderTest"]
 
 @dataclasses.dataclass
 class CheckRun:
-    """What one run of the module under test left behind.
+    """Operations, findings and results that one run of the module under test left behind.
 
     Attributes:
         operations: the program.
