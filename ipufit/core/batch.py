@@ -145,7 +145,7 @@ class DataCursor:
     number: int
     batches: int
     generators: Sequence[Tensor] = ()
-    own: Any = None
+    own: object = None
 
 
 @dataclasses.dataclass(frozen=True)

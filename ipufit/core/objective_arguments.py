@@ -80,7 +80,7 @@ class ArgumentOrder:
     keywords: Tuple[Optional[str], Optional[str]] = (None, None)
 
     def call(
-        self, function: Callable[..., object], prediction: Any, target: Any, **more: Any
+        self, function: Callable[..., object], prediction: object, target: object, **more: object
     ) -> Any:
         """Call the function with prediction and target where it takes them.
 

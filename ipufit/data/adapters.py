@@ -51,10 +51,10 @@ class DataArguments:
 
     role: str
     x: Any
-    y: Any = None
-    sample_weight: Any = None
-    class_weight: Any = None
-    batch_size: Any = None
+    y: object = None
+    sample_weight: object = None
+    class_weight: object = None
+    batch_size: object = None
     shuffle: Any = None
     shuffles: bool = False
     batch_size_name: str = "batch_size"
@@ -77,7 +77,7 @@ class DataArguments:
                 parts[name] = tree.unflatten(leaves, structure)
         return dataclasses.replace(self, **parts)
 
-    def _as_array(self, path: str, leaf: object) -> Any:
+    def _as_array(self, path: str, leaf: object) -> object:
         return frame_as_array(leaf, f"{self.role}: {path}") if is_frame(leaf) else leaf
 
 

@@ -239,7 +239,7 @@ def frame_as_array(frame: Any, name: str) -> Any:
     """
     import numpy
 
-    columns: Iterable[Tuple[Any, Any]] = frame.items() if frame.ndim == 2 else [(None, frame)]
+    columns: Iterable[Tuple[object, Any]] = frame.items() if frame.ndim == 2 else [(None, frame)]
     dtypes = []
     for label, column in columns:
         where = name if label is None else f"{name}: column {label!r}"

@@ -137,7 +137,7 @@ def without_shuffling(loader: Any) -> Any:
     return like(loader, shuffle=False, persistent_workers=False, **size)
 
 
-def like(loader: Any, **changes: Any) -> Any:
+def like(loader: Any, **changes: object) -> Any:
     """Another DataLoader over the same data, with the same options of reading but for some."""
     names = [
         *("num_workers", "collate_fn", "pin_memory", "timeout", "generator"),
@@ -182,7 +182,7 @@ def _end_torn(error: Optional[BaseException]) -> None:
         error = error.__context__
 
 
-def _forks(loader: DataLoader[Any]) -> bool:
+def _forks(loader: DataLoader[object]) -> bool:
     context: Any = loader.multiprocessing_context or multiprocessing
     method: Optional[str] = context.get_start_method(allow_none=True)
     return (method or multiprocessing.get_all_start_methods()[0]) == "fork"

@@ -80,7 +80,7 @@ class _Queue:
     Of queues written in C, which an exception from a signal's handler can't leave locked.
     """
 
-    def __init__(self, items: Generator[Any, None, None], depth: int) -> None:
+    def __init__(self, items: Generator[object, None, None], depth: int) -> None:
         self._items = items
         self._ready: queue.SimpleQueue[Tuple[str, object]] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()

@@ -144,7 +144,7 @@ def _has_been_read(local: Any) -> bool:
     return fetcher.ended or len(local["data"]) == len(local["possibly_batched_index"])
 
 
-def _index(error: Exception, fetch: Any, replay: Callable[[], object]) -> Any:
+def _index(error: Exception, fetch: Any, replay: Callable[[], object]) -> object:
     """The index of the sample that could not be read; None if nobody knows it."""
     if fetch is None or hasattr(fetch.f_locals["self"], "dataset_iter"):
         return None
@@ -163,7 +163,7 @@ def _index(error: Exception, fetch: Any, replay: Callable[[], object]) -> Any:
     return _sought(error, fetcher.dataset, wanted, replay)
 
 
-def _first_argument(frame: FrameType) -> Any:
+def _first_argument(frame: FrameType) -> object:
     """Read what a method was called with, after ``self``; None where it has assigned to that."""
     code = frame.f_code
     if code.co_argcount < 2:
@@ -179,7 +179,7 @@ def _first_argument(frame: FrameType) -> Any:
 
 def _sought(
     error: Exception, dataset: Any, indices: Iterable[object], replay: Callable[[], Any]
-) -> Any:
+) -> object:
     """Which sample of a batch made it fail: the first that fails again in the same way."""
     for index in indices:
         try:
@@ -191,7 +191,7 @@ def _sought(
     return None
 
 
-def _indices(loader: Any, batch: int, replay: Callable[[], Any]) -> List[Any]:
+def _indices(loader: Any, batch: int, replay: Callable[[], Any]) -> List[object]:
     """The indices of a batch, where torch's own samplers make the order reproducible."""
     samplers = (RandomSampler, SequentialSampler)
     if (

@@ -87,7 +87,7 @@ class Validation(SettingsRepr):
         ConfigurationError: an argument can't work; all of them.
     """
 
-    data: Any = None
+    data: object = None
     steps: Optional[int] = None
     batch_size: Optional[int] = None
     freq: Union[int, Collection[int]] = 1
@@ -128,7 +128,7 @@ def validation_epochs(validation: Validation, epochs: range) -> List[int]:
     return due
 
 
-def resolve_loading(loading: Any) -> Loading:
+def resolve_loading(loading: object) -> Loading:
     """Bring the argument ``loading`` of ``fit`` into its one form.
 
     Raises:
@@ -142,7 +142,7 @@ def resolve_loading(loading: Any) -> Loading:
     )
 
 
-def resolve_validation(data: Any) -> Validation:
+def resolve_validation(data: object) -> Validation:
     """Bring the argument ``validation_data`` of ``fit`` into one form.
 
     Raises:

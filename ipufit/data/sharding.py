@@ -132,9 +132,9 @@ class RankShard:
 
     def picked(
         self,
-        every: Callable[[], Iterable[Any]],
+        every: Callable[[], Iterable[object]],
         size: Callable[[Any], int],
-        read: Callable[[Any], RawBatch],
+        read: Callable[[object], RawBatch],
         most: Optional[int] = None,
         draws_once: bool = False,
         are_indices: bool = True,
@@ -267,7 +267,7 @@ class _Worker:
     id: int
     num_workers: int
     seed: int
-    dataset: Any
+    dataset: object
 
 
 @contextlib.contextmanager
@@ -294,7 +294,7 @@ class AsWorkerOfAll:
 
     process: int
     processes: int
-    then: Optional[Callable[[int], Any]]
+    then: Optional[Callable[[int], object]]
 
     def __call__(self, worker: int) -> None:
         """Called by torch in the worker."""

@@ -484,7 +484,7 @@ class DataAdapter:
         if not reads_as_torch(loader) or self.samples is None:
             return []
         # A sampler of the user's may pick by something else than numbers from 0.
-        sampler: Any = loader.sampler if loader.batch_size else loader.batch_sampler
+        sampler: object = loader.sampler if loader.batch_size else loader.batch_sampler
         sampler = getattr(sampler, "sampler", sampler)
         if type(sampler).__module__.partition(".")[0] != "torch":
             return []

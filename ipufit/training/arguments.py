@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
 
 import torch
 
@@ -125,7 +125,7 @@ class FitConfig:
     asked_seed: Optional[int]
     level: int
     prefetch: int
-    notes: Dict[str, Any]
+    notes: Dict[str, object]
     checkpoint: Optional[Checkpoint]
     report: Optional[Report] = None
     restarts: int = 0
@@ -288,7 +288,7 @@ def _common(
     return callbacks, seed, level
 
 
-def _epochs(epochs: Any) -> range:
+def _epochs(epochs: object) -> range:
     """The indices of the epochs, of a number of them or as a range."""
     if not isinstance(epochs, range):
         return range(at_least("epochs", epochs, 1, " or a range such as range(3, 10)"))
@@ -300,7 +300,7 @@ def _epochs(epochs: Any) -> range:
     return epochs
 
 
-def checked_seed(seed: Any) -> int:
+def checked_seed(seed: object) -> int:
     """A seed as an integer.
 
     Raises:

@@ -51,14 +51,14 @@ class CompileConfig(IpuArguments):
     ``compile`` documents the others.
     """
 
-    optimizer: Any
-    loss: Any
-    metrics: Any
-    loss_weights: Any
-    weighted_metrics: Any
+    optimizer: object
+    loss: object
+    metrics: object
+    loss_weights: object
+    weighted_metrics: object
     run_eagerly: bool
     jit: str
-    lr_scheduler: Any
+    lr_scheduler: object
     lr_scheduler_interval: str
     clip: Clip
     ema: Optional[EMA]
@@ -82,7 +82,7 @@ class CompileConfig(IpuArguments):
                         f"for example {name}={example}."
                     )
                 objects[name] = value
-        pair: Any = (None, None)
+        pair: object = (None, None)
         with faults.collect():
             pair = pair_of_options(arguments.pop("poptorch"))
         parallel = objects.pop("parallel", None) or Parallel()
@@ -123,7 +123,7 @@ def _is_plan(value: object) -> bool:
     return isinstance(value, PartitionPlan)
 
 
-def pair_of_options(options: Any) -> Tuple[Any, Any]:
+def pair_of_options(options: object) -> Tuple[Any, Any]:
     """The options for training and for inference.
 
     Raises:

@@ -162,7 +162,7 @@ class ExecutionSync:
         if self.processes.is_distributed:
             program.share_buffers()
 
-    def outputs(self, batch: CombinedBatch, outputs: Sequence[Any], like: Any) -> List[Any]:
+    def outputs(self, batch: CombinedBatch, outputs: Sequence[object], like: object) -> List[Any]:
         """The outputs of all micro-batches, in stream order.
 
         Args:
@@ -179,7 +179,7 @@ class ExecutionSync:
         counts = [sum(each) for each in sizes]
         leaves, structure = tree.flatten(like)
         columns = [tree.flatten(each)[0] for each in outputs]
-        whole: List[List[Any]] = []
+        whole: List[List[object]] = []
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 whole.append([leaf] * len(order))
@@ -195,7 +195,7 @@ class ExecutionSync:
 
 def _numbers(
     order: int, anchors: Optional[ExecutionResult], lost: Optional[NonFiniteLossError]
-) -> Dict[str, Any]:
+) -> Dict[str, object]:
     """Return the numbers of an execution that one process sends to the others."""
     if anchors is None:
         assert lost is not None

@@ -218,7 +218,7 @@ class _StopAgreement(Observer):
         self._processes = processes
         self._within_epochs = within_epochs
 
-    def end_execution(self, epoch: int, outputs: List[Any]) -> None:
+    def end_execution(self, epoch: int, outputs: List[object]) -> None:
         """Agree in the middle of an epoch, where callbacks may ask there."""
         if self._within_epochs:
             self._agree()
@@ -378,7 +378,7 @@ def _inference_config(session: Session, mode: Mode, request: InferenceRequest) -
     return config
 
 
-def _pieces(model: CallbackModel, session: Session, config: InferenceConfig) -> Iterator[Any]:
+def _pieces(model: CallbackModel, session: Session, config: InferenceConfig) -> Iterator[object]:
     """Yield the outputs of each execution; between two the module is in the mode of its owner."""
     modules = (model.module, session.loss.module)
     with eval_mode(*modules):

@@ -40,24 +40,24 @@ __all__ = [
 class FitRequest:
     """The arguments of ``fit``, as they came."""
 
-    x: Any
-    y: Any
-    batch_size: Any
-    epochs: Any
+    x: object
+    y: object
+    batch_size: object
+    epochs: object
     verbose: Any
-    callbacks: Any
+    callbacks: object
     validation_split: Any
-    validation_data: Any
-    shuffle: Any
-    class_weight: Any
-    sample_weight: Any
-    steps_per_epoch: Any
-    ipus: Any
-    device_iterations: Any
-    gradient_accumulation: Any
-    checkpoint: Any
-    loading: Any
-    seed: Any
+    validation_data: object
+    shuffle: object
+    class_weight: object
+    sample_weight: object
+    steps_per_epoch: object
+    ipus: object
+    device_iterations: object
+    gradient_accumulation: object
+    checkpoint: object
+    loading: object
+    seed: object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +65,12 @@ class InferenceRequest:
     """The arguments of ``evaluate`` or ``predict``, as they came."""
 
     data: DataArguments
-    steps: Any
-    prefetch: Any
-    ipus: Any
-    device_iterations: Any
-    callbacks: Any
-    seed: Any
+    steps: object
+    prefetch: object
+    ipus: object
+    device_iterations: object
+    callbacks: object
+    seed: object
     verbose: Any
 
 
@@ -281,7 +281,11 @@ def training_plan(
 
 
 def limited_plan(
-    session: Session, source: DataAdapter, loading: Any, steps: Any, work: Tuple[Any, Any, Any]
+    session: Session,
+    source: DataAdapter,
+    loading: object,
+    steps: object,
+    work: Tuple[object, object, object],
 ) -> Plan:
     """The batch algebra of a training that is limited, for ``explain``.
 
@@ -307,7 +311,7 @@ def limited_plan(
 
 
 def training_work(
-    session: Session, source: DataAdapter, work: Tuple[Any, Any, Any]
+    session: Session, source: DataAdapter, work: Tuple[object, object, object]
 ) -> Tuple[Any, Any, Any]:
     """ipus, device_iterations and gradient_accumulation, as asked for or as ``compile`` has fixed.
 
@@ -346,7 +350,7 @@ def inference_plan(
     return session.plan(source, ipus, device_iterations, 1, False, steps)
 
 
-def _validation_parts(data: Any, held: DataArguments, own_loss: bool) -> Optional[DataArguments]:
+def _validation_parts(data: object, held: DataArguments, own_loss: bool) -> Optional[DataArguments]:
     """A tuple is ``(x, y)`` or ``(x, y, sample_weight)``, as in Keras; the rest is one thing.
 
     So is a list that can be none of batches: an array by itself is no batch with a target.
@@ -368,7 +372,7 @@ def _validation_parts(data: Any, held: DataArguments, own_loss: bool) -> Optiona
 
 
 def resolve_prefetch(
-    prefetch: Any, source: Optional[DataAdapter], session: Session, passes: bool = False
+    prefetch: object, source: Optional[DataAdapter], session: Session, passes: bool = False
 ) -> int:
     """How many executions to prepare ahead; None leaves the choice to the kind of data.
 
@@ -392,7 +396,7 @@ def resolve_prefetch(
     return at_least("prefetch", prefetch, 0, " or None")
 
 
-def refuse_rivals(steps: Any, loading: Loading, validation: Validation) -> None:
+def refuse_rivals(steps: object, loading: Loading, validation: Validation) -> None:
     """Refuse ``steps_per_epoch`` and steps of a validation beside limits in batches.
 
     Raises:
@@ -408,7 +412,7 @@ def refuse_rivals(steps: Any, loading: Loading, validation: Validation) -> None:
             raise rivals([name, *names], what)
 
 
-def refuse_unused(validation: Validation, split: Any, loading: Loading) -> None:
+def refuse_unused(validation: Validation, split: object, loading: Loading) -> None:
     """Refuse settings of a validation where there is none.
 
     Raises:

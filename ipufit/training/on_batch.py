@@ -16,7 +16,7 @@ from ipufit.utils.state import eval_mode, train_mode
 __all__ = ["as_batch", "as_keras_returns", "predict_on_batch", "test_on_batch", "train_on_batch"]
 
 
-def as_batch(x: Any, y: Any, sample_weight: Any) -> Any:
+def as_batch(x: object, y: object, sample_weight: object) -> Any:
     """A batch as a loader would yield it."""
     if sample_weight is not None:
         return (x, y, sample_weight)
@@ -25,7 +25,7 @@ def as_batch(x: Any, y: Any, sample_weight: Any) -> Any:
 
 @contextlib.contextmanager
 def _running(
-    session: Session, batch: Any, mode: Mode, seed: int, class_weight: Any = None
+    session: Session, batch: object, mode: Mode, seed: int, class_weight: object = None
 ) -> Iterator[Tuple[Job, CombinedBatch]]:
     """A program for this batch on one replica, and the only execution there is for it."""
     require_single_process(session, "A call with a single batch", "Call fit, evaluate or predict.")
@@ -45,7 +45,9 @@ def _measured(job: Job, only: CombinedBatch) -> Dict[str, float]:
         return dict(job.meter.values())
 
 
-def train_on_batch(session: Session, batch: Any, class_weight: Any, seed: int) -> Dict[str, float]:
+def train_on_batch(
+    session: Session, batch: object, class_weight: object, seed: int
+) -> Dict[str, float]:
     """One weight update on one replica; its loss and metrics, before the update.
 
     Random numbers depend on the count of updates, so each call draws others.
@@ -65,13 +67,13 @@ def _refuse_unseen_outputs(session: Session) -> None:
         )
 
 
-def test_on_batch(session: Session, batch: Any, seed: int) -> Dict[str, float]:
+def test_on_batch(session: Session, batch: object, seed: int) -> Dict[str, float]:
     """Loss and metrics of one batch."""
     with _running(session, batch, Mode.EVALUATE, seed) as (job, only):
         return _measured(job, only)
 
 
-def predict_on_batch(session: Session, batch: Any, seed: int) -> Any:
+def predict_on_batch(session: Session, batch: object, seed: int) -> Any:
     """The module's outputs for one batch."""
     with _running(session, batch, Mode.PREDICT, seed) as (job, only):
         (outputs,) = job.program.run(only).outputs

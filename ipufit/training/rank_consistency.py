@@ -96,7 +96,7 @@ def _restore_on_all_ranks(processes: Processes, given: FitConfig) -> Optional[Re
     return next(iter(restored), None)
 
 
-def _facts(session: Session, plan: Plan, is_portioned: bool) -> Dict[str, Any]:
+def _facts(session: Session, plan: Plan, is_portioned: bool) -> Dict[str, object]:
     """Return the settings that all processes must share, by names that a user understands."""
     module, loss = session.module, session.loss
     facts = {
@@ -173,7 +173,7 @@ def _refuse_one_gpu_for_two(session: Session) -> None:
             raise common(ProcessError(text))
 
 
-def _of_fit(given: FitConfig) -> Dict[str, Any]:
+def _of_fit(given: FitConfig) -> Dict[str, object]:
     held_out = given.held_out
     return {
         "epochs": [given.epochs.start, given.epochs.stop],
@@ -187,7 +187,7 @@ def _of_fit(given: FitConfig) -> Dict[str, Any]:
     }
 
 
-def _digest(values: Iterable[Any]) -> str:
+def _digest(values: Iterable[object]) -> str:
     text = json.dumps(list(values)).encode()
     return hashlib.sha256(text).hexdigest()[:16]
 
@@ -206,7 +206,7 @@ def _state_of(session: Session, optimizer: torch.optim.Optimizer) -> List[Tensor
     """The tensors in an optimizer's state, which must be of one form in all processes."""
     groups = optimizer.param_groups
     found: List[Tensor] = []
-    form: List[Any] = []
+    form: List[object] = []
     for group in groups:
         settings = {name: value for name, value in group.items() if name != "params"}
         form.append({name: str(value) for name, value in sorted(settings.items())})

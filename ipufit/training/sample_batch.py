@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ipufit.core.batch import MicroBatch
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
@@ -14,7 +12,7 @@ from ipufit.training.summary import sample_of
 __all__ = ["no_batch", "sample_for"]
 
 
-def sample_for(session: Session, x: Any, asks: str) -> MicroBatch:
+def sample_for(session: Session, x: object, asks: str) -> MicroBatch:
     """The batch that was given, or that of the last ``fit``.
 
     Args:

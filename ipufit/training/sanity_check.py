@@ -192,14 +192,14 @@ _BINARY = (
 )
 
 
-def probe(metrics: MetricSet, outputs: Any, first: MicroBatch, loss: Loss) -> None:
+def probe(metrics: MetricSet, outputs: object, first: MicroBatch, loss: Loss) -> None:
     """Try the metrics on random numbers in the form of the outputs.
 
     Raises:
         MetricError: they can't take them, or there is no target.
     """
 
-    def fill(leaf: Any) -> Any:
+    def fill(leaf: object) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.is_floating_point() or leaf.is_complex():

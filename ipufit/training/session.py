@@ -123,7 +123,7 @@ class Session:
         engine: Engine,
         config: TrainConfig,
         auto_round_ipus: bool = False,
-        options: Optional[Mapping[str, Any]] = None,
+        options: Optional[Mapping[str, object]] = None,
         partitions: Partitions = NOT_DIVIDED,
         fixed: Optional[IpuSettings] = None,
         planned_memory: Optional[int] = None,

@@ -29,7 +29,9 @@ _GAP = "  "
 _LEAST = 60
 
 
-def check_options(line_length: Any, depth: Any, expand_nested: Any, print_fn: Any) -> None:
+def check_options(
+    line_length: object, depth: object, expand_nested: object, print_fn: object
+) -> None:
     """Refuse what can't be honoured.
 
     Raises:
@@ -60,7 +62,7 @@ def check_options(line_length: Any, depth: Any, expand_nested: Any, print_fn: An
 
 
 def sample_of(
-    x: Any,
+    x: object,
     own_loss: OwnLoss,
     asks: str = "summary",
     target: bool = False,
@@ -87,7 +89,7 @@ def sample_of(
     return BatchValidator(DataAdapter([batch], "the sample"), mode, own_loss, casting)(batch, 0)
 
 
-def batch_of(x: Any, own_loss: OwnLoss, asks: str) -> Any:
+def batch_of(x: object, own_loss: OwnLoss, asks: str) -> Any:
     """Return the argument, if it is a batch, or the first batch of a loader.
 
     Args:
@@ -113,7 +115,7 @@ def batch_of(x: Any, own_loss: OwnLoss, asks: str) -> Any:
     return batch
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return isinstance(x, Tensor) or type(x).__module__ == "numpy"
 
 

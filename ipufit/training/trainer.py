@@ -45,7 +45,7 @@ class Job(Measurement):
     pipeline: BatchPipeline
     sync: ExecutionSync
     explainer: FailureExplainer
-    outputs: Any = None
+    outputs: object = None
     run: Callable[[CombinedBatch], ExecutionResult] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -299,9 +299,9 @@ def _end_all(observers: Sequence[Observer], logs: Dict[str, float]) -> None:
 class PredictionObserver(CallbackObserver):
     """Shows callbacks what each execution predicts, and keeps it until it is taken."""
 
-    _rows: Any = None
+    _rows: object = None
 
-    def end_execution(self, epoch: int, outputs: List[Any]) -> None:
+    def end_execution(self, epoch: int, outputs: List[object]) -> None:
         """Call ``on_predict_batch_end`` with the outputs for all samples of the execution."""
         self._rows = join_outputs(outputs)
         self.callbacks.call("on_predict_batch_end", self.meter.updates - 1, {"outputs": self._rows})
@@ -312,14 +312,14 @@ class PredictionObserver(CallbackObserver):
         return rows
 
 
-def join_outputs(outputs: Sequence[Any]) -> Any:
+def join_outputs(outputs: Sequence[object]) -> Any:
     """Return the outputs of several micro-batches in the structure of those of one."""
     structure = tree.flatten(outputs[-1])[1]
     columns = zip(*(tree.flatten(each)[0] for each in outputs))
     return tree.unflatten([_join(list(column)) for column in columns], structure)
 
 
-def check_rows(outputs: Any, size: int) -> None:
+def check_rows(outputs: object, size: int) -> None:
     """Make sure that ``predict`` can join the outputs for ``size`` samples with those for others.
 
     Raises:
@@ -334,5 +334,5 @@ def check_rows(outputs: Any, size: int) -> None:
             )
 
 
-def _join(column: List[Any]) -> Any:
+def _join(column: List[Any]) -> object:
     return torch.cat(column) if isinstance(column[0], Tensor) else column[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -130,7 +130,7 @@ class ValidationRunner:
                     buffer.copy_(value)
 
 
-def _form(batch: MicroBatch) -> Tuple[Any, ...]:
+def _form(batch: MicroBatch) -> Tuple[object, ...]:
     return (batch.structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in batch.leaves))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Dict, List, Mapping, Optional
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class EmbeddedEngine(EngineContext, Engine):
         optimizer: Optional[torch.optim.Optimizer],
         loss: Loss,
         config: TrainConfig,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         partitions: Partitions,
     ) -> None:
         """Refuse at ``compile`` what can't work.
@@ -119,7 +119,7 @@ class EmbeddedEngine(EngineContext, Engine):
             return None
         return training.way.jit or (None if training.lowered is None else training.lowered.way)
 
-    def explain(self, config: TrainConfig, options: Mapping[str, Any]) -> List[str]:
+    def explain(self, config: TrainConfig, options: Mapping[str, object]) -> List[str]:
         """Describe what is particular about how training runs, in sentences.
 
         Args:

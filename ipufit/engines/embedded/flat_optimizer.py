@@ -188,15 +188,17 @@ class RuleOptimizer:
         self._table: List[Tuple[Tensor, ...]] = []
         self._switches = self._switches_of(optimizer.param_groups)
         # Settings of the groups when they were last compared with the switches.
-        self._settings: List[Dict[str, Any]] = []
+        self._settings: List[Dict[str, object]] = []
         # Rows that were read last, and the settings of their groups.
-        self._read: Tuple[Rows, Dict[int, List[Dict[str, Any]]]] = ((), {})
-        self._run: Callable[..., Any] = self._update
+        self._read: Tuple[Rows, Dict[int, List[Dict[str, object]]]] = ((), {})
+        self._run: Callable[..., object] = self._update
         # A kernel for each block, where torch has one for all of them, and its settings by update.
         self._fused: List[FusedKernel] = []
-        self._kernel_settings: List[List[Dict[str, Any]]] = []
+        self._kernel_settings: List[List[Dict[str, object]]] = []
 
-    def _switches_of(self, groups: Sequence[Mapping[str, Any]]) -> Tuple[Tuple[object, ...], ...]:
+    def _switches_of(
+        self, groups: Sequence[Mapping[str, object]]
+    ) -> Tuple[Tuple[object, ...], ...]:
         return tuple(self._kind.switches({**group, **self._always}) for group in groups)
 
     def _steps(self, parameter: nn.Parameter) -> float:
@@ -269,11 +271,11 @@ class RuleOptimizer:
             return [torch.tensor(step, dtype=torch.float32) for step in steps]
         return self._coefficients(rows, settings)
 
-    def _read_settings(self, rows: Rows) -> Dict[int, List[Dict[str, Any]]]:
+    def _read_settings(self, rows: Rows) -> Dict[int, List[Dict[str, object]]]:
         """Read the settings of all groups, by the identity of the row, and compare the switches."""
         if rows is self._read[0]:
             return self._read[1]
-        by_row: Dict[int, List[Dict[str, Any]]] = {}
+        by_row: Dict[int, List[Dict[str, object]]] = {}
         for row in rows:
             if id(row) in by_row:
                 continue
@@ -292,7 +294,7 @@ class RuleOptimizer:
         return by_row
 
     def _coefficients(
-        self, rows: Rows, settings: Mapping[int, Sequence[Mapping[str, Any]]]
+        self, rows: Rows, settings: Mapping[int, Sequence[Mapping[str, object]]]
     ) -> List[Tensor]:
         """Compute the numbers that the rules of all blocks take in each update, on the host."""
         tables = []
@@ -375,11 +377,11 @@ class RuleOptimizer:
         self._counts, self._made = list(counts), 0
         self._rows, self._coming, self._table = (), [], []
 
-    def _kernel_settings_of(self, rows: Rows) -> List[List[Dict[str, Any]]]:
+    def _kernel_settings_of(self, rows: Rows) -> List[List[Dict[str, object]]]:
         """Return the numbers that the kernels take, for each update and block."""
         read = self._read_settings(rows)
         counts, blocks = self.counts, self._storage.blocks
-        known: Dict[Tuple[int, Tuple[bool, ...]], List[Dict[str, Any]]] = {}
+        known: Dict[Tuple[int, Tuple[bool, ...]], List[Dict[str, object]]] = {}
         arguments = []
         for i, row in enumerate(rows, 1):
             key = id(row), tuple([done + i > 0 for done in counts])
@@ -511,7 +513,7 @@ class RuleOptimizer:
         return other.apply
 
 
-def _numbers(group: Mapping[str, Any]) -> Dict[str, Any]:
+def _numbers(group: Mapping[str, object]) -> Dict[str, object]:
     """The group's settings without parameters, a learning rate that is a tensor as a number."""
     return {
         name: value.item() if isinstance(value, Tensor) else value

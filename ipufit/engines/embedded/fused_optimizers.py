@@ -66,7 +66,7 @@ _KERNELS: Dict[Type[OptimizerRule], Optional[FusedKernel]] = {
     AdamRule: getattr(torch, "_fused_adam_", None),
     AdamWRule: getattr(torch, "_fused_adamw_", None),
 }
-_EXAMPLE: Mapping[str, Any] = {
+_EXAMPLE: Mapping[str, object] = {
     "lr": 0.0,
     "weight_decay": 0.0,
     "maximize": False,

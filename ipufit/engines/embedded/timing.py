@@ -66,7 +66,7 @@ def prefer(found: Mapping[str, str]) -> None:
     _known.update(found)
 
 
-def _fastest(ways: Ways, measure: Callable[[Callable[[], Any]], float]) -> str:
+def _fastest(ways: Ways, measure: Callable[[Callable[[], object]], float]) -> str:
     names = list(ways)
     seconds = dict(zip(names, seconds_of([ways[name] for name in names], measure)))
     best = min(names, key=lambda name: seconds[name])
@@ -74,7 +74,7 @@ def _fastest(ways: Ways, measure: Callable[[Callable[[], Any]], float]) -> str:
 
 
 def seconds_of(
-    calls: Sequence[Callable[[], Any]], measure: Callable[[Callable[[], Any]], float] = _once
+    calls: Sequence[Callable[[], object]], measure: Callable[[Callable[[], object]], float] = _once
 ) -> List[float]:
     """The shortest time of a call of each, in seconds, taken in turn."""
     best = [math.inf] * len(calls)

@@ -41,7 +41,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> List[Dict[str, str]]:
     ]
 
 
-def _outside_state(optimizer: torch.optim.Optimizer) -> Any:
+def _outside_state(optimizer: torch.optim.Optimizer) -> object:
     """List what an optimizer holds besides parameters and their state; no step may change it."""
     attributes = {
         name: v for name, v in vars(optimizer).items() if name not in ("state", "param_groups")
@@ -60,7 +60,7 @@ def _captured(step: Callable[..., List[Tensor]], arguments: Sequence[Tensor]) ->
     return graph
 
 
-def _copied(state: Mapping[_Key, Any]) -> Dict[_Key, Any]:
+def _copied(state: Mapping[_Key, object]) -> Dict[_Key, object]:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
@@ -85,8 +85,8 @@ class TracedOptimizer:
         self._keys: List[_Key] = []
         self._known_keys: List[_Key] = []
         self._whole: Set[_Key] = set()
-        self._growth: Dict[_Key, Any] = {}
-        self._numbers: Dict[_Key, Any] = {}
+        self._growth: Dict[_Key, object] = {}
+        self._numbers: Dict[_Key, object] = {}
         self._eager = False
         self._settings = _settings(optimizer)
 
@@ -130,7 +130,7 @@ class TracedOptimizer:
             "compile(..., run_eagerly=True)."
         )
 
-    def refresh(self, rows: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    def refresh(self, rows: Sequence[Sequence[Mapping[str, object]]]) -> None:
         """Hyper-parameters are constants of the graphs; refuse a change instead of ignoring it."""
         if _settings(self._optimizer) != self._settings:
             raise OptimizerError(
@@ -168,8 +168,8 @@ class TracedOptimizer:
         ]
 
     def _step(
-        self, flats: Sequence[Tensor], gradients: Sequence[Tensor], state: Mapping[Any, Any]
-    ) -> Dict[_Key, Any]:
+        self, flats: Sequence[Tensor], gradients: Sequence[Tensor], state: Mapping[Any, object]
+    ) -> Dict[_Key, object]:
         finished = self._finish(gradients, self._storage.blocks, flats)
         twin, views = self._twin(flats, finished)
         by_place = dict(zip(self._places(), views))
@@ -244,7 +244,9 @@ class TracedOptimizer:
                 raise RuntimeError("it computes with Python numbers that change at every step")
         self._graphs[False] = graph
 
-    def _trace_later(self, numbers: Dict[_Key, Any]) -> Tuple[fx.GraphModule, Dict[_Key, Any]]:
+    def _trace_later(
+        self, numbers: Dict[_Key, object]
+    ) -> Tuple[fx.GraphModule, Dict[_Key, object]]:
         """The graph for these Python numbers in the state, and what the step makes of them."""
         count = len(self._storage.flats)
         after: Dict[_Key, Any] = {}
@@ -284,7 +286,7 @@ class TracedOptimizer:
         for key, tensor in zip(self._keys, tensors):
             self._keep(key, tensor)
 
-    def _keep(self, key: _Key, value: Any) -> None:
+    def _keep(self, key: _Key, value: object) -> None:
         """Put a value into the state, where the memory wants it."""
         flat = self._storage.flats[key[0]]
         if not isinstance(value, Tensor) or value.dim() == 0 or value.device != flat.device:
@@ -310,7 +312,7 @@ class TracedOptimizer:
         """A copy of the state."""
         return _copied(self._state)
 
-    def restore(self, snapshot: Dict[_Key, Any]) -> None:
+    def restore(self, snapshot: Dict[_Key, object]) -> None:
         """Go back to a copy of the state."""
         # The graphs change it in place, and a snapshot may be needed again.
         self._state = _copied(snapshot)

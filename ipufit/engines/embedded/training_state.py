@@ -141,7 +141,7 @@ class Snapshot:
 
     flats: List[Tensor]
     buffers: List[Dict[str, Tensor]]
-    optimizer: Any
+    optimizer: object
     averages: Optional[List[Tensor]]
     scale: Optional[ScaleState]
     updates: int

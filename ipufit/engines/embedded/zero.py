@@ -163,13 +163,13 @@ class StateParts:
         """
         parts = {**self._parts, **more}
         names = sorted(name for name, part in parts.items() if part.updates)
-        states: Dict[Tensor, Any] = {}
+        states: Dict[Tensor, object] = {}
         flats = self._whole(names, parts, everywhere, not everywhere)
         rule = rule_for(self.optimizer)
         for name in names if everywhere or self._processes.is_rank_zero else ():
             part = parts[name]
             parameter, group = part.slot.parameter, self.optimizer.param_groups[part.group]
-            state: Dict[str, Any] = {
+            state: Dict[str, object] = {
                 key: flat.to(parameter.device if everywhere else "cpu").as_strided(
                     parameter.shape, part.slot.stride
                 )

@@ -69,7 +69,7 @@ class OperatorPair:
         """The operator's results for both sizes, without values."""
         return self._small.meta["val"], self._large.meta["val"]
 
-    def state(self, node: Any) -> State:
+    def state(self, node: object) -> State:
         """Batch dimension of an argument; what is no tensor is fixed."""
         return self._states[node] if isinstance(node, fx.Node) else NOT_MAPPED
 
@@ -582,7 +582,7 @@ def _fits(call: OperatorPair, mask: fx.Node, along: BatchDim) -> bool:
     return state == along or (state == NOT_MAPPED and (len(shape) < 4 or shape[0] == 1))
 
 
-def _has_samples(call: OperatorPair, small: Any, large: Any, along: BatchDim) -> bool:
+def _has_samples(call: OperatorPair, small: object, large: Any, along: BatchDim) -> bool:
     return (
         isinstance(small, Tensor)
         and small.dim() > 1

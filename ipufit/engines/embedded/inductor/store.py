@@ -179,7 +179,7 @@ def _private(root: Path) -> Path:
     return root.resolve()
 
 
-def _description(entry: Path) -> Optional[Dict[str, Any]]:
+def _description(entry: Path) -> Optional[Dict[str, object]]:
     with contextlib.suppress(OSError, ValueError):
         description: Dict[str, object] = json.loads((entry / _DESCRIPTION).read_text())
         return description

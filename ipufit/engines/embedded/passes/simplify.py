@@ -165,7 +165,9 @@ def operator_called(target: object, kwargs: Mapping[str, object]) -> Optional[An
     return _LONG.get((target, "out" in kwargs))
 
 
-_LONG: Dict[Any, Any] = {(short, str(long).endswith(".out")): long for long, short in SHORT.items()}
+_LONG: Dict[object, object] = {
+    (short, str(long).endswith(".out")): long for long, short in SHORT.items()
+}
 _LONG[torch.narrow, False] = _aten.narrow.default
 
 

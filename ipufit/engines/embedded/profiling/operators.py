@@ -322,7 +322,7 @@ def rows_of(
         places: where it comes from.
         seconds: tells how long it takes.
     """
-    rows: Dict[Any, Dict[str, Any]] = {}
+    rows: Dict[object, Dict[str, Any]] = {}
     for name, each in records.items():
         place = places[name]
         row = rows.setdefault(_key(each.operator, place), _empty(each.operator, place))
@@ -338,7 +338,7 @@ def _key(operator: str, place: OperatorSource) -> Tuple[object, ...]:
     return operator, place.direction, place.module, origin.kind, origin.file, origin.line
 
 
-def _empty(operator: str, place: OperatorSource) -> Dict[str, Any]:
+def _empty(operator: str, place: OperatorSource) -> Dict[str, object]:
     origin = place.origin
     return {
         "operator": operator,
