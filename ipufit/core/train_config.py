@@ -393,7 +393,7 @@ _OUTPUT_MODES = ("all", "final", "sum", "every_n")
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What is done to need less memory on a device; the numbers stay the same.
+    """Ways to need less memory on a device; the numbers stay the same.
 
     Attributes:
         serialize: embeddings and linear layers to cut into parts, as for
@@ -437,7 +437,7 @@ class Memory:
 
     @property
     def shard_optimizer(self) -> Optional[bool]:
-        """Whether the optimizer's state alone is divided; None where that is not said."""
+        """True if the optimizer's state alone is divided; None where that is not said."""
         return {"none": False, "optimizer": True}.get(self.shard or "")
 
 

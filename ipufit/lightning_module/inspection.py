@@ -1,4 +1,4 @@
-"""What a LightningModule is and overrides, and refusals of what a recorded program can't do.
+"""Facts about a LightningModule, and refusals of what a recorded program can't do.
 
 Neither Lightning nor torchmetrics is imported: classes are known by their names.
 """
