@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.covering import cover
+from tests.covering import cover, sides
 
 # pytest would listen to torch's log of its own tracing, and each tensor of a recording then write
 # its stack there.
@@ -131,7 +131,7 @@ def pytest_collection_modifyitems(config, items):
         if test[0].get_closest_marker("ends") is not None or (is_partly and not is_grid):
             chosen.update((test[0], test[-1]))
         elif is_grid:
-            places = cover([_sides(point) for point in test], pairs=not is_partly)
+            places = cover(sides(map(_parameters, test)), pairs=not is_partly)
             chosen.update(test[place] for place in places)
         else:
             chosen.update(test)
@@ -139,9 +139,8 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item in chosen]
 
 
-def _sides(point):
-    """Number the value of each parameter of a point."""
-    return dict(point.callspec.indices) if hasattr(point, "callspec") else {}
+def _parameters(point):
+    return point.callspec.params if hasattr(point, "callspec") else {}
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,22 @@ import itertools
 LONGEST_SIDE = 6
 
 
+def sides(points):
+    """Number the values of each parameter, in the order in which they are met.
+
+    pytest's own numbers are those of the points, another one in each.
+
+    Args:
+        points: the value of each parameter by its name, of each point of a test; what is one
+            object in several points is one value.
+    """
+    numbers = collections.defaultdict(dict)
+    return [
+        {name: numbers[name].setdefault(id(value), len(numbers[name])) for name, value in p.items()}
+        for p in points
+    ]
+
+
 def cover(points, pairs=True):
     """Choose points among which every value of every side is met, and every two of them.
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.covering import LONGEST_SIDE, cover
+from tests.covering import LONGEST_SIDE, cover, sides
 
 pytestmark = pytest.mark.both_engines
 
@@ -66,3 +66,21 @@ def test_the_first_point_is_chosen_and_the_choice_is_always_the_same():
 
 def test_a_test_without_parameters_is_run():
     assert cover([{}]) == [0]
+
+
+def test_a_value_is_one_object_whatever_it_equals():
+    """Two dictionaries are two values, and a tensor is never compared."""
+    first, second = {}, {}
+    points = [{"way": way, "rate": rate} for way in (first, second) for rate in (0.5, 1)]
+    assert sides(points) == [{"way": w, "rate": r} for w in (0, 1) for r in (0, 1)]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("way", [{}, {"jit": "graph"}, {"run_eagerly": True}])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_pytest_runs_the_points_that_cover_chooses(size, way, request):
+    """Two stacked sides were one of twelve values, whose ends alone were run."""
+    test = request.node.originalname
+    points = [item for item in request.session.items if item.originalname == test]
+    # One alone where a point is asked for by its name.
+    assert len(points) in ((12, 1) if request.config.getoption("--exhaustive") else (4, 1))
