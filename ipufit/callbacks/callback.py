@@ -58,7 +58,10 @@ class Event(NamedTuple):
 
     @property
     def is_of_batch(self) -> bool:
-        """True if it fires at every execution."""
+        """True if it fires at every execution: its first argument is named ``batch``.
+
+        Asynchronous then runs it in its thread, with ``(batch, logs)``.
+        """
         return self.arguments[0] == "batch"
 
     @property

@@ -17,8 +17,8 @@ from ipufit.data.in_memory import (
     as_tensors,
     frame_as_array,
     is_array,
+    is_datasets_table,
     is_frame,
-    is_table,
 )
 from ipufit.data.sharding import Sharded
 from ipufit.data.source import DataAdapter
@@ -156,7 +156,7 @@ def _kind(arguments: DataArguments) -> str:
         return "loader"
     if isinstance(x, Dataset):
         return "stream" if isinstance(x, IterableDataset) else "dataset"
-    if is_table(x):
+    if is_datasets_table(x):
         return "dataset"
     if is_array(x) or is_frame(x) or isinstance(x, Mapping) or arguments.are_inputs:
         return "arrays"

@@ -45,9 +45,9 @@ __all__ = [
     "frame_as_array",
     "frame_as_tensor",
     "is_array",
+    "is_datasets_table",
     "is_frame",
     "is_in_memory",
-    "is_table",
     "rows_in_memory",
 ]
 
@@ -199,7 +199,7 @@ def _copy_alone(leaf: Tensor, rows: Union[slice, Tensor]) -> Tensor:
     return copy
 
 
-def is_table(value: object) -> bool:
+def is_datasets_table(value: object) -> bool:
     """True of a ``datasets.Dataset``, by its methods: the library is not imported."""
     kind = type(value)
     if kind.__module__.partition(".")[0] != "datasets" or isinstance(value, Mapping):
@@ -212,7 +212,7 @@ def as_tensors(value: tree.Tree) -> tree.Tree:
 
     One with a format or a transform of its own keeps it.
     """
-    if is_table(value) and value.format["type"] is None:
+    if is_datasets_table(value) and value.format["type"] is None:
         return value.with_format("torch")
     return value
 

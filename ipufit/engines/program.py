@@ -344,10 +344,14 @@ class Engine(abc.ABC):
     """Builds programs. One engine belongs to one compiled model and may keep what it has recorded.
 
     An engine needs a name and :meth:`build`; all other methods have a default, which is right for
-    an engine without that ability. :class:`ipufit.testing.EagerEngine` is a short one to copy.
+    an engine without that ability. :class:`ipufit.testing.EagerEngine` is a short one to copy. One
+    that adds to another engine derives from it and wraps what ``build`` returns in a
+    :class:`ForwardingProgram`.
 
     Attributes:
-        name: for reports and errors.
+        name: for reports, errors and checkpoints; the same in all processes of a run. An engine
+            whose name ipufit does not know is taken for the embedded one where effects of an
+            IPUConfig are told.
         seconds: time spent on recording so far, in seconds.
         clock: is told what the engine's time goes to; set for the time of a ``fit``.
         takes_options: True if the options of ``poptorch=`` mean something.

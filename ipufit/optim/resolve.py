@@ -11,7 +11,7 @@ from torch import nn
 from ipufit.errors import OptimizerError, UnknownNameError
 from ipufit.optim.lamb import LAMB
 
-__all__ = ["class_by_name", "resolve_optimizer"]
+__all__ = ["class_by_name", "refuse_step_hooks", "resolve_optimizer"]
 
 NamedParameters = Sequence[Tuple[str, nn.Parameter]]
 
@@ -197,3 +197,17 @@ def _several(optimizers: Collection[object], expected: str) -> OptimizerError:
         "a parameter group for each: "
         "torch.optim.SGD([{'params': a, 'lr': 0.1}, {'params': b, 'lr': 0.01}])."
     )
+
+
+def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse hooks on an optimizer's step, which a program would never call.
+
+    Raises:
+        OptimizerError: there are hooks on ``step``.
+    """
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if getattr(optimizer, name, None):
+            raise OptimizerError(
+                f"hooks on the step of {type(optimizer).__name__} can't run: in one program there "
+                "is no call of step. Remove them, or do their work in a callback."
+            )

@@ -19,7 +19,7 @@ from torch import Tensor
 from ipufit.errors import OptimizerError
 from ipufit.optim.lamb import LAMB
 
-__all__ = ["OptimizerRule", "rule_for"]
+__all__ = ["OptimizerRule", "list_rule_names", "rule_for"]
 
 State = Dict[str, Tensor]
 Group = Mapping[str, Any]
@@ -28,8 +28,12 @@ Group = Mapping[str, Any]
 class OptimizerRule:
     """Update rule of one parameter group.
 
+    A compiled update makes the rule anew, in another process: by the name of its class, which must
+    be in this module, and with settings that are only true or false.
+
     Attributes:
-        counted: whether torch keeps a "step" for every parameter.
+        counted: whether torch keeps a "step" for every parameter. False: it keeps none, and a
+            parameter has been updated before if it has a state tensor.
         by_parameter: whether what happens to an element depends on others of its parameter.
         tensors: names of the state tensors that have the parameter's shape, as torch names them.
         decay, maximize: whether weights decay, whether the gradient is climbed.
@@ -282,6 +286,12 @@ _RULES: Dict[Type[torch.optim.Optimizer], Type[OptimizerRule]] = {
     torch.optim.RMSprop: RMSpropRule,
     LAMB: LAMBRule,
 }
+
+
+def list_rule_names() -> str:
+    """Name the optimizers that have a rule, as ``compile`` takes them, for advice in errors."""
+    *names, last = (optimizer.__name__.lower() for optimizer in _RULES)
+    return f"{', '.join(names)} or {last}"
 
 
 def rule_for(optimizer: torch.optim.Optimizer) -> Optional[Type[OptimizerRule]]:

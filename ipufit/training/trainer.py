@@ -283,7 +283,7 @@ class Trainer:
             warn_user(
                 f"all {meter.updates} updates of epoch {epoch} were skipped, because their "
                 "gradients were not finite at the loss scale: nothing was learned. Choose a "
-                "smaller loss_scale, or 'dynamic'.",
+                "smaller ipufit.Precision(loss_scale=...), or 'dynamic'.",
             )
 
 

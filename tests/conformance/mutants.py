@@ -653,7 +653,7 @@ def _own_shuffle(original):
 
 @mutant(
     "the engine adds up gradients for their mean",
-    "ipufit.engines.embedded.gradient_reduction:GradientSum.reduced",
+    "ipufit.engines.gradient_reduction:GradientSum.reduced",
     "reduction/*Mean*",
     engine="embedded",
 )

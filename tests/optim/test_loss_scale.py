@@ -313,7 +313,8 @@ def test_an_epoch_without_any_update_warns():
     model, _ = compiled(Scaling(), adam, loss, precision=ipufit.Precision(loss_scale=2.0**60))
     text = (
         "all 2 updates of epoch 0 were skipped, because their gradients were not finite at the "
-        "loss scale: nothing was learned. Choose a smaller loss_scale, or 'dynamic'."
+        "loss scale: nothing was learned. Choose a smaller ipufit.Precision(loss_scale=...), or "
+        "'dynamic'."
     )
     with pytest.warns(UserWarning, match="all 2 updates") as caught:
         history = fit(model, x, y, Plan(1), epochs=1).history

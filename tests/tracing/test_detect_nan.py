@@ -9,7 +9,7 @@ from torch import nn
 import ipufit
 from ipufit.callbacks import TerminateOnNaN
 from ipufit.engines.embedded import context as context_module
-from ipufit.engines.embedded import nan_detection
+from ipufit.engines.embedded import non_finite
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError, NonFiniteLossError, NonFiniteValue, Operand
@@ -517,7 +517,7 @@ def test_several_processes_are_refused(monkeypatch):
     class Several:
         is_distributed, process_id, num_processes = True, 1, 4
 
-    monkeypatch.setattr(nan_detection, "current", Several)
+    monkeypatch.setattr(non_finite, "current", Several)
     with pytest.raises(ConfigurationError) as caught:
         built(nets.MLP)
     assert str(caught.value) == (

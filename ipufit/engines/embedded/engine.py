@@ -15,7 +15,7 @@ from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs import check_cudagraph
 from ipufit.engines.embedded.inductor.requirements import refuse_missing
-from ipufit.engines.embedded.nan_detection import refuse_detection
+from ipufit.engines.embedded.non_finite import refuse_detection
 from ipufit.engines.embedded.optimizer_state_location import HostMemory
 from ipufit.engines.embedded.programs.inference import InferenceProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram

@@ -26,12 +26,13 @@ from ipufit.engines.embedded.fused_optimizers import FusedKernel, fused_for, num
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.traced_optimizer import TracedOptimizer
 from ipufit.errors import OptimizerError
-from ipufit.optim.rules import OptimizerRule, rule_for
+from ipufit.optim.resolve import refuse_step_hooks
+from ipufit.optim.rules import OptimizerRule, list_rule_names, rule_for
 from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_alike
 
-__all__ = ["FlatOptimizer", "Graphs", "RuleOptimizer", "make_flat_optimizer", "refuse_step_hooks"]
+__all__ = ["FlatOptimizer", "Graphs", "RuleOptimizer", "make_flat_optimizer"]
 
 
 # Recorded updates, by all that they depend on.
@@ -96,20 +97,6 @@ class FlatOptimizer(Protocol):
         ...
 
 
-def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Nothing would call them.
-
-    Raises:
-        OptimizerError: there are hooks on ``step``.
-    """
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        if getattr(optimizer, name, None):
-            raise OptimizerError(
-                f"hooks on the step of {type(optimizer).__name__} can't run: in one program there "
-                "is no call of step. Remove them, or do their work in a callback."
-            )
-
-
 def make_flat_optimizer(
     optimizer: torch.optim.Optimizer,
     graphs: Graphs,
@@ -142,8 +129,8 @@ def make_flat_optimizer(
     if scheduled is not None:
         raise OptimizerError(
             f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, but "
-            f"those of {type(optimizer).__name__} are constants of it. Use sgd, adam, adamw, "
-            "rmsprop or lamb, or leave lr_scheduler out."
+            f"those of {type(optimizer).__name__} are constants of it. Use "
+            f"{list_rule_names()}, or leave lr_scheduler out."
         )
     return TracedOptimizer(optimizer, finish, memory)
 
@@ -205,7 +192,8 @@ class RuleOptimizer:
         state = self._optimizer.state.get(parameter, {})
         if self._kind.counted:
             return float(state.get("step", 0))
-        return 1.0 if state.get("momentum_buffer") is not None else 0.0
+        # SGD has an entry without a value before its first update.
+        return float(any(value is not None for value in state.values()))
 
     def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
         """Parameters of one group, dtype, device and age stand together."""

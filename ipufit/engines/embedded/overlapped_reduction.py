@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Callable, List, Optional, Sequence, Set, Tuple
 import torch
 from torch import Tensor, distributed, nn
 
-from ipufit.engines.embedded.gradient_reduction import GradientSum
+from ipufit.engines.gradient_reduction import GradientSum
 from ipufit.processes import Processes
 from ipufit.processes.collectives import PendingReduceScatter
 from ipufit.processes.group import give_back, summable

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import without_autocast
-from ipufit.engines.embedded.nan_detection import STATE_IS_FROM_BEFORE, first_non_finite
+from ipufit.engines.embedded.non_finite import STATE_IS_FROM_BEFORE, first_non_finite
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec

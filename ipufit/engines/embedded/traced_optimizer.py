@@ -12,6 +12,7 @@ from ipufit.core.precision import computes_in_half, refuse_missing_half, try_out
 from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.errors import CaptureError, OptimizerError
+from ipufit.optim.rules import list_rule_names
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, group_alike, storage_id
 
@@ -126,7 +127,7 @@ class TracedOptimizer:
         return OptimizerError(
             f"the optimizer's step must be recordable as one program, and that of "
             f"{type(self._optimizer).__name__} is not on this torch: {reason.splitlines()[0]}. Use "
-            "sgd, adam, adamw, rmsprop or lamb, which ipufit has as programs of its own, or "
+            f"{list_rule_names()}, which ipufit has as programs of its own, or "
             "compile(..., run_eagerly=True)."
         )
 
@@ -136,7 +137,7 @@ class TracedOptimizer:
             raise OptimizerError(
                 f"the hyper-parameters of {type(self._optimizer).__name__} are constants of the "
                 "program, and one of them changed during fit. Change them between two calls of "
-                "fit, or use sgd, adam, adamw, rmsprop or lamb, where they may change."
+                f"fit, or use {list_rule_names()}, where they may change."
             )
 
     def _twin(

@@ -13,8 +13,7 @@ from ipufit.core.batch import ProcessShard, local_indices
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.execution import ExecutionOutputs, ExecutionWork, UpdateWay
-from ipufit.engines.embedded.gradient_reduction import GradientSum, Reduction
-from ipufit.engines.embedded.nan_detection import (
+from ipufit.engines.embedded.non_finite import (
     refuse_gradients,
     refuse_loss,
     refuse_weights,
@@ -22,6 +21,7 @@ from ipufit.engines.embedded.nan_detection import (
 from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update, computing
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState, copy_of, put_back
+from ipufit.engines.gradient_reduction import GradientReduction, GradientSum
 from ipufit.engines.program import ExecutionResult, ProgramSpec
 from ipufit.errors import NonFiniteLossError
 from ipufit.processes import common
@@ -80,7 +80,7 @@ class UpdateRunner(UpdateWay):
         self._seed = seed
         self._replay = replay
         self._scales = scales
-        self._reduction = Reduction(spec)
+        self._reduction = GradientReduction(spec)
         self._processes = spec.processes
         self._is_scaled = state.scaler is not None
         # Whether anybody looks at gradients before they are applied.

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from ipufit.core.compile_arguments import CUDAGRAPH, INDUCTOR
 from ipufit.core.train_config import Clip, TrainConfig
 from ipufit.engines.embedded.clipping import GradientTransform, clipped
-from ipufit.engines.embedded.flat_optimizer import Graphs, RuleOptimizer, refuse_step_hooks
+from ipufit.engines.embedded.flat_optimizer import Graphs, RuleOptimizer
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.errors import ConfigurationError
-from ipufit.optim.rules import OptimizerRule, rule_for
+from ipufit.optim.resolve import refuse_step_hooks
+from ipufit.optim.rules import OptimizerRule, list_rule_names, rule_for
 from ipufit.optim.state import make_step_counter
 from ipufit.processes import Processes
 from ipufit.processes.collectives import all_gather_parts, gather_parts, part_of
@@ -249,8 +250,8 @@ def refuse_whole(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
     if rule_for(optimizer) is None:
         raise ConfigurationError(
             f"{name} needs an optimizer that ipufit has as a program of its own, but "
-            f"got {type(optimizer).__name__}, whose own step works on whole parameters. Use sgd, "
-            f"adam, adamw, rmsprop or lamb, or leave {name} out."
+            f"got {type(optimizer).__name__}, whose own step works on whole parameters. Use "
+            f"{list_rule_names()}, or leave {name} out."
         )
     if config.jit in (INDUCTOR, CUDAGRAPH):
         raise ConfigurationError(

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.logged_values import LogRule, merge_rules
 from ipufit.core.train_config import outputs_wanted
-from ipufit.engines.embedded.external_changes import changed_shape, refuse_replaced
+from ipufit.engines.external_changes import changed_shape, refuse_replaced
 from ipufit.engines.ipu.optimizers import DeviceOptimizer
 from ipufit.engines.ipu.sdk import OWNER, Executor, translate_errors
 from ipufit.engines.ipu.size import Size

@@ -8,8 +8,8 @@ from typing import Dict, FrozenSet, List, Optional, Sequence, Tuple
 import torch
 
 from ipufit.core.batch import MicroBatch, counts_by_rank
-from ipufit.engines.embedded.external_changes import OptimizerStateVersion
-from ipufit.engines.embedded.gradient_reduction import Reduction
+from ipufit.engines.external_changes import OptimizerStateVersion
+from ipufit.engines.gradient_reduction import GradientReduction
 from ipufit.engines.ipu.executable import Host, Trained
 from ipufit.engines.ipu.inference import IpuContext
 from ipufit.engines.ipu.options import make_options
@@ -241,7 +241,7 @@ class ProgramSelector:
         self._spec = spec
         self._size = size
         self._programs = programs
-        self._reduction = Reduction(spec)
+        self._reduction = GradientReduction(spec)
         self._apart: Optional[bool] = None
 
     def forget(self) -> None:

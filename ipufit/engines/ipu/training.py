@@ -10,7 +10,6 @@ import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.precision import check_precision, warn_of_vanishing_eps
-from ipufit.engines.embedded.flat_optimizer import refuse_step_hooks
 from ipufit.engines.ipu.executable import (
     Executable,
     Host,
@@ -28,6 +27,7 @@ from ipufit.engines.ipu.sdk import alone, translate_errors
 from ipufit.engines.ipu.size import Size, filled, padded, padding_needed
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
+from ipufit.optim.resolve import refuse_step_hooks
 from ipufit.optim.rules import rule_for
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name

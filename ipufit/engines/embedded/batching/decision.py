@@ -21,9 +21,9 @@ from ipufit.engines.embedded.batching.batched_step import (
     forward_leaves,
 )
 from ipufit.engines.embedded.batching.proof import prove
-from ipufit.engines.embedded.gradient_reduction import Reduction
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import same
+from ipufit.engines.gradient_reduction import GradientReduction
 from ipufit.engines.program import ProgramSpec
 from ipufit.losses import Loss
 from ipufit.tracing.capture import capture
@@ -231,7 +231,7 @@ class _Work:
         if self._spec.processes.is_distributed:
             # Others may not merge theirs.
             return 1.0
-        return Reduction(self._spec).early([self._example.size] * total)
+        return GradientReduction(self._spec).early([self._example.size] * total)
 
     def _check_written(self, written: GraphSignature) -> None:
         if written.drawn is not None:

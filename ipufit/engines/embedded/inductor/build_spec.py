@@ -12,13 +12,13 @@ from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
-from ipufit.engines.embedded.gradient_reduction import Reduction
 from ipufit.engines.embedded.inductor.update_spec import BlockSpec, SlotSpec, UpdateSpec
 from ipufit.engines.embedded.optimizer_state_location import HostMemory
 from ipufit.engines.embedded.passes.cpu_kernels import use_onednn_matmul
 from ipufit.engines.embedded.passes.simplify import simplify
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
+from ipufit.engines.gradient_reduction import GradientReduction
 from ipufit.engines.program import ProgramSpec
 from ipufit.tracing import recurrent
 from ipufit.tracing.graph_analysis import Memories
@@ -86,7 +86,7 @@ def describe(
     rest = tuple(i for i in range(state) if i not in in_slots)
     written = Memories(graph.graph).changed
     sizes = [example.size] * plan.micro_batches_per_update
-    factors, share = Reduction(spec).shares(sizes)
+    factors, share = GradientReduction(spec).shares(sizes)
     dtype = config.accumulation_dtype
     form = UpdateSpec(
         source=source,

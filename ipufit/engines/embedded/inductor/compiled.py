@@ -30,7 +30,7 @@ from ipufit.engines.embedded.inductor.build_spec import (
 from ipufit.engines.embedded.inductor.requirements import loader
 from ipufit.engines.embedded.inductor.store import LIBRARY, Libraries, LibraryStore, Runner, key_of
 from ipufit.engines.embedded.inductor.update_spec import Request
-from ipufit.engines.embedded.nan_detection import refuse_loss
+from ipufit.engines.embedded.non_finite import refuse_loss
 from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec

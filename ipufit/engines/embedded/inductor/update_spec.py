@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from ipufit.core.train_config import Clip
-from ipufit.engines.embedded import clipping, gradient_reduction
+from ipufit.engines import gradient_reduction
+from ipufit.engines.embedded import clipping
 from ipufit.engines.embedded.clipping import GradientTransform
-from ipufit.engines.embedded.gradient_reduction import GradientSum
+from ipufit.engines.gradient_reduction import GradientSum
 from ipufit.optim import rules
 from ipufit.optim.rules import OptimizerRule
 from ipufit.tracing.flat_storage import FlatBlock, Slot

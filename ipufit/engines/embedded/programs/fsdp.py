@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import CombinedBatch, counts_by_rank
-from ipufit.engines.embedded.external_changes import refuse_replaced
 from ipufit.engines.embedded.fsdp import FSDPOptimizer, ShardedStep, ShardedWeights, pieces_of
 from ipufit.engines.embedded.programs.zero import ShardedPlacement
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import CarriedState, ModuleWeights, TrainingState
 from ipufit.engines.embedded.zero import ShardedOptimizer, cuts_of
+from ipufit.engines.external_changes import refuse_replaced
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatBlock

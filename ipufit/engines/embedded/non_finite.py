@@ -1,4 +1,4 @@
-"""``detect_nan=True``: notice what is not finite in its own update, and say where it began."""
+"""Errors about what is not finite: a loss; with ``detect_nan=True``, gradients and weights too."""
 
 from __future__ import annotations
 

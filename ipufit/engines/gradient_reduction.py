@@ -13,10 +13,10 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.processes import Processes
 from ipufit.processes.collectives import reduce_scatter
 
-__all__ = ["GradientSum", "Reduction"]
+__all__ = ["GradientReduction", "GradientSum"]
 
 
-class Reduction:
+class GradientReduction:
     """How the micro-batches of an update share in its gradient.
 
     Args:
