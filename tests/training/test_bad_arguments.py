@@ -24,9 +24,13 @@ LOSSES = (
     "multi_margin, multilabel_soft_margin, nll, poisson_nll, smooth_l1, soft_margin."
 )
 METRICS = (
-    "acc, accuracy, binary_accuracy, binary_accuracy_with_logits, categorical_accuracy, mae, "
-    "mean_absolute_error, mean_squared_error, mse, perplexity, rmse, root_mean_squared_error, "
-    "sparse_categorical_accuracy, top_5_accuracy."
+    "acc, accuracy, auc, binary_accuracy, binary_accuracy_with_logits, categorical_accuracy, "
+    "concordance_correlation, cosine_similarity, f1, f1_score, fbeta_score, hinge, kl_divergence, "
+    "log_cosh, logcosh, mae, mape, mean_absolute_error, mean_absolute_percentage_error, "
+    "mean_io_u, mean_iou, mean_squared_error, mean_squared_logarithmic_error, mse, msle, "
+    "pearson_correlation, perplexity, precision, r2, r2_score, recall, rmse, "
+    "root_mean_squared_error, sparse_categorical_accuracy, sparse_top_k_categorical_accuracy, "
+    "squared_hinge, top_5_accuracy, top_k_categorical_accuracy."
 )
 IPUS = "`ipus`, the total number of IPUs, must be a power of two"
 TRY_4 = (
