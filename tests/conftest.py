@@ -127,11 +127,10 @@ def pytest_collection_modifyitems(config, items):
             points[item.nodeid.partition("[")[0]].append(item)
     chosen = set()
     for test in points.values():
-        is_grid = test[0].get_closest_marker("grid") is not None
-        if test[0].get_closest_marker("ends") is not None or (is_partly and not is_grid):
+        if is_partly or test[0].get_closest_marker("ends") is not None:
             chosen.update((test[0], test[-1]))
-        elif is_grid:
-            places = cover(sides(map(_parameters, test)), pairs=not is_partly)
+        elif test[0].get_closest_marker("grid") is not None:
+            places = cover(sides(map(_parameters, test)))
             chosen.update(test[place] for place in places)
         else:
             chosen.update(test)

@@ -14,7 +14,7 @@ import operator
 import reprlib
 import textwrap
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, SupportsIndex, Tuple
 
 from ipufit.errors import PlanError
@@ -343,17 +343,17 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         """IPUs that are reserved and do nothing."""
         return self.reserved_ipus - self.ipus
 
-    @property
+    @cached_property
     def all_replicas(self) -> int:
         """Replicas of all processes."""
         return self.replicas * self.processes
 
-    @property
+    @cached_property
     def micro_batches_per_update(self) -> int:
         """Micro-batches of one full update, on all replicas together."""
         return self.gradient_accumulation * self.all_replicas
 
-    @property
+    @cached_property
     def own_micro_batches_per_update(self) -> int:
         """Micro-batches of an update that this process computes."""
         return self.gradient_accumulation * self.replicas

@@ -152,6 +152,7 @@ TCPStore: Any = getattr(distributed, "TCPStore", None)
 PrefixStore: Any = getattr(distributed, "PrefixStore", None)
 
 _MARGIN = 60.0  # seconds that torch's own limit comes after ours, which names who is missing
+_LETTING_GO = 0.1  # seconds in which a thread lets go of the tensors of the last collective
 
 
 class Work(Protocol):
@@ -418,6 +419,9 @@ class Connection:
             # that still lets go of a collective's tensors when Python ends takes the process down.
             if not self.pending:
                 self.group = None
+            # In torch 2.0 this holds the lock of the interpreter while it waits for threads, and one
+            # that is still letting go of a tensor waits for that lock: it gets it now.
+            time.sleep(_LETTING_GO)
             distributed.destroy_process_group()
 
 

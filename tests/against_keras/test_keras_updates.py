@@ -63,25 +63,25 @@ def test_training_with_clipping(name):
 
 AVERAGES = [
     {},
-    {"ema": ipufit.EMA(momentum=0.5)},
-    {"ema": ipufit.EMA(momentum=0.0)},
-    {"ema": ipufit.EMA(momentum=0.9, overwrite_frequency=4)},
-    {"ema": ipufit.EMA(momentum=0.9, overwrite_frequency=1)},
-    {"ema": ipufit.EMA(momentum=0.9, overwrite_frequency=100)},
+    {"ema_momentum": 0.5},
+    {"ema_momentum": 0.0},
+    {"ema_momentum": 0.9, "ema_overwrite_frequency": 4},
+    {"ema_momentum": 0.9, "ema_overwrite_frequency": 1},
+    {"ema_momentum": 0.9, "ema_overwrite_frequency": 100},
 ]
 
 
 @pytest.mark.parametrize("options", AVERAGES, ids=str)
 def test_moving_averages_are_the_weights_at_the_end(options):
     """Validation before that is of the trained weights."""
-    both = pair(ema=ipufit.EMA(), **options)
+    both = pair(use_ema=True, **options)
     theirs, ours = both.fit(validated=True)
     same_values(ours.history, theirs.history)
     both.same_weights()
 
 
 def test_moving_averages_go_on_in_the_next_fit():
-    both = pair(ema=ipufit.EMA(momentum=0.8))
+    both = pair(use_ema=True, ema_momentum=0.8)
     for _ in range(3):
         theirs, ours = both.fit(validated=True, epochs=1)
         same_values(ours.history, theirs.history)
@@ -93,7 +93,7 @@ def test_moving_averages_after_stop_training():
         if hook == "on_train_batch_end" and index == 2:
             callback.model.stop_training = True
 
-    both = pair(ema=ipufit.EMA(momentum=0.8))
+    both = pair(use_ema=True, ema_momentum=0.8)
     both.fit(
         [ledger(keras.callbacks.Callback, stop)],
         [ledger(ipufit.callbacks.Callback, stop)],
@@ -105,7 +105,7 @@ def test_moving_averages_after_stop_training():
 @pytest.mark.parametrize("swap_on_epoch", [False, True])
 def test_swap_ema_weights(swap_on_epoch):
     """Validation is of the averages, and so are the weights that callbacks after it see."""
-    both = pair(ema=ipufit.EMA(momentum=0.8))
+    both = pair(use_ema=True, ema_momentum=0.8)
     seen = {"theirs": [], "ours": []}
 
     def look(side):
@@ -145,9 +145,9 @@ def test_stopped_early_with_swap_on_epoch_ipufit_alone_ends_with_the_averages():
         if hook == "on_epoch_end":
             callback.model.stop_training = True
 
-    averaged = pair(ema=ipufit.EMA(momentum=0.8))
+    averaged = pair(use_ema=True, ema_momentum=0.8)
     averaged.fit(epochs=1)
-    both = pair(ema=ipufit.EMA(momentum=0.8))
+    both = pair(use_ema=True, ema_momentum=0.8)
     both.fit(
         [ledger(keras.callbacks.Callback, stop), swap(keras, swap_on_epoch=True)],
         [ledger(ipufit.callbacks.Callback, stop), swap(ipufit, swap_on_epoch=True)],
@@ -161,7 +161,7 @@ def test_stopped_early_with_swap_on_epoch_ipufit_alone_ends_with_the_averages():
 
 def test_swap_ema_weights_is_for_fit():
     """Keras' averages live on in the optimizer; in ipufit they are the weights when fit is over."""
-    both = pair(ema=ipufit.EMA(momentum=0.8))
+    both = pair(use_ema=True, ema_momentum=0.8)
     both.fit(epochs=1)
     given = {"batch_size": 10, "verbose": 0}
     expected = both.theirs.evaluate(XV, YV, callbacks=[swap(keras)], return_dict=True, **given)

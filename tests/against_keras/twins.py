@@ -78,6 +78,17 @@ def copy_weights(layers):
         dense.set_weights([linear.weight.detach().T.numpy(), linear.bias.detach().numpy()])
 
 
+def arguments_of(optimizer):
+    """What compile takes for the options of an optimizer of Keras' that are no rate."""
+    bounds = {"clipnorm": "norm", "global_clipnorm": "global_norm", "clipvalue": "value"}
+    clip = {bounds[name]: value for name, value in optimizer.items() if name in bounds}
+    ema = {n[len("ema_") :]: value for n, value in optimizer.items() if n.startswith("ema_")}
+    arguments = {"clip": ipufit.Clip(**clip)} if clip else {}
+    if optimizer.get("use_ema"):
+        arguments["ema"] = ipufit.EMA(**ema)
+    return arguments
+
+
 def pair(metrics=("accuracy",), weighted_metrics=(), lr=0.5, **optimizer):
     """A classifier, compiled on both sides with the same options, with the same first weights.
 
@@ -123,7 +134,8 @@ def _pair(metrics, weighted_metrics, lr, **optimizer):
         **measured,
     )
     ours = ipufit.Model(module)
-    ours.compile(torch.optim.SGD(module.parameters(), lr), "cross_entropy", **measured, **optimizer)
+    measured.update(arguments_of(optimizer))
+    ours.compile(torch.optim.SGD(module.parameters(), lr), "cross_entropy", **measured)
     return Pair(theirs, ours, layers)
 
 

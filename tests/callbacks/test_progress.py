@@ -17,6 +17,7 @@ import ipufit
 from ipufit.callbacks import ProgbarLogger
 from ipufit.errors import ConfigurationError
 from ipufit.utils.console import resolve_verbose
+from tests.copies import CAN_COPY
 
 
 def model_and_loader(n=23):
@@ -128,11 +129,15 @@ model.predict(data, callbacks=[slow], verbose=1)
 
 
 def start(script, output, errors, *arguments):
-    """Run a script in a copy of this process, which has imported torch already.
+    """Run a script in a copy of this process, which has imported torch already, where that works.
 
     Returns:
         The number of the process.
     """
+    if not CAN_COPY:
+        command = [sys.executable, "-c", script, *arguments]
+        files = [(os.POSIX_SPAWN_DUP2, output, 1), (os.POSIX_SPAWN_DUP2, errors, 2)]
+        return os.posix_spawn(sys.executable, command, os.environ, file_actions=files)
     with warnings.catch_warnings():
         # Newer Pythons warn of other threads; those of the test runner do not matter to the script.
         warnings.simplefilter("ignore", DeprecationWarning)

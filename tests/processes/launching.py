@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.copies import CAN_COPY
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # What takes long and is about launching and ending alone.
@@ -83,7 +85,7 @@ def run_copies(script, count, timeout=600, env=None, args=()):
 
     How a Python begins and ends is not to be seen in them.
     """
-    if not hasattr(os, "fork"):
+    if not CAN_COPY:
         return run_processes(script, count, timeout, env, args)
     with _written(script) as path:
         commands = [([path, *args], each) for each in _numbered(count, env)]
