@@ -419,8 +419,8 @@ class Connection:
             # that still lets go of a collective's tensors when Python ends takes the process down.
             if not self.pending:
                 self.group = None
-            # In torch 2.0 this holds the lock of the interpreter while it waits for threads, and one
-            # that is still letting go of a tensor waits for that lock: it gets it now.
+            # torch 2.0 holds the lock of the interpreter while it waits for threads, and one that
+            # is still letting go of a tensor waits for that lock: it gets it now.
             time.sleep(_LETTING_GO)
             distributed.destroy_process_group()
 
