@@ -152,7 +152,6 @@ TCPStore: Any = getattr(distributed, "TCPStore", None)
 PrefixStore: Any = getattr(distributed, "PrefixStore", None)
 
 _MARGIN = 60.0  # seconds that torch's own limit comes after ours, which names who is missing
-_LETTING_GO = 0.1  # seconds in which a thread lets go of the tensors of the last collective
 
 
 class Work(Protocol):
@@ -421,7 +420,7 @@ class Connection:
                 self.group = None
             # torch 2.0 holds the lock of the interpreter while it waits for threads, and one that
             # is still letting go of a tensor waits for that lock: it gets it now.
-            time.sleep(_LETTING_GO)
+            time.sleep(0.1)
             distributed.destroy_process_group()
 
 

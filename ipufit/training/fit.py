@@ -157,11 +157,9 @@ def _run(
         manager = _checkpoint_manager(model, session, config, callbacks, run)
         observers.append(manager)
         run = manager.run
-    clock = NO_CLOCK
     if recorder is not None:
         recorder.begin(job, model.history, updates)
         observers.append(recorder)
-        clock = recorder.clock
     validate = None
     if validation is not None:
         validate = functools.partial(validation.run, callbacks, job.meter.names)
@@ -173,7 +171,7 @@ def _run(
         validates=config.validation_epochs.__contains__,
         stopped=lambda: model.stop_training,
         schedule=session.config.schedule,
-        clock=clock,
+        clock=NO_CLOCK if recorder is None else recorder.clock,
     )
     is_within_epoch = config.restored is not None and config.restored.in_epoch
     try:
