@@ -1,6 +1,7 @@
 """Which points of a grid are run without --exhaustive."""
 
 import itertools
+import sys
 
 import pytest
 
@@ -82,5 +83,7 @@ def test_pytest_runs_the_points_that_cover_chooses(size, way, request):
     """Two stacked sides were one of twelve values, whose ends alone were run."""
     test = request.node.originalname
     points = [item for item in request.session.items if item.originalname == test]
+    # The oldest Python runs the ends.
+    chosen = 2 if sys.version_info < (3, 9) else 4
     # One alone where a point is asked for by its name.
-    assert len(points) in ((12, 1) if request.config.getoption("--exhaustive") else (4, 1))
+    assert len(points) in ((12, 1) if request.config.getoption("--exhaustive") else (chosen, 1))
