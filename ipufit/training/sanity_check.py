@@ -79,9 +79,15 @@ class FailureExplainer:
         try:
             yield
         except Exception as error:
-            fault = self.explain(error, batches, first)
-            if fault is None:
-                raise
+            self.raise_explained(error, batches, first)
+            raise
+
+    def raise_explained(
+        self, error: Exception, batches: Sequence[MicroBatch], first: Optional[int] = 0
+    ) -> None:
+        """Raise an error of ours in place of the other one, if more is known than that says."""
+        fault = self.explain(error, batches, first)
+        if fault is not None:
             raise fault from error
 
     def explain(

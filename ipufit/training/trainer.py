@@ -216,7 +216,8 @@ class Trainer:
                 try:
                     result = job.run(batch)
                 except Exception as error:
-                    self._explain(error, batch)
+                    first = None if job.sync.processes.is_distributed else self._batches
+                    job.explainer.raise_explained(error, batch.micro_batches, first)
                     raise
         except NonFiniteLossError as error:
             error.place(epoch, job.meter.samples)
@@ -245,13 +246,6 @@ class Trainer:
     def ending(self) -> bool:
         """Return True if training ends with the last execution."""
         return self._non_finite is not None or self._stopped()
-
-    def _explain(self, error: Exception, batch: CombinedBatch) -> None:
-        """Raise an error that names the layer, line or label, where that is known."""
-        first = None if self.job.sync.processes.is_distributed else self._batches
-        fault = self.job.explainer.explain(error, batch.micro_batches, first)
-        if fault is not None:
-            raise fault from error
 
     def _notify(self, hook: str, *args: object) -> None:
         for observer in self._observers:
