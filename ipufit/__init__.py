@@ -14,8 +14,7 @@ from ipufit.data.sharding import Sharded
 from ipufit.partition.request import Parallel
 from ipufit.processes import distributed
 from ipufit.report import Report
-from ipufit.training.load import load
-from ipufit.training.model import Model, register_steps_model
+from ipufit.training.model import Model, load, register_steps_model
 from ipufit.utils.lazy_exports import lazy_exports
 from ipufit.utils.random_streams import seed_everything
 

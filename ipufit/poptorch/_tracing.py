@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ipufit.partition.own_blocks import EnteredBlocks, Entry
 from ipufit.poptorch._logging import error
 from ipufit.tracing.flat_storage import storage_id
+from ipufit.tracing.recording import current_tracer
 
 __all__ = [
     "Activations",
@@ -38,7 +39,6 @@ __all__ = [
     "returning",
     "tensors_in",
     "traced",
-    "tracer",
     "tracing",
     "untraced",
     "written_tensors",
@@ -68,29 +68,11 @@ def define(schema: str, run: Callable[..., object], shapes: Callable[..., object
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def tracer() -> Optional[Any]:
-    """Return the innermost tracer that is recording; None outside of a capture."""
-    # Imported here: it is slow to import.
-    from torch.fx.experimental import proxy_tensor
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    if hasattr(proxy_tensor, "get_proxy_mode"):
-        innermost = proxy_tensor.get_proxy_mode()
-        return None if innermost is None else innermost.tracer
-    # Before torch 2.4 a mode that is set aside stays on the stack, switched off.
-    for mode in reversed(_get_current_dispatch_mode_stack()):
-        if isinstance(mode, proxy_tensor.ProxyTorchDispatchMode) and getattr(
-            mode, "enable_tracing", True
-        ):
-            return mode.tracer
-    return None
-
-
 def node_of(tensor: Tensor) -> Optional[fx.Node]:
     """Return the node that computes a tensor; None where this tracer doesn't know it."""
     from torch.fx.experimental import proxy_tensor
 
-    current = tracer()
+    current = current_tracer()
     if current is None or not proxy_tensor.has_proxy_slot(tensor, current):
         return None
     node: fx.Node = proxy_tensor.get_proxy_slot(tensor, current).proxy.node
@@ -99,7 +81,7 @@ def node_of(tensor: Tensor) -> Optional[fx.Node]:
 
 def graph_so_far() -> List[fx.Node]:
     """Return the nodes recorded so far by the innermost tracer."""
-    current = tracer()
+    current = current_tracer()
     return [] if current is None else list(current.graph.nodes)
 
 
@@ -143,7 +125,7 @@ class Activations:
             model: whose modules give their names.
             enabled: whether they do.
         """
-        current = tracer()
+        current = current_tracer()
         self._graph = None if current is None else current.graph
         names = {m: name.rpartition(".")[2] for name, m in model.named_modules() if name}
         with contextlib.ExitStack() as hooks:

@@ -23,18 +23,14 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.errors import CaptureError
-from ipufit.tracing.mask_rewrites import (
-    fix_classes,
-    fix_repeats,
-    reads_classes,
-    unread_masks,
-)
+from ipufit.tracing.mask_rewrites import reads_classes, without_values
+from ipufit.tracing.recording import OpRecorder, make_graph
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
 from ipufit.utils.console import PACKAGE
 from ipufit.utils.random_streams import LOCK
+from ipufit.utils.state import replaced
 
 __all__ = [
     "CALLERS",
@@ -42,12 +38,10 @@ __all__ = [
     "capture",
     "capture_error",
     "draws",
+    "fault_error",
     "frame_of",
     "has_mask_index",
-    "numpy_error",
     "recordable",
-    "shape_error",
-    "text_error",
     "user_frame",
     "uses_random_numbers",
     "value_error",
@@ -163,100 +157,106 @@ _BRANCH = re.compile(
 _ONE_HOT = re.compile(r"\bone_hot\(")
 
 
+_BEFORE_VALUES = "but the program is recorded once, before there are values"
+
+# What is wrong, what to write, and whether the program would have to know a value or a shape; by
+# the kind of finding.
+_FAULTS = {
+    "number": (
+        f"a tensor's value was turned into a Python number, {_BEFORE_VALUES}",
+        "Keep it a tensor (0-dim tensors work in arithmetic and torch.where), or compute the "
+        "number before training and store it as an attribute.",
+        "value",
+    ),
+    "branch": (
+        f"Python branched on a tensor's value, {_BEFORE_VALUES}",
+        "Write torch.where(condition, a, b), or multiply by a mask, so that both cases are in "
+        "the program.",
+        "value",
+    ),
+    "value": (
+        f"Python needed a tensor's value, {_BEFORE_VALUES}",
+        "Keep it in tensors: torch.where(condition, a, b) instead of a branch, gather or a mask "
+        "instead of a slice that ends at a value.",
+        "value",
+    ),
+    "text": (
+        f"a tensor's value was written into a text, {_BEFORE_VALUES}",
+        "Return the tensor as an output, and format it outside of the module.",
+        "value",
+    ),
+    "numpy": (
+        f"a tensor was converted to NumPy, {_BEFORE_VALUES}",
+        "Use the torch operator of the same meaning.",
+        "value",
+    ),
+    # torch's anomaly detection reads every gradient as soon as there is one.
+    "anomaly": (
+        "torch.autograd.set_detect_anomaly(True) looks for nan in the values of gradients, "
+        f"{_BEFORE_VALUES}",
+        "Switch it off, torch.autograd.set_detect_anomaly(False), and use compile(..., "
+        "detect_nan=True), which names operator, line and samples.",
+        "value",
+    ),
+    "shape": (
+        "a shape depends on a tensor's values, but the shapes of the program are fixed when it is "
+        "recorded",
+        "Keep the full shape: write torch.where(mask, x, 0) instead of x[mask], topk with a fixed "
+        "k instead of nonzero or unique.",
+        "shape",
+    ),
+    "ctc": (
+        f"ctc_loss reads the lengths of its sequences as numbers, {_BEFORE_VALUES}",
+        "No other form of its arguments changes that.",
+        "shape",
+    ),
+    "packed": (
+        "a packed sequence has a shape that depends on the values of its lengths, "
+        f"{_BEFORE_VALUES}",
+        "Run the layer on the padded batch, and take what belongs to each length from its output: "
+        "output[torch.arange(len(lengths)), lengths - 1] is the last step of each sequence.",
+        "shape",
+    ),
+    "compiled": (
+        "a function or module that went through torch.compile was called, but only plain Python "
+        "can be recorded",
+        "Call what was passed to torch.compile: the whole training step is one program anyway, "
+        "and compile(..., jit='inductor') makes torch.compile's kernels of it.",
+        None,
+    ),
+}
+
+
+def fault_error(kind: str, frame: Optional[Frame]) -> CaptureError:
+    """The error about something that can't be recorded, whatever the line looks like.
+
+    Args:
+        kind: "number", "branch", "value", "text", "numpy", "shape", ...; as
+            :class:`ipufit.analysis.check.Finding` has it.
+        frame: the user's line; None where nobody knows it.
+    """
+    what, instead, cause = _FAULTS[kind]
+    return capture_error(what, instead, frame, cause, kind)
+
+
 def value_error(frame: Optional[Frame]) -> CaptureError:
     """Python needs a tensor's value there."""
     source = linecache.getline(frame[0], frame[1]).strip() if frame else ""
     if _NUMBER.search(source):
-        return capture_error(
-            "a tensor's value was turned into a Python number, but the program is recorded once, "
-            "before there are values",
-            "Keep it a tensor (0-dim tensors work in arithmetic and torch.where), or compute the "
-            "number before training and store it as an attribute.",
-            frame,
-            "value",
-            "number",
-        )
+        return fault_error("number", frame)
     if _BRANCH.search(source):
-        return capture_error(
-            "Python branched on a tensor's value, but the program is recorded once, before there "
-            "are values",
-            "Write torch.where(condition, a, b), or multiply by a mask, so that both cases are in "
-            "the program.",
-            frame,
-            "value",
-            "branch",
-        )
-    if _ONE_HOT.search(source):
-        return _one_hot_error(frame)
-    return capture_error(
-        "Python needed a tensor's value, but the program is recorded once, before there are values",
-        "Keep it in tensors: torch.where(condition, a, b) instead of a branch, gather or a mask "
-        "instead of a slice that ends at a value.",
-        frame,
-        "value",
-        "value",
-    )
+        return fault_error("branch", frame)
+    return _one_hot_error(frame) if _ONE_HOT.search(source) else fault_error("value", frame)
 
 
 def _one_hot_error(frame: Optional[Frame]) -> CaptureError:
     """Error for a one_hot that reads the classes, to count or to compare them."""
     return capture_error(
-        "one_hot read the values of its classes, but the program is recorded once, before there "
-        "are values",
+        f"one_hot read the values of its classes, {_BEFORE_VALUES}",
         "Call it as torch.nn.functional.one_hot(x, num_classes), with the number of classes.",
         frame,
         "value",
         "value",
-    )
-
-
-def text_error(frame: Optional[Frame]) -> CaptureError:
-    """Make the error for a tensor's value that is written into a text."""
-    return capture_error(
-        "a tensor's value was written into a text, but the program is recorded once, before there "
-        "are values",
-        "Return the tensor as an output, and format it outside of the module.",
-        frame,
-        "value",
-        "text",
-    )
-
-
-def shape_error(frame: Optional[Frame]) -> CaptureError:
-    """Make the error for a shape that depends on a tensor's values."""
-    return capture_error(
-        "a shape depends on a tensor's values, but the shapes of the program are fixed when it is "
-        "recorded",
-        "Keep the full shape: write torch.where(mask, x, 0) instead of x[mask], topk with a fixed "
-        "k instead of nonzero or unique.",
-        frame,
-        "shape",
-        "shape",
-    )
-
-
-def numpy_error(frame: Optional[Frame]) -> CaptureError:
-    """Make the error for a tensor that is converted to NumPy."""
-    return capture_error(
-        "a tensor was converted to NumPy, but the program is recorded once, before there are "
-        "values",
-        "Use the torch operator of the same meaning.",
-        frame,
-        "value",
-        "numpy",
-    )
-
-
-def _anomaly_error() -> CaptureError:
-    """Error for torch's anomaly detection, which reads every gradient as soon as there is one."""
-    return capture_error(
-        "torch.autograd.set_detect_anomaly(True) looks for nan in the values of gradients, but the "
-        "program is recorded once, before there are values",
-        "Switch it off, torch.autograd.set_detect_anomaly(False), and use compile(..., "
-        "detect_nan=True), which names operator, line and samples.",
-        None,
-        "value",
-        "anomaly",
     )
 
 
@@ -277,31 +277,6 @@ def _is_anomaly_check(frame: Optional[types.FrameType]) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH_AUTOGRAD)
 
 
-def _ctc_error(frame: Optional[Frame]) -> CaptureError:
-    """Error for torch's CTC loss, which looks at the values of the lengths in every form."""
-    return capture_error(
-        "ctc_loss reads the lengths of its sequences as numbers, but the program is recorded once, "
-        "before there are values",
-        "No other form of its arguments changes that.",
-        frame,
-        "shape",
-        "ctc",
-    )
-
-
-def _packing_error(frame: Optional[Frame]) -> CaptureError:
-    """Error for a packed sequence, whose batch sizes are values on the host."""
-    return capture_error(
-        "a packed sequence has a shape that depends on the values of its lengths, but the program "
-        "is recorded once, before there are values",
-        "Run the layer on the padded batch, and take what belongs to each length from its output: "
-        "output[torch.arange(len(lengths)), lengths - 1] is the last step of each sequence.",
-        frame,
-        "shape",
-        "packed",
-    )
-
-
 def _is_packing(error: BaseException) -> bool:
     """Tell whether an error came out of packing a sequence, or of a layer that got a packed one."""
     return any(
@@ -311,18 +286,6 @@ def _is_packing(error: BaseException) -> bool:
             and frame.f_locals.get("batch_sizes") is not None
         )
         for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
-
-
-def _compiled_error(frame: Optional[Frame]) -> CaptureError:
-    """Error for what went through torch.compile and is called while the program is recorded."""
-    return capture_error(
-        "a function or module that went through torch.compile was called, but only plain Python "
-        "can be recorded",
-        "Call what was passed to torch.compile: the whole training step is one program anyway, "
-        "and compile(..., jit='inductor') makes torch.compile's kernels of it.",
-        frame,
-        kind="compiled",
     )
 
 
@@ -368,10 +331,18 @@ def _refuse_dtypes(func: torch._ops.OpOverload, args: Sequence[object]) -> None:
         raise RuntimeError(f"{func} needs tensors of the same dtype, but got {names}")
 
 
+_NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _are_unknown(args: Sequence[object]) -> bool:
+    """Tell whether the value of a tensor among arguments is not known while it is recorded."""
+    return any(isinstance(a, FakeTensor) and a.constant is None for a in args)
+
+
 _RANDOM_BETWEEN = getattr(torch.ops.aten.random_, "from")
 
 
-class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ValueGuard(OpRecorder):  # type: ignore[no-untyped-call]
     """Stops at an operator that needs a tensor's value, while the user's stack still stands."""
 
     def __torch_dispatch__(
@@ -381,8 +352,6 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, object]] = None,
     ) -> object:
-        fake = [a for a in args if isinstance(a, FakeTensor)]
-        unknown = any(getattr(a, "constant", None) is None for a in fake)
         if _Restored.generator and draws(func, args, kwargs or {}):
             raise capture_error(
                 "random numbers were drawn again after the generator was set back, as "
@@ -394,57 +363,19 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # The name of this operator is a keyword, which the text of a graph can't hold.
             low, high = args[1:3]
             return torch.ops.aten.random_.to(args[0], high - low, **(kwargs or {})).add_(low)
-        if fake:
-            _refuse_dtypes(func, args)
-        if fake and unknown:
+        _refuse_dtypes(func, args)
+        if _NEEDS_VALUES & set(func.tags) and _are_unknown(args):
             if torch.Tag.data_dependent_output in func.tags:
                 if _is_anomaly_check(sys._getframe()):
-                    raise _anomaly_error()
+                    raise fault_error("anomaly", None)
                 read_by = _one_hot_error if reads_classes(sys._getframe()) else value_error
                 raise read_by(user_frame(sys._getframe()))
             if torch.Tag.dynamic_output_shape in func.tags and (
                 func is not torch.ops.aten.index.Tensor or has_mask_index(args)
             ):
                 is_ctc = func._schema.name == "aten::_ctc_loss"
-                raise (_ctc_error if is_ctc else shape_error)(user_frame(sys._getframe()))
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the lines that new versions of torch log for every error on a fake tensor."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextlib.contextmanager
-def _recordable_kernels() -> Iterator[None]:
-    """Without oneDNN's kernel for whole recurrent layers, which torch 2.13 can't record.
-
-    Only what the graph holds changes: a convolution in it still runs on oneDNN.
-    """
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
-
-
-@contextlib.contextmanager
-def _no_value_checks() -> Iterator[None]:
-    """Without the checks of distributions' arguments, which look at values."""
-    kind = torch.distributions.Distribution
-    before = kind._validate_args
-    kind.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        kind.set_default_validate_args(before)
+                raise fault_error("ctc" if is_ctc else "shape", user_frame(sys._getframe()))
+        return self.run(func, args, kwargs or {})
 
 
 @contextlib.contextmanager
@@ -454,36 +385,34 @@ def recordable(rewrites_one_hot: bool = True) -> Iterator[None]:
     Args:
         rewrites_one_hot: as for :func:`capture`.
     """
-    classes = fix_classes(rewrites_one_hot)
-    with _recordable_kernels(), _no_value_checks(), unread_masks(), fix_repeats(), classes:
-        yield
+    # Distributions look at the values of their arguments.
+    unchecked = (torch.distributions.Distribution, "_validate_args", False)
+    # Torch 2.13 can't record oneDNN's kernel for whole recurrent layers. Only what the graph holds
+    # changes: a convolution in it still runs on oneDNN.
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with replaced(unchecked, *without_values(rewrites_one_hot)):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 class _Restored:
-    """Watches for a generator that is set back after the recording has begun."""
+    """Watches for a generator that is set back after the recording has begun.
+
+    torch.utils.checkpoint repeats random numbers in this way. A recording would draw new ones
+    instead: another mask in the backward pass.
+    """
 
     generator = False
+    set_state = staticmethod(torch.set_rng_state)
 
-
-@contextlib.contextmanager
-def _no_restored_generator() -> Iterator[None]:
-    """Notice torch.utils.checkpoint, which repeats random numbers by setting the generator back.
-
-    A recording would draw new ones instead: another mask in the backward pass.
-    """
-    original = torch.set_rng_state
-
-    def noticed(new_state: Tensor) -> None:
-        _Restored.generator = True
-        original(new_state)
-
-    _Restored.generator = False
-    torch.set_rng_state = noticed
-    try:
-        yield
-    finally:
-        torch.set_rng_state = original
-        _Restored.generator = False
+    @classmethod
+    def notice(cls, new_state: Tensor) -> None:
+        """Set the generator back."""
+        cls.generator = True
+        cls.set_state(new_state)
 
 
 def capture(
@@ -508,13 +437,11 @@ def capture(
         CaptureError: the function needs a value or makes a shape of one; with the user's file and
             line.
     """
-    # Imported here: it is slow to import, and `import ipufit` must stay quick.
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     def guarded(*tensors: Tensor) -> Sequence[Optional[Tensor]]:
         if not guard:
             return function(*tensors)
-        with _ValueGuard():  # type: ignore[no-untyped-call]
+        with _ValueGuard():
             return function(*tensors)
 
     # A user's exception inside forward is theirs: it leaves as it is.
@@ -522,10 +449,16 @@ def capture(
         # Of oneDNN, whether it is on is noted before it is off for the recording.
         layers = whole_recurrent_layers() if whole_layers else contextlib.nullcontext()
         ways = recordable(rewrites_one_hot)
-        with LOCK, layers, _quiet(), ways, _no_restored_generator():
+        watched = replaced(
+            (_Restored, "generator", False),
+            (torch, "set_rng_state", _Restored.notice),
+            # New versions of torch log a line for every error on a fake tensor.
+            (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
+        )
+        with LOCK, layers, ways, watched:
             # Detached, so that one tensor in two places is two inputs: the next batch may differ.
-            inputs = [argument.detach() for argument in args]
-            graph = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+            inputs = list(map(Tensor.detach, args))
+            graph = make_graph(guarded, inputs)
     except SecondGradientError:
         with time_steps():
             return capture(function, args, guard, whole_layers, rewrites_one_hot)
@@ -534,15 +467,15 @@ def capture(
     except DataDependentOutputException as error:
         raise value_error(frame_of(error)) from error
     except DynamicOutputShapeException as error:
-        raise shape_error(frame_of(error)) from error
+        raise fault_error("shape", frame_of(error)) from error
     except Exception as error:
         text = str(error)
         if _is_packing(error):
-            raise _packing_error(frame_of(error)) from error
+            raise fault_error("packed", frame_of(error)) from error
         if text.startswith("Detected that you are using FX to symbolically trace a dynamo"):
-            raise _compiled_error(frame_of(error)) from error
+            raise fault_error("compiled", frame_of(error)) from error
         if text.startswith(".numpy() is not supported for tensor subclasses"):
-            raise numpy_error(frame_of(error)) from error
+            raise fault_error("numpy", frame_of(error)) from error
         if type(error).__name__ == "GuardOnDataDependentSymNode":
             raise value_error(frame_of(error)) from error
         if "incompatible with .grad()" in text or "not compatible with .grad()" in text:
@@ -554,7 +487,7 @@ def capture(
         if text.startswith(".tolist() is not supported") or "value out of a tracing tensor" in text:
             raise value_error(frame_of(error)) from error
         if text.endswith("FakeTensor.__format__"):
-            raise text_error(frame_of(error)) from error
+            raise fault_error("text", frame_of(error)) from error
         raise
     _simplify(graph)
     return graph

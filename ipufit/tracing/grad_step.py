@@ -32,7 +32,7 @@ from ipufit.tracing.capture import capture
 from ipufit.tracing.fingerprint import StepModule, called_objects
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
-from ipufit.tracing.node_meta import mark_backward_pass, mark_layers
+from ipufit.tracing.recording import mark_backward_pass, mark_layers
 from ipufit.tracing.validate import find_unregistered, public_name, rebound, storages
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name

@@ -6,17 +6,16 @@ knowledge it is applied as it is given, to the same result, and its values need 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules import transformer
 
-__all__ = ["fix_classes", "fix_repeats", "reads_classes", "unread_masks"]
+__all__ = ["reads_classes", "without_values"]
 
 
 def _as_said(
@@ -35,23 +34,6 @@ def _encode_as_said(*args: Any, **kwargs: Any) -> Tensor:
     if len(args) < 5:
         kwargs["is_causal"] = kwargs.get("is_causal") is True
     return _encode(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def unread_masks() -> Iterator[None]:
-    """Within it a mask is causal only where ``is_causal`` says so."""
-    owner: object = transformer
-    name = "_detect_is_causal_mask"
-    instead: Callable[..., object] = _as_said
-    if not hasattr(owner, name):
-        # torch 2.0 asks in the encoder itself, and only there.
-        owner, name, instead = _Encoder, "forward", _encode_as_said
-    original = getattr(owner, name)
-    setattr(owner, name, instead)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _repeat_interleave(input: Tensor, repeats: int, dim: Optional[int] = None) -> Tensor:
@@ -88,26 +70,6 @@ def _reads_repeats() -> bool:
     return False
 
 
-@contextlib.contextmanager
-def fix_repeats() -> Iterator[None]:
-    """Within it a whole number of repeats is a fixed one.
-
-    Before torch 2.1 the number becomes a tensor, and the shape of the result one of its values.
-    """
-    if not _reads_repeats():
-        yield
-        return
-    function, method = torch.repeat_interleave, Tensor.repeat_interleave
-    # A mode of torch's functions would switch off its fused layers.
-    torch.repeat_interleave = _as_fixed(function)
-    Tensor.repeat_interleave = _as_fixed(method)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.repeat_interleave = function
-        Tensor.repeat_interleave = method  # type: ignore[method-assign]
-
-
 def _one_hot_by_comparison(input: Tensor, num_classes: int) -> Tensor:
     """Put a one where the class is, as ``torch.nn.functional.one_hot`` does."""
     classes = torch.arange(num_classes, dtype=input.dtype, device=input.device)
@@ -136,19 +98,31 @@ def _call_fixed_one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
     return (_one_hot_by_comparison if is_fixed else _call_one_hot)(input, num_classes)
 
 
-@contextlib.contextmanager
-def fix_classes(rewrites: bool) -> Iterator[None]:
-    """Within it one_hot does not look whether classes are under the number that it got.
+def without_values(rewrites_one_hot: bool) -> List[Tuple[object, str, object]]:
+    """List the functions of torch's that read values, and what reads none.
 
     Args:
-        rewrites: for an old torch, which can't leave that out, compute it in another way.
+        rewrites_one_hot: for an old torch, which can't leave out a look at the classes, compute
+            one_hot in another way.
+
+    Returns:
+        Owner, name and replacement of each.
     """
-    owner: Any = functional
-    owner.one_hot = _call_fixed_one_hot if rewrites and _compares_classes() else _call_one_hot
-    try:
-        yield
-    finally:
-        owner.one_hot = _one_hot
+    is_fixed = rewrites_one_hot and _compares_classes()
+    readers: List[Tuple[object, str, object]] = [
+        (functional, "one_hot", _call_fixed_one_hot if is_fixed else _call_one_hot)
+    ]
+    if hasattr(transformer, "_detect_is_causal_mask"):
+        readers.append((transformer, "_detect_is_causal_mask", _as_said))
+    else:
+        # torch 2.0 asks in the encoder itself, and only there.
+        readers.append((_Encoder, "forward", _encode_as_said))
+    # Before torch 2.1 a number of repeats becomes a tensor, and the shape of the result one of its
+    # values. A mode of torch's functions would switch off its fused layers.
+    if _reads_repeats():
+        for owner in (torch, Tensor):
+            readers.append((owner, "repeat_interleave", _as_fixed(owner.repeat_interleave)))
+    return readers
 
 
 def reads_classes(frame: Optional[types.FrameType]) -> bool:

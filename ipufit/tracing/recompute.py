@@ -15,7 +15,7 @@ from torch import fx
 
 from ipufit.tracing.capture import draws
 from ipufit.tracing.graph_analysis import NORMS, Memories, schema_of
-from ipufit.tracing.node_meta import is_backward, mark_again, mark_backward, segment_of
+from ipufit.tracing.recording import is_backward, mark_again, mark_backward, segment_of
 
 __all__ = ["recompute_layers"]
 

@@ -23,7 +23,7 @@ from ipufit.tracing.interpreter import (
     OperatorCall,
     watch_operators,
 )
-from ipufit.tracing.node_meta import graph_in_recording, listen_to_backward
+from ipufit.tracing.recording import current_tracer, listen_to_backward
 from ipufit.tracing.validate import public_name
 from ipufit.utils import tree
 from ipufit.utils.state import watch_modules
@@ -242,7 +242,8 @@ class CallRecorder(Listener):
     @contextlib.contextmanager
     def listed(self) -> Iterator[None]:
         """List the calls of the step that runs in the block."""
-        self._graph = graph_in_recording()
+        tracer = current_tracer()
+        self._graph = None if tracer is None else tracer.graph
         with self._where.followed(), watch_operators(self):
             yield
         self._made.clear()

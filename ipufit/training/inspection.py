@@ -15,10 +15,9 @@ from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.partition.request import PartitionRequest
 from ipufit.training.fit_data import limited_plan
-from ipufit.training.sample_batch import sample_for
 from ipufit.training.sanity_check import wrap_batch_errors
 from ipufit.training.session import Session
-from ipufit.training.summary import check_options, sample_of, summarize
+from ipufit.training.summary import check_options, sample_for, sample_of, summarize
 from ipufit.utils.names import with_hints
 
 if TYPE_CHECKING:

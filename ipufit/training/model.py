@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ipufit.analysis.tuner import BatchSize, LearningRates
     from ipufit.planner.partition_plan import PartitionPlan
 
-__all__ = ["Model", "StepsModel", "register_steps_model"]
+__all__ = ["Model", "StepsModel", "load", "register_steps_model"]
 
 
 @with_hints
@@ -870,3 +870,28 @@ def _moved(module: nn.Module, device: Union[str, torch.device]) -> nn.Module:
             "device='cpu'."
         ) from error
     return module.to(device)
+
+
+def load(
+    path: Union[str, os.PathLike[str]],
+    module: nn.Module,
+    engine: Union[str, Callable[[], Engine]] = "auto",
+    device: Union[str, torch.device, None] = None,
+) -> Model:
+    """A model of the module, with the weights of a file.
+
+    A torch module is code, which no file should bring along; so it is made by whoever loads it.
+
+    Args:
+        path: of a file of :meth:`ipufit.Model.save` or ``save_weights``, of any safetensors file
+            with these names, or of one that ``torch.save(module.state_dict(), path)`` wrote.
+        module: like the one that was saved; its weights become those of the file.
+        engine: as for :class:`ipufit.Model`.
+        device: as for :class:`ipufit.Model`.
+
+    Raises:
+        ConfigurationError: the file can't be read, or does not fit the module, which is as before.
+    """
+    model = Model(module, engine, device)
+    model.load_weights(path)
+    return model

@@ -1,4 +1,4 @@
-"""The table that ``Model.summary`` prints."""
+"""The table that ``Model.summary`` prints, and the batch that looks into a model need."""
 
 from __future__ import annotations
 
@@ -16,12 +16,22 @@ from ipufit.data.casting import Casting
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.losses.loss import OwnLoss
+from ipufit.training.sanity_check import check_call
+from ipufit.training.session import Session
 from ipufit.utils.random_streams import isolated
 
 if TYPE_CHECKING:
     from ipufit.tracing.layers import Layer
 
-__all__ = ["batch_of", "check_options", "sample_of", "stripped", "summarize"]
+__all__ = [
+    "batch_of",
+    "check_options",
+    "no_batch",
+    "sample_for",
+    "sample_of",
+    "stripped",
+    "summarize",
+]
 
 _HEAD = ("layer", "class", "output shape", "parameters", "trainable", "notes")
 _TEXT = (0, 1, 2, 5)  # columns that may be broken into lines
@@ -274,3 +284,31 @@ def stripped(batch: MicroBatch) -> MicroBatch:
     """Return a micro-batch of this shape and dtype that holds no values in memory."""
     leaves = tuple(torch.empty_like(leaf, device="meta") for leaf in batch.leaves)
     return MicroBatch(leaves, batch.structure, batch.size)
+
+
+def sample_for(session: Session, x: object, asks: str) -> MicroBatch:
+    """The batch that was given, or that of the last ``fit``.
+
+    Args:
+        session: of the model.
+        x: a batch or a loader; None for the shapes of the last ``fit``.
+        asks: the method that asks.
+
+    Raises:
+        ConfigurationError: there is none.
+        DataError: it can't be fed.
+    """
+    if x is not None:
+        sample = sample_of(x, session.loss.in_module, asks, True, session.casting)
+        check_call(session.module, sample, session.loss, DataAdapter([], asks))
+        return sample
+    if session.sample is None:
+        raise no_batch(asks)
+    return session.sample
+
+
+def no_batch(asks: str) -> ConfigurationError:
+    """The error of a method that has nothing to look at."""
+    return ConfigurationError(
+        f"{asks} needs a batch, {asks}((inputs, target)), or an earlier fit; got neither."
+    )

@@ -7,7 +7,7 @@ import copy
 import itertools
 import random
 import sys
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +127,23 @@ def generators_of(loader: object) -> List[torch.Generator]:
     owners.append(getattr(batch_sampler, "sampler", None))
     by_id = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
     return [g for g in by_id.values() if isinstance(g, torch.Generator)]
+
+
+@contextlib.contextmanager
+def replaced(*attributes: Tuple[object, str, object]) -> Iterator[None]:
+    """Give attributes other values, and put the values from before back at the end of the block.
+
+    Args:
+        attributes: owner, name and value of each.
+    """
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
+    try:
+        for owner, name, value in attributes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.poptorch._precision import keep_float64
 from ipufit.tracing.capture import capture
 from ipufit.tracing.graph_analysis import peak_bytes
-from ipufit.tracing.node_meta import mark_backward_pass, mark_layers
 from ipufit.tracing.recompute import recompute_layers
+from ipufit.tracing.recording import mark_backward_pass, mark_layers
 from tests.fitting import assert_equal
 from tests.nets import CNN, MLP, Running, Transformer, data
 from tests.told import refused

@@ -17,7 +17,7 @@ from ipufit.engines.embedded.passes.collective_hooks import (
 )
 from ipufit.errors import CaptureError
 from ipufit.tracing.capture import capture
-from ipufit.tracing.node_meta import mark_backward_pass
+from ipufit.tracing.recording import mark_backward_pass
 from tests.processes.test_sharded import REFUSED, SAID, locations_on_ipus, run
 
 WITHIN = """\

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from ipufit.engines.embedded.profiling.operators import HostTimer, profile_graph
 from ipufit.partition.flops import bytes_of, flops_of
 from ipufit.tracing.capture import capture, recordable
-from ipufit.tracing.node_meta import is_backward, mark_backward_pass
+from ipufit.tracing.recording import is_backward, mark_backward_pass
 
 aten = torch.ops.aten
 

@@ -37,10 +37,9 @@ from ipufit.tracing.capture import Frame
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.ipu_only import only_on_ipus
 from ipufit.tracing.user_lines import Lines, is_users, users_frame
-from ipufit.training.sample_batch import no_batch
 from ipufit.training.sanity_check import FailureExplainer, check_call, wrap_batch_errors
 from ipufit.training.session import Session
-from ipufit.training.summary import sample_of
+from ipufit.training.summary import no_batch, sample_of
 from ipufit.utils.random_streams import isolated, seed_generators
 from ipufit.utils.state import eval_mode, train_mode
 

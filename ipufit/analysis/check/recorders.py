@@ -21,15 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ipufit.errors import CaptureError
-from ipufit.tracing.capture import (
-    Frame,
-    draws,
-    has_mask_index,
-    numpy_error,
-    shape_error,
-    text_error,
-    value_error,
-)
+from ipufit.tracing.capture import Frame, draws, fault_error, has_mask_index, value_error
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import GradStep
 from ipufit.tracing.interpreter import Listener, OperatorCall
@@ -169,7 +161,7 @@ class OperationRecorder(Listener):
             elif torch.Tag.dynamic_output_shape in call.operator.tags and (
                 call.operator is not torch.ops.aten.index.Tensor or has_mask_index(call.args)
             ):
-                self._note(shape_error(frame))
+                self._note(fault_error("shape", frame))
 
     def after(self, call: OperatorCall, result: object) -> None:
         """Follow what depends on inputs into the results."""
@@ -385,11 +377,9 @@ def quiet(events: OutputEvents) -> Iterator[None]:
         yield
 
 
-_READERS = {
-    "tolist": value_error,
-    "numpy": numpy_error,
-    "__array__": numpy_error,
-}
+# How user code reads a tensor in ways that no operator shows, and which fault that is; with tolist
+# the line says more.
+_READERS = {"tolist": "", "numpy": "numpy", "__array__": "numpy", "__format__": "text"}
 _SHOWN = ("__repr__", "__str__", "__format__")
 
 
@@ -413,10 +403,10 @@ class Reads(Listener):
         if not (call.args and isinstance(call.args[0], Tensor)):
             return
         tensor = call.args[0]
-        is_text = name == "__format__" and tensor.dim() == 0
-        if storage_id(tensor) in recorder.tainted and (name in _READERS or is_text):
-            error = text_error if is_text else _READERS[name]
-            self._note(error(users_frame(sys._getframe(1))))
+        is_read = name in _READERS and (name != "__format__" or tensor.dim() == 0)
+        if storage_id(tensor) in recorder.tainted and is_read:
+            frame, kind = users_frame(sys._getframe(1)), _READERS[name]
+            self._note(fault_error(kind, frame) if kind else value_error(frame))
         recorder.is_muted = name in _SHOWN
 
     def after(self, call: OperatorCall, result: object) -> None:

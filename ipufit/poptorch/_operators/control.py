@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_map
 
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._precision import device_dtype, half_computed, makes_half
-from ipufit.poptorch._tracing import Trace, define, tracer, tracing
+from ipufit.poptorch._tracing import Trace, define, tracing
 from ipufit.tracing.flat_storage import storage_id
+from ipufit.tracing.recording import current_tracer
 
 __all__ = [
     "BRANCH",
@@ -184,7 +185,7 @@ class _Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
         from torch.fx.experimental import proxy_tensor
 
         # In a body within this body, what is foreign is so to the inner one.
-        is_foreign = tracer() is self._inner
+        is_foreign = current_tracer() is self._inner
         if not isinstance(value, FakeTensor) or not is_foreign:
             return value
         if proxy_tensor.has_proxy_slot(value, self._inner):
@@ -229,7 +230,7 @@ def record(
 
     # The first argument is there so that there is one.
     def traced(_: Tensor, *arguments: Tensor) -> List[Tensor]:
-        lift = _Lift(tracer())
+        lift = _Lift(current_tracer())
         lifts.append(lift)
         with lift:
             results.extend(_tensors(function(*arguments), what))

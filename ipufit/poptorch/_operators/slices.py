@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._precision import device_dtype
-from ipufit.poptorch._tracing import node_of, tracer, tracing
+from ipufit.poptorch._tracing import node_of, tracing
+from ipufit.tracing.recording import current_tracer
 
 __all__ = ["dynamic_slice", "dynamic_update", "getitem", "has_tensor_bounds"]
 
@@ -322,7 +323,7 @@ def _number(operand: object) -> Any:
     if operand.op == "call_function" and operand.target in _literals():
         operand = operand.args[0]
     if isinstance(operand, fx.Node) and operand.op == "get_attr":
-        value = getattr(tracer().root, str(operand.target), None)  # type: ignore[union-attr]
+        value = getattr(current_tracer().root, str(operand.target), None)  # type: ignore[union-attr]
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.numel() == 1:
             return _read(value)
     return None

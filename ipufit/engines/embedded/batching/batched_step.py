@@ -18,7 +18,7 @@ from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.losses import Loss, LossTerm
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.grad_step import ModuleWithLoss, OutputShape, ReportedScalars
-from ipufit.tracing.node_meta import mark_backward_pass
+from ipufit.tracing.recording import mark_backward_pass
 from ipufit.utils import tree
 from ipufit.utils.state import call_with
 

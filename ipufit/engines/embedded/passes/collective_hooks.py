@@ -17,7 +17,7 @@ from ipufit.engines.embedded.passes.simplify import Flow
 from ipufit.errors import CaptureError
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.graph_analysis import Memories
-from ipufit.tracing.node_meta import is_backward
+from ipufit.tracing.recording import is_backward
 
 __all__ = [
     "FILL",

@@ -28,7 +28,7 @@ from ipufit.engines.embedded.passes.simplify import operator_called
 from ipufit.partition.flops import bytes_of, flops_of
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.interpreter import InstrumentedInterpreter, Listener, OperatorCall
-from ipufit.tracing.node_meta import is_backward, recorded_name
+from ipufit.tracing.recording import is_backward, recorded_name
 from ipufit.tracing.source_map import LOSS, Origin, TracedCall
 from ipufit.utils import tree
 

@@ -36,7 +36,7 @@ from ipufit.errors import CaptureError
 from ipufit.tracing.flat_storage import flat_of
 from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.interpreter import InstrumentedInterpreter
-from ipufit.tracing.node_meta import is_backward
+from ipufit.tracing.recording import is_backward
 from ipufit.tracing.source_map import Origin, trace_calls
 
 if TYPE_CHECKING:

@@ -1,0 +1,275 @@
+"""A recording that is under way: how operators get into its graph, and notes on their nodes.
+
+Torch's tracer takes several times as long for an operator as it takes to note it down, since it
+also follows symbolic sizes, constants and other kinds of tensors. An operator over fake tensors
+alone has none of them, and is noted here; any other one still goes to torch's tracer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import operator
+from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence, Set
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from ipufit.partition.recomputation import watch_calls
+
+__all__ = [
+    "OpRecorder",
+    "current_tracer",
+    "is_backward",
+    "listen_to_backward",
+    "make_graph",
+    "mark_again",
+    "mark_backward",
+    "mark_backward_pass",
+    "mark_layers",
+    "recorded_name",
+    "segment_of",
+]
+
+_AGAIN = "ipufit_again"
+_BACKWARD = "ipufit_backward"
+_SEGMENT = "ipufit_segment"
+
+_DEVICE = torch.ops.prim.device.default
+_KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+# Called with what torch is about to follow back, and with None when it has.
+Listener = Callable[[Optional[Tensor]], None]
+
+_LISTENERS: List[Listener] = []
+
+
+def current_tracer() -> Optional[Any]:
+    """Return the innermost tracer that is recording; None outside of a recording."""
+    # Imported here, as below: it is slow to import.
+    from torch.fx.experimental import proxy_tensor
+
+    if hasattr(proxy_tensor, "get_proxy_mode"):
+        innermost = proxy_tensor.get_proxy_mode()
+        return None if innermost is None else innermost.tracer
+    # Before torch 2.4 a mode that is set aside stays on the stack, switched off.
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, proxy_tensor.ProxyTorchDispatchMode) and getattr(
+            mode, "enable_tracing", True
+        ):
+            return mode.tracer
+    return None
+
+
+def make_graph(function: Callable[..., object], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Record a function of tensors; the graph is compiled when it is called for the first time."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    record = functools.partial(make_fx, tracing_mode="fake", _allow_non_fake_inputs=True)
+    # What torch notes of each call, for its compilers, nobody here reads.
+    if "_disable_torch_fn_metadata_mode" in inspect.signature(make_fx).parameters:
+        record = functools.partial(record, _disable_torch_fn_metadata_mode=True)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError):  # before torch 2.3
+            from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+            stack.enter_context(_use_lazy_graph_module(True))
+        return record(function)(*inputs)
+
+
+class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs the operators of a recording, and writes them into its graph.
+
+    It is made when the recording has begun, before any other mode of ours is active.
+    """
+
+    def __init__(self) -> None:
+        from torch.fx.experimental import proxy_tensor
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._torchs = proxy_tensor
+        # A mode beside those of the recording may change what is recorded.
+        alone = len(_get_current_dispatch_mode_stack()) == 2
+        self._tracer: Any = current_tracer() if alone else None
+
+    def run(
+        self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        """Compute the result of an operator, as a fake tensor, and record it.
+
+        Args:
+            func: the operator.
+            args, kwargs: of its call.
+        """
+        tensor = args[0] if func is _DEVICE else None
+        if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
+            return tensor.fake_device
+        optional, tracer = _optional_arguments(func), current_tracer()
+        if optional is None or tracer is None or tracer is not self._tracer:
+            return func(*args, **kwargs)
+        options = {}
+        try:
+            inputs = tuple(map(self._argument, args))
+            for name, value in kwargs.items():
+                if value is not None or name not in optional:
+                    options[name] = self._argument(value)
+        except LookupError:
+            return func(*args, **kwargs)
+        name = tracer.graph._target_to_str(func.overloadpacket.__name__)
+        node = tracer.graph.create_node("call_function", func, inputs, options, name)
+        with self._torchs.disable_proxy_modes_tracing():
+            result = func(*args, **kwargs)
+            self._follow(result, node)
+        return result
+
+    def _argument(self, value: object) -> fx.node.Argument:
+        """Return what stands for an argument in the graph.
+
+        Raises:
+            LookupError: it is neither a tensor of the recording nor a plain value.
+        """
+        if type(value) is FakeTensor:
+            slot = self._torchs.get_proxy_slot(value, self._tracer, None)
+            if slot is not None and slot.constant is None:
+                return slot.proxy.node
+        elif value is None or isinstance(value, (int, float, str, *_KINDS)):
+            return value
+        elif type(value) is list:
+            return list(map(self._argument, value))
+        raise LookupError(value)
+
+    def _follow(self, result: object, node: fx.Node) -> None:
+        """Note which node computes a tensor, or each tensor of several results."""
+        if isinstance(result, Tensor):
+            node.meta["val"] = self._torchs.snapshot_fake(result)
+            slot = self._torchs._ProxyTensor(fx.Proxy(node, self._tracer), None)
+            self._torchs.set_proxy_slot(result, self._tracer, slot)
+        elif isinstance(result, (list, tuple)):
+            values = list(result)
+            for place, part in enumerate(result):
+                if isinstance(part, Tensor):
+                    item = node.graph.call_function(operator.getitem, (node, place))
+                    self._follow(part, item)
+                    values[place] = item.meta["val"]
+            node.meta["val"] = tuple(values) if isinstance(result, tuple) else values
+
+
+@functools.lru_cache(maxsize=None)
+def _optional_arguments(func: torch._ops.OpOverload) -> Optional[Set[str]]:
+    """Name the arguments of a plain operator that are None where nothing is passed.
+
+    Returns:
+        None of an operator that is not plain: one that reads a value, which may be a constant's;
+        one that only composes others, and is recorded as these; and one that makes a constant of a
+        tensor that Python has made of numbers.
+    """
+    name = func.name()  # type: ignore[no-untyped-call]
+    if (
+        torch.Tag.data_dependent_output in func.tags
+        or torch.Tag.dynamic_output_shape in func.tags
+        or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+        or func.overloadpacket in (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)
+    ):
+        return None
+    names = set()
+    for argument in func._schema.arguments:
+        if argument.has_default_value() and argument.default_value is None:
+            names.add(argument.name)
+    return names
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Tell whether the node was recorded while torch followed the loss back."""
+    return _BACKWARD in node.meta
+
+
+def mark_backward(node: fx.Node) -> None:
+    """Count the node among those of the backward pass."""
+    node.meta[_BACKWARD] = True
+
+
+def mark_again(node: fx.Node, first: fx.Node) -> None:
+    """Note that the node computes again what another one was recorded for."""
+    node.meta[_AGAIN] = recorded_name(first)
+
+
+def recorded_name(node: fx.Node) -> str:
+    """The name that the node, or the one that it computes again, had in the recording."""
+    name: str = node.meta.get(_AGAIN, node.name)
+    return name
+
+
+def segment_of(node: fx.Node) -> Optional[int]:
+    """The number of the call of a marked layer in which the node was recorded, or None."""
+    segment: Optional[int] = node.meta.get(_SEGMENT)
+    return segment
+
+
+def _last(graph: fx.Graph) -> fx.Node:
+    node: fx.Node = next(iter(reversed(graph.nodes)))
+    return node
+
+
+def _mark(graph: fx.Graph, after: fx.Node, key: str, value: object) -> None:
+    """Note something on all nodes after one."""
+    for node in reversed(graph.nodes):
+        if node is after:
+            return
+        node.meta[key] = value
+
+
+@contextlib.contextmanager
+def mark_backward_pass(objective: Optional[Tensor] = None) -> Iterator[None]:
+    """Mark what is recorded in the block as part of the backward pass.
+
+    Args:
+        objective: what is followed back; for whoever listens.
+    """
+    tracer = current_tracer()
+    graph = None if tracer is None else tracer.graph
+    start = None if graph is None else _last(graph)
+    for tell in _LISTENERS:
+        tell(objective)
+    yield
+    for tell in _LISTENERS:
+        tell(None)
+    if graph is not None and start is not None:
+        _mark(graph, start, _BACKWARD, True)
+
+
+@contextlib.contextmanager
+def listen_to_backward(listener: Listener) -> Iterator[None]:
+    """Tell of every backward pass in the block."""
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
+
+
+@contextlib.contextmanager
+def mark_layers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Mark what is recorded in each call of these layers as belonging together.
+
+    Raises:
+        ConfigurationError: one of them was never called.
+    """
+    tracer = current_tracer()
+    graph = None if tracer is None else tracer.graph
+    starts, calls = [], 0
+
+    def begin(name: str) -> None:
+        if graph is not None:
+            starts.append(_last(graph))
+
+    def end(name: str, output: object) -> None:
+        nonlocal calls
+        if graph is not None:
+            _mark(graph, starts.pop(), _SEGMENT, calls)
+            calls += 1
+
+    with watch_calls(module, names, begin, end):
+        yield

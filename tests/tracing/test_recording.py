@@ -1,0 +1,202 @@
+"""What is recorded directly is what torch's own tracer records."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, dropout
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ipufit.tracing import recording
+from ipufit.tracing.capture import capture
+from tests import nets
+
+pytestmark = pytest.mark.both_engines
+
+X, W = torch.randn(4, 6), torch.randn(6, 3)
+ONES = torch.ones(2)
+TABLE = torch.arange(6.0)
+
+
+def in_place(x, w):
+    """Operators that change their arguments, views of these, and out=."""
+    x.mul_(2).add_(1)
+    x[:, 0].zero_()
+    twice = torch.empty(4, 6)
+    torch.add(x, x, out=twice)
+    return [x @ w, x, twice]
+
+
+def several_results(x, w):
+    """A list, pairs, and one of which only a part is used."""
+    first, second, _ = x.split(2, 1)
+    value, place = (x @ w).max(1)
+    parts = torch.unbind(first)
+    return [second.sum(), value, place, parts[2], x.sort(1)[0], *torch.var_mean(x, 1)]
+
+
+def constants(x, w):
+    """Numbers of Python, a tensor made of them, one read from outside, and tensors of shapes."""
+    scale = torch.tensor([1.0, 2.0, 3.0])
+    rate = torch.tensor(0.5)
+    grid = torch.arange(6, dtype=x.dtype) + torch.full((6,), 2.0) + TABLE
+    return [x @ w * scale * rate.item(), x * grid, torch.zeros_like(x), x.new_ones(3)]
+
+
+def random(x, w):
+    """Draws of every kind."""
+    noise = torch.randn_like(x) + torch.rand(6) + torch.randint(0, 3, (6,))
+    return [dropout(x, 0.5) @ w, noise, torch.randperm(4), torch.bernoulli(x.sigmoid())]
+
+
+def indexed(x, w):
+    """Indices, whose results may have any size, and conversions."""
+    return [
+        x[torch.tensor([0, 2])],
+        x[:, [3, 1]],
+        x.double().to(torch.float16),
+        x.cumsum(0) > w.sum(),
+    ]
+
+
+def complex_numbers(x, w):
+    return [torch.fft.rfft(x).abs() * 2, torch.view_as_real(torch.polar(x, x))]
+
+
+def loss_and_gradients(net):
+    """A function of pictures and classes over the parameters of a network."""
+    names = [name for name, _ in net.named_parameters()]
+
+    def step(x, y, *values):
+        weights = [value.detach().requires_grad_() for value in values]
+        outputs = torch.func.functional_call(net, dict(zip(names, weights)), (x,))
+        loss = cross_entropy(outputs, y)
+        return [loss, *torch.autograd.grad(loss, weights)]
+
+    return step, [*nets.data(4), *(p.detach() for p in net.parameters())]
+
+
+FUNCTIONS = [in_place, several_results, constants, random, indexed, complex_numbers]
+NETS = [nets.MLP, nets.CNN, nets.Transformer, nets.Running]
+
+
+def described(graph):
+    """Operators with the places of the nodes they read."""
+    place = {node: number for number, node in enumerate(graph.graph.nodes)}
+
+    def read(value):
+        return torch.fx.node.map_arg(value, lambda node: f"node {place[node]}")
+
+    return [
+        (node.op, node.op == "call_function" and node.target, read(node.args), read(node.kwargs))
+        for node in graph.graph.nodes
+    ]
+
+
+def known(value):
+    """What a graph knows of a result."""
+    if isinstance(value, torch.Tensor):
+        return (type(value), value.shape, value.stride(), value.dtype, value.device)
+    return [*map(known, value)] if isinstance(value, (list, tuple)) else value
+
+
+def assert_alike(graph, expected):
+    """Two graphs have the same operators, and know the same of results; old torch knows less."""
+    assert described(graph) == described(expected)
+    for node, other in zip(graph.graph.nodes, expected.graph.nodes):
+        if "val" in other.meta:
+            assert known(node.meta["val"]) == known(other.meta["val"]), node
+
+
+@pytest.fixture
+def by_torch(monkeypatch):
+    """Records a function as torch's tracer does, operator by operator."""
+
+    def record(*arguments, **options):
+        with monkeypatch.context() as patched:
+            patched.setattr(recording, "_optional_arguments", lambda operator: None)
+            return capture(*arguments, **options)
+
+    return record
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    """Names of the operators that were recorded directly."""
+    names = []
+    follow = recording.OpRecorder._follow
+
+    def note(recorder, result, node):
+        names.append(str(node.target))
+        return follow(recorder, result, node)
+
+    monkeypatch.setattr(recording.OpRecorder, "_follow", note)
+    return names
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_graph_of_a_function_is_that_of_torch(function, by_torch, direct):
+    graph = capture(function, [X, W])
+    assert len(direct) > 3
+    expected = by_torch(function, [X, W])
+    assert_alike(graph, expected)
+    torch.manual_seed(0)
+    found = graph(X.clone(), W.clone())
+    torch.manual_seed(0)
+    assert all(map(torch.equal, found, expected(X.clone(), W.clone())))
+
+
+@pytest.mark.parametrize("make", NETS)
+def test_the_graph_of_a_step_is_that_of_torch(make, by_torch, direct):
+    """Forward, loss and backward."""
+    step, arguments = loss_and_gradients(make().double())
+    graph = capture(step, arguments)
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    assert len(direct) >= len(calls) - 3
+    assert_alike(graph, by_torch(step, arguments))
+
+
+def test_what_needs_torchs_tracer_goes_to_it(direct):
+    """A tensor made of numbers, whose value may be read, and one that is no input."""
+    capture(constants, [X, W])
+    assert "aten.lift_fresh_copy.default" not in direct
+    assert "aten._local_scalar_dense.default" not in direct
+    assert "aten.arange.default" in direct or "aten.arange.start_step" in direct
+
+
+def test_a_mode_of_the_users_has_its_part_in_what_is_recorded(by_torch):
+    """Around the recording, or in it."""
+
+    class Doubled(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            return result * 2 if func is torch.ops.aten.relu.default else result
+
+    def step(x, w):
+        return [(x @ w).relu()]
+
+    def step_in_mode(x, w):
+        with Doubled():
+            return step(x, w)
+
+    with Doubled():
+        assert_alike(capture(step, [X, W]), by_torch(step, [X, W]))
+    graph = capture(step_in_mode, [X, W])
+    assert torch.equal(graph(X, W)[0], step(X, W)[0] * 2)
+
+
+def test_a_recording_inside_of_another_has_a_graph_of_its_own():
+    inner = []
+
+    def step(x, w):
+        inner.append(capture(lambda y: [y.exp() + 1], [ONES]))
+        return [(x @ w).relu()]
+
+    graph = capture(step, [X, W])
+    targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert targets == ["aten.mm.default", "aten.relu.default"]
+    assert torch.equal(inner[0](torch.zeros(2))[0], torch.full((2,), 2.0))
+
+
+def test_a_graph_is_compiled_when_it_is_called_and_reads_like_any_other():
+    graph = capture(lambda x, w: [x @ w], [X, W])
+    assert "torch.ops.aten.mm.default" in graph.code
+    assert torch.equal(graph(X, W)[0], X @ W)
