@@ -130,7 +130,8 @@ def pytest_collection_modifyitems(config, items):
         if is_partly or test[0].get_closest_marker("ends") is not None:
             chosen.update((test[0], test[-1]))
         elif test[0].get_closest_marker("grid") is not None:
-            places = cover(sides(map(_parameters, test)))
+            options = test[0].get_closest_marker("grid").kwargs
+            places = cover(sides(map(_parameters, test)), **options)
             chosen.update(test[place] for place in places)
         else:
             chosen.update(test)

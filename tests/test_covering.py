@@ -87,3 +87,15 @@ def test_pytest_runs_the_points_that_cover_chooses(size, way, request):
     chosen = 2 if sys.version_info < (3, 9) else 4
     # One alone where a point is asked for by its name.
     assert len(points) in ((12, 1) if request.config.getoption("--exhaustive") else (chosen, 1))
+
+
+@pytest.mark.grid(pairs=False)
+@pytest.mark.parametrize("way", ["recorded", "eager", "late"])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_of_sides_that_hardly_meet_every_value_is_run(kind, size, way, request):
+    """As many points as the longest side has values."""
+    test = request.node.originalname
+    points = [item for item in request.session.items if item.originalname == test]
+    chosen = 2 if sys.version_info < (3, 9) else 4
+    assert len(points) in ((24, 1) if request.config.getoption("--exhaustive") else (chosen, 1))
