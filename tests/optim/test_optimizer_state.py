@@ -80,8 +80,21 @@ def in_poptorch(net, optimizer, first, last, settings):
 HOW = {"loop": loop, "fit": fit, "poptorch": in_poptorch}
 
 
-@pytest.mark.parametrize("places", list(itertools.permutations(PLACES)), ids="-".join)
-@pytest.mark.parametrize("name", KINDS)
+# Kinds and orders one after the other stand for each kind in each order.
+ORDERS = list(itertools.permutations(PLACES))
+RUNS = [
+    pytest.param(
+        name,
+        places,
+        id=f"{name}-{'-'.join(places)}",
+        marks=() if place == number % len(ORDERS) else pytest.mark.long,
+    )
+    for number, name in enumerate(KINDS)
+    for place, places in enumerate(ORDERS)
+]
+
+
+@pytest.mark.parametrize(("name", "places"), RUNS)
 def test_a_run_goes_on_anywhere(name, places):
     kind, settings = KINDS[name]
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.optim.lamb import LAMB
-from tests.engines import EAGER_OR_NOT, has_no_variant, own_step
+from tests.engines import EAGER_OR_NOT, has_no_variant, own_step, runs_eagerly
 from tests.nets import MLP, data
 from tests.reference import train
 
@@ -24,10 +24,21 @@ SGD, ADAM, ADAMW, RMSPROP = (
     torch.optim.AdamW,
     torch.optim.RMSprop,
 )
-CASES = [
+# Of every kind, each state that it can have; and the same with other numbers.
+STATES = [
     (SGD, {"lr": 0.1}),
-    (SGD, {"lr": 0.1, "weight_decay": 0.01}),
     (SGD, {"lr": 0.1, "momentum": 0.9}),
+    (ADAM, {"lr": 0.01}),
+    pytest.param(ADAM, {"lr": 0.01, "amsgrad": True}, marks=has_no_variant),
+    (ADAMW, {"lr": 0.01}),
+    (RMSPROP, {"lr": 0.01}),
+    (RMSPROP, {"lr": 0.01, "centered": True}),
+    (RMSPROP, {"lr": 0.01, "momentum": 0.9}),
+    (RMSPROP, {"lr": 0.01, "momentum": 0.9, "centered": True, "weight_decay": 0.01}),
+    (LAMB, {"lr": 0.01}),
+]
+OTHERS = [
+    (SGD, {"lr": 0.1, "weight_decay": 0.01}),
     pytest.param(
         SGD,
         {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.02},
@@ -35,22 +46,35 @@ CASES = [
     ),
     (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     pytest.param(SGD, {"lr": 0.02, "momentum": 0.5, "maximize": True}, marks=has_no_variant),
-    (ADAM, {"lr": 0.01}),
     (ADAM, {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}),
-    pytest.param(ADAM, {"lr": 0.01, "amsgrad": True}, marks=has_no_variant),
     pytest.param(ADAM, {"lr": 0.01, "maximize": True}, marks=has_no_variant),
-    (ADAMW, {"lr": 0.01}),
     (ADAMW, {"lr": 0.01, "weight_decay": 0.0}),
     pytest.param(ADAMW, {"lr": 0.01, "weight_decay": 0.2, "amsgrad": True}, marks=has_no_variant),
-    (RMSPROP, {"lr": 0.01}),
     (RMSPROP, {"lr": 0.01, "alpha": 0.9, "eps": 1e-6, "weight_decay": 0.05}),
-    (RMSPROP, {"lr": 0.01, "centered": True}),
-    (RMSPROP, {"lr": 0.01, "momentum": 0.9}),
-    (RMSPROP, {"lr": 0.01, "momentum": 0.9, "centered": True, "weight_decay": 0.01}),
-    (LAMB, {"lr": 0.01}),
     (LAMB, {"lr": 0.01, "bias_correction": False, "weight_decay": 0.0}),
     (LAMB, {"lr": 0.01, "max_weight_norm": 0.5}),
     (LAMB, {"lr": 0.01, "max_weight_norm": None, "betas": (0.8, 0.95)}),
+]
+CASES = [*STATES, *OTHERS]
+
+
+def at_length(case):
+    """A case that runs with --exhaustive."""
+    values, marks = (case.values, case.marks) if hasattr(case, "marks") else (case, ())
+    return pytest.param(*values, marks=[*marks, pytest.mark.long])
+
+
+def also(case, run_eagerly):
+    """A case, and whether it runs eagerly."""
+    values, marks = (case.values, case.marks) if hasattr(case, "marks") else (case, ())
+    return pytest.param(*values, run_eagerly, marks=[*marks, *(runs_eagerly,) * run_eagerly])
+
+
+STATES_AND_OTHERS = [*STATES, *map(at_length, OTHERS)]
+# One of each kind, and the rest at length.
+KINDS = [
+    case if place in (1, 2, 4, 8, 9) else at_length(case)
+    for place, case in enumerate([*STATES, *OTHERS])
 ]
 
 
@@ -58,6 +82,8 @@ def name_of(case):
     """A readable test id."""
     if isinstance(case, dict):
         return ",".join(f"{key}={value}" for key, value in case.items())
+    if isinstance(case, bool):
+        return "eager" if case else "traced"
     return case.__name__
 
 
@@ -88,8 +114,12 @@ def assert_equal(first, second, atol=1e-12):
         torch.testing.assert_close(value, other, rtol=0, atol=atol, msg=name)
 
 
-@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=name_of)
+# Eagerly the same rules run, without a recording.
+@pytest.mark.parametrize(
+    ("kind", "options", "eager"),
+    [*(also(case, False) for case in CASES), *(also(case, True) for case in KINDS)],
+    ids=name_of,
+)
 def test_fifty_updates_equal_torch(kind, options, eager):
     """Users carry their learning rates over: the same settings must give the same weights."""
     net = MLP().double()
@@ -101,7 +131,7 @@ def test_fifty_updates_equal_torch(kind, options, eager):
     assert not torch.equal(net.layers[0].weight, start.layers[0].weight)
 
 
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=name_of)
+@pytest.mark.parametrize(("kind", "options"), STATES_AND_OTHERS, ids=name_of)
 def test_a_run_goes_from_torch_to_ipufit_and_back(kind, options):
     """Optimizer state moves both ways: an epoch by hand, one in ipufit, one by hand again."""
     net = MLP().double()
@@ -114,7 +144,7 @@ def test_a_run_goes_from_torch_to_ipufit_and_back(kind, options):
     assert_equal(net, other)
 
 
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=name_of)
+@pytest.mark.parametrize(("kind", "options"), STATES_AND_OTHERS, ids=name_of)
 def test_the_state_left_behind_is_torchs(kind, options):
     """Names, shapes and dtypes of the state are those that torch's own step makes."""
     net = MLP().double()
@@ -193,9 +223,9 @@ def test_only_the_parameters_of_the_optimizer_are_trained():
 
 def test_gradients_are_summed_on_request():
     """Sum over micro-batches acts as a learning rate that grows with them."""
-    net = MLP().double()
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).double()
     other = copy.deepcopy(net)
-    loader = DataLoader(TensorDataset(X, Y), batch_size=5)
+    loader = DataLoader(TensorDataset(X[:40], Y[:40]), batch_size=5)
     work = {"gradient_accumulation": 2, "ipus": 2, "verbose": 0}
     for module, rate, reduction in ((net, 0.01, "sum"), (other, 0.04, "mean")):
         model = ipufit.Model(module)
@@ -212,7 +242,7 @@ def test_gradients_are_summed_on_request():
 def test_in_a_tail_every_sample_counts_the_same(reduction):
     """A loss that sums over its micro-batch keeps its scale in a smaller one, as one that
     averages."""
-    net = MLP().double()
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).double()
     other = copy.deepcopy(net)
     loader = DataLoader(TensorDataset(X[:7], Y[:7]), batch_size=5)
     losses = []
@@ -271,10 +301,10 @@ def test_any_other_optimizer_runs_through_its_own_step(kind):
     net = MLP().double()
     other = copy.deepcopy(net)
     optimizer = kind(grouped(net, 0.02), lr=0.02)
-    fit(net, optimizer)
-    fit(net, optimizer)
+    fit(net, optimizer, loader=TEN)
+    fit(net, optimizer, loader=TEN)
     expected = kind(grouped(other, 0.02), lr=0.02)
-    by_hand(other, expected, epochs=2)
+    by_hand(other, expected, epochs=2, loader=TEN)
     assert_equal(net, other)
     for parameter, reference in zip(net.parameters(), other.parameters()):
         assert optimizer.state[parameter].keys() == expected.state[reference].keys()
@@ -285,7 +315,11 @@ def test_any_other_optimizer_runs_through_its_own_step(kind):
 
 
 @pytest.mark.parametrize(
-    "name", ["Adagrad", "NAdam", "Adamax", "RAdam", "ASGD", "Adafactor", "Muon"]
+    "name",
+    [
+        *("Adagrad", "NAdam", "Adafactor"),
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("Adamax", "RAdam", "ASGD", "Muon")),
+    ],
 )
 @own_step
 def test_other_optimizers_of_torch_are_recorded_or_refused(name):
@@ -424,6 +458,7 @@ class InTheFirst(torch.optim.SGD):
                 parameter.sub_(parameter.grad * group["lr"] / state["seen"])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize(
     "make",

@@ -68,6 +68,7 @@ def test_warm_up_gives_the_same_bits_for_every_device_iterations(eager):
         assert found[di][1] == found[1][1]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "make",
     [
@@ -121,6 +122,7 @@ def test_any_number_of_the_optimizer_can_be_scheduled():
     torch.testing.assert_close(weights(net), weights(other), rtol=0, atol=1e-12)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("di", [1, 4])
 @pytest.mark.parametrize(
     "make",
@@ -193,6 +195,7 @@ def test_a_plateau_watches_the_value_it_is_told_to():
     assert history.history["learning_rate"] == pytest.approx([0.5, 0.5, 0.05])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.1])
 @pytest.mark.parametrize("di", [1, 4])
 def test_a_rate_that_no_update_can_use_is_found_before_the_first_update(bad, di):
