@@ -1,6 +1,7 @@
 """Mixed and half precision, with and without what the CPU of this torch can compute."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from tests.reference import train
 
 X, Y = data(23)
 X = X.float()
+# Of whole updates, where smaller micro-batches, which are recorded too, show nothing.
+EVEN = X[:16], Y[:16]
 CPU = torch.device("cpu")
 
 
@@ -77,19 +80,37 @@ MIXED = [
 ]
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("precision", "dtype"), MIXED)
+def in_turn(cases):
+    """Each in every way; one way after the other stands for all of them."""
+    return [
+        pytest.param(
+            *case.values,
+            way,
+            marks=[*case.marks, *(() if way == WAYS[place % len(WAYS)] else (pytest.mark.long,))],
+        )
+        for place, case in enumerate(cases)
+        for way in WAYS
+    ]
+
+
+@functools.lru_cache(maxsize=None)
+def without_precision(way, plan):
+    """A network, and a model of it in float32 that has trained, and its history."""
+    net = MLP()
+    model, _ = compiled(net, sgd, way=way)
+    return net, model, fit(model, *EVEN, plan)
+
+
+@pytest.mark.parametrize(("precision", "dtype", "way"), in_turn(MIXED))
 def test_mixed_precision_is_autocast_around_forward_and_loss(precision, dtype, way):
     """Weights, their gradients and the update stay in float32."""
-    net, plan = MLP(), Plan(4, 2, 2)
+    plan = Plan(4, 2, 2)
+    net, plain, other = without_precision(way, plan)
     expected = Autocast(copy.deepcopy(net), dtype)
-    train(expected, sgd(expected.parameters()), autocast_loss(dtype), X, Y, 2, **plan.by_hand)
+    train(expected, sgd(expected.parameters()), autocast_loss(dtype), *EVEN, 2, **plan.by_hand)
     model, _ = compiled(net, sgd, way=way, precision=ipufit.Precision(precision, loss_scale=1))
-    history = fit(model, X, Y, plan)
+    history = fit(model, *EVEN, plan)
     assert_close(model.module, expected.net, atol=1e-6)
-    plain, _ = compiled(net, sgd, way=way)
-    other = fit(plain, X, Y, plan)
     assert not torch.equal(plain.module.layers[0].weight, model.module.layers[0].weight)
     assert history.history["loss"] != other.history["loss"]
     assert history.params["precision"] == precision
@@ -109,10 +130,13 @@ def test_mixed_precision_holds_in_evaluate_and_predict(precision, dtype):
 
 
 @pytest.mark.ends
+@pytest.mark.parametrize(
+    "numbers", [(1, 5), pytest.param((1, 2, 5, 10), marks=pytest.mark.long)], ids=str
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_mixed_precision_has_the_same_bits_for_every_number_of_device_iterations(way):
+def test_mixed_precision_has_the_same_bits_for_every_number_of_device_iterations(way, numbers):
     net, found = CNN(), []
-    for di in (1, 2, 5, 10):
+    for di in numbers:
         model, _ = compiled(net, sgd, way=way, precision="mixed_bfloat16", metrics=["accuracy"])
         history = fit(model, X, Y, Plan(2, di)).history
         found.append((model.module, history))
@@ -125,13 +149,13 @@ def test_mixed_precision_has_the_same_bits_for_every_number_of_device_iterations
 def test_mixed_float16_scales_dynamically_unless_told_otherwise():
     """As Keras does: without a scale small gradients vanish."""
     model, _ = compiled(MLP(), sgd, precision="mixed_float16")
-    history = fit(model, X, Y)
+    history = fit(model, *EVEN)
     assert history.history["loss_scale"] == [2.0**15] * 2
     assert history.params["loss_scale"] == "dynamic"
     model, _ = compiled(MLP(), sgd, precision=ipufit.Precision("mixed_float16", loss_scale=1))
-    assert fit(model, X, Y).history["loss_scale"] == [1.0] * 2
+    assert fit(model, *EVEN).history["loss_scale"] == [1.0] * 2
     model, _ = compiled(MLP(), sgd, precision="mixed_bfloat16")
-    assert "loss_scale" not in fit(model, X, Y).history
+    assert "loss_scale" not in fit(model, *EVEN).history
 
 
 PURE = [
@@ -146,13 +170,11 @@ PURE = [
 ]
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("precision", "dtype"), PURE)
+@pytest.mark.parametrize(("precision", "dtype", "way"), in_turn(PURE))
 def test_a_module_of_one_dtype_gets_its_inputs_in_it(precision, dtype, way):
     """A loader need not know; targets follow too, as a loss wants one dtype."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).to(dtype)
-    x, y = X.double(), torch.randn(23, 3)
+    x, y = EVEN[0].double(), torch.randn(len(EVEN[0]), 3)
     expected = copy.deepcopy(net)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
 
@@ -182,7 +204,10 @@ OPTIMIZERS = {
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(o, marks=pytest.mark.long) if o == "adamw" else o for o in OPTIMIZERS],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=needs_half)])
 def test_modules_of_half_precision_train_with_everything(optimizer, dtype):
     """Scaled, accumulated in float32, clipped and averaged."""
@@ -197,7 +222,7 @@ def test_modules_of_half_precision_train_with_everything(optimizer, dtype):
             clip=ipufit.Clip(global_norm=1.0),
             ema=ipufit.EMA(),
         )
-        history = fit(model, X.to(dtype), Y, Plan(4, 2, 2)).history
+        history = fit(model, EVEN[0].to(dtype), EVEN[1], Plan(4, 2, 2)).history
         assert all(bool(p.isfinite().all()) for p in model.module.parameters())
         assert {p.dtype for p in model.module.parameters()} == {dtype}
         assert len(history["loss"]) == 2
@@ -248,14 +273,12 @@ def test_a_scale_saves_gradients_that_float16_loses(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_an_autocast_around_fit_counts(way):
     """Whoever writes it around a loop expects it around fit."""
-    net = MLP()
-    plain, _ = compiled(net, sgd, way=way)
-    fit(plain, X, Y)
+    net, plain, _ = without_precision(way, Plan())
     asked, _ = compiled(net, sgd, way=way, precision="mixed_bfloat16")
-    fit(asked, X, Y)
+    fit(asked, *EVEN)
     around, _ = compiled(net, sgd, way=way)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        fit(around, X, Y)
+        fit(around, *EVEN)
         assert autocast_state(CPU) == (True, torch.bfloat16)
     assert_close(around.module, asked.module, atol=2e-3)
     assert not torch.equal(around.module.layers[0].weight, plain.module.layers[0].weight)
@@ -266,7 +289,7 @@ def test_an_autocast_around_fit_counts_the_same_in_every_way():
     for way in WAYS:
         model, _ = compiled(net, sgd, way=way, clip=ipufit.Clip(global_norm=0.5))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            fit(model, X, Y, Plan(4, 2, 2))
+            fit(model, *EVEN, Plan(4, 2, 2))
         found.append(model.module)
     assert_equal(found[1], found[0])
     assert_equal(found[2], found[0])
@@ -278,10 +301,10 @@ def test_the_precision_asked_for_wins_over_an_autocast_around_fit(way):
     """Twice the same is once; the update itself is not cast."""
     net = MLP()
     model, _ = compiled(net, sgd, way=way, precision="mixed_bfloat16")
-    fit(model, X, Y)
+    fit(model, *EVEN)
     inside, _ = compiled(net, sgd, way=way, precision="mixed_bfloat16")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        fit(inside, X, Y)
+        fit(inside, *EVEN)
     assert_close(inside.module, model.module, atol=2e-3)
 
 
@@ -330,7 +353,7 @@ def test_an_eps_that_is_zero_in_the_weights_dtype_is_reported():
     assert [str(each.message) for each in caught] == [text]
     for net in (MLP().bfloat16(), MLP()):
         model, _ = compiled(net, "adam")
-        fit(model, X.to(next(net.parameters()).dtype), Y, epochs=1)
+        fit(model, X[:4].to(next(net.parameters()).dtype), Y[:4], epochs=1)
 
 
 @pytest.mark.parametrize("way", ["recorded", "eager"])
