@@ -192,7 +192,7 @@ def trained(place, run_eagerly=False, engine="auto"):
     model.compile(lambda p: torch.optim.SGD(p, lr=0.1), loss, run_eagerly=run_eagerly)
     y = (Y, Y) if isinstance(loss, list) else Y
     options = {"batch_size": 4, "shuffle": False, "verbose": 0}
-    history = model.fit(X, y, epochs=4, callbacks=Annealed(change), **options).history
+    history = model.fit(X, y, epochs=2, callbacks=Annealed(change), **options).history
     change(0.25)
     options.pop("shuffle")
     return [*history["loss"], model.evaluate(X, y, **options)["loss"]], module

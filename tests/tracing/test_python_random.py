@@ -25,9 +25,9 @@ RNG = np.random.default_rng(5)
 class Layers(nn.Module):
     """Leaves layers out with numbers from a function."""
 
-    def __init__(self, draw, rate=0.5):
+    def __init__(self, draw, rate=0.5, count=4):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
         self.head = nn.Linear(8, 3)
         self.draw = draw
         self.rate = rate
@@ -111,13 +111,21 @@ def compiled(make, **options):
     return model
 
 
-@pytest.mark.parametrize("case", CASES)
+# The others are of the same kinds.
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.long if case in ("numpy", "held by python") else ())
+        for case in CASES
+    ],
+)
 def test_fit_refuses_numbers_that_would_never_change(case, engine):
     """With the line and what to write, before any work, and again in the next call."""
+    calls = 2 if case in ("random", "held by numpy") else 1
     make, source, line, call = CASES[case]
     model = compiled(make)
     before = copy.deepcopy(model.module.state_dict())
-    for _ in range(2):
+    for _ in range(calls):
         with pytest.raises(CaptureError) as caught:
             model.fit(X, Y, batch_size=4, verbose=0)
         text = str(caught.value)
@@ -194,22 +202,23 @@ def said(call):
 @pytest.mark.parametrize("draw", [of_python, of_numpy])
 def test_numbers_that_decide_nothing_are_warned_of(draw):
     """Layers that are never left out, or only in training, draw for nothing."""
-    model = compiled(lambda: (Layers(draw, rate=0.0), "cross_entropy"))
+    model = compiled(lambda: (Layers(draw, 0.0, count=2), "cross_entropy"))
     source = "random" if draw is of_python else "numpy.random"
     line = draw.__code__.co_firstlineno + 1
     text = f"a random number is drawn from {source} at {__file__}:{line} in {draw.__name__}, "
     assert said(lambda: model.fit(X, Y, batch_size=4, epochs=2, verbose=0)) == [text + HARMLESS]
-    model = compiled(lambda: (Layers(draw, rate=0.5), "cross_entropy"))
+    model = compiled(lambda: (Layers(draw, 0.5, count=2), "cross_entropy"))
     assert said(lambda: model.evaluate(X, Y, verbose=0)) == [text + HARMLESS]
 
 
-def test_a_rate_that_is_small_is_refused_as_well():
+@pytest.mark.ends
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rate_that_is_small_is_refused_as_well(seed):
     """Whether the layers were left out when it was recorded is luck."""
-    for seed in range(5):
-        model = compiled(lambda: (Layers(of_python, rate=0.02), "cross_entropy"))
-        random.seed(seed)
-        with pytest.raises(CaptureError, match="a random number is drawn from random"):
-            model.fit(X, Y, batch_size=4, verbose=0)
+    model = compiled(lambda: (Layers(of_python, 0.02, count=2), "cross_entropy"))
+    random.seed(seed)
+    with pytest.raises(CaptureError, match="a random number is drawn from random"):
+        model.fit(X, Y, batch_size=4, verbose=0)
 
 
 class Augmented(Dataset):
@@ -283,9 +292,11 @@ def test_generators_go_on_where_a_recording_left_them():
     """Looking closer draws nothing more."""
     ends = []
     for rate in (0.0, None):
-        model = compiled(lambda rate=rate: (Layers(of_python, rate or 0.0), "cross_entropy"))
+        model = compiled(
+            lambda rate=rate: (Layers(of_python, rate or 0.0, count=2), "cross_entropy")
+        )
         if rate is None:
-            for _ in range(4):
+            for _ in model.module.layers:
                 random.random()
         else:
             said(lambda model=model: model.fit(X, Y, verbose=0))
