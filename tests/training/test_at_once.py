@@ -18,7 +18,6 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes can't be f
 def test_two_fits_in_two_threads_have_the_bits_of_two_in_turn(tmp_path):
     """With random numbers and checkpoints, of which torch and the process have one each."""
     cases = [
-        Case(CNN, seed=5),
         Case(MLP, seed=6, loading=ipufit.Loading(prefetch=1)),
         Case(CNN, seed=7, ipus=2),
     ]

@@ -80,7 +80,7 @@ NAN = (float("nan"), "nan")
 INF = (1e30, "inf")  # squared, it is more than float32 holds
 
 
-@pytest.mark.grid
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize(
     ("ga", "replicas", "value", "shown"),
@@ -239,6 +239,7 @@ def signal_in_callback(updates):
     return {"callbacks": [Told(on_train_batch_end=look)]}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("make", [in_dataset, in_callback, signal_in_callback])
 @pytest.mark.parametrize("di", [1, 2])
 def test_an_interrupt_between_executions_keeps_the_last_one(make, di):

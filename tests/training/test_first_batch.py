@@ -14,7 +14,7 @@ from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, DataError, LossError, RecoverableDeviceError
 from ipufit.losses import resolve_loss
 from ipufit.training.sanity_check import FailureExplainer
-from tests.engines import EAGER_OR_NOT, embedded_only
+from tests.engines import EAGER_OR_NOT, embedded_only, runs_eagerly
 from tests.faulty import Net, Told, Watched, batches, compiled, fit, refused
 
 X, Y = batches(1, 8)[0]
@@ -296,8 +296,20 @@ def line_of(net):
     return f", at {__file__}:{first + line} in {function.__name__}: `{source}`"
 
 
-@pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
-@pytest.mark.parametrize("name", FAULTS)
+# Eagerly torch fails in the layer itself, and the reason is looked for in the same way.
+@pytest.mark.parametrize(
+    ("name", "run_eagerly"),
+    [
+        pytest.param(
+            name,
+            eager,
+            id=f"{name}-{'eager' if eager else 'traced'}",
+            marks=[*(runs_eagerly,) * eager, *(pytest.mark.long,) * (eager and place % 4 > 0)],
+        )
+        for place, name in enumerate(FAULTS)
+        for eager in (False, True)
+    ],
+)
 def test_a_layer_that_cannot_take_its_input_is_named(name, run_eagerly):
     """Torch's texts name no layer, differ by version, and speak of operators."""
     make, x, layer, needs, came, cure, mend = FAULTS[name]
@@ -493,6 +505,7 @@ LOSSES = {
 NEEDS = "needs labels from 0 to 2 for a prediction of 3 classes, got"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(
@@ -669,11 +682,33 @@ def test_a_validation_batch_says_what_its_layer_needs():
 
 # What is wrong with an index shows when it is looked up, and they need no values.
 INSPECTED = [name for name in FAULTS if name not in ("embedding", "negative index")]
-METHODS = pytest.mark.parametrize("method", ["check", "plan", "preflight"])
+METHODS = ["check", "plan", "preflight"]
 
 
-@METHODS
-@pytest.mark.parametrize("name", INSPECTED)
+def in_turn(names, apart=1):
+    """Each of them with each method.
+
+    One method after the other stands for all of them, with every so many-th name.
+    """
+    return pytest.mark.parametrize(
+        ("name", "method"),
+        [
+            pytest.param(
+                name,
+                method,
+                id=f"{name}-{method}",
+                marks=()
+                if place % apart == 0 and method == METHODS[place % len(METHODS)]
+                else pytest.mark.long,
+            )
+            for place, name in enumerate(names)
+            for method in METHODS
+        ],
+    )
+
+
+# What fit says of each of them is shown above.
+@in_turn(INSPECTED, apart=2)
 def test_a_method_that_looks_at_a_model_names_the_layer_too(name, method):
     """They ended in torch's own text, whichever of fit's rules knew the layer."""
     make, x, layer, needs, came, cure, mend = FAULTS[name]
@@ -690,8 +725,7 @@ def test_a_method_that_looks_at_a_model_names_the_layer_too(name, method):
     assert str(getattr(compiled(net), method)((x, Y[: len(x)])))
 
 
-@METHODS
-@pytest.mark.parametrize("name", ["view", "product", "cat", "loss"])
+@in_turn(["view", "product", "cat", "loss"])
 def test_a_method_that_looks_at_a_model_names_an_operator_of_ones_own(name, method):
     """The line is there without a debugger."""
     function, loss, operator, needs, came, cure = OPERATORS[name]

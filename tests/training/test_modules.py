@@ -18,8 +18,8 @@ from tests.engines import EAGER_OR_NOT, counts_in_a_buffer, embedded_only
 from tests.nets import CNN, MLP, Running, Transformer, data
 
 
-def loader(n=22, batch_size=4):
-    """Pictures and classes."""
+def loader(n=24, batch_size=4):
+    """Pictures and classes; as many as need no smaller micro-batch."""
     return DataLoader(TensorDataset(*data(n)), batch_size=batch_size)
 
 
@@ -139,7 +139,7 @@ def test_parametrized_weights():
 def test_buffers_that_forward_changes_in_place():
     """Statistics of a user's own are kept like those of BatchNorm."""
     net = Running().double()
-    fit_like_by_hand(net, plain, loader())
+    fit_like_by_hand(net, plain, loader(22))
     assert net.seen.item() == 22
 
 
@@ -149,7 +149,7 @@ def test_each_replica_has_buffers_of_its_own():
     net = Running().double()
     model = ipufit.Model(net)
     model.compile("sgd", "cross_entropy")
-    model.fit(loader(), ipus=2, verbose=0)
+    model.fit(loader(22), ipus=2, verbose=0)
     # Batches of 4, 4, 4, 4, 4, 2, of which replica 0 sees the first, third and fifth.
     assert net.seen.item() == 12
 
@@ -198,11 +198,11 @@ class Parts(Dataset):
 
     def __init__(self, form):
         self.form = form
-        self.x, self.y = data(22)
-        self.features = torch.randn(22, 3, dtype=torch.float64)
+        self.x, self.y = data(24)
+        self.features = torch.randn(24, 3, dtype=torch.float64)
 
     def __len__(self):
-        return 22
+        return 24
 
     def __getitem__(self, index):
         return self.form(self.x[index], self.features[index]), self.y[index]
@@ -281,6 +281,7 @@ LOGITS = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 @pytest.mark.parametrize("kind", LOGITS)
 def test_nested_outputs(kind, eager):
@@ -298,7 +299,7 @@ def test_nested_outputs(kind, eager):
         return loss(net(batch[0]), batch[1])
 
     model = fit_like_by_hand(net, call, loader(), loss=loss, metrics=[accuracy], run_eagerly=eager)
-    x, y = data(22)
+    x, y = data(24)
     predicted = model.predict(loader(), ipus=2, device_iterations=2, verbose=0)
     expected = net(x)
     assert type(predicted) is type(expected)
@@ -333,7 +334,7 @@ def test_a_module_with_a_loss_of_its_own():
     model = fit_like_by_hand(
         net, lambda net, batch: net(*batch)[1], loader(), loss=None, metrics=["accuracy"]
     )
-    x, y = data(22)
+    x, y = data(24)
     logits, loss = net(x, y)
     result = model.evaluate(loader(), verbose=0)
     assert result["loss"] == pytest.approx(loss.item(), abs=1e-12)
@@ -351,7 +352,7 @@ def test_a_dict_batch_for_a_module_with_a_loss_of_its_own():
             logits = super().forward(pixels)
             return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
-    x, y = data(22)
+    x, y = data(24)
     batches = [{"pixels": a, "labels": b} for a, b in DataLoader(TensorDataset(x, y), batch_size=4)]
     net = Labelled().double()
 
@@ -361,7 +362,7 @@ def test_a_dict_batch_for_a_module_with_a_loss_of_its_own():
     model = fit_like_by_hand(
         net, lambda net, batch: net(**batch)["loss"], batches, loss=None, metrics=[accuracy]
     )
-    assert model.predict(batches, verbose=0)["logits"].shape == (22, 5)
+    assert model.predict(batches, verbose=0)["logits"].shape == (24, 5)
 
 
 @embedded_only("PopTorch refuses a cross entropy with weights")
