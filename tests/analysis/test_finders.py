@@ -88,8 +88,13 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.ends
-@pytest.mark.parametrize("name", but(CONFIGURATIONS, **CONFIGURATION_MARKS))
+# An option is searched with as it is trained with, by the program of fit.
+PLAIN, *OTHERS = but(CONFIGURATIONS, **CONFIGURATION_MARKS)
+
+
+@pytest.mark.parametrize(
+    "name", [PLAIN, *(pytest.param(*p.values, marks=[*p.marks, pytest.mark.long]) for p in OTHERS)]
+)
 def test_a_search_leaves_no_trace_and_the_next_fit_has_the_same_bits(name):
     """A search that shifts a seed or a moment makes every later result irreproducible."""
     work = {"device_iterations": 2, "ipus": 2}
@@ -124,7 +129,7 @@ def test_a_search_before_the_first_fit_leaves_no_trace():
 
 def test_a_search_that_diverges_leaves_no_trace():
     """That is how most searches end."""
-    model = compiled(Drawing())
+    model = compiled()
     fit(model)
     with untouched(model):
         found = model.find_lr(loader(40), min_lr=1e-3, max_lr=1e4, updates=60)
@@ -168,7 +173,7 @@ def test_an_interrupted_search_leaves_no_trace(searches):
             return super().__getitem__(index)
 
     dataset = Interrupted(*batches(1, 32)[0])
-    model = compiled(Drawing())
+    model = compiled()
     fit(model)
     dataset.armed = True
     calls = {
