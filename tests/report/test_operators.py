@@ -97,11 +97,15 @@ WAYS = {
     "late": {"engine": late},
     "captured": {"engine": captured},
 }
+# Each has what the profiler does otherwise.
+QUICK = ("auto", "merged", "accumulation", "eager", "drawing", "captured")
 
 
 # What "drawing" draws is of no use, and it is warned of it.
 @pytest.mark.filterwarnings("ignore:a random number is drawn from random at:UserWarning")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in QUICK else pytest.mark.long) for way in WAYS]
+)
 def test_a_fit_with_a_report_has_the_bits_of_one_without(tmp_path, way):
     """Weights, buffers, optimizer, history, generators, and the number of recordings."""
     (one, states), (other, expected) = (

@@ -167,6 +167,7 @@ def test_memory_over_a_micro_batch_stands_on_what_is_there_all_the_time(run):
     assert highest * 1024 == pytest.approx(found["total"], rel=1e-5)
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize(
     "hostile",
     [

@@ -10,12 +10,19 @@ from torch import nn
 import ipufit
 import ipufit.poptorch as poptorch
 from ipufit.engines.ipu import options as ipu_options
+from ipufit.report import recorder
 from ipufit.report.files import FACTS
 
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch):
     monkeypatch.delenv("POPLAR_ENGINE_OPTIONS", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def no_page(monkeypatch):
+    """The page has tests of its own."""
+    monkeypatch.setattr(recorder, "write_page", lambda folder: None)
 
 
 @pytest.fixture

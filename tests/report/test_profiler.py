@@ -12,10 +12,17 @@ from torch.profiler import ProfilerActivity, profile, schedule
 import ipufit
 from ipufit.callbacks import Callback, LambdaCallback
 from ipufit.errors import ConfigurationError
+from ipufit.report import recorder
 from ipufit.report.files import FACTS, TORCH_TRACE
 
 # torch's own remark on what it keeps of several cycles.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def no_page(monkeypatch):
+    """The page has tests of its own."""
+    monkeypatch.setattr(recorder, "write_page", lambda folder: None)
 
 
 def fit(report, epochs=2, callbacks=(), **options):
