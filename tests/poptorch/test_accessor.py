@@ -1,6 +1,5 @@
 """The process that loads ahead: how it starts, what comes out of it, and that it always ends."""
 
-import concurrent.futures
 import functools
 import gc
 import inspect
@@ -64,30 +63,23 @@ class Facts(Numbers):
         return torch.tensor(facts, dtype=torch.int64)
 
 
-@pytest.fixture(scope="module")
-def spawned():
-    """Accessors of the strategies that import torch anew, both at once, and their datasets."""
-    datas = [TensorDataset(torch.arange(7.0)) for _ in SPAWNS]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        yield dict(zip(SPAWNS, zip(datas, pool.map(rebatching, datas, SPAWNS))))
-
-
-SPAWNS = (SharingStrategy.SharedMemory, SharingStrategy.FileSystem)
-
-
 def rebatching(data, strategy):
     loader = DataLoader(Opts(), data, 2, drop_last=False)
     return AsynchronousDataAccessor(loader, sharing_strategy=strategy, rebatched_size=3)
 
 
-@pytest.mark.parametrize("strategy", list(SharingStrategy))
-def test_every_strategy_gives_the_same_batches(strategy, spawned):
+# One of the two that import torch anew, which takes seconds.
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(each, marks=pytest.mark.long if each is SharingStrategy.SharedMemory else ())
+        for each in SharingStrategy
+    ],
+)
+def test_every_strategy_gives_the_same_batches(strategy):
     """Only FileSystem, and Fork, leave the dataset's own tensors where they are."""
-    if strategy in SPAWNS:
-        data, accessor = spawned[strategy]
-    else:
-        data = TensorDataset(torch.arange(7.0))
-        accessor = rebatching(data, strategy)
+    data = TensorDataset(torch.arange(7.0))
+    accessor = rebatching(data, strategy)
     for _ in range(2):
         assert [value for (batch,) in accessor for value in batch.tolist()] == list(range(7))
     moves = strategy in (SharingStrategy.SharedMemory, SharingStrategy.ForkServer)

@@ -13,7 +13,7 @@ from ipufit.poptorch._optimizer import CompiledOptimizer
 from ipufit.poptorch._optimizer_settings import settings_of
 
 HALF = torch.float16
-UPDATES = 20
+UPDATES = 10
 
 
 class Net(nn.Module):

@@ -159,7 +159,10 @@ def test_batches_are_joined_tensor_by_tensor():
     assert other.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-@pytest.mark.parametrize("first", ["", "import poptorch._poplar_executor"])
+# A process each, which imports torch.
+@pytest.mark.parametrize(
+    "first", ["", pytest.param("import poptorch._poplar_executor", marks=pytest.mark.long)]
+)
 def test_a_substitution_is_registered_through_the_loader_of_the_executor_s_module(first):
     """PopTorch Geometric loads the module by hand; classes must stay those that models use."""
     assert run(
