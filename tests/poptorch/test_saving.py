@@ -98,7 +98,14 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+# The two adaptive ones of torch have the state of ours.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in ("torch-adam", "torch-adamw") else ())
+        for name in OPTIMIZERS
+    ],
+)
 def test_training_goes_on_bit_for_bit(path, name):
     """Weights, running statistics, optimizer state, settings and random numbers."""
     executor, batch = trainer(OPTIMIZERS[name]), data()
