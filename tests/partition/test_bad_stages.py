@@ -29,13 +29,16 @@ class Net(nn.Module):
         return x
 
 
-X = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
-Y = torch.randint(0, 4, (10,), generator=torch.Generator().manual_seed(1))
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(0, 4, (12,), generator=torch.Generator().manual_seed(1))
 KNOWN = "Known names: a, a.0, a.1, a.2, b, b.0, embed, head."
 
 
 def compiled(net=None, engine="embedded", **options):
     model = ipufit.Model(net if net is not None else Net(), engine=engine)
+    # Without the measurements that choose among kernels.
+    if engine == "embedded" and not options.get("run_eagerly"):
+        options = {"jit": "graph", **options}
     model.compile("sgd", "cross_entropy", **options)
     return model
 
@@ -405,7 +408,7 @@ class Blocks(nn.Module):
         return self.second(self.first(x))
 
 
-@pytest.mark.grid
+@pytest.mark.ends
 @ENGINES
 @pytest.mark.parametrize("ipus", [1, 4])
 def test_blocks_of_the_module_must_fit_what_compile_was_told(engine, ipus):
@@ -576,21 +579,21 @@ def test_inference_may_need_other_stages(engine):
         parallel=ipufit.Parallel(stages={"aux": 1}, inference=ipufit.Parallel(stages={"body": 0})),
     )
     fit(model)
-    assert model.predict(X, verbose=0).shape == (10, 4)
+    assert model.predict(X, verbose=0).shape == X.shape
 
 
 @ENGINES
 def test_layers_that_torch_fuses_in_inference_keep_their_stages(engine):
     """They are computed in one piece then, without a call of what is inside."""
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    net = nn.Sequential(nn.Unflatten(1, (1, 4)), nn.TransformerEncoder(layer, 2), nn.Flatten())
+    net = nn.Sequential(nn.Unflatten(1, (1, 4)), nn.TransformerEncoder(layer, 1), nn.Flatten())
     options = [False] if engine != "embedded" else [False, True]
     for run_eagerly in options:
         model = compiled(
             net,
             engine,
-            parallel=ipufit.Parallel(stages={"1.layers.1.linear1": 1}),
+            parallel=ipufit.Parallel(stages={"1.layers.0.linear1": 1}),
             run_eagerly=run_eagerly,
         )
         fit(model)
-        assert model.predict(X, verbose=0).shape == (10, 4)
+        assert model.predict(X, verbose=0).shape == X.shape

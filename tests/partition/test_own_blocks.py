@@ -11,8 +11,8 @@ from tests.fitting import assert_equal
 
 pytestmark = pytest.mark.both_engines
 
-X = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
-Y = torch.randint(0, 4, (10,), generator=torch.Generator().manual_seed(1))
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(0, 4, (12,), generator=torch.Generator().manual_seed(1))
 ENGINES = pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 
 
@@ -29,11 +29,15 @@ def net(*ipus, tied=(), names="ABCD"):
     return layers
 
 
+def how(engine, **options):
+    """Without the measurements that choose among kernels."""
+    return {"jit": "graph"} if engine == "embedded" and "run_eagerly" not in options else {}
+
+
 def over_two(module, engine="embedded", **options):
     model = ipufit.Model(module, engine=engine)
-    model.compile(
-        "sgd", "cross_entropy", **{"parallel": ipufit.Parallel(ipus_per_replica=2), **options}
-    )
+    options = {"parallel": ipufit.Parallel(ipus_per_replica=2), **options}
+    model.compile("sgd", "cross_entropy", **options, **how(engine, **options))
     return model
 
 
@@ -172,7 +176,7 @@ def test_the_loss_is_in_the_last_block_though_it_ended(engine, named):
     strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement) if named else None
     model = over_two(Left(), engine, parallel=ipufit.Parallel(strategy=strategy))
     fit(model, 3)
-    assert model.predict(X, verbose=0).shape == (10, 4)
+    assert model.predict(X, verbose=0).shape == X.shape
 
 
 @ENGINES
@@ -183,13 +187,28 @@ def test_every_block_has_an_ipu(engine):
     )
 
 
-@pytest.mark.grid
-@ENGINES
+# Each walk over the IPUs once, and either engine with and without names.
+WALKS = [
+    ((0, 1), 2, [("ipu-standin", True)]),
+    ((0, 1, 0), 3, [("embedded", False)]),
+    ((0, 1, 0, 1), 4, [("ipu-standin", False)]),
+    ((1, 0), 3, [("embedded", True)]),
+    ((0, 0, 1), 2, [("ipu-standin", False)]),
+]
+
+
 @pytest.mark.parametrize(
-    ("ipus", "stages"),
-    [((0, 1), 2), ((0, 1, 0), 3), ((0, 1, 0, 1), 4), ((1, 0), 3), ((0, 0, 1), 2)],
+    ("ipus", "stages", "engine", "named"),
+    [
+        pytest.param(
+            *(ipus, stages, engine, named),
+            marks=() if (engine, named) in quick else pytest.mark.long,
+        )
+        for ipus, stages, quick in WALKS
+        for engine in ("embedded", "ipu-standin")
+        for named in (False, True)
+    ],
 )
-@pytest.mark.parametrize("named", [False, True])
 def test_stages_are_changes_of_the_ipu(engine, ipus, stages, named):
     """One that goes back to an earlier IPU, as tied embeddings do, has more stages than IPUs."""
     strategy = None
@@ -206,11 +225,11 @@ def test_stages_are_changes_of_the_ipu(engine, ipus, stages, named):
     assert caught.value.suggestion == {"gradient_accumulation": least}
     model = over_two(net(*ipus), engine, parallel=ipufit.Parallel(strategy=strategy))
     fit(model, least)
-    for iterations in (1, stages - 1, stages):
+    for iterations in sorted({1, stages - 1, stages}):
         work = {"device_iterations": iterations, "batch_size": 2, "verbose": 0}
         assert model.evaluate(X, Y, **work)["loss"] > 0
     plain = ipufit.Model(net(*(None for _ in ipus)), engine=engine)
-    plain.compile("sgd", "cross_entropy")
+    plain.compile("sgd", "cross_entropy", **how(engine))
     fit(plain, least)
     assert_equal(model.module, plain.module)
 
@@ -290,32 +309,32 @@ class InForward(nn.Module):
 def compiled_alone(module, engine="embedded", **options):
     """Without a word about IPUs."""
     model = ipufit.Model(module, engine=engine)
-    model.compile("sgd", "cross_entropy", **options)
+    model.compile("sgd", "cross_entropy", **options, **how(engine, **options))
     return model
 
 
+@pytest.mark.ends
 @ENGINES
 @pytest.mark.parametrize("make", [lambda: net(0, 1), InForward], ids=["annotated", "in forward"])
 def test_the_ipus_of_a_replica_are_those_of_the_blocks(engine, make):
     """Whether a replica is all there is, or the IPUs are shared out; numbers are those of one."""
-    plain = compiled_alone(net(None, None), engine)
+    work = {"batch_size": 1, "gradient_accumulation": 3, "verbose": 0, "shuffle": False}
+    plain = {}
+    for replicas in (1, 2):
+        plain[replicas] = compiled_alone(net(None, None), engine)
+        plain[replicas].fit(X, Y, ipus=replicas, **work)
     for ipus, replicas in ((None, 1), (2, 1), (4, 2)):
         model = compiled_alone(make(), engine)
-        model.fit(X, Y, batch_size=1, ipus=ipus, gradient_accumulation=3, verbose=0, shuffle=False)
+        model.fit(X, Y, ipus=ipus, **work)
         found = model.history.params
         assert (found["replicas"], found["ipus"]) == (replicas, 2 * replicas)
-        plain = compiled_alone(net(None, None), engine)
-        plain.fit(
-            X, Y, batch_size=1, ipus=replicas, gradient_accumulation=3, verbose=0, shuffle=False
-        )
-        for one, other in zip(model.module.parameters(), plain.module.parameters()):
+        for one, other in zip(model.module.parameters(), plain[replicas].module.parameters()):
             assert torch.equal(one, other)
     with pytest.raises(PlanError, match="must be a power of two that stages=2 divides, got 1"):
-        compiled_alone(make(), engine).fit(
-            X, Y, batch_size=1, ipus=1, gradient_accumulation=3, verbose=0
-        )
+        compiled_alone(make(), engine).fit(X, Y, ipus=1, **work)
 
 
+@pytest.mark.ends
 @ENGINES
 @pytest.mark.parametrize("make", [lambda: net(0, 1), InForward], ids=["annotated", "in forward"])
 def test_inference_alone_has_the_ipus_of_the_blocks(engine, make):
@@ -368,7 +387,7 @@ def test_replicas_of_options_are_so_many_times_the_counted_blocks(engine):
 
 def stream():
     """Batches that can be read once."""
-    return ((X[i : i + 2], Y[i : i + 2]) for i in range(0, 10, 2))
+    return ((X[i : i + 2], Y[i : i + 2]) for i in range(0, 12, 2))
 
 
 @ENGINES

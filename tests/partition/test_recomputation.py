@@ -44,10 +44,10 @@ class Residual(nn.Module):
 class Pictures(nn.Module):
     """Residual blocks over a picture."""
 
-    def __init__(self):
+    def __init__(self, blocks=4):
         super().__init__()
         self.stem = nn.Conv2d(1, 4, 1)
-        self.blocks = nn.ModuleList([Residual() for _ in range(4)])
+        self.blocks = nn.ModuleList([Residual() for _ in range(blocks)])
         self.head = nn.Linear(4, 5)
 
     def forward(self, x):
@@ -219,7 +219,8 @@ def test_the_bits_are_those_without(kind, recompute):
     ids=str,
 )
 def test_it_goes_with_the_other_options(options):
-    base = made(Pictures).float() if "precision" in options else made(Pictures)
+    base = made(lambda: Pictures(2))
+    base = base.float() if "precision" in options else base
     plain, losses, _ = fitted(copy.deepcopy(base), False, **options)
     again, same, engine = fitted(copy.deepcopy(base), True, **options)
     assert same == losses
@@ -297,7 +298,12 @@ def measured(graph, arguments):
     ("kind", "names", "less"),
     [
         (Pictures, [f"blocks.{i}" for i in range(4)], 0.7),
-        (Sequences, [f"{n}.layers.{i}" for n in ("encoder", "decoder") for i in range(2)], 0.7),
+        pytest.param(
+            Sequences,
+            [f"{n}.layers.{i}" for n in ("encoder", "decoder") for i in range(2)],
+            0.7,
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["residual", "sequences"],
 )

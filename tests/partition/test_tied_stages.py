@@ -1,6 +1,7 @@
 """Weights that are shared across IPUs: what reads one again goes back to the IPU that has it."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -155,17 +156,26 @@ def made(kind):
     return NETS[kind]()
 
 
+def how(engine):
+    """Without the measurements that choose among kernels."""
+    return {"jit": "graph"} if engine == "embedded" else {}
+
+
 def trained(net, engine="embedded", accumulation=11, **options):
     """The model after two epochs of a full update and a smaller one, history and evaluation."""
     model = ipufit.Model(net, engine=engine)
-    # Without the measurements that choose among kernels.
-    how = {"jit": "graph"} if engine == "embedded" else {}
     parallel = options.pop("parallel", ipufit.Parallel())
     parallel = dataclasses.replace(parallel, auto_round_ipus=True)
-    model.compile("adam", "cross_entropy", parallel=parallel, **options, **how)
+    model.compile("adam", "cross_entropy", parallel=parallel, **options, **how(engine))
     work = {"batch_size": 2, "verbose": 0}
     history = model.fit(X, X, epochs=2, gradient_accumulation=accumulation, seed=3, **work)
     return model, history.history, model.evaluate(X, X, **work)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The same nets on one IPU, by kind and engine."""
+    return functools.lru_cache(maxsize=None)(lambda kind, engine: trained(made(kind), engine))
 
 
 @pytest.mark.parametrize(("kind", "layers", "begins", "places"), EXPECTED)
@@ -182,19 +192,31 @@ def test_what_shares_a_weight_goes_back_to_it(kind, layers, begins, places):
     assert found.stages == (len(places) or len(layers))
 
 
-@ENGINES
-@pytest.mark.grid
 @pytest.mark.parametrize(
-    ("kind", "layers", "strategy"),
+    ("kind", "layers", "strategy", "engine"),
     [
-        *((kind, layers, "pipelined") for kind, layers, _, _ in EXPECTED),
-        ("decoder", [2, 2], "sharded"),
-        ("both", [1, 3], "sharded"),
+        pytest.param(
+            *(kind, layers, strategy, engine), marks=() if engine in quick else pytest.mark.long
+        )
+        for kind, layers, strategy, quick in (
+            ("decoder", [2, 2], "pipelined", ["ipu-standin"]),
+            ("decoder", [0, 4], "pipelined", ["embedded"]),
+            ("decoder", [4, 0], "pipelined", ["embedded"]),
+            ("both", [2, 2], "pipelined", []),
+            ("both", [1, 3], "pipelined", ["ipu-standin"]),
+            ("both", [1, 1, 1, 1], "pipelined", ["embedded"]),
+            ("module", [1, 3], "pipelined", ["embedded"]),
+            ("one", [2, 2], "pipelined", []),
+            ("one", [2, 1, 1], "pipelined", ["embedded"]),
+            ("decoder", [2, 2], "sharded", ["embedded"]),
+            ("both", [1, 3], "sharded", ["ipu-standin"]),
+        )
+        for engine in ("embedded", "ipu-standin")
     ],
 )
-def test_the_bits_are_those_of_the_whole_module(engine, kind, layers, strategy):
+def test_the_bits_are_those_of_the_whole_module(whole, engine, kind, layers, strategy):
     """Weights, History and evaluation; full updates and smaller ones."""
-    expected = trained(made(kind), engine)
+    expected = whole(kind, engine)
     found = trained(
         made(kind), engine, parallel=ipufit.Parallel(layers_per_ipu=layers, strategy=strategy)
     )
@@ -214,6 +236,7 @@ def test_the_weights_are_those_of_a_loop_by_hand(engine):
         lambda p: torch.optim.SGD(p, lr=0.1),
         "cross_entropy",
         parallel=ipufit.Parallel(layers_per_ipu=[2, 2]),
+        **how(engine),
     )
     rows = X[:20]
     model.fit(rows, rows, batch_size=2, gradient_accumulation=5, shuffle=False, verbose=0)
@@ -312,7 +335,7 @@ def refused(net, engine="embedded", **options):
 
 
 @ENGINES_AT_LENGTH
-def test_stages_that_put_a_weight_on_two_ipus_say_how_to_go_back(engine):
+def test_stages_that_put_a_weight_on_two_ipus_say_how_to_go_back(whole, engine):
     """What the error says, done, trains to the bits of the whole."""
     stages = {"layers.2": 1}
     assert refused(made("decoder"), engine, parallel=ipufit.Parallel(stages=stages)) == (
@@ -323,12 +346,12 @@ def test_stages_that_put_a_weight_on_two_ipus_say_how_to_go_back(engine):
     )
     stages["head"] = (2, 0)
     found = trained(made("decoder"), engine, parallel=ipufit.Parallel(stages=stages))
-    expected = trained(made("decoder"), engine)
+    expected = whole("decoder", engine)
     assert_equal(found[0].module, expected[0].module)
     assert found[1:] == expected[1:]
 
 
-def test_a_weight_that_is_wanted_in_the_middle_says_so_too():
+def test_a_weight_that_is_wanted_in_the_middle_says_so_too(whole):
     stages = {"encoder.layers.1": 1, "decoder.layers.1": 2}
     assert refused(made("both"), parallel=ipufit.Parallel(stages=stages)) == (
         "a parameter must be on one IPU, but 'encoder.embed.weight' and 'decoder.embed.weight' are "
@@ -342,7 +365,7 @@ def test_a_weight_that_is_wanted_in_the_middle_says_so_too():
         **{"decoder.layers.1": (4, 2), "head": (5, 0)},
     }
     found = trained(made("both"), parallel=ipufit.Parallel(stages=stages))
-    assert_equal(found[0].module, trained(made("both"))[0].module)
+    assert_equal(found[0].module, whole("both", "embedded")[0].module)
     assert found[0]._session.partitions.training.places == (0, 1, 0, 1, 2, 0)
 
 
@@ -441,7 +464,7 @@ def test_weights_that_layers_share_stay_where_they_are():
     )
 
 
-def test_a_plan_adds_up_what_is_on_an_ipu():
+def test_a_plan_adds_up_what_is_on_an_ipu(whole):
     """The weight once; the time and the memory of both stages."""
     model = ipufit.Model(made("decoder"))
     model.compile("adam", "cross_entropy", parallel=ipufit.Parallel(layers_per_ipu=[2, 2]))
@@ -465,7 +488,7 @@ def test_a_plan_adds_up_what_is_on_an_ipu():
     facts = plan.to_dict()
     assert (facts["places"], [stage["ipu"] for stage in facts["stages"]]) == ([0, 1, 0], [0, 1, 0])
     found = trained(made("decoder"), parallel=ipufit.Parallel(stages=plan))
-    assert_equal(found[0].module, trained(made("decoder"))[0].module)
+    assert_equal(found[0].module, whole("decoder", "embedded")[0].module)
 
 
 def test_a_plan_does_not_fit_if_both_stages_of_an_ipu_do_not():
@@ -504,9 +527,8 @@ def test_stages_on_one_ipu_take_turns():
 def test_auto_goes_back_where_that_is_faster(engine, capsys):
     """Without it nothing could be divided between the embedding and the head."""
     model = ipufit.Model(made("decoder"), engine=engine)
-    model.compile(
-        "adam", "cross_entropy", parallel=ipufit.Parallel(stages="auto", ipus_per_replica=2)
-    )
+    parallel = ipufit.Parallel(stages="auto", ipus_per_replica=2)
+    model.compile("adam", "cross_entropy", parallel=parallel, **how(engine))
     for _ in range(2):
         with pytest.raises(PlanError) as caught:
             model.fit(X, X, batch_size=2, gradient_accumulation=3, verbose=0)

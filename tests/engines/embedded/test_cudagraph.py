@@ -5,6 +5,7 @@ GPU is skipped by name where there is none.
 """
 
 import copy
+import itertools
 import re
 import threading
 
@@ -124,10 +125,26 @@ def pair(net, optimizer, on, atol=None, fits=1, compile_options=None, **options)
     return models[0]
 
 
-@pytest.mark.grid
-@pytest.mark.grid
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("net", [MLP, CNN, Transformer, Running, Noise])
+# Every net and every plan; those that are quickly recorded, and change most, twice.
+QUICK = {
+    (MLP, PLANS[1]),
+    (MLP, PLANS[3]),
+    (CNN, PLANS[0]),
+    (CNN, PLANS[2]),
+    (Running, PLANS[2]),
+    (Noise, PLANS[3]),
+    (Transformer, PLANS[4]),
+}
+
+
+@pytest.mark.parametrize(
+    ("net", "plan"),
+    [
+        pytest.param(*point, marks=() if point in QUICK else pytest.mark.long)
+        for point in itertools.product((MLP, CNN, Transformer, Running, Noise), PLANS)
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_the_numbers_are_those_of_the_graph(net, plan, on):
     """Tails, replicas, accumulation, BatchNorm, dropout and metrics of the outputs included."""
     torch.manual_seed(1)
@@ -236,12 +253,22 @@ def linear(prediction, target):
     return (prediction * target).mean()
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("initial", [1024.0, 1000.0])
 @pytest.mark.parametrize(
-    ("places", "value", "every"),
-    [([3], 1e36, 5), ([16], 1e36, 5), ([10], 1e35, None), ([0, 1, 2], 1e38, None)],
-    ids=["replayed", "later", "after the scale has grown", "all of the first execution"],
+    ("places", "value", "every", "initial"),
+    [
+        pytest.param(
+            *(places, value, every, initial),
+            marks=() if initial == quick else pytest.mark.long,
+            id=f"{name}, {initial:g}",
+        )
+        for name, places, value, every, quick in (
+            ("replayed", [3], 1e36, 5, 1024.0),
+            ("later", [16], 1e36, 5, 1000.0),
+            ("after the scale has grown", [10], 1e35, None, 1024.0),
+            ("all of the first execution", [0, 1, 2], 1e38, None, 1000.0),
+        )
+        for initial in (1024.0, 1000.0)
+    ],
 )
 def test_updates_that_overflow_are_left_out(places, value, every, initial, on):
     """The replay is taken back. The scale grows within executions, and is no constant of them."""
@@ -455,11 +482,11 @@ def test_what_does_not_fit_runs_as_recorded_and_says_why(change, reason):
     model = built(MLP().double(), optimizer, "cudagraph", "tape", **change)
     text = f"jit='cudagraph' runs this program as jit='graph' does: {reason}."
     with pytest.warns(UserWarning, match=f"^{re.escape(text)}$"):
-        fit(model)
+        fit(model, x=X[:24], y=Y[:24])
     assert f"Runs no CUDA graphs: {reason}." in model._session.explain()
     assert model._session.engine.tape.captures == 0
     same = built(MLP().double(), optimizer, "auto", "tape", **change)
-    fit(same)
+    fit(same, x=X[:24], y=Y[:24])
     assert reason in same._session.explain()
 
 

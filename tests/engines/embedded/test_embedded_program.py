@@ -52,9 +52,9 @@ def test_at_most_one_transfer_to_the_host_per_execution(di, metrics):
     counter = Executions()
     model, engine = with_engine(CNN().double(), metrics=metrics)
     work = {"device_iterations": di, "ipus": 2, "callbacks": [counter], "verbose": 0}
-    model.fit(loader(), epochs=2, validation_data=loader(9), **work)
-    model.evaluate(loader(), **work)
-    model.predict(loader(), **work)
+    model.fit(loader(24), epochs=2, validation_data=loader(8), **work)
+    model.evaluate(loader(24), **work)
+    model.predict(loader(24), **work)
     assert counter.count > 0
     assert engine.transfer.count == counter.count
 

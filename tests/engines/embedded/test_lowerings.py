@@ -82,13 +82,13 @@ def pictures(n, side=12):
     return torch.randn(n, 1, side, side, generator=generator), torch.arange(n) % 5
 
 
-def fitted(net, **options):
-    """A model after two epochs on 70 pictures, and the engine."""
+def fitted(net, n=64, **options):
+    """A model after two epochs on pictures in micro-batches of 16, and the engine."""
     engine = EmbeddedEngine()
     model = ipufit.Model(copy.deepcopy(net), engine=lambda: engine)
     model.compile("adam", "cross_entropy", ["accuracy"], **options)
     work = {"batch_size": 16, "epochs": 2, "device_iterations": 2, "seed": 1, "verbose": 0}
-    history = model.fit(*pictures(70), **work)
+    history = model.fit(*pictures(n), **work)
     return model, engine, history
 
 
@@ -116,8 +116,8 @@ needs_onednn = pytest.mark.skipif(
 )
 def test_other_kernels_give_the_numbers_up_to_summation_order(kind, what):
     net = kind()
-    one, _, told = fitted(net, jit="graph")
-    other, engine, history = fitted(net, jit="kernels")
+    one, _, told = fitted(net, 70, jit="graph")
+    other, engine, history = fitted(net, 70, jit="kernels")
     assert what in engine.explain(other._session.config, {})[0]
     assert (told.params["jit"], history.params["jit"]) == ("graph", "kernels")
     for name, value in one.module.state_dict().items():
@@ -132,8 +132,8 @@ def test_other_kernels_give_the_numbers_up_to_summation_order(kind, what):
 @pytest.mark.parametrize("kind", [Pictures, Wide])
 def test_the_graph_has_the_bits_of_the_module_itself(kind):
     net = kind()
-    one, _, told = fitted(net, jit="graph")
-    other, _, history = fitted(net, run_eagerly=True)
+    one, _, told = fitted(net, 70, jit="graph")
+    other, _, history = fitted(net, 70, run_eagerly=True)
     assert told.history["loss"] == history.history["loss"]
     for name, value in one.module.state_dict().items():
         assert torch.equal(other.module.state_dict()[name], value), name
@@ -244,7 +244,7 @@ def test_what_is_said_is_about_the_last_fit(monkeypatch):
     assert history.params["jit"] == "kernels"
     fastest_is(monkeypatch, 0)
     for size, way in ((8, "graph"), (16, "kernels"), (8, "graph")):
-        history = model.fit(*pictures(70), batch_size=size, seed=1, verbose=0)
+        history = model.fit(*pictures(64), batch_size=size, seed=1, verbose=0)
         assert history.params["jit"] == engine.way == way
         (why,) = engine.explain(model._session.config, {})
         assert ("as it was recorded" in why) == (way == "graph")

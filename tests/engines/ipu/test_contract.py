@@ -23,13 +23,18 @@ MODELS = ("trainingModel", "inferenceModel")
 
 @pytest.fixture(scope="module")
 def calls():
-    """What the life of models makes: fits with tails, a validation, a schedule, options."""
+    """What the life of models makes: fits with tails, a validation, a schedule, options.
+
+    The first model has all of a life, the others what their options change in it.
+    """
     recorder = Recorder()
     x, y = data(23)
     loader = DataLoader(TensorDataset(x, y), batch_size=3)
+    without_a_tail = DataLoader(TensorDataset(x[:12], y[:12]), batch_size=3)
     with keep_float64(), recorder.watching():
-        for name, more in (
+        for whole, name, more in (
             (
+                True,
                 "adam",
                 {
                     "clip": ipufit.Clip(global_norm=1.0),
@@ -37,15 +42,17 @@ def calls():
                 },
             ),
             (
+                False,
                 "lamb",
                 {
                     "reduction": ipufit.Reduction(gradients="sum"),
                     "precision": ipufit.Precision(accumulation_dtype=torch.float32),
                 },
             ),
-            ("sgd", {"lr_scheduler": lambda optimizer: _halving(optimizer)}),
-            ("rmsprop", {"poptorch": ipufit.poptorch.Options().modelName("life")}),
+            (False, "sgd", {"lr_scheduler": lambda optimizer: _halving(optimizer)}),
+            (False, "rmsprop", {"poptorch": ipufit.poptorch.Options().modelName("life")}),
             (
+                False,
                 "sgd",
                 {
                     "memory": ipufit.Memory(
@@ -58,19 +65,20 @@ def calls():
             model = ipufit.Model(net, engine=lambda: IpuEngine(recorder, "ipu-standin"))
             model.compile(name, "cross_entropy", ["accuracy"], **more)
             model.fit(
-                loader,
+                loader if whole else without_a_tail,
                 epochs=2,
                 ipus=2,
                 device_iterations=2,
-                validation_data=loader,
+                validation_data=loader if whole else None,
                 callbacks=[_Touch(net)],
                 verbose=0,
             )
             assert type(net) is MLP
             assert type(next(net.parameters())) is nn.Parameter
-            model.fit(loader, verbose=0)
-            model.evaluate(loader, verbose=0)
-            model.predict(x, verbose=0)
+            if whole:
+                model.fit(loader, verbose=0)
+                model.evaluate(loader, verbose=0)
+                model.predict(x, verbose=0)
             model.close()
         for strategy in STRATEGIES:
             _divided(recorder, strategy)
