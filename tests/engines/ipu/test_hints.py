@@ -52,9 +52,7 @@ def options(sharded=True, tiles=32):
 
 def ran(net, engine, **given):
     model = ipufit.Model(net, engine=engine)
-    # Without the measurements that choose among kernels.
-    how = {"jit": "graph"} if engine == "embedded" else {}
-    model.compile("sgd", "cross_entropy", ["accuracy"], **given, **how)
+    model.compile("sgd", "cross_entropy", ["accuracy"], **given)
     work = {"batch_size": 4, "verbose": 0}
     history = model.fit(X, Y, seed=1, gradient_accumulation=2, **work).history
     return model, history, model.evaluate(X, Y, **work), model.predict(X, **work)
