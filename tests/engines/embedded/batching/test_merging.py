@@ -72,9 +72,6 @@ def sgd(parameters):
 
 def trained(net, plan, n=16, merged=True, way="late", optimizer=sgd, run=fit, **options):
     """A copy of the network after two epochs, its history, and the engine."""
-    if way == "late":
-        # Without the measurements that choose among kernels, which the other way has.
-        options.setdefault("jit", "graph")
     model, engine = compiled(net, optimizer, way=way, **options)
     if not merged:
         engine.merge = lambda *arguments: decision.Decision.against(1, "a test says so")
