@@ -4,11 +4,13 @@ import errno
 import gc
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import threading
+import warnings
 
 import pytest
 import safetensors.torch
@@ -29,10 +31,26 @@ from ipufit.errors import (
 )
 from ipufit.testing import inject
 from tests.checkpoint.test_resume import Case, assert_same, loader, state
+from tests.copies import CAN_COPY
 from tests.nets import MLP, data
 from tests.told import refused
 
-X, Y = data(23)
+X, Y = data(24)
+# Twelve updates in an epoch. What is left over of an epoch, dropout and statistics are the subject
+# of test_resume.py.
+WHOLE = TensorDataset(X, Y)
+
+
+def whole_batches(**options):
+    return loader(WHOLE, **options)
+
+
+def plain(net=MLP, train=whole_batches, **options):
+    """A fit that goes on with the same bits."""
+    return Case(net, train, seed=5, **options)
+
+
+PLAIN, LONGER = plain(), plain(epochs=3)
 
 
 def names(folder):
@@ -41,7 +59,7 @@ def names(folder):
 
 def fit(folder, net=MLP, **options):
     """A model after two epochs of 12 updates that wrote checkpoints."""
-    return Case(net, seed=5, epochs=2).run(**{"checkpoint": folder, **options})
+    return plain(net).run(**{"checkpoint": folder, **options})
 
 
 def documents(folder):
@@ -66,7 +84,6 @@ def test_so_many_updates_are_between_two(tmp_path):
 
 def test_a_run_of_an_older_version_of_the_format_goes_on(tmp_path):
     """Version 1.0 had one process, and said nothing of others; up to 1.1 none was configured."""
-    whole = state(fit(tmp_path / "whole"))
     fit(ipufit.Checkpoint(tmp_path / "run", every_updates=5, keep=9))
     folder = tmp_path / "run" / "update-000000005"
     for name in names(tmp_path / "run")[1:]:
@@ -86,7 +103,7 @@ def test_a_run_of_an_older_version_of_the_format_goes_on(tmp_path):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.warns(UserWarning, match="older ipufit") as warned:
         model = fit(tmp_path / "run", resume="auto")
-    assert_same(model, whole)
+    assert_same(model, PLAIN.whole())
     assert [str(each.message) for each in warned] == [
         "the checkpoint 'update-000000005' is of an older ipufit and does not say how its run was "
         "configured: that loss, optimizer settings, data and module are the same is not checked, "
@@ -143,18 +160,16 @@ def test_the_weights_need_no_ipufit_to_be_read(tmp_path):
 @pytest.mark.parametrize("before", [3, 12, 16])
 def test_what_only_cuts_the_work_may_change(change, before, tmp_path):
     checkpoint = ipufit.Checkpoint(tmp_path / "run", every_updates=1)
-    case = Case(seed=5)
-    case.run(before, checkpoint=checkpoint)
-    assert_same(case.run(checkpoint=checkpoint, resume="auto", **change), state(case.run()))
+    PLAIN.run(before, checkpoint=checkpoint)
+    assert_same(PLAIN.run(checkpoint=tmp_path / "run", resume="auto", **change), PLAIN.whole())
 
 
 def test_replicas_may_become_accumulation(tmp_path):
     """The same samples in an update, in another order of summation."""
-    case = Case(MLP, seed=5)
-    folder, whole = tmp_path / "run", case.run(ipus=4)
+    folder, whole = tmp_path / "run", PLAIN.run(ipus=4)
     checkpoint = ipufit.Checkpoint(folder, every_updates=1)
-    case.run(4, checkpoint=checkpoint, ipus=4)
-    model = case.run(checkpoint=checkpoint, resume="auto", ipus=2, gradient_accumulation=2)
+    PLAIN.run(4, checkpoint=checkpoint, ipus=4)
+    model = PLAIN.run(checkpoint=checkpoint, resume="auto", ipus=2, gradient_accumulation=2)
     for name, value in whole.module.state_dict().items():
         torch.testing.assert_close(model.module.state_dict()[name], value, rtol=0, atol=1e-12)
     assert model.history.epoch == whole.history.epoch
@@ -167,7 +182,7 @@ def test_a_run_that_is_done_stays_done(tmp_path):
     assert_same(again, state(first))
     assert again.history.params["resumed"]["update"] == 24
     # More epochs are the epochs of a longer run.
-    assert_same(fit(tmp_path / "run", resume="auto", epochs=3), state(fit(None, epochs=3)))
+    assert_same(fit(tmp_path / "run", resume="auto", epochs=3), LONGER.whole())
 
 
 def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path):
@@ -181,17 +196,16 @@ def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path):
 
 
 def test_resume_begins_where_there_is_nothing_yet(tmp_path):
-    first, second = fit(None), fit(tmp_path / "run", resume="auto")
-    assert_same(second, state(first))
+    second = fit(tmp_path / "run", resume="auto")
+    assert_same(second, PLAIN.whole())
     assert "resumed" not in second.history.params
 
 
 def test_one_checkpoint_can_be_chosen_and_goes_on_elsewhere(tmp_path):
-    case = Case(seed=5)
-    case.run(checkpoint=ipufit.Checkpoint(tmp_path / "run", every_updates=4, keep=100))
+    PLAIN.run(checkpoint=ipufit.Checkpoint(tmp_path / "run", every_updates=4, keep=100))
     chosen = tmp_path / "run" / "update-000000008"
-    model = case.run(resume=chosen, checkpoint=tmp_path / "other")
-    assert_same(model, state(case.run()))
+    model = PLAIN.run(resume=chosen, checkpoint=tmp_path / "other")
+    assert_same(model, PLAIN.whole())
     assert model.history.params["resumed"] == {
         "checkpoint": "update-000000008",
         "update": 8,
@@ -199,7 +213,7 @@ def test_one_checkpoint_can_be_chosen_and_goes_on_elsewhere(tmp_path):
         "data": "read again up to there",
     }
     # Without writing any.
-    assert_same(case.run(resume=str(chosen)), state(case.run()))
+    assert_same(PLAIN.run(resume=str(chosen)), PLAIN.whole())
 
 
 def test_logs_go_on_as_if_nothing_had_happened(tmp_path):
@@ -210,7 +224,7 @@ def test_logs_go_on_as_if_nothing_had_happened(tmp_path):
             JSONLinesLogger(folder / "log.jsonl", every_updates=3),
             ModelCheckpoint(folder / "{epoch}.safetensors", keep=1, save_freq=7),
         ]
-        Case(callbacks=lambda: callbacks, seed=5).run(before, **options)
+        plain(callbacks=lambda: callbacks).run(before, **options)
         return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.is_file()}
 
     expected = run(tmp_path / "whole")
@@ -224,7 +238,7 @@ def test_a_log_that_is_gone_is_missed(tmp_path):
     def run(before=None, **options):
         make = lambda: [JSONLinesLogger(tmp_path / "log.jsonl", every_updates=1)]  # noqa: E731
         checkpoint = ipufit.Checkpoint(tmp_path / "run", every_updates=1)
-        return Case(callbacks=make, seed=5).run(before, checkpoint=checkpoint, **options)
+        return plain(callbacks=make).run(before, checkpoint=checkpoint, **options)
 
     run(3)
     os.remove(tmp_path / "log.jsonl")
@@ -240,14 +254,13 @@ def test_a_log_that_is_gone_is_missed(tmp_path):
 def test_damaged_ones_are_told_set_aside_and_passed_over(tmp_path):
     folder = tmp_path / "run"
     checkpoint = ipufit.Checkpoint(folder, every_updates=1, keep=3)
-    case = Case(seed=5)
-    case.run(9, checkpoint=checkpoint)
+    PLAIN.run(9, checkpoint=checkpoint)
     newest = folder / "update-000000009" / "state.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     with pytest.warns(UserWarning, match="state.safetensors"):
-        model = case.run(checkpoint=checkpoint, resume="auto")
+        model = PLAIN.run(checkpoint=folder, resume="auto")
     assert model.history.params["resumed"]["update"] == 8
-    assert_same(model, state(case.run()))
+    assert_same(model, PLAIN.whole())
     assert "damaged-update-000000009" in names(folder)
 
 
@@ -261,6 +274,9 @@ def test_none_that_can_be_read_is_an_error(tmp_path):
         f"resume='auto' needs a checkpoint that can be read, but of 2 in "
         f"{str(tmp_path / 'run')!r} none can. Pass another folder to begin anew."
     )
+
+
+VALIDATED = plain(validation_data=(X[:4], Y[:4]))
 
 
 @pytest.mark.grid
@@ -284,12 +300,12 @@ def test_signals_let_the_execution_end_and_a_checkpoint_be_written(kind, when, t
         def on_epoch_end(self, epoch, logs=None):
             self._send("epoch")
 
-    case = Case(callbacks=lambda: [Sends()], seed=5, validation_data=(X[:4], Y[:4]))
+    callbacks = [Sends()]
     folder = tmp_path / "run"
     expected = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}[kind]
     handler = signal.getsignal(kind)
     with pytest.raises(expected) as ended:
-        case.run(checkpoint=folder)
+        VALIDATED.run(checkpoint=folder, callbacks=callbacks)
     assert signal.getsignal(kind) is handler
     done, epoch = (13, 1) if when == "batch" else (12, 0)
     said = (
@@ -299,7 +315,8 @@ def test_signals_let_the_execution_end_and_a_checkpoint_be_written(kind, when, t
     assert said in capfd.readouterr().err
     if kind is signal.SIGTERM:
         assert ended.value.code == 143
-    assert_same(case.run(checkpoint=folder, resume="auto"), state(case.run()))
+    model = VALIDATED.run(checkpoint=folder, resume="auto", callbacks=callbacks)
+    assert_same(model, VALIDATED.whole())
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path):
@@ -309,7 +326,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
                 os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        Case(callbacks=lambda: [Presses()], seed=5).run(checkpoint=tmp_path / "run")
+        plain(callbacks=lambda: [Presses()]).run(checkpoint=tmp_path / "run")
     assert names(tmp_path / "run") == []
 
 
@@ -333,7 +350,7 @@ def test_other_threads_need_no_signals(tmp_path):
     thread = threading.Thread(target=lambda: found.append(fit(tmp_path / "run")))
     thread.start()
     thread.join()
-    assert_same(found[0], state(fit(None)))
+    assert_same(found[0], PLAIN.whole())
 
 
 def test_a_trial_run_writes_none(tmp_path):
@@ -370,7 +387,7 @@ class Shy:
 
 
 def test_metrics_must_say_what_they_have_seen(tmp_path):
-    case = Case(MLP, compile=lambda net: {"metrics": [Shy()]}, seed=5)
+    case = plain(compile=lambda net: {"metrics": [Shy()]})
     refused(
         lambda: case.run(checkpoint=tmp_path / "run"),
         "a checkpoint in the middle of an epoch holds what every metric has seen, but 'Shy' (Shy) "
@@ -397,7 +414,8 @@ def test_a_folder_with_checkpoints_is_not_begun_anew(tmp_path):
 
 
 def test_another_run_is_refused_with_all_that_differs(tmp_path):
-    fit(tmp_path / "run")
+    odd = TensorDataset(*data(23))
+    plain(train=lambda: loader(odd)).run(checkpoint=tmp_path / "run")
 
     class Other(MLP):
         def __init__(self):
@@ -407,7 +425,7 @@ def test_another_run_is_refused_with_all_that_differs(tmp_path):
 
     case = Case(
         Other,
-        train=lambda: DataLoader(TensorDataset(X[:20], Y[:20]), batch_size=4),
+        train=lambda: DataLoader(TensorDataset(*odd[:20]), batch_size=4),
         compile=lambda net: {"optimizer": "sgd"},
         epochs=2,
     )
@@ -549,7 +567,7 @@ def said_by(engine, update, action):
 
 
 def test_a_device_that_can_be_used_again_gets_another_chance(tmp_path, engine):
-    case = Case(seed=5, callbacks=lambda: [CSVLogger(tmp_path / "log.csv")])
+    case = plain(callbacks=lambda: [CSVLogger(tmp_path / "log.csv")])
     expected = state(case.run())
     rows = (tmp_path / "log.csv").read_text()
     chances = {"checkpoint": tmp_path / "run", "max_restarts": 2}
@@ -568,10 +586,8 @@ def test_a_device_that_can_be_used_again_gets_another_chance(tmp_path, engine):
 
 def test_another_chance_also_where_epochs_are_parts_of_passes(tmp_path):
     """And where a generator of the user's orders the samples."""
-    case = Case(
-        train=lambda: loader(generator=torch.Generator().manual_seed(3)),
-        seed=5,
-        steps_per_epoch=5,
+    case = plain(
+        train=lambda: whole_batches(generator=torch.Generator().manual_seed(3)), steps_per_epoch=5
     )
     with inject("ipu_reset", 1), pytest.warns(UserWarning, match="restart 1 of 1, from update 0"):
         model = case.run(checkpoint=tmp_path / "run", max_restarts=1)
@@ -591,11 +607,10 @@ def test_another_chance_also_where_epochs_are_parts_of_passes(tmp_path):
 )
 def test_what_cannot_be_helped_from_here_is_an_error(fault, error, tmp_path):
     """And the checkpoints before it are there."""
-    case = Case(seed=5)
     with inject(fault, 14), pytest.raises(error) as told:
-        case.run(checkpoint=tmp_path / "run", max_restarts=3)
+        PLAIN.run(checkpoint=tmp_path / "run", max_restarts=3)
     assert getattr(told.value, "action", fault.upper()) == fault.upper()
-    assert_same(case.run(checkpoint=tmp_path / "run", resume="auto"), state(case.run()))
+    assert_same(PLAIN.run(checkpoint=tmp_path / "run", resume="auto"), PLAIN.whole())
 
 
 def test_so_many_restarts_and_no_more(tmp_path):
@@ -607,23 +622,22 @@ def test_so_many_restarts_and_no_more(tmp_path):
 
 
 def test_a_full_disk_ends_training_and_loses_nothing(tmp_path):
-    case = Case(seed=5)
     folder = tmp_path / "run"
     with inject("full_disk", 15) as fault, pytest.raises(CheckpointError) as told:
-        case.run(checkpoint=folder)
+        PLAIN.run(checkpoint=folder)
     assert fault.happened
     assert str(told.value).startswith(
         "a checkpoint must be written as a whole, but 'update-000000024-epoch' can't be written "
         f"to {str(folder)!r}: "
     )
     assert names(folder) == ["update-000000012-epoch"]
-    assert_same(case.run(checkpoint=folder, resume="auto"), state(case.run()))
+    assert_same(PLAIN.run(checkpoint=folder, resume="auto"), PLAIN.whole())
 
 
 # torch looks whether files can be opened when a worker does not answer, and leaves them open.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_is_killed_ends_training_and_loses_nothing(tmp_path):
-    case = Case(train=lambda: loader(num_workers=1), seed=5)
+    case = plain(train=lambda: whole_batches(num_workers=1))
     with inject("worker", 14), pytest.raises(DataError, match="worker"):
         case.run(checkpoint=tmp_path / "run")
     gc.collect()
@@ -634,11 +648,31 @@ def test_a_worker_that_is_killed_ends_training_and_loses_nothing(tmp_path):
     ("fault", "error"), [("interrupt", KeyboardInterrupt), ("terminate", SystemExit)]
 )
 def test_signals_on_demand(fault, error, tmp_path):
-    case = Case(seed=5)
     with inject(fault, 14), pytest.raises(error):
-        case.run(checkpoint=tmp_path / "run")
+        PLAIN.run(checkpoint=tmp_path / "run")
     assert names(tmp_path / "run")[-1] == "update-000000015"
-    assert_same(case.run(checkpoint=tmp_path / "run", resume="auto"), state(case.run()))
+    assert_same(PLAIN.run(checkpoint=tmp_path / "run", resume="auto"), PLAIN.whole())
+
+
+@pytest.mark.skipif(not CAN_COPY, reason="processes that train can't be forked here")
+def test_a_process_that_is_killed_loses_nothing(tmp_path):
+    """Nothing of it is tidied up; ``nox -s drill`` kills at any moment."""
+    checkpoint = ipufit.Checkpoint(tmp_path / "run", every_updates=5)
+
+    def train():
+        with inject("kill", 14):
+            PLAIN.run(checkpoint=checkpoint)
+
+    process = multiprocessing.get_context("fork").Process(target=train)
+    with warnings.catch_warnings():
+        # Of the test runner's other threads, which do not matter to the copy.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    model = PLAIN.run(checkpoint=checkpoint, resume="auto")
+    assert model.history.params["resumed"]["update"] == 12
+    assert_same(model, PLAIN.whole())
 
 
 def test_what_was_not_struck_is_forgotten_after_the_block(tmp_path):
@@ -710,6 +744,17 @@ def tampered(folder, change):
     store.write(name, document, tensors)
 
 
+PATIENT = plain(callbacks=lambda: [EarlyStopping("loss", patience=9)])
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """The folder of a run that has just begun."""
+    folder = tmp_path_factory.mktemp("begun") / "run"
+    PATIENT.run(4, checkpoint=ipufit.Checkpoint(folder, every_updates=4))
+    return folder
+
+
 @pytest.mark.ends
 @pytest.mark.parametrize(
     "change",
@@ -733,12 +778,11 @@ def tampered(folder, change):
         lambda document, tree: tree.update(callbacks=[["EarlyStopping", 5], ["Ends", None]]),
     ],
 )
-def test_content_that_nobody_can_take_over_is_an_error_of_ours(change, tmp_path):
-    case = Case(MLP, callbacks=lambda: [EarlyStopping("loss", patience=9)], seed=5)
-    case.run(4, checkpoint=ipufit.Checkpoint(tmp_path / "run", every_updates=1))
+def test_content_that_nobody_can_take_over_is_an_error_of_ours(change, begun, tmp_path):
+    shutil.copytree(begun, tmp_path / "run")
     tampered(tmp_path / "run", change)
     with pytest.raises(CheckpointError):
-        case.run(resume=tmp_path / "run" / "update-000000004")
+        PATIENT.run(resume=tmp_path / "run" / "update-000000004")
 
 
 def test_files_of_others_are_not_removed_for_a_checkpoint(tmp_path):
@@ -748,8 +792,8 @@ def test_files_of_others_are_not_removed_for_a_checkpoint(tmp_path):
     def make():
         return [ModelCheckpoint(tmp_path / "kept" / "{epoch}.safetensors", keep=1)]
 
-    case = Case(MLP, callbacks=make, seed=5)
-    case.run(14, checkpoint=ipufit.Checkpoint(tmp_path / "run", every_updates=1))
+    case = plain(callbacks=make)
+    case.run(14, checkpoint=ipufit.Checkpoint(tmp_path / "run", every_updates=7))
 
     def point_elsewhere(document, tree):
         assert tree["callbacks"][0][1]["files"] == [str(tmp_path / "kept" / "1.safetensors")]

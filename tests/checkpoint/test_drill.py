@@ -32,6 +32,7 @@ def drill(*options):
     return ran.stdout
 
 
+@pytest.mark.long
 def test_killed_at_random_moments_the_run_ends_with_the_same_bytes():
     """A job may be killed at any time, and must not begin anew."""
     text = drill("--kills", "2", "--seed", "1")
