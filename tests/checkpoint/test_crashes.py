@@ -2,19 +2,16 @@
 
 import errno
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from ipufit.checkpoint import Files, Store, name_of
 from ipufit.errors import CheckpointError
 from tests.checkpoint.written import assert_whole, written
+from tests.processes.launching import run_copies
 
 pytestmark = pytest.mark.both_engines
 
-ROOT = Path(__file__).resolve().parents[2]
 CHANGES = ("make_folder", "write", "write_tensors", "rename", "sync_folder", "remove_tree")
 
 
@@ -268,7 +265,7 @@ written(Store(sys.argv[1], Killed()), 3)
 def test_what_a_killed_process_left_is_removed(tmp_path):
     """The real thing: its folder has another process's name, and nobody can ask it."""
     folder = prepared(tmp_path / "runs")
-    command = [sys.executable, "-c", KILLED, str(folder)]
-    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 3
+    (ended,) = run_copies(KILLED, 1, args=[str(folder)])
+    assert ended.code == 3, str(ended)
     assert len(os.listdir(folder)) == 3
     assert assert_sound(folder) == name_of(2)

@@ -13,6 +13,7 @@ from torch import nn
 from ipufit.checkpoint import decode, encode
 from ipufit.errors import CheckpointError
 from tests.checkpoint.written import refused, same
+from tests.examples import few
 
 pytestmark = pytest.mark.both_engines
 
@@ -88,6 +89,7 @@ def back(value):
     return decode(json.loads(json.dumps(document, allow_nan=False)), tensors)
 
 
+@few(50)
 @given(VALUES)
 @example([float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 5e-324])
 @example({0: 1, "0": 2, -1: (), "": [[]]})

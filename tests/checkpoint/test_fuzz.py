@@ -1,9 +1,10 @@
 """Bytes in the place of a file of a checkpoint: a little of ``nox -s fuzz``."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import few
 from tests.fuzz.checkpoint import FILES, Reader
 
 pytestmark = pytest.mark.both_engines
@@ -17,7 +18,7 @@ def reader(request):
 
 
 @given(st.data())
-@settings(max_examples=60)
+@few(15, exhaustive=60)
 def test_any_change_of_a_file_is_an_error_of_ours_or_none(reader, data):
     """Bits are flipped, bytes put in or left out."""
     content = bytearray(reader.whole)
@@ -36,7 +37,7 @@ def test_any_change_of_a_file_is_an_error_of_ours_or_none(reader, data):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=60)
+@few(15, exhaustive=60)
 def test_any_bytes_are_an_error_of_ours(reader, content):
     assert not reader.read(content)
 

@@ -2,12 +2,13 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
+import time
+import warnings
 
 import pytest
 import torch
@@ -19,17 +20,6 @@ from ipufit.checkpoint.store import LOCK, locked
 from ipufit.errors import CheckpointError
 
 X, Y = torch.randn(8, 3), torch.randint(0, 2, (8,))
-HOLDS = """
-import sys, time
-from ipufit.checkpoint.store import locked
-with locked(sys.argv[1]):
-    if "forks" in sys.argv:
-        import os
-        if not os.fork():
-            time.sleep(60)
-    print("locked", flush=True)
-    time.sleep(60)
-"""
 
 pytestmark = [
     pytest.mark.both_engines,
@@ -53,24 +43,40 @@ def fit(folder, epochs=1, callbacks=(), **fields):
     return model
 
 
+def hold(folder, forks, told):
+    """Write into the folder, until somebody ends the process."""
+    os.setsid()
+    with locked(folder):
+        if forks and not os.fork():
+            time.sleep(60)
+        told.send("locked")
+        time.sleep(60)
+
+
 @pytest.fixture
 def start(tmp_path):
     """Starts another process that writes into the folder, in a group of its own."""
     started = []
+    context = multiprocessing.get_context("fork")
 
     def run(*options):
-        command = [sys.executable, "-c", HOLDS, str(tmp_path), *options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        listening, told = context.Pipe(duplex=False)
+        process = context.Process(target=hold, args=(str(tmp_path), "forks" in options, told))
+        with warnings.catch_warnings():
+            # Of the test runner's other threads, which do not matter to the copy.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
         started.append(process)
-        assert process.stdout.readline() == b"locked\n"
+        told.close()
+        with listening:
+            assert listening.recv() == "locked"
         return process
 
     yield run
     for process in started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        process.join()
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
@@ -98,7 +104,7 @@ def test_after_sigkill_the_folder_is_free(start, tmp_path, options):
     """Although the file is there; and although a worker, made by fork, lives on for a while."""
     process = start(*options)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.join()
     assert os.listdir(tmp_path) == [LOCK]
     fit(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["update-000000001-epoch"]

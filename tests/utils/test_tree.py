@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipufit.utils.tree import Structure, flatten, flatten_with_paths, map_leaves, unflatten
+from tests.examples import few
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -41,6 +42,7 @@ trees = st.recursive(
 )
 
 
+@few(50)
 @given(trees)
 def test_every_tree_is_rebuilt(value):
     """What goes through the program keeps its containers and their types."""
