@@ -1,6 +1,7 @@
 """A run that was interrupted and goes on ends with the bits of one that was not."""
 
 import dataclasses
+import functools
 import gc
 import random
 
@@ -21,6 +22,7 @@ from ipufit.callbacks import (
 from tests.engines import embedded_only, keeps_averages, runs_eagerly, scales_itself
 from tests.fitting import skipping_refusals
 from tests.nets import CNN, MLP, Running, data
+from tests.points import only
 
 X, Y = data(23)
 WHOLE = TensorDataset(X, Y)
@@ -316,8 +318,16 @@ ALL = [
 ]
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("case", ALL)
+# Updates that an execution shares, epochs within a pass, and callbacks with a memory; the first and
+# the last case are interrupted elsewhere below.
+SOME = (
+    "an execution over several updates",
+    "epochs that are parts of passes",
+    "validation and callbacks with a memory",
+)
+
+
+@pytest.mark.parametrize("case", only(SOME, ALL))
 def test_the_bits_are_those_of_a_run_that_was_not_interrupted(case, tmp_path):
     interrupted(case, 0.6, tmp_path)
 
@@ -334,11 +344,11 @@ def test_loaders_of_torchdata(share, workers, tmp_path):
         gc.collect()
         return data_of.StatefulDataLoader(WHOLE, batch_size=2, shuffle=True, num_workers=workers)
 
-    case = Case(train=train, seed=5)
+    case = Case(MLP, train, seed=5)
     interrupted(case, share, tmp_path)
 
 
-@pytest.mark.grid
+@pytest.mark.ends
 @pytest.mark.parametrize("share", [0.1, 0.35, 0.8, 1.0])
 @pytest.mark.parametrize("case", ALL)
 def test_wherever_it_is_interrupted(case, share, tmp_path):
@@ -347,14 +357,21 @@ def test_wherever_it_is_interrupted(case, share, tmp_path):
 
 def interrupted(case, share, tmp_path):
     """After this share of the executions."""
-    whole = Counted()
-    expected = case.run(callbacks=[*case.callbacks(), Ends(), whole])
-    before = max(1, round(share * (whole.executions - 1)))
+    expected, executions = counted(case)
+    before = max(1, round(share * (executions - 1)))
     checkpoint = ipufit.Checkpoint(tmp_path / "run", every_updates=1)
     case.run(before, checkpoint=checkpoint)
     model = case.run(checkpoint=tmp_path / "run", resume="auto")
-    assert_same(model, state(expected))
+    assert_same(model, expected)
     assert model.history.params["resumed"]["update"] > 0
+
+
+@functools.lru_cache(maxsize=None)
+def counted(case):
+    """What a run comes to that nothing has interrupted, and in how many executions."""
+    whole = Counted()
+    model = case.run(callbacks=[*case.callbacks(), Ends(), whole])
+    return state(model), whole.executions
 
 
 class Counted(Callback):
