@@ -1,8 +1,8 @@
 """What a process runs of which each has a part of the optimizer's state; see test_sharded.py.
 
 Arguments: a folder, and names of functions here. Each compares with a fit that is not sharded. With
-"weights" these lie in parts too; with "briefly" fewer nets are tried; with "buckets" gradients go
-in small ones.
+"weights" these lie in parts too; with "briefly" fewer nets and settings are tried; with "buckets"
+gradients go in small ones.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from ipufit.processes import current
 
 FOLDER = sys.argv[1]
 WEIGHTS = "weights" in sys.argv[2:]  # whether these lie in parts too
+BRIEFLY = "briefly" in sys.argv[2:]
 US = current()
 # Of a process; a power of two, and in all as many where one process goes on for two.
 IPUS = 4 // US.num_processes or 1
@@ -64,8 +65,8 @@ def compiled(shards, optimizer="adam", engine="embedded", **options):
 
 def fit(model, epochs=2, **options):
     options = {"gradient_accumulation": 1, "device_iterations": 2, **options}
-    given = options.pop("given", None) or data()
     # 61 samples leave an update that is not full.
+    given = options.pop("given", None) or data(64 if BRIEFLY else 61)
     model.fit(*given, batch_size=2, epochs=epochs, ipus=IPUS, seed=3, verbose=0, **options)
 
 
@@ -130,6 +131,10 @@ OTHERS = {
 }
 
 
+# The norm of all, that of one, and averages; those of one part differ from those of the whole.
+SOME_OTHERS = ("global norm", "norm of lamb", "ema")
+
+
 def optimizers():
     """Each rule, in three fits, between which a layer is frozen and trained again."""
     for name, options in OPTIMIZERS.items():
@@ -162,13 +167,14 @@ def tensors(state):
 def others():
     """What else happens to a gradient or a weight, and the same where the host looks late."""
     for name, options in OTHERS.items():
-        if WEIGHTS and name in ("ema", "eager"):
+        if (WEIGHTS and name in ("ema", "eager")) or (BRIEFLY and name not in SOME_OTHERS):
             continue
         models = [compiled(shards, **options) for shards in (True, False)]
         for model in models:
             fit(model)
         same(*models, name)
-    for name, options in {"late": {}, "late norm": {"clip": ipufit.Clip(global_norm=0.1)}}.items():
+    late_ones = {"late norm": {"clip": ipufit.Clip(global_norm=0.1)}}
+    for name, options in (late_ones if BRIEFLY else {"late": {}, **late_ones}).items():
         models = [compiled(each, engine=late, **options) for each in (True, False)]
         for model in models:
             fit(model)
@@ -179,8 +185,8 @@ def others():
         for each in (True, False)
     ]
     for model in models:
-        fit(model)
-        fit(model)
+        for _ in range(1 if BRIEFLY else 2):
+            fit(model)
     same(*models, "offloaded")
     models[0].gather_optimizer()
     same_state(models[0].optimizer, models[1].optimizer, "offloaded")
@@ -347,7 +353,9 @@ class Tied(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(11, 12)
         layer = {"dim_feedforward": 20, "dropout": 0.2, "batch_first": True}
-        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 2, **layer), 3)
+        self.layers = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(12, 2, **layer), 1 if BRIEFLY else 3
+        )
         self.frozen = nn.Linear(12, 12)
         self.frozen.requires_grad_(False)
         self.unused = nn.Linear(3, 3)
@@ -414,12 +422,12 @@ NETS = {
 }
 
 
-BRIEFLY = ("tokens that count", "recurrent")
+SOME_NETS = ("tokens that count",)
 
 
 def nets():
     """Nets that use weights twice, not at all, in other orders; data that ends anywhere."""
-    for name in BRIEFLY if "briefly" in sys.argv[2:] else NETS:
+    for name in SOME_NETS if BRIEFLY else NETS:
         (make, read, options), found = NETS[name], []
         for shards in (True, False):
             torch.manual_seed(5)

@@ -7,10 +7,17 @@ import pytest
 from tests.processes.launching import on_one_python, run_copies, run_processes
 
 COLLECTIVES = """
+    import sys
     import torch
     from ipufit.utils.codec import encode
     from ipufit.errors import DataError, ProcessError
-    from ipufit.processes import current
+    from ipufit.processes import current, collectives, group
+
+    # Buckets and windows are smaller by so much, and so is what does not fit into one.
+    small = int(sys.argv[1])
+    group._BUCKET //= small
+    collectives._WINDOW //= small
+    million = 10**6 // small
 
     us = current()
     me, count = us.process_id, us.num_processes
@@ -29,7 +36,7 @@ COLLECTIVES = """
         assert found["a"] == (process, [None, True, float("inf")])
         assert found[3] == "x" * 5000 * process
         assert found["t"].equal(torch.arange(process)) and found["t"].dtype == torch.int64
-    assert [len(each) for each in us.gather(torch.zeros(10**6 * me))] == [0, 10**6, 2 * 10**6]
+    assert [len(each) for each in us.gather(torch.zeros(million * me))] == [0, million, 2 * million]
 
     # Rows of every dtype; some have none.
     dtypes = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16]
@@ -62,7 +69,8 @@ COLLECTIVES = """
     us.add([weight])
     assert weight.tolist() == [3, 3] and weight.requires_grad
     generator = torch.Generator().manual_seed(me)
-    parts = [torch.randn(n, generator=generator) for n in (10, 7 * 10**6, 3 * 10**6, 4 * 10**6, 5)]
+    sizes = (10, 7 * million, 3 * million, 4 * million, 5)
+    parts = [torch.randn(n, generator=generator) for n in sizes]
     parts.append(torch.randn(6, 2, generator=generator)[:, 0])
     before = us.gather([each.double() for each in parts])
     address = parts[1].data_ptr()
@@ -75,7 +83,7 @@ COLLECTIVES = """
 
     # From process 0: mixed dtypes share a bucket.
     spread = [torch.full((2, 3), me + 1, dtype=dtype).t() for dtype in dtypes]
-    spread += [torch.full((7 * 10**6,), me), torch.zeros(0), torch.tensor(float(me))]
+    spread += [torch.full((7 * million,), me), torch.zeros(0), torch.tensor(float(me))]
     spread.append(torch.nn.Parameter(torch.full((3,), float(me))))
     us.broadcast(spread)
     for each, dtype in zip(spread, dtypes):
@@ -152,6 +160,7 @@ THREADS = """
 """
 
 
+@pytest.mark.long
 @on_one_python  # torch 2.0 does not name its threads
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_no_thread_of_torch_goes_on_when_python_ends():
@@ -160,8 +169,9 @@ def test_no_thread_of_torch_goes_on_when_python_ends():
         assert (each.code, each.stdout) == (0, "0\n"), str(each)
 
 
-def test_everything_arrives_in_three_processes():
-    ended = run_copies(COLLECTIVES, 3)
+@pytest.mark.parametrize("small", [100, pytest.param(1, marks=pytest.mark.long)])
+def test_everything_arrives_in_three_processes(small):
+    ended = run_copies(COLLECTIVES, 3, args=[str(small)])
     for number, each in enumerate(ended):
         assert each.code == 0, str(each)
         first = "ProcessError " + FAILED.format(0, "DataError: the file is empty")

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.processes.launching import ROOT, on_one_python, run_processes, run_torchrun
+from tests.processes.launching import ROOT, on_one_python, run_copies, run_torchrun
 from tests.processes.test_fits import numbers
 
 pytestmark = on_one_python
@@ -16,7 +16,7 @@ SCRIPT = (ROOT / "tests" / "processes" / "runs_on.py").read_text()
 
 def run(folder, happens, count=2):
     """The same script in so many processes."""
-    return run_processes(SCRIPT, count, args=(str(folder), happens))
+    return run_copies(SCRIPT, count, args=(str(folder), happens))
 
 
 def found(folder, process=0):
@@ -67,13 +67,13 @@ def test_other_numbers_of_processes_go_on_up_to_summation_order(whole, ended, tm
     assert numbers(json.loads(found(tmp_path))) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.long
 def test_torchrun_begins_again_and_the_run_goes_on(whole, tmp_path):
     ended = run_torchrun(SCRIPT, 2, restarts=1, args=(str(tmp_path), "kill"))
     assert ended.code == 0, str(ended)
     assert [found(tmp_path, each) for each in (0, 1)] == [found(whole, each) for each in (0, 1)]
 
 
-@pytest.mark.long
 def test_a_killed_process_ends_the_others_and_all_go_on(whole, tmp_path):
     first, second = run(tmp_path, "kill")
     assert second.code == -signal.SIGKILL

@@ -48,7 +48,12 @@ SAID = "The optimizer's state lies in parts over 2 processes; each gets "
 
 
 def test_two_processes_give_the_numbers_of_whole_state(tmp_path):
-    """Each way to change a gradient."""
+    """Ways to change a gradient that need the whole sum of it, and where the host looks late."""
+    run(tmp_path, 2, "briefly", "others")
+
+
+@pytest.mark.long
+def test_each_way_to_change_a_gradient_works_on_parts(tmp_path):
     run(tmp_path, 2, "others")
 
 

@@ -1,6 +1,7 @@
 """Ctrl-C while processes are started: never lost, never for them, and nothing waits for ever."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -30,13 +31,9 @@ HANG = 120.0
 
 # Ctrl-C is pending when fork returns, so that it strikes in the first hook that is Python.
 FORKED = """
-import _thread, functools, itertools, os, sys
-kind, which, strikes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-forks = itertools.count()
-strike = itertools.chain.from_iterable(
-    itertools.islice(iter(_thread.interrupt_main, 0), strikes) if n == which else [None]
-    for n in forks
-)
+import _thread, collections, functools, itertools, json, os, sys
+plan = collections.deque()
+strike = itertools.chain.from_iterable(iter(plan.popleft, None))
 os.register_at_fork(after_in_parent=functools.partial(next, strike, None))
 import logging, multiprocessing, threading
 import torch
@@ -55,49 +52,53 @@ class Own(DataLoader):
     def __iter__(self):
         yield from super().__iter__()
 
-loader = (Own if kind == "own" else DataLoader)(Samples(), batch_size=4, num_workers=2)
-model = ipufit.Model(nn.Linear(8, 3))
-model.compile("adam", "cross_entropy")
-held_out = loader if kind == "validation" else None
-prefetch = 0 if kind in ("own", "here") else 1
-try:
-    loading = ipufit.Loading(prefetch=prefetch)
-    model.fit(loader, epochs=3, validation_data=held_out, loading=loading, verbose=0)
-    print("trained on")
-except KeyboardInterrupt:
-    left = [t.name for t in threading.enumerate() if "ipufit" in t.name]
-    print("interrupted", *multiprocessing.active_children(), *left)
-logging.getLogger("x").warning("the lock is free")
+for kind, which, strikes in json.loads(sys.argv[1]):
+    plan.clear()
+    for fork in range(100):
+        struck = which <= fork < which + strikes
+        plan.append(itertools.islice(iter(_thread.interrupt_main, 0), 1) if struck else [None])
+    loader = (Own if kind == "own" else DataLoader)(Samples(), batch_size=4, num_workers=2)
+    model = ipufit.Model(nn.Linear(8, 3))
+    model.compile("adam", "cross_entropy")
+    held_out = loader if kind == "validation" else None
+    prefetch = 0 if kind in ("own", "here") else 1
+    try:
+        loading = ipufit.Loading(prefetch=prefetch)
+        model.fit(loader, epochs=3, validation_data=held_out, loading=loading, verbose=0)
+        print("trained on")
+    except KeyboardInterrupt:
+        left = [t.name for t in threading.enumerate() if "ipufit" in t.name]
+        print("interrupted", *multiprocessing.active_children(), *left, flush=True)
+    logging.getLogger("x").warning(f"the lock is free after {kind} {which} {strikes}")
 """
+# Kind of loader, the fork that is struck first, and how many are.
+STRUCK = [("fit", 0, 1), ("fit", 3, 1), ("own", 0, 1), ("validation", 2, 1), ("fit", 1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "fork"),
-    [("fit", 0), ("fit", 3), ("own", 0), ("validation", 2)],
-)
-def test_ctrl_c_while_a_worker_is_forked_ends_the_run(kind, fork):
+@pytest.fixture(scope="module")
+def struck():
+    """What a process prints of each, and what it writes to stderr."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKED, json.dumps(STRUCK)],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=True,
+    )
+    return dict(zip(STRUCK, zip(ran.stdout.splitlines(), ran.stderr.splitlines())))
+
+
+@pytest.mark.parametrize(("kind", "fork"), [each[:2] for each in STRUCK[:4]])
+def test_ctrl_c_while_a_worker_is_forked_ends_the_run(kind, fork, struck):
     """It was lost in a hook of fork, whose lock then held up the next fork for ever."""
-    ran = subprocess.run(
-        [sys.executable, "-c", FORKED, kind, str(fork), "1"],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=True,
-    )
-    assert ran.stdout == "interrupted\n"
-    assert ran.stderr == "the lock is free\n"
+    said, free = struck[kind, fork, 1]
+    assert said == "interrupted"
+    assert free == f"the lock is free after {kind} {fork} 1"
 
 
-def test_the_lock_of_the_fork_is_free_after_a_second_ctrl_c():
+def test_the_lock_of_the_fork_is_free_after_a_second_ctrl_c(struck):
     """Who presses the keys twice must not hang either."""
-    ran = subprocess.run(
-        [sys.executable, "-c", FORKED, "fit", "1", "2"],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=True,
-    )
-    assert (ran.stdout, ran.stderr) == ("interrupted\n", "the lock is free\n")
+    assert struck["fit", 1, 2] == ("interrupted", "the lock is free after fit 1 2")
 
 
 class Interrupting(Dataset):
@@ -120,6 +121,7 @@ def children_before():
     return set(multiprocessing.active_children())
 
 
+@pytest.mark.ends
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_have_nothing_to_do_with_ctrl_c(method, prefetch, children_before):
@@ -127,8 +129,9 @@ def test_workers_have_nothing_to_do_with_ctrl_c(method, prefetch, children_befor
     model = ipufit.Model(nn.Linear(8, 3))
     model.compile("sgd", "cross_entropy")
     loader = DataLoader(Interrupting(), 4, num_workers=1, multiprocessing_context=method)
-    history = model.fit(loader, epochs=2, loading=ipufit.Loading(prefetch=prefetch), verbose=0)
-    assert history.epoch == [0, 1]
+    history = model.fit(loader, loading=ipufit.Loading(prefetch=prefetch), verbose=0)
+    assert history.epoch == [0]
+    assert history.params["updates_done"] == 2
     assert set(multiprocessing.active_children()) <= children_before
 
 
@@ -248,13 +251,16 @@ def test_a_second_ctrl_c_does_not_wait_for_a_sampler(times, went_on, children_be
 class Samples(Dataset):
     """Each takes so long to read."""
 
-    def __init__(self, seconds=0.0):
+    def __init__(self, seconds=0.0, begun=None):
         self.seconds = seconds
+        self.begun = begun
 
     def __len__(self):
         return 8
 
     def __getitem__(self, index):
+        if self.begun is not None:
+            self.begun.set()
         time.sleep(self.seconds)
         return torch.full((8,), float(index)), torch.tensor(index % 3)
 
@@ -338,8 +344,15 @@ def test_persistent_workers_that_are_slow_end_with_the_interrupt(prefetch, child
     """torch would wait five seconds for each, whenever the loader is let go of."""
     model = ipufit.Model(nn.Linear(8, 3))
     model.compile("sgd", "cross_entropy")
-    loader = DataLoader(Samples(HANG), 4, num_workers=2, persistent_workers=True)
-    strike = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    begun = multiprocessing.Event()
+    loader = DataLoader(Samples(HANG, begun), 4, num_workers=2, persistent_workers=True)
+
+    def press():
+        assert begun.wait(HANG)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    strike = threading.Thread(target=press)
     strike.start()
     with pytest.raises(KeyboardInterrupt):
         model.fit(loader, loading=ipufit.Loading(prefetch=prefetch), verbose=0)
