@@ -9,7 +9,11 @@ from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.inductor import requirements
 
 NET = "nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))"
-FIT = "made(net{}).fit(x, y, batch_size=4, epochs=1000000, ipus=2, device_iterations=2, seed=5)\n"
+# Two executions of two updates in an epoch.
+FIT = (
+    "made(net{}).fit(x[:32], y[:32], batch_size=4, epochs=1000000, ipus=2, device_iterations=2, "
+    "seed=5)\n"
+)
 COUNTING = """
 class Net(nn.Module):
     def __init__(self):

@@ -587,7 +587,7 @@ def test_a_callback_may_draw_while_batches_are_read(form, engine):
         def on_train_batch_end(self, batch, logs=None):
             drawn.append(torch.rand(()).item())
 
-    x, y = batches(1, 200)[0]
+    x, y = batches(1, 60)[0]
     loader = DataLoader(TensorDataset(x, y), 2, shuffle=True, num_workers=form == "workers")
     arguments = {"y": y, "batch_size": 2} if form == "tensors" else {}
     results = []
