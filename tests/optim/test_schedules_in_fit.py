@@ -38,9 +38,7 @@ def weights(net):
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
-def fit(
-    net, optimizer, epochs=2, di=1, loader=LOADER, callbacks=(), compile_options=None, **options
-):
+def fit(net, optimizer, epochs=2, di=1, compile_options=None):
     """Train; returns the model and its history."""
     model = ipufit.Model(net)
     model.compile(optimizer, "cross_entropy", ["accuracy"], **(compile_options or {}))

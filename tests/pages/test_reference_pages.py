@@ -213,9 +213,18 @@ def test_errors_in_the_reference_have_the_real_bases():
 def templates():
     """Every text in the source of the package; "\\0" stands for what is filled in."""
     for path in sorted((ROOT / "ipufit").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants = {
+            node.targets[0].id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
                 parts = [getattr(part, "value", None) for part in node.values]
+                parts = [constants.get(getattr(part, "id", None), part) for part in parts]
                 yield "".join(part if isinstance(part, str) else "\0" for part in parts)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
