@@ -85,7 +85,7 @@ def cuts_of(
     """Find where stages may begin, in the order of execution.
 
     A module that is called once, and no parameter of which is used on both sides. What does no work
-    of its own, such as a Flatten, begins none.
+    of its own, such as a Flatten, or none in inference, such as a Dropout, begins none.
 
     Args:
         trace: of a forward pass.
@@ -118,7 +118,9 @@ def cuts_of(
             continue
         points.append(SplitPoint(name, where[0]))
     points.sort(key=lambda cut: cut.segment)
-    return _working(trace, points, end)
+    # In inference a stage that begins with a dropout, and ends there, would compute nothing.
+    idle = {n for n, m in module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
+    return _working(trace, points, end, idle)
 
 
 def _is_weight(name: str) -> bool:
@@ -126,11 +128,13 @@ def _is_weight(name: str) -> bool:
     return "parametrizations" in name.split(".")
 
 
-def _working(trace: CallTrace, cuts: Sequence[SplitPoint], end: int) -> List[SplitPoint]:
+def _working(
+    trace: CallTrace, cuts: Sequence[SplitPoint], end: int, idle: Set[str]
+) -> List[SplitPoint]:
     """Keep the cuts before which and after which something is computed."""
 
     def works(begin: int, end: int) -> bool:
-        return any(segment.forward.clocks for segment in trace.segments[begin:end])
+        return any(s.forward.clocks and s.name not in idle for s in trace.segments[begin:end])
 
     working = list(cuts[:1])
     for cut in cuts[1:]:

@@ -234,6 +234,19 @@ def test_a_plan_stands_for_its_stages_and_its_strategy(engine):
     assert all(torch.equal(a, b) for a, b in zip(*nets))
 
 
+def test_what_works_in_training_alone_begins_no_stage():
+    """In inference such a stage would compute nothing, which is refused."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(3) for part in (nn.Linear(8, 8), nn.Dropout(0.1))]
+    model = ipufit.Model(nn.Sequential(*layers, nn.Linear(8, 3)))
+    parallel = ipufit.Parallel(stages="auto", ipus_per_replica=4)
+    model.compile("sgd", "cross_entropy", parallel=parallel)
+    x, y = torch.randn(16, 8), torch.randint(0, 3, (16,))
+    model.fit(x, y, batch_size=2, gradient_accumulation=8, verbose=0)
+    assert "stage 1 from 2; stage 2 from 4; stage 3 from 6." in model._session.explain()
+    assert model.evaluate(x, y, batch_size=2, device_iterations=8, verbose=0)["loss"] > 0
+
+
 def test_a_plan_of_one_stage_divides_nothing():
     model = compiled()
     model.compile("adam", "cross_entropy", parallel=model.plan((X[:4], Y[:4])))
