@@ -187,6 +187,13 @@ def test_the_bits_are_those_of_the_module_itself(kind, dtype, options):
 def test_the_bits_are_those_of_the_module_in_mixed_precision(kind):
     """Autocast computes some of torch's layers in bfloat16 as a whole, and parts of others."""
     x, y = sequences(dtype=torch.float32)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            made(kind, dtype=torch.float32)(x[:4]).sum().backward()
+    except RuntimeError as error:
+        if str(error) != "could not create a primitive descriptor":
+            raise
+        pytest.skip("torch itself has no kernel of this layer for this CPU")
     models = []
     for way in WAYS:
         net = made(kind, dtype=torch.float32)
