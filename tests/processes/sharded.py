@@ -433,7 +433,9 @@ def nets():
             torch.manual_seed(5)
             model = ipufit.Model(make())
             options = {"optimizer": "adamw", "loss": "cross_entropy", **options}
-            model.compile(**options, memory=ipufit.Memory(shard="weights" if shards else None))
+            memory = options.get("memory", ipufit.Memory())
+            options["memory"] = dataclasses.replace(memory, shard="weights" if shards else None)
+            model.compile(**options)
             x, y = read()
             how = {"batch_size": 2, "verbose": 0}
             work = {"ipus": IPUS, "gradient_accumulation": 2, "device_iterations": 2}
