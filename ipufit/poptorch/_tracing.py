@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ipufit.partition.own_blocks import EnteredBlocks, Entry
 from ipufit.poptorch._logging import error
 from ipufit.tracing.flat_storage import storage_id
-from ipufit.tracing.recording import current_tracer
+from ipufit.tracing.recording import current_graph, current_tracer
 
 __all__ = [
     "Activations",
@@ -81,8 +81,8 @@ def node_of(tensor: Tensor) -> Optional[fx.Node]:
 
 def graph_so_far() -> List[fx.Node]:
     """Return the nodes recorded so far by the innermost tracer."""
-    current = current_tracer()
-    return [] if current is None else list(current.graph.nodes)
+    graph = current_graph()
+    return [] if graph is None else list(graph.nodes)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -125,8 +125,7 @@ class Activations:
             model: whose modules give their names.
             enabled: whether they do.
         """
-        current = current_tracer()
-        self._graph = None if current is None else current.graph
+        self._graph = current_graph()
         names = {m: name.rpartition(".")[2] for name, m in model.named_modules() if name}
         with contextlib.ExitStack() as hooks:
             if enabled:

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 
 from ipufit.errors import CaptureError
 from ipufit.tracing.mask_rewrites import reads_classes, without_values
-from ipufit.tracing.recording import OpRecorder, make_graph
+from ipufit.tracing.recording import NEEDS_VALUES, OpRecorder, make_graph
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
 from ipufit.utils.console import PACKAGE
 from ipufit.utils.random_streams import LOCK
@@ -331,9 +331,6 @@ def _refuse_dtypes(func: torch._ops.OpOverload, args: Sequence[object]) -> None:
         raise RuntimeError(f"{func} needs tensors of the same dtype, but got {names}")
 
 
-_NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
-
 def _are_unknown(args: Sequence[object]) -> bool:
     """Tell whether the value of a tensor among arguments is not known while it is recorded."""
     return any(isinstance(a, FakeTensor) and a.constant is None for a in args)
@@ -364,7 +361,7 @@ class _ValueGuard(OpRecorder):  # type: ignore[no-untyped-call]
             low, high = args[1:3]
             return torch.ops.aten.random_.to(args[0], high - low, **(kwargs or {})).add_(low)
         _refuse_dtypes(func, args)
-        if _NEEDS_VALUES & set(func.tags) and _are_unknown(args):
+        if not NEEDS_VALUES.isdisjoint(func.tags) and _are_unknown(args):
             if torch.Tag.data_dependent_output in func.tags:
                 if _is_anomaly_check(sys._getframe()):
                     raise fault_error("anomaly", None)

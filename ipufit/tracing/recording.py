@@ -21,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ipufit.partition.recomputation import watch_calls
 
 __all__ = [
+    "NEEDS_VALUES",
     "OpRecorder",
+    "current_graph",
     "current_tracer",
     "is_backward",
     "listen_to_backward",
@@ -37,6 +39,9 @@ __all__ = [
 _AGAIN = "ipufit_again"
 _BACKWARD = "ipufit_backward"
 _SEGMENT = "ipufit_segment"
+
+# Tags of operators that look at values, or make a shape of them.
+NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 _DEVICE = torch.ops.prim.device.default
 _KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -62,6 +67,12 @@ def current_tracer() -> Optional[Any]:
         ):
             return mode.tracer
     return None
+
+
+def current_graph() -> Optional[fx.Graph]:
+    """Return the graph of the innermost recording; None where a function runs on values."""
+    tracer = current_tracer()
+    return None if tracer is None else tracer.graph
 
 
 def make_graph(function: Callable[..., object], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -168,8 +179,7 @@ def _optional_arguments(func: torch._ops.OpOverload) -> Optional[Set[str]]:
     """
     name = func.name()  # type: ignore[no-untyped-call]
     if (
-        torch.Tag.data_dependent_output in func.tags
-        or torch.Tag.dynamic_output_shape in func.tags
+        not NEEDS_VALUES.isdisjoint(func.tags)
         or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
         or func.overloadpacket in (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)
     ):
@@ -208,11 +218,6 @@ def segment_of(node: fx.Node) -> Optional[int]:
     return segment
 
 
-def _last(graph: fx.Graph) -> fx.Node:
-    node: fx.Node = next(iter(reversed(graph.nodes)))
-    return node
-
-
 def _mark(graph: fx.Graph, after: fx.Node, key: str, value: object) -> None:
     """Note something on all nodes after one."""
     for node in reversed(graph.nodes):
@@ -228,9 +233,8 @@ def mark_backward_pass(objective: Optional[Tensor] = None) -> Iterator[None]:
     Args:
         objective: what is followed back; for whoever listens.
     """
-    tracer = current_tracer()
-    graph = None if tracer is None else tracer.graph
-    start = None if graph is None else _last(graph)
+    graph = current_graph()
+    start = None if graph is None else next(iter(reversed(graph.nodes)))
     for tell in _LISTENERS:
         tell(objective)
     yield
@@ -257,13 +261,12 @@ def mark_layers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     Raises:
         ConfigurationError: one of them was never called.
     """
-    tracer = current_tracer()
-    graph = None if tracer is None else tracer.graph
+    graph = current_graph()
     starts, calls = [], 0
 
     def begin(name: str) -> None:
         if graph is not None:
-            starts.append(_last(graph))
+            starts.append(next(iter(reversed(graph.nodes))))
 
     def end(name: str, output: object) -> None:
         nonlocal calls

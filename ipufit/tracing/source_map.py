@@ -23,7 +23,7 @@ from ipufit.tracing.interpreter import (
     OperatorCall,
     watch_operators,
 )
-from ipufit.tracing.recording import current_tracer, listen_to_backward
+from ipufit.tracing.recording import current_graph, listen_to_backward
 from ipufit.tracing.validate import public_name
 from ipufit.utils import tree
 from ipufit.utils.state import watch_modules
@@ -242,8 +242,7 @@ class CallRecorder(Listener):
     @contextlib.contextmanager
     def listed(self) -> Iterator[None]:
         """List the calls of the step that runs in the block."""
-        tracer = current_tracer()
-        self._graph = None if tracer is None else tracer.graph
+        self._graph = current_graph()
         with self._where.followed(), watch_operators(self):
             yield
         self._made.clear()

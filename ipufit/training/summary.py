@@ -1,4 +1,4 @@
-"""The table that ``Model.summary`` prints, and the batch that looks into a model need."""
+"""The table that ``Model.summary`` prints, and the batch for what looks into a model."""
 
 from __future__ import annotations
 
