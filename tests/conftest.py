@@ -132,9 +132,8 @@ def pytest_collection_modifyitems(config, items):
     for test in points.values():
         if is_partly or test[0].get_closest_marker("ends") is not None:
             chosen.update((test[0], test[-1]))
-        elif test[0].get_closest_marker("grid") is not None:
-            options = test[0].get_closest_marker("grid").kwargs
-            places = cover(sides(map(_parameters, test)), **options)
+        elif (grid := test[0].get_closest_marker("grid")) is not None:
+            places = cover(sides(map(_parameters, test)), **grid.kwargs)
             chosen.update(test[place] for place in places)
         else:
             chosen.update(test)

@@ -76,6 +76,16 @@ def fit(model, x, y, plan=None, epochs=2, seed=5, **options):
         )
 
 
+def unmeasured(engine, **options):
+    """An option of compile for an engine: no measurements choose among kernels; an IPU makes none.
+
+    Args:
+        engine: by its name.
+        options: others of compile; what runs eagerly measures nothing.
+    """
+    return {"jit": "graph"} if engine == "embedded" and not options.get("run_eagerly") else {}
+
+
 def state_of(model):
     """The state of the torch optimizer, by parameter and name."""
     state = model.optimizer.state

@@ -4,13 +4,11 @@ import errno
 import gc
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import signal
 import threading
-import warnings
 
 import pytest
 import safetensors.torch
@@ -31,7 +29,7 @@ from ipufit.errors import (
 )
 from ipufit.testing import inject
 from tests.checkpoint.test_resume import Case, assert_same, loader, state
-from tests.copies import CAN_COPY
+from tests.copies import CAN_COPY, start_copy
 from tests.nets import MLP, data
 from tests.told import refused
 
@@ -663,11 +661,7 @@ def test_a_process_that_is_killed_loses_nothing(tmp_path):
         with inject("kill", 14):
             PLAIN.run(checkpoint=checkpoint)
 
-    process = multiprocessing.get_context("fork").Process(target=train)
-    with warnings.catch_warnings():
-        # Of the test runner's other threads, which do not matter to the copy.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
+    process = start_copy(train)
     process.join()
     assert process.exitcode == -signal.SIGKILL
     model = PLAIN.run(checkpoint=checkpoint, resume="auto")

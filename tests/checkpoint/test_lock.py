@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 import time
-import warnings
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ import ipufit
 from ipufit.callbacks import Callback
 from ipufit.checkpoint.store import LOCK, locked
 from ipufit.errors import CheckpointError
+from tests.copies import start_copy
 
 X, Y = torch.randn(8, 3), torch.randint(0, 2, (8,))
 
@@ -57,15 +57,10 @@ def hold(folder, forks, told):
 def start(tmp_path):
     """Starts another process that writes into the folder, in a group of its own."""
     started = []
-    context = multiprocessing.get_context("fork")
 
     def run(*options):
-        listening, told = context.Pipe(duplex=False)
-        process = context.Process(target=hold, args=(str(tmp_path), "forks" in options, told))
-        with warnings.catch_warnings():
-            # Of the test runner's other threads, which do not matter to the copy.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
+        listening, told = multiprocessing.Pipe(duplex=False)
+        process = start_copy(hold, str(tmp_path), "forks" in options, told)
         started.append(process)
         told.close()
         with listening:

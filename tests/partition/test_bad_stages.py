@@ -7,6 +7,7 @@ from torch import nn
 import ipufit
 from ipufit import poptorch
 from ipufit.errors import ConfigurationError, PartitionError, PlanError, UnknownNameError
+from tests.fitting import unmeasured
 
 pytestmark = pytest.mark.both_engines
 
@@ -36,10 +37,7 @@ KNOWN = "Known names: a, a.0, a.1, a.2, b, b.0, embed, head."
 
 def compiled(net=None, engine="embedded", **options):
     model = ipufit.Model(net if net is not None else Net(), engine=engine)
-    # Without the measurements that choose among kernels.
-    if engine == "embedded" and not options.get("run_eagerly"):
-        options = {"jit": "graph", **options}
-    model.compile("sgd", "cross_entropy", **options)
+    model.compile("sgd", "cross_entropy", **{**unmeasured(engine, **options), **options})
     return model
 
 

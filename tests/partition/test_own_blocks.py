@@ -7,7 +7,7 @@ from torch import nn
 import ipufit
 from ipufit import poptorch
 from ipufit.errors import PartitionError, PlanError
-from tests.fitting import assert_equal
+from tests.fitting import assert_equal, unmeasured
 
 pytestmark = pytest.mark.both_engines
 
@@ -29,15 +29,10 @@ def net(*ipus, tied=(), names="ABCD"):
     return layers
 
 
-def how(engine, **options):
-    """Without the measurements that choose among kernels."""
-    return {"jit": "graph"} if engine == "embedded" and "run_eagerly" not in options else {}
-
-
 def over_two(module, engine="embedded", **options):
     model = ipufit.Model(module, engine=engine)
     options = {"parallel": ipufit.Parallel(ipus_per_replica=2), **options}
-    model.compile("sgd", "cross_entropy", **options, **how(engine, **options))
+    model.compile("sgd", "cross_entropy", **options, **unmeasured(engine, **options))
     return model
 
 
@@ -229,7 +224,7 @@ def test_stages_are_changes_of_the_ipu(engine, ipus, stages, named):
         work = {"device_iterations": iterations, "batch_size": 2, "verbose": 0}
         assert model.evaluate(X, Y, **work)["loss"] > 0
     plain = ipufit.Model(net(*(None for _ in ipus)), engine=engine)
-    plain.compile("sgd", "cross_entropy", **how(engine))
+    plain.compile("sgd", "cross_entropy", **unmeasured(engine))
     fit(plain, least)
     assert_equal(model.module, plain.module)
 
@@ -309,7 +304,7 @@ class InForward(nn.Module):
 def compiled_alone(module, engine="embedded", **options):
     """Without a word about IPUs."""
     model = ipufit.Model(module, engine=engine)
-    model.compile("sgd", "cross_entropy", **options, **how(engine, **options))
+    model.compile("sgd", "cross_entropy", **options, **unmeasured(engine, **options))
     return model
 
 

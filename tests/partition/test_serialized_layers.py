@@ -18,7 +18,7 @@ from ipufit.partition.serialization import (
     SplitProjection,
 )
 from ipufit.poptorch._precision import keep_float64
-from tests.fitting import assert_close
+from tests.fitting import assert_close, unmeasured
 from tests.ipu_calls import Recorder
 from tests.partition.test_recomputation import measured, recorded
 from tests.told import refused
@@ -285,10 +285,8 @@ def test_fit_gives_what_the_dense_module_gives(engine, tied):
         module = language(tied=tied)
         model = ipufit.Model(module, engine=engine)
         with keep_float64():
-            # Without the measurements that choose among kernels.
-            how = {"jit": "graph"} if engine == "embedded" else {}
             memory = ipufit.Memory(serialize=layers)
-            model.compile("adam", Flat(), memory=memory, **divided, **how)
+            model.compile("adam", Flat(), memory=memory, **divided, **unmeasured(engine))
             history = model.fit(
                 TOKENS,
                 TARGETS,

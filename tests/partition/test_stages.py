@@ -12,8 +12,9 @@ from ipufit import poptorch
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.partition.layers_per_ipu import repeated_layers, share_out
 from ipufit.partition.own_blocks import record_blocks
-from tests.fitting import assert_equal
+from tests.fitting import assert_equal, unmeasured
 from tests.ipu_calls import Recorder
+from tests.points import only
 
 pytestmark = pytest.mark.both_engines
 
@@ -142,10 +143,7 @@ QUICK = {
     ("rnn", 0, "sharded", "ipu-standin"),
     ("rnn", 1, "pipelined", "ipu-standin"),
 }
-POINTS = [
-    pytest.param(*point, marks=() if point in QUICK else pytest.mark.long)
-    for point in itertools.product(DIVIDED, range(2), STRATEGIES, ENGINES)
-]
+POINTS = only(QUICK, itertools.product(DIVIDED, range(2), STRATEGIES, ENGINES))
 
 
 def trained(kind, engine="embedded", accumulation=7, di=2, **options):
@@ -154,9 +152,7 @@ def trained(kind, engine="embedded", accumulation=7, di=2, **options):
     make, x = NETS[kind]
     net = make()
     model = ipufit.Model(net, engine=engine)
-    # Without the measurements that choose among kernels.
-    how = {"jit": "graph"} if engine == "embedded" else {}
-    model.compile("adam", "cross_entropy", ["accuracy"], **options, **how)
+    model.compile("adam", "cross_entropy", ["accuracy"], **options, **unmeasured(engine))
     work = {"batch_size": 3, "device_iterations": di, "verbose": 0, "seed": 3}
     y = LABELS[: len(x)]
     history = model.fit(x, y, epochs=2, gradient_accumulation=accumulation, **work)
@@ -354,8 +350,7 @@ def over_two(make, engine="embedded", **options):
     torch.manual_seed(0)
     net = make()
     model = ipufit.Model(net, engine=engine)
-    how = {"jit": "graph"} if engine == "embedded" else {}
-    model.compile("adam", "cross_entropy", **options, **how)
+    model.compile("adam", "cross_entropy", **options, **unmeasured(engine))
     model.fit(FLAT, LABELS[:12], batch_size=2, gradient_accumulation=3, verbose=0, seed=1)
     return net, model.evaluate(FLAT, LABELS[:12], verbose=0), model.history.params["ipus"]
 

@@ -9,6 +9,7 @@ from torch import nn
 import ipufit
 from ipufit import IPUConfig
 from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
+from tests.fitting import unmeasured
 
 EVERY = pytest.mark.both_engines
 GENERATOR = torch.Generator().manual_seed(0)
@@ -52,9 +53,7 @@ EIGHT = {
 def fitted(engine, layers, work, rows=24, **options):
     """The model, its history and what it predicts."""
     model = ipufit.Model(Net(layers), engine=engine)
-    # Without the measurements that choose among kernels.
-    how = {"jit": "graph"} if engine == "embedded" else {}
-    model.compile("sgd", "cross_entropy", **options, **how)
+    model.compile("sgd", "cross_entropy", **options, **unmeasured(engine))
     history = model.fit(X[:rows], Y[:rows], batch_size=2, seed=1, verbose=0, **work).history
     return model, history["loss"], model.predict(X[:16], batch_size=2, verbose=0)
 

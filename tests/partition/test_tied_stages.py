@@ -18,7 +18,7 @@ from ipufit.report.advice import _of_stages
 from ipufit.report.facts import partition
 from ipufit.report.page.document import render_section
 from ipufit.report.page.pipeline import pipeline
-from tests.fitting import assert_equal
+from tests.fitting import assert_equal, unmeasured
 from tests.ipu_calls import Recorder
 
 pytestmark = pytest.mark.both_engines
@@ -156,17 +156,12 @@ def made(kind):
     return NETS[kind]()
 
 
-def how(engine):
-    """Without the measurements that choose among kernels."""
-    return {"jit": "graph"} if engine == "embedded" else {}
-
-
 def trained(net, engine="embedded", accumulation=11, **options):
     """The model after two epochs of a full update and a smaller one, history and evaluation."""
     model = ipufit.Model(net, engine=engine)
     parallel = options.pop("parallel", ipufit.Parallel())
     parallel = dataclasses.replace(parallel, auto_round_ipus=True)
-    model.compile("adam", "cross_entropy", parallel=parallel, **options, **how(engine))
+    model.compile("adam", "cross_entropy", parallel=parallel, **options, **unmeasured(engine))
     work = {"batch_size": 2, "verbose": 0}
     history = model.fit(X, X, epochs=2, gradient_accumulation=accumulation, seed=3, **work)
     return model, history.history, model.evaluate(X, X, **work)
@@ -236,7 +231,7 @@ def test_the_weights_are_those_of_a_loop_by_hand(engine):
         lambda p: torch.optim.SGD(p, lr=0.1),
         "cross_entropy",
         parallel=ipufit.Parallel(layers_per_ipu=[2, 2]),
-        **how(engine),
+        **unmeasured(engine),
     )
     rows = X[:20]
     model.fit(rows, rows, batch_size=2, gradient_accumulation=5, shuffle=False, verbose=0)
@@ -528,7 +523,7 @@ def test_auto_goes_back_where_that_is_faster(engine, capsys):
     """Without it nothing could be divided between the embedding and the head."""
     model = ipufit.Model(made("decoder"), engine=engine)
     parallel = ipufit.Parallel(stages="auto", ipus_per_replica=2)
-    model.compile("adam", "cross_entropy", parallel=parallel, **how(engine))
+    model.compile("adam", "cross_entropy", parallel=parallel, **unmeasured(engine))
     for _ in range(2):
         with pytest.raises(PlanError) as caught:
             model.fit(X, X, batch_size=2, gradient_accumulation=3, verbose=0)

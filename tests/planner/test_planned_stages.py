@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.errors import ConfigurationError, DataError, PartitionError, PlanError
+from tests.fitting import unmeasured
 
 pytestmark = pytest.mark.both_engines
 
@@ -20,14 +21,9 @@ def net(*widths):
     return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:])))
 
 
-def how(engine):
-    """Without the measurements that choose among kernels."""
-    return {"jit": "graph"} if engine == "embedded" else {}
-
-
 def compiled(module=None, engine="embedded", optimizer="adam", **options):
     model = ipufit.Model(module or net(), engine)
-    model.compile(optimizer, "cross_entropy", **options, **how(engine))
+    model.compile(optimizer, "cross_entropy", **options, **unmeasured(engine))
     return model
 
 
@@ -226,7 +222,7 @@ def test_a_plan_stands_for_its_stages_and_its_strategy(engine):
             if as_plan
             else {"parallel": ipufit.Parallel(stages=plan.stages, strategy="sharded")}
         )
-        model.compile("adam", "cross_entropy", **given, **how(engine))
+        model.compile("adam", "cross_entropy", **given, **unmeasured(engine))
         fit(model, gradient_accumulation=1)
         again = model.plan()
         assert (again.stages, again.planned.strategy) == (plan.stages, "sharded")
@@ -319,8 +315,8 @@ def test_fit_holds_planned_stages_to_the_memory_that_they_were_planned_for(ipus)
     batch = X[:4], Y[:4]
     memory = max(model.plan(batch, ipus_per_replica=ipus).memory)
     plan = model.plan(batch, ipus_per_replica=ipus, ipu_memory=memory)
-    work = how("embedded")
-    model.compile("adam", "cross_entropy", parallel=ipufit.Parallel(stages=plan), **work)
+    parallel = ipufit.Parallel(stages=plan)
+    model.compile("adam", "cross_entropy", parallel=parallel, **unmeasured("embedded"))
     fit(model, 4)
     fit(model, 3, X[:18], Y[:18])
     before = [p.detach().clone() for p in model.module.parameters()]
@@ -336,5 +332,5 @@ def test_fit_holds_planned_stages_to_the_memory_that_they_were_planned_for(ipus)
     assert all(torch.equal(a, b) for a, b in zip(before, model.module.parameters()))
     model.predict(X, batch_size=24, verbose=0)
     named = ipufit.Parallel(stages=plan.stages if ipus > 1 else None)
-    model.compile("adam", "cross_entropy", parallel=named, **work)
+    model.compile("adam", "cross_entropy", parallel=named, **unmeasured("embedded"))
     fit(model, 24, X.repeat(3, 1), Y.repeat(3))

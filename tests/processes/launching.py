@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import multiprocessing
 import os
 import runpy
 import signal
@@ -21,7 +20,7 @@ import pytest
 import torch
 
 import ipufit
-from tests.copies import CAN_COPY
+from tests.copies import CAN_COPY, start_copy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -153,12 +152,7 @@ class _Copy:
     """A copy of this process that runs a script, with what is used of a subprocess.Popen."""
 
     def __init__(self, command, variables, files):
-        context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_run_script, args=(command, variables, files))
-        with warnings.catch_warnings():
-            # Of the test runner's other threads, which do not matter to the script.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._process.start()
+        self._process = start_copy(_run_script, command, variables, files)
         self.pid, self.wait = self._process.pid, self._process.join
 
     @property

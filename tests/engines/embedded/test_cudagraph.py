@@ -25,6 +25,7 @@ from ipufit.optim.rules import AdamRule
 from tests import fitting
 from tests.fitting import Plan, assert_close, assert_equal, state_of
 from tests.nets import CNN, MLP, Noise, Running, Transformer, data
+from tests.points import only
 from tests.reference import train
 from tests.tape import Tapes
 from tests.told import refused
@@ -139,10 +140,7 @@ QUICK = {
 
 @pytest.mark.parametrize(
     ("net", "plan"),
-    [
-        pytest.param(*point, marks=() if point in QUICK else pytest.mark.long)
-        for point in itertools.product((MLP, CNN, Transformer, Running, Noise), PLANS)
-    ],
+    only(QUICK, itertools.product((MLP, CNN, Transformer, Running, Noise), PLANS)),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_numbers_are_those_of_the_graph(net, plan, on):

@@ -10,6 +10,7 @@ import ipufit
 from ipufit.callbacks import Callback
 from tests.fitting import Plan, compiled, fit
 from tests.nets import MLP, data
+from tests.points import only
 
 pytestmark = pytest.mark.both_engines
 
@@ -29,11 +30,7 @@ QUICK = {
     ("rmsprop", "captured", False),
     ("lamb", "eager", False),
 }
-EVERY_STATE = [
-    pytest.param(name, *place, marks=() if (name, *place) in QUICK else pytest.mark.long)
-    for name in OPTIMIZERS
-    for place in PLACES
-]
+EVERY_STATE = only(QUICK, [(name, *place) for name in OPTIMIZERS for place in PLACES])
 
 
 def made(make, way="late", offload=False):

@@ -24,7 +24,7 @@ from ipufit.errors import (
     UnrecoverableDeviceError,
 )
 from ipufit.poptorch._precision import keep_float64
-from tests.fitting import PLANS, Plan
+from tests.fitting import PLANS, Plan, unmeasured
 from tests.nets import CNN, MLP, Running, Transformer, data
 
 pytestmark = pytest.mark.both_engines
@@ -49,16 +49,11 @@ def _wide():
         yield
 
 
-def how(engine):
-    """Without the measurements that choose among kernels."""
-    return {"jit": "graph"} if engine == "embedded" else {}
-
-
 def compiled(engine, net, optimizer="adam", loss="cross_entropy", metrics=("accuracy",), **options):
     net = copy.deepcopy(net)
     model = ipufit.Model(net, engine=engine)
     made = optimizer(net.parameters()) if callable(optimizer) else optimizer
-    model.compile(made, loss, list(metrics), **how(engine), **options)
+    model.compile(made, loss, list(metrics), **unmeasured(engine), **options)
     return model
 
 
@@ -166,12 +161,12 @@ def test_settings_that_change_beside_state_that_was_handed_over_count(name, iter
         model = ipufit.Model(net, engine=engine)
         optimizer = OPTIMIZERS[name](net.parameters())
         halved = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        model.compile(optimizer, "cross_entropy", lr_scheduler=halved, **how(engine))
+        model.compile(optimizer, "cross_entropy", lr_scheduler=halved, **unmeasured(engine))
         loader = Unsized(DataLoader(TensorDataset(X, Y), batch_size=4))
         work = {"device_iterations": iterations, "seed": 5, "verbose": 0}
         model.fit(loader, epochs=2, **work)
         found = [copy.deepcopy(net.state_dict())]
-        model.compile(optimizer, "cross_entropy", **how(engine))
+        model.compile(optimizer, "cross_entropy", **unmeasured(engine))
         model.fit(loader, callbacks=Slower(), **work)
         return [*found, net.state_dict()]
 
@@ -210,7 +205,7 @@ def test_what_compile_adds_is_alike(options):
         if "lr_scheduler" in options:
             more["lr_scheduler"] = options["lr_scheduler"](optimizer)
         model = ipufit.Model(own, engine=engine)
-        model.compile(optimizer, "cross_entropy", ["accuracy"], **more, **how(engine))
+        model.compile(optimizer, "cross_entropy", ["accuracy"], **more, **unmeasured(engine))
         history = fitted(model, Plan(3, 2, 2))
         found.append([history.history, dict(own.state_dict())])
         model.close()

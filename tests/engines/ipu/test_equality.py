@@ -10,9 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.poptorch._precision import keep_float64
-from tests.engines.ipu.test_engine import OPTIMIZERS, assert_alike, how
-from tests.fitting import Plan
+from tests.engines.ipu.test_engine import OPTIMIZERS, assert_alike
+from tests.fitting import Plan, unmeasured
 from tests.nets import MLP, data
+from tests.points import only
 
 pytestmark = pytest.mark.both_engines
 
@@ -72,7 +73,7 @@ def life(engine, net, optimizer, plan, n, weighted):
         weighted_metrics=["accuracy"] if weighted else None,
         lr_scheduler=torch.optim.lr_scheduler.ExponentialLR(made, 0.9),
         lr_scheduler_interval="epoch",
-        **how(engine),
+        **unmeasured(engine),
     )
     history = model.fit(
         DataLoader(TensorDataset(*tensors), batch_size=plan.mb),
@@ -113,10 +114,7 @@ QUICK = {
 
 @pytest.mark.parametrize(
     ("kind", "plan", "optimizer", "size", "weighted"),
-    [
-        pytest.param(*point, marks=() if point in QUICK else pytest.mark.long)
-        for point in itertools.product(KINDS, PLANS, ("sgd", "adam", "lamb"), SIZES, (False, True))
-    ],
+    only(QUICK, itertools.product(KINDS, PLANS, ("sgd", "adam", "lamb"), SIZES, (False, True))),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_everything_that_is_seen_is_equal(kind, plan, optimizer, size, weighted):
@@ -151,7 +149,7 @@ def test_a_loss_reads_weights_through_the_users_module(size):
 
         with keep_float64():
             model = ipufit.Model(net, engine=engine)
-            model.compile("sgd", loss, **how(engine))
+            model.compile("sgd", loss, **unmeasured(engine))
             work = {"batch_size": 4, "gradient_accumulation": 3, "device_iterations": 2}
             history = model.fit(x.double(), y, epochs=2, verbose=0, seed=1, **work)
         found.append((history.history["loss"], [p.detach() for p in net.parameters()]))

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.poptorch._precision import keep_float64
+from tests.fitting import unmeasured
 from tests.nets import CNN, Noise, data
 
 pytestmark = pytest.mark.both_engines
@@ -46,9 +47,7 @@ class Dropped(nn.Module):
 
 def compiled(engine, net, **options):
     model = ipufit.Model(copy.deepcopy(net), engine=engine)
-    # Without the measurements that choose among kernels.
-    how = {"jit": "graph"} if engine == "embedded" else {}
-    model.compile("adam", "cross_entropy", **options, **how)
+    model.compile("adam", "cross_entropy", **options, **unmeasured(engine))
     return model
 
 

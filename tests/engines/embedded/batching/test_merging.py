@@ -20,6 +20,7 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.losses import resolve_loss
 from tests.fitting import PLANS, Plan, assert_close, assert_equal, compiled, fit, skipping_refusals
 from tests.nets import CNN, MLP, Noise, Running, Transformer, data
+from tests.points import only
 from tests.reference import train
 
 pytestmark = pytest.mark.both_engines
@@ -86,6 +87,7 @@ def assert_same_numbers(first, second):
 
 
 ACCUMULATING = [*PLANS[2:], Plan(2, 2, 2, 4), Plan(4, 2, 4)]
+KINDS = (MLP, Pictures, Transformer)
 # Every plan of a net that is quickly recorded, either way; the others where micro-batches and
 # updates are left over.
 QUICK = {
@@ -98,12 +100,7 @@ QUICK = {
 
 @pytest.mark.parametrize(
     ("kind", "plan", "way"),
-    [
-        pytest.param(*point, marks=() if point in QUICK else pytest.mark.long)
-        for point in itertools.product(
-            (MLP, Pictures, Transformer), ACCUMULATING, ("recorded", "late")
-        )
-    ],
+    only(QUICK, itertools.product(KINDS, ACCUMULATING, ("recorded", "late"))),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_numbers_are_those_of_micro_batches_apart(kind, plan, way):

@@ -7,6 +7,7 @@ from torch import nn
 import ipufit
 from ipufit import IPUConfig, poptorch
 from ipufit.errors import PartitionError
+from tests.fitting import unmeasured
 from tests.told import message as fault
 
 EVERY = pytest.mark.both_engines
@@ -44,9 +45,7 @@ class Stack(nn.Module):
 
 def compiled(net, engine="embedded", optimizer="sgd", **options):
     model = ipufit.Model(net, engine=engine)
-    # Without the measurements that choose among kernels.
-    how = {"jit": "graph"} if engine == "embedded" else {}
-    model.compile(optimizer, "cross_entropy", **options, **how)
+    model.compile(optimizer, "cross_entropy", **options, **unmeasured(engine))
     return model
 
 

@@ -7,6 +7,7 @@ from torch import nn
 import ipufit
 from ipufit import IPUConfig
 from ipufit.partition import Serialization, serialize
+from tests.fitting import unmeasured
 from tests.told import refused
 
 pytestmark = pytest.mark.both_engines
@@ -199,9 +200,7 @@ def test_inference_on_fewer_ipus_has_the_layer_whole(engine):
     }
     module = small()
     model = ipufit.Model(module, engine=engine)
-    # Without the measurements that choose among kernels.
-    how = {"jit": "graph"} if engine == "embedded" else {}
-    model.compile("sgd", "cross_entropy", config=IPUConfig(**given), **how)
+    model.compile("sgd", "cross_entropy", config=IPUConfig(**given), **unmeasured(engine))
     model.fit(TOKENS, torch.arange(12), batch_size=2, verbose=0)
     found = model.predict(TOKENS, batch_size=2, verbose=0)
     model.close()
