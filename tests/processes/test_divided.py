@@ -60,7 +60,7 @@ def test_checkpoints_go_on_with_parts_and_with_whole_weights(tmp_path):
 
 @pytest.mark.long
 def test_callbacks_and_refusals_know_of_parts(tmp_path):
-    refused = REFUSED.replace("shard_optimizer", "shard_weights")
+    refused = REFUSED.replace("shard='optimizer'", "shard='weights'")
     refused = refused.replace("ProcessError: all", EAGER + AVERAGED + "ProcessError: all")
     said = SAID.replace("The optimizer's state lies", "Weights and the optimizer's state lie")
     for text in run(tmp_path, 2, "weights", "callbacks"):
