@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import dataclasses
-import functools
 import os
 import runpy
 import signal
@@ -17,9 +16,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
-import ipufit
 from tests.copies import CAN_COPY, start_copy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,19 +86,9 @@ def run_copies(script, count, timeout=600, env=None, args=()):
     """
     if not CAN_COPY:
         return run_processes(script, count, timeout, env, args)
-    _warm_up()
     with _written(script) as path:
         commands = [([path, *args], each) for each in _numbered(count, env)]
         return _run(commands, timeout, start=_Copy)
-
-
-@functools.lru_cache(maxsize=None)
-def _warm_up():
-    """Import what a first recording imports, which every copy would do for itself."""
-    with torch.random.fork_rng(devices=[]):
-        model = ipufit.Model(torch.nn.Linear(1, 1))
-    model.compile("sgd", "mse")
-    model.fit(torch.zeros(1, 1), torch.zeros(1, 1), verbose=0)
 
 
 def _numbered(count, env):
