@@ -386,13 +386,9 @@ def recordable(rewrites_one_hot: bool = True) -> Iterator[None]:
     unchecked = (torch.distributions.Distribution, "_validate_args", False)
     # Torch 2.13 can't record oneDNN's kernel for whole recurrent layers. Only what the graph holds
     # changes: a convolution in it still runs on oneDNN.
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        with replaced(unchecked, *without_values(rewrites_one_hot)):
-            yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
+    slow = (torch.backends.mkldnn, "enabled", False)
+    with replaced(unchecked, slow, *without_values(rewrites_one_hot)):
+        yield
 
 
 class _Restored:

@@ -1,11 +1,10 @@
-"""Recurrent layers as one operator each, as torch computes them on a CPU.
+"""Recurrent layers as one operator each, as torch computes them.
 
-torch writes ``torch.lstm``, ``torch.gru`` and ``torch.rnn_*`` on a CPU with operators for every
-time step, or with oneDNN's for every layer; a recording would grow with the sequence. Here a whole
-layer is ``ipufit::recurrent``, and its gradient ``ipufit::recurrent_backward``. Both run torch's
-code, so that they have its bits: forward runs under autograd, and backward follows the graph that
-this makes. Between them it hangs on a tensor, the reserve, as cuDNN calls what its operators for
-recurrent layers keep; these are recorded as they are, on a GPU.
+torch writes ``torch.lstm``, ``torch.gru`` and ``torch.rnn_*`` with operators for every time step,
+or with those of oneDNN or cuDNN, which a recording without values can't call. Here a whole layer is
+``ipufit::recurrent``, and its gradient ``ipufit::recurrent_backward``. Both run torch's code, so
+that they have its bits: forward runs under autograd, and backward follows the graph that this
+makes. Between them it hangs on a tensor, the reserve, as cuDNN calls what its own operators keep.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ipufit.core.precision import autocast_state
 from ipufit.utils.random_streams import LOCK
+from ipufit.utils.state import recurrent_on_gpu, replaced
 
 __all__ = [
     "ARGUMENTS",
@@ -47,6 +47,8 @@ __all__ = [
     "whole_recurrent_layers",
 ]
 
+# What torch may use: attributes as of ``replaced``.
+_Kernels = Sequence[Tuple[object, str, object]]
 # Names of torch's functions, with how many rows of the weights a hidden unit has.
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 # Parameters of those functions, for padded sequences, in torch's order.
@@ -153,8 +155,10 @@ def _call(layer: _Layer, tensors: Sequence[Tensor]) -> List[Tensor]:
     hx = tensors[1:behind] if layer.kind == "lstm" else tensors[1]
     with contextlib.ExitStack() as entered:
         if layer.autocast is not None:
-            dtype = _DTYPES[layer.autocast]
-            entered.enter_context(torch.autocast("cpu", dtype=dtype, cache_enabled=False))
+            device, dtype = tensors[0].device.type, _DTYPES[layer.autocast]
+            entered.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
+        if tensors[0].device.type == "cuda":
+            entered.enter_context(recurrent_on_gpu(layer.dropout_p == 0))
         results: Tuple[Tensor, ...] = _ORIGINALS[layer.kind](
             tensors[0],
             hx,
@@ -201,7 +205,7 @@ def run_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
         leaves[place].requires_grad_()
     with _autograd(bool(wanted)):
         results = _call(layer, leaves)
-        reserve = _reserve(0)
+        reserve = _reserve(tensors[0], 0)
         if wanted:
             size = _reserve_size(tensors, layer, wanted)
             reserve = _Reserve.apply(  # type: ignore[no-untyped-call]
@@ -220,7 +224,7 @@ class _Reserve(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, size: int, tape: object) -> Tensor:
         """A tensor whose ``grad_fn`` has the tape."""
         ctx.tape = tape
-        return _reserve(size)
+        return _reserve(anchor, size)
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> None:
@@ -228,9 +232,9 @@ class _Reserve(torch.autograd.Function):
         raise AssertionError
 
 
-def _reserve(size: int) -> Tensor:
+def _reserve(like: Tensor, size: int) -> Tensor:
     """A tensor of so many elements that takes the memory of one."""
-    return torch.zeros(1).expand(size)
+    return torch.zeros(1, device=like.device).expand(size)
 
 
 def _reserve_size(tensors: Sequence[Tensor], layer: _Layer, wanted: Sequence[int]) -> int:
@@ -362,10 +366,11 @@ _LIBRARY.define(
     "recurrent_backward(Tensor reserve, Tensor?[] gradients, Tensor[] tensors, int[] wanted, "
     "int directions) -> Tensor[]"
 )
-_LIBRARY.impl("recurrent", run_forward, "CPU")
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("recurrent", run_forward, _device)
+    _LIBRARY.impl("recurrent_backward", run_backward, _device)
 _LIBRARY.impl("recurrent", _empty_forward, "Meta")
 _LIBRARY.impl("recurrent", _with_gradient, "Autograd")
-_LIBRARY.impl("recurrent_backward", run_backward, "CPU")
 _LIBRARY.impl("recurrent_backward", _empty_backward, "Meta")
 
 FORWARD = torch.ops.ipufit.recurrent.default
@@ -376,32 +381,33 @@ BACKWARD = torch.ops.ipufit.recurrent_backward.default
 def whole_recurrent_layers() -> Iterator[None]:
     """Within it torch's functions for recurrent layers are one operator each, in this thread."""
     with LOCK:
-        uses_onednn, thread = torch._C._get_mkldnn_enabled(), threading.get_ident()
-        before = [(owner, kind, getattr(owner, kind)) for owner in _OWNERS for kind in KINDS]
-        for owner, kind, _ in before:
-            setattr(owner, kind, functools.partial(_instead, kind, uses_onednn, thread))
-        try:
+        backends = (torch.backends.mkldnn, torch.backends.cudnn)
+        kernels = [(backend, "enabled", backend.enabled) for backend in backends]
+        thread = threading.get_ident()
+        functions = [
+            (owner, kind, functools.partial(_instead, kind, kernels, thread))
+            for owner in _OWNERS
+            for kind in KINDS
+        ]
+        with replaced(*functions):
             yield
-        finally:
-            for owner, kind, original in before:
-                setattr(owner, kind, original)
 
 
 def _instead(
-    kind: str, uses_onednn: bool, thread: int, /, *args: object, **kwargs: object
+    kind: str, kernels: _Kernels, thread: int, /, *args: object, **kwargs: object
 ) -> Tuple[Tensor, ...]:
     """Stand in for a function of torch's; threads that record nothing get torch's own."""
     if thread != threading.get_ident():
         return _ORIGINALS[kind](*args, **kwargs)
-    return call_whole(kind, uses_onednn, *args, **kwargs)
+    return call_whole(kind, kernels, *args, **kwargs)
 
 
-def call_whole(kind: str, uses_onednn: bool, /, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+def call_whole(kind: str, kernels: _Kernels, /, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     """Call a function of torch's for a recurrent layer, as one operator where that can be.
 
     Args:
         kind: the function's name.
-        uses_onednn: whether the layer may use oneDNN when it runs.
+        kernels: what torch may use when the layer runs.
         args, kwargs: of the call.
     """
     values = {**dict(zip(ARGUMENTS, args)), **kwargs}
@@ -424,7 +430,7 @@ def call_whole(kind: str, uses_onednn: bool, /, *args: Any, **kwargs: Any) -> Tu
         [_DTYPES.index(first.dtype)] * (1 + len(states)),
     )
     if layer.autocast is not None:
-        layer = layer._replace(dtypes=_tried_dtypes(layer, tensors, uses_onednn))
+        layer = layer._replace(dtypes=_tried_dtypes(layer, tensors, kernels))
     output, *last, _ = FORWARD(tensors, *layer, [])
     return (output.transpose(0, 1) if values["batch_first"] else output, *last)
 
@@ -440,7 +446,7 @@ def _can_be_whole(kind: str, values: Mapping[str, Any]) -> bool:
         return False
     states: List[Any] = list(hx) if isinstance(hx, (list, tuple)) else [hx]
     tensors: List[Any] = [values["input"], *states, *params]
-    if len(states) != (2 if kind == "lstm" else 1) or not all(map(_is_on_cpu, tensors)):
+    if len(states) != (2 if kind == "lstm" else 1) or not all(map(_is_placed, tensors)):
         return False
     first = tensors[0]
     if not first.numel() or first.dim() != 3 or any(state.dim() != 3 for state in states):
@@ -462,11 +468,11 @@ def _can_be_whole(kind: str, values: Mapping[str, Any]) -> bool:
     return list(shapes) == [tuple(each.shape) for each in params]
 
 
-def _is_on_cpu(value: object) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cpu"
+def _is_placed(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type in ("cpu", "cuda")
 
 
-def _tried_dtypes(layer: _Layer, tensors: Sequence[Tensor], uses_onednn: bool) -> List[int]:
+def _tried_dtypes(layer: _Layer, tensors: Sequence[Tensor], kernels: _Kernels) -> List[int]:
     """The dtypes of the results under autocast, which differ between torch's kernels.
 
     Found out with zeros, on one time step of one sample.
@@ -475,12 +481,11 @@ def _tried_dtypes(layer: _Layer, tensors: Sequence[Tensor], uses_onednn: bool) -
     shapes[0] = (1, 1, shapes[0][2])
     for place in range(1, 1 + layer.states):
         shapes[place] = (shapes[place][0], 1, shapes[place][2])
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(uses_onednn)
-    try:
-        with _disable_current_modes(), torch.no_grad():
-            zeros = [torch.zeros(shape, dtype=each.dtype) for shape, each in zip(shapes, tensors)]
-            results = _call(layer._replace(dropout_p=0.0), zeros)
-    finally:
-        torch._C._set_mkldnn_enabled(before)
+    drops = [(torch.backends.cudnn, "enabled", False)] if layer.dropout_p else []
+    with replaced(*kernels, *drops), _disable_current_modes(), torch.no_grad():
+        zeros = [
+            torch.zeros(shape, dtype=each.dtype, device=each.device)
+            for shape, each in zip(shapes, tensors)
+        ]
+        results = _call(layer._replace(dropout_p=0.0), zeros)
     return [_DTYPES.index(result.dtype) for result in results]

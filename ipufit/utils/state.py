@@ -7,6 +7,7 @@ import copy
 import itertools
 import random
 import sys
+import warnings
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -23,15 +24,23 @@ __all__ = [
     "call_with",
     "copy_optimizer_state",
     "cuda_in_use",
+    "device_of",
     "eval_mode",
     "fork_rng",
     "generator_states",
     "generators_of",
     "preserve_state",
+    "recurrent_on_gpu",
     "set_generators",
     "train_mode",
     "watch_modules",
 ]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Device of a module's first parameter; the CPU for a module without one."""
+    first = next(module.parameters(), None)
+    return first.device if first is not None else torch.device("cpu")
 
 
 def cuda_in_use() -> bool:
@@ -194,11 +203,44 @@ def call_with(
     named = itertools.chain(module.named_parameters(), module.named_buffers())
     wanted = {id(tensor): tensors[name] for name, tensor in named if name in tensors}
     places: Dict[str, Tensor] = {}
+    recurrent: List[nn.RNNBase] = []
     for prefix, part in module.named_modules():
+        if isinstance(part, nn.RNNBase):
+            recurrent.append(part)
         for key, tensor in itertools.chain(part._parameters.items(), part._buffers.items()):
             if id(tensor) in wanted:
                 places[f"{prefix}.{key}" if prefix else key] = wanted[id(tensor)]
-    return functional_call(module, places, tuple(args), kwargs, tie_weights=False)
+    with _weights_stay(recurrent, tensors) if recurrent else contextlib.nullcontext():
+        return functional_call(module, places, tuple(args), kwargs, tie_weights=False)
+
+
+@contextlib.contextmanager
+def recurrent_on_gpu(may_use_cudnn: bool) -> Iterator[None]:
+    """Run a recurrent layer on a GPU, with cuDNN if torch is set so and it may be used."""
+    cudnn = torch.backends.cudnn
+    with warnings.catch_warnings(), replaced((cudnn, "enabled", cudnn.enabled and may_use_cudnn)):
+        # Weights lie where the program has them; torch advises to move them for cuDNN.
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous")
+        yield
+
+
+@contextlib.contextmanager
+def _weights_stay(layers: Sequence[nn.RNNBase], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Keep recurrent layers on a GPU from moving weights that are put in their place."""
+    layers = [layer for layer in layers if device_of(layer).type == "cuda"]
+    # cuDNN looks where weights lie, and those without values lie nowhere.
+    is_real = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors.values())
+    try:
+        for layer in layers:
+            # Dropout of cuDNN's has random numbers of its own, which no seed starts anew.
+            drops = layer.training and layer.dropout > 0 and layer.num_layers > 1
+            forward = recurrent_on_gpu(is_real and not drops)(layer.forward)
+            vars(layer).update(flatten_parameters=lambda: None, forward=forward)
+        yield
+    finally:
+        for layer in layers:
+            for name in ("flatten_parameters", "forward"):
+                vars(layer).pop(name, None)
 
 
 @contextlib.contextmanager

@@ -329,7 +329,8 @@ def _whole(kind: str) -> Callable[..., object]:
     def layer(*args: object, **kwargs: object) -> object:
         if any(tensor.dtype == torch.float16 for tensor in tensors_in([args, kwargs])):
             return original(*args, **kwargs)
-        return recurrent.call_whole(kind, True, *args, **kwargs)
+        kernels = [(torch.backends.mkldnn, "enabled", True)]
+        return recurrent.call_whole(kind, kernels, *args, **kwargs)
 
     return layer
 
