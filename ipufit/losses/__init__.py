@@ -7,7 +7,7 @@ above use what is exported here.
 """
 
 from ipufit.losses.loss import Loss, find_loss
-from ipufit.losses.named import check_labels, check_loss_value
+from ipufit.losses.named import check_labels, check_loss_value, outside_classes
 from ipufit.losses.resolve import resolve_loss
 from ipufit.losses.rules import LabelRange, LossTerm
 
@@ -18,5 +18,6 @@ __all__ = [
     "check_labels",
     "check_loss_value",
     "find_loss",
+    "outside_classes",
     "resolve_loss",
 ]

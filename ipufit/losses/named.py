@@ -24,6 +24,7 @@ __all__ = [
     "check_same_shape_floating",
     "check_tensors",
     "check_torch_loss",
+    "outside_classes",
     "refuse_broadcast",
 ]
 
@@ -127,6 +128,11 @@ def check_class_indices_or_probabilities(name: str, prediction: Tensor, target: 
         check_class_indices(name, prediction, target)
 
 
+def outside_classes(target: Tensor, classes: int, ignore_index: int) -> Tensor:
+    """Tell of each class index whether it is none of so many classes, nor left out."""
+    return (target != ignore_index) & ((target < 0) | (target >= classes))
+
+
 def check_labels(name: str, target: Tensor, classes: int, ignore_index: int, where: str) -> None:
     """Look at the values of class indices, which torch does while it computes, if at all.
 
@@ -141,7 +147,7 @@ def check_labels(name: str, target: Tensor, classes: int, ignore_index: int, whe
         DataError: one is negative or as large as the number of classes.
     """
     target = target.long()
-    outside = (target != ignore_index) & ((target < 0) | (target >= classes))
+    outside = outside_classes(target, classes, ignore_index)
     if not outside.any():
         return
     sample = int(outside.nonzero()[0, 0]) if target.dim() else 0

@@ -27,7 +27,7 @@ from ipufit.errors import (
     MetricError,
     PlanError,
 )
-from ipufit.losses import LabelRange, Loss, check_labels
+from ipufit.losses import LabelRange, Loss, check_labels, outside_classes
 from ipufit.metrics import MetricSet
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
@@ -53,6 +53,8 @@ class FailureExplainer:
         mode: in which module and loss run.
         precision: in which the module computes.
         role: of the data, such as "training data".
+        on_gpu: whether the module is on one.
+        is_shared: whether other processes have parts of the data, so that batches have no numbers.
         labels: class indices that the loss takes, as far as they are known.
     """
 
@@ -61,6 +63,8 @@ class FailureExplainer:
     mode: Mode
     precision: Precision
     role: str
+    on_gpu: bool = False
+    is_shared: bool = False
     labels: Tuple[LabelRange, ...] = ()
 
     @contextlib.contextmanager
@@ -118,17 +122,25 @@ class FailureExplainer:
         Raises:
             DataError: one is no class.
         """
-        for index, batch in enumerate(batches if self.labels else ()):
-            target = batch.unpack()[2]
-            for labels in self.labels:
-                indices = target
+        for labels in self.labels:
+            targets = []
+            for batch in batches:
+                target = batch.unpack()[2]
                 if labels.key is not None:
-                    indices = pick(target, labels.key, "the target", LossError)
+                    target = pick(target, labels.key, "the target", LossError)
+                targets.append(target)
+            # All at once where all are right, as they nearly always are.
+            indices = torch.cat([*map(torch.flatten, targets)]).long()
+            if not outside_classes(indices, labels.classes, labels.ignore_index).any():
+                continue
+            for index, target in enumerate(targets):
                 where = self._where(first, index)
-                check_labels(labels.name, indices, labels.classes, labels.ignore_index, where)
+                check_labels(labels.name, target, labels.classes, labels.ignore_index, where)
 
     def _where(self, first: Optional[int], index: int) -> str:
-        return f"{self.role}: " if first is None else f"{self.role}, batch {first + index}: "
+        if first is None or self.is_shared:
+            return f"{self.role}: "
+        return f"{self.role}, batch {first + index}: "
 
 
 def check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: DataAdapter) -> None:
@@ -219,7 +231,7 @@ def probe(metrics: MetricSet, outputs: object, first: MicroBatch, loss: Loss) ->
             "its own loss and the batch has no last argument, 'labels' or 'target' to take for "
             "it. Leave the metrics out, or compute the loss outside the module."
         )
-    with isolated(torch.device("cpu")):
+    with isolated():
         metrics.probe(tree.map_leaves(fill, outputs), target, first.size, sample_weight)
 
 

@@ -53,6 +53,7 @@ from ipufit.utils.console import warn_user
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import draw_seed
+from ipufit.utils.state import device_of
 
 if TYPE_CHECKING:
     from ipufit.engines.ipu.preflight.report import PreflightReport
@@ -462,7 +463,8 @@ class Session:
             mode: of the program that fails.
             role: of the data.
         """
-        return FailureExplainer(self.module, self.loss, mode, self.config.precision, role)
+        where = (role, device_of(self.module).type == "cuda", self.processes.is_distributed)
+        return FailureExplainer(self.module, self.loss, mode, self.config.precision, *where)
 
     def estimator(
         self,
@@ -538,12 +540,10 @@ class Session:
         """How the program of this session runs, in one or two lines."""
         from ipufit.partition.cut_layers import describe_cuts
 
-        names = [p.device for p in self.module.parameters()]
-        device = str(names[0]) if names else "cpu"
         how = "the module itself, eagerly" if self.config.run_eagerly else "one recorded program"
         optimizer = type(self._optimizer).__name__ if self._optimizer else "no optimizer"
         text = (
-            f"Runs {how} on the {self.engine.name} engine, device {device}, with "
+            f"Runs {how} on the {self.engine.name} engine, device {device_of(self.module)}, with "
             f"{optimizer}; gradients reduced by {self.config.gradient_reduction}."
         )
         more = [f"{name}={value!r}" for name, value in self.config.extras().items()]

@@ -213,11 +213,13 @@ class Trainer:
                 raise_injected_fault(job.program, batch.updates(job.plan))
             # What explains an error runs the module, too.
             with defer_sigint():
+                if job.explainer.on_gpu:
+                    # A wrong one would end the use of the GPU for the whole process.
+                    job.explainer.check_labels(batch.micro_batches, self._batches)
                 try:
                     result = job.run(batch)
                 except Exception as error:
-                    first = None if job.sync.processes.is_distributed else self._batches
-                    job.explainer.raise_explained(error, batch.micro_batches, first)
+                    job.explainer.raise_explained(error, batch.micro_batches, self._batches)
                     raise
         except NonFiniteLossError as error:
             error.place(epoch, job.meter.samples)

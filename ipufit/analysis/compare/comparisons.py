@@ -31,7 +31,7 @@ from ipufit.training.summary import batch_of, sample_of
 from ipufit.utils import tree
 from ipufit.utils.error_collector import ErrorCollector, one_of
 from ipufit.utils.interrupts import defer_sigint
-from ipufit.utils.state import fork_rng, train_mode
+from ipufit.utils.state import device_of, fork_rng, train_mode
 
 __all__ = ["REFERENCES", "check_invariance", "compare"]
 
@@ -268,6 +268,7 @@ class _Trial:
         module, _, loss = self._copies()
         with train_mode(module, loss.module):
             batch = sample_of(self._batch, loss.in_module, "check_invariance", target=True)
+            batch = batch.to(device_of(module))
             return find_causes(module, loss, batch, self._config.gradient_reduction)
 
 

@@ -18,6 +18,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.losses import Loss
 from ipufit.tracing.comparison import Tolerance, distance
 from ipufit.utils import tree
+from ipufit.utils.state import cuda_in_use
 
 __all__ = ["InvarianceCause", "InvarianceReport", "InvarianceSetting", "find_causes"]
 
@@ -209,8 +210,7 @@ def _copy_tensor(leaf: object) -> object:
 
 
 def _generators() -> Tuple[Tensor, ...]:
-    cuda: Any = torch.cuda
-    states = cuda.get_rng_state_all() if cuda.is_initialized() else ()
+    states = torch.cuda.get_rng_state_all() if cuda_in_use() else ()
     return (torch.get_rng_state(), *states)
 
 

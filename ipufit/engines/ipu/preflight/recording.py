@@ -48,8 +48,12 @@ __all__ = ["Operators", "Recording", "Watcher", "record"]
 # What has no form but the one that changes its argument.
 _ONLY_IN_PLACE = frozenset({"copy_", "normal_", "uniform_", "random_", "exponential_"})
 _OTHER_NAMES = {"zero_": "zeros_like", "fill_": "full_like"}
-# What newer versions of torch write where torch 2.0.1, PopTorch's own, writes the second.
-_OLDER_NAMES = {"_safe_softmax": "_softmax", "native_dropout": "dropout"}
+# What newer torch, and torch on a GPU, writes where torch 2.0.1, PopTorch's own, has the second.
+_OLDER_NAMES = {
+    "_safe_softmax": "_softmax",
+    "native_dropout": "dropout",
+    "cudnn_batch_norm": "native_batch_norm",
+}
 
 
 def outplace(name: str) -> str:
