@@ -50,8 +50,7 @@ from ipufit.utils.console import warn_user
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 if TYPE_CHECKING:
-    from ipufit.engines.embedded.batching import Decision
-    from ipufit.engines.embedded.batching.batched_step import BatchedGradStep
+    from ipufit.engines.embedded.batching import Decision, Merger
     from ipufit.engines.embedded.inductor.store import Libraries
 
 __all__ = ["EngineContext"]
@@ -161,42 +160,25 @@ class EngineContext:
         self._traced.move_to_end(key)
         return self._traced[key]
 
-    def merge(
-        self,
-        spec: ProgramSpec,
-        example: MicroBatch,
-        recorded: TracedStep,
-        names: Tuple[Sequence[str], Sequence[str]],
-        state: Sequence[Tensor],
-        replicas: Sequence[Mapping[str, Tensor]],
-    ) -> Decision:
-        """Decide whether micro-batches like the example run as larger batches.
+    def merge(self, merger: Merger, replicas: Sequence[Mapping[str, Tensor]]) -> Decision:
+        """Decide whether micro-batches run as larger batches.
 
         Args:
-            spec: what is built.
-            example: a full micro-batch.
-            recorded: what is recorded for it.
-            names: of trained parameters, and of all other state.
-            state: in their order.
+            merger: of them.
             replicas: buffers of each.
         """
-        total = spec.plan.own_micro_batches_per_update
-        step = self.step_module(spec.module, spec.loss)
+        spec, total = merger.spec, merger.spec.plan.own_micro_batches_per_update
 
         def make(
-            merged: BatchedGradStep, arguments: Sequence[Tensor]
+            merged: Callable[..., List[Tensor]], arguments: Sequence[Tensor]
         ) -> Tuple[Callable[..., List[Tensor]], Optional[fx.GraphModule]]:
-            run, _, lowered, _ = self._make(merged, step, arguments, spec.config.jit, ())
+            run, _, lowered, _ = self._make(merged, merger.step, arguments, spec.config.jit, ())
             return run, lowered.graph
 
-        key = (recorded, total, spec.config.accumulation_dtype)
+        key = (merger.recorded, total, spec.config.accumulation_dtype)
         if key not in self._decisions:
-            # Imported here, as below: what few models need.
-            from ipufit.engines.embedded.batching import decide
-
             with self.timed():
-                decision = decide(spec, step, example, recorded, names, state, make)
-            self._decisions[key] = decision
+                self._decisions[key] = merger.decide(make)
             if len(self._decisions) > _KEPT:
                 self._decisions.popitem(last=False)
         self._decisions.move_to_end(key)

@@ -1,8 +1,7 @@
 """CUDA graphs through torch: whether executions are captured, what of, and from which memory.
 
 What a captured graph reads stays where it is; new values are put there before a replay.
-No GPU has run this module yet. It is written against torch's documentation of ``torch.cuda.graph``
-and its source; :mod:`tests.tape` stands in for it on the CPU.
+Where there is no GPU, :mod:`tests.tape` stands in for it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.compile_arguments import AUTO, CUDAGRAPH
-from ipufit.core.train_config import TrainConfig
+from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
 from ipufit.utils.random_streams import LOCK
 
@@ -169,15 +168,15 @@ def check_cudagraph(module: nn.Module) -> None:
 
 
 def graph_maker(
-    config: TrainConfig, device: torch.device, tape: Optional[Callable[[torch.device], GraphMaker]]
+    spec: ProgramSpec, device: torch.device, tape: Optional[Callable[[torch.device], GraphMaker]]
 ) -> Optional[GraphMaker]:
     """Choose what captures the executions of a program; None where they run as recorded."""
-    if config.jit not in (AUTO, CUDAGRAPH):
+    # What processes send each other goes through the host.
+    if spec.config.jit not in (AUTO, CUDAGRAPH) or spec.processes.is_distributed:
         return None
     if tape is not None:
         return tape(device)
-    # No GPU has run them yet, so nobody gets them unasked.
-    if config.jit == AUTO or device.type != "cuda" or why_no_graphs() is not None:
+    if device.type != "cuda" or why_no_graphs() is not None:
         return None
     return CudaGraphs(device)
 

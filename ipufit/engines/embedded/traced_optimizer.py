@@ -112,7 +112,8 @@ class TracedOptimizer:
                 gradients = [torch.zeros_like(like) for like in self._finish.examples(flats)]
                 with refuse_missing_half():
                     self._step(flats, gradients, _copied(self._fetched()))
-            elif self._has_newcomers():
+            elif {key[:2] for key in self._state} != set(self._places()):
+                # A parameter has no state yet: all at first, later one unfrozen since.
                 self._record_first()
             else:
                 self._record_later()
@@ -189,10 +190,6 @@ class TracedOptimizer:
             for (b, s), view in zip(self._places(), views)
             for name, value in twin.state[view].items()
         }
-
-    def _has_newcomers(self) -> bool:
-        """Tell whether a parameter has no state yet: all at first, later one unfrozen since."""
-        return {key[:2] for key in self._state} != set(self._places())
 
     def _tensor_keys(self) -> List[_Key]:
         return [key for key, value in self._state.items() if isinstance(value, Tensor)]

@@ -1,6 +1,7 @@
 """The embedded engine behind the seam: transfers, captures, state."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
+from ipufit.callbacks import Callback
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.engines.embedded.engine import EmbeddedEngine
@@ -310,6 +312,7 @@ def test_a_compiled_model_is_a_context_manager():
     model.fit(loader(), verbose=0)
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_the_numbers_are_those_of_the_cpu():
     """One library, one result: to rounding in float64, with one transfer an execution."""
@@ -328,3 +331,28 @@ def test_on_cuda_the_numbers_are_those_of_the_cpu():
     assert histories[0]["accuracy"] == histories[1]["accuracy"]
     for name, value in weights[0].items():
         torch.testing.assert_close(value, weights[1][name], rtol=0, atol=1e-10)
+
+
+def test_a_gpu_that_is_lost_hides_no_error(monkeypatch):
+    """Everything that is asked of it fails then, what ends the program as well."""
+    net = MLP().double()
+    model, engine = with_engine(net)
+    lost = RuntimeError("CUDA error: device-side assert triggered\nCompile with ...")
+
+    class Stops(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            monkeypatch.setattr(engine.training.state, "close", fails)
+            raise ValueError("what ended it")
+
+    def fails():
+        raise lost
+
+    text = (
+        "this process can't use the GPU any more, and what was trained since the last checkpoint "
+        "is lost. Start Python anew."
+    )
+    with pytest.warns(UserWarning, match=re.escape(text)), pytest.raises(ValueError, match="ended"):
+        model.fit(loader(), callbacks=[Stops()], verbose=0)
+    lost.args = ("something else",)
+    with pytest.raises(RuntimeError, match="something else"):
+        model.fit(loader(), callbacks=[Stops()], verbose=0)

@@ -6,6 +6,6 @@ what updates run.
 """
 
 from ipufit.engines.embedded.batching.batched_step import BatchedStep
-from ipufit.engines.embedded.batching.decision import Decision, decide
+from ipufit.engines.embedded.batching.decision import Decision, Merger
 
-__all__ = ["BatchedStep", "Decision", "decide"]
+__all__ = ["BatchedStep", "Decision", "Merger"]

@@ -32,7 +32,7 @@ from ipufit.tracing.graph_analysis import GraphSignature, peak_bytes
 from ipufit.tracing.validate import public_name
 from ipufit.utils.random_streams import Generators
 
-__all__ = ["MOST_BYTES", "Decision", "decide"]
+__all__ = ["MOST_BYTES", "Decision", "Merger"]
 
 # What the values of a merged batch may take; merging larger ones saves little and holds much.
 MOST_BYTES = 64 * 2**20
@@ -73,76 +73,10 @@ class Decision:
         return Decision.against(total, "the replicas' buffers differ")
 
 
-def decide(
-    spec: ProgramSpec,
-    step: ModuleWithLoss,
-    example: MicroBatch,
-    recorded: TracedStep,
-    names: Tuple[Sequence[str], Sequence[str]],
-    state: Sequence[Tensor],
-    make: Make,
-) -> Decision:
-    """Merge the micro-batches of an update, if that is proved to be the same mathematics.
-
-    Args:
-        spec: what is built.
-        step: the module with its loss.
-        example: a full micro-batch.
-        recorded: what is recorded for it.
-        names: of trained parameters, and of all other state.
-        state: in their order.
-        make: records and lowers what runs.
-    """
-    total = spec.plan.own_micro_batches_per_update
-    try:
-        _check_request(spec, step, example, state)
-        work = _Work(spec, step, example, recorded, names, state)
-        with warnings.catch_warnings(), preserve_attributes(step), _python_numbers():
-            warnings.simplefilter("ignore")
-            merged = work.merged(total, make)
-    except RefusalError as refusal:
-        return Decision.against(total, str(refusal))
-    size = merged.count * example.size
-    how = f"one batch of {size} samples"
-    if merged.count != total:
-        how = f"{total // merged.count} batches of {size} samples, to bound the memory"
-    return Decision(merged, f"The {total} micro-batches of an update run as {how}.")
-
-
 def _same_in_all(replicas: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> bool:
     """Tell whether all replicas have equal buffers of these names."""
     first = replicas[0]
     return all(same(first[name], other[name]) for other in replicas[1:] for name in names)
-
-
-def _check_request(
-    spec: ProgramSpec, step: ModuleWithLoss, example: MicroBatch, state: Sequence[Tensor]
-) -> None:
-    """Refuse what needs no look at the module."""
-    config, loss = spec.config, spec.loss
-    assert loss is not None
-    if loss.in_module:
-        raise RefusalError("the module computes its own loss, from a whole micro-batch")
-    if config.loss_scale is not None:
-        raise RefusalError("the loss is scaled")
-    if config.accumulation_dtype is not None:
-        raise RefusalError("accumulation_dtype asks for a sum over micro-batches")
-    if config.recompute:
-        raise RefusalError("recompute asks for less memory, and a larger batch holds more")
-    tensors = [*state, *example.leaves]
-    if (
-        computes_in_half(tensors)
-        or autocast_state(tensors[0].device)[0]
-        or config.precision.autocast
-    ):
-        raise RefusalError("half precision rounds a larger batch to other numbers")
-    for name, parameter in step.named_parameters():
-        if parameter._backward_hooks:
-            hooked = public_name(name)
-            raise RefusalError(f"a hook of {hooked!r} sees the gradient of every micro-batch")
-    for leaf in example.leaves[: forward_leaves(example)]:
-        if not leaf.dim() or leaf.shape[0] != example.size:
-            raise RefusalError("forward takes a tensor that is not one row for each sample")
 
 
 @contextlib.contextmanager
@@ -162,36 +96,91 @@ def _python_numbers() -> Iterator[None]:
         raise RefusalError("forward or loss draw random numbers of Python or NumPy")
 
 
-class _Work:
-    """Makes the recordings on the way to a batched step."""
+@dataclasses.dataclass(frozen=True)
+class Merger:
+    """Merges the micro-batches of an update, if that is proved to be the same mathematics.
 
-    def __init__(
-        self,
-        spec: ProgramSpec,
-        step: ModuleWithLoss,
-        example: MicroBatch,
-        recorded: TracedStep,
-        names: Tuple[Sequence[str], Sequence[str]],
-        state: Sequence[Tensor],
-    ) -> None:
-        assert spec.loss is not None
-        self._spec = spec
-        self._loss: Loss = spec.loss
-        self._step = step
-        self._example = example
-        self._recorded = recorded
-        self._trained, self._fixed = names
-        self._names = [*self._trained, *self._fixed]
-        self._state = list(state)
+    Attributes:
+        spec: what is built.
+        step: the module with its loss.
+        example: a full micro-batch.
+        recorded: what is recorded for it.
+        trained: names of trained parameters.
+        fixed: names of all other state.
+        state: the tensors of both, in their order.
+    """
 
-    def merged(self, total: int, make: Make) -> BatchedStep:
+    spec: ProgramSpec
+    step: ModuleWithLoss
+    example: MicroBatch
+    recorded: TracedStep
+    trained: Sequence[str]
+    fixed: Sequence[str]
+    state: Sequence[Tensor]
+
+    def decide(self, make: Make) -> Decision:
+        """Merge as many as memory allows, or none, with the reason.
+
+        Args:
+            make: records and lowers what runs.
+        """
+        total = self.spec.plan.own_micro_batches_per_update
+        try:
+            self._check_request()
+            with warnings.catch_warnings(), preserve_attributes(self.step), _python_numbers():
+                warnings.simplefilter("ignore")
+                merged = self._merged(total, make)
+        except RefusalError as refusal:
+            return Decision.against(total, str(refusal))
+        size = merged.count * self.example.size
+        how = f"one batch of {size} samples"
+        if merged.count != total:
+            how = f"{total // merged.count} batches of {size} samples, to bound the memory"
+        return Decision(merged, f"The {total} micro-batches of an update run as {how}.")
+
+    @property
+    def _loss(self) -> Loss:
+        assert self.spec.loss is not None
+        return self.spec.loss
+
+    @property
+    def _names(self) -> List[str]:
+        return [*self.trained, *self.fixed]
+
+    def _check_request(self) -> None:
+        """Refuse what needs no look at the module."""
+        config = self.spec.config
+        if self._loss.in_module:
+            raise RefusalError("the module computes its own loss, from a whole micro-batch")
+        if config.loss_scale is not None:
+            raise RefusalError("the loss is scaled")
+        if config.accumulation_dtype is not None:
+            raise RefusalError("accumulation_dtype asks for a sum over micro-batches")
+        if config.recompute:
+            raise RefusalError("recompute asks for less memory, and a larger batch holds more")
+        tensors = [*self.state, *self.example.leaves]
+        if (
+            computes_in_half(tensors)
+            or autocast_state(tensors[0].device)[0]
+            or config.precision.autocast
+        ):
+            raise RefusalError("half precision rounds a larger batch to other numbers")
+        for name, parameter in self.step.named_parameters():
+            if parameter._backward_hooks:
+                hooked = public_name(name)
+                raise RefusalError(f"a hook of {hooked!r} sees the gradient of every micro-batch")
+        for leaf in self.example.leaves[: forward_leaves(self.example)]:
+            if not leaf.dim() or leaf.shape[0] != self.example.size:
+                raise RefusalError("forward takes a tensor that is not one row for each sample")
+
+    def _merged(self, total: int, make: Make) -> BatchedStep:
         """Put as many micro-batches of an update into one as memory allows.
 
         Raises:
             RefusalError: none can be.
         """
-        assert self._recorded.graph is not None
-        written = GraphSignature.of(self._recorded.graph)
+        assert self.recorded.graph is not None
+        written = GraphSignature.of(self.recorded.graph)
         self._check_written(written)
         small, outputs = self._forward(1)
         whole = self._same_program(small, outputs, written)
@@ -199,39 +188,39 @@ class _Work:
         large, large_outputs = self._forward(count)
         if not outputs.equals(large_outputs):
             raise RefusalError("what forward returns besides tensors depends on the batch")
-        samples = (self._example.size, count * self._example.size)
+        samples = (self.example.size, count * self.example.size)
         along = prove(small, large, len(self._names), samples)
         _check_results(along)
-        micro = self._recorded.micro
+        micro = self.recorded.micro
         step = BatchedGradStep(
-            self._step,
+            self.step,
             self._loss,
             large,
             outputs,
             along,
             self._names,
-            len(self._trained),
-            self._example,
+            len(self.trained),
+            self.example,
             count,
-            self._spec.want_outputs,
-            self._spec.config.precision,
+            self.spec.want_outputs,
+            self.spec.config.precision,
             micro.with_gradient,
             micro.blocks,
             self._early(total),
         )
-        arguments = [*self._state, *step.arguments([self._example] * count)]
+        arguments = [*self.state, *step.arguments([self.example] * count)]
         with _explained("the loss can't be computed on parts of a larger batch"):
             run, graph = make(step, arguments)
         reads = self._buffers_read(whole)
         blocks = len(micro.blocks)
-        return BatchedStep(run, step, self._recorded, count, blocks, reads, step.factor, graph)
+        return BatchedStep(run, step, self.recorded, count, blocks, reads, step.factor, graph)
 
     def _early(self, total: int) -> float:
         """The factor that gradients of an update may be multiplied with on the way."""
-        if self._spec.processes.is_distributed:
+        if self.spec.processes.is_distributed:
             # Others may not merge theirs.
             return 1.0
-        return GradientReduction(self._spec).early([self._example.size] * total)
+        return GradientReduction(self.spec).early([self.example.size] * total)
 
     def _check_written(self, written: GraphSignature) -> None:
         if written.drawn is not None:
@@ -247,11 +236,11 @@ class _Work:
 
     def _forward(self, count: int) -> Tuple[fx.GraphModule, OutputShape]:
         """The module's forward for so many micro-batches, recorded."""
-        leaves = self._example.leaves[: forward_leaves(self._example)]
-        cast = with_inputs_in(self._spec.config.precision, (list(leaves), None, None, None))[0]
-        arguments = [*self._state, *(torch.cat([leaf] * count) for leaf in cast)]
-        forward = Forward(self._step, self._loss, self._names, len(self._trained), self._example)
-        with _explained(f"forward can't take {count * self._example.size} samples at once"):
+        leaves = self.example.leaves[: forward_leaves(self.example)]
+        cast = with_inputs_in(self.spec.config.precision, (list(leaves), None, None, None))[0]
+        arguments = [*self.state, *(torch.cat([leaf] * count) for leaf in cast)]
+        forward = Forward(self.step, self._loss, self._names, len(self.trained), self.example)
+        with _explained(f"forward can't take {count * self.example.size} samples at once"):
             graph = capture(forward, arguments)
         if forward.has_logged:
             raise RefusalError("forward logs values of every micro-batch")
@@ -264,12 +253,12 @@ class _Work:
 
         Hooks, derivatives of one's own and layers whose gradient is left out are seen by this.
         """
-        spec, micro = self._spec, self._recorded.micro
+        spec, micro = self.spec, self.recorded.micro
         again = GradStep(
-            Replayed(self._step, self._loss, forward, outputs),
-            self._trained,
-            self._fixed,
-            self._example,
+            Replayed(self.step, self._loss, forward, outputs),
+            self.trained,
+            self.fixed,
+            self.example,
             True,
             spec.want_outputs,
             lambda names: micro.blocks,
@@ -277,7 +266,7 @@ class _Work:
             False,
         )
         with _explained("the gradient of forward is not that of its operators"):
-            graph = capture(again, [*self._state, *self._example.leaves])
+            graph = capture(again, [*self.state, *self.example.leaves])
         if again.with_gradient != micro.with_gradient or not GraphSignature.of(graph).equals(
             written
         ):
@@ -293,7 +282,7 @@ class _Work:
         return fitting[-1]
 
     def _buffers_read(self, graph: fx.GraphModule) -> Tuple[str, ...]:
-        buffers = {name for name, _ in self._step.named_buffers()}
+        buffers = {name for name, _ in self.step.named_buffers()}
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         return tuple(n for n, node in zip(self._names, placeholders) if n in buffers and node.users)
 

@@ -62,6 +62,7 @@ class _Captured:
         tables: coefficients of each block, by update, and the loss scale if there is one.
         saved: copies of the state that the graph makes before anything else.
         results: what comes back, without values.
+        shapes: what comes back, in tensors without values.
         packed: the same with values, as bytes.
         draws: micro-batches that draw random numbers, as their update and their place in it.
     """
@@ -72,6 +73,7 @@ class _Captured:
     tables: Static
     saved: Snapshot
     results: ExecutionOutputs
+    shapes: Sequence[Tensor]
     packed: Tensor
     draws: Sequence[Tuple[int, int]]
 
@@ -120,8 +122,7 @@ class CapturedExecutions(UpdateWay):
         self._reason: Optional[str] = None
         self._explanation: Optional[str] = None
         self._replays = False
-        self._aside = maker.aside
-        self._capture_work = maker.capture
+        self._maker = maker
 
     @property
     def jit(self) -> Optional[str]:
@@ -150,7 +151,7 @@ class CapturedExecutions(UpdateWay):
         """Replay an execution, or run it as recorded where it is not captured, or bad."""
         result = self._run_captured(execution)
         if result is None:
-            with self._aside():
+            with self._maker.aside():
                 result = self._runner.run(execution)
         return result
 
@@ -169,7 +170,7 @@ class CapturedExecutions(UpdateWay):
             if self._live.scaler is not None:
                 scales = [state.value for state in self._live.scaler.coming(len(rows))[:-1]]
                 tables.append(torch.tensor(scales, dtype=torch.float64))
-            captured = self._captured(updater, updates, rows, tables)
+            captured = self._captured(updater, execution, tables)
             if captured is None:
                 return None
             if sent is not None and sent.static is captured.inputs:
@@ -212,16 +213,16 @@ class CapturedExecutions(UpdateWay):
     def _captured(
         self,
         updater: RuleOptimizer,
-        updates: Sequence[Update],
-        rows: Rows,
+        execution: ExecutionWork,
         tables: Sequence[Tensor],
     ) -> Optional[_Captured]:
         """The graph for such an execution; captured now if it comes for the second time."""
         live, ema = self._live, self._spec.config.ema
         every = ema.overwrite_frequency if ema is not None else None
         key = (
-            tuple(id(recorded) for update in updates for _, recorded in update),
-            updater.constants(rows),
+            tuple(id(recorded) for update in execution.updates for _, recorded in update),
+            id(execution.merged),
+            updater.constants(execution.rows),
             live.updates % every if every is not None else 0,
             # Somebody may have given a buffer other memory. Parameters are followed.
             tuple(buffer.data_ptr() for own in live.replicas for buffer in own.values()),
@@ -236,7 +237,7 @@ class CapturedExecutions(UpdateWay):
             before = self._counters(updater)
             try:
                 with self._engine.timed():
-                    self._known[key] = self._capture(updater, updates, rows, tables)
+                    self._known[key] = self._capture(updater, execution, tables)
             except RuntimeError as error:
                 cause = error.__context__ or error
                 self._note(f"torch can't capture it: {str(cause).partition(chr(10))[0]}")
@@ -251,11 +252,10 @@ class CapturedExecutions(UpdateWay):
     def _capture(
         self,
         updater: RuleOptimizer,
-        updates: Sequence[Update],
-        rows: Rows,
+        execution: ExecutionWork,
         tables: Sequence[Tensor],
     ) -> _Captured:
-        live = self._live
+        live, updates, rows = self._live, execution.updates, execution.rows
         given = _leaves(updates)
         form = _form(given)
         if form not in self._inputs:
@@ -278,9 +278,9 @@ class CapturedExecutions(UpdateWay):
                 if recorded.random:
                     draws[index, place] = len(draws)
         blocks = len(live.storage.blocks)
-        made: List[Tuple[Snapshot, ExecutionOutputs, Tensor]] = []
+        made: List[Tuple[Snapshot, ExecutionOutputs, Sequence[Tensor], Tensor]] = []
 
-        def work(draw: Draw) -> None:
+        def run(draw: Draw) -> None:
             first, scales = live.updates, [table.unbind() for table in static.tensors[blocks:]]
 
             def seed(recorded: TracedStep, update: int, place: int) -> None:
@@ -298,14 +298,14 @@ class CapturedExecutions(UpdateWay):
             )
             saved = live.snapshot()
             updater.take(rows, static.tensors[:blocks])
-            micro_batches = [batch for update in placed for batch, _ in update]
-            execution = ExecutionWork(CombinedBatch(micro_batches), placed, rows)
-            results = runner.make(execution, placed, set())
+            whole = CombinedBatch([batch for update in placed for batch, _ in update])
+            work = ExecutionWork(whole, placed, rows, merged=execution.merged)
+            results = runner.make(work, placed, set())
             packed = pack(results.tensors())
             results.forget()
-            made.append((saved, results, packed))
+            made.append((saved, results, results.tensors(), packed))
 
-        graph = self._capture_work(work, len(draws))
+        graph = self._maker.capture(run, len(draws))
         return _Captured(graph, placed, inputs, static, *made[0], list(draws))
 
     def _replay(self, captured: _Captured, rows: Rows) -> Optional[ExecutionResult]:
@@ -319,7 +319,7 @@ class CapturedExecutions(UpdateWay):
             scales = live.scaler.coming(len(rows)) if live.scaler is not None else [None]
             counts = [count + len(rows) for count in before.counts]
             self._go_on_from(updater, _Counters(live.updates + len(rows), counts, scales[-1]))
-            host = unpack(arrived(), captured.results.tensors())
+            host = unpack(arrived(), captured.shapes)
             anchors, finite = captured.results.anchors(host, live.describe(rows))
         except BaseException:
             self._take_back(updater, captured, before)

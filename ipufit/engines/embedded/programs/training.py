@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
-from ipufit.core.compile_arguments import AUTO, INDUCTOR, KERNELS
+from ipufit.core.compile_arguments import AUTO, CUDAGRAPH, INDUCTOR, KERNELS
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs import graph_maker
 from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
@@ -24,6 +24,7 @@ from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, Train
 from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError
 from ipufit.tracing.fingerprint import FrozenValues
 from ipufit.tracing.grad_step import public_name
+from ipufit.utils.console import warn_user
 from ipufit.utils.malloc_policy import give_back_freed_memory
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import fork_rng
@@ -53,7 +54,7 @@ class TrainingProgram(BaseProgram):
         assert spec.optimizer is not None
         assert spec.loss is not None
         self._optimizer = spec.optimizer
-        graphs = graph_maker(spec.config, self._device, engine.tape)
+        graphs = graph_maker(spec, self._device, engine.tape)
         placement = _choose_placement(engine, spec, self._device)
         tabled = graphs is not None
         self.state = TrainingState(spec, self._step, engine.carried, placement, tabled)
@@ -68,7 +69,6 @@ class TrainingProgram(BaseProgram):
         self._runner = UpdateRunner(
             engine, spec, self.state, self._device, self._seed, at_once, replay
         )
-        self._is_captured = graphs is not None
         self.way: UpdateWay = self._runner
         if graphs is not None:
             from ipufit.engines.embedded.programs.cuda_graph import CapturedExecutions
@@ -175,18 +175,15 @@ class TrainingProgram(BaseProgram):
             plan.own_micro_batches_per_update == 1
             or example.size != plan.micro_batch_size
             or self._spec.config.jit not in (AUTO, KERNELS)
-            or self._is_captured
             or state.placement.weights is not None
         ):
             return None
-        self.merging = self._engine.merge(
-            self._spec,
-            example,
-            self._recorded(example),
-            (state.trained, state.fixed),
-            state.states[0],
-            state.replicas,
-        )
+        # Imported here: what few models need.
+        from ipufit.engines.embedded.batching import Merger
+
+        names, recorded = (state.trained, state.fixed), self._recorded(example)
+        merger = Merger(self._spec, self._step, example, recorded, *names, state.states[0])
+        self.merging = self._engine.merge(merger, state.replicas)
         return self.merging.merged
 
     def run(self, batch: CombinedBatch) -> ExecutionResult:
@@ -284,7 +281,7 @@ class TrainingProgram(BaseProgram):
         # Forward runs once more to be recorded, and may draw from any of them.
         with LOCK, fork_rng(), torch.no_grad():
             args = (self._spec, self._step, self.state, recorded, batch, self.way, merged, seed)
-            at_once, captured = self._runner.at_once, self._is_captured
+            at_once, captured = self._runner.at_once, self.way.jit == CUDAGRAPH
             return OperatorProfiler(*args, at_once=at_once, captured=captured).run()
 
     def read_state(self) -> TrainState:
@@ -337,7 +334,16 @@ class TrainingProgram(BaseProgram):
             return
         self._closed = True
         self.way.close()
-        self.state.close()
+        try:
+            self.state.close()
+        except RuntimeError as error:
+            # What ended the use of a GPU is on its way to the user, and must not be hidden.
+            if not str(error).startswith("CUDA error: "):
+                raise
+            warn_user(
+                "this process can't use the GPU any more, and what was trained since the last "
+                "checkpoint is lost. Start Python anew."
+            )
         if self._device.type == "cpu":
             give_back_freed_memory()
         self.way.forget()
