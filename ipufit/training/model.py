@@ -168,8 +168,8 @@ class Model(InspectionMixin):
                 run_eagerly; "kernels", with other kernels of torch's where these are faster on this
                 machine, equal up to the order of summation; "inductor", whole updates compiled on
                 the CPU, for which the first update waits, equal likewise; "cudagraph", whole
-                executions as captured CUDA graphs, which no GPU has run yet. "auto" chooses by
-                measurement, and says in ``explain`` and History what it chose.
+                executions as captured CUDA graphs. "auto" captures those on a GPU, chooses by
+                measurement on a CPU, and says in ``explain`` and History what it chose.
             lr_scheduler: hyper-parameters that change from update to update; see
                 :func:`ipufit.optim.schedules.resolve_schedule`.
             lr_scheduler_interval: "update" or "epoch": after what the schedule moves on.
