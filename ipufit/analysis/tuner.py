@@ -35,7 +35,7 @@ from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.trainer import Job, Trainer
 from ipufit.utils.figures import new_figure, save_figure
 from ipufit.utils.random_streams import draw_seed
-from ipufit.utils.state import cuda_in_use, fork_rng, preserve_state, train_mode
+from ipufit.utils.state import fork_rng, preserve_state, train_mode
 
 __all__ = [
     "BatchSize",
@@ -410,8 +410,7 @@ def find_batch_size(
         tried.append((size, rate))
         if rate is None:
             # Only now has the error let go of the tensors of its frames.
-            if cuda_in_use():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
             break
         best = (size, accumulation)
     if best is None:

@@ -9,8 +9,6 @@ import sys
 from types import FrameType
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, TextIO
 
-import torch
-
 from ipufit.callbacks.history import History
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.data.adapters import DataArguments, get_data_adapter
@@ -162,7 +160,7 @@ def first_micro_batch(session: Session, arguments: Mapping[str, Any]) -> MicroBa
     source = get_data_adapter(
         DataArguments("training data", *(arguments[name] for name in names)), Mode.TRAIN, own_loss
     )
-    with isolated(torch.device("cpu")):
+    with isolated():
         batch = next(iter(source.loader), None)
     if batch is None:
         raise DataError(

@@ -283,7 +283,7 @@ class PartitionPlan:
         return {name: by_ipu(sizes, planned.places) for name, sizes in parts.items()}
 
     def __str__(self) -> str:
-        return _format_tables(self)
+        return "\n".join([*_head(self), *_stage_table(self), *_pipeline_table(self)])
 
     def __repr__(self) -> str:
         planned = self.planned
@@ -298,11 +298,6 @@ class PartitionPlan:
         if schedule not in SCHEDULES:
             raise UnknownNameError("schedule", str(schedule), SCHEDULES)
         return schedule
-
-
-def _format_tables(plan: PartitionPlan) -> str:
-    """Print the stages as a table, and the schedules of the pipeline where there are several."""
-    return "\n".join([*_head(plan), *_stage_table(plan), *_pipeline_table(plan)])
 
 
 def _stage_title(stage: int, cost: StageCost, ipu: Optional[int] = None) -> str:

@@ -176,9 +176,6 @@ class AnchoredTensors:
         return [values[n] if n in values else updated[n] for n in self.names]
 
 
-_HOST = torch.device("cpu")
-
-
 @dataclasses.dataclass(frozen=True)
 class CallShape:
     """Number of micro-batches in a call, and which of their results come back.
@@ -334,7 +331,7 @@ class MicroBatchRunner:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if recorded.random:
-                stack.enter_context(isolated(_HOST))
+                stack.enter_context(isolated())
             stack.enter_context(half_computed(self._half, [*inputs, *self._device.state(0)]))
             for place in shape.places():
                 started = time.perf_counter()
@@ -364,7 +361,7 @@ class MicroBatchRunner:
         """Seed the generators as ``ipufit.Model`` does for this update and micro-batch."""
         iteration, step, replica = place
         within = self._group.place(step, replica, self._shape.replicas)
-        seed_generators(micro_batch_key(seed + iteration, within), _HOST)
+        seed_generators(micro_batch_key(seed + iteration, within))
 
     def _micro_batch(self, replica: int, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
         scale = torch.tensor(self._scale(), dtype=torch.float64)

@@ -12,12 +12,19 @@ from torch import Tensor, fx
 from ipufit.poptorch._logging import error
 from ipufit.tracing.graph_analysis import schema_of
 
-__all__ = ["FINAL", "NAME", "AutomaticLossScale", "ScalingSettings", "Tracked", "count_large"]
+__all__ = [
+    "FINAL_SCALE",
+    "UPDATE_FACTOR",
+    "AutomaticLossScale",
+    "ScalingSettings",
+    "Tracked",
+    "count_large",
+]
 
-NAME = "lossScaleUpdateFactor"
+UPDATE_FACTOR = "lossScaleUpdateFactor"
 
 # The factor by the optimizer's loss scaling.
-FINAL = "finalLossScale"
+FINAL_SCALE = "finalLossScale"
 
 _PREFIX = "automaticLossScalingSettings."
 

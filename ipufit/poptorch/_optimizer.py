@@ -13,9 +13,7 @@ from ipufit.core.train_config import Clip
 from ipufit.engines.embedded.clipping import clipped
 from ipufit.optim.rules import OptimizerRule
 from ipufit.poptorch._logging import error, logger
-from ipufit.poptorch._loss_scale import FINAL as FINAL_SCALE
-from ipufit.poptorch._loss_scale import NAME as UPDATE_FACTOR
-from ipufit.poptorch._loss_scale import AutomaticLossScale
+from ipufit.poptorch._loss_scale import FINAL_SCALE, UPDATE_FACTOR, AutomaticLossScale
 from ipufit.poptorch._optimizer_rules import (
     LOSS_SCALING,
     PREFIXES,

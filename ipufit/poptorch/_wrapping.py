@@ -434,7 +434,7 @@ def wrap(model: nn.Module, source: WeightSource, sync: WeightSync) -> None:
         RuntimeError: another executor has wrapped the module.
         Error: a buffer is of a subclass of Tensor, or a parameter has no shape yet.
     """
-    link = _link_of(model, source)
+    link = next((link for link in links_of(model) if link.source() is source), None)
     if link is None:
         check_not_wrapped(model)
         if isWrapped(model):
@@ -453,10 +453,6 @@ def wrap(model: nn.Module, source: WeightSource, sync: WeightSync) -> None:
         plain = type(model)
         link.model = weakref.ref(model)
         model.__class__ = subclass(f"Poptorch{plain.__name__}", WrappedModel, plain, (link,))
-
-
-def _link_of(model: nn.Module, source: WeightSource) -> Optional[ExecutorLink]:
-    return next((link for link in links_of(model) if link.source() is source), None)
 
 
 def _check_parameter(name: str, parameter: Tensor) -> None:

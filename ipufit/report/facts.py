@@ -25,9 +25,8 @@ from ipufit.tracing.layers import layers_of, note_calls, output_shapes
 __all__ = ["CapturedWarnings", "environment", "layers", "partition", "totals"]
 
 
-def environment(session: ObservedSession) -> Dict[str, str]:
+def environment(session: ObservedSession, device: torch.device) -> Dict[str, str]:
     """Describe versions, the device and the processes of a run."""
-    device = next((p.device for p in session.module.parameters()), torch.device("cpu"))
     name = str(device)
     if device.type == "cuda":
         name = f"{device} ({torch.cuda.get_device_name(device)})"

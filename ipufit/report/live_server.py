@@ -212,7 +212,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             body = make()
         except NotYetError as reason:
             text = str(reason)
-            self._answer(503, kind, _waiting(text) if kind == _HTML else _missing_json(text))
+            missing = json.dumps({"missing": text}).encode("ascii")
+            self._answer(503, kind, _waiting(text) if kind == _HTML else missing)
         except Exception as error:
             # Whoever reads the terminal can tell us where it was.
             traceback.print_exc()
@@ -257,7 +258,3 @@ def _waiting(text: str) -> bytes:
         '<meta http-equiv="refresh" content="2"><title>Waiting for a run</title></head>'
         f"<body><p>{html.escape(text)}</p></body></html>\n"
     ).encode("utf-8", "replace")
-
-
-def _missing_json(text: str) -> bytes:
-    return json.dumps({"missing": text}).encode("ascii")

@@ -38,7 +38,7 @@ from ipufit.utils.console import warn_user
 from ipufit.utils.files import write_text
 from ipufit.utils.phase_timer import NO_CLOCK, PHASES
 from ipufit.utils.random_streams import LOCK
-from ipufit.utils.state import fork_rng
+from ipufit.utils.state import device_of, fork_rng
 
 __all__ = ["Recorder", "recorded"]
 
@@ -145,7 +145,7 @@ class Recorder(Observer):
             ) from error
         # What the clock would have shown if an earlier part of the run had ended just now.
         self._from = time.perf_counter() - self._earlier
-        self._device = next((p.device for p in session.module.parameters()), torch.device("cpu"))
+        self._device = device_of(session.module)
         self._job: Optional[Measurement] = None
         self._history: Optional[History] = None
         self._written, self._halvings = len(self._rows.flat), self._rows.halvings
@@ -205,7 +205,7 @@ class Recorder(Observer):
             with LOCK, fork_rng():
                 self._look(job)
             self._facts.update(
-                environment=facts.environment(session),
+                environment=facts.environment(session, self._device),
                 first_update=job.program.updates,
                 total_updates=updates,
                 totals=facts.totals(session.module),

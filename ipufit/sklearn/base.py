@@ -409,9 +409,6 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         return state
 
 
-_CPU = torch.device("cpu")
-
-
 def build_module(
     module: object, settings: Mapping[str, object], seed: int, sizes: Mapping[str, int]
 ) -> nn.Module:
@@ -453,8 +450,8 @@ def build_module(
             f"{error}. Set its arguments with module__ parameters; n_features and n_outputs come "
             "from the data."
         ) from error
-    with isolated(_CPU):
-        seed_generators(seed, _CPU)
+    with isolated():
+        seed_generators(seed)
         built = module(**arguments)
     if not isinstance(built, nn.Module):
         raise ConfigurationError(

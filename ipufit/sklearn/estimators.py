@@ -39,14 +39,10 @@ def _softmax(outputs: Tensor) -> Tensor:
     return torch.softmax(outputs, 1)
 
 
-def _as_they_are(outputs: Tensor) -> Tensor:
-    return outputs
-
-
 _CLASSES = Head(False, _softmax)
 _LOGARITHMS = Head(False, torch.exp)
 _LOGITS = Head(True, torch.sigmoid)
-_PROBABILITIES = Head(True, _as_they_are)
+_PROBABILITIES = Head(True, lambda outputs: outputs)
 _HEADS: Dict[str, Head] = {
     "cross_entropy": _CLASSES,
     "CrossEntropyLoss": _CLASSES,

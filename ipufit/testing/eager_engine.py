@@ -26,7 +26,7 @@ from ipufit.partition.partition import Partitions
 from ipufit.tracing.grad_step import ModuleWithLoss, ReportedScalars, public_name
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated, micro_batch_key, seed_generators, update_key
-from ipufit.utils.state import copy_optimizer_state, preserve_state
+from ipufit.utils.state import copy_optimizer_state, device_of, preserve_state
 
 __all__ = ["EagerEngine", "EagerProgram"]
 
@@ -178,7 +178,7 @@ class EagerProgram(Program):
 
     def _forward(self, micro_batch: MicroBatch, update: int, place: int = 0) -> _Result:
         spec = self._spec
-        device = next((p.device for p in self._step.parameters()), torch.device("cpu"))
+        device = device_of(self._step)
         key = micro_batch_key(update_key(spec.seed, spec.domain, update), place)
         with isolated(device), collecting() as entries:
             # Random numbers by update and place, so that a run that goes on draws the same.

@@ -283,6 +283,7 @@ class NonFiniteSearch(Listener):
                 is_origin = not any(s.nan for s in sources) and "nan" not in self._looks
             else:
                 is_origin = not sources and not any(self._looks)
+            bad = output.isnan() if kind == "nan" else output.isinf()
             cause = "backward" if origin.is_backward else "forward"
             if is_origin and kind == "inf" and _is_written(call, inputs):
                 cause = "constant"
@@ -295,7 +296,7 @@ class NonFiniteSearch(Listener):
                     str(call.operator),
                     origin,
                     (self._operands or [_operand(t) for t in inputs]) if is_origin else (),
-                    self._rows.marked(output, _bad(output, kind)) if is_origin else (),
+                    self._rows.marked(output, bad) if is_origin else (),
                 )
             )
 
@@ -376,10 +377,6 @@ def _kind_of(tensor: Tensor) -> Optional[str]:
     if not _is_number(tensor) or not tensor.numel() or bool(tensor.isfinite().all()):
         return None
     return "nan" if bool(tensor.isnan().any()) else "inf"
-
-
-def _bad(tensor: Tensor, kind: str) -> Tensor:
-    return tensor.isnan() if kind == "nan" else tensor.isinf()
 
 
 def _is_mask(tensor: Tensor) -> bool:

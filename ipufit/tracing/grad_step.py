@@ -37,7 +37,7 @@ from ipufit.tracing.validate import find_unregistered, public_name, rebound, sto
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import call_with, eval_mode, train_mode
+from ipufit.utils.state import call_with, device_of, eval_mode, train_mode
 
 __all__ = [
     "GradStep",
@@ -297,7 +297,7 @@ def capture_step(
     Raises:
         CaptureError: the function needs a value.
     """
-    device = next((p.device for p in step.net.parameters()), torch.device("cpu"))
+    device = device_of(step.net)
     named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
     leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
 

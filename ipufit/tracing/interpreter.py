@@ -127,14 +127,7 @@ class _FunctionMode(TorchFunctionMode):
         super().__init__()
         self._listeners = listeners
 
-    def __torch_function__(
-        self,
-        func: object,
-        types: object,
-        args: Tuple[object, ...] = (),
-        kwargs: Optional[Dict[str, object]] = None,
-    ) -> object:
-        return _run(self._listeners, OperatorCall(func, args, kwargs or {}))
+    __torch_function__ = _OperatorMode.__torch_dispatch__
 
 
 def watch_operators(*listeners: Listener) -> contextlib.AbstractContextManager[object]:

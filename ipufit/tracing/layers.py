@@ -18,7 +18,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import call_with, eval_mode, fork_rng
+from ipufit.utils.state import call_with, device_of, eval_mode, fork_rng
 
 __all__ = ["Layer", "layers_of", "note_calls", "output_shapes"]
 
@@ -105,7 +105,7 @@ def output_shapes(
     """
     shapes: Dict[nn.Module, List[str]] = {}
     used: Set[str] = set()
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    device = device_of(module)
     handles = [
         part.register_forward_hook(
             lambda part, _, out: shapes.setdefault(part, []).append(form(out))
@@ -135,7 +135,7 @@ def outputs_of(module: nn.Module, batch: MicroBatch) -> tree.Tree:
         module: is called once.
         batch: a micro-batch; of its tensors only shape and dtype matter.
     """
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    device = device_of(module)
     with fork_rng(), isolated(device), eval_mode(module), _attributes_kept(module):
         try:
             return _call_without_values(module, batch, device, set())

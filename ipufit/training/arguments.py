@@ -261,17 +261,14 @@ def _epochs_left(checkpoint: RestoredState, epochs: range) -> range:
     """The epochs of a run that its checkpoint has not finished."""
     first = checkpoint.run["first_epoch"]
     if epochs.start != first:
+        epochs_to_pass = range(first, epochs.stop) if first else epochs.stop
         raise ConfigurationError(
             f"epochs must begin with that of the run that goes on, {first}, got {epochs!r}. Pass "
-            f"{_as_argument(range(first, epochs.stop))}: the checkpoint has the epoch to go on "
+            f"epochs={epochs_to_pass}: the checkpoint has the epoch to go on "
             "with."
         )
     done = len(epochs) if checkpoint.is_over else checkpoint.epoch - first
     return epochs[done:]
-
-
-def _as_argument(epochs: range) -> str:
-    return f"epochs={epochs.stop if epochs.start == 0 else epochs!r}"
 
 
 def _common(

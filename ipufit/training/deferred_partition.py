@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Optional, Protocol, Set, Tuple
 
-import torch
 from torch import nn
 
 from ipufit.core.batch import MicroBatch, Mode
@@ -231,7 +230,7 @@ def replan(
 def _example(session: DividedSession, source: DataAdapter, mode: Mode) -> Optional[MicroBatch]:
     """A micro-batch like those of a source; None where none can be made of it beforehand."""
     try:
-        with isolated(torch.device("cpu")):
+        with isolated():
             raw = source.preview()
             unpack = BatchValidator(source, mode, session.loss.in_module, session.casting)
             return unpack(raw[0], 0) if raw else None

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import socket
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ipufit.processes import Processes, common
 from ipufit.training.arguments import FitConfig, InferenceConfig
 from ipufit.training.session import Session, require_single_process
 from ipufit.utils.random_streams import draw_seed
+from ipufit.utils.state import device_of
 
 if TYPE_CHECKING:
     from ipufit.checkpoint.training_state import RestoredState
@@ -129,23 +130,17 @@ def _agree_on_tensors(session: Session) -> None:
     module, processes = session.module, session.processes
     named: List[Any] = [*module.named_parameters(), *module.named_buffers()]
     trained = {id(p) for p in module.parameters() if p.requires_grad}
-    own = [
+    parameters = [
         f"{name}, {tuple(t.shape)}, {t.dtype}{', trained' * (id(t) in trained)}"
         for name, t in named
     ]
-    if len(set(processes.gather(_digest(own)))) == 1:
+    if len(set(processes.gather(_digest(parameters)))) == 1:
         return
-    told = processes.gather(own)
+    told = processes.gather(parameters)
     for number, every in enumerate(itertools.zip_longest(*told, fillvalue="nothing")):
         if len(set(every)) > 1:
-            processes.assert_equal_across_ranks(
-                **{f"parameter_or_buffer_number_{number}": _own_or(own, number)}
-            )
-
-
-def _own_or(names: Sequence[str], number: int) -> str:
-    """One of them, or "nothing" where there are fewer."""
-    return names[number] if number < len(names) else "nothing"
+            mine = parameters[number] if number < len(parameters) else "nothing"
+            processes.assert_equal_across_ranks(**{f"parameter_or_buffer_number_{number}": mine})
 
 
 _OTHER_JIT = (
@@ -160,7 +155,7 @@ def _refuse_one_gpu_for_two(session: Session) -> None:
     Raises:
         ProcessError: in all processes, if two of them are on one.
     """
-    device = next((p.device for p in session.module.parameters()), torch.device("cpu"))
+    device = device_of(session.module)
     told = session.processes.gather([socket.gethostname(), str(device)])
     for process, place in enumerate(told):
         if device.type == "cuda" and place in told[:process]:

@@ -118,7 +118,7 @@ def batch_of(x: object, own_loss: OwnLoss, asks: str) -> Any:
                 f"{type(x).__name__}, which would lose its first batch. Pass one batch."
             )
         # The order of a shuffled loader must not depend on who has looked into it.
-        with isolated(torch.device("cpu")):
+        with isolated():
             batch = next(iter(DataAdapter(x, "the sample").loader), None)
         if batch is None:
             raise ConfigurationError(f"{asks} needs a batch, but the loader has none. Pass one.")

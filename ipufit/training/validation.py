@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
-import torch
-
 from ipufit.callbacks import CallbackList
 from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.core.batch import MicroBatch, Mode
@@ -69,7 +67,7 @@ class ValidationRunner:
         """
         if self._source.micro_batches == 0:
             raise self._source.no_batches(0)
-        with isolated(torch.device("cpu")):
+        with isolated():
             preview = self._source.preview()
         if not preview:
             return

@@ -84,6 +84,7 @@ def micro_batch_key(update: int, place: int) -> int:
 
 # Types of devices whose default generator `seed_generators` starts and `isolated` puts back.
 _KEYED = ("cpu", "cuda")
+_HOST = torch.device("cpu")
 
 
 def check_keyed_devices(tensors: Iterable[Tuple[str, torch.Tensor]]) -> None:
@@ -104,7 +105,7 @@ def check_keyed_devices(tensors: Iterable[Tuple[str, torch.Tensor]]) -> None:
             )
 
 
-def seed_generators(key: int, device: torch.device) -> None:
+def seed_generators(key: int, device: torch.device = _HOST) -> None:
     """Start the default generator of the host, and of ``device`` if it has one, at ``key``."""
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
@@ -113,7 +114,7 @@ def seed_generators(key: int, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def isolated(device: torch.device) -> Iterator[None]:
+def isolated(device: torch.device = _HOST) -> Iterator[None]:
     """Leave the user's generators (host, and ``device``) as they were found."""
     with LOCK:
         host = torch.get_rng_state()

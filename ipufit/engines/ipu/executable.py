@@ -234,7 +234,7 @@ def anchors_of(
         torch.tensor([r.numbers[0] for r in results] if has_loss else [], dtype=torch.float64),
         outputs,
         places,
-        _column(results, 1) if counted else None,
+        torch.tensor([r.numbers[1] for r in results], dtype=torch.float64) if counted else None,
         logged,
         rules,
         dict(settings),
@@ -244,10 +244,6 @@ def anchors_of(
 def _logged(result: Result) -> Dict[str, float]:
     first = 2 if result.reported.counted else 1
     return dict(zip(result.reported.rules, result.numbers[first:]))
-
-
-def _column(results: Sequence[Result], place: int) -> Tensor:
-    return torch.tensor([result.numbers[place] for result in results], dtype=torch.float64)
 
 
 def _outputs(results: Sequence[Result], spec: ProgramSpec) -> Tuple[List[object], List[int]]:

@@ -64,9 +64,6 @@ class Size:
         return self.iterations * self.per_update
 
 
-_HOST = torch.device("cpu")
-
-
 def padding_needed(sizes: Sequence[int], plan: Plan) -> str:
     """Return the padding that makes a full update of micro-batches of these sizes.
 
@@ -117,7 +114,7 @@ def samples_stand_apart(spec: ProgramSpec, example: MicroBatch) -> bool:
     if not half or spec.loss is None or spec.loss.in_module:
         return False
     try:
-        with torch.no_grad(), isolated(_HOST):
+        with torch.no_grad(), isolated():
             net, loss = copy.deepcopy((spec.module, spec.loss))
             return _stand_apart(net, loss, spec.config.precision, example, half)
     except IpufitError:
@@ -134,7 +131,7 @@ def _stand_apart(
     if all(torch.equal(a, b) for a, b in zip(example.leaves, other.leaves)):
         return False
     for batch in (example, other):
-        seed_generators(0, _HOST)
+        seed_generators(0)
         unpacked = with_inputs_in(precision, batch.clone().unpack())
         args, kwargs, target, sample_weight = unpacked
         with collecting() as entries:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -16,6 +16,9 @@ from ipufit.tracing.recording import current_tracer
 __all__ = ["dynamic_slice", "dynamic_update", "getitem", "has_tensor_bounds"]
 
 _WHOLE_NUMBERS = (torch.int16, torch.int32, torch.int64)
+
+# What torch.tensor makes of Python numbers.
+_LITERALS = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach.default)
 
 
 def _check_start(start: Tensor, name: str) -> None:
@@ -320,17 +323,13 @@ def _number(operand: object) -> Any:
         return operand
     if not isinstance(operand, fx.Node):
         return None
-    if operand.op == "call_function" and operand.target in _literals():
+    if operand.op == "call_function" and operand.target in _LITERALS:
         operand = operand.args[0]
     if isinstance(operand, fx.Node) and operand.op == "get_attr":
         value = getattr(current_tracer().root, str(operand.target), None)  # type: ignore[union-attr]
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.numel() == 1:
             return _read(value)
     return None
-
-
-def _literals() -> List[object]:
-    return [torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach.default]
 
 
 def _read(value: Tensor) -> object:

@@ -138,7 +138,6 @@ def effects_of(config: ParameterValues, engine: str) -> EffectReport:
     return EffectReport("IPUConfig", engine, effects, tuple(notes))
 
 
-_HOST = torch.device("cpu")
 # The second generation of IPUs, and the card C600.
 _VERSIONS = (2, 21)
 # Numbers of PopART's enums: AccumulateOuterFragmentSchedule.OverlapMemoryOptimized and
@@ -179,7 +178,7 @@ def to_options(
         options.setExecutionStrategy(sdk.PipelinedExecution(stage))
     if config.seed is not None:
         # PopTorch seeds torch's own generator at once, which is the user's.
-        with isolated(_HOST):
+        with isolated():
             options.randomSeed(config.seed)
     if compile_only:
         options.useOfflineIpuTarget()
