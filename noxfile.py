@@ -84,6 +84,11 @@ NEWEST_TESTS = [
         *("training/test_random_numbers", "training/test_traps"),
     )
 ]
+# What depends on the version of torch most: what is recorded, what runs, and what trains.
+OLDEST_TESTS = [
+    *SMOKE_TESTS,
+    *(f"tests/{room}" for room in ("engines/embedded", "optim", "tracing", "training")),
+]
 
 
 def group(*names: str) -> tuple[str, ...]:
@@ -183,24 +188,26 @@ def fuzz(session: nox.Session) -> None:
 # Today's virtualenv can't make an environment of Python 3.8, that Python's own venv can.
 @nox.session(python=OLDEST_PYTHON, venv_backend="venv")
 def minimums(session: nox.Session) -> None:
-    """Run the tests on the oldest Python with the oldest dependencies we promise."""
+    """Run the tests with the oldest Python and dependencies; `-- --part`: what needs them most."""
     extras = PROJECT["optional-dependencies"]
     promised = PROJECT["dependencies"]
     promised += [each for name in TESTED_EXTRAS for each in extras[name]]
     floors = oldest(promised)
     # torch 2.0 was built against NumPy 1 and can't hand arrays over to NumPy 2.
     session.install("-e", TESTED, *floors, "numpy<2", *group("test"))
-    session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
+    session.run("python", "-m", "pytest", *PARALLEL, *part_of(session, OLDEST_TESTS))
 
 
 @nox.session(python=NEWEST_PYTHON)
 def newest(session: nox.Session) -> None:
     """Run the tests on the newest Python that is tested; `-- --part`: what depends on it most."""
     session.install("-e", TESTED, *group("test", "torch"))
-    options = session.posargs
-    if options == ["--part"]:
-        options = NEWEST_TESTS
-    session.run("python", "-m", "pytest", *PARALLEL, *options)
+    session.run("python", "-m", "pytest", *PARALLEL, *part_of(session, NEWEST_TESTS))
+
+
+def part_of(session: nox.Session, tests: list[str]) -> list[str]:
+    """Return these tests for `-- --part`, else what was asked for."""
+    return tests if session.posargs == ["--part"] else session.posargs
 
 
 @nox.session
