@@ -20,8 +20,7 @@ from typing import (
 )
 
 from ipufit.errors import ConfigurationError, NonFiniteLossError
-from ipufit.utils.error_collector import at_least
-from ipufit.utils.error_collector import one_of as check_choice
+from ipufit.utils import error_collector
 
 __all__ = [
     "EVENTS",
@@ -254,7 +253,7 @@ def whole(owner: Callback, name: str, value: object, least: int = 0) -> int:
     Raises:
         ConfigurationError: it is none.
     """
-    return at_least(f"{name} of {type(owner).__name__}", value, least)
+    return error_collector.at_least(f"{name} of {type(owner).__name__}", value, least)
 
 
 def one_of(owner: Callback, name: str, value: object, choices: Sequence[T]) -> T:
@@ -263,7 +262,7 @@ def one_of(owner: Callback, name: str, value: object, choices: Sequence[T]) -> T
     Raises:
         ConfigurationError: it is none.
     """
-    return check_choice(f"{name} of {type(owner).__name__}", value, choices)
+    return error_collector.one_of(f"{name} of {type(owner).__name__}", value, choices)
 
 
 def finite(owner: Callback, name: str, value: object, least: Optional[float] = None) -> float:

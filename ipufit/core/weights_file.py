@@ -43,9 +43,10 @@ def read_torch(path: str) -> Dict[str, Tensor]:
         _refuse_bombs(path)
         state: object = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise ConfigurationError(
             f"load_weights reads what torch.save(module.state_dict(), path) writes, but {path!r} "
-            f"can't be read as that: {type(error).__name__}: {_first_line(error)}. Save the "
+            f"can't be read as that: {type(error).__name__}: {first_line}. Save the "
             "state_dict again, or use safetensors."
         ) from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
@@ -76,10 +77,6 @@ def _other(path: str, came: str) -> ConfigurationError:
         f"load_weights reads a dict of tensors by name, but {path!r} holds {came}. Save "
         "module.state_dict() alone."
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0].rstrip(".")
 
 
 Path = Union[str, "os.PathLike[str]"]

@@ -397,7 +397,7 @@ def stored(metric: Any, shown: str) -> State:
     Raises:
         MetricError: it does not.
     """
-    if _is_collection(metric):
+    if all(callable(getattr(metric, name, None)) for name in ("keys", "values")):
         # Members that share one state while they are only added to are given copies of it.
         metric.values()
     declared = _declared(metric)
@@ -493,10 +493,6 @@ def without_talk(metric: object) -> None:
     """Keep torchmetrics from asking other processes by itself, at a time of its own."""
     for each in _declared(metric):
         each.sync_on_compute = each._to_sync = False
-
-
-def _is_collection(metric: object) -> bool:
-    return callable(getattr(metric, "keys", None)) and callable(getattr(metric, "values", None))
 
 
 def _declared(metric: object) -> List[Any]:

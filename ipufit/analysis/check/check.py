@@ -153,9 +153,10 @@ class CheckSuite:
         is_torchs = recorded.error is not None and not isinstance(recorded.error, IpufitError)
         # Older versions of torch can't record a generator.
         if recorded.error is not None and is_torchs and not valued.generators:
+            first_line = str(recorded.error).partition("\n")[0].rstrip(".")
             text = (
                 "the module runs, but can't be recorded: "
-                f"{type(recorded.error).__name__}: {_line_of(recorded.error)}"
+                f"{type(recorded.error).__name__}: {first_line}"
             )
             cure = "Write it with other operators, or use compile(..., run_eagerly=True)."
             self._findings.add(_unrecordable(recorded.error, text, cure))
@@ -247,10 +248,6 @@ def _is_about_gradients(error: BaseException) -> bool:
 def _unrecordable(error: BaseException, text: str, cure: str) -> Finding:
     file, line, function = _frame_of(error) or (None, None, None)
     return Finding("capture", "error", file, line, function, text, cure)
-
-
-def _line_of(error: BaseException) -> str:
-    return str(error).partition("\n")[0].rstrip(".")
 
 
 def _frame_of(error: BaseException) -> Optional[Frame]:

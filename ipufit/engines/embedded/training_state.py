@@ -31,6 +31,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.validate import refuse_shared_memory
+from ipufit.utils import tree
 from ipufit.utils.state import copy_optimizer_state
 
 if TYPE_CHECKING:
@@ -145,6 +146,10 @@ class Snapshot:
     averages: Optional[List[Tensor]]
     scale: Optional[ScaleState]
     updates: int
+
+    def tensors(self) -> List[Tensor]:
+        """All copies, in one order."""
+        return tree.tensors((self.flats, self.buffers, self.optimizer, self.averages))
 
 
 class StatePlacement:

@@ -73,7 +73,7 @@ def _format(values: Tensor, style: Style) -> Callable[[Number], str]:
     largest = float(sizes.max()) if len(sizes) else 0.0
     smallest = float(sizes.min()) if len(sizes) else 1.0
     scientific = f"{{:.{max(style.digits - 1, 0)}e}}".format
-    before = _digits_before_point(largest)
+    before = 1 if largest < 10 else math.floor(math.log10(largest)) + 1
     fixed = f"{{:.{max(style.digits - before, 0)}f}}".format
     if style.float_format == "none":
         return f"{{:.{style.digits}g}}".format
@@ -81,10 +81,6 @@ def _format(values: Tensor, style: Style) -> Callable[[Number], str]:
         return scientific
     fits = before <= style.digits and smallest >= _SMALLEST_FIXED
     return fixed if style.float_format == "fixed" or fits else scientific
-
-
-def _digits_before_point(size: float) -> int:
-    return 1 if size < 10 else math.floor(math.log10(size)) + 1
 
 
 def _shown_positions(length: int, style: Style, summarised: bool) -> Sequence[int]:

@@ -60,7 +60,6 @@ class _Captured:
         updates: its micro-batches, in static memory.
         inputs: that memory.
         tables: coefficients of each block, by update, and the loss scale if there is one.
-        saved: copies of the state that the graph makes before anything else.
         results: what comes back, without values.
         shapes: what comes back, in tensors without values.
         packed: the same with values, as bytes.
@@ -71,7 +70,6 @@ class _Captured:
     updates: Sequence[Update]
     inputs: Static
     tables: Static
-    saved: Snapshot
     results: ExecutionOutputs
     shapes: Sequence[Tensor]
     packed: Tensor
@@ -119,6 +117,8 @@ class CapturedExecutions(UpdateWay):
         self._known: OrderedDict[Tuple[object, ...], Optional[_Captured]] = OrderedDict()
         # Where samples of one form go, whatever else sets executions apart.
         self._inputs: Dict[object, Static] = {}
+        # Where every graph copies the state before anything else: one is replayed at a time.
+        self._saved: Optional[Snapshot] = None
         self._reason: Optional[str] = None
         self._explanation: Optional[str] = None
         self._replays = False
@@ -137,6 +137,7 @@ class CapturedExecutions(UpdateWay):
         """The state is somewhere else from now on."""
         self._known.clear()
         self._inputs.clear()
+        self._saved = None
 
     def stage(self, batch: CombinedBatch) -> CombinedBatch:
         """Start to bring a batch to the device if one like it was captured; from any thread."""
@@ -278,7 +279,8 @@ class CapturedExecutions(UpdateWay):
                 if recorded.random:
                     draws[index, place] = len(draws)
         blocks = len(live.storage.blocks)
-        made: List[Tuple[Snapshot, ExecutionOutputs, Sequence[Tensor], Tensor]] = []
+        made: List[Tuple[ExecutionOutputs, Sequence[Tensor], Tensor]] = []
+        saved = self._saved = self._saved or live.snapshot()
 
         def run(draw: Draw) -> None:
             first, scales = live.updates, [table.unbind() for table in static.tensors[blocks:]]
@@ -296,14 +298,15 @@ class CapturedExecutions(UpdateWay):
                 False,
                 scales=iter(scales[0]) if scales else None,
             )
-            saved = live.snapshot()
+            for place, value in zip(saved.tensors(), live.snapshot().tensors()):
+                place.copy_(value)
             updater.take(rows, static.tensors[:blocks])
             whole = CombinedBatch([batch for update in placed for batch, _ in update])
             work = ExecutionWork(whole, placed, rows, merged=execution.merged)
             results = runner.make(work, placed, set())
             packed = pack(results.tensors())
             results.forget()
-            made.append((saved, results, results.tensors(), packed))
+            made.append((results, results.tensors(), packed))
 
         graph = self._maker.capture(run, len(draws))
         return _Captured(graph, placed, inputs, static, *made[0], list(draws))
@@ -322,15 +325,16 @@ class CapturedExecutions(UpdateWay):
             host = unpack(arrived(), captured.shapes)
             anchors, finite = captured.results.anchors(host, live.describe(rows))
         except BaseException:
-            self._take_back(updater, captured, before)
+            self._take_back(updater, before)
             raise
         if all(finite) and bool(anchors.losses.isfinite().all()):
             return anchors
-        self._take_back(updater, captured, before)
+        self._take_back(updater, before)
         return None
 
-    def _take_back(self, updater: RuleOptimizer, captured: _Captured, before: _Counters) -> None:
-        self._live.restore(captured.saved)
+    def _take_back(self, updater: RuleOptimizer, before: _Counters) -> None:
+        assert self._saved is not None
+        self._live.restore(self._saved)
         self._go_on_from(updater, before)
 
     def _counters(self, updater: RuleOptimizer) -> _Counters:
