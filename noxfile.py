@@ -252,11 +252,10 @@ def diagnose(session: nox.Session) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Run what is tested with other libraries: Lightning, scikit-learn, transformers, notebooks."""
+    """Run what is tested with other libraries: Lightning, transformers, trackers, notebooks."""
     session.install("-e", ".", *group("integrations", "torch"))
-    folders = ("tests/integrations", "tests/lightning", "tests/sklearn")
-    options = ("--exhaustive", "-m", "not long", *folders)
-    session.run("python", "-m", "pytest", *options, *PARALLEL, *session.posargs)
+    folders = ("tests/integrations", "tests/lightning")
+    session.run("python", "-m", "pytest", *folders, *PARALLEL, *session.posargs)
 
 
 @nox.session
