@@ -17,11 +17,12 @@ from torch import nn
 
 from tests.bench.__main__ import check
 from tests.bench.fitted import compiled, first_losses, seconds_of_epochs
+from tests.bench.peers import BY_HAND, LOSSES, OWN
 from tests.bench.report import Result, table
 from tests.bench.workloads import LEARNING_RATE, WORKLOADS, Workload
 
 CAPTURED = "loop of a CUDA graph captured by hand"
-ROUNDS, EPOCHS, LOSSES = 3, 8, 16
+ROUNDS, EPOCHS = 3, 8
 
 
 class Loop:
@@ -105,18 +106,18 @@ def fits(work: Workload, device_iterations: int, **options: Any) -> Any:
 def measured(work: Workload) -> List[Result]:
     """All peers in turn, round after round; the first two epochs of each are left out."""
     peers: Dict[str, Any] = {
-        "ipufit": fits(work, 32),
+        OWN: fits(work, 32),
         "ipufit, device_iterations=8": fits(work, 8),
         "ipufit, device_iterations=1": fits(work, 1),
         'ipufit, jit="graph"': fits(work, 32, jit="graph"),
         "ipufit, run_eagerly=True": fits(work, 32, run_eagerly=True),
     }
-    for name, captures in (("eager loop, indexed, fused Adam", False), (CAPTURED, True)):
+    for name, captures in ((BY_HAND, False), (CAPTURED, True)):
         losses = Loop(work, captures).losses(LOSSES)
         peers[name] = Loop(work, captures).rounds, losses
     times: Dict[str, List[float]] = {name: [] for name in peers}
     for name, (_, losses) in peers.items():
-        check(work.name, name, losses, "ipufit", peers["ipufit"][1])
+        check(work.name, name, losses, OWN, peers[OWN][1])
     for _ in range(ROUNDS):
         for name, (rounds, _) in peers.items():
             times[name].append(statistics.median(rounds(EPOCHS)[2:]) / work.updates)

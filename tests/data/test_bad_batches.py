@@ -330,39 +330,33 @@ def test_an_error_of_the_dataset_names_its_sample(di):
 
 
 @embedded_only("a device looks at no values: what it makes of such a target is its own affair")
-def test_on_a_gpu_targets_are_looked_at_before_their_execution(monkeypatch):
-    """Its kernels would end its use; so nothing of the execution has run."""
-    monkeypatch.setattr("ipufit.training.session.device_of", lambda module: torch.device("cuda"))
-    items = [(x, torch.zeros(4, dtype=torch.int64)) for x, _ in batches(6)]
-    bad = [*items[:3], (items[3][0], torch.tensor([0, 1, 2, 3])), *items[4:]]
-    model, twin = compiled(loss="cross_entropy"), compiled(loss="cross_entropy")
-    twin.module.load_state_dict(model.module.state_dict())
-    with pytest.raises(DataError) as caught:
-        fit(model, bad, device_iterations=2)
-    assert str(caught.value) == (
-        "training data, batch 3: loss 'cross_entropy' needs labels from 0 to 2 for a prediction of "
-        "3 classes, got 3 in sample 3. Let the module return 4 classes, or number them from 0."
-    )
-    assert caught.value.__cause__ is None
-    fit(twin, items[:2])
-    assert_same_bits(state(model), state(twin))
+@pytest.mark.parametrize(
+    ("on_gpu", "device_iterations", "kept", "cause"),
+    [(False, 6, 5, IndexError), (True, 2, 4, type(None))],
+    ids=["cpu", "gpu"],
+)
+def test_a_target_outside_the_classes_ends_training_before_its_update(
+    on_gpu, device_iterations, kept, cause, monkeypatch
+):
+    """Only a value shows it, in the middle of an execution: earlier updates of it are kept.
 
-
-@embedded_only("a device looks at no values: what it makes of such a target is its own affair")
-def test_a_target_outside_the_classes_ends_training_before_its_update():
-    """Only a value shows it, in the middle of an execution: earlier updates of it are kept."""
+    A kernel of a GPU's would end its use, so there it is found before its execution.
+    """
+    if on_gpu:
+        gpu = torch.device("cuda")
+        monkeypatch.setattr("ipufit.training.session.device_of", lambda module: gpu)
     items = [(x, torch.zeros(4, dtype=torch.int64)) for x, _ in batches(6)]
     bad = [*items[:5], (items[5][0], torch.tensor([0, 1, 2, 3]))]
     model, twin = compiled(loss="cross_entropy"), compiled(loss="cross_entropy")
     twin.module.load_state_dict(model.module.state_dict())
     with pytest.raises(DataError) as caught:
-        fit(model, bad, device_iterations=6)
+        fit(model, bad, device_iterations=device_iterations)
     assert str(caught.value) == (
         "training data, batch 5: loss 'cross_entropy' needs labels from 0 to 2 for a prediction of "
         "3 classes, got 3 in sample 3. Let the module return 4 classes, or number them from 0."
     )
-    assert isinstance(caught.value.__cause__, IndexError)
-    fit(twin, items[:5])
+    assert isinstance(caught.value.__cause__, cause)
+    fit(twin, items[:kept])
     assert_same_bits(state(model), state(twin))
     assert_clean(model)
     assert fit(model, items).epoch == [0]

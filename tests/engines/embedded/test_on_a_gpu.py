@@ -25,10 +25,11 @@ X, Y = data(47)
 JITS = ["graph", "cudagraph"]
 
 
-def trained(net, jit, x=X, y=Y, device_iterations=3, **options):
-    """A model of a copy of the net that was trained on the GPU."""
+def trained(net, jit, x=X, y=Y, device_iterations=3, precision=None, **options):
+    """A model of a copy of the net that was trained on the GPU; "off" runs the net itself."""
     model = ipufit.Model(copy.deepcopy(net).cuda())
-    model.compile("adam", "cross_entropy", jit=jit)
+    how = {"run_eagerly": True} if jit == "off" else {"jit": jit}
+    model.compile("adam", "cross_entropy", precision=precision, **how)
     options = {"epochs": 2, "seed": 5, "verbose": 0, "shuffle": False, **options}
     model.fit(x, y, batch_size=4, device_iterations=device_iterations, **options)
     return model
@@ -75,11 +76,7 @@ def test_recurrent_layers_have_the_numbers_of_a_loop(kind, options, jit):
     """Their weights stay the program's, though cuDNN would have them in memory of its own."""
     net = Tagger(kind, **options).double()
     x = torch.randint(20, (47, 7))
-    model = ipufit.Model(copy.deepcopy(net).cuda())
-    model.compile(
-        "adam", "cross_entropy", **({"run_eagerly": True} if jit == "off" else {"jit": jit})
-    )
-    model.fit(x, Y, batch_size=4, epochs=2, device_iterations=3, verbose=0, shuffle=False)
+    model = trained(net, jit, x)
     optimizer = torch.optim.Adam(net.parameters())
     for _ in range(2):
         for begin in range(0, 47, 4):
@@ -96,26 +93,18 @@ def test_recurrent_layers_have_the_numbers_of_a_loop(kind, options, jit):
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_dropout_of_recurrent_layers_is_keyed_as_any_other(kind, jit):
     """That of cuDNN has a stream of its own, which no seed starts anew."""
-    net, x, weights = Tagger(kind, dropout=0.5, bidirectional=True), torch.randint(20, (47, 7)), []
-    for device_iterations in (1, 3, 3):
-        model = ipufit.Model(copy.deepcopy(net).cuda())
-        how = {"run_eagerly": True} if jit == "off" else {"jit": jit}
-        model.compile("adam", "cross_entropy", **how)
-        work = {"batch_size": 4, "epochs": 2, "device_iterations": device_iterations, "seed": 5}
-        model.fit(x, Y, verbose=0, shuffle=False, **work)
-        weights.append(model.module)
-    for other in weights[1:]:
-        assert_close(other, weights[0], 1e-6)
+    net, x = Tagger(kind, dropout=0.5, bidirectional=True), torch.randint(20, (47, 7))
+    first, *others = [trained(net, jit, x, device_iterations=n) for n in (1, 3, 3)]
+    for other in others:
+        assert_close(other.module, first.module, 1e-6)
 
 
 @pytest.mark.parametrize("jit", ["off", *JITS])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_recurrent_layers_train_in_mixed_precision(kind, jit):
     net, x = Tagger(kind), torch.randint(20, (47, 7))
-    model = ipufit.Model(copy.deepcopy(net).cuda())
-    how = {"run_eagerly": True} if jit == "off" else {"jit": jit}
-    model.compile("adam", "cross_entropy", precision="bf16-mixed", **how)
-    history = model.fit(x, Y, batch_size=4, epochs=3, verbose=0, shuffle=False).history
+    model = trained(net, jit, x, device_iterations=1, precision="bf16-mixed", epochs=3)
+    history = model.history.history
     assert history["loss"][-1] < history["loss"][0] < 1.8
 
 

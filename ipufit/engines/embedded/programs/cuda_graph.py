@@ -212,10 +212,7 @@ class CapturedExecutions(UpdateWay):
             )
 
     def _captured(
-        self,
-        updater: RuleOptimizer,
-        execution: ExecutionWork,
-        tables: Sequence[Tensor],
+        self, updater: RuleOptimizer, execution: ExecutionWork, tables: Sequence[Tensor]
     ) -> Optional[_Captured]:
         """The graph for such an execution; captured now if it comes for the second time."""
         live, ema = self._live, self._spec.config.ema
@@ -242,6 +239,7 @@ class CapturedExecutions(UpdateWay):
             except RuntimeError as error:
                 cause = error.__context__ or error
                 self._note(f"torch can't capture it: {str(cause).partition(chr(10))[0]}")
+                self.forget()
                 return None
             finally:
                 self._go_on_from(updater, before)
@@ -251,10 +249,7 @@ class CapturedExecutions(UpdateWay):
         return self._known[key]
 
     def _capture(
-        self,
-        updater: RuleOptimizer,
-        execution: ExecutionWork,
-        tables: Sequence[Tensor],
+        self, updater: RuleOptimizer, execution: ExecutionWork, tables: Sequence[Tensor]
     ) -> _Captured:
         live, updates, rows = self._live, execution.updates, execution.rows
         given = _leaves(updates)
