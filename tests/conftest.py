@@ -30,7 +30,7 @@ os.environ.pop("COLUMNS", None)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The oldest Python, where missing names and grammar would show, and the other engine, which has
-# tests of its own, run the ends of what has several points; so many examples show a property.
+# tests of its own, run the first of several points; so many examples show a property.
 IS_OLDEST = sys.version_info < (3, 9)
 EXAMPLES, ALL_EXAMPLES = 200, 2000
 
@@ -59,8 +59,9 @@ def pytest_addoption(parser):
         "--exhaustive",
         action="store_true",
         help="run every point of the tests marked as a grid, not those in which every two values "
-        "meet, on the oldest Python and the other engine of all tests, not the first and the "
-        f"last, those marked as long, and {ALL_EXAMPLES} examples of each property, not {EXAMPLES}",
+        "meet, and of those marked as few, not those that are named, on the oldest Python and the "
+        "other engine of all tests, not the first alone, those marked as long, and "
+        f"{ALL_EXAMPLES} examples of each property, not {EXAMPLES}",
     )
 
 
@@ -116,7 +117,8 @@ def pytest_collection_modifyitems(config, items):
         marker = item.get_closest_marker("embedded_only")
         if marker is not None and not (len(marker.args) == 1 and marker.args[0].strip()):
             raise pytest.UsageError(f"{item.nodeid}: embedded_only needs one reason")
-    is_other = config.getoption("--engine") != ENGINES[0]
+    name = config.getoption("--engine")
+    is_other = name != ENGINES[0]
     if is_other:
         done = [item for item in items if item.get_closest_marker("both_engines")]
         config.hook.pytest_deselected(items=done)
@@ -126,12 +128,14 @@ def pytest_collection_modifyitems(config, items):
     is_partly = IS_OLDEST or is_other
     points = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("long") is None:
+        if not any(name in mark.args or not mark.args for mark in item.iter_markers("long")):
             points[item.nodeid.partition("[")[0]].append(item)
     chosen = set()
     for test in points.values():
-        if is_partly or test[0].get_closest_marker("ends") is not None:
-            chosen.update((test[0], test[-1]))
+        few = test[0].get_closest_marker("few")
+        named = test[:1] if few is None else _named(few.args, test, config)
+        if is_partly or few is not None:
+            chosen.update(named[:1] if is_partly else named)
         elif (grid := test[0].get_closest_marker("grid")) is not None:
             places = cover(sides(map(_parameters, test)), **grid.kwargs)
             chosen.update(test[place] for place in places)
@@ -139,6 +143,16 @@ def pytest_collection_modifyitems(config, items):
             chosen.update(test)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+def _named(ids, test, config):
+    """The points of a test with these ids; without any, the first."""
+    points = {item.nodeid.partition("[")[2][:-1]: item for item in test}
+    unknown = set(ids) - set(points)
+    if unknown and not any("::" in arg for arg in config.args):
+        name = test[0].nodeid.partition("[")[0]
+        raise pytest.UsageError(f"{name}: few names {sorted(unknown)}, of points {list(points)}")
+    return [points[each] for each in ids if each in points] or test[:1]
 
 
 def _parameters(point):

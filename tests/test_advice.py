@@ -373,6 +373,7 @@ def evaluated(example):
     return eval(example, names)
 
 
+@pytest.mark.few
 @pytest.mark.embedded_only("some of the arguments are refused for an IPU, in a text of their own")
 @pytest.mark.parametrize("name", MEANT)
 def test_what_is_meant_by_another_librarys_argument_works(name, tmp_path, monkeypatch):

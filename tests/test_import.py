@@ -100,6 +100,7 @@ def fitted(told):
     return told[2]
 
 
+@pytest.mark.long
 def test_import_adds_our_own_modules(added):
     """So that the next tests look at something."""
     assert {
@@ -126,6 +127,7 @@ def test_a_plain_fit_does_without(part, fitted):
     assert _loaded(part, fitted) == []
 
 
+@pytest.mark.long
 def test_the_translation_of_a_lightning_module_needs_no_lightning():
     """It looks at the module's own classes; importing ipufit.lightning registers an accelerator."""
     code = (

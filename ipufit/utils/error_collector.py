@@ -42,21 +42,24 @@ class ErrorCollector:
             DataError: if all are.
             ConfigurationError: otherwise.
         """
-        if len(self._errors) == 1:
-            raise self._errors[0]
+        # Where frames hold what was raised in them, all that they hold waits for the collector of
+        # garbage: loaders with their workers, for one.
+        errors, self._errors = self._errors, []
+        if len(errors) == 1:
+            raise errors.pop()
         texts: Dict[str, None] = {}  # in order; training and validation often share a fault
         suggestion: Dict[str, object] = {}
-        for error in self._errors:
+        for error in errors:
             if isinstance(error, PlanError):
                 texts.update(dict.fromkeys(error.faults))
                 suggestion.update(error.suggestion)
             else:
                 texts[str(error)] = None
-        if self._errors and all(isinstance(error, PlanError) for error in self._errors):
+        if errors and all(isinstance(error, PlanError) for error in errors):
             raise PlanError(list(texts), suggestion)
-        if self._errors and all(isinstance(error, DataError) for error in self._errors):
+        if errors and all(isinstance(error, DataError) for error in errors):
             raise DataError("\n".join(texts))
-        if self._errors:
+        if errors:
             raise ConfigurationError("\n".join(texts))
 
 

@@ -92,6 +92,7 @@ CONFIGURATIONS = {
 PLAIN, *OTHERS = but(CONFIGURATIONS, **CONFIGURATION_MARKS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [PLAIN, *(pytest.param(*p.values, marks=[*p.marks, pytest.mark.long]) for p in OTHERS)]
 )
@@ -119,6 +120,7 @@ def test_a_search_leaves_no_trace_and_the_next_fit_has_the_same_bits(name):
     assert with_search._session.updates == without._session.updates
 
 
+@pytest.mark.long
 def test_a_search_before_the_first_fit_leaves_no_trace():
     """The optimizer has no state yet, and has none afterwards."""
     model = compiled(Drawing())
@@ -127,6 +129,7 @@ def test_a_search_before_the_first_fit_leaves_no_trace():
     assert model.optimizer.state_dict()["state"] == {}
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_search_that_diverges_leaves_no_trace():
     """That is how most searches end."""
     model = compiled()
@@ -147,6 +150,8 @@ def test_a_search_whose_loss_becomes_infinite_ends_there():
     assert all(np.isfinite(found.losses))
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("error", [ValueError("forward failed"), KeyboardInterrupt()])
 def test_a_search_that_fails_leaves_no_trace(error):
     """Wherever it ends."""
@@ -158,6 +163,7 @@ def test_a_search_that_fails_leaves_no_trace(error):
         model.find_lr(loader(), updates=5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("searches", ["find_lr", "find_batch_size"])
 def test_an_interrupted_search_leaves_no_trace(searches):
     """Ctrl-C in the middle, after some updates."""
@@ -204,7 +210,7 @@ def test_generators_of_a_loader_are_kept_too():
         assert torch.equal(left, right)
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_losses_are_those_of_a_loop_with_these_rates(replicas, accumulation):
@@ -375,7 +381,7 @@ class Hungry(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.grid
+@pytest.mark.long
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize(
     ("most", "batch_size", "accumulation", "sizes"),
@@ -395,6 +401,7 @@ def test_the_largest_batch_that_fits_is_found(most, batch_size, accumulation, si
     assert all(rate > 0 for _, rate in found.tried if rate is not None)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "error",
     [

@@ -70,6 +70,7 @@ def test_the_plot_shows_the_fall_and_not_the_divergence(sign):
     assert any(label.startswith("steepest") for label in labels)
 
 
+@pytest.mark.long
 def test_the_plot_shows_all_of_a_test_that_did_not_diverge(tmp_path):
     """Also of a loss that only grew, or never moved."""
     for smoothed in ([1.0 + i for i in range(20)], [0.0] * 20):

@@ -37,7 +37,7 @@ def has_fused_adam():
     return True
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize(
     "peer", [*(n for n in PEERS if n.startswith(OWN) and n != COMPILED), BY_HAND]
@@ -105,7 +105,7 @@ def test_curves_go_from_point_to_point_and_line_to_line():
     assert told == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @pytest.mark.parametrize("name", CURVES)
 def test_every_curve_can_be_measured(name, monkeypatch):
     """On few and small points, one epoch each."""
@@ -187,7 +187,7 @@ def test_fresh_processes_tell_of_import_and_start():
         assert 0 < cost.median < 600
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @pytest.mark.parametrize("name", shares.SHARES)
 def test_every_share_can_be_measured(name, capsys):
     value = shares.SHARES[name](WORKLOADS["mlp"].of(8))()
@@ -196,6 +196,7 @@ def test_every_share_can_be_measured(name, capsys):
     assert len(share_costs([value], [value], [value])) == len(shares.SHARES)
 
 
+@pytest.mark.long
 def test_the_wait_for_data_is_measured():
     """Of slow data it is most of the time."""
     import time
@@ -239,6 +240,7 @@ def test_what_was_measured_takes_the_place_of_what_was(tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_the_plots_are_drawn(tmp_path):
     """The same figures make the same files, small ones."""
     pytest.importorskip("matplotlib")

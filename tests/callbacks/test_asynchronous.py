@@ -85,7 +85,8 @@ def synchronous(di):
     return plain
 
 
-@pytest.mark.grid
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("max_pending", [1, 3, 64])
 @pytest.mark.parametrize("di", [1, 3])
@@ -98,7 +99,7 @@ def test_the_ledger_is_that_of_the_synchronous_callback(seed, max_pending, di):
     assert plain.threads == {threading.current_thread().name}
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("place", [0, 1, 2, 5, 14, 15, 18, 22, 23, 24, 60, 70])
 @pytest.mark.parametrize("max_pending", [1, 64])
 def test_an_error_of_the_callback_ends_training_with_the_same_ledger(place, max_pending):
@@ -119,7 +120,8 @@ def test_an_error_of_the_callback_ends_training_with_the_same_ledger(place, max_
     assert "run" in frames
 
 
-@pytest.mark.grid
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("update", [0, 3, 6, 10])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
 def test_nothing_is_lost_when_training_is_interrupted(update, error):
@@ -141,7 +143,8 @@ def test_nothing_is_lost_when_training_is_interrupted(update, error):
     assert late.entries[-1][0] == "on_train_end"
 
 
-@pytest.mark.ends
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("bad", [0, 2, 6])
 def test_nothing_is_lost_when_the_loss_is_no_number(bad):
     """The updates before it are reported."""
@@ -169,7 +172,7 @@ def test_two_errors_are_both_seen():
     assert type(found.__context__) is KeyboardInterrupt
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @pytest.mark.parametrize("seed", range(4))
 def test_stop_training_takes_effect_with_a_later_execution(seed):
     """Every update that was made is reported, and the first ones are those of the plain run."""
@@ -211,6 +214,8 @@ def test_hooks_run_while_the_next_execution_is_in_flight():
     assert waited == [True]
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("max_pending", [1, 2, 5])
 def test_training_waits_for_a_callback_that_is_too_slow(max_pending):
     """An unbounded queue would hold a copy of the logs for every execution of the epoch."""
@@ -232,6 +237,7 @@ def test_training_waits_for_a_callback_that_is_too_slow(max_pending):
     assert max(ahead) <= max_pending + 1
 
 
+@pytest.mark.long
 def test_decisions_at_the_end_of_an_epoch_are_in_time(tmp_path):
     """Wrapping a callback that has no batch hooks changes nothing."""
     for make in (
@@ -250,6 +256,7 @@ def test_decisions_at_the_end_of_an_epoch_are_in_time(tmp_path):
         assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
+@pytest.mark.long
 def test_it_serves_evaluate_and_predict_and_again():
     """The thread ends with each of them."""
     late, plain = Ledger(delays=1), Ledger()

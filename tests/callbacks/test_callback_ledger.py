@@ -162,6 +162,7 @@ ENDS = {1: [0, 1, 2, 3, 4, 5, 6], 3: [2, 5, 6], 100: [6]}
 
 
 # Executions are not made by callbacks: of those of other lengths one callback shows the hooks.
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("name", "di", "ends"),
     [
@@ -180,6 +181,8 @@ def test_the_ledger_of_fit(make, name, di, ends):
     assert ledger == expected(ends, ADDED.get(name, []))
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_ledger_of_evaluate_and_predict(make, name):
     """Any callback may be passed there; what is for training does nothing."""
@@ -212,6 +215,8 @@ def test_the_ledger_of_evaluate_and_predict(make, name):
     assert_same_bits(flat(model.module.state_dict()), before)
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("name", sorted(set(MAKERS) - {"TensorBoard"}))
 def test_what_a_callback_does_is_the_same_for_every_device_iterations(make, name, tmp_path):
     """Weights, history and files to the last bit."""

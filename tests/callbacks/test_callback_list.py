@@ -70,6 +70,7 @@ def test_a_history_can_be_stored():
     assert copy.deepcopy(history).params == history.params
 
 
+@pytest.mark.long("ipu-standin")
 def test_params_name_the_values_and_their_directions():
     """A callback can tell before training what will be there, and which way is better."""
 
@@ -148,6 +149,7 @@ def test_a_value_that_nobody_gives_is_missed_before_training():
     assert fit(model, validation_data=batches(1), callbacks=[Waits()]).epoch == [0]
 
 
+@pytest.mark.long
 def test_a_callback_that_may_add_a_value_puts_the_check_off():
     """What it adds is known only when it has added it."""
     adds = Adds()
@@ -202,6 +204,7 @@ def test_a_training_ends_for_those_for_whom_it_began():
     assert closed == [first, bad, last]
 
 
+@pytest.mark.long("ipu-standin")
 def test_close_comes_last_wherever_callbacks_are_used():
     """Evaluate and predict have threads and files to end too."""
     model = compiled()
@@ -257,6 +260,7 @@ def bad_in(epoch, index, count=4):
     return Data()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("di", [1, 4])
 @takes_back
 def test_a_callback_may_end_training_at_a_loss_that_is_no_number(di):
@@ -367,6 +371,7 @@ class Keeps(Callback):
         self.on_train_batch_end(batch, logs)
 
 
+@pytest.mark.long("ipu-standin")
 def test_logs_that_are_kept_stay_those_of_their_moment():
     """Keras gives a dict; here values are worked out late, but never those of a later time."""
     model, keeps = compiled(metrics=["mae"]), Keeps()
@@ -376,6 +381,7 @@ def test_logs_that_are_kept_stay_those_of_their_moment():
     assert len({logs["mae"] for logs in keeps.kept}) > 4
 
 
+@pytest.mark.long("ipu-standin")
 def test_logs_that_nobody_looks_at_cost_no_metric():
     """Metrics are worked out where somebody reads or keeps them."""
     calls = []

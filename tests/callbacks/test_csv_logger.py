@@ -15,6 +15,7 @@ def table(path, separator=","):
         return list(csv.reader(file, delimiter=separator))
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_table_is_the_history(tmp_path):
     """Every digit of it."""
     path = tmp_path / "deep" / "log.csv"
@@ -57,6 +58,8 @@ def test_a_learning_rate_is_in_the_table(tmp_path):
     assert [row[2] for row in table(path)] == ["learning_rate", "0.25"]
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("append", [False, True])
 def test_a_second_fit_replaces_or_goes_on(tmp_path, append):
     """With one header, also where it has other columns."""

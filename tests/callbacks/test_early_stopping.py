@@ -22,6 +22,7 @@ def epochs_of(values, **options):
     return len(history.epoch), stop
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("values", "options", "epochs"),
     [
@@ -54,6 +55,7 @@ def test_it_tells_what_it_has_seen():
     assert (stop.best, stop.stopped_epoch, stop.wait) == (2, None, 0)
 
 
+@pytest.mark.long("ipu-standin")
 def test_it_begins_anew_with_every_fit():
     """The best of another training is no measure."""
     stop = EarlyStopping("v", mode="min")
@@ -76,7 +78,8 @@ class Keeps(Callback):
         self.states.append(flat(self.model.module.state_dict()))
 
 
-@pytest.mark.grid
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("values", "best"), [([3, 1, 2, 2, 2], 1), ([3, 2, 1, 4], 2), ([NAN, NAN], 0)]
 )
@@ -128,6 +131,7 @@ def test_it_says_what_it_does(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_direction_comes_from_the_metric():
     """Taking the worst for the best would show nowhere."""
     model = ipufit.Model(nn.Linear(4, 3))

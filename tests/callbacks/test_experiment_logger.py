@@ -85,6 +85,7 @@ def described(tracker):
     return [call[1] for call in tracker.calls if call[0] == "describe"]
 
 
+@pytest.mark.few("OfComet", "OfAccelerate")
 @pytest.mark.parametrize("kind", [OfLightning, OfMLflow, OfComet, OfAccelerate, OfWandb])
 def test_every_kind_of_tracker_gets_the_history(kind):
     """Under its names, with the rate and the index of the epoch, over weight updates."""
@@ -171,6 +172,7 @@ def test_steps_go_on_over_several_fits_and_an_evaluation():
     assert len(described(tracker)) == 1
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_continues_its_steps(tmp_path):
     """In another process too: the count is in the checkpoint, and the run is not told again."""
     checkpoint = ipufit.Checkpoint(tmp_path / "run", every_updates=2)
@@ -199,6 +201,7 @@ class Fails(Callback):
         raise RuntimeError("no")
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_logger_of_lightning_writes_each_time_and_learns_the_end():
     """As by Lightning's Trainer."""
     tracker = OfLightning()

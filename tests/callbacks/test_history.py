@@ -327,6 +327,7 @@ class Shell:
             function()
 
 
+@pytest.mark.long("ipu-standin")
 @needs_matplotlib
 def test_a_notebook_shows_a_plot_once(monkeypatch, tmp_path):
     """It showed nothing: IPython knows the figures of pyplot alone."""
@@ -442,6 +443,7 @@ def test_columns_must_be_a_count(columns):
     )
 
 
+@pytest.mark.long
 @needs_matplotlib
 def test_what_is_not_finite_leaves_a_gap_and_a_cross(tmp_path):
     """Infinity must not flatten everything else."""
@@ -458,6 +460,7 @@ def test_what_is_not_finite_leaves_a_gap_and_a_cross(tmp_path):
     assert panels(nothing.plot(tmp_path / "nan.png"))["loss"].get_title(loc="right") == ""
 
 
+@pytest.mark.long
 @needs_matplotlib
 def test_one_epoch_and_many_epochs_can_be_read(tmp_path):
     """Points where a line has no length, no points where they would hide the line."""

@@ -79,6 +79,7 @@ def test_values_that_json_lacks_are_texts_that_float_reads(tmp_path):
     assert float(line["c"]) == -math.inf
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("append", [False, True])
 def test_a_second_fit_replaces_or_goes_on(tmp_path, append):
     """The same object serves again."""

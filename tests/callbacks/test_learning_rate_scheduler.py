@@ -32,6 +32,8 @@ def test_the_schedule_sets_the_rate_of_the_epoch():
     assert model.optimizer.param_groups[0]["lr"] == 0.0625
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("di", [1, 3])
 def test_training_is_that_with_rates_set_by_hand(di):
     """A rate that is only logged would be worse than none."""
@@ -49,6 +51,7 @@ def test_training_is_that_with_rates_set_by_hand(di):
         assert torch.equal(p, q)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -84,6 +87,7 @@ def test_every_group_is_asked_with_its_own_rate(capsys):
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, None, "0.1", True])
 def test_what_is_no_rate_is_refused(value):
     """The rate stays what it was, and no update is made with another."""

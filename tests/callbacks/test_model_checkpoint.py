@@ -64,6 +64,7 @@ def saved_epochs(folder, values, **options):
     return [int(name.split(".")[0]) for name in files(folder)], save
 
 
+@pytest.mark.few("values0-options0-epochs0", "values4-options4-epochs4")
 @pytest.mark.parametrize(
     ("values", "options", "epochs"),
     [
@@ -93,6 +94,7 @@ def test_the_best_of_all_fits_counts(tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("keep", "left"), [(None, 5), (2, 2), (1, 1), (9, 5)])
 def test_old_files_go(tmp_path, keep, left):
     """Those that it has written itself, oldest first; never another's."""

@@ -37,7 +37,7 @@ def final_bars(text):
     return last
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("di", [1, 5, 100])
 def test_the_bar_counts_updates_whatever_the_execution(di, capsys):
     """With many updates per call, bars elsewhere have counted wrongly again and again."""
@@ -196,7 +196,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 @pytest.mark.parametrize("columns", WHOLE)
 def test_a_terminal_shows_the_loss_all_the_time_and_whole_lines(columns):
@@ -247,6 +247,7 @@ for options in ({"verbose": 0}, {}):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes can't be forked here")
 def test_no_terminal_gets_one_line_an_epoch(tmp_path):
     """Without being asked, with what callbacks add; or nothing at all."""
@@ -265,6 +266,7 @@ def test_no_terminal_gets_one_line_an_epoch(tmp_path):
         )
 
 
+@pytest.mark.long
 def test_silence(capsys):
     """verbose=0 prints nothing at all."""
     model, loader = model_and_loader()
@@ -333,6 +335,7 @@ def test_auto_is_a_line_an_epoch_outside_a_terminal(monkeypatch):
     assert isinstance(ProgbarLogger(1), ipufit.callbacks.Callback)
 
 
+@pytest.mark.long("ipu-standin")
 def test_history_is_keras(engine):
     """Lists by name, one value an epoch, validation under val_."""
     model, loader = model_and_loader()
@@ -372,6 +375,7 @@ def test_history_is_keras(engine):
     assert re.fullmatch(r"History\(3 epochs: loss=.*, val_accuracy=\S+\)", repr(history))
 
 
+@pytest.mark.long
 def test_history_plots(tmp_path):
     """One panel a value, training and validation together, saved in the format of the suffix."""
     pytest.importorskip("matplotlib")

@@ -16,6 +16,9 @@ def rates(values, **options):
     return history.history["learning_rate"]
 
 
+@pytest.mark.few(
+    "values0-options0-expected0", "values6-options6-expected6", "values9-options9-expected9"
+)
 @pytest.mark.parametrize(
     ("values", "options", "expected"),
     [
@@ -36,6 +39,7 @@ def test_it_lowers_the_rate_when_keras_does(values, options, expected):
     assert rates(values, **options) == expected
 
 
+@pytest.mark.long
 def test_the_lower_rate_is_what_the_next_epoch_uses():
     """A rate that is only logged would be worse than none."""
     reduce = ReduceLROnPlateau("v", mode="min", factor=0.25, patience=1)
@@ -55,6 +59,7 @@ def test_the_lower_rate_is_what_the_next_epoch_uses():
         assert torch.equal(p, q)
 
 
+@pytest.mark.long("ipu-standin")
 def test_groups_keep_their_ratio(capsys):
     """And a group that is below the minimum stays where it is."""
     net = Net()
@@ -75,6 +80,7 @@ def test_groups_keep_their_ratio(capsys):
     ]
 
 
+@pytest.mark.long("ipu-standin")
 def test_it_begins_anew_with_every_fit():
     """The best of another training is no measure."""
     reduce = ReduceLROnPlateau("v", mode="min", patience=1)

@@ -38,6 +38,7 @@ def server(status=200):
             thread.join()
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_form_arrives_after_every_epoch():
     """As Keras sends it."""
     with server() as (root, requests):
@@ -52,6 +53,7 @@ def test_a_form_arrives_after_every_epoch():
     ]
 
 
+@pytest.mark.long
 def test_the_options():
     """Another place, another field, headers, and JSON itself."""
     with server() as (root, requests):

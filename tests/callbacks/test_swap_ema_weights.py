@@ -46,6 +46,7 @@ HOOKS = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("option", "where"),
     [
@@ -90,7 +91,7 @@ def test_it_serves_evaluate_and_predict():
     assert model.swaps == 4
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("hook", ["on_test_batch_end", "on_epoch_end", "on_test_end"])
 @pytest.mark.parametrize("option", [True, False])
 def test_an_error_leaves_the_trained_weights(hook, option):

@@ -28,6 +28,7 @@ def pairs(values, first=0):
     return [(first + i, pytest.approx(value)) for i, value in enumerate(values)]
 
 
+@pytest.mark.long("ipu-standin")
 def test_epochs(tmp_path):
     """Under Keras' names, training and validation as two curves in one picture."""
     pytest.importorskip("tensorboard")

@@ -20,7 +20,7 @@ def spoilt(index, value=math.nan, count=6):
     ]
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (1e30, "inf")])
 @pytest.mark.parametrize("di", [1, 4])
 @takes_back
@@ -55,6 +55,7 @@ def test_a_finite_training_is_left_alone(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.long
 def test_another_value_ends_training_with_its_epoch(capsys):
     """A validation loss that is no number will hardly become one again."""
     model = compiled()

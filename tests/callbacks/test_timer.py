@@ -32,6 +32,7 @@ class Takes(Callback):
         setattr(self, hook, last)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("di", "updates"), [(1, 3), (2, 4), (5, 5)])
 def test_training_ends_with_the_execution_in_which_the_time_runs_out(
     monkeypatch, capsys, di, updates
@@ -67,6 +68,7 @@ def test_the_end_of_an_epoch_is_a_boundary_too(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.long("ipu-standin")
 def test_stages_are_measured_apart(monkeypatch):
     """Each fit, evaluation and prediction begins anew."""
     clock = Clock(monkeypatch)

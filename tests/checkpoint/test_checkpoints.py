@@ -64,11 +64,13 @@ def documents(folder):
     return {name: json.loads((folder / name / "state.json").read_text()) for name in names(folder)}
 
 
+@pytest.mark.long("ipu-standin")
 def test_every_epoch_leaves_one_and_the_latest_are_kept(tmp_path):
     fit(tmp_path / "run", epochs=4)
     assert names(tmp_path / "run") == ["update-000000036-epoch", "update-000000048-epoch"]
 
 
+@pytest.mark.long("ipu-standin")
 def test_so_many_updates_are_between_two(tmp_path):
     """Whatever the executions would be otherwise."""
     checkpoint = ipufit.Checkpoint(tmp_path / "run", every_updates=5, keep=100)
@@ -80,6 +82,7 @@ def test_so_many_updates_are_between_two(tmp_path):
     assert [each["in_epoch"] for each in told.values()] == [not kind for kind in expected.values()]
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_run_of_an_older_version_of_the_format_goes_on(tmp_path):
     """Version 1.0 had one process, and said nothing of others; up to 1.1 none was configured."""
     fit(ipufit.Checkpoint(tmp_path / "run", every_updates=5, keep=9))
@@ -109,6 +112,7 @@ def test_a_run_of_an_older_version_of_the_format_goes_on(tmp_path):
     ]
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_best_one_is_kept_besides(tmp_path):
     folder = tmp_path / "run"
     checkpoint = ipufit.Checkpoint(folder, keep=1, monitor="val_loss")
@@ -124,6 +128,7 @@ def test_the_best_one_is_kept_besides(tmp_path):
     assert last["best"] == {"name": "update-000000024-epoch", "value": 1.0}
 
 
+@pytest.mark.long
 def test_the_weights_need_no_ipufit_to_be_read(tmp_path):
     """Also those that are tied, or that load_weights reads."""
 
@@ -151,7 +156,7 @@ def test_the_weights_need_no_ipufit_to_be_read(tmp_path):
     assert_same(resumed, state(longer))
 
 
-@pytest.mark.grid
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change", [{"device_iterations": 7}, {"loading": ipufit.Loading(prefetch=2)}]
 )
@@ -162,6 +167,7 @@ def test_what_only_cuts_the_work_may_change(change, before, tmp_path):
     assert_same(PLAIN.run(checkpoint=tmp_path / "run", resume="auto", **change), PLAIN.whole())
 
 
+@pytest.mark.long
 def test_replicas_may_become_accumulation(tmp_path):
     """The same samples in an update, in another order of summation."""
     folder, whole = tmp_path / "run", PLAIN.run(ipus=4)
@@ -174,6 +180,7 @@ def test_replicas_may_become_accumulation(tmp_path):
     assert model.history.history["loss"] == pytest.approx(whole.history.history["loss"], abs=1e-12)
 
 
+@pytest.mark.long
 def test_a_run_that_is_done_stays_done(tmp_path):
     first = fit(tmp_path / "run")
     again = fit(tmp_path / "run", resume="auto")
@@ -183,6 +190,7 @@ def test_a_run_that_is_done_stays_done(tmp_path):
     assert_same(fit(tmp_path / "run", resume="auto", epochs=3), LONGER.whole())
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path):
     def run(**options):
         stops = EarlyStopping("loss", min_delta=100, patience=1, restore_best_weights=True)
@@ -193,12 +201,14 @@ def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path):
     assert_same(run(resume="auto"), state(first))
 
 
+@pytest.mark.long("ipu-standin")
 def test_resume_begins_where_there_is_nothing_yet(tmp_path):
     second = fit(tmp_path / "run", resume="auto")
     assert_same(second, PLAIN.whole())
     assert "resumed" not in second.history.params
 
 
+@pytest.mark.long("ipu-standin")
 def test_one_checkpoint_can_be_chosen_and_goes_on_elsewhere(tmp_path):
     PLAIN.run(checkpoint=ipufit.Checkpoint(tmp_path / "run", every_updates=4, keep=100))
     chosen = tmp_path / "run" / "update-000000008"
@@ -214,6 +224,7 @@ def test_one_checkpoint_can_be_chosen_and_goes_on_elsewhere(tmp_path):
     assert_same(PLAIN.run(resume=str(chosen)), PLAIN.whole())
 
 
+@pytest.mark.long("ipu-standin")
 def test_logs_go_on_as_if_nothing_had_happened(tmp_path):
     def run(folder, before=None, **options):
         folder.mkdir(exist_ok=True)
@@ -232,6 +243,7 @@ def test_logs_go_on_as_if_nothing_had_happened(tmp_path):
     assert run(tmp_path / "part", checkpoint=checkpoint, resume="auto") == expected
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_log_that_is_gone_is_missed(tmp_path):
     def run(before=None, **options):
         make = lambda: [JSONLinesLogger(tmp_path / "log.jsonl", every_updates=1)]  # noqa: E731
@@ -249,6 +261,7 @@ def test_a_log_that_is_gone_is_missed(tmp_path):
     )
 
 
+@pytest.mark.long("ipu-standin")
 def test_damaged_ones_are_told_set_aside_and_passed_over(tmp_path):
     folder = tmp_path / "run"
     checkpoint = ipufit.Checkpoint(folder, every_updates=1, keep=3)
@@ -277,6 +290,7 @@ def test_none_that_can_be_read_is_an_error(tmp_path):
 VALIDATED = plain(validation_data=(X[:4], Y[:4]))
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.grid
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("when", ["batch", "validation", "epoch"])
@@ -411,6 +425,7 @@ def test_a_folder_with_checkpoints_is_not_begun_anew(tmp_path):
     )
 
 
+@pytest.mark.long("ipu-standin")
 def test_another_run_is_refused_with_all_that_differs(tmp_path):
     odd = TensorDataset(*data(23))
     plain(train=lambda: loader(odd)).run(checkpoint=tmp_path / "run")
@@ -564,6 +579,7 @@ def said_by(engine, update, action):
     )
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_device_that_can_be_used_again_gets_another_chance(tmp_path, engine):
     case = plain(callbacks=lambda: [CSVLogger(tmp_path / "log.csv")])
     expected = state(case.run())
@@ -582,6 +598,7 @@ def test_a_device_that_can_be_used_again_gets_another_chance(tmp_path, engine):
     ]
 
 
+@pytest.mark.long("ipu-standin")
 def test_another_chance_also_where_epochs_are_parts_of_passes(tmp_path):
     """And where a generator of the user's orders the samples."""
     case = plain(
@@ -592,7 +609,7 @@ def test_another_chance_also_where_epochs_are_parts_of_passes(tmp_path):
     assert_same(model, state(case.run()))
 
 
-@pytest.mark.ends
+@pytest.mark.few("full_reset-RecoverableDeviceError", "non_finite-NonFiniteLossError")
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -611,6 +628,7 @@ def test_what_cannot_be_helped_from_here_is_an_error(fault, error, tmp_path):
     assert_same(PLAIN.run(checkpoint=tmp_path / "run", resume="auto"), PLAIN.whole())
 
 
+@pytest.mark.long("ipu-standin")
 def test_so_many_restarts_and_no_more(tmp_path):
     ended = pytest.raises(RecoverableDeviceError, match="IPU_RESET")
     warned = pytest.warns(UserWarning, match="restart")
@@ -619,6 +637,7 @@ def test_so_many_restarts_and_no_more(tmp_path):
         fit(tmp_path / "run", max_restarts=2)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_full_disk_ends_training_and_loses_nothing(tmp_path):
     folder = tmp_path / "run"
     with inject("full_disk", 15) as fault, pytest.raises(CheckpointError) as told:
@@ -633,6 +652,7 @@ def test_a_full_disk_ends_training_and_loses_nothing(tmp_path):
 
 
 # torch looks whether files can be opened when a worker does not answer, and leaves them open.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_is_killed_ends_training_and_loses_nothing(tmp_path):
     case = plain(train=lambda: whole_batches(num_workers=1))
@@ -642,6 +662,8 @@ def test_a_worker_that_is_killed_ends_training_and_loses_nothing(tmp_path):
     assert_same(case.run(checkpoint=tmp_path / "run", resume="auto"), state(case.run()))
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("fault", "error"), [("interrupt", KeyboardInterrupt), ("terminate", SystemExit)]
 )
@@ -669,6 +691,7 @@ def test_a_process_that_is_killed_loses_nothing(tmp_path):
     assert_same(model, PLAIN.whole())
 
 
+@pytest.mark.long("ipu-standin")
 def test_what_was_not_struck_is_forgotten_after_the_block(tmp_path):
     with inject("ipu_reset", 500) as fault:
         fit(None)
@@ -749,7 +772,7 @@ def begun(tmp_path_factory):
     return folder
 
 
-@pytest.mark.ends
+@pytest.mark.few("<lambda>0", "<lambda>16")
 @pytest.mark.parametrize(
     "change",
     [
@@ -779,6 +802,7 @@ def test_content_that_nobody_can_take_over_is_an_error_of_ours(change, begun, tm
         PATIENT.run(resume=tmp_path / "run" / "update-000000004")
 
 
+@pytest.mark.long("ipu-standin")
 def test_files_of_others_are_not_removed_for_a_checkpoint(tmp_path):
     """A list of files to rotate is a list of files to remove."""
     (tmp_path / "precious.safetensors").write_text("")

@@ -147,6 +147,7 @@ def test_every_file_and_folder_is_synchronised(tmp_path, monkeypatch):
     assert places[7:] == ["runs"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("half", [False, True])
 def test_any_failing_operation_leaves_a_whole_checkpoint(tmp_path, half):
     """A full disk: the error is told, and nothing is left over once there is room."""
@@ -162,6 +163,7 @@ def test_any_failing_operation_leaves_a_whole_checkpoint(tmp_path, half):
         assert_sound(folder)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("half", [False, True])
 def test_a_disk_that_stays_full_leaves_a_whole_checkpoint(tmp_path, half):
     """Nothing can be tidied up either."""
@@ -173,6 +175,7 @@ def test_a_disk_that_stays_full_leaves_a_whole_checkpoint(tmp_path, half):
         assert_sound(folder)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("half", [False, True])
 def test_a_crash_at_any_operation_leaves_a_whole_checkpoint(tmp_path, half):
     """The process is killed: nothing after that operation happens."""
@@ -185,6 +188,7 @@ def test_a_crash_at_any_operation_leaves_a_whole_checkpoint(tmp_path, half):
     assert found == {name_of(2), name_of(3)}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("half", [False, True])
 def test_an_interrupt_at_any_operation_leaves_a_whole_checkpoint(tmp_path, half):
     """Ctrl-C goes through, after what was half written is removed."""

@@ -89,6 +89,7 @@ def back(value):
     return decode(json.loads(json.dumps(document, allow_nan=False)), tensors)
 
 
+@pytest.mark.long
 @few(50)
 @given(VALUES)
 @example([float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 5e-324])
@@ -101,6 +102,7 @@ def test_values_come_back_as_they_were(value):
     assert same(back(value), value)
 
 
+@pytest.mark.long
 @given(JSON)
 @example({"$dict": [[1, 2], [1, 3]]})
 @example({"$dict": [[True, 2]]})

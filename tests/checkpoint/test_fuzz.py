@@ -36,6 +36,7 @@ def test_any_change_of_a_file_is_an_error_of_ours_or_none(reader, data):
     reader.read(bytes(content))
 
 
+@pytest.mark.few
 @given(st.binary(max_size=200))
 @few(15, exhaustive=60)
 def test_any_bytes_are_an_error_of_ours(reader, content):

@@ -74,6 +74,7 @@ def start(tmp_path):
         process.join()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("resume", [None, "auto"])
 def test_a_second_process_is_told_at_once(start, tmp_path, resume):
     """With the process, and before anything of its own was done."""
@@ -94,6 +95,7 @@ def test_a_second_process_is_told_at_once(start, tmp_path, resume):
     fit(tmp_path / "other")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("options", [(), ("forks",)], ids=["alone", "with a child"])
 def test_after_sigkill_the_folder_is_free(start, tmp_path, options):
     """Although the file is there; and although a worker, made by fork, lives on for a while."""
@@ -142,6 +144,7 @@ def test_a_run_that_another_machine_has_not_ended_is_a_warning(tmp_path):
     assert LOCK not in os.listdir(tmp_path)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 1}', "[" * 999])
 def test_a_file_of_something_else_is_written_anew(tmp_path, content):
     (tmp_path / LOCK).write_text(content)

@@ -327,12 +327,15 @@ SOME = (
 )
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("case", only(SOME, ALL))
 def test_the_bits_are_those_of_a_run_that_was_not_interrupted(case, tmp_path):
     interrupted(case, 0.6, tmp_path)
 
 
-@pytest.mark.ends
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("share", [0.2, 0.34, 0.7])
@@ -348,7 +351,7 @@ def test_loaders_of_torchdata(share, workers, tmp_path):
     interrupted(case, share, tmp_path)
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.1, 0.35, 0.8, 1.0])
 @pytest.mark.parametrize("case", ALL)
 def test_wherever_it_is_interrupted(case, share, tmp_path):
@@ -390,6 +393,7 @@ class Silent(ipufit.History):
         pass
 
 
+@pytest.mark.long
 def test_a_checkpoint_has_its_epoch_in_a_history_that_does_not_add_it_itself(tmp_path):
     case = Case(MLP, callbacks=lambda: [Silent()], seed=5)
     whole = case.run(checkpoint=tmp_path / "whole").history

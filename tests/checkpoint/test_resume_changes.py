@@ -190,6 +190,7 @@ def test_each_change_is_refused_with_its_name(name, change, line, begun, engine)
     lines_refused(begun[0] / "run", name, {**eagerly, **change}, line)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "change", "line"), only(ALLOWED, ALL))
 def test_each_change_is_refused_and_allowed_by_its_name(name, change, line, begun, tmp_path):
     """It takes effect as in a fit that begins from those weights with the other arguments."""
@@ -277,7 +278,8 @@ def stepped(rate, make, interval):
     }
 
 
-@pytest.mark.ends
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_another_rate_goes_on_at_the_place_in_its_schedule(schedule, tmp_path):
     """The rates after the change are those of a run that had the new schedule from the start."""
@@ -291,6 +293,7 @@ def test_another_rate_goes_on_at_the_place_in_its_schedule(schedule, tmp_path):
     assert resumed == pytest.approx(expected[10:], rel=1e-12)
 
 
+@pytest.mark.long
 def test_a_schedule_can_be_another_or_none(tmp_path):
     by_epoch = SCHEDULES["StepLR by epochs"]
     rates(tmp_path / "run", 2, by_epoch(0.1))
@@ -312,6 +315,7 @@ def test_a_plateau_keeps_what_it_has_seen(tmp_path):
     assert state["content"]["schedule"]["epochs"] == 3
 
 
+@pytest.mark.long("ipu-standin")
 def test_settings_that_callbacks_change_are_no_change_of_the_run(tmp_path):
     """Neither in another process, which begins as this one did, nor in a second fit of a model."""
 
@@ -329,6 +333,7 @@ def test_settings_that_callbacks_change_are_no_change_of_the_run(tmp_path):
         model.fit(**given, epochs=5, callbacks=halves())
 
 
+@pytest.mark.long
 def test_what_belongs_to_an_epoch_changes_between_two(tmp_path):
     class Ends(Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -353,6 +358,7 @@ def test_what_belongs_to_an_epoch_changes_between_two(tmp_path):
     assert model.history.places("accuracy") == [1]
 
 
+@pytest.mark.long
 def test_more_data_after_an_epoch(tmp_path):
     run(tmp_path / "run", 1)
     more = {"x": torch.cat([X, OTHER_X]), "y": torch.cat([Y, Y])}
@@ -362,6 +368,7 @@ def test_more_data_after_an_epoch(tmp_path):
     assert model.history.params["updates_done"] == 15
 
 
+@pytest.mark.long("ipu-standin")
 def test_callbacks_go_on_by_their_class(tmp_path):
     run(tmp_path / "run", 2, callbacks=[EarlyStopping("loss", patience=5)])
     stops = EarlyStopping("loss", patience=5)
@@ -390,6 +397,7 @@ def test_a_loss_that_is_a_module_has_the_settings_of_now(tmp_path):
         assert torch.equal(model.module.state_dict()[key], value), key
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_device_that_fails_goes_on_with_the_changes(tmp_path):
     """Also before the first checkpoint after them."""
     run(tmp_path / "run", 2)
@@ -426,7 +434,7 @@ def test_frozen_layers_and_loaders(tmp_path):
     ]
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change",
     [

@@ -92,6 +92,7 @@ def test_a_part_is_as_long_as_it_is(make, way):
         assert all(0 < extra < LEAST for extra in each.values()), each
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_the_memory_that_training_works_on(way):
     """What a callback writes into a state dict counts, as in a loop written by hand."""
@@ -126,6 +127,7 @@ def test_safetensors_takes_a_state_dict_as_it_is(tmp_path):
         assert torch.equal(loaded[name], value)
 
 
+@pytest.mark.long
 def test_other_processes_get_the_part_alone():
     """Sending it moves its memory, which training follows."""
     torch.manual_seed(0)

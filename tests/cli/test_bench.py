@@ -87,6 +87,7 @@ finally:
     assert err == "True defaultdict(<class 'dict'>, {})\nTrue [None, None, None, None]\n"
 
 
+@pytest.mark.long
 def test_people_read_a_table(command, monkeypatch):
     """Of each way one line, and what became of it; this machine's kernels may be fast or not."""
     monkeypatch.setattr(EmbeddedEngine, "way", "graph")
@@ -146,6 +147,7 @@ def test_a_compiled_program_needs_a_compiler(bench, monkeypatch):
     assert err == "ipufit bench: --inductor needs a compiler. Install one.\n"
 
 
+@pytest.mark.long
 def test_options_that_do_not_go_with_a_way_are_its_reason(bench):
     """A compiled update can't be looked into."""
     if requirements.missing() is not None:
@@ -156,6 +158,7 @@ def test_options_that_do_not_go_with_a_way_are_its_reason(bench):
     assert found["ways"][3]["refused"].startswith("detect_nan=True looks at every update")
 
 
+@pytest.mark.long
 def test_a_way_that_was_not_taken_is_said(command):
     """The times of another one under its name would be a lie."""
     if requirements.missing() is not None:
@@ -203,6 +206,7 @@ def test_time_is_a_positive_number(given, capsys):
     )
 
 
+@pytest.mark.long
 def test_only_the_first_fit_counts(bench):
     """Whatever a script does with the exception that ends it."""
     fit = FIT.format("").strip()

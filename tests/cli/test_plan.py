@@ -37,6 +37,7 @@ DATA = torch.utils.data.DataLoader(
 )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("options", "ipus"), [((), 2), (("--ipus", "4"), 4), (("--ipus=4",), 4)])
 def test_it_prints_both_plans_of_the_first_fit(command, model, options, ipus, capfd):
     """What explain and plan say in the script, without a change of it."""

@@ -86,6 +86,7 @@ ASK = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asks", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_script_and_the_processes_it_starts_find_the_stand_in(asks, tmp_path):
     """A process that multiprocessing spawns, and one of another kind, have no finder of ours."""
@@ -104,6 +105,7 @@ def test_a_script_and_the_processes_it_starts_find_the_stand_in(asks, tmp_path):
     assert status == 7
 
 
+@pytest.mark.long
 def test_an_exception_ends_a_script_as_in_python_itself(tmp_path):
     """The same traceback and status: the frames of the command would only be in the way."""
     script = write(
@@ -396,6 +398,7 @@ subprocess.run([sys.executable, "-c", ask], cwd="/", check=True)
 """
 
 
+@pytest.mark.long
 def test_ipus_are_claimed_for_scripts_that_ask_and_what_they_start(tmp_path, clean, capfd):
     """Many published programs end at once where there is no IPU."""
     main(["run", "--claim-ipus", str(write(tmp_path, ASKS))])

@@ -14,7 +14,7 @@ POINTS = [
 ]
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize(("engine", "case"), POINTS)
 def test_what_is_judged_passes_and_what_is_open_is_as_we_read_it(engine, case):
     """In float64, at rounding."""

@@ -122,6 +122,7 @@ def net(seed=0):
     return nn.Linear(6, 3)
 
 
+@pytest.mark.few("False-keras", "True-partial by position", "True-method")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 def test_fit_trains_on_the_loss_that_was_written(form, run_eagerly):
@@ -142,6 +143,7 @@ def test_fit_trains_on_the_loss_that_was_written(form, run_eagerly):
         torch.testing.assert_close(mine, plain_loop, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("form", FORMS)
 def test_a_metric_gets_its_arguments_as_it_names_them(form):
     """A number on its own, by output and in a dict."""

@@ -146,6 +146,7 @@ class OwnLoss(nn.Module):
         return logits, logging_loss(logits, target)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("net", "loss"),
@@ -174,7 +175,7 @@ def test_a_loss_of_any_kind_can_log(net, loss, way):
     assert model.evaluate(validation, verbose=0)["squared"] == close(expected)
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 def test_a_name_used_twice_in_one_forward_is_reduced_there_too(way):
     class Twice(nn.Module):
@@ -205,6 +206,7 @@ def test_predict_and_calls_outside_leave_values_aside():
         assert engine.transfer.count == 6
 
 
+@pytest.mark.long
 def test_a_number_is_what_it_was_when_the_program_was_recorded_to_the_last_bit():
     """0.1 is no float32, and 2**24 + 1 is none either."""
 
@@ -229,6 +231,7 @@ def test_a_number_is_what_it_was_when_the_program_was_recorded_to_the_last_bit()
         assert history["one_element"] == [5.0]
 
 
+@pytest.mark.long
 def test_what_forward_does_to_a_tensor_later_on_is_not_logged():
     class InPlace(nn.Module):
         def __init__(self):
@@ -248,7 +251,7 @@ def test_what_forward_does_to_a_tensor_later_on_is_not_logged():
         assert history["after"] == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 def test_no_gradient_flows_through_a_value(way):
     class Logs(nn.Module):
@@ -272,7 +275,7 @@ def test_no_gradient_flows_through_a_value(way):
     assert bool((found[0].inner.weight == 1).all())
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @embedded_only("PopTorch traces no torch.utils.checkpoint, which it says itself")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_forward_that_is_computed_again_reports_once(way):
@@ -294,7 +297,7 @@ def test_a_forward_that_is_computed_again_reports_once(way):
     assert fit(model, *EVEN).history["rows"] == [20.0, 20.0]
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_a_value_that_is_no_number_is_not_hidden(reduce):
     class Holes(nn.Module):
@@ -320,7 +323,7 @@ class Sized(nn.Module):
         return x
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("di", [1, 2, 100])
 def test_micro_batches_may_log_different_names(di, way):
@@ -360,6 +363,7 @@ def test_a_module_that_runs_may_log_as_its_values_will():
     assert history["negative"] == close([means[means <= 0].mean().item()])
 
 
+@pytest.mark.long("ipu-standin")
 def test_values_come_over_in_the_one_transfer_of_an_execution():
     """Nothing is read between two updates, which would stop a device."""
 
@@ -391,6 +395,7 @@ def test_values_come_over_in_the_one_transfer_of_an_execution():
     assert counter.reads == [0] * 4
 
 
+@pytest.mark.long("ipu-standin")
 def test_callbacks_see_values_so_far():
     model, _ = compiled(Net().double(), frozen)
     seen = []
@@ -560,6 +565,7 @@ def test_nothing_at_all_has_no_value():
     assert meter.by_update == {}
 
 
+@pytest.mark.long
 def test_copies_of_a_module_log_as_well():
     """A deep copy made in a callback must not report into the program."""
 

@@ -75,7 +75,7 @@ FITTING = [
 ]
 
 
-@pytest.mark.grid(pairs=False)
+@pytest.mark.few
 @pytest.mark.parametrize(("kind", "every", "plan", "way"), FITTING, ids=str)
 def test_metrics_and_callbacks_see_the_outputs_that_come_back(kind, every, plan, way):
     """The loss is exact under each; weights do not depend on who looks."""
@@ -101,6 +101,7 @@ def test_metrics_and_callbacks_see_the_outputs_that_come_back(kind, every, plan,
     assert history["loss"] == [pytest.approx(expected, abs=1e-13)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_a_sum_is_that_of_each_replica(plan, way):
@@ -124,6 +125,7 @@ def test_a_sum_is_that_of_each_replica(plan, way):
     assert history["loss"] == [pytest.approx(expected, abs=1e-13)]
 
 
+@pytest.mark.long
 def test_sums_of_integers_do_not_overflow():
     """As torch.sum, which counts in int64."""
 
@@ -158,6 +160,7 @@ def test_outputs_that_nobody_looks_at_do_not_come_back(kind):
     assert engine.programs[-1].spec.want_outputs
 
 
+@pytest.mark.long("ipu-standin")
 def test_who_looks_changes_no_bit_of_training():
     net = MLP().double()
     plain, _ = compiled(net, sgd)
@@ -168,7 +171,8 @@ def test_who_looks_changes_no_bit_of_training():
         assert_equal(model.module, plain.module)
 
 
-@pytest.mark.ends
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("kind", ["final", "sum", "every_n"])
 def test_evaluate_validation_and_predict_always_see_all(kind):
     net = MLP().double()

@@ -94,6 +94,7 @@ def refusal(**arguments: Any) -> PlanError:
     return caught.value
 
 
+@pytest.mark.long
 @given(plans())
 def test_counts_agree_with_plain_chunking(plan: Plan) -> None:
     """A count that is off by one loses samples or trains on some twice."""
@@ -131,6 +132,7 @@ def test_counts_agree_with_plain_chunking(plan: Plan) -> None:
         )
 
 
+@pytest.mark.long
 @given(plans())
 def test_place_walks_iteration_accumulation_replica_position(plan: Plan) -> None:
     """The order is a contract with PopTorch: another one would hand samples to wrong replicas."""
@@ -184,6 +186,7 @@ def fault_of(arguments: Dict[str, Any]) -> Optional[PlanError]:
     return None
 
 
+@pytest.mark.long("ipu-standin")
 @given(random_arguments)
 def test_every_suggestion_is_accepted(arguments: Dict[str, Any]) -> None:
     """Advice that leads to the next error is worse than none."""
@@ -201,6 +204,7 @@ def test_every_suggestion_is_accepted(arguments: Dict[str, Any]) -> None:
         assert getattr(repaired, name) == expected
 
 
+@pytest.mark.long
 @given(st.integers(-2, 70), st.integers(-1, 9), st.booleans())
 def test_ipus_are_accepted_by_the_rule_and_the_nearest_is_suggested(
     ipus: int, stages: int, rounding: bool
@@ -447,6 +451,7 @@ NOUN = re.compile(
 )
 
 
+@pytest.mark.long
 @given(plans(most_samples=10**7))
 def test_explain_is_short_and_grammatical(plan: Plan) -> None:
     """The text is printed in terminals and logs, where colour, wide lines and "1 samples" jar."""

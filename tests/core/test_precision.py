@@ -101,6 +101,7 @@ def without_precision(way, plan):
     return net, model, fit(model, *EVEN, plan)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("precision", "dtype", "way"), in_turn(MIXED))
 def test_mixed_precision_is_autocast_around_forward_and_loss(precision, dtype, way):
     """Weights, their gradients and the update stay in float32."""
@@ -117,6 +118,7 @@ def test_mixed_precision_is_autocast_around_forward_and_loss(precision, dtype, w
     assert model.module.layers[0].weight.dtype == torch.float32
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("precision", "dtype"), MIXED)
 def test_mixed_precision_holds_in_evaluate_and_predict(precision, dtype):
     net = MLP()
@@ -129,7 +131,7 @@ def test_mixed_precision_holds_in_evaluate_and_predict(precision, dtype):
     assert model.evaluate(loader, verbose=0)["loss"] == pytest.approx(loss, abs=1e-7)
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize(
     "numbers", [(1, 5), pytest.param((1, 2, 5, 10), marks=pytest.mark.long)], ids=str
 )
@@ -145,6 +147,7 @@ def test_mixed_precision_has_the_same_bits_for_every_number_of_device_iterations
         assert history == found[0][1]
 
 
+@pytest.mark.long
 @needs_half_autocast
 def test_mixed_float16_scales_dynamically_unless_told_otherwise():
     """As Keras does: without a scale small gradients vanish."""
@@ -170,6 +173,7 @@ PURE = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("precision", "dtype", "way"), in_turn(PURE))
 def test_a_module_of_one_dtype_gets_its_inputs_in_it(precision, dtype, way):
     """A loader need not know; targets follow too, as a loss wants one dtype."""
@@ -203,7 +207,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.grid
+@pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
     [pytest.param(o, marks=pytest.mark.long) if o == "adamw" else o for o in OPTIMIZERS],
@@ -232,7 +236,7 @@ def test_modules_of_half_precision_train_with_everything(optimizer, dtype):
     assert not torch.equal(found[0].layers[0].weight, net.layers[0].weight)
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @needs_half
 @pytest.mark.parametrize("way", WAYS)
 def test_a_scale_saves_gradients_that_float16_loses(way):
@@ -269,7 +273,7 @@ def test_a_scale_saves_gradients_that_float16_loses(way):
 # ---- an autocast of the user's ------------------------------------------------------------------
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_an_autocast_around_fit_counts(way):
     """Whoever writes it around a loop expects it around fit."""
@@ -284,6 +288,7 @@ def test_an_autocast_around_fit_counts(way):
     assert not torch.equal(around.module.layers[0].weight, plain.module.layers[0].weight)
 
 
+@pytest.mark.long
 def test_an_autocast_around_fit_counts_the_same_in_every_way():
     net, found = MLP(), []
     for way in WAYS:
@@ -295,7 +300,7 @@ def test_an_autocast_around_fit_counts_the_same_in_every_way():
         assert_equal(other, found[0])
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_the_precision_asked_for_wins_over_an_autocast_around_fit(way):
     """Twice the same is once; the update itself is not cast."""
@@ -339,6 +344,7 @@ def test_an_operator_that_the_cpu_lacks_is_named_before_any_update(way):
     assert model._session.updates == 0
 
 
+@pytest.mark.long
 @needs_half
 def test_an_eps_that_is_zero_in_the_weights_dtype_is_reported():
     """0 / 0 in an optimizer that works for years in float32."""

@@ -201,6 +201,7 @@ def test_datasets_without_samples_are_refused(make):
         fit(model, make())
 
 
+@pytest.mark.long("ipu-standin")
 def test_predict_refuses_a_tuple_of_arrays():
     """It could be inputs and target, or two inputs."""
     model = compiled()

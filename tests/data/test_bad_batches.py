@@ -217,7 +217,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.ends
+@pytest.mark.long("ipu-standin")
+@pytest.mark.few("shape-1", "more-1")
 @pytest.mark.parametrize(("name", "di"), [*zip(CHANGES, itertools.cycle([1, 4]))])
 def test_a_batch_unlike_the_first_ends_training_without_loss(name, di):
     """The program has one shape: training stops before the batch, with what was learned so far."""

@@ -120,6 +120,7 @@ def test_a_loader_without_batches_is_refused(make, text):
     assert engine.built == 0
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
@@ -157,6 +158,8 @@ class Once:
         return next(self.rest)
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("role", ["training", "validation"])
 def test_a_loader_that_dries_up_loses_nothing(role):
     """What the first epoch has learned is in the module, and in the history."""

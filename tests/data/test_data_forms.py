@@ -94,6 +94,8 @@ FORMS = {
 }
 
 
+@pytest.mark.few("mapped")
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("name", FORMS)
 def test_each_form_trains_to_the_same_bits(name, tmp_path):
     """How data is kept is a matter of convenience alone."""
@@ -101,7 +103,7 @@ def test_each_form_trains_to_the_same_bits(name, tmp_path):
     assert_same_bits(trained(*args, **options), trained_on_a_loader())
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tensors", "arrays", "mapped", "dataset"])
 def test_shuffled_forms_have_one_order_that_depends_on_seed_and_epoch(name, tmp_path):
     """The order is that of a generator of its own, keyed by seed and epoch."""
@@ -196,6 +198,7 @@ def joined(prediction, target):
     )
 
 
+@pytest.mark.long
 def test_nested_structures_train_like_the_loader_of_them():
     """Dicts go by name, tuples and lists by position; the targets keep their structure."""
     x, y = batches(1, 12)[0]

@@ -65,6 +65,7 @@ def assert_equal(first, second):
 # ---- forms --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_validation_data_may_be_a_list():
     """Keras' own examples write both; a list of batches is still one."""
     plain = trained(X, Y, validation_data=(X, Y))
@@ -76,6 +77,7 @@ def test_validation_data_may_be_a_list():
     assert_equal(trained(X, Y, validation_data=halves), plain)
 
 
+@pytest.mark.long("ipu-standin")
 def test_several_inputs_and_targets_in_lists_are_validated_on():
     """A list inside of the list is several inputs."""
     parts, target = [X[:, :3], X[:, 3:]], Y % 2
@@ -85,6 +87,7 @@ def test_several_inputs_and_targets_in_lists_are_validated_on():
     assert model.history.history["val_loss"][-1] == pytest.approx(expected["loss"])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("method", ["predict", "predict_iter"])
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_several_inputs_are_predicted_by_position(method, kind):
@@ -98,6 +101,7 @@ def test_several_inputs_are_predicted_by_position(method, kind):
     assert torch.equal(batches, compiled().predict(X, verbose=0))
 
 
+@pytest.mark.long("ipu-standin")
 def test_predict_needs_no_compile():
     """Outputs depend on neither optimizer nor loss."""
     model = ipufit.Model(net())
@@ -126,6 +130,7 @@ def frame(**columns):
     return pytest.importorskip("pandas").DataFrame(columns)
 
 
+@pytest.mark.long
 def test_frames_and_series_are_arrays():
     """The index is no data, whatever it is."""
     pandas = pytest.importorskip("pandas")
@@ -184,6 +189,7 @@ BAD = {
 }
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_number_is_refused_by_its_column(name):
     """With what to do, which then works."""
@@ -271,7 +277,8 @@ def tensors(x, y):
     return torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(y)
 
 
-@pytest.mark.grid
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_other_dtypes_train_to_the_bits_of_the_right_ones(case, form):
@@ -290,6 +297,7 @@ def test_other_dtypes_train_to_the_bits_of_the_right_ones(case, form):
     assert values == models[1].evaluate(*plain, **options, verbose=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("eagerly", EAGER_OR_NOT)
 def test_all_ways_to_train_and_to_look_take_them(eagerly):
     """Also what is held out, single batches, and predictions, whose targets are left aside."""
@@ -312,7 +320,8 @@ def test_all_ways_to_train_and_to_look_take_them(eagerly):
         assert torch.equal(torch.cat(list(model.predict_iter(x))), plain.predict(X, verbose=0))
 
 
-@pytest.mark.ends
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("loss", "outputs"),
     [
@@ -333,7 +342,8 @@ def test_float64_targets_come_in_float32(loss, outputs):
         assert_equal(trained(X, target, loss, outputs=outputs), plain)
 
 
-@pytest.mark.grid
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
 @pytest.mark.parametrize("loss", ["mse", "bce_with_logits", nn.BCEWithLogitsLoss()], ids=repr)
 def test_whole_targets_of_a_loss_over_values_become_floating_point(dtype, loss):
@@ -344,6 +354,7 @@ def test_whole_targets_of_a_loss_over_values_become_floating_point(dtype, loss):
         assert_equal(trained(X, labels, loss, ["mae"], outputs=1), plain)
 
 
+@pytest.mark.long
 def test_each_of_several_losses_gets_what_it_takes():
     """By name and by position."""
 
@@ -397,6 +408,7 @@ class Scaled(nn.Module):
         return self.head(x.float() / 255 if x.dtype == torch.uint8 else x)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("module", "x"),
     [
@@ -450,6 +462,7 @@ def test_a_module_of_several_dtypes_gets_its_data_as_it_is():
         trained(X.astype("float64"), Y, module=Mixed())
 
 
+@pytest.mark.long
 def test_a_module_with_a_loss_of_its_own_takes_them_too():
     """Which of its inputs is a target, forward alone knows."""
 
@@ -476,6 +489,7 @@ def test_a_module_with_a_loss_of_its_own_takes_them_too():
             assert_equal(trained(x, y, None, module=Own()), plain)
 
 
+@pytest.mark.long
 def test_a_loss_of_the_users_gets_class_indices_that_torch_takes():
     """What it does with int32 nobody knows before it has failed."""
 
@@ -529,6 +543,7 @@ def test_a_mapped_array_is_converted_a_batch_at_a_time(tmp_path):
     assert peak < 4e6
 
 
+@pytest.mark.long
 def test_what_looks_into_a_model_sees_the_dtypes_of_fit(capsys):
     """A warning of float64 would be about something that is not so."""
     model = compiled()

@@ -124,6 +124,7 @@ def test_a_later_first_epoch_starts_where_the_earlier_ones_would_have_ended():
     assert resumed == through[-3:]
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_generator_that_ends_early_says_how_far_it_came():
     """What it gave is trained on, and kept."""
     items = batches(5)
@@ -141,6 +142,7 @@ def test_a_generator_that_ends_early_says_how_far_it_came():
     assert_same_bits(state(model), state(twin))
 
 
+@pytest.mark.long
 def test_steps_per_epoch_is_cut_like_any_epoch():
     """The weights do not depend on device_iterations, whose last execution is smaller."""
     results = []

@@ -102,7 +102,7 @@ def trained(prefetch, dataset, **options):
     return {**state(model), **history.history}
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize(
     "work",
     [
@@ -137,6 +137,7 @@ def test_inference_has_the_same_results_with_and_without():
             assert torch.equal(*results)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_so_many_executions_are_prepared_and_no_more(depth):
     """The queue is bounded: a fast reader must not fill the memory."""
@@ -206,7 +207,8 @@ class Drawing(Sampler):
         return self.count
 
 
-@pytest.mark.grid
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("prefetch", [0, None, 2])
 @pytest.mark.parametrize("kind", ["sampler in a batch_sampler", "loader"])
 def test_what_the_users_code_draws_depends_on_seed_and_epoch_alone(kind, prefetch):
@@ -264,7 +266,7 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_the_default_leaves_code_of_the_user_in_its_thread(name, engine):
     """A connection to a database belongs to the thread that made it."""
@@ -336,6 +338,7 @@ class Breaks(Samples):
 SAMPLES = [(x, y) for batch in batches(5) for x, y in zip(*batch)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("di", [1, 2])
 def test_an_error_surfaces_in_its_place_with_its_own_traceback(di):
     """What came before it is trained on, and its line is shown."""
@@ -363,6 +366,7 @@ def test_an_error_surfaces_in_its_place_with_its_own_traceback(di):
     assert_clean(model)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_what_is_no_exception_passes_untouched(error):
     """Ctrl-C in a dataset is no fault of the dataset."""
@@ -387,6 +391,7 @@ class Waits(Samples):
         return super().__getitem__(index)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["start", "join"])
 def test_an_interrupt_as_the_thread_begins_or_ends_leaves_none(moment, monkeypatch):
     """Python waits there, so that is where Ctrl-C comes; the interrupt itself must come out."""
@@ -431,6 +436,7 @@ class StopAt(Callback):
             raise self.how
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("how", ["stop", MineError("mine"), KeyboardInterrupt()])
 def test_an_early_end_closes_what_was_being_read(how):
     """A generator's finally runs before fit returns, not at some later time."""
@@ -488,6 +494,7 @@ def test_a_change_of_the_data_in_a_callback_is_seen_late():
         assert [e.micro_batches[0].leaves[0][0, 0].item() for e in executions] == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reuses", [True, False])
 def test_buffers_that_the_user_still_has_are_not_read_late(reuses):
     """A loader that writes every batch into one buffer gives the same as one that does not."""
@@ -527,6 +534,7 @@ def test_the_thread_sees_torch_as_the_caller_does():
     assert set(seen) == {(False, True)}
 
 
+@pytest.mark.long("ipu-standin")
 def test_nothing_of_the_executions_is_kept(monkeypatch):
     """Memory does not grow with the epoch."""
     made, alive = [], []
@@ -548,6 +556,7 @@ def test_nothing_of_the_executions_is_kept(monkeypatch):
     assert max(alive) <= 5
 
 
+@pytest.mark.long
 def test_workers_read_ahead_give_the_same():
     """Processes and a thread together."""
     expected = None
@@ -560,6 +569,7 @@ def test_workers_read_ahead_give_the_same():
         assert_same_bits(state(model), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_workers_that_stay_give_the_order_of_those_that_do_not(prefetch):
     """torch draws their seed only once, which must not move the order of the later epochs."""
@@ -578,7 +588,7 @@ def test_workers_that_stay_give_the_order_of_those_that_do_not(prefetch):
         assert_same_bits(final(cuts, num_workers=2, persistent_workers=True), expected)
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["tensors", "loader", "workers"])
 def test_a_callback_may_draw_while_batches_are_read(form, engine):
     """Nothing but the first batch of an epoch is read with another generator state."""
@@ -625,6 +635,7 @@ def test_a_stream_starts_again_from_its_beginning():
     assert list(Batches([1])) == [1]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_dataset_that_a_callback_lengthens_is_read_to_its_end(shuffle):
     """Curricula do that; samples that came late must not be left out because of shuffling."""

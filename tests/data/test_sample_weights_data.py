@@ -122,6 +122,8 @@ def test_class_weights_are_those_of_keras(target):
         assert set(weights(engine, 1)) == {None}
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("module", "loss", "target", "weights_by_class", "text"),
     [
@@ -160,6 +162,7 @@ def test_class_weights_of_classes_without_an_output_are_refused(
     model.fit(torch.ones(10, 2), target, class_weight={0: 2.0, 1: 3.0}, verbose=0)
 
 
+@pytest.mark.long("ipu-standin")
 def test_class_weights_go_with_any_whole_number_where_outputs_are_no_classes():
     """A single output of a regression may have whole numbers as its target."""
     model = ipufit.Model(nn.Linear(2, 1))

@@ -152,7 +152,8 @@ CASES = {
 }
 
 
-@pytest.mark.grid
+@pytest.mark.few("1-iterable")
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_an_error_of_data_code_names_batch_and_sample(name, prefetch):
@@ -231,6 +232,7 @@ TOLD = "a worker process of the DataLoader ended: RuntimeError: DataLoader worke
 TRY = "Run with num_workers=0 to see why; a lack of (shared) memory is the usual reason."
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_worker_that_dies_keeps_torchs_text(prefetch, monkeypatch):
     """What torch knows of it is in the text, and training does not hang."""
@@ -251,6 +253,7 @@ def test_a_worker_that_dies_keeps_torchs_text(prefetch, monkeypatch):
     assert isinstance(caught.value.__cause__, (RuntimeError, ConnectionError, EOFError))
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_meanwhile_is_told_alike():
     """torch raises from a signal, wherever the main thread is just then."""
     error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")

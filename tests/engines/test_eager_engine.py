@@ -105,6 +105,7 @@ def test_random_numbers_and_logged_values_are_those_of_the_embedded_engine():
         assert first[name] == pytest.approx(second[name], rel=1e-6)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     """State goes out through ``read_state`` and in through ``write_state``."""
     whole, stopped, resumed = compiled(), compiled(), compiled()

@@ -115,6 +115,7 @@ def test_a_loss_with_other_parameters_is_refused_by_compile(loss, text):
     assert str(caught.value) == text
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "loss",
     [
@@ -151,7 +152,7 @@ def test_a_module_with_ctc_loss_of_its_own_trains_eagerly():
     assert fit(compiled(WithCtc(), loss=None, run_eagerly=True), [batch]).epoch == [0]
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize(
     "loss",

@@ -97,6 +97,7 @@ def test_an_alias_is_the_loss_it_stands_for(alias, name):
     assert resolve_loss(alias).function == resolve_loss(name).function
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "prediction", "target", "function"), CASES)
 def test_named_losses_are_recorded_under_fake_tensors(name, prediction, target, function):
     """A check that looked at a value would break every capture."""
@@ -643,7 +644,7 @@ class Penalty:
         return self(prediction, target)
 
 
-@pytest.mark.grid
+@pytest.mark.long
 @pytest.mark.parametrize(
     "loss_of",
     [

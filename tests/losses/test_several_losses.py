@@ -249,7 +249,7 @@ def test_training_follows_the_weighted_sum_of_the_losses():
     assert loss.calls.item() == 3.0
 
 
-@pytest.mark.grid
+@pytest.mark.long
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("plan", [{}, {"gradient_accumulation": 2}, {"device_iterations": 3}])
 def test_the_parts_add_up_to_the_loss_with_a_smaller_last_micro_batch(reduction, plan):

@@ -575,7 +575,7 @@ def test_options_that_do_not_go_together_are_refused(options, text):
 # ---- recorded -----------------------------------------------------------------------------------
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("options", [
     {},
     {"normalize": "tokens"},

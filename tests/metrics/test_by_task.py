@@ -311,6 +311,7 @@ def test_another_kind_of_data_within_an_epoch_is_refused():
     assert text.startswith("metric 'f1_score' must get one kind of prediction and target in all ")
 
 
+@pytest.mark.long("ipu-standin")
 def test_fit_logs_them_and_knows_that_more_is_better():
     """EarlyStopping and best checkpoints ask for the direction."""
     torch.manual_seed(0)

@@ -163,6 +163,7 @@ def test_a_named_metric_agrees_with_torchmetrics_on_the_whole(name, reference, p
     assert one(name, prediction, target) == expected
 
 
+@pytest.mark.long("ipu-standin")
 @given(cuts=st.lists(st.integers(1, 9), min_size=1), name=st.sampled_from(["rmse", "mae", "mse"]))
 def test_no_cut_into_micro_batches_changes_a_named_metric(cuts, name):
     """Changing device_iterations or replicas must not change the History."""

@@ -89,6 +89,7 @@ def test_clipping_is_that_of_torch_once_after_the_reduction(name, plan, way):
     assert not torch.allclose(free.layers[0].weight, model.module.layers[0].weight)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", [adadelta, two_groups, adam])
 @pytest.mark.parametrize("name", CLIPS)
 def test_clipping_works_for_every_kind_of_optimizer(name, optimizer):
@@ -110,6 +111,7 @@ def unclipped():
     return net, free.module
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", CLIPS)
 def test_a_bound_that_is_never_reached_changes_no_bit(name):
     net, free = unclipped()
@@ -258,6 +260,7 @@ def test_training_on_the_averages_is_refused_and_the_weights_come_back():
     assert_equal(model.module, plain.module)
 
 
+@pytest.mark.long
 def test_averages_left_in_place_at_the_end_are_the_weights():
     """A swap in the last epoch and the end of fit ask for the same."""
     net = MLP().double()
@@ -268,6 +271,7 @@ def test_averages_left_in_place_at_the_end_are_the_weights():
     assert_equal(model.module, other.module)
 
 
+@pytest.mark.long
 def test_an_error_in_training_leaves_the_weights_not_the_averages():
     """Averages become the weights when fit has done what it was asked for."""
 
@@ -284,6 +288,7 @@ def test_an_error_in_training_leaves_the_weights_not_the_averages():
     assert_equal(model.module, plain.module)
 
 
+@pytest.mark.long
 def test_half_precision_weights_are_averaged_in_float32():
     """In bfloat16 an average would stop at a difference of one in 256."""
     net = MLP().bfloat16()
@@ -310,6 +315,7 @@ def test_half_precision_weights_are_averaged_in_float32():
     assert_close(model.module, expected, atol=4e-3)  # one bit of bfloat16
 
 
+@pytest.mark.long
 def test_a_parameter_unfrozen_between_two_fits_joins_the_averages():
     """The averages of the others must not start anew."""
     net = MLP().double()
@@ -355,6 +361,8 @@ def test_swapping_needs_averages_and_a_running_fit():
 # ---- reduction and accumulation -----------------------------------------------------------------
 
 
+@pytest.mark.few("Plan(mb=4, di=3, ga=1, replicas=1)-eager")
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_micro_batches_may_count_the_same_whatever_their_size(plan, way):
@@ -372,6 +380,7 @@ def fit_plainly(net, plan):
     return fit(model, X, Y, plan, epochs=1).history["loss"]
 
 
+@pytest.mark.long
 def test_normalisation_and_reduction_are_options_that_differ():
     """Of an update with a smaller micro-batch, four ways make four results."""
     net, plan = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).double(), Plan(5, 1, 5)
@@ -388,6 +397,7 @@ def test_normalisation_and_reduction_are_options_that_differ():
         assert not any(torch.allclose(one, other) for other in found[:i])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     # A bit of the sum: kernels for long and for short tensors round half precision differently.
@@ -432,6 +442,7 @@ def test_gradients_are_added_up_in_the_dtype_that_is_asked_for(dtype, atol, way)
     assert not torch.equal(plain.module.layers[0].weight, model.module.layers[0].weight)
 
 
+@pytest.mark.long
 def test_a_wide_accumulation_keeps_what_half_precision_loses():
     """512 gradients of one: in bfloat16 the sum stops at 256, and the mean with it."""
 
@@ -469,7 +480,7 @@ EVERYTHING = {
 }
 
 
-@pytest.mark.grid(pairs=False)
+@pytest.mark.few
 @pytest.mark.parametrize("optimizer", [adam, adadelta])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
@@ -560,6 +571,7 @@ def test_settings_that_cannot_work_are_refused(make, text):
     assert str(caught.value) == text
 
 
+@pytest.mark.long
 def test_what_compile_was_told_is_in_the_history_and_in_explain(capsys):
     """A run that can't be told from its neighbour is no experiment."""
     model, _ = compiled(

@@ -134,6 +134,7 @@ SERIES = {
 }
 
 
+@pytest.mark.few("adam-none-1-recorded", "adadelta-first-1-captured")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("di", [1, 4, 100])
 @pytest.mark.parametrize("series", [name for name in SERIES if name != "all"])
@@ -158,6 +159,7 @@ def test_an_update_that_overflows_is_left_out(optimizer, series, di, way):
     assert_clean(model)
 
 
+@pytest.mark.few
 @skips_updates
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ga", [1, 2, 3])
@@ -170,6 +172,7 @@ def test_one_micro_batch_that_overflows_leaves_out_its_whole_update(ga, way):
     check(model, history, expected, report)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 def test_averages_do_not_move_with_an_update_that_is_left_out(way):
     x, y = samples(HUGE, 1.0, 2.0, HUGE, 0.5)
@@ -186,6 +189,7 @@ def test_averages_do_not_move_with_an_update_that_is_left_out(way):
     check(model, history, expected, report)
 
 
+@pytest.mark.long
 def test_the_averages_are_written_at_an_update_that_is_left_out():
     """Every second update is every second update."""
     x, y = samples(1.0, HUGE)
@@ -215,6 +219,7 @@ def test_the_averages_are_written_at_an_update_that_is_left_out():
 NUMBERS = (1, 2, 5, 100)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "runs",
     [
@@ -261,6 +266,7 @@ def unscaled():
     return net, plain.module.state_dict()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scale", [1000.1, 1e-3, 1e100])
 def test_any_scale_is_exact_in_float64(scale, way):
@@ -290,6 +296,7 @@ def test_the_scale_goes_on_in_a_second_fit_and_starts_anew_with_compile():
         assert fit(anew, x[:2], y[:2], Plan(1), epochs=1).history["loss_scale"] == [2.0**29]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("late", [False, True])
 def test_the_state_goes_out_and_in_again(late):
     """A checkpoint in the middle: scale, age and averages continue with the same bits."""
@@ -357,6 +364,7 @@ class Root(nn.Module):
         return (self.w * x).abs().sqrt()
 
 
+@pytest.mark.few("recorded", "captured")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_gradient_that_no_scale_helps_ends_training(way):
     """Halved for ever, a scale would hide a division by zero."""
@@ -438,6 +446,7 @@ class Keeping(ipufit.callbacks.Callback):
             self.on_epoch_end(0)
 
 
+@pytest.mark.few
 @skips_updates
 @pytest.mark.parametrize("way", WAYS)
 def test_logged_values_of_skipped_updates_count_too(way):
@@ -452,6 +461,7 @@ def test_logged_values_of_skipped_updates_count_too(way):
     assert history["loss"][0] > HUGE / 10
 
 
+@pytest.mark.long
 @skips_updates
 def test_a_sum_that_does_not_fit_into_the_weights_dtype_is_an_overflow():
     """Finite in float32, infinite as the float16 gradient that the optimizer would get."""
@@ -542,6 +552,7 @@ def test_a_loss_scale_object_is_checked():
     )
 
 
+@pytest.mark.long
 def test_the_loss_scale_is_told():
     """As short as it was given, in History and in explain."""
     told = []
@@ -563,6 +574,7 @@ def test_the_loss_scale_is_told():
     ]
 
 
+@pytest.mark.long("ipu-standin")
 def test_evaluation_knows_no_scale():
     model, _ = compiled(MLP().double(), momentum, precision=ipufit.Precision(loss_scale=2.0**60))
     loader = DataLoader(TensorDataset(X, Y), batch_size=4)

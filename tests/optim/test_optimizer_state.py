@@ -94,6 +94,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "places"), RUNS)
 def test_a_run_goes_on_anywhere(name, places):
     kind, settings = KINDS[name]

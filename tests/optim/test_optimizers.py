@@ -115,6 +115,7 @@ def assert_equal(first, second, atol=1e-12):
 
 
 # Eagerly the same rules run, without a recording.
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("kind", "options", "eager"),
     [*(also(case, False) for case in CASES), *(also(case, True) for case in KINDS)],
@@ -131,6 +132,8 @@ def test_fifty_updates_equal_torch(kind, options, eager):
     assert not torch.equal(net.layers[0].weight, start.layers[0].weight)
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(("kind", "options"), STATES_AND_OTHERS, ids=name_of)
 def test_a_run_goes_from_torch_to_ipufit_and_back(kind, options):
     """Optimizer state moves both ways: an epoch by hand, one in ipufit, one by hand again."""
@@ -168,6 +171,7 @@ def test_the_state_left_behind_is_torchs(kind, options):
     optimizer.load_state_dict(expected.state_dict())
 
 
+@pytest.mark.long
 def test_parameters_of_different_age_keep_their_own_count():
     """A head that joins later has a bias correction of its own, as in torch."""
     net = MLP().double()
@@ -221,6 +225,7 @@ def test_only_the_parameters_of_the_optimizer_are_trained():
     assert_equal(net, other)
 
 
+@pytest.mark.long
 def test_gradients_are_summed_on_request():
     """Sum over micro-batches acts as a learning rate that grows with them."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).double()
@@ -238,6 +243,7 @@ def test_gradients_are_summed_on_request():
     assert_equal(net, other)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_in_a_tail_every_sample_counts_the_same(reduction):
     """A loss that sums over its micro-batch keeps its scale in a smaller one, as one that
@@ -294,6 +300,7 @@ class Counting(Halved):
 OWN_STEP = [torch.optim.Adadelta, torch.optim.Rprop, Halved]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", OWN_STEP, ids=lambda kind: kind.__name__)
 @own_step
 def test_any_other_optimizer_runs_through_its_own_step(kind):
@@ -369,6 +376,7 @@ class ChangeRate(ipufit.callbacks.Callback):
                 group.update(self.change)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_learning_rate_changed_by_a_callback_is_used():
     """It is an input of the program, not a constant."""
     net = MLP().double()
@@ -432,6 +440,7 @@ class Cast(nn.Module):
         return x.float()
 
 
+@pytest.mark.long
 def test_weights_keep_their_memory_format():
     """A channels-last module stays one, with the same numbers."""
     net = nn.Sequential(nn.Conv2d(1, 4, 2), nn.Flatten(), nn.Linear(24, 5)).double()
@@ -458,7 +467,7 @@ class InTheFirst(torch.optim.SGD):
                 parameter.sub_(parameter.grad * group["lr"] / state["seen"])
 
 
-@pytest.mark.grid
+@pytest.mark.long
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize(
     "make",

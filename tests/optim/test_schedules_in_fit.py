@@ -46,6 +46,7 @@ def fit(net, optimizer, epochs=2, di=1, compile_options=None):
     return model, history
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "eager",
     EAGER_OR_NOT,
@@ -66,7 +67,7 @@ def test_warm_up_gives_the_same_bits_for_every_device_iterations(eager):
         assert found[di][1] == found[1][1]
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize(
     "make",
     [
@@ -120,7 +121,7 @@ def test_any_number_of_the_optimizer_can_be_scheduled():
     torch.testing.assert_close(weights(net), weights(other), rtol=0, atol=1e-12)
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("di", [1, 4])
 @pytest.mark.parametrize(
     "make",
@@ -156,12 +157,14 @@ def test_a_scheduled_weight_decay_may_begin_at_zero_and_return_to_it(make, di):
     torch.testing.assert_close(weights(net), weights(other), rtol=0, atol=1e-11)
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_rate_of_the_last_update_is_in_history():
     net = MLP().double()
     _, history = fit(net, "adam", di=5, compile_options={"lr_scheduler": lambda u: 0.1 * 0.5**u})
     assert history.history["learning_rate"] == [0.1 * 0.5**9, 0.1 * 0.5**19]
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_interval_of_epochs_moves_on_at_their_ends():
     net = MLP().double()
     options = {
@@ -193,7 +196,7 @@ def test_a_plateau_watches_the_value_it_is_told_to():
     assert history.history["learning_rate"] == pytest.approx([0.5, 0.5, 0.05])
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.1])
 @pytest.mark.parametrize("di", [1, 4])
 def test_a_rate_that_no_update_can_use_is_found_before_the_first_update(bad, di):
@@ -233,6 +236,7 @@ def test_a_failed_execution_leaves_the_schedule_at_the_update_that_failed(late):
     assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**5
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_second_fit_goes_on_where_the_first_one_stopped():
     net = MLP().double()
     model = ipufit.Model(net)

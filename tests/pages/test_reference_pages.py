@@ -310,6 +310,27 @@ def test_tests_that_the_pages_cite_exist():
             assert f"\ndef {name}" in source, f"{path.name}: {file}::{name}"
 
 
+# What needs minutes, in sessions of their own: drill, soak, processes.
+ELSEWHERE = {
+    "tests/checkpoint/test_drill.py",
+    "tests/checkpoint/test_soak.py",
+    "tests/processes/test_runs_on.py",
+}
+
+
+def test_a_promise_has_a_test_that_every_change_runs():
+    """What takes long may be left out, but not the only one that shows what is promised."""
+    page = (ROOT / "docs" / "how-it-works.md").read_text("utf-8")
+    cited = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    assert len(cited) > 100
+    left_out = set()
+    for file, name in cited:
+        above = (ROOT / file).read_text("utf-8").partition(f"\ndef {name}(")[0].split("\n\n")[-1]
+        if re.search(r"^@pytest\.mark\.long$", above, re.M):
+            left_out.add(file)
+    assert left_out == ELSEWHERE
+
+
 def anchor(heading):
     """The name that Markdown renderers give to a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -246,6 +246,7 @@ def test_an_inference_pipeline_must_be_filled():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["sharded", "serial_phased", "parallel_phased"])
 def test_other_strategies_need_no_filling(strategy):
     model = compiled(
@@ -383,6 +384,7 @@ def test_a_table_split_over_ipus_can_not_come_twice(engine):
     )
 
 
+@pytest.mark.few
 @ENGINES
 def test_tied_weights_on_one_stage_stay_tied(engine):
     net = Net(tied=True)
@@ -406,7 +408,7 @@ class Blocks(nn.Module):
         return self.second(self.first(x))
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @ENGINES
 @pytest.mark.parametrize("ipus", [1, 4])
 def test_blocks_of_the_module_must_fit_what_compile_was_told(engine, ipus):
@@ -453,6 +455,7 @@ class Elsewhere(nn.Module):
         return self.mid(self.embed(x)) * self.scale
 
 
+@pytest.mark.few
 @ENGINES
 def test_a_parameter_is_seen_wherever_it_is_read(engine):
     """By a function with another module's weight, or as a parameter of the module itself."""
@@ -487,6 +490,7 @@ def penalised(net, name, engine, **options):
     return model
 
 
+@pytest.mark.few("ipu-standin")
 @ENGINES
 def test_the_loss_is_in_the_last_stage(engine):
     """What it reads is too."""
@@ -553,6 +557,7 @@ class Auxiliary(nn.Module):
         return self.aux(x) if self.training else x
 
 
+@pytest.mark.few
 @ENGINES
 def test_inference_may_need_other_stages(engine):
     model = compiled(Auxiliary(), engine, parallel=ipufit.Parallel(stages={"aux": 1}))
@@ -573,6 +578,7 @@ def test_inference_may_need_other_stages(engine):
     assert model.predict(X, verbose=0).shape == X.shape
 
 
+@pytest.mark.long
 @ENGINES
 def test_layers_that_torch_fuses_in_inference_keep_their_stages(engine):
     """They are computed in one piece then, without a call of what is inside."""

@@ -54,7 +54,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @ENGINES
 @pytest.mark.parametrize("kind", list(STRATEGIES))
 def test_a_strategy_whose_blocks_are_missing_is_refused(engine, kind):
@@ -164,7 +164,7 @@ def test_nothing_is_computed_between_blocks(engine):
     )
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @ENGINES
 @pytest.mark.parametrize("named", [False, True])
 def test_the_loss_is_in_the_last_block_though_it_ended(engine, named):
@@ -192,6 +192,7 @@ WALKS = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("ipus", "stages", "engine", "named"),
     [
@@ -262,6 +263,7 @@ def test_tied_weights_on_two_ipus_are_refused(engine):
     )
 
 
+@pytest.mark.few
 @ENGINES
 def test_tied_weights_on_one_ipu_are_fine(engine):
     """The usual pattern: the projection is back on the IPU of the embedding."""
@@ -308,7 +310,7 @@ def compiled_alone(module, engine="embedded", **options):
     return model
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @ENGINES
 @pytest.mark.parametrize("make", [lambda: net(0, 1), InForward], ids=["annotated", "in forward"])
 def test_the_ipus_of_a_replica_are_those_of_the_blocks(engine, make):
@@ -329,7 +331,7 @@ def test_the_ipus_of_a_replica_are_those_of_the_blocks(engine, make):
         compiled_alone(make(), engine).fit(X, Y, ipus=1, **work)
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @ENGINES
 @pytest.mark.parametrize("make", [lambda: net(0, 1), InForward], ids=["annotated", "in forward"])
 def test_inference_alone_has_the_ipus_of_the_blocks(engine, make):
@@ -355,6 +357,7 @@ def test_a_pipeline_of_counted_blocks_must_be_filled(engine):
         )
 
 
+@pytest.mark.few
 @ENGINES
 def test_options_say_how_the_counted_blocks_run(engine, capsys):
     """Sharded blocks are no pipeline that would have to be filled."""
@@ -367,6 +370,7 @@ def test_options_say_how_the_counted_blocks_run(engine, capsys):
         assert text in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.few
 @ENGINES
 def test_replicas_of_options_are_so_many_times_the_counted_blocks(engine):
     for make in (lambda: net(0, 1), InForward):
@@ -385,6 +389,7 @@ def stream():
     return ((X[i : i + 2], Y[i : i + 2]) for i in range(0, 12, 2))
 
 
+@pytest.mark.few
 @ENGINES
 def test_ipus_of_a_stream_can_not_be_shared_out_before_blocks_show(engine):
     """Where they are one replica, or the annotations or the user say it, they need not be."""

@@ -209,6 +209,7 @@ def test_the_bits_are_those_without(kind, recompute):
     assert engine.recomputed is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -318,6 +319,7 @@ def test_less_memory_is_held(kind, names, less):
     assert after < less * before
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("names", [[], ["blocks.0", "blocks.2"]], ids=["plain", "again"])
 def test_the_peak_that_is_told_is_the_one_that_is_measured(names):
     """Up to what lives within one operator, which a graph does not show."""
@@ -327,6 +329,7 @@ def test_the_peak_that_is_told_is_the_one_that_is_measured(names):
     assert peak_bytes(graph) == pytest.approx(most, rel=0.05)
 
 
+@pytest.mark.long
 def test_explain_tells_what_it_brings():
     net, (x, y) = made(Pictures), data(16)
     model = ipufit.Model(net, engine="embedded")

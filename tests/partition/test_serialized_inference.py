@@ -193,6 +193,7 @@ def test_inference_can_be_cut_later():
     torch.testing.assert_close(net.eval()(TOKENS), dense(TOKENS), rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 def test_fit_evaluate_and_predict_give_what_the_dense_module_gives(engine):
     def run(**cuts):

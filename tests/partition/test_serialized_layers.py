@@ -237,6 +237,7 @@ def test_an_index_that_no_row_has_is_refused_as_by_torch(cut, index):
         inference.embed(torch.tensor([3, index]))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 def test_fit_refuses_such_an_index_too(engine):
     model = ipufit.Model(language().float(), engine=engine)
@@ -275,7 +276,7 @@ class Flat(nn.Module):
         return nn.functional.cross_entropy(prediction, target.flatten())
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 def test_fit_gives_what_the_dense_module_gives(engine, tied):
@@ -313,6 +314,7 @@ def test_fit_gives_what_the_dense_module_gives(engine, tied):
     assert_close(net, dense, atol=1e-11)
 
 
+@pytest.mark.long
 def test_poptorch_is_told_of_parts_and_their_places():
     """A product in parts is an operator of PopTorch's; each IPU gets a block of its own."""
     recorder = Recorder()

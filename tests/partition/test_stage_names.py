@@ -89,6 +89,7 @@ def test_of_nested_stacks_the_longer_one_counts():
     assert repeated_layers(stack(3, lambda: stack(3)), None) == ("0", "1", "2")
 
 
+@pytest.mark.long("ipu-standin")
 def test_layers_are_modules_that_can_be_called():
     """A ModuleList is none, so that its own layers count."""
     layers = tuple(f"groups.{group}.{layer}" for group in range(3) for layer in range(2))
@@ -122,6 +123,7 @@ def test_what_only_holds_modules_begins_no_stage(name, kind, cure):
     )
 
 
+@pytest.mark.long
 def test_a_list_with_a_forward_of_its_own_begins_a_stage(capsys):
     class Called(nn.ModuleList):
         def forward(self, x):
@@ -134,6 +136,7 @@ def test_a_list_with_a_forward_of_its_own_begins_a_stage(capsys):
     assert explained(model, capsys)[0] == "Training: pipelined over 2 stages: stage 1 from 1."
 
 
+@pytest.mark.long
 def test_numbers_name_the_layers_of_a_sequential(capsys):
     lines = explained(compiled(stack(3), parallel=ipufit.Parallel(stages={0: 0, 2: 1})), capsys)
     assert lines[0] == "Training: pipelined over 2 stages: stage 0 from 0; stage 1 from 2."

@@ -172,6 +172,7 @@ def whole():
     return get
 
 
+@pytest.mark.few("rnn-1-pipelined-ipu-standin")
 @pytest.mark.parametrize(("kind", "division", "strategy", "engine"), POINTS)
 def test_a_divided_module_trains_to_the_same_bits(whole, kind, division, strategy, engine):
     """Weights, History and evaluation; full updates and smaller ones."""
@@ -182,6 +183,7 @@ def test_a_divided_module_trains_to_the_same_bits(whole, kind, division, strateg
     assert found[1:] == expected[1:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [
@@ -203,6 +205,7 @@ def test_a_module_that_ipufit_divides_trains_to_the_same_bits(whole, kind, engin
     assert found[1:] == expected[1:]
 
 
+@pytest.mark.few("parallel_phased-ParallelPhasedExecution-ipus3")
 @pytest.mark.parametrize(
     ("strategy", "kind", "ipus"),
     [
@@ -227,6 +230,7 @@ def test_the_partition_reaches_poptorch(strategy, kind, ipus):
     assert not any(part._forward_pre_hooks for part in net.modules())
 
 
+@pytest.mark.long
 def test_calls_that_do_not_fill_the_pipeline_are_sharded():
     """The last update of an epoch is smaller, and evaluate has one device iteration."""
     recorder = Recorder()
@@ -251,6 +255,7 @@ def divided(**options):
     return model
 
 
+@pytest.mark.long
 def test_explain_says_what_is_where(capsys):
     x, y = NETS["stack"][1], LABELS
     model = divided(inference=ipufit.Parallel(layers_per_ipu=[3, 1]))
@@ -266,6 +271,7 @@ def test_explain_says_what_is_where(capsys):
     assert said in lines
 
 
+@pytest.mark.long
 def test_ipus_are_those_of_all_replicas():
     """Eight IPUs of a module on two are four replicas."""
     x, y = NETS["stack"][1], LABELS
@@ -361,6 +367,7 @@ def over_one():
     return {engine: over_two(Plain, engine) for engine in ENGINES}
 
 
+@pytest.mark.few("sharded-True-ipu-standin")
 @pytest.mark.parametrize(
     ("strategy", "ends", "engine"),
     [

@@ -71,6 +71,7 @@ def on_parts():
     return made
 
 
+@pytest.mark.long
 @EVERY
 @pytest.mark.parametrize("ipus", [4, 8])
 def test_configurations_with_ipus_of_parts_train_as_the_whole_module(on_parts, ipus, engine):
@@ -86,6 +87,7 @@ def test_configurations_with_ipus_of_parts_train_as_the_whole_module(on_parts, i
     assert model._session.partitions.training.ipus == len(given["layers_per_ipu"]) == ipus
 
 
+@pytest.mark.long
 def test_explain_and_plan_say_where_every_stage_begins(on_parts, capsys):
     model, other = (on_parts("embedded", ipus)[-1][0] for ipus in (4, 8))
     capsys.readouterr()
@@ -124,6 +126,7 @@ def test_the_stages_of_a_plan_divide_the_module_alike(on_parts):
     assert other._session.partitions.training == model._session.partitions.training
 
 
+@pytest.mark.long
 @EVERY
 @pytest.mark.parametrize(
     "options",

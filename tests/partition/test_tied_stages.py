@@ -187,6 +187,7 @@ def test_what_shares_a_weight_goes_back_to_it(kind, layers, begins, places):
     assert found.stages == (len(places) or len(layers))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "layers", "strategy", "engine"),
     [
@@ -221,6 +222,7 @@ def test_the_bits_are_those_of_the_whole_module(whole, engine, kind, layers, str
     assert any(head is p for n, p in found[0].module.named_parameters() if "embed" in n)
 
 
+@pytest.mark.long
 @ENGINES
 def test_the_weights_are_those_of_a_loop_by_hand(engine):
     """One gradient has both uses of the weight, in every micro-batch."""
@@ -259,6 +261,7 @@ def test_a_table_in_parts_on_one_ipu_goes_along():
     assert (history, value) == trained(made("decoder"), memory=ipufit.Memory(serialize=cut))[1:]
 
 
+@pytest.mark.long
 @ENGINES_AT_LENGTH
 def test_every_stage_needs_its_micro_batches(engine):
     """As PopTorch counts them: changes of the IPU, forward and back."""
@@ -277,6 +280,7 @@ def test_every_stage_needs_its_micro_batches(engine):
     trained(made("decoder"), engine, 5, parallel=ipufit.Parallel(layers_per_ipu=[2, 2]))
 
 
+@pytest.mark.long
 def test_poptorch_gets_ascending_stages_on_ipus_that_return():
     """AutoStage.SameAsIpu would number the last stage 0, which no pipeline of PopTorch's can be."""
     recorder = Recorder()
@@ -307,6 +311,7 @@ def test_blocks_of_the_module_that_return_are_numbered_upwards_too():
     assert given[0]._auto_stage == poptorch.AutoStage.AutoIncrement
 
 
+@pytest.mark.long
 def test_explain_says_where_the_stages_are(capsys):
     model, _, _ = trained(made("decoder"), parallel=ipufit.Parallel(layers_per_ipu=[2, 2]))
     model.explain()
@@ -329,6 +334,7 @@ def refused(net, engine="embedded", **options):
     return str(caught.value)
 
 
+@pytest.mark.long
 @ENGINES_AT_LENGTH
 def test_stages_that_put_a_weight_on_two_ipus_say_how_to_go_back(whole, engine):
     """What the error says, done, trains to the bits of the whole."""
@@ -346,6 +352,7 @@ def test_stages_that_put_a_weight_on_two_ipus_say_how_to_go_back(whole, engine):
     assert found[1:] == expected[1:]
 
 
+@pytest.mark.long
 def test_a_weight_that_is_wanted_in_the_middle_says_so_too(whole):
     stages = {"encoder.layers.1": 1, "decoder.layers.1": 2}
     assert refused(made("both"), parallel=ipufit.Parallel(stages=stages)) == (
@@ -429,6 +436,7 @@ def test_pairs_that_can_not_work_are_refused(options, text):
     assert str(caught.value) == text
 
 
+@pytest.mark.long
 def test_a_head_that_a_function_computes_is_refused():
     """No call of a module begins it."""
 
@@ -459,6 +467,7 @@ def test_weights_that_layers_share_stay_where_they_are():
     )
 
 
+@pytest.mark.long
 def test_a_plan_adds_up_what_is_on_an_ipu(whole):
     """The weight once; the time and the memory of both stages."""
     model = ipufit.Model(made("decoder"))
@@ -518,6 +527,7 @@ def test_stages_on_one_ipu_take_turns():
     assert used[0] < 0.82 <= used[1]
 
 
+@pytest.mark.long
 @ENGINES_AT_LENGTH
 def test_auto_goes_back_where_that_is_faster(engine, capsys):
     """Without it nothing could be divided between the embedding and the head."""

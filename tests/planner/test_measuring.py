@@ -105,6 +105,7 @@ def kept(net, run):
     return sum(size for size, _ in found.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "with_loss"),
     [
@@ -123,6 +124,7 @@ def test_activations_are_what_torch_keeps_for_the_backward_pass(kind, with_loss)
 
 
 # Torch's counter leaves out attention in one operator on a CPU.
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [kind for kind in NETS if kind != "no dropout"])
 def test_flops_are_those_of_torchs_own_counter(kind):
     """Forward and backward, of torch that has one."""

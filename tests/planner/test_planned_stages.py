@@ -44,6 +44,7 @@ class Two(nn.Module):
         return self.second(self.first(x + z))
 
 
+@pytest.mark.long
 def test_a_list_that_a_loader_makes_is_a_batch():
     """DataLoader's own collate function makes lists, of one input or several."""
     model = compiled(parallel=ipufit.Parallel(stages={"1": 1}))
@@ -115,6 +116,7 @@ def test_a_batch_of_the_wrong_shape_is_refused_with_the_layer():
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "given",
     [
@@ -148,6 +150,7 @@ def test_stages_are_held_against_the_ipus_before_they_are_looked_for():
         compiled().plan((X, Y), ipus_per_replica=2, gradient_accumulation=2)
 
 
+@pytest.mark.few("3-expected str, bytes or os.PathLike object, not int")
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
@@ -186,6 +189,7 @@ def weights_then_values():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "engine", [pytest.param("embedded", marks=pytest.mark.long), "ipu-standin"]
 )
@@ -210,6 +214,7 @@ def test_auto_divides_anew_for_micro_batches_of_another_shape(engine, monkeypatc
         fit(model, 48, X.repeat(6, 1), Y.repeat(6))
 
 
+@pytest.mark.long
 @ENGINES
 def test_a_plan_stands_for_its_stages_and_its_strategy(engine):
     """To the bits of its stages by name."""
@@ -230,6 +235,7 @@ def test_a_plan_stands_for_its_stages_and_its_strategy(engine):
     assert all(torch.equal(a, b) for a, b in zip(*nets))
 
 
+@pytest.mark.long
 def test_what_works_in_training_alone_begins_no_stage():
     """In inference such a stage would compute nothing, which is refused."""
     torch.manual_seed(0)
@@ -308,6 +314,7 @@ def test_a_plan_is_refused_beside_another_strategy():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ipus", [1, 2])
 def test_fit_holds_planned_stages_to_the_memory_that_they_were_planned_for(ipus):
     """What a limit of one's own is for: compile has no argument for it."""

@@ -49,6 +49,7 @@ def test_an_ipu_has_the_memory_of_its_tiles():
     assert IPU_MEMORY == 940_572_672
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("optimizer", "per_value"),
     [
@@ -78,6 +79,7 @@ def test_the_optimizers_state_is_what_it_really_keeps(optimizer, per_value, trai
     assert trained or not model.optimizer.state
 
 
+@pytest.mark.long
 def test_a_plan_adds_up_parameters_gradients_state_and_activations():
     """Held against the closed forms of linear layers on two stages."""
     model = compiled(parallel=ipufit.Parallel(stages={"2": 1}))
@@ -122,6 +124,7 @@ def linears(width, count):
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
 
 
+@pytest.mark.long
 def test_recomputation_starts_from_inputs_and_from_the_layers_that_compile_names():
     """Linear layers keep their inputs, one value each: the output of the layer before."""
     x, one = torch.randn(5, 6), 4 * 5 * 6
@@ -174,6 +177,7 @@ def test_a_checkpoint_that_is_read_in_its_own_segment_is_kept():
     assert activations_of(model.plan((x, x)))[0] == 3 * 2 * one + one
 
 
+@pytest.mark.long
 def test_activations_are_recomputed_as_poptorch_does_it():
     """In a pipeline, unless its options say otherwise, and nowhere else."""
     model = compiled()
@@ -191,6 +195,7 @@ def test_activations_are_recomputed_as_poptorch_does_it():
         assert [plan.planned.recompute for plan in plans] == expected
 
 
+@pytest.mark.long
 def test_auto_counts_activations_as_the_plan_does(monkeypatch):
     """What fits only when it is recomputed is found; what does not fit says how it was counted."""
     model = compiled(parallel=ipufit.Parallel(stages="auto", ipus_per_replica=2))
@@ -219,6 +224,7 @@ def test_auto_counts_activations_as_the_plan_does(monkeypatch):
         )
 
 
+@pytest.mark.long
 def test_the_batch_may_be_a_loader_or_that_of_the_last_fit():
     """Or inputs alone, and then the loss is not counted."""
     model = compiled(parallel=ipufit.Parallel(stages={"1": 1}))
@@ -246,6 +252,7 @@ def test_planning_changes_no_number():
     assert all(torch.equal(a, b) for a, b in zip(nets[0].values(), nets[1].values()))
 
 
+@pytest.mark.long
 @given(
     times=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     weights=st.lists(st.integers(0, 5), min_size=8, max_size=8),
@@ -298,6 +305,7 @@ def most_memory(costs):
     return max(memory_of(costs, "grouped", recompute=False))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_plan_finds_the_best_of_all_divisions(stages):
     """Of a real module: every other division has a slower stage, or does not fit."""
@@ -315,6 +323,7 @@ def test_a_plan_finds_the_best_of_all_divisions(stages):
     assert slowest(tight.costs) == min(map(slowest, fitting))
 
 
+@pytest.mark.long
 def test_the_fewest_stages_that_fit_are_looked_for():
     """A power of two; where nothing fits, the plan says so."""
     model = compiled()
@@ -337,6 +346,7 @@ def nested():
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(*block), nn.Linear(8, 4))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("stages", [2, 4])
 def test_blocks_are_cut_where_that_is_much_better(stages):
     """As fast as brute force over every module, inside of blocks too."""
@@ -387,6 +397,7 @@ def test_a_border_has_the_name_of_the_outermost_module_that_begins_there():
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 def test_layers_that_compute_their_weights_are_divided(engine):
     """What computes a weight is called as a module, but begins no stage."""
@@ -445,6 +456,7 @@ def test_recurrent_layers_without_a_list_are_divided_too():
     assert list(model.plan((X, Y), ipus_per_replica=3).stages) == ["0", "2", "3"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 def test_auto_is_resolved_with_the_first_micro_batch(engine, capsys):
     """As the plan says; validation and predict have the same stages."""
@@ -513,6 +525,7 @@ def test_the_table():
     assert repr(plan) == "PartitionPlan(Sequential, 2 stages, pipelined, fits=True)"
 
 
+@pytest.mark.long
 def test_the_picture_has_a_bar_for_every_task_and_every_part_of_memory(tmp_path):
     """Two panels; the file is written."""
     pytest.importorskip("matplotlib")
@@ -570,6 +583,7 @@ def test_a_model_that_does_not_train_has_weights_alone():
         assert cost.forward_flops > 0
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 def test_a_state_in_host_memory_takes_none_of_an_ipus(engine):
     """The gradients stay where they are."""

@@ -69,6 +69,7 @@ def rebatching(data, strategy):
 
 
 # One of the two that import torch anew, which takes seconds.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -87,12 +88,14 @@ def test_every_strategy_gives_the_same_batches(strategy):
     accessor.terminate()
 
 
+@pytest.mark.long
 def test_a_worker_is_light_and_leaves_the_cores_to_the_model():
     has_dynamo, threads, parent = next(iter(AsynchronousDataAccessor(Facts(1)))).tolist()
     assert (has_dynamo, threads) == (False, 1)
     assert parent != os.getpid()  # the fork server
 
 
+@pytest.mark.few("False-1")
 @pytest.mark.parametrize("mode", [DataLoaderMode.Async, DataLoaderMode.AsyncRebatched])
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_a_loader_with_workers_and_a_process_gives_every_sample_once(mode, drop_last):
@@ -110,6 +113,7 @@ def test_a_loader_with_workers_and_a_process_gives_every_sample_once(mode, drop_
     assert len(loader) == (3 if drop_last else 4)
 
 
+@pytest.mark.long
 def test_shuffled_epochs_differ_and_repeat_with_the_seed():
     orders = []
     for _ in range(2):
@@ -121,6 +125,7 @@ def test_shuffled_epochs_differ_and_repeat_with_the_seed():
     assert all(sorted(order) == list(range(20)) for order in orders[0])
 
 
+@pytest.mark.long
 def test_making_an_accessor_draws_no_random_numbers():
     before = torch.get_rng_state()
     fork(Numbers(2))
@@ -134,6 +139,7 @@ class Breaks(Numbers):
         return super().__getitem__(index)
 
 
+@pytest.mark.long
 def test_an_exception_comes_out_as_it_is_and_ends_the_process():
     accessor = AsynchronousDataAccessor(Breaks(4))
     pid = pid_of(accessor)
@@ -159,6 +165,7 @@ def assert_is_over(accessor):
 # Ends.
 
 
+@pytest.mark.long
 def test_terminate_ends_process_and_memory_and_leaves_tensors_valid():
     gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -174,6 +181,7 @@ def test_terminate_ends_process_and_memory_and_leaves_tensors_valid():
     assert shared_memory_of(pid) == shared_memory_of(os.getpid()) == []
 
 
+@pytest.mark.long
 def test_the_last_reference_ends_it_without_the_garbage_collector():
     gc.disable()
     try:
@@ -208,6 +216,7 @@ def test_a_worker_that_hangs_in_the_dataset_is_ended(monkeypatch):
     assert is_gone(pid)
 
 
+@pytest.mark.long
 def test_ctrl_c_is_for_the_program():
     accessor = fork(Numbers(50), buffer_size=1)
     os.kill(pid_of(accessor), signal.SIGINT)
@@ -229,6 +238,7 @@ def test_a_worker_that_is_killed_is_reported():
     assert_is_over(accessor)
 
 
+@pytest.mark.long
 def test_a_fork_of_the_program_leaves_the_process_alone():
     accessor = fork(Numbers(5), buffer_size=1)
     next(iter(accessor))
@@ -277,6 +287,7 @@ def test_the_end_of_the_program_is_the_end_of_the_process(program):
     assert shared_memory_of(int(output)) == []
 
 
+@pytest.mark.long
 def test_a_program_that_is_killed_leaves_no_process():
     reading, writing = os.pipe()
     program = os.fork()

@@ -40,6 +40,7 @@ def counts(model):
     return {event: [len(t) for t in times] for event, times in model.getPerfCounters().items()}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(
     ("mode", "period", "share"),

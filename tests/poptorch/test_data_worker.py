@@ -185,6 +185,7 @@ class Pieces:
         return iter(self.batches)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keeps_rest", [True, False])
 def test_rebatching_keeps_every_row_once_and_in_order(keeps_rest):
     rng = random.Random(1)

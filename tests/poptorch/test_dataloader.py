@@ -63,6 +63,7 @@ def test_a_combined_batch_is_what_one_run_takes(opts, combined):
     assert opts.is_frozen
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("shuffle", [True, False, None])
 def test_every_sample_comes_once_or_is_one_of_the_rest(shuffle, drop_last):
@@ -268,6 +269,7 @@ def test_processes_read_blocks():
     assert len(share(0, 2).dataset) == 8
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("workers", [0, 2])
 def test_processes_shuffle_alike_epoch_by_epoch(workers):
     """With torch's workers too, which live on, and have copies of the dataset."""

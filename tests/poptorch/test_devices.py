@@ -50,6 +50,7 @@ def reader(model=None, opts=None):
 ONE = torch.ones(1)
 
 
+@pytest.mark.long
 def test_one_device_is_one_models_at_a_time():
     first, second = reader(opts=options(1)), reader(opts=options(1))
     first(ONE)
@@ -138,6 +139,7 @@ def test_a_model_that_is_gone_has_no_device():
     second(ONE)
 
 
+@pytest.mark.long
 def test_a_model_that_is_only_reached_in_a_circle_has_no_device():
     first, second = reader(opts=options(1)), reader(opts=options(1))
     first(ONE)

@@ -40,6 +40,7 @@ def branched(x, weight):
     return out
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("function", "x", "weight"),
     [

@@ -103,6 +103,7 @@ def steps_anew(x, w, b):
     return y
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("in_place", "plain"),
     [

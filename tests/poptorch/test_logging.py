@@ -133,6 +133,7 @@ def ended(level):
     )
 
 
+@pytest.mark.long
 def test_what_ends_a_program_is_logged():
     program = ended("ERR")
     assert program.returncode == 1
@@ -142,6 +143,7 @@ def test_what_ends_a_program_is_logged():
     assert lines[-1] == "RuntimeError: the end"
 
 
+@pytest.mark.long
 def test_a_wrong_level_in_the_environment_is_refused_on_import():
     program = ended("LOUD")
     assert program.returncode == 1

@@ -125,6 +125,7 @@ def by_hand(model, x, y, di, ga, replicas, reduction, lr):
     return torch.cat(outs), torch.stack(losses)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("reduction", [ReductionType.Mean, ReductionType.Sum])
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def test_inputs_made_in_inference_mode_are_inputs():
     assert model(x).tolist() == [6.0]
 
 
+@pytest.mark.long
 def test_a_model_that_goes_while_another_is_recorded_brings_its_weights_back():
     """The garbage collector may come at any time; the other program has nothing of it."""
     gone = Line()

@@ -50,6 +50,7 @@ def numbers(*shape, zeros=()):
 ONE, SEVERAL = ((0, 0),), ((0, 0), (2, 0), (3, 1))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize(
     ("own_zeros", "zeros", "columns"),

@@ -145,6 +145,7 @@ def test_what_a_model_for_ipus_can_not_compute_is_refused(function, given, text)
     assert refusal(function, given) == text
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("function", "given"),
     [
@@ -342,6 +343,7 @@ def test_a_squared_error_of_two_types_is_of_the_wider(of_input, of_target):
 STEPS, STATE = torch.linspace(-1, 1, 36).reshape(6, 2, 3), torch.full((1, 2, 2), 0.5)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
 def test_a_recurrent_layer_is_one_operator(kind):
     """However many time steps there are; with the numbers of torch's own code."""

@@ -51,6 +51,7 @@ def test_a_start_is_one_whole_number_of_any_shape(dtype, shape):
     assert torch.equal(poptorch.dynamic_slice(X, 2, start, 2, 1), X[:, :, 1:3])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 def test_an_update_writes_into_a_copy(dim):
     for size in range(1, X.shape[dim] + 1):

@@ -138,6 +138,7 @@ def title(case):
     return case.__name__
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("kind", "options"), CASES, ids=title)
 def test_torchs_optimizers_run_as_torch_runs_them(kind, options):
     pair = Pair(kind, options)
@@ -146,6 +147,10 @@ def test_torchs_optimizers_run_as_torch_runs_them(kind, options):
     pair.check()
 
 
+@pytest.mark.few(
+    "SGD-lr=0.1-plain",
+    "SGD-lr=0.1,momentum=0.9,nesterov=True,weight_decay=0.02-loss_scaling=0.3,use_combined_accum=True,velocity_scaling=5.0",
+)
 @pytest.mark.parametrize(("kind", "options", "extra"), SCALED, ids=title)
 def test_ours_run_as_torchs_whatever_the_scaling(kind, options, extra):
     """Loss scaling and velocity scaling cancel out, in either variant of SGD."""
@@ -187,6 +192,7 @@ def test_every_gradient_is_dampened_as_in_popart(options, extra):
     pair.check()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("options", "reference"),
     [
@@ -377,6 +383,7 @@ def test_less_velocity_scaling_overestimates_the_velocity_for_a_while(combined):
     torch.testing.assert_close(pair.tensors["second.bias"], weight, rtol=0, atol=1e-12)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("scaling", [1.0, 16.0])
 @pytest.mark.parametrize("max_norm", [0.01, 3.0, 1e6])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])

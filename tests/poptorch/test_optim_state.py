@@ -262,6 +262,7 @@ def test_what_was_read_does_not_follow_the_device():
 # --- writing
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -288,6 +289,7 @@ def test_another_program_goes_on_where_the_state_was_read(kind, options):
         torch.testing.assert_close(copies[name], weight, rtol=0, atol=0)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "start", "other"),
     [
@@ -358,6 +360,7 @@ def test_every_parameter_may_get_a_count_of_its_own():
     assert steps == [8.0, 1.0]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_any_numbers_come_back_as_they_were_written(kind):
     """Also such that no optimizer could have: a device takes what it is given."""

@@ -160,6 +160,7 @@ def test_batches_are_joined_tensor_by_tensor():
 
 
 # A process each, which imports torch.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "first", ["", pytest.param("import poptorch._poplar_executor", marks=pytest.mark.long)]
 )

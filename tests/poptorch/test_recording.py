@@ -188,6 +188,7 @@ def trained(forward):
 MSE = nn.functional.mse_loss
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "forward",
     [

@@ -99,6 +99,7 @@ OPTIMIZERS = {
 
 
 # The two adaptive ones of torch have the state of ours.
+@pytest.mark.few
 @pytest.mark.parametrize(
     "name",
     [
@@ -359,6 +360,7 @@ def other_options(**kwargs):
     return made
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("changes", "text"),
     [

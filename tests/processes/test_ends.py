@@ -204,6 +204,7 @@ def test_an_error_before_the_first_word_is_named_by_the_others():
     assert ended[1].code == 1
 
 
+@pytest.mark.long
 @on_one_python  # torch 2.0 does not name its threads
 def test_torchrun_starts_processes():
     """Its own store is used, which outlives process 0; and no thread of torch goes on at the end.

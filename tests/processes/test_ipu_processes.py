@@ -83,6 +83,7 @@ def in_two(request):
     return [dict(zip(runs, map(json.loads, each.stdout.splitlines()))) for each in ended]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", only(SOME, RUNS))
 def test_two_processes_are_one_with_twice_the_replicas(name, in_two):
     """Weights, buffers, history and outputs, in both of them."""
@@ -91,6 +92,7 @@ def test_two_processes_are_one_with_twice_the_replicas(name, in_two):
         _same({key: found[name][key] for key in alone}, alone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", only(SOME, RUNS))
 def test_two_processes_make_the_same_calls(name, in_two):
     """An IPU of one would wait for those of the other, which load programs at the same time."""
@@ -210,6 +212,7 @@ def test_processes_with_parts_of_their_own_do_as_on_the_embedded_engine(others):
         _same(found[0], others[0][0])
 
 
+@pytest.mark.long
 def test_a_resumed_run_of_two_processes_ends_with_the_same_bits(others):
     """Also the statistics, which are those of process 0 at every epoch's end."""
     assert [found[2] for found in others] == [[True, True]] * 2

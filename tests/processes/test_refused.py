@@ -123,6 +123,7 @@ def told(tmp_path_factory):
     return [json.loads((folder / f"{each}.json").read_text()) for each in (0, 1)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_all_learn_what_differs_before_anything_is_done(told, name):
     text = f"all processes of a run must have the same {DIFFERENT[name]}{SAME}"

@@ -74,6 +74,7 @@ def test_torchrun_begins_again_and_the_run_goes_on(whole, tmp_path):
     assert [found(tmp_path, each) for each in (0, 1)] == [found(whole, each) for each in (0, 1)]
 
 
+@pytest.mark.long
 def test_a_killed_process_ends_the_others_and_all_go_on(whole, tmp_path):
     first, second = run(tmp_path, "kill")
     assert second.code == -signal.SIGKILL

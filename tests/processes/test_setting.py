@@ -285,6 +285,7 @@ def test_a_port_that_is_taken_is_refused(environment):
     )
 
 
+@pytest.mark.long
 def test_a_process_0_that_is_not_there_is_named(environment):
     """Nobody listens on that port."""
     with socket.socket() as closed:

@@ -47,6 +47,7 @@ on_epoch_begin, after model.gather_optimizer().
 SAID = "The optimizer's state lies in parts over 2 processes; each gets "
 
 
+@pytest.mark.long
 def test_two_processes_give_the_numbers_of_whole_state(tmp_path):
     """Ways to change a gradient that need the whole sum of it, and where the host looks late."""
     run(tmp_path, 2, "briefly", "others")
@@ -227,6 +228,7 @@ def locations_on_ipus(monkeypatch, replicas, **options):
     return given[0]
 
 
+@pytest.mark.few("options0-2-location0", "options3-2-location3")
 @pytest.mark.parametrize(
     ("options", "replicas", "location"),
     [

@@ -226,6 +226,7 @@ def test_operators_are_drawn_by_direction():
     assert about["operators"].startswith("Each event is all calls of one operator of one line")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "zero",
     [pytest.param(("capture", "validation", "report", "checkpoint"), marks=pytest.mark.long), ()],

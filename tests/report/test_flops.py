@@ -125,6 +125,7 @@ def counted(net, x):
     return sides
 
 
+@pytest.mark.few("linear", "rnn")
 @pytest.mark.parametrize("kind", MODULES)
 def test_flops_are_those_of_torchs_own_counter(kind):
     """Forward and backward, of torch that has one (2.1); by the same operators on both sides."""

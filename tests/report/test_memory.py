@@ -103,6 +103,7 @@ def check(name, jit, plan, monkeypatch, folder):
     assert memory["total"] == pytest.approx(measured(name, jit, how), rel=0.05)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "plan", "jit"),
     [("mlp", "long", "graph"), ("mlp", "accumulation", "auto"), ("cnn", "one", "auto")],

@@ -102,6 +102,7 @@ QUICK = ("auto", "merged", "accumulation", "eager", "drawing", "captured")
 
 
 # What "drawing" draws is of no use, and it is warned of it.
+@pytest.mark.few("auto", "captured")
 @pytest.mark.filterwarnings("ignore:a random number is drawn from random at:UserWarning")
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=() if way in QUICK else pytest.mark.long) for way in WAYS]
@@ -138,6 +139,7 @@ class Two(nn.Module):
         return self.second(x)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("jit", ["graph", "kernels"])
 def test_every_operator_is_told_with_its_module_and_line(tmp_path, monkeypatch, jit):
     """Also of what stands in the place of what was recorded."""
@@ -244,6 +246,7 @@ def test_what_is_put_before_an_operator_belongs_to_it():
     ]
 
 
+@pytest.mark.long
 def test_the_note_says_what_runs_otherwise(tmp_path, monkeypatch):
     """Merged micro-batches, and captured executions."""
     found = profiled(tmp_path / "r", monkeypatch, **WAYS["merged"])

@@ -81,6 +81,7 @@ def cells(page, name):
     ]
 
 
+@pytest.mark.long
 def test_fit_writes_the_page(run):
     """It is what render_page makes, and has every section in the navigation."""
     with open(f"{run.folder}/report.html", encoding="utf-8") as file:
@@ -133,6 +134,7 @@ def test_the_numbers_of_the_pipeline_are_those_of_the_plan(run):
     assert [pytest.approx(task, abs=1e-8) for task in sorted(tasks)] == sorted(drawn)
 
 
+@pytest.mark.long
 def test_times_by_phase_add_up(run):
     """The table has every phase; its last row is the length of the run."""
     page = render_page([long(run)])
@@ -167,7 +169,7 @@ def test_memory_over_a_micro_batch_stands_on_what_is_there_all_the_time(run):
     assert highest * 1024 == pytest.approx(found["total"], rel=1e-5)
 
 
-@pytest.mark.ends
+@pytest.mark.few("<script>alert('1')</script>\"><img src=x onerror=alert(2)>", "' onx='")
 @pytest.mark.parametrize(
     "hostile",
     [
@@ -255,6 +257,7 @@ def test_plotly_is_compiled_in_one_go(end):
         assert document._called_at_once(other) == other
 
 
+@pytest.mark.long
 def test_a_curve_of_many_points_says_how_it_is_drawn(run):
     """And one of fewer does not; all points are in the page either way."""
     said = "Drawn by the smallest and the largest of every stretch; zooming in shows all."
@@ -325,6 +328,7 @@ def test_what_is_missing_says_why(run, status):
     assert json.loads(render_state(empty))["status"] == status
 
 
+@pytest.mark.long
 def test_a_page_of_a_run_that_goes_on_says_when_it_was_made(run):
     """Unless it follows the run by itself."""
     facts = {**run.facts, "status": "running"}
@@ -493,6 +497,7 @@ def test_without_plotly_the_page_says_what_to_install(run, monkeypatch):
     )
 
 
+@pytest.mark.long
 def test_time_over_a_long_run_is_that_of_its_executions(run):
     """Areas of means, from the first update to the last; a short run has a bar for each."""
     chart = Page(render_page([long(run)])).facts["charts"]["phases-executions"]

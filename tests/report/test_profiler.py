@@ -87,6 +87,7 @@ def test_a_handler_gets_every_cycle_and_no_file_is_written(tmp_path):
     assert not (tmp_path / TORCH_TRACE).exists()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("how", [{"wait": 50, "warmup": 1}, {"wait": 0, "warmup": 50}])
 def test_a_schedule_that_never_comes_to_its_turn_is_said(how, tmp_path):
     looks_on = cpu(schedule=schedule(active=1, **how))
@@ -107,6 +108,7 @@ def test_it_changes_no_bit_of_the_weights(tmp_path):
         assert torch.equal(one, other)
 
 
+@pytest.mark.long
 def test_a_run_that_fails_stops_it_and_leaves_its_trace(tmp_path):
     def fail(update, logs):
         if update == 2:
@@ -124,6 +126,7 @@ def test_a_run_that_fails_stops_it_and_leaves_its_trace(tmp_path):
     fit(ipufit.Report(tmp_path / "2", profiler=cpu()))
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_in_an_epoch_ends_its_execution(tmp_path):
     class Stop(Callback):
         def on_train_batch_end(self, update, logs):

@@ -95,6 +95,7 @@ def test_all_phases_together_are_the_time(tmp_path):
         assert end <= begin + 1e-9
 
 
+@pytest.mark.few("1000000000.0")
 @pytest.mark.parametrize("together", [0.0, 1e9])
 def test_short_executions_have_rows_together_after_the_first_ones(tmp_path, together, monkeypatch):
     """None has those of two epochs, or what an epoch does after them."""
@@ -238,6 +239,7 @@ def test_while_it_runs_everything_can_be_read(tmp_path):
     assert seen == [("running", 0, 0), ("running", 7, 1), ("running", 14, 2)]
 
 
+@pytest.mark.long
 def test_warnings_are_heard_and_still_shown(tmp_path):
     """Each text once, with how often it came."""
 
@@ -284,6 +286,7 @@ def test_a_run_that_goes_on_has_one_report(tmp_path):
     assert run.rows["begin"] == sorted(run.rows["begin"])
 
 
+@pytest.mark.long
 def test_a_device_that_is_used_again_goes_on_with_the_report(tmp_path):
     """A restart is a warning in it."""
     model = made()
@@ -332,6 +335,7 @@ def test_a_report_is_one_of_the_callbacks_of_fit(tmp_path):
 TAKEN = "holds the report of another run. Pass another folder, or ipufit.Report("
 
 
+@pytest.mark.long
 def test_a_report_is_not_written_over_unasked(tmp_path):
     """Before any work."""
     fitted(made(), tmp_path)
@@ -415,6 +419,7 @@ def test_a_folder_without_a_report_is_refused(tmp_path):
         Run.read(os.fspath(tmp_path))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("what", ["append_rows", "write_text"])
 def test_a_full_disk_ends_the_report_and_not_the_training(tmp_path, monkeypatch, what):
     """Said once."""

@@ -39,6 +39,7 @@ def run(capsys, *arguments):
     return (ended.value.code, *capsys.readouterr())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("status", ["finished", "running"])
 def test_one_folder_gets_its_files_anew(status, tmp_path, capsys, shown):
     """Also of a run that was killed, which made none."""

@@ -61,6 +61,7 @@ def test_a_short_run_has_all_its_rows():
     assert list(rows.flat)[: len(COLUMNS)] == pytest.approx(row(0), nan_ok=True)
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(-5, 5)), min_size=1, max_size=60))
 def test_the_loss_of_joined_rows_is_the_mean_over_their_samples(executions):
     """Weighted by samples, so that the mean of all is the same however they were joined."""

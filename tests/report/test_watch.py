@@ -312,6 +312,7 @@ def test_the_page_is_asked_to_be_live(tmp_path, monkeypatch):
     assert (watched.page(), watched.state()) == (b"1 True", b"finished")
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_command_cleanly(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "ipufit", "watch", str(tmp_path / "run"), "--port", "0"],

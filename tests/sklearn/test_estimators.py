@@ -105,6 +105,7 @@ def test_a_classifier_equals_a_loop_by_hand(weighted):
     assert list(found.classes_) == ["setosa", "versicolor", "virginica"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("columns", [None, 1, 2])
 def test_a_regressor_equals_a_loop_by_hand(columns):
     """A target without columns is one with a single one; predictions have the target's shape."""
@@ -121,6 +122,7 @@ def test_a_regressor_equals_a_loop_by_hand(columns):
     np.testing.assert_allclose(found.predict(x), predicted, rtol=0, atol=1e-10)
 
 
+@pytest.mark.long
 def test_the_device_arguments_are_those_of_fit():
     """Replicas, accumulation and iterations divide the work, and the History says so."""
     found = classifier(batch_size=8, ipus=2, device_iterations=2, gradient_accumulation=2)
@@ -130,6 +132,7 @@ def test_the_device_arguments_are_those_of_fit():
     np.testing.assert_allclose(found.predict_proba(X), whole.predict_proba(X), atol=1e-10)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("loss", ["bce_with_logits", "nll", nn.CrossEntropyLoss()])
 def test_probabilities_are_what_the_loss_takes(loss):
     """A sigmoid over one output, or the exponential of logarithms, as the loss has it."""
@@ -175,6 +178,7 @@ def test_a_loss_of_ones_own_needs_a_function_for_probabilities():
         found.predict_proba(X)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("class_weight", [{"setosa": 2.0, "versicolor": 0.5}, "balanced"])
 def test_class_weight_is_a_weight_of_samples(class_weight):
     """By label, and beside sample weights their product."""
@@ -189,6 +193,7 @@ def test_class_weight_is_a_weight_of_samples(class_weight):
     np.testing.assert_allclose(found.predict_proba(X), expected.predict_proba(X), atol=1e-12)
 
 
+@pytest.mark.long
 def test_a_part_is_held_out_with_all_classes():
     """Data sorted by class would else be validated on the last class alone."""
     seen = {}
@@ -212,6 +217,7 @@ def test_a_part_is_held_out_with_all_classes():
     assert stopped.callbacks_[0] is not stopped.callbacks[0]
 
 
+@pytest.mark.long
 def test_a_fit_begins_anew_and_changes_no_parameter():
     """The same seed gives the same bits, and the module that was passed stays as it was."""
     net = Net(4, 3, dropout=0.5)
@@ -230,6 +236,7 @@ def test_a_fit_begins_anew_and_changes_no_parameter():
     assert (classifier(random_state=1).fit(X, Y).predict_proba(X) != first).any()
 
 
+@pytest.mark.long
 def test_partial_fit_goes_on():
     """Five single epochs have the bits of one fit of five."""
     whole = classifier(module__dropout=0.5).fit(X, Y)
@@ -261,6 +268,7 @@ def test_what_partial_fit_can_not_go_on_with_is_refused():
         lines.partial_fit(X, X[:, :2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
 def test_a_copy_predicts_and_goes_on(copied):
     """As scikit-learn's own: what a search returns may have come from another process."""
@@ -307,6 +315,7 @@ def test_clone_and_parameters():
         twin.set_params(modul__hidden=5)
 
 
+@pytest.mark.long
 def test_a_pipeline_is_searched():
     """The parameters of module and optimizer are reached through the pipeline's step."""
     pipe = make_pipeline(StandardScaler(), classifier(epochs=8))
@@ -330,6 +339,7 @@ def test_a_search_runs_in_other_processes():
     assert all(len(one.predict(X)) == 150 for one in found["estimator"])
 
 
+@pytest.mark.long
 def test_dtype_decides_what_is_computed_in():
     """By default float64 data is brought to float32, as the parameter says."""
     found = classifier(dtype="float32").fit(X, Y)
@@ -354,6 +364,7 @@ def test_dtype_decides_what_is_computed_in():
         classifier(dtype="half").fit(X, Y)
 
 
+@pytest.mark.long
 def test_pictures_have_more_dimensions():
     """Not every X is a table."""
     pictures = np.random.default_rng(0).normal(size=(30, 1, 4, 4))
@@ -419,6 +430,7 @@ def test_one_class_and_three_for_two_are_refused():
         classifier(loss="bce_with_logits").fit(X, Y)
 
 
+@pytest.mark.long
 def test_without_scikit_learn_the_import_says_what_to_install():
     """The rest of ipufit needs nothing of it."""
     code = (

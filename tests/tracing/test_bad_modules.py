@@ -299,6 +299,7 @@ class Allowed(Net):
         return y * torch.tensor(2.0).item() * max(x.shape)
 
 
+@pytest.mark.long
 def test_what_needs_no_value_is_recorded():
     """Refusing too much would send people to the slow mode for nothing."""
     losses = []
@@ -463,6 +464,7 @@ SETS = {
 }
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_recording_leaves_no_trace_in_the_module(engine):
     """Tensors of a recording have no values: a kept one would break the next forward."""
 
@@ -488,6 +490,8 @@ def test_a_recording_leaves_no_trace_in_the_module(engine):
     assert_clean(model)
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
 def test_a_recurrent_layer_is_left_with_its_own_weights(kind):
     """torch keeps a second list of them, which a recording replaces."""
@@ -523,6 +527,7 @@ def unlikely(spread, target):
     return -spread.log_prob(target).mean()
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_object_around_tensors_is_an_output_for_the_loss_alone():
     """Its tensors are those of the recording, which have no values."""
     model = ipufit.Model(Spread())

@@ -137,7 +137,7 @@ def way(request):
     return lambda: {**options, "engine": make() if make else None}
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("work", [{}, {"ipus": 2, "device_iterations": 2}])
 def test_the_operator_that_made_an_infinity_is_named(way, work):
     """Where the loss became NaN says nothing of the logarithm that is to blame."""
@@ -160,7 +160,7 @@ def test_the_operator_that_made_an_infinity_is_named(way, work):
     assert math.isnan(error.value)
 
 
-@pytest.mark.ends
+@pytest.mark.few
 def test_a_gradient_is_noticed_in_its_own_update(way):
     """Without this the weights are lost before the next loss shows it."""
     model = built(Backward, **way())
@@ -188,6 +188,7 @@ def test_the_whole_text():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("net", "value"),
     [
@@ -210,6 +211,7 @@ def test_data_that_is_not_finite_is_said_to_be_it(net, value):
     )
 
 
+@pytest.mark.long
 def test_targets_are_data():
     """A target that is missing is one of the samples too."""
     x = nets.data(8)[0]
@@ -219,6 +221,7 @@ def test_targets_are_data():
     assert (error.found.cause, error.epoch_samples) == ("data", (6,))
 
 
+@pytest.mark.long
 def test_a_weight_that_was_lost_before_is_named():
     """Then no operator of this update is to blame."""
     model = built(nets.MLP)
@@ -229,7 +232,7 @@ def test_a_weight_that_was_lost_before_is_named():
     assert error.update == 0
 
 
-@pytest.mark.ends
+@pytest.mark.few("tape")
 def test_a_step_of_the_optimizer_that_loses_weights_is_taken_back(way):
     """The gradient is finite, so nobody would look for the update before the next loss."""
     rates = [1e-5, 1e-5, 1e308]
@@ -244,6 +247,7 @@ def test_a_step_of_the_optimizer_that_loses_weights_is_taken_back(way):
         assert torch.equal(one, two)
 
 
+@pytest.mark.long
 def test_masks_of_minus_infinity_are_not_blamed():
     """They are there on purpose; the softmax of a row that is masked as a whole is not."""
     fit(built(Masked(False).double()), *data())
@@ -291,6 +295,7 @@ class Chosen(nn.Module):
         return torch.where(z == 0, y, torch.log(z.abs()))
 
 
+@pytest.mark.long
 def test_what_where_leaves_aside_is_blamed_for_its_gradient_alone():
     """A loss that is finite says that the logarithm did no harm; the gradient says it did."""
     fit(built(Chosen(False).double()), *data())
@@ -378,6 +383,7 @@ def test_a_sum_of_gradients_that_overflows_is_told_apart():
     assert error.found.parameter == "head.weight"
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", ["auto", "graph"], indirect=True)
 def test_a_fault_of_the_recording_alone_is_found_in_it(monkeypatch, way):
     """Where the module itself is fine, the recorded graph is run node by node."""
@@ -416,7 +422,7 @@ def test_random_numbers_are_the_same_in_the_replay():
     assert error.found.cause == "forward"
 
 
-@pytest.mark.ends
+@pytest.mark.few("auto", "tape")
 def test_the_state_is_that_from_before_the_update(way):
     """What was promised without the search still holds: weights, buffers, optimizer state."""
 
@@ -440,7 +446,7 @@ def test_the_state_is_that_from_before_the_update(way):
         assert all(torch.equal(states[0][key][name], value[name]) for name in value)
 
 
-@pytest.mark.ends
+@pytest.mark.few("auto", "tape")
 def test_training_goes_on_with_the_same_numbers(way):
     """Looking must not change what is looked at."""
     weights = []
@@ -475,6 +481,7 @@ def test_skipped_updates_are_no_error_and_lost_losses_are():
     assert error.operator == "aten.log.default"
 
 
+@pytest.mark.long
 def test_callbacks_can_end_training_in_order():
     """TerminateOnNaN gets the same error, with all that is known."""
     seen = []

@@ -198,6 +198,8 @@ def trained(place, run_eagerly=False, engine="auto"):
     return [*history["loss"], model.evaluate(X, y, **options)["loss"]], module
 
 
+@pytest.mark.few("global", "array")
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__[3:])
 def test_an_annealed_value_counts_from_the_next_epoch(place):
     """Wherever code reads it from; the numbers are those of a run without a recording."""

@@ -112,6 +112,8 @@ def compiled(make, **options):
 
 
 # The others are of the same kinds.
+@pytest.mark.few("random", "global")
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     "case",
     [
@@ -199,6 +201,7 @@ def said(call):
     return [str(warning.message) for warning in caught]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("draw", [of_python, of_numpy])
 def test_numbers_that_decide_nothing_are_warned_of(draw):
     """Layers that are never left out, or only in training, draw for nothing."""
@@ -211,7 +214,7 @@ def test_numbers_that_decide_nothing_are_warned_of(draw):
     assert said(lambda: model.evaluate(X, Y, verbose=0)) == [text + HARMLESS]
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @pytest.mark.parametrize("seed", range(5))
 def test_a_rate_that_is_small_is_refused_as_well(seed):
     """Whether the layers were left out when it was recorded is luck."""
@@ -251,6 +254,7 @@ class Waiting(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.long
 def test_another_thread_may_draw():
     """What the program depends on is what counts."""
     ended = threading.Event()
@@ -280,6 +284,7 @@ class Advised(Layers):
         return self.head(x)
 
 
+@pytest.mark.long
 def test_the_advice_works():
     """All layers are trained, and all are left out now and then."""
     model = compiled(lambda: (Advised(None), "cross_entropy"))
@@ -288,6 +293,7 @@ def test_the_advice_works():
     assert all((before[n] != v).any() for n, v in model.module.state_dict().items())
 
 
+@pytest.mark.long
 def test_generators_go_on_where_a_recording_left_them():
     """Looking closer draws nothing more."""
     ends = []

@@ -137,6 +137,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "options"), POINTS, ids=str)
 def test_training_equals_a_loop_over_time_steps(kind, options):
     """Weights and losses of a plain loop, over replicas and accumulation, tails included."""
@@ -166,6 +167,10 @@ EAGER_POINTS = [
 ]
 
 
+@pytest.mark.few(
+    "lstm-torch.float32-{'num_layers': 2, 'dropout': 0.4, 'bidirectional': True}",
+    "lstm-torch.float64-{'proj_size': 3, 'bias': False}",
+)
 @runs_eagerly
 @pytest.mark.parametrize(("kind", "dtype", "options"), EAGER_POINTS, ids=str)
 def test_the_bits_are_those_of_the_module_itself(kind, dtype, options):
@@ -182,6 +187,7 @@ def test_the_bits_are_those_of_the_module_itself(kind, dtype, options):
     assert torch.equal(results[0][3], results[1][3])
 
 
+@pytest.mark.few("rnn_tanh")
 @runs_eagerly
 @pytest.mark.parametrize("kind", ["lstm", "gru", "rnn_tanh"])
 def test_the_bits_are_those_of_the_module_in_mixed_precision(kind):
@@ -203,6 +209,7 @@ def test_the_bits_are_those_of_the_module_in_mixed_precision(kind):
     assert_equal(*models)
 
 
+@pytest.mark.long
 @one_layer
 def test_dropout_between_layers_does_not_depend_on_device_iterations():
     """Nor on where a run was interrupted."""
@@ -230,7 +237,7 @@ def recorded_by(model):
 
 
 @recorded_here
-@pytest.mark.ends
+@pytest.mark.few("lstm", "rnn_relu")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_recorded_does_not_grow_with_the_time_steps(kind):
     """Whole layers, forward and backward, so that a long sequence starts as soon as a short one."""
@@ -276,6 +283,8 @@ class StartingByHand(Starting):
         return torch.stack(outputs[x.shape[1] :], 1), state[0].unsqueeze(0)
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_states_are_given_learned_and_handed_on(kind):
     """Gradients go to initial states and through last ones; one layer may be called twice."""
@@ -288,6 +297,7 @@ def test_states_are_given_learned_and_handed_on(kind):
     assert_close(model.module, expected, TOLERANCE)
 
 
+@pytest.mark.few
 @pytest.mark.both_engines
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_a_compiled_file_holds_whole_layers(kind, tmp_path):
@@ -321,8 +331,8 @@ class WithLoss(nn.Module):
         return output, self.loss(output, y)
 
 
+@pytest.mark.long
 @recorded_here
-@pytest.mark.ends
 @pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_merge(kind):
     """A layer keeps the samples of a batch apart, whichever dimension they are in."""
@@ -340,6 +350,7 @@ def test_micro_batches_merge(kind):
     assert_close(nets[0], nets[1], 1e-10)
 
 
+@pytest.mark.long
 @recorded_here
 def test_micro_batches_whose_dropout_is_within_a_layer_stay_apart():
     """Each of them has random numbers of its own."""
@@ -363,6 +374,7 @@ class Tangled(nn.Module):
         return self.head(self.layer(x)[0].mean(1))
 
 
+@pytest.mark.long
 @recorded_here
 def test_samples_along_the_time_steps_are_not_merged():
     """There a layer joins them."""
@@ -424,6 +436,7 @@ class Copied(Reader):
             return super().read(x)
 
 
+@pytest.mark.long
 @recorded_here
 @pytest.mark.parametrize(("net", "calls"), [(Checkpointed, 2), (Copied, 1)])
 def test_layers_work_under_hooks_for_saved_tensors(net, calls):
@@ -438,6 +451,7 @@ def test_layers_work_under_hooks_for_saved_tensors(net, calls):
         assert sum(node.target is FORWARD for node in nodes) == calls
 
 
+@pytest.mark.long
 @recorded_here
 def test_frozen_layers_keep_nothing_for_a_gradient():
     """The gradient goes on through the layer where something before it learns, and else ends."""

@@ -71,6 +71,7 @@ class Forks(Callback):
             self.process = os.fork()
 
 
+@pytest.mark.long("ipu-standin")
 @forks
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_copy_of_the_process_does_not_go_on(prefetch, tmp_path):

@@ -1,5 +1,8 @@
 """Arguments that cannot work: refused with a pinned text before anything is done."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +13,7 @@ from ipufit.engines import Engine
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import (
     ConfigurationError,
+    DataError,
     NotCompiledError,
     OptimizerError,
     PlanError,
@@ -137,6 +141,7 @@ def test_a_good_schedule_changes_nothing_of_an_optimizer_that_is_refused_with_ot
     assert optimizer.param_groups[0]["lr"] < 0.1
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_refused_compile_keeps_the_earlier_one():
     """A typo in a notebook cell must not throw a trained optimizer away."""
     model = compiled()
@@ -188,6 +193,7 @@ def test_explain_needs_a_loader_or_a_fit():
         model.explain()
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -567,3 +573,19 @@ def test_a_refused_fit_leaves_the_last_history():
         fit(model, ipus=3)
     assert model.history is history
     assert torch.equal(after["/body.weight"], state(model)["/body.weight"])
+
+
+@pytest.mark.parametrize("also", [{}, {"epochs": 0}], ids=["one fault", "several"])
+def test_what_a_refused_call_was_given_is_free_when_its_error_is(also):
+    """In a circle with its frames it would keep loaders and their workers, till Python cleans."""
+    model = compiled(Net())
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ConfigurationError if also else DataError):
+            model.fit(7, **also)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()

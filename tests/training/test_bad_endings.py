@@ -80,6 +80,7 @@ NAN = (float("nan"), "nan")
 INF = (1e30, "inf")  # squared, it is more than float32 holds
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_a_loss_that_is_no_number_ends_training_before_its_update(
     assert_goes_on_alike(model, twin, device_iterations=di, **plan)
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("bad", [0, 3, 4, 9])
 def test_the_first_and_the_last_update_of_an_execution_may_be_the_bad_one(bad, late):
@@ -176,6 +177,7 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_an_interrupt_waits_for_the_recording_to_end(method):
     """One that tears a recording can leave torch recording, and nothing works any more."""
@@ -239,7 +241,7 @@ def signal_in_callback(updates):
     return {"callbacks": [Told(on_train_batch_end=look)]}
 
 
-@pytest.mark.grid
+@pytest.mark.long
 @pytest.mark.parametrize("make", [in_dataset, in_callback, signal_in_callback])
 @pytest.mark.parametrize("di", [1, 2])
 def test_an_interrupt_between_executions_keeps_the_last_one(make, di):
@@ -295,6 +297,7 @@ class Signalled(Net):
         return y
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("di", "kept"), [(1, 7), (4, 8)])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @runs_eagerly
@@ -311,6 +314,7 @@ def test_ctrl_c_within_an_execution_waits_for_its_end(di, kept, late):
     assert_ended_like(model, twin, expected, told, engine)
 
 
+@pytest.mark.long("ipu-standin")
 def test_ctrl_c_within_a_recorded_execution_waits_for_its_end():
     """The usual case: no Python of the user's is running."""
 
@@ -340,6 +344,7 @@ def test_a_second_ctrl_c_interrupts_at_once_between_two_updates():
     assert_ended_like(model, twin, expected, told, engine)
 
 
+@pytest.mark.long("ipu-standin")
 def test_ctrl_c_while_the_program_is_closed_waits_for_that():
     """Parameters that still share memory would be saved many times over."""
     engine = Watched(before_close=ctrl_c)
@@ -409,6 +414,7 @@ def test_an_interrupted_inference_leaves_the_module_as_it_was(method):
     assert_clean(model)
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_interrupted_validation_keeps_the_epoch():
     """The weights are those of the finished epoch, and training mode is back."""
     told = Told()

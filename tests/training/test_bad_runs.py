@@ -50,6 +50,7 @@ BAD_SCHEDULES = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", BAD_SCHEDULES)
 def test_a_schedule_that_goes_bad_is_refused_before_any_work(name):
     """Every update to come is tried, so that no hour of training is lost to the last one."""
@@ -70,6 +71,7 @@ def test_a_schedule_that_goes_bad_is_refused_before_any_work(name):
     assert_clean(model)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "make",
     [
@@ -97,6 +99,8 @@ def test_an_unknown_monitor_lists_what_is_there_before_any_work(make, tmp_path, 
     assert "on_epoch_begin" not in told.hooks
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("device_iterations", [1, 2])
 def test_a_callback_that_raises_keeps_the_updates_done(device_iterations):
     """Its own traceback says where; the weights are those of the executions that have run."""

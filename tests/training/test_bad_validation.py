@@ -60,6 +60,7 @@ def test_bad_validation_data_is_found_before_training(make, text):
     assert engine.built == engine.closed
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("make", [wide, lambda: list(wide())], ids=["loader", "list"])
 def test_validation_data_that_the_module_cannot_take_is_found_before_training(make):
     """The text must say that it is the validation data, and how it differs."""
@@ -83,6 +84,7 @@ def test_validation_data_that_the_module_cannot_take_is_found_before_training(ma
     assert engine.built == engine.closed == 2
 
 
+@pytest.mark.long
 def test_validation_data_that_the_metrics_cannot_take_is_found_before_training():
     """Its targets may be of another kind than those of the training data."""
     model = compiled(loss=lambda prediction, target: (prediction - target.mean()).square().mean())
@@ -99,6 +101,7 @@ def test_validation_data_that_the_metrics_cannot_take_is_found_before_training()
     assert told.hooks == []
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_look_at_validation_data_draws_nothing_and_disturbs_nothing():
     """Augmentation in the dataset must give the same numbers with and without the look."""
 

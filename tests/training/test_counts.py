@@ -52,6 +52,7 @@ class Ledger(ipufit.callbacks.Callback):
         return hook
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.grid
 @pytest.mark.parametrize("seed", range(30))
 def test_the_plan_is_what_happens(seed):
@@ -99,6 +100,7 @@ def test_the_plan_is_what_happens(seed):
         assert program.closed == 1
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.grid
 @pytest.mark.parametrize("seed", range(20))
 def test_evaluate_and_predict_see_every_sample_once(seed):
@@ -319,6 +321,7 @@ def test_drop_last_is_respected_and_reported(capsys):
     assert "drop_last=True leaves out 3 more samples per epoch" in capsys.readouterr().out
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_epoch_loss_is_the_mean_over_all_samples():
     """Not that of the last micro-batch, nor the mean of unequal means."""
     x, y = data(10)

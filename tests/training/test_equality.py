@@ -61,6 +61,7 @@ def model(request):
     return model
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("model", "mb", "di", "ga", "replicas"), POINTS, indirect=["model"])
 def test_fit_equals_a_loop_written_by_hand(model, mb, di, ga, replicas):
     """Weights, losses and metrics are exact for every plan and every kind of tail."""

@@ -349,6 +349,7 @@ MIXED = {
 }
 
 
+@pytest.mark.few("layer-False", "norm-True")
 @embedded_only("an IPU has no float64, and says so before")
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize("name", MIXED)
@@ -505,7 +506,7 @@ LOSSES = {
 NEEDS = "needs labels from 0 to 2 for a prediction of 3 classes, got"
 
 
-@pytest.mark.grid
+@pytest.mark.few("large-cross_entropy-False", "negative-nll-True", "from 1-cross_entropy-True")
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(
@@ -554,6 +555,7 @@ def test_a_label_in_a_loss_of_ones_own_is_named(make):
     assert fit(model, [(X, LABELS)]).epoch == [0]
 
 
+@pytest.mark.long("ipu-standin")
 def test_labels_that_a_loss_leaves_out_may_be_any():
     """An ignore_index of one's own is no class."""
     loss = nn.CrossEntropyLoss(ignore_index=-1)
@@ -588,6 +590,7 @@ def test_a_label_of_one_of_several_losses_is_named():
 # ---- later batches, and other methods -----------------------------------------------------------
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("di", [1, 4])
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 def test_a_later_batch_is_named_by_its_number(run_eagerly, di):
@@ -636,6 +639,7 @@ def test_looking_for_the_reason_leaves_nothing_behind():
     assert model.module.calls == 0
 
 
+@pytest.mark.long("ipu-standin")
 def test_nobody_looks_for_a_reason_where_nothing_fails(monkeypatch):
     """It would cost a run of the module."""
     monkeypatch.setattr(FailureExplainer, "explain", None)
@@ -708,6 +712,8 @@ def in_turn(names, apart=1):
 
 
 # What fit says of each of them is shown above.
+@pytest.mark.few("linear-check", "channels-preflight", "layer norm-plan")
+@pytest.mark.long("ipu-standin")
 @in_turn(INSPECTED, apart=2)
 def test_a_method_that_looks_at_a_model_names_the_layer_too(name, method):
     """They ended in torch's own text, whichever of fit's rules knew the layer."""
@@ -736,6 +742,7 @@ def test_a_method_that_looks_at_a_model_names_an_operator_of_ones_own(name, meth
     assert f". {cure} torch says: RuntimeError: " in str(caught.value)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", LOSSES)
 def test_check_names_a_label_that_is_no_class(name):
     """It runs on values where fit does, and fit would refuse them."""

@@ -94,6 +94,7 @@ class TwoNames(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("calls", [["body"], ["again"], ["body", "again"]], ids="+".join)
 def test_a_module_under_two_names(calls):
     """It gets the gradients of all its calls, keeps its statistics, and stays one module."""
@@ -108,6 +109,7 @@ def test_a_module_under_two_names(calls):
     assert {id(p) for p in [*net.body.parameters(), *net.head.parameters()]} == own
 
 
+@pytest.mark.few
 @pytest.mark.filterwarnings("ignore:training data is converted batch by batch:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=["LSTM", "GRU", "RNN"])
@@ -128,6 +130,7 @@ def test_recurrent_nets(kind, dtype):
     fit_like_by_hand(Recurrent().to(dtype), plain, loader(), atol=tolerance)
 
 
+@pytest.mark.long
 def test_parametrized_weights():
     """torch's parametrizations compute a weight from parameters under other names."""
     net = MLP().double()
@@ -211,6 +214,7 @@ class Parts(Dataset):
 Pair = namedtuple("Pair", ["picture", "features"])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "form",
     [
@@ -281,7 +285,8 @@ LOGITS = {
 }
 
 
-@pytest.mark.grid
+@pytest.mark.few("dict-traced", "tuple-traced")
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 @pytest.mark.parametrize("kind", LOGITS)
 def test_nested_outputs(kind, eager):
@@ -506,6 +511,7 @@ def test_a_parameter_frozen_between_two_fits_stays():
     assert torch.equal(net.layers[0].weight, before)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", [MLP, CNN, Transformer], ids=lambda kind: kind.__name__)
 def test_evaluate_and_predict_equal_the_module(kind):
     """Exact means and all rows in order, whatever the plan."""
@@ -698,6 +704,7 @@ def test_a_last_batch_that_the_module_cannot_take_is_found_before_training():
     model.fit(DataLoader(TensorDataset(*data(9)), batch_size=4, drop_last=True), verbose=0)
 
 
+@pytest.mark.long
 def test_evaluating_inside_a_callback_shows_current_weights_and_changes_nothing():
     """A callback may look at more than the validation data."""
     losses = []
@@ -733,6 +740,7 @@ REPEATS = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", REPEATS)
 def test_elements_repeated_a_fixed_number_of_times_train_as_in_torch(kind):
     """torch 2.0 makes a tensor of the number, and a shape of its value."""

@@ -13,6 +13,7 @@ from tests.nets import CNN, MLP, data
 from tests.reference import train
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("make", [MLP, CNN])
 def test_updates_one_by_one_equal_a_loop_by_hand(make):
     """Dropout and BatchNorm included."""
@@ -43,6 +44,7 @@ CONFIGURATIONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", but(CONFIGURATIONS, **CONFIGURATION_MARKS))
 def test_updates_one_by_one_have_the_bits_of_fit(name):
     """Schedule, averages, loss scale and random numbers go on from call to call."""
@@ -90,6 +92,7 @@ def test_single_updates_and_fit_go_on_with_one_another():
     assert model.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 7)
 
 
+@pytest.mark.long("ipu-standin")
 def test_each_update_draws_other_random_numbers():
     """A dropout mask that never changes trains half of a network."""
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3, bias=False))
@@ -98,6 +101,7 @@ def test_each_update_draws_other_random_numbers():
     assert len({model.train_on_batch(x, y) for _ in range(6)}) == 6
 
 
+@pytest.mark.long
 def test_what_comes_back_has_keras_forms():
     """The loss alone, or a list that begins with it, or a dict."""
     x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -212,6 +216,7 @@ def test_nothing_runs_before_compile(name):
     )
 
 
+@pytest.mark.long
 def test_looking_inside_fit_changes_nothing():
     """test_on_batch and predict_on_batch see the present weights of a running fit."""
     x, y = batches(1)[0]

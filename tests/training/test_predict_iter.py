@@ -24,7 +24,7 @@ from tests.faulty import (
 )
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("samples", [1, 4, 5, 8, 13, 16])
 @pytest.mark.parametrize("device_iterations", [1, 2, 3])
 @pytest.mark.parametrize("ipus", [1, 2])
@@ -57,6 +57,7 @@ def test_the_structure_is_that_of_the_module():
     assert torch.equal(torch.cat([piece["twice"][0] for piece in pieces]), x * 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_memory_holds_the_outputs_of_one_execution(prefetch):
     """A result larger than memory is what this is for."""
@@ -105,6 +106,7 @@ def interferences():
     }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", interferences())
 def test_other_weights_between_two_pieces_are_an_error(name, tmp_path):
     """Half of the rows of one model and half of another is a wrong result that looks right."""
@@ -208,6 +210,7 @@ def test_an_error_of_the_data_comes_where_it_is():
     assert_clean(model)
 
 
+@pytest.mark.long("ipu-standin")
 def test_inside_a_callback_of_fit_the_present_weights_are_used():
     """And training goes on as without it."""
     x = torch.randn(8, 4)

@@ -39,6 +39,7 @@ def one_by_one(ga, replicas, n):
     return fit(n, gradient_accumulation=ga, ipus=replicas)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("di", [2, 3, 5, 16, 100])
 @pytest.mark.parametrize(
@@ -50,12 +51,14 @@ def test_device_iterations_do_not_change_a_bit(di, ga, replicas, n):
     assert equal(found, one_by_one(ga, replicas, n))
 
 
+@pytest.mark.long("ipu-standin")
 def test_one_seed_gives_one_result():
     """A run can be repeated."""
     assert equal(fit(seed=1), fit(seed=1))
     assert not equal(fit(seed=1), fit(seed=2))
 
 
+@pytest.mark.long("ipu-standin")
 def test_seed_zero_is_a_seed():
     """Zero must not mean 'none', as it does elsewhere."""
     torch.manual_seed(1)
@@ -65,6 +68,7 @@ def test_seed_zero_is_a_seed():
     assert not equal(first, fit(seed=1))
 
 
+@pytest.mark.long("ipu-standin")
 def test_without_a_seed_torch_manual_seed_fixes_the_run():
     """torch users expect manual_seed to be enough."""
     assert equal(fit(seed=None), fit(seed=None))
@@ -77,6 +81,7 @@ def test_a_run_without_capture_has_the_same_bits():
     assert equal(fit(**work), fit(compile_options={"run_eagerly": True}, **work))
 
 
+@pytest.mark.long("ipu-standin")
 def test_validation_does_not_change_training():
     """Looking must not disturb, even when validation data is shuffled and evaluated in parts."""
     held_out = DataLoader(TensorDataset(*data(32)), batch_size=4, shuffle=True)
@@ -85,6 +90,7 @@ def test_validation_does_not_change_training():
     assert equal((weights, {"loss": history["loss"]}), fit())
 
 
+@pytest.mark.long("ipu-standin")
 def test_validation_that_draws_random_numbers_does_not_change_training():
     """A module may be random in eval mode too."""
     torch.manual_seed(0)
@@ -121,6 +127,7 @@ def test_replicas_and_updates_draw_from_streams_of_their_own():
     assert len(drawn) == len(set(drawn)) == 2 * 12
 
 
+@pytest.mark.long("ipu-standin")
 def test_replicas_times_accumulation_decides_not_either():
     """Without BatchNorm, 2 replicas x 3 steps see the same data and masks as 1 x 6 or 6 steps."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Dropout(0.5), nn.Linear(8, 5)).double()
@@ -134,6 +141,7 @@ def test_replicas_times_accumulation_decides_not_either():
             torch.testing.assert_close(value, results[0][0][name], rtol=0, atol=1e-12)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("kind", "ipus"),
     [
@@ -158,6 +166,7 @@ def test_two_fits_go_on_where_one_would(kind, ipus):
     assert equal((net.state_dict(), {"loss": losses}), once)
 
 
+@pytest.mark.long("ipu-standin")
 def test_fit_leaves_the_users_generator_alone():
     """With a seed given, fit draws nothing from torch's global generator."""
     x, y = data(20)
@@ -291,6 +300,7 @@ def test_a_device_without_keyed_random_numbers_is_refused(elsewhere):
     )
 
 
+@pytest.mark.few
 @pytest.mark.embedded_only("an IPU's module lies on the CPU")
 def test_a_module_moved_to_such_a_device_after_compile_is_refused(elsewhere):
     """And trains once it is back, as the error advises."""

@@ -254,6 +254,7 @@ def test_a_sample_that_can_be_read_once_is_refused():
         model.summary(3)
 
 
+@pytest.mark.long
 def test_after_fit_shapes_and_plan_are_there(engine):
     """With what the last fit saw and did; explain says the same."""
     model = ipufit.Model(nn.Linear(3, 2))
@@ -276,6 +277,7 @@ def test_after_fit_shapes_and_plan_are_there(engine):
     assert "(7, 2)" in text_of(model, torch.rand(7, 3))
 
 
+@pytest.mark.long("ipu-standin")
 def test_summary_in_a_callback_leaves_training_alone():
     """The weights belong to the program meanwhile."""
 

@@ -121,7 +121,7 @@ HIDDEN = {
 }
 
 
-@pytest.mark.grid
+@pytest.mark.few("list-traced", "tensor-traced")
 @pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 @pytest.mark.parametrize("name", HIDDEN)
 @embedded_only("a device refuses a tensor that was never given to it, before there is a gradient")
@@ -268,6 +268,10 @@ class WithAttribute(torch.optim.SGD):
                 p.sub_(p.grad * group["lr"] * self.scale)
 
 
+@pytest.mark.few(
+    "GroupCounter-it keeps what changes outside of its parameters' state-traced",
+    "Rebinding-it replaces the parameters' data instead of changing it in place-eager",
+)
 @pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 @pytest.mark.parametrize(
     ("kind", "reason"),
@@ -287,6 +291,7 @@ def test_an_optimizer_that_cannot_be_followed_is_refused(kind, reason, eager):
     assert_same(net, before, atol=0)
 
 
+@pytest.mark.long
 @own_step
 def test_an_optimizer_with_attributes_of_its_own_runs():
     """They are not in what an optimizer pickles."""
@@ -349,6 +354,7 @@ def test_data_set_in_a_callback_is_trained_on():
     assert_same(*nets, atol=0)
 
 
+@pytest.mark.long
 def test_a_fit_of_another_model_in_a_callback_is_not_lost():
     """Two models over one module take turns with its weights."""
 
@@ -433,6 +439,7 @@ def test_parameters_side_by_side_in_one_storage_are_fine():
     assert_same(net, other)
 
 
+@pytest.mark.long
 def test_a_metric_that_works_in_its_arguments_harms_nothing():
     """Marking ignored targets in place is common; loss and other metrics must not see it."""
     x, y = data(22)
@@ -455,6 +462,7 @@ def test_a_metric_that_works_in_its_arguments_harms_nothing():
     assert torch.equal(y, data(22)[1])
 
 
+@pytest.mark.long("ipu-standin")
 def test_batches_of_another_memory_layout_are_recorded_anew():
     """A graph holds views that fit one layout only."""
     x, y = data(8)
@@ -489,6 +497,7 @@ class Counter(MLP):
         return super().forward(x)
 
 
+@pytest.mark.long
 @counts_in_a_buffer
 def test_validation_leaves_the_statistics_of_loss_and_module_alone():
     """A loss is in eval mode with its module, and looking counts nothing."""
@@ -519,6 +528,7 @@ def test_complex_parameters_are_refused():
         compiled(Complex(), "mse").fit([(torch.ones(2, 3), torch.ones(2))], verbose=0)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_collate_that_reuses_a_buffer_gives_the_same_for_every_execution():
     """Batches of an execution are held together."""
     buffer = torch.empty(4, 1, 3, 4, dtype=torch.float64)
@@ -537,20 +547,24 @@ def test_a_collate_that_reuses_a_buffer_gives_the_same_for_every_execution():
     assert_same(*nets, atol=0)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_second_reader_of_a_loader_with_persistent_workers_is_refused():
     """torch has one iterator for both, and would end the epoch early."""
     batches = loader(num_workers=1, persistent_workers=True)
 
     class Look(Callback):
         def on_train_batch_end(self, batch, logs=None):
-            self.model.evaluate(batches, verbose=0)
+            self.model.evaluate(self.again, verbose=0)
 
+    look = Look()
+    look.again = batches
     model = compiled(MLP().double())
     with pytest.raises(DataError, match="is being read already"):
-        model.fit(batches, callbacks=Look(), verbose=0)
+        model.fit(batches, callbacks=look, verbose=0)
     assert model.fit(batches, validation_data=batches, epochs=2, verbose=0).epoch == [0, 1]
 
 
+@pytest.mark.long
 @replicas_meet
 def test_buffers_with_nan_do_not_make_replicas_forget():
     """NaN is not equal to itself, but a buffer that holds one is unchanged."""
@@ -657,6 +671,7 @@ def test_distributions_are_recorded():
     assert torch.distributions.Distribution._validate_args is before
 
 
+@pytest.mark.long
 def test_fits_in_threads_take_turns():
     """torch has one generator and one recorder for all of them."""
 
@@ -692,6 +707,7 @@ def test_fit_in_inference_mode_is_refused():
     )
 
 
+@pytest.mark.long
 def test_recordings_do_not_grow_without_bound():
     """A service that predicts on ever new shapes must not run out of memory."""
     net = nn.Conv1d(1, 1, 3)
@@ -749,6 +765,7 @@ class BetweenEpochs(Callback):
             self.change(self.model)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.grid
 @pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 @pytest.mark.parametrize("change", [anneal, freeze_statistics, forget, shrink])
@@ -833,6 +850,7 @@ def test_optimizer_state_changed_within_an_epoch_is_taken_over():
     assert_same(net, other)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("reader", ["nobody", "model.optimizer", "checkpoint", "end"])
 def test_optimizer_state_changed_after_an_epoch_survives_who_reads_it(reader, tmp_path):
     """Whoever brings the state up to date must not write over what a callback has just set."""
@@ -872,6 +890,7 @@ def test_optimizer_state_changed_after_an_epoch_survives_who_reads_it(reader, tm
         torch.testing.assert_close(found, optimizer.state[theirs]["momentum_buffer"])
 
 
+@pytest.mark.long("ipu-standin")
 def test_optimizer_state_that_is_not_up_to_date_is_not_taken_over():
     """The updates since would be lost."""
     net = MLP().double()
@@ -901,6 +920,7 @@ class Masked(nn.Module):
         return self.head(self.encoder(x.squeeze(1), mask=self.mask, **self.said).mean(1))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Converting mask without torch.bool")  # torch 2.0, in eval mode
 def test_a_causal_mask_need_not_say_that_it_is_one():
     """torch compares it with a causal one, value by value, to pick a faster kernel alone."""

@@ -88,6 +88,7 @@ def struck():
     return dict(zip(STRUCK, zip(ran.stdout.splitlines(), ran.stderr.splitlines())))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("kind", "fork"), [each[:2] for each in STRUCK[:4]])
 def test_ctrl_c_while_a_worker_is_forked_ends_the_run(kind, fork, struck):
     """It was lost in a hook of fork, whose lock then held up the next fork for ever."""
@@ -121,7 +122,7 @@ def children_before():
     return set(multiprocessing.active_children())
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_have_nothing_to_do_with_ctrl_c(method, prefetch, children_before):
@@ -276,6 +277,7 @@ def test_workers_that_do_not_end_are_ended_all_at_once(monkeypatch):
     end_workers(iterator)
 
 
+@pytest.mark.long
 def test_an_interrupt_does_not_wait_for_a_thread_that_reads_for_ever():
     """And who only stops early waits: what is read next would find it still being read."""
     may, waits, given_up = threading.Event(), threading.Event(), []
@@ -339,6 +341,7 @@ def test_a_worker_that_ends_by_ctrl_c_is_no_error_of_the_data(interrupt):
         model.fit(DataLoader(Samples(), 4), callbacks=Breaks(), verbose=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_persistent_workers_that_are_slow_end_with_the_interrupt(prefetch, children_before):
     """torch would wait five seconds for each, whenever the loader is let go of."""

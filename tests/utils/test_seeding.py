@@ -113,6 +113,7 @@ def losses(workers, seed=None):
     return model.fit(loader, epochs=2, seed=seed, verbose=0).history["loss"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_repeats_with_and_without_workers(workers):
     """Weights, shuffling and augmentation, from one call."""
@@ -125,6 +126,7 @@ def test_a_run_repeats_with_and_without_workers(workers):
     assert first[0] != first[1]
 
 
+@pytest.mark.long
 def test_workers_depend_on_the_seed_of_fit_alone():
     """As documented: they do not inherit the generators of this process."""
     ipufit.seed_everything(1)

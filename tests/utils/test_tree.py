@@ -4,6 +4,7 @@ import dataclasses
 from collections import OrderedDict, namedtuple
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.long
 @few(50)
 @given(trees)
 def test_every_tree_is_rebuilt(value):
@@ -55,6 +57,7 @@ def test_every_tree_is_rebuilt(value):
     assert hash(flatten(back)[1]) == hash(structure)
 
 
+@pytest.mark.long
 @given(trees)
 def test_mapping_over_leaves_keeps_the_structure(value):
     """Moving a batch to a device must not touch what is not a tensor's place."""

@@ -42,6 +42,18 @@ def points():
         seen.add(found)
 
 
+@pytest.mark.few(
+    "CountsCalls",
+    "CountsInAnObject",
+    "CountsInAClosure",
+    "WarmsUp",
+    "HasAGeneratorOfTorchs",
+    "ConvertsToNumpy",
+    "WritesAText",
+    "MakesATensorOfNumbers",
+    "HasANormInEvalMode",
+    "SwitchesItsMode",
+)
 @pytest.mark.parametrize("name", list(points()))
 def test_a_fault_is_found_at_its_line(name):
     """A finding without the place is a riddle."""

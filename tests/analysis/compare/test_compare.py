@@ -42,7 +42,7 @@ def built(net, optimizer="adam", loss="cross_entropy", **options):
 NETS = [nets.MLP, nets.CNN, nets.Transformer, nets.Running, nets.Noise, Recurrent]
 
 
-@pytest.mark.grid
+@pytest.mark.few("{'jit': 'graph'}-MLP", "{'jit': 'graph'}-Recurrent")
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("options", [{"jit": "graph"}, {}, {"jit": "kernels"}], ids=str)
 def test_programs_agree_with_their_modules(net, options):
@@ -133,6 +133,7 @@ def test_the_faults_are_those_of_all_operators(net):
     assert len(places(net)) <= count <= 1.5 * len(places(net))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_fault_is_told_with_all_that_it_spreads_to(monkeypatch, backward):
     """The first operator, then the first module, the loss, the first gradient."""
@@ -229,6 +230,7 @@ def test_it_leaves_no_trace():
     assert one[3] == two[3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{"precision": "mixed_bfloat16"}, {"precision": ipufit.Precision(loss_scale=8.0)}],
@@ -270,6 +272,7 @@ def test_double_precision_shows_what_single_precision_loses():
     assert "differs from the module run eagerly in float64" in str(found)
 
 
+@pytest.mark.long
 def test_tolerances_are_the_users():
     """A looser one lets pass what the default does not."""
     x, y = SAMPLE

@@ -106,7 +106,7 @@ def group_norm():
     return nn.GroupNorm(2, 4)
 
 
-@pytest.mark.ends
+@pytest.mark.few("MLP", "Net2")
 @pytest.mark.parametrize(
     "net",
     [
@@ -177,6 +177,12 @@ def ignoring(prediction, target):
     return nn.functional.cross_entropy(prediction, target, ignore_index=0)
 
 
+@pytest.mark.few(
+    "MLP-options0-expected0",
+    "own_contrastive-options1-expected1",
+    "MLP-options3-expected3",
+    "MLP-options5-expected5",
+)
 @pytest.mark.parametrize(
     ("net", "options", "expected"),
     [
@@ -211,6 +217,7 @@ def test_losses_that_are_no_means_are_named(net, options, expected):
     assert report.ok is not bool(expected)
 
 
+@pytest.mark.long
 def test_a_module_of_single_precision_is_computed_in_double():
     """So that a sign of rounding, which Adam makes a whole step of, is no cause."""
     x, y = SAMPLE
@@ -261,6 +268,7 @@ def test_nothing_of_the_model_changes():
     assert not any(part._forward_hooks for part in model.module.modules())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("size", "ways"),
     [

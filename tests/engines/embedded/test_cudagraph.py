@@ -140,6 +140,7 @@ QUICK = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("net", "plan"),
     only(QUICK, itertools.product((MLP, CNN, Transformer, Running, Noise), PLANS)),
@@ -153,7 +154,7 @@ def test_the_numbers_are_those_of_the_graph(net, plan, on):
         assert model._session.engine.tape.captures <= 3
 
 
-@pytest.mark.ends
+@pytest.mark.few("tape-adam", "cuda-lamb")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_of_ipufit_is_captured(name, on):
     options = {
@@ -164,7 +165,7 @@ def test_every_optimizer_of_ipufit_is_captured(name, on):
     pair(MLP().double(), OPTIMIZERS[name], on, compile_options=options)
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("net", [MLP, CNN])
 def test_the_numbers_are_those_of_a_loop_written_by_hand(net, on):
     """In float64, dropout on the CPU included; a GPU draws other numbers than the loop there."""
@@ -182,13 +183,14 @@ def test_the_numbers_are_those_of_a_loop_written_by_hand(net, on):
     assert_close(model.module.cpu(), by_hand, 1e-10)
 
 
+@pytest.mark.long
 def test_two_fits_with_validation_in_between(on):
     torch.manual_seed(1)
     held_out = DataLoader(TensorDataset(X[:10], Y[:10]), batch_size=4)
     pair(CNN().double(), adam, on, fits=2, validation_data=held_out)
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize(("optimizer", "atol"), [(sgd, None), (adam, 1e-11)], ids=["sgd", "adam"])
 def test_a_schedule_reaches_every_replay(optimizer, atol, on):
     """Adam's kernel takes numbers, so its rule is captured instead, which agrees to rounding."""
@@ -202,7 +204,7 @@ def test_a_schedule_reaches_every_replay(optimizer, atol, on):
     assert len(set(model.history.history["learning_rate"])) == 3
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", [sgd, adam], ids=["sgd", "adam"])
 def test_a_rate_changed_between_executions_is_used(optimizer, on):
     """A constant of a graph would be the old one."""
@@ -253,6 +255,7 @@ def linear(prediction, target):
     return (prediction * target).mean()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("places", "value", "every", "initial"),
     [
@@ -289,7 +292,7 @@ def test_updates_that_overflow_are_left_out(places, value, every, initial, on):
     assert_alike(on, *models)
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_ends_training_before_its_update(value, on):
     """The state is that from before the update, though its execution was replayed."""
@@ -309,7 +312,7 @@ def test_a_loss_that_is_no_number_ends_training_before_its_update(value, on):
     assert_alike(on, *models)
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -335,6 +338,7 @@ def test_outputs_come_back(options, on):
     pair(MLP().double(), adam, on, compile_options=options, callbacks=kept)
 
 
+@pytest.mark.long
 def test_what_callbacks_write_is_used(on):
     """Weights and buffers in place or by other memory, and a state of the optimizer."""
 
@@ -385,6 +389,7 @@ def test_an_execution_that_fails_while_the_host_waits_is_taken_back():
     assert not all(torch.equal(v, before[k]) for k, v in model.module.state_dict().items())
 
 
+@pytest.mark.few
 def test_one_copy_comes_back_per_execution(on):
     class Counted(Callback):
         executions = 0
@@ -399,7 +404,7 @@ def test_one_copy_comes_back_per_execution(on):
     assert model._session.engine.transfer.count == counted.executions == 12
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_samples_are_sent_ahead(prefetch, on, monkeypatch):
     """Once an execution like theirs has been captured, by the thread that prepares them."""
@@ -424,6 +429,7 @@ def test_samples_are_sent_ahead(prefetch, on, monkeypatch):
     assert len(sent) == 8 if prefetch == 0 else 4 <= len(sent) <= 8
 
 
+@pytest.mark.long
 def test_samples_sent_to_memory_that_was_given_up_are_copied_again():
     """A callback has made another state of the optimizer in between: all is captured anew."""
 
@@ -446,12 +452,14 @@ def test_samples_sent_to_memory_that_was_given_up_are_copied_again():
     assert model._session.engine.tape.captures >= 3
 
 
+@pytest.mark.few
 def test_auto_captures(on):
     model = built(MLP().double(), adam, "auto", on)
     fit(model)
     assert captured(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", [Plan(2, 3, 4), Plan(2, 2, 2, 2)], ids=str)
 def test_micro_batches_of_an_update_are_captured_as_one_batch(plan, on):
     """Under "auto", which promises the numbers of the graph up to the order of summation."""

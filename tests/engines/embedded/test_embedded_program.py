@@ -46,6 +46,7 @@ class Executions(ipufit.callbacks.Callback):
     on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.grid
 @pytest.mark.parametrize("di", [1, 2, 100])
 @pytest.mark.parametrize("metrics", [None, ["accuracy"]])
@@ -145,6 +146,7 @@ def test_one_buffer_carries_tensors_of_all_dtypes():
         assert torch.equal(back, value)
 
 
+@pytest.mark.long("ipu-standin")
 def test_only_the_micro_batch_decides_how_often_a_module_is_recorded():
     """Another plan must not cost another recording; a smaller last micro-batch costs one."""
     model, engine = with_engine(CNN().double())
@@ -199,7 +201,8 @@ class Settings(CNN):
         return self.activation(super().forward(x * self.scale[0] + self.shift))
 
 
-@pytest.mark.ends
+@pytest.mark.long("ipu-standin")
+@pytest.mark.few("set_rate", "set_object")
 @pytest.mark.parametrize("change", [set_rate, set_list, set_tensor, set_mode, set_object])
 def test_a_value_changed_between_two_fits_is_recorded_anew(change):
     """What is frozen in a recording must not outlive the value it was made from."""
@@ -268,6 +271,7 @@ def test_state_goes_out_and_in():
     program.close()
 
 
+@pytest.mark.long("ipu-standin")
 def test_closing_twice_is_safe():
     """A callback, an exception and the end of fit may all close."""
     net = MLP().double()
@@ -299,6 +303,7 @@ def test_recording_keeps_what_changes_its_arguments():
     assert "aten.detach.default" not in targets
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_compiled_model_is_a_context_manager():
     """The device is free afterwards; compile starts anew."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).double()

@@ -236,7 +236,7 @@ def sizes_of_large_tensors():
     return sorted(size for size in found.values() if size >= 100_000)
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("way", [{}, {"jit": "graph"}, {"run_eagerly": True}])
 @pytest.mark.parametrize("optimizer", ["adam", torch.optim.Rprop])
 def test_a_program_that_ended_holds_no_state(optimizer, way, without_collections):
@@ -256,6 +256,7 @@ def test_a_program_that_ended_holds_no_state(optimizer, way, without_collections
     assert kept == [sorted([*before, *weights_and_two_states])] * 3
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("optimizer", "states"), [("adam", 2), ("rmsprop", 1)])
 def test_a_program_that_runs_holds_its_state_once(optimizer, states, without_collections):
     """Torch's optimizer has it too, at the end of each epoch, and from the start of a later fit."""

@@ -72,7 +72,7 @@ def test_kernels_and_rules_make_the_same_weights_and_state(name, eagerly, monkey
         torch.testing.assert_close(value, second[key], rtol=1e-11, atol=1e-15)
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -129,6 +129,7 @@ def test_adam_that_decouples_its_decay_has_the_kernel_of_adamw():
     assert kernel_of(decoupled) is kernel_of(OPTIMIZERS["adamw"])
 
 
+@pytest.mark.long
 @needs_kernels
 def test_an_update_by_kernels_is_recorded_nowhere():
     """And one by rules is, once for all fits."""

@@ -105,6 +105,8 @@ needs_onednn = pytest.mark.skipif(
 )
 
 
+@pytest.mark.few("Wide-matrix products by oneDNN")
+@pytest.mark.long("ipu-standin")
 @needs_onednn
 @pytest.mark.usefixtures("all_kernels")
 @pytest.mark.parametrize(
@@ -129,6 +131,7 @@ def test_other_kernels_give_the_numbers_up_to_summation_order(kind, what):
     assert one.predict(x).stride() == other.predict(x).stride()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Pictures, Wide])
 def test_the_graph_has_the_bits_of_the_module_itself(kind):
     net = kind()
@@ -154,6 +157,8 @@ class Joined(nn.Module):
         return self.head(x + x @ self.third.weight)
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("kind", [Joined, Wide])
 def test_products_write_where_gradients_are_gathered_the_same_bits(kind, monkeypatch):
     written = []
@@ -235,6 +240,7 @@ def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
     assert why == "Runs the graph as it was recorded: other kernels give other numbers."
 
 
+@pytest.mark.long
 @needs_onednn
 @pytest.mark.usefixtures("all_kernels")
 def test_what_is_said_is_about_the_last_fit(monkeypatch):
@@ -250,6 +256,7 @@ def test_what_is_said_is_about_the_last_fit(monkeypatch):
         assert ("as it was recorded" in why) == (way == "graph")
 
 
+@pytest.mark.long
 def test_small_programs_and_float64_stay_as_recorded():
     for net in (Pictures().double(), Wide()):
         engine = EmbeddedEngine()

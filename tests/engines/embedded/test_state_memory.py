@@ -53,6 +53,7 @@ def states(model):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "eagerly"),
     [
@@ -107,6 +108,7 @@ def test_updates_that_are_left_out_leave_the_state_as_it_was():
     assert_equal(found[0][1].module, found[1][1].module)
 
 
+@pytest.mark.long
 def test_an_update_leaves_nothing_on_the_device(monkeypatch):
     """What it fetched is gone when it is over, and each update fetches anew."""
     fetched, kept = [], set()
@@ -129,6 +131,7 @@ def test_an_update_leaves_nothing_on_the_device(monkeypatch):
     assert len(history["loss"]) == 2
 
 
+@pytest.mark.long
 def test_callbacks_and_others_read_the_present_state():
     """While training goes on copies of the state are in host memory, and later with the module."""
     seen = []
@@ -258,6 +261,7 @@ def test_what_is_refused(options, text):
     refused(lambda: model.compile("adam", "cross_entropy", **options()), text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offload", [None, True])
 def test_on_an_ipu_the_state_is_off_the_chip(offload):
     """The options of a training program say so."""

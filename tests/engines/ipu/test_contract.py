@@ -113,6 +113,7 @@ class _Touch(ipufit.callbacks.Callback):
             self.model.optimizer.state.clear()
 
 
+@pytest.mark.long
 def test_every_call_is_in_the_published_surface(calls):
     """Names, and that the arguments bind to the published parameters."""
     made = collections.Counter()

@@ -114,7 +114,7 @@ def life(engine, net, optimizer, plan, compile_options=None):
     return found
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_fit_evaluate_and_predict_are_those_of_the_embedded_engine(plan):
     """With every kind of tail: within a micro-batch, an update, an execution."""
@@ -123,7 +123,7 @@ def test_fit_evaluate_and_predict_are_those_of_the_embedded_engine(plan):
     assert_alike(expected, life("ipu-standin", net, OPTIMIZERS["adam"], plan))
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_trains_alike_and_its_state_is_torchs(name):
     """The second fit goes on from the state that came back from the first."""
@@ -150,7 +150,7 @@ class Slower(Callback):
             self.model.optimizer.param_groups[0]["lr"] /= 4
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_settings_that_change_beside_state_that_was_handed_over_count(name, iterations):
@@ -177,7 +177,7 @@ def test_settings_that_change_beside_state_that_was_handed_over_count(name, iter
     assert_alike(expected, trained("ipu-standin"))
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -212,7 +212,9 @@ def test_what_compile_adds_is_alike(options):
     assert_alike(*found)
 
 
-@pytest.mark.grid
+@pytest.mark.few(
+    "Plan(mb=5, di=2, ga=1, replicas=1)-one number", "Plan(mb=4, di=2, ga=2, replicas=1)-sum"
+)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -256,6 +258,7 @@ class Coupled(nn.Module):
         return self.head(x - x.mean(0))
 
 
+@pytest.mark.long
 def test_samples_that_see_each_other_are_never_padded():
     """One smaller micro-batch has a program of its own; beside others it is refused."""
     net = Coupled().double()
@@ -284,7 +287,7 @@ class Normed(nn.Module):
         return self.head(self.norm(x.flatten(1)))
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("plan", [Plan(5, 2), Plan(4, 3), Plan(6, 1, 1, 1)], ids=str)
 def test_batchnorm_trains_alike_with_its_counter(plan):
     """The device leaves integers alone, and padding would change what is counted."""
@@ -309,6 +312,7 @@ def test_a_buffer_of_integers_that_forward_changes_is_refused():
     )
 
 
+@pytest.mark.long
 def test_callbacks_see_and_change_weights_as_on_the_embedded_engine():
     seen = {}
 
@@ -333,6 +337,7 @@ def test_callbacks_see_and_change_weights_as_on_the_embedded_engine():
     assert_alike(seen["embedded"], seen["ipu-standin"])
 
 
+@pytest.mark.long
 def test_the_module_is_as_plain_after_fit_as_before():
     net = Transformer().double()
     model = ipufit.Model(net, engine="ipu-standin")
@@ -414,6 +419,7 @@ def test_optimizers_that_a_device_has_not_are_refused(optimizer, text):
     assert str(caught.value).startswith(text)
 
 
+@pytest.mark.long
 def test_dampening_without_momentum_is_nothing_as_in_torch():
     """A device would make the learning rate smaller."""
     nets = []
@@ -444,6 +450,7 @@ def test_float64_is_converted_or_refused_as_no_device_has_it():
         fitted(model, Plan(4), x=X[:8].float(), y=many)
 
 
+@pytest.mark.long
 def test_options_of_the_user_stay_his():
     """They are not frozen, and can be changed for the next compile."""
     options = ipufit.poptorch.Options().deviceIterations(7)
@@ -454,6 +461,7 @@ def test_options_of_the_user_stay_his():
     fitted(model, Plan(4, 2))
 
 
+@pytest.mark.long
 def test_a_loss_that_counts_needs_one_micro_batch_per_update():
     net = MLP().double()
     model = compiled("ipu-standin", net, reduction=ipufit.Reduction(normalize="tokens"))

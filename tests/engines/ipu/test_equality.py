@@ -112,6 +112,7 @@ QUICK = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "plan", "optimizer", "size", "weighted"),
     only(QUICK, itertools.product(KINDS, PLANS, ("sgd", "adam", "lamb"), SIZES, (False, True))),
@@ -131,7 +132,7 @@ def test_everything_that_is_seen_is_equal(kind, plan, optimizer, size, weighted)
     assert_alike(*found)
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @pytest.mark.parametrize("size", ["full", "updates", "micro-batches"])
 def test_a_loss_reads_weights_through_the_users_module(size):
     """Calls that are left over have programs, and copies of the module, of their own."""

@@ -58,6 +58,7 @@ def ran(net, engine, **given):
     return model, history, model.evaluate(X, Y, **work), model.predict(X, **work)
 
 
+@pytest.mark.long
 @pytest.mark.both_engines
 def test_overlapped_io_on_one_ipu_changes_no_number(engine):
     """Tiles for it, and no pipeline: said by whole options, for training and for inference."""
@@ -67,6 +68,7 @@ def test_overlapped_io_on_one_ipu_changes_no_number(engine):
     assert torch.equal(marked[3], plain[3])
 
 
+@pytest.mark.long
 def test_the_tiles_and_the_strategy_reach_the_stand_in():
     """Without one of them it refuses, and what it says is what helps."""
     net = Net("input")
@@ -88,6 +90,7 @@ def test_a_mark_on_what_is_no_input_is_refused(engine):
         ran(Net("inside"), engine, poptorch=options())
 
 
+@pytest.mark.long
 def test_explain_names_the_marks_that_change_nothing(capsys):
     marks = ("input", "output", "memory", "product", "checkpoint")
     model, *_ = ran(Net(*marks), "embedded")

@@ -19,6 +19,7 @@ def explained(**options):
     return model.explain
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("verbose", [0, 2])
 def test_compiling_draws_no_bar(capsys, verbose):
     """It would stand in every log file, and between the lines of ipufit."""

@@ -70,7 +70,7 @@ def on_both(life):
 JOINED = {"device_iterations": 2, "gradient_accumulation": 2, "ipus": 2}
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "plan", "n"),
     [
@@ -111,6 +111,7 @@ def test_masks_go_on_over_fits_evaluations_and_predictions():
     on_both(life)
 
 
+@pytest.mark.long
 def test_a_fit_that_begins_with_a_later_epoch_draws_as_one_that_has_come_there():
     """Only the seed and the count of updates decide: a resumed run needs nothing else."""
     net = Dropped().double()

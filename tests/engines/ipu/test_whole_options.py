@@ -239,6 +239,8 @@ def test_a_sum_of_gradients_is_that_of_the_options():
     assert first.params["gradient_reduction"] == "sum"
 
 
+@pytest.mark.few
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("mode", "by_hand"),
     [
@@ -260,6 +262,7 @@ def test_a_sum_of_outputs_takes_no_metrics():
         compiled(poptorch=options)
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_seed_is_that_of_the_options():
     model = compiled(0.5, poptorch=poptorch.Options().randomSeed(11))
     other = compiled(0.5)
@@ -283,6 +286,7 @@ def test_the_seed_of_inference_is_that_of_its_options():
     )
 
 
+@pytest.mark.long
 def test_validation_has_the_seed_of_inference():
     given = compiled(0.5, poptorch=(None, poptorch.Options().randomSeed(5)), optimizer=still)
     plain = compiled(0.5, optimizer=still)
@@ -292,6 +296,7 @@ def test_validation_has_the_seed_of_inference():
     assert fitted(plain, **held_out).history["val_loss"] != expected
 
 
+@pytest.mark.long("ipu-standin")
 def test_inference_has_work_of_its_own():
     training = poptorch.Options().deviceIterations(3)
     inference = poptorch.Options().deviceIterations(2).replicationFactor(2)
@@ -458,6 +463,7 @@ def test_options_for_another_process_are_refused_off_ipus():
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", ["ShardedExecution", "PipelinedExecution"])
 def test_the_strategy_is_that_of_the_options(kind, capsys):
     strategy = getattr(poptorch, kind)(poptorch.AutoStage.AutoIncrement)

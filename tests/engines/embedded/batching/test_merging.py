@@ -98,6 +98,7 @@ QUICK = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "plan", "way"),
     only(QUICK, itertools.product(KINDS, ACCUMULATING, ("recorded", "late"))),
@@ -115,7 +116,7 @@ def test_numbers_are_those_of_micro_batches_apart(kind, plan, way):
     assert_same_numbers(history, expected)
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("plan", PLANS[2:], ids=str)
 @pytest.mark.parametrize("kind", [MLP, Pictures, Transformer], ids=lambda kind: kind.__name__)
 def test_numbers_are_those_of_a_loop_written_by_hand(kind, plan):
@@ -129,6 +130,7 @@ def test_numbers_are_those_of_a_loop_written_by_hand(kind, plan):
     assert history["loss"] == pytest.approx([loss for loss, _ in report], abs=TOLERANCE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [MLP, Pictures, pytest.param(Transformer, marks=pytest.mark.long)],
@@ -257,7 +259,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.grid
+@pytest.mark.few
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_is_what_it_is_apart(name):
     """The loss of each micro-batch, its count, what it logs, and its gradient."""
@@ -273,6 +275,7 @@ def test_every_loss_is_what_it_is_apart(name):
     assert_same_numbers(history, expected)
 
 
+@pytest.mark.long
 def test_classes_that_do_not_count_in_a_whole_micro_batch_are_nan_as_torch_has_it():
     """A mean over nothing: apart and merged name the same update."""
     net = build(MLP)
@@ -282,7 +285,7 @@ def test_classes_that_do_not_count_in_a_whole_micro_batch_are_nan_as_torch_has_i
         assert caught.value.update == 1
 
 
-@pytest.mark.grid
+@pytest.mark.long
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
 @pytest.mark.parametrize("way", ["recorded", "late"])
 def test_sample_weights(reduction, way):
@@ -330,6 +333,7 @@ def both_outputs(outputs, target):
     return first + outputs["b"].square().sum(0).mean() + 0.01 * outputs["scale"]
 
 
+@pytest.mark.long
 def test_several_outputs_are_cut_where_their_samples_are():
     """Along any dimension; a tensor without samples goes to every micro-batch as it is."""
     net = build(Two)
@@ -351,6 +355,7 @@ class Parts(nn.Module):
         return {"a": self.first(x.flatten(1)), "b": self.second(x.flatten(1)).relu()}
 
 
+@pytest.mark.long
 def test_several_losses():
     """One for each output, with a weight, and History has each of them."""
     net = build(Parts)
@@ -397,7 +402,7 @@ def execution(mode, merged, at_once):
     return anchors, net
 
 
-@pytest.mark.grid
+@pytest.mark.long
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("mode", ["all", "final"])
 def test_an_execution_hands_back_what_it_does_apart(mode, at_once):
@@ -413,6 +418,7 @@ def test_an_execution_hands_back_what_it_does_apart(mode, at_once):
     assert_close(net, expected, TOLERANCE)
 
 
+@pytest.mark.long
 def test_sums_of_outputs():
     """output_mode='sum' adds up the rows of micro-batches of each replica."""
     options = {"outputs": "sum", "way": "late"}
@@ -812,6 +818,7 @@ def test_a_loss_that_draws_random_numbers_has_its_own_in_each_micro_batch():
     assert "aten.randn_like draws random numbers" in engine.training.merging.explanation
 
 
+@pytest.mark.long
 def test_too_large_a_batch_is_cut_to_what_memory_allows(monkeypatch):
     """Micro-batches are merged as far as their values fit; the numbers stay."""
     net = build(MLP)
@@ -831,7 +838,7 @@ def test_too_large_a_batch_is_cut_to_what_memory_allows(monkeypatch):
         assert said in engine.training.merging.explanation
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("plan", "options", "factor"),
     [
@@ -885,6 +892,7 @@ def test_replicas_whose_buffers_differ_run_apart():
     assert said == [merged, apart, merged]
 
 
+@pytest.mark.long
 def test_explain_says_it():
     model, _ = compiled(build(MLP), sgd, way="late")
     fit(model, *data(16), Plan(2, 1, 1, 4))

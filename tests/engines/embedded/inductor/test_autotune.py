@@ -240,6 +240,7 @@ def let_win(monkeypatch, way):
     monkeypatch.setattr(timing, "_fastest", fastest)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", ["graph", "inductor"])
 def test_a_model_that_is_tuned_has_the_same_numbers(described, monkeypatch, way):
     """Whichever wins; what has won is said, and is in History."""
@@ -259,6 +260,7 @@ def test_a_model_that_is_tuned_has_the_same_numbers(described, monkeypatch, way)
     assert (len(described) > 40) is wins
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["graph", "inductor"])
 def test_updates_that_were_tried_leave_no_trace(described, monkeypatch, way):
     """Weights, state of the optimizer, averages and schedule go on as if nothing had been tried."""
@@ -276,6 +278,7 @@ def test_updates_that_were_tried_leave_no_trace(described, monkeypatch, way):
         assert_equal(first.module, plain.module)
 
 
+@pytest.mark.long
 def test_a_state_is_copied_for_trials_alone(described, monkeypatch):
     """What was measured in this process needs no copy of the state in a later fit."""
     copies = []

@@ -82,7 +82,9 @@ def reasons(engine):
     return engine.training.way.explain()
 
 
-@pytest.mark.grid
+@pytest.mark.few(
+    "mlp-Plan(mb=4, di=1, ga=1, replicas=1)", "running-Plan(mb=3, di=2, ga=3, replicas=2)"
+)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("net", NETS)
 def test_described_updates_are_those_of_a_loop_by_hand(net, plan, described):
@@ -110,7 +112,7 @@ def test_described_updates_are_those_of_a_loop_by_hand(net, plan, described):
     assert reasons(engine) == ["Full updates run described; smaller ones run as recorded."]
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_rule_is_described(name, described):
     x, y = data(24)
@@ -128,7 +130,7 @@ def test_every_rule_is_described(name, described):
     assert len(described) == 4
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @pytest.mark.parametrize(
     "options",
     [
@@ -159,6 +161,7 @@ def test_what_compile_asks_for_is_described(options, described):
     assert len(described) == 4
 
 
+@pytest.mark.long
 def test_weighted_samples_count_as_in_the_graph(described):
     x, y = data(26)
     weight = torch.linspace(0, 1, 26, dtype=torch.float64)
@@ -195,6 +198,7 @@ class Twins(nn.Module):
         return ((self.a + self.b).sum(0) * x + self.c + (self.e * x[:4]).sum()).sum(1)
 
 
+@pytest.mark.long
 def test_gradients_that_share_memory_come_apart(described):
     x, _ = data(8)
     nets = []
@@ -259,7 +263,10 @@ class Rows(nn.Module):
         return self.head(self.layer(x.squeeze(1))[0][:, -1])
 
 
-@pytest.mark.ends
+@pytest.mark.few(
+    "Rows-sgd-options0-its recurrent layers run as torch's own code, whole",
+    "<lambda>-sgd-options5-it computes in bfloat16, of which the compiler rounds less often",
+)
 @pytest.mark.parametrize(
     ("net", "optimizer", "options", "reason"),
     [

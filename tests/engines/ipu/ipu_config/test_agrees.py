@@ -60,7 +60,7 @@ def ran(model, **work):
 OWN = {"ipus_per_replica": 2, "gradient_accumulation_steps": 3}
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @EVERY
 @pytest.mark.parametrize(
     ("blocks", "options"),
@@ -89,6 +89,7 @@ def test_blocks_are_seen_where_a_module_holds_them():
     assert compiled(Stack(), config=IPUConfig(**OWN))._session.partitions.training.begins
 
 
+@pytest.mark.few
 @EVERY
 @pytest.mark.parametrize(
     ("blocks", "said"),
@@ -125,7 +126,7 @@ def test_blocks_of_its_own_are_on_the_same_ipus_in_inference():
 # One IPU
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @EVERY
 @pytest.mark.parametrize(
     ("given", "ipus"),
@@ -257,6 +258,7 @@ def test_ipus_that_stages_contradict_are_said_by_the_configuration():
         compiled(Stack(), parallel=ipufit.Parallel(stages={"layers.1": 1}, ipus_per_replica=4))
 
 
+@pytest.mark.long
 @EVERY
 def test_stages_beside_a_configuration_hold_for_inference_too(engine):
     """As they do without one; also where there are no repeated layers to count."""

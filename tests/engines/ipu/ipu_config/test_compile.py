@@ -60,6 +60,7 @@ def fit(model, **options):
 # What it fixes
 
 
+@pytest.mark.long
 def test_the_numbers_are_those_of_the_arguments(engine):
     """A configuration is another way to say the same: equal weights, history and metrics."""
     one = model_of(IPUConfig(**FULL), engine, metrics=["accuracy"])
@@ -102,6 +103,7 @@ def test_inference_has_its_own_counts():
     assert len(engine.programs) == 6
 
 
+@pytest.mark.long
 def test_explain_and_the_searches_go_by_it(capsys):
     """They say what fit would do."""
     model = model_of(IPUConfig(**FULL))
@@ -402,6 +404,7 @@ def stack():
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
 
 
+@pytest.mark.long
 def test_layers_per_ipu_divides_the_module(engine):
     """As the argument of compile does; inference is sharded, so nothing has to be filled."""
     config = IPUConfig(layers_per_ipu=[2, 1], gradient_accumulation_steps=3, replication_factor=2)
@@ -423,6 +426,7 @@ def test_layers_per_ipu_divides_the_module(engine):
         assert torch.equal(value, weights[1][name])
 
 
+@pytest.mark.long
 def test_one_wildcard_spreads_the_layers_over_all_ipus(capsys):
     config = IPUConfig(ipus_per_replica=2, gradient_accumulation_steps=3)
     model = ipufit.Model(stack())
@@ -520,6 +524,7 @@ def seen(engine_name, capsys, **given):
     return (specs, options, str(model.module)), capsys.readouterr().out
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_every_parameter_does_what_its_list_says(name, engine, capsys):

@@ -176,6 +176,7 @@ def test_a_configuration_takes_back_what_an_earlier_one_cut():
     assert module.embed.weight is dense
 
 
+@pytest.mark.long
 def test_compile_and_explain_name_what_is_cut(capsys):
     model = ipufit.Model(small())
     model.compile("sgd", "cross_entropy", config=IPUConfig(**FACTORS))
@@ -188,6 +189,7 @@ def test_compile_and_explain_name_what_is_cut(capsys):
     assert "Layers in parts" not in capsys.readouterr().out
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 def test_inference_on_fewer_ipus_has_the_layer_whole(engine):
     """Its splits would be for IPUs that it has not."""

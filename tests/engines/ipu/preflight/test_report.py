@@ -51,6 +51,7 @@ def tagged():
     return compiled(Tagger(), clip=ipufit.Clip(norm=1.0)).preflight((X, Y))
 
 
+@pytest.mark.long
 def test_the_report_says_what_where_who_says_so_and_what_to_do():
     """It is read by somebody who then changes the model."""
     assert (
@@ -196,7 +197,7 @@ CLEAN = {
 }
 
 
-@pytest.mark.grid
+@pytest.mark.few("mlp-sgd", "transformer-sgd")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", list(CLEAN))
 def test_a_model_of_what_poptorch_has_is_ok(name, optimizer):
@@ -207,7 +208,7 @@ def test_a_model_of_what_poptorch_has_is_ok(name, optimizer):
     assert report.operators > 3
 
 
-@pytest.mark.ends
+@pytest.mark.few
 @pytest.mark.parametrize("name", list(CLEAN))
 def test_a_model_that_only_predicts_is_looked_at_in_eval_mode(name):
     """Torch has short cuts there that PopTorch's device does not take."""
@@ -218,6 +219,7 @@ def test_a_model_that_only_predicts_is_looked_at_in_eval_mode(name):
     assert report.ok, str(report)
 
 
+@pytest.mark.long
 def test_nothing_is_changed():
     """It is a look."""
     model = compiled(pictures())
