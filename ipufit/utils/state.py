@@ -147,11 +147,16 @@ def replaced(*attributes: Tuple[object, str, object]) -> Iterator[None]:
     """
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
     try:
-        for owner, name, value in attributes:
-            setattr(owner, name, value)
+        _assign(attributes)
         yield
     finally:
-        for owner, name, value in before:
+        _assign(before)
+
+
+def _assign(attributes: Sequence[Tuple[object, str, object]]) -> None:
+    # After torch.backends.disable_global_flags() flags of torch's may be set in a block alone.
+    with torch.backends.__allow_nonbracketed_mutation():
+        for owner, name, value in attributes:
             setattr(owner, name, value)
 
 

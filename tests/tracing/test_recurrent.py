@@ -237,6 +237,18 @@ def recorded_by(model):
 
 
 @recorded_here
+def test_a_recording_may_set_flags_that_torch_has_closed(monkeypatch):
+    """As they are when torch.testing._internal.common_utils has been imported."""
+    module = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(module, "__allow_nonbracketed_mutation_flag", False)
+    before = torch.backends.mkldnn.enabled
+    model = ipufit.Model(Reader("lstm").double())
+    model.compile("sgd", "cross_entropy")
+    assert fit(model, *sequences()).epoch == [0, 1]
+    assert torch.backends.mkldnn.enabled is before
+    assert torch.backends.flags_frozen()
+
+
 @pytest.mark.few("lstm", "rnn_relu")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_recorded_does_not_grow_with_the_time_steps(kind):
