@@ -432,9 +432,7 @@ def capture(
     """
 
     def guarded(*tensors: Tensor) -> Sequence[Optional[Tensor]]:
-        if not guard:
-            return function(*tensors)
-        with _ValueGuard():
+        with _ValueGuard() if guard else contextlib.nullcontext():
             return function(*tensors)
 
     # A user's exception inside forward is theirs: it leaves as it is.

@@ -57,10 +57,9 @@ class ErrorCollector:
                 texts[str(error)] = None
         if errors and all(isinstance(error, PlanError) for error in errors):
             raise PlanError(list(texts), suggestion)
-        if errors and all(isinstance(error, DataError) for error in errors):
-            raise DataError("\n".join(texts))
         if errors:
-            raise ConfigurationError("\n".join(texts))
+            of_data = all(isinstance(error, DataError) for error in errors)
+            raise (DataError if of_data else ConfigurationError)("\n".join(texts))
 
 
 def at_least(name: str, value: Any, least: int, also: str = "") -> int:

@@ -93,13 +93,12 @@ def preserve_state(
         optimizer: torch's, or None.
         loader: generators that it and its samplers have for themselves are put back too.
     """
-    tensors = [
-        tensor
+    values = [
+        (tensor, tensor.detach().clone())
         for module in modules
         if module is not None
         for tensor in (*module.parameters(), *module.buffers())
     ]
-    values = [tensor.detach().clone() for tensor in tensors]
     drawing = [(generator, generator.get_state()) for generator in generators_of(loader)]
     state = None if optimizer is None else copy_optimizer_state(optimizer)
     with fork_rng():
@@ -107,7 +106,7 @@ def preserve_state(
             yield
         finally:
             with defer_sigint(), torch.no_grad():
-                for tensor, value in zip(tensors, values):
+                for tensor, value in values:
                     tensor.copy_(value)
                 for generator, value in drawing:
                     generator.set_state(value)
@@ -117,8 +116,7 @@ def preserve_state(
 
 def copy_optimizer_state(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
     """A copy of ``optimizer.state_dict()``; tensors that shared memory have their own in it."""
-    copied: Dict[str, object] = _copied(optimizer.state_dict())
-    return copied
+    return {key: _copied(value) for key, value in optimizer.state_dict().items()}
 
 
 def _copied(value: object) -> Any:
@@ -145,19 +143,18 @@ def replaced(*attributes: Tuple[object, str, object]) -> Iterator[None]:
     Args:
         attributes: owner, name and value of each.
     """
+    # After torch.backends.disable_global_flags() flags of torch's may be set in a block alone.
+    may_set = torch.backends.__allow_nonbracketed_mutation
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
     try:
-        _assign(attributes)
+        with may_set():
+            for owner, name, value in attributes:
+                setattr(owner, name, value)
         yield
     finally:
-        _assign(before)
-
-
-def _assign(attributes: Sequence[Tuple[object, str, object]]) -> None:
-    # After torch.backends.disable_global_flags() flags of torch's may be set in a block alone.
-    with torch.backends.__allow_nonbracketed_mutation():
-        for owner, name, value in attributes:
-            setattr(owner, name, value)
+        with may_set():
+            for owner, name, value in before:
+                setattr(owner, name, value)
 
 
 @contextlib.contextmanager
