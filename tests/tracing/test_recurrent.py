@@ -236,7 +236,6 @@ def recorded_by(model):
     return [list(graph.graph.nodes) for graph in graphs]
 
 
-@recorded_here
 def test_a_recording_may_set_flags_that_torch_has_closed(monkeypatch):
     """As they are when torch.testing._internal.common_utils has been imported."""
     module = torch.backends.flags_frozen.__globals__
@@ -249,6 +248,7 @@ def test_a_recording_may_set_flags_that_torch_has_closed(monkeypatch):
     assert torch.backends.flags_frozen()
 
 
+@recorded_here
 @pytest.mark.few("lstm", "rnn_relu")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_recorded_does_not_grow_with_the_time_steps(kind):
