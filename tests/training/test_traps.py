@@ -556,6 +556,7 @@ def test_a_second_reader_of_a_loader_with_persistent_workers_is_refused():
         def on_train_batch_end(self, batch, logs=None):
             self.model.evaluate(self.again, verbose=0)
 
+    # Not in the class, which is garbage in a circle: torch's iterator would wait for its workers.
     look = Look()
     look.again = batches
     model = compiled(MLP().double())
