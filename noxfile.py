@@ -103,12 +103,9 @@ def oldest(requirements: list[str]) -> list[str]:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests on this Python with the pinned torch."""
+    """Run the tests on this Python with the pinned torch, those of Model on both engines."""
     session.install("-e", TESTED, *group("test", "torch"))
-    session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
-    if not session.posargs:
-        # Those of Model once more, on the stand-in for an IPU.
-        session.run("python", "-m", "pytest", "--engine=ipu-standin", *PARALLEL)
+    session.run("python", "-m", "pytest", *PARALLEL, *(session.posargs or ["--engine=all"]))
 
 
 @nox.session
@@ -122,10 +119,8 @@ def smoke(session: nox.Session) -> None:
 def exhaustive(session: nox.Session) -> None:
     """Run the tests with every point of their grids, and those that take long."""
     session.install("-e", TESTED, *group("test", "torch"))
-    session.run("python", "-m", "pytest", "--exhaustive", *PARALLEL, *session.posargs)
-    if not session.posargs:
-        standin = ("--exhaustive", "--engine=ipu-standin")
-        session.run("python", "-m", "pytest", *standin, *PARALLEL)
+    options = session.posargs or ["--engine=all"]
+    session.run("python", "-m", "pytest", "--exhaustive", *PARALLEL, *options)
 
 
 @nox.session

@@ -37,6 +37,8 @@ EXAMPLES, ALL_EXAMPLES = 200, 2000
 TESTS = pathlib.Path(__file__).parent
 BROWSER = TESTS / "browser"
 ENGINES = ("embedded", "ipu-standin")
+# Where a test, and what runs now, keep the name of their engine.
+ENGINE = pytest.StashKey()
 # Folders whose tests choose their engines themselves, or need none. Every other test runs on the
 # engine that --engine names, unless it is marked as both_engines.
 OWN_ENGINES = (
@@ -50,10 +52,10 @@ def pytest_addoption(parser):
     """Offer the other engine, and all points of the grids."""
     parser.addoption(
         "--engine",
-        choices=ENGINES,
+        choices=(*ENGINES, "all"),
         default=ENGINES[0],
         help="run the tests of Model alone, their models on this engine; by default all tests, "
-        f"and those on {ENGINES[0]}",
+        f"and those on {ENGINES[0]}; with all, those of Model once more on the others",
     )
     parser.addoption(
         "--exhaustive",
@@ -85,6 +87,7 @@ def pytest_collection():
     yield
     importlib.import_module("torch._dynamo")
     gc.freeze()
+    gc.set_threshold(10_000)  # many short lives: a recording is thousands of objects
     gc.enable()
 
 
@@ -92,7 +95,7 @@ def pytest_ignore_collect(collection_path, config):
     """Leave out what needs a browser, unless it is asked for, and what runs on no other engine."""
     if collection_path == BROWSER and not _wants_browser(config):
         return True
-    is_other = config.getoption("--engine") != ENGINES[0]
+    is_other = config.getoption("--engine") in ENGINES[1:]
     return True if is_other and _has_own_engine(collection_path) else None
 
 
@@ -111,29 +114,60 @@ def _wants_browser(config):
     return any("browser" in pathlib.Path(arg.split("::")[0]).parts for arg in config.args)
 
 
+@pytest.hookimpl(trylast=True)  # when fixtures have put the tests in order
 def pytest_collection_modifyitems(config, items):
-    """Leave out what the chosen points of the grids stand for, and what takes long."""
+    """Leave out what the chosen points of the grids stand for, and what takes long.
+
+    What runs on another engine as well stands behind the rest once more.
+    """
     for item in items:
         marker = item.get_closest_marker("embedded_only")
         if marker is not None and not (len(marker.args) == 1 and marker.args[0].strip()):
             raise pytest.UsageError(f"{item.nodeid}: embedded_only needs one reason")
-    name = config.getoption("--engine")
-    is_other = name != ENGINES[0]
-    if is_other:
-        done = [item for item in items if item.get_closest_marker("both_engines")]
-        config.hook.pytest_deselected(items=done)
-        items[:] = [item for item in items if not item.get_closest_marker("both_engines")]
-    if config.getoption("--exhaustive"):
-        return
-    is_partly = IS_OLDEST or is_other
+    wanted = config.getoption("--engine")
+    chosen = []
+    for name in ENGINES if wanted == "all" else (wanted,):
+        found = items if name == ENGINES[0] else list(filter(_is_of_model, items))
+        if not config.getoption("--exhaustive"):
+            found = _stand_for_all(found, name, config)
+        if wanted == "all" and name != ENGINES[0]:
+            found = [_once_more(item, name) for item in found]
+        for item in found:
+            item.stash[ENGINE] = name
+        chosen.extend(found)
+    left = set(items).difference(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = chosen
+
+
+def _is_of_model(item):
+    """Whether a test runs on every engine."""
+    marks = ("both_engines", "embedded_only")
+    return not _has_own_engine(item.path) and not any(map(item.get_closest_marker, marks))
+
+
+def _once_more(item, engine):
+    """The same test under another name."""
+    return type(item).from_parent(
+        item.parent,
+        name=f"{item.name}:{engine}",
+        callspec=getattr(item, "callspec", None),
+        fixtureinfo=item._fixtureinfo,
+        originalname=item.originalname,
+    )
+
+
+def _stand_for_all(items, engine, config):
+    """The tests, in their order, without those for which others stand on this engine."""
+    is_partly = IS_OLDEST or engine != ENGINES[0]
     points = collections.defaultdict(list)
     for item in items:
-        if not any(name in mark.args or not mark.args for mark in item.iter_markers("long")):
+        if not any(engine in mark.args or not mark.args for mark in item.iter_markers("long")):
             points[item.nodeid.partition("[")[0]].append(item)
     chosen = set()
     for test in points.values():
         few = test[0].get_closest_marker("few")
-        named = test[:1] if few is None else _named(few.args, test, config)
+        named = test[:1] if few is None else _named(few.args, test, engine, config)
         if is_partly or few is not None:
             chosen.update(named[:1] if is_partly else named)
         elif (grid := test[0].get_closest_marker("grid")) is not None:
@@ -141,14 +175,13 @@ def pytest_collection_modifyitems(config, items):
             chosen.update(test[place] for place in places)
         else:
             chosen.update(test)
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = [item for item in items if item in chosen]
+    return [item for item in items if item in chosen]
 
 
-def _named(ids, test, config):
-    """The points of a test with these ids; without any, the first."""
+def _named(ids, test, engine, config):
+    """The points of a test with these ids; without any, or none on this engine, the first."""
     points = {item.nodeid.partition("[")[2][:-1]: item for item in test}
-    unknown = set(ids) - set(points)
+    unknown = set(ids) - set(points) if engine == ENGINES[0] else None
     if unknown and not any("::" in arg for arg in config.args):
         name = test[0].nodeid.partition("[")[0]
         raise pytest.UsageError(f"{name}: few names {sorted(unknown)}, of points {list(points)}")
@@ -159,27 +192,44 @@ def _parameters(point):
     return point.callspec.params if hasattr(point, "callspec") else {}
 
 
-@pytest.fixture(autouse=True)
-def engine(request, monkeypatch):
-    """The engine that runs the model, in float64 also on the stand-in for an IPU.
-
-    A test marked ``embedded_only(reason)`` is about what an IPU can't do, or does otherwise.
-    """
-    name = request.config.getoption("--engine")
-    if _has_own_engine(request.path):
-        yield name
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    """Say on which engine models run, also to the fixtures of a module; in float64 on each."""
+    engine = item.stash[ENGINE]
+    os.environ.pop("IPUFIT_ENGINE", None)
+    if not _has_own_engine(item.path):
+        os.environ["IPUFIT_ENGINE"] = engine
+    if engine == ENGINES[0]:
+        yield
         return
-    monkeypatch.setenv("IPUFIT_ENGINE", name)
-    if name == "embedded":
-        yield name
-        return
-    marker = request.node.get_closest_marker("embedded_only")
-    if marker is not None:
-        pytest.skip(f"embedded only: {marker.args[0]}")
     from ipufit.poptorch._precision import keep_float64
 
     with keep_float64():
-        yield name
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """What the fixtures of a module have made on one engine is not for another."""
+    session, engine = item.session, item.stash[ENGINE]
+    if session.stash.get(ENGINE, engine) != engine:
+        session._setupstate.teardown_exact(None)
+    session.stash[ENGINE] = engine
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item):
+    """Name a test that runs once more by its engine; pytest makes its id without that."""
+    report = (yield).get_result()
+    suffix = f":{item.stash[ENGINE]}"
+    if item.name.endswith(suffix) and not report.nodeid.endswith(suffix):
+        report.nodeid += suffix
+
+
+@pytest.fixture
+def engine(request):
+    """The engine that runs the model."""
+    return request.node.stash[ENGINE]
 
 
 @pytest.fixture(autouse=True)

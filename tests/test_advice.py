@@ -329,6 +329,7 @@ ADVICE = {
 }
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("name", ADVICE)
 def test_what_an_error_advises_works(name):
     """Advice that does not work is worse than none."""
@@ -422,6 +423,7 @@ def test_an_argument_that_was_grouped_says_where_it_is(method, name):
     evaluated(value)
 
 
+@pytest.mark.long("ipu-standin")
 def test_all_arguments_that_were_grouped_are_told_at_once():
     """Each of them, and in a call of another method too."""
     for method in REGROUPED:
@@ -514,6 +516,7 @@ def test_all_methods_tell_what_was_meant(call, text):
     assert "batch_size" in inspect.signature(ipufit.Model.fit).parameters
 
 
+@pytest.mark.long("ipu-standin")
 def test_batch_size_and_epochs_may_be_given_by_position():
     """In the order of Keras."""
     by_name = compiled().fit(X, Y, batch_size=4, epochs=2, **QUIET)
@@ -545,6 +548,7 @@ def test_all_faults_of_a_call_are_told_whatever_is_wrong_with_the_data():
         assert len(str(caught.value).split("\n")) == 5
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_suggestion_of_fit_is_one_of_its_arguments():
     """``fit(**error.suggestion)`` is how a program follows the advice."""
     model = compiled(momentum)

@@ -141,6 +141,7 @@ def test_a_search_that_diverges_leaves_no_trace():
     assert found.smoothed[-1] > 4 * min(found.smoothed)
 
 
+@pytest.mark.long
 def test_a_search_whose_loss_becomes_infinite_ends_there():
     """Overflow within an update comes before the smoothed loss has grown."""
     model = compiled(loss=lambda p, t: torch.exp((p - t).pow(2).mean()), optimizer="sgd")
@@ -193,6 +194,7 @@ def test_an_interrupted_search_leaves_no_trace(searches):
     assert dataset.read > 30
 
 
+@pytest.mark.long("ipu-standin")
 def test_generators_of_a_loader_are_kept_too():
     """They are the user's, and set the order of the samples of the next fit."""
     orders = []
@@ -210,6 +212,7 @@ def test_generators_of_a_loader_are_kept_too():
         assert torch.equal(left, right)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -248,6 +251,7 @@ def test_the_losses_are_those_of_a_loop_with_these_rates(replicas, accumulation)
         assert found.smoothed[i] == pytest.approx(average / (1 - 0.9 ** (i + 1)), rel=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rates", "expected"),
     [((0.1, 0.01), (1.0, 0.1)), ((0.0, 0.5), (0.0, 1.0)), ((0.0, 0.0), (1.0, 1.0))],
@@ -343,6 +347,7 @@ def test_an_optimizer_whose_rate_cannot_change_is_refused_by_name():
         model.find_lr(loader(), updates=4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["find_lr", "find_batch_size"])
 def test_a_search_needs_an_optimizer_and_its_own_time(name):
     """Inside fit, another program has the weights."""
@@ -401,6 +406,7 @@ def test_the_largest_batch_that_fits_is_found(most, batch_size, accumulation, si
     assert all(rate > 0 for _, rate in found.tried if rate is not None)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize(
     "error",

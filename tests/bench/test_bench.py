@@ -105,6 +105,7 @@ def test_curves_go_from_point_to_point_and_line_to_line():
     assert told == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("name", CURVES)
 def test_every_curve_can_be_measured(name, monkeypatch):

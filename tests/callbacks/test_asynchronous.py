@@ -1,6 +1,5 @@
 """Asynchronous: the same ledger as without it, whatever the delays and errors."""
 
-import functools
 import random
 import threading
 import time
@@ -22,6 +21,7 @@ from ipufit.callbacks import (
 )
 from ipufit.callbacks.callback import EVENTS
 from ipufit.errors import NonFiniteLossError
+from tests.caching import once_per_engine
 from tests.faulty import Told, batches, compiled, fit
 from tests.told import refused
 
@@ -77,7 +77,7 @@ def run(callback, **options):
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@once_per_engine
 def synchronous(di):
     """The ledger to compare with."""
     plain = Ledger()
@@ -99,6 +99,7 @@ def test_the_ledger_is_that_of_the_synchronous_callback(seed, max_pending, di):
     assert plain.threads == {threading.current_thread().name}
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("place", [0, 1, 2, 5, 14, 15, 18, 22, 23, 24, 60, 70])
 @pytest.mark.parametrize("max_pending", [1, 64])
@@ -120,8 +121,8 @@ def test_an_error_of_the_callback_ends_training_with_the_same_ledger(place, max_
     assert "run" in frames
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("update", [0, 3, 6, 10])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
 def test_nothing_is_lost_when_training_is_interrupted(update, error):
@@ -143,8 +144,8 @@ def test_nothing_is_lost_when_training_is_interrupted(update, error):
     assert late.entries[-1][0] == "on_train_end"
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("bad", [0, 2, 6])
 def test_nothing_is_lost_when_the_loss_is_no_number(bad):
     """The updates before it are reported."""
@@ -172,6 +173,7 @@ def test_two_errors_are_both_seen():
     assert type(found.__context__) is KeyboardInterrupt
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("seed", range(4))
 def test_stop_training_takes_effect_with_a_later_execution(seed):
@@ -195,6 +197,7 @@ def test_stop_training_takes_effect_with_a_later_execution(seed):
     assert late.entries[:first] == plain.entries[:first]
 
 
+@pytest.mark.long("ipu-standin")
 def test_hooks_run_while_the_next_execution_is_in_flight():
     """In one thread this would wait for ever."""
     begun = threading.Event()
@@ -214,8 +217,8 @@ def test_hooks_run_while_the_next_execution_is_in_flight():
     assert waited == [True]
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("max_pending", [1, 2, 5])
 def test_training_waits_for_a_callback_that_is_too_slow(max_pending):
     """An unbounded queue would hold a copy of the logs for every execution of the epoch."""
@@ -294,6 +297,7 @@ def test_an_error_in_the_last_batch_is_raised_and_forgotten(method):
     assert wrapped._thread is None
 
 
+@pytest.mark.long("ipu-standin")
 def test_what_the_callback_asks_for_is_passed_on():
     """The loop sees the wrapper only."""
     inner = ModelCheckpoint("{val_loss}.safetensors")

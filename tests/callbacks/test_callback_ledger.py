@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit import callbacks
 from ipufit.callbacks import Callback
+from tests.caching import once_per_engine
 from tests.faulty import assert_same_bits, flat
 
 HOOKS = [name for name in vars(Callback) if name.startswith(("on_", "set_")) or name == "close"]
@@ -94,7 +95,7 @@ def first_weights():
     return nn.Linear(3, 1).double().state_dict()
 
 
-@functools.lru_cache(maxsize=None)
+@once_per_engine
 def recorded_once():
     """One model for all fits: most of the time would go into recording its programs."""
     model = Model(nn.Linear(3, 1).double())
@@ -230,6 +231,7 @@ def test_what_a_callback_does_is_the_same_for_every_device_iterations(make, name
         assert_same_bits(weights, results[0][2])
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_error_beside_a_callback_leaves_the_state_and_surfaces(make, name):
     """Each ends what it has begun, and the weights are those of the updates that were made."""

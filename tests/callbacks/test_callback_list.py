@@ -38,6 +38,7 @@ class Seen(Callback):
         self.logs.append(("end", dict(logs)))
 
 
+@pytest.mark.long("ipu-standin")
 def test_what_a_callback_adds_is_in_history_and_in_later_callbacks():
     """As in Keras, where a learning rate gets into History that way."""
     before, after = Seen(), Seen()
@@ -49,6 +50,7 @@ def test_what_a_callback_adds_is_in_history_and_in_later_callbacks():
     assert after.logs[-1] == ("end", after.logs[-2][1])
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_history_of_the_user_is_the_one_that_is_filled():
     """It stands where the user has put it, and begins anew with a second fit."""
     own = History()
@@ -62,6 +64,7 @@ def test_a_history_of_the_user_is_the_one_that_is_filled():
     assert ipufit.History is History
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_history_can_be_stored():
     """The result of a training outlives the model."""
     history = fit(compiled(), batches(2))
@@ -128,6 +131,7 @@ class Waits(Callback):
 MISSING = "Waits needs the value 'val_loss' at the end of an epoch, but there is only loss. "
 
 
+@pytest.mark.long
 def test_a_value_that_nobody_gives_is_missed_before_training():
     """An hour later would be too late."""
     told = Told()
@@ -172,6 +176,7 @@ def failing(hook, error=LookupError):
     return Told(**{hook: fail})
 
 
+@pytest.mark.long("ipu-standin")
 def test_every_callback_gets_its_turn_at_the_end():
     """A file must be closed even if another callback fails to close its own."""
     first, bad, last = Told(), failing("on_train_end"), Told()
@@ -180,6 +185,7 @@ def test_every_callback_gets_its_turn_at_the_end():
     assert first.hooks[-1] == last.hooks[-1] == "on_train_end"
 
 
+@pytest.mark.long("ipu-standin")
 def test_two_errors_at_the_end_are_both_seen():
     """The second one is chained to the first."""
     with pytest.raises(KeyError) as caught:
@@ -190,6 +196,7 @@ def test_two_errors_at_the_end_are_both_seen():
     assert isinstance(caught.value.__context__, LookupError)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_training_ends_for_those_for_whom_it_began():
     """A callback whose on_train_begin has not run has nothing to end."""
     first, bad, last = Told(), failing("on_train_begin"), Told()
@@ -219,6 +226,7 @@ def test_close_comes_last_wherever_callbacks_are_used():
     assert hooks == ["on_train_end", "on_test_end", "on_predict_end", "on_predict_end"]
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_epoch_whose_end_failed_is_in_history():
     """It has been trained; its values are not to be lost."""
     model = compiled()
@@ -291,6 +299,7 @@ def test_a_callback_may_end_training_at_a_loss_that_is_no_number(di):
     assert_same_bits(state(model), state(twin))
 
 
+@pytest.mark.long("ipu-standin")
 def test_without_such_a_callback_the_error_is_raised():
     """Answering False is no consent."""
     with pytest.raises(NonFiniteLossError) as caught:
@@ -332,6 +341,7 @@ class Seldom(Callback):
             logs["val_bleu"] = -float(epoch)
 
 
+@pytest.mark.long
 def test_a_value_that_a_callback_promises_may_come_later():
     """Epochs without it are none to EarlyStopping, also before the first one that has it."""
     stop = ipufit.callbacks.EarlyStopping("val_bleu", patience=1, mode="max")

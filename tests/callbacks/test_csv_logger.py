@@ -31,6 +31,7 @@ def test_the_table_is_the_history(tmp_path):
     assert os.listdir(path.parent) == ["log.csv"]
 
 
+@pytest.mark.long("ipu-standin")
 def test_every_row_is_there_at_once(tmp_path):
     """Whoever looks during training, or after a crash, sees all finished epochs."""
     path = tmp_path / "log.csv"
@@ -40,6 +41,7 @@ def test_every_row_is_there_at_once(tmp_path):
     assert seen == [0, 1, 2]
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_value_that_comes_late_gets_a_column(tmp_path):
     """Keras drops it."""
     path = tmp_path / "log.csv"
@@ -58,8 +60,8 @@ def test_a_learning_rate_is_in_the_table(tmp_path):
     assert [row[2] for row in table(path)] == ["learning_rate", "0.25"]
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("append", [False, True])
 def test_a_second_fit_replaces_or_goes_on(tmp_path, append):
     """With one header, also where it has other columns."""
@@ -76,6 +78,7 @@ def test_a_second_fit_replaces_or_goes_on(tmp_path, append):
         assert [row[2] == "NA" for row in rows[1:]] == [True, True, False]
 
 
+@pytest.mark.long("ipu-standin")
 def test_appending_to_an_empty_file_writes_the_header(tmp_path):
     """There is nothing to go on with."""
     path = tmp_path / "log.csv"
@@ -84,6 +87,7 @@ def test_appending_to_an_empty_file_writes_the_header(tmp_path):
     assert table(path)[0] == ["epoch", "loss"]
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_separator(tmp_path):
     """For programs that read a comma as a decimal point."""
     path = tmp_path / "log.csv"

@@ -22,6 +22,7 @@ def epochs_of(values, **options):
     return len(history.epoch), stop
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(
     ("values", "options", "epochs"),
@@ -47,6 +48,7 @@ def test_it_stops_when_keras_stops(values, options, epochs):
     assert epochs_of(values, **options)[0] == epochs
 
 
+@pytest.mark.long
 def test_it_tells_what_it_has_seen():
     """For whoever looks afterwards."""
     _, stop = epochs_of([3, 2, 4, 5, 0], patience=2)
@@ -78,8 +80,8 @@ class Keeps(Callback):
         self.states.append(flat(self.model.module.state_dict()))
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("values", "best"), [([3, 1, 2, 2, 2], 1), ([3, 2, 1, 4], 2), ([NAN, NAN], 0)]
 )
@@ -95,6 +97,7 @@ def test_the_best_weights_are_put_back(values, best, replicas):
     assert stop.best_epoch == best
 
 
+@pytest.mark.long("ipu-standin")
 def test_without_the_option_the_last_weights_stay():
     """The default of Keras."""
     keeps = Keeps()
@@ -104,6 +107,7 @@ def test_without_the_option_the_last_weights_stay():
     assert_same_bits(flat(model.module.state_dict()), keeps.states[1])
 
 
+@pytest.mark.long
 def test_the_best_weights_are_put_back_after_an_interrupt():
     """Ctrl-C is how many trainings end."""
     keeps = Keeps()
@@ -120,6 +124,7 @@ def test_the_best_weights_are_put_back_after_an_interrupt():
     assert_same_bits(flat(model.module.state_dict()), keeps.states[0])
 
 
+@pytest.mark.long("ipu-standin")
 def test_it_says_what_it_does(capsys):
     """With verbose=1, beside the bar; silently otherwise."""
     epochs_of([1, 2], verbose=1, restore_best_weights=True)
@@ -166,6 +171,7 @@ def test_an_unknown_direction_is_an_error_before_training():
     assert told.hooks == []
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_unknown_value_is_an_error_that_lists_what_is_there():
     """Keras warns, and trains to the last epoch."""
     refused(

@@ -85,6 +85,7 @@ def described(tracker):
     return [call[1] for call in tracker.calls if call[0] == "describe"]
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few("OfComet", "OfAccelerate")
 @pytest.mark.parametrize("kind", [OfLightning, OfMLflow, OfComet, OfAccelerate, OfWandb])
 def test_every_kind_of_tracker_gets_the_history(kind):
@@ -125,6 +126,7 @@ def test_every_kind_of_tracker_gets_the_history(kind):
     assert not {"verbose", "metrics", "directions", "adds", "updates_done"} & set(told)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_function_gets_the_values_and_the_step():
     """For whatever else there is."""
     calls = []
@@ -135,6 +137,7 @@ def test_a_function_gets_the_values_and_the_step():
     assert calls == [(expected, 3)]
 
 
+@pytest.mark.long("ipu-standin")
 def test_every_so_many_updates():
     """The means so far have names of their own: at the end of an epoch both share a step."""
     tracker, means = OfMLflow(), Means()
@@ -159,6 +162,7 @@ def test_every_so_many_updates():
     assert losses[1::2] == history["loss"]
 
 
+@pytest.mark.long("ipu-standin")
 def test_steps_go_on_over_several_fits_and_an_evaluation():
     """No step comes before an earlier one; what the run is made with is told once."""
     tracker = OfWandb()
@@ -219,6 +223,7 @@ def test_a_logger_of_lightning_writes_each_time_and_learns_the_end():
     assert ends == ["success", "success", "failed"]
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_trial_run_leaves_it_alone():
     """fast_dev_run, which says so."""
     tracker = OfMLflow()
@@ -232,6 +237,7 @@ def test_a_trial_run_leaves_it_alone():
     assert history.params["left_out_callbacks"] == ["ExperimentLogger"]
 
 
+@pytest.mark.long
 def test_what_a_tracker_raises_ends_training_before_it_begins():
     """Where it refuses the run."""
 

@@ -352,6 +352,7 @@ def test_a_notebook_shows_a_plot_once(monkeypatch, tmp_path):
     assert not hasattr(curves(7).plot(), "_ipython_display_")
 
 
+@pytest.mark.long("ipu-standin")
 @needs_matplotlib
 def test_the_best_epoch_is_marked_by_the_validation():
     figure = curves(10).plot()
@@ -417,6 +418,7 @@ def test_metrics_chooses_panels_in_order():
     )
 
 
+@pytest.mark.long("ipu-standin")
 @needs_matplotlib
 @pytest.mark.parametrize(
     ("count", "columns", "shape"),

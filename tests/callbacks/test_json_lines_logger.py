@@ -20,6 +20,7 @@ def lines(path):
     return [json.loads(line, parse_constant=no_constant) for line in text]
 
 
+@pytest.mark.long("ipu-standin")
 def test_epochs_are_the_history(tmp_path):
     """With their place in training."""
     path = tmp_path / "deep" / "log.jsonl"
@@ -42,6 +43,7 @@ def test_epochs_are_the_history(tmp_path):
     ]
 
 
+@pytest.mark.long("ipu-standin")
 def test_every_so_many_updates(tmp_path):
     """Counted over epochs, with the means so far."""
     path = tmp_path / "log.jsonl"
@@ -67,6 +69,7 @@ def test_every_so_many_updates(tmp_path):
             assert {k: line[k] for k in ("loss", "updates", "samples")} == seen[line["update"]]
 
 
+@pytest.mark.long("ipu-standin")
 def test_values_that_json_lacks_are_texts_that_float_reads(tmp_path):
     """Python's own NaN in JSON is what other programs stop at."""
     path = tmp_path / "log.jsonl"
@@ -91,6 +94,7 @@ def test_a_second_fit_replaces_or_goes_on(tmp_path, append):
     assert len(lines(path)) == (2 if append else 1)
 
 
+@pytest.mark.long
 def test_lines_are_there_at_once_and_the_file_is_closed(tmp_path):
     """Also after an error."""
     path = tmp_path / "log.jsonl"

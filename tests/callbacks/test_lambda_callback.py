@@ -13,6 +13,7 @@ from tests.told import refused
 HOOKS = [event.hook for event in EVENTS.values() if "logs" in event.arguments]
 
 
+@pytest.mark.long("ipu-standin")
 def test_every_hook_can_be_given_and_is_called_as_in_a_class():
     """With the same arguments, in the same order."""
     calls = []
@@ -38,6 +39,7 @@ def test_the_first_six_are_in_keras_order():
     ]
 
 
+@pytest.mark.long
 def test_arguments_and_answers_reach_the_loop():
     """Logs can be added to, and a loss that is no number can be taken."""
 

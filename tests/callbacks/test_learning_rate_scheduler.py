@@ -16,6 +16,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.5)
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_schedule_sets_the_rate_of_the_epoch():
     """It is asked before the epoch, with the rate that it has made itself."""
     asked = []
@@ -32,8 +33,8 @@ def test_the_schedule_sets_the_rate_of_the_epoch():
     assert model.optimizer.param_groups[0]["lr"] == 0.0625
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("di", [1, 3])
 def test_training_is_that_with_rates_set_by_hand(di):
     """A rate that is only logged would be worse than none."""
@@ -51,6 +52,7 @@ def test_training_is_that_with_rates_set_by_hand(di):
         assert torch.equal(p, q)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(
     "schedule",
@@ -101,6 +103,7 @@ def test_what_is_no_rate_is_refused(value):
     assert model.history.epoch == []
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_error_inside_the_schedule_is_its_own():
     """Keras takes a TypeError for a sign that the function has one argument, and calls it again."""
 

@@ -30,6 +30,7 @@ def stored(path):
     return flat(safetensors.torch.load_file(path))
 
 
+@pytest.mark.long("ipu-standin")
 def test_weights_are_written_after_every_epoch(tmp_path):
     """Into folders that are made, under names with the epoch and its values."""
     after = After()
@@ -45,6 +46,7 @@ def test_weights_are_written_after_every_epoch(tmp_path):
         assert_same_bits(stored(path), after.states[3 * (index + 1)])
 
 
+@pytest.mark.long("ipu-standin")
 def test_one_name_is_written_again(tmp_path):
     """The last weights, then."""
     after = After()
@@ -83,6 +85,7 @@ def test_only_the_best_are_written(tmp_path, values, options, epochs):
     assert save.best == best(v for v in values if v is not None and v == v)
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_best_of_all_fits_counts(tmp_path):
     """As in Keras: a second fit goes on, and must not replace a better file."""
     path = tmp_path / "best.safetensors"
@@ -94,6 +97,7 @@ def test_the_best_of_all_fits_counts(tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize(("keep", "left"), [(None, 5), (2, 2), (1, 1), (9, 5)])
 def test_old_files_go(tmp_path, keep, left):
@@ -112,6 +116,7 @@ def test_old_files_go(tmp_path, keep, left):
     assert save.files == [str(tmp_path / name) for name in names]
 
 
+@pytest.mark.long("ipu-standin")
 def test_every_so_many_updates(tmp_path):
     """Counted over the epochs; the mean of the epoch so far is the value."""
     after = After()
@@ -128,6 +133,7 @@ def test_every_so_many_updates(tmp_path):
         assert_same_bits(stored(path), after.states[update])
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_best_of_the_means_so_far(tmp_path):
     """With a number as save_freq, the value is one of training."""
     path = tmp_path / "{batch}.safetensors"
@@ -143,6 +149,7 @@ def test_the_best_of_the_means_so_far(tmp_path):
     assert [int(os.path.basename(f).split(".")[0]) for f in save.files] == best
 
 
+@pytest.mark.long("ipu-standin")
 def test_it_says_what_it_does(tmp_path, capsys):
     """With verbose=1."""
     saved_epochs(tmp_path, [2.0, 3.0], verbose=1)

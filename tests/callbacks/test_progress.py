@@ -53,6 +53,7 @@ def test_the_bar_counts_updates_whatever_the_execution(di, capsys):
         assert re.search(r"loss=\d\.\d+, accuracy=\d\.\d+, samples/s=\d+", bar)
 
 
+@pytest.mark.long("ipu-standin")
 def test_recording_is_reported_apart(capsys):
     """A first epoch that seems slow is the recording; the rate must not hide or contain it."""
     model, loader = model_and_loader()
@@ -61,6 +62,7 @@ def test_recording_is_reported_apart(capsys):
     assert model.history.params["capture_seconds"] == model.capture_seconds > 0
 
 
+@pytest.mark.long("ipu-standin")
 def test_one_line_an_epoch(capsys):
     """In a pipe or a log file a bar is noise."""
     model, loader = model_and_loader()
@@ -276,6 +278,7 @@ def test_silence(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_progress_bar_of_the_user_is_the_only_one(capsys):
     """As in Keras; two bars would write over each other."""
     model, loader = model_and_loader()
@@ -312,6 +315,7 @@ def test_bars_of_evaluate_and_predict(capsys):
     assert "| 6/6 [" in bars["predict"]
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_bar_is_closed_after_an_error(capsys):
     """An exception must not leave a bar that later output is written into."""
 

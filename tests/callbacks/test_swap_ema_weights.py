@@ -46,6 +46,7 @@ HOOKS = [
 ]
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(
     ("option", "where"),
@@ -91,6 +92,7 @@ def test_it_serves_evaluate_and_predict():
     assert model.swaps == 4
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("hook", ["on_test_batch_end", "on_epoch_end", "on_test_end"])
 @pytest.mark.parametrize("option", [True, False])

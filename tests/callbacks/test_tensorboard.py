@@ -57,6 +57,7 @@ def test_epochs(tmp_path):
     }
 
 
+@pytest.mark.long
 def test_executions_and_updates(tmp_path):
     """A batch is an execution; a number counts updates over the epochs."""
     pytest.importorskip("tensorboard")
@@ -74,6 +75,7 @@ def test_executions_and_updates(tmp_path):
     assert values["batch_loss"] == every[1::2]
 
 
+@pytest.mark.long
 def test_histograms_of_the_weights(tmp_path):
     """Every so many epochs."""
     pytest.importorskip("tensorboard")
@@ -83,6 +85,7 @@ def test_histograms_of_the_weights(tmp_path):
     assert set(histograms) == {f"{n}/histogram" for n, _ in model.module.named_parameters()}
 
 
+@pytest.mark.long
 def test_evaluate_alone(tmp_path):
     """At the updates that it has seen."""
     pytest.importorskip("tensorboard")

@@ -49,6 +49,7 @@ def test_training_ends_in_order_before_the_bad_update(capsys, di, value, shown):
     assert_same_bits(state(model), state(twin))
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_finite_training_is_left_alone(capsys):
     """No message, no end."""
     assert fit(compiled(), epochs=3, callbacks=[TerminateOnNaN()]).epoch == [0, 1, 2]

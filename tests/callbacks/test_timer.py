@@ -32,6 +32,7 @@ class Takes(Callback):
         setattr(self, hook, last)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize(("di", "updates"), [(1, 3), (2, 4), (5, 5)])
 def test_training_ends_with_the_execution_in_which_the_time_runs_out(
@@ -57,6 +58,7 @@ def test_training_ends_with_the_execution_in_which_the_time_runs_out(
     assert capsys.readouterr().err == f"Timer ends training after {updates}.0 s\n"
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_end_of_an_epoch_is_a_boundary_too(monkeypatch, capsys):
     """Validation takes time of its own."""
     clock = Clock(monkeypatch)
@@ -91,6 +93,7 @@ def test_stages_are_measured_apart(monkeypatch):
     assert timer.time_elapsed() == 23
 
 
+@pytest.mark.long("ipu-standin")
 def test_it_can_be_read_while_it_runs(monkeypatch):
     """And an error stops the clock."""
     clock = Clock(monkeypatch)

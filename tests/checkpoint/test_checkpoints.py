@@ -342,6 +342,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
     assert names(tmp_path / "run") == []
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_handler_of_the_users_own_stays(tmp_path):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
@@ -357,6 +358,7 @@ def test_a_handler_of_the_users_own_stays(tmp_path):
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.long("ipu-standin")
 def test_other_threads_need_no_signals(tmp_path):
     found = []
     thread = threading.Thread(target=lambda: found.append(fit(tmp_path / "run")))
@@ -365,6 +367,7 @@ def test_other_threads_need_no_signals(tmp_path):
     assert_same(found[0], PLAIN.whole())
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_trial_run_writes_none(tmp_path):
     model = fit(tmp_path / "run", loading=ipufit.Loading(fast_dev_run=True))
     assert not (tmp_path / "run").exists()
@@ -466,6 +469,7 @@ def test_another_run_is_refused_with_all_that_differs(tmp_path):
     )
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("options", "text"),
     [

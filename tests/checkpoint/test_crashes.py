@@ -163,6 +163,7 @@ def test_any_failing_operation_leaves_a_whole_checkpoint(tmp_path, half):
         assert_sound(folder)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("half", [False, True])
 def test_a_disk_that_stays_full_leaves_a_whole_checkpoint(tmp_path, half):
@@ -188,6 +189,7 @@ def test_a_crash_at_any_operation_leaves_a_whole_checkpoint(tmp_path, half):
     assert found == {name_of(2), name_of(3)}
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("half", [False, True])
 def test_an_interrupt_at_any_operation_leaves_a_whole_checkpoint(tmp_path, half):

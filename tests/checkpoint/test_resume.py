@@ -1,7 +1,6 @@
 """A run that was interrupted and goes on ends with the bits of one that was not."""
 
 import dataclasses
-import functools
 import gc
 import random
 
@@ -19,6 +18,7 @@ from ipufit.callbacks import (
     ReduceLROnPlateau,
     SwapEMAWeights,
 )
+from tests.caching import once_per_engine
 from tests.engines import embedded_only, keeps_averages, runs_eagerly, scales_itself
 from tests.fitting import skipping_refusals
 from tests.nets import CNN, MLP, Running, data
@@ -369,7 +369,7 @@ def interrupted(case, share, tmp_path):
     assert model.history.params["resumed"]["update"] > 0
 
 
-@functools.lru_cache(maxsize=None)
+@once_per_engine
 def counted(case):
     """What a run comes to that nothing has interrupted, and in how many executions."""
     whole = Counted()

@@ -183,6 +183,7 @@ def lines_refused(folder, name, change, line):
     return lines, names
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(("name", "change", "line"), ALL)
 def test_each_change_is_refused_with_its_name(name, change, line, begun, engine):
     """Eagerly where that can be, as nothing is trained."""
@@ -218,6 +219,7 @@ def test_each_change_is_refused_and_allowed_by_its_name(name, change, line, begu
     assert run(tmp_path / "run", 4, made(change)).history.params["resume_changes"] == noted
 
 
+@pytest.mark.long
 def test_all_that_differs_is_in_one_error(tmp_path):
     run(tmp_path / "run", 1)
     change = {
@@ -411,6 +413,7 @@ def test_a_device_that_fails_goes_on_with_the_changes(tmp_path):
         assert torch.equal(model.module.state_dict()[key], value), key
 
 
+@pytest.mark.long
 def test_frozen_layers_and_loaders(tmp_path):
     def loader(**options):
         return {"x": DataLoader(TensorDataset(X, Y), batch_size=4, **options), "y": None}
@@ -479,6 +482,7 @@ def test_names_that_nothing_has():
     )
 
 
+@pytest.mark.long
 def test_the_checkpoint_says_how_the_run_was_configured(tmp_path):
     run(tmp_path / "run", 1)
     text = (tmp_path / "run" / "update-000000005-epoch" / "state.json").read_text()

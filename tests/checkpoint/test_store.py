@@ -174,6 +174,7 @@ def test_a_document_that_could_not_be_read_back_is_refused(store, document, reas
     assert sorted(os.listdir(store.folder)) == [ONE, TWO]
 
 
+@pytest.mark.long
 def test_a_document_without_an_end_is_refused(store):
     """Python's own error would name neither the document nor the cure."""
     loop, deep = [], []

@@ -201,6 +201,7 @@ def sdk(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_version_of_the_stand_in_is_told_where_it_is_offered_and_nowhere_else(clean):
     with pytest.raises(metadata.PackageNotFoundError):
         metadata.version("poptorch")
@@ -211,6 +212,7 @@ def test_the_version_of_the_stand_in_is_told_where_it_is_offered_and_nowhere_els
     assert versions() == [module.__version__, module.__version__]
 
 
+@pytest.mark.long
 def test_the_version_is_that_of_what_is_imported(sdk, clean):
     sys.path.insert(0, str(sdk))
     offer_poptorch("auto", tell=len)
@@ -219,6 +221,7 @@ def test_the_version_is_that_of_what_is_imported(sdk, clean):
     assert versions() == ["3.4.0", "3.4.0"]
 
 
+@pytest.mark.long
 def test_the_version_is_the_stand_in_s_where_it_was_chosen_or_had_to_be(sdk, clean):
     sys.path.insert(0, str(sdk))
     offer_poptorch("standin", tell=len)

@@ -25,6 +25,7 @@ def sdk(monkeypatch):
     return lambda module: monkeypatch.setitem(sys.modules, "poptorch", module)
 
 
+@pytest.mark.long
 def test_the_table_says_what_ran_and_how_far_off_it_was(capsys, tmp_path):
     """Whoever gets the table has to know which versions and which device it speaks of."""
     path = tmp_path / "table.json"
@@ -80,6 +81,7 @@ def test_an_open_question_is_reported_and_not_judged(capsys):
     assert f"    {name}: losses of call 0: [" in out
 
 
+@pytest.mark.long
 def test_without_an_engine_all_that_is_here_is_examined(capsys, sdk):
     """On a machine without the SDK its absence is said, not an error."""
     sdk(None)

@@ -122,6 +122,7 @@ def net(seed=0):
     return nn.Linear(6, 3)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few("False-keras", "True-partial by position", "True-method")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
@@ -143,6 +144,7 @@ def test_fit_trains_on_the_loss_that_was_written(form, run_eagerly):
         torch.testing.assert_close(mine, plain_loop, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("form", FORMS)
 def test_a_metric_gets_its_arguments_as_it_names_them(form):
@@ -297,6 +299,7 @@ class Contradicting(Sums):
         pass
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_object_is_updated_in_its_own_order():
     """Its names count as those of a function do."""
     model = ipufit.Model(net())
@@ -308,6 +311,7 @@ def test_an_object_is_updated_in_its_own_order():
         resolve_metrics([Contradicting()])
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_metric_of_scikit_learn_gets_targets_first():
     """R2 of swapped arguments is another number."""
     model = ipufit.Model(net())
@@ -365,6 +369,7 @@ class KerasMetric:
         self.total = 0.0
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean", "sum", None])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_loss_object_of_keras_is_what_it_is_there(reduction, weighted):

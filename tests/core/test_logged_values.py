@@ -146,6 +146,7 @@ class OwnLoss(nn.Module):
         return logits, logging_loss(logits, target)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
@@ -175,6 +176,7 @@ def test_a_loss_of_any_kind_can_log(net, loss, way):
     assert model.evaluate(validation, verbose=0)["squared"] == close(expected)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 def test_a_name_used_twice_in_one_forward_is_reduced_there_too(way):
@@ -195,6 +197,7 @@ def test_a_name_used_twice_in_one_forward_is_reduced_there_too(way):
     assert history["last"] == close([2 * total])
 
 
+@pytest.mark.long("ipu-standin")
 def test_predict_and_calls_outside_leave_values_aside():
     model, engine = compiled(Net().double(), frozen)
     loader = DataLoader(TensorDataset(X, Y), batch_size=4)
@@ -251,6 +254,7 @@ def test_what_forward_does_to_a_tensor_later_on_is_not_logged():
         assert history["after"] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 def test_no_gradient_flows_through_a_value(way):
@@ -275,6 +279,7 @@ def test_no_gradient_flows_through_a_value(way):
     assert bool((found[0].inner.weight == 1).all())
 
 
+@pytest.mark.long
 @pytest.mark.few
 @embedded_only("PopTorch traces no torch.utils.checkpoint, which it says itself")
 @pytest.mark.parametrize("way", WAYS)
@@ -323,6 +328,7 @@ class Sized(nn.Module):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("di", [1, 2, 100])
@@ -495,6 +501,7 @@ def test_one_name_has_one_reduction():
     assert str(caught.value) == text
 
 
+@pytest.mark.long
 def test_one_name_has_one_reduction_in_a_smaller_micro_batch_too():
     class Sized(nn.Module):
         def forward(self, x):
@@ -519,6 +526,7 @@ def test_one_name_has_one_reduction_in_a_smaller_micro_batch_too():
         assert str(caught.value) == text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "size",
     [4, pytest.param(3, marks=embedded_only("an IPU pads a tail, so that forward sees 4 rows"))],

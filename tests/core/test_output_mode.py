@@ -147,6 +147,7 @@ def test_sums_of_integers_do_not_overflow():
         assert {count.dtype for count in counts} == {torch.int64}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["all", "final", "sum"])
 def test_outputs_that_nobody_looks_at_do_not_come_back(kind):
     """Of large outputs the copy costs more than the training."""
@@ -171,8 +172,8 @@ def test_who_looks_changes_no_bit_of_training():
         assert_equal(model.module, plain.module)
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("kind", ["final", "sum", "every_n"])
 def test_evaluate_validation_and_predict_always_see_all(kind):
     net = MLP().double()
@@ -189,6 +190,7 @@ def test_evaluate_validation_and_predict_always_see_all(kind):
     assert model.predict(loader, verbose=0).shape == (16, 5)
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_epoch_without_outputs_has_metrics_of_nothing():
     """The one execution is a tail that ends before the second update."""
     model, _ = compiled(
@@ -264,6 +266,7 @@ def test_an_interval_that_does_not_fit_is_refused_before_any_work():
 # ---- the recording engine -----------------------------------------------------------------------
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(("kind", "every"), [*MODES, ("sum", None)])
 def test_the_recording_engine_gives_back_what_the_mode_chooses(kind, every):
     """A test written with it must not pass for an option that it does not know."""

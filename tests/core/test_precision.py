@@ -1,7 +1,6 @@
 """Mixed and half precision, with and without what the CPU of this torch can compute."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import ipufit
 from ipufit.core.precision import autocast_state, check_precision, refuse_missing_half
 from ipufit.core.train_config import Precision
 from ipufit.errors import ConfigurationError, IpufitError
+from tests.caching import once_per_engine
 from tests.engines import embedded_only
 from tests.fitting import WAYS, Plan, assert_close, assert_equal, compiled, fit
 from tests.nets import CNN, MLP, data
@@ -93,7 +93,7 @@ def in_turn(cases):
     ]
 
 
-@functools.lru_cache(maxsize=None)
+@once_per_engine
 def without_precision(way, plan):
     """A network, and a model of it in float32 that has trained, and its history."""
     net = MLP()
@@ -173,6 +173,7 @@ PURE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize(("precision", "dtype", "way"), in_turn(PURE))
 def test_a_module_of_one_dtype_gets_its_inputs_in_it(precision, dtype, way):

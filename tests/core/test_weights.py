@@ -67,6 +67,7 @@ def test_weights_come_back_bit_by_bit(tmp_path):
     assert [p.data_ptr() for p in other.module.parameters()] == before
 
 
+@pytest.mark.long("ipu-standin")
 def test_weights_are_saved_and_loaded_inside_fit(tmp_path):
     """There parameters are views into the program's memory."""
     path = tmp_path / "w.safetensors"

@@ -152,6 +152,7 @@ def test_dtypes_that_are_no_numbers_are_refused(array):
     )
 
 
+@pytest.mark.long("ipu-standin")
 def test_complex_targets_are_refused_where_a_loss_cannot_take_them():
     """Found out before the first update."""
     engine = Watched()

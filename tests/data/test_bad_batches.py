@@ -261,6 +261,7 @@ def generator():
     yield torch.zeros(4, 5), torch.zeros(4, 3)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("make", "where"),
     [

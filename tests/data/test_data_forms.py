@@ -1,6 +1,5 @@
 """Every form of data trains to the same bits of weights, and each option of it has an effect."""
 
-import functools
 import tracemalloc
 from collections import OrderedDict
 
@@ -20,6 +19,7 @@ import ipufit
 from ipufit.data.in_memory import EpochOrder
 from ipufit.testing import RecordingEngine
 from ipufit.utils.random_streams import stream_key
+from tests.caching import once_per_engine
 from tests.faulty import Batches, Samples, Stream, assert_same_bits, batches
 from tests.nets import MLP, data
 
@@ -37,7 +37,7 @@ def trained(*args, epochs=2, **options):
     return net.state_dict()
 
 
-@functools.lru_cache(maxsize=None)
+@once_per_engine
 def trained_on_a_loader():
     """What every form is held against."""
     return trained(DataLoader(PAIRS, batch_size=4))
@@ -228,6 +228,7 @@ def _part(target, i):
     return OrderedDict((name, value[i : i + 4]) for name, value in target.items())
 
 
+@pytest.mark.long
 def test_a_module_with_a_loss_of_its_own_takes_arrays():
     """All parts go to forward, with or without y."""
 
@@ -312,6 +313,7 @@ def test_the_size_of_a_split_is_keras_expression(samples, fraction):
     assert len(rows(held)) == samples - model.history.params["samples"]
 
 
+@pytest.mark.long("ipu-standin")
 def test_validation_data_takes_every_form_and_batch_size():
     """Tuples are (x, y) and (x, y, sample_weight) as in Keras; a list is a list of batches."""
     ten = torch.ones(10)
@@ -346,6 +348,7 @@ def test_explain_knows_the_arrays(capsys):
     assert "One epoch = 37 samples = 2 updates" in capsys.readouterr().out
 
 
+@pytest.mark.long("ipu-standin")
 def test_workers_of_a_stream_that_share_it_yield_every_sample_once():
     """Each worker has a part, and the parts are one epoch."""
     model, engine = recording()
@@ -383,6 +386,7 @@ def test_workers_of_a_stream_that_all_yield_everything_are_refused():
     )
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_number_in_a_batch_may_change():
     """Python scalars are data: a constant in the program would keep the first one."""
 
@@ -404,6 +408,7 @@ def test_a_number_in_a_batch_may_change():
     assert model.module.weight.item() == pytest.approx(weight, abs=1e-14)
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_form_of_the_readers_process_is_kept():
     """worker_init_fn and generator of a loader are used as they are."""
     seen = torch.zeros(2, dtype=torch.int64).share_memory_()

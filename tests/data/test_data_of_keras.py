@@ -87,6 +87,7 @@ def test_several_inputs_and_targets_in_lists_are_validated_on():
     assert model.history.history["val_loss"][-1] == pytest.approx(expected["loss"])
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("method", ["predict", "predict_iter"])
 @pytest.mark.parametrize("kind", [tuple, list])
@@ -277,8 +278,8 @@ def tensors(x, y):
     return torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(y)
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_other_dtypes_train_to_the_bits_of_the_right_ones(case, form):
@@ -320,8 +321,8 @@ def test_all_ways_to_train_and_to_look_take_them(eagerly):
         assert torch.equal(torch.cat(list(model.predict_iter(x))), plain.predict(X, verbose=0))
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("loss", "outputs"),
     [
@@ -342,8 +343,8 @@ def test_float64_targets_come_in_float32(loss, outputs):
         assert_equal(trained(X, target, loss, outputs=outputs), plain)
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
 @pytest.mark.parametrize("loss", ["mse", "bce_with_logits", nn.BCEWithLogitsLoss()], ids=repr)
 def test_whole_targets_of_a_loss_over_values_become_floating_point(dtype, loss):
@@ -408,6 +409,7 @@ class Scaled(nn.Module):
         return self.head(x.float() / 255 if x.dtype == torch.uint8 else x)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(
     ("module", "x"),
@@ -428,6 +430,7 @@ def test_whole_numbers_that_forward_takes_stay(module, x):
         assert torch.allclose(outputs, model.module(torch.from_numpy(x)), atol=1e-6)
 
 
+@pytest.mark.long
 @embedded_only("a device computes in float32 at most")
 def test_a_module_in_float64_keeps_float64():
     """And brings narrower inputs to it."""
@@ -438,6 +441,7 @@ def test_a_module_in_float64_keeps_float64():
     assert wide[1]["0.weight"].dtype == torch.float64
 
 
+@pytest.mark.long
 def test_precision_says_in_what_dtype_inputs_come():
     """Who asks for a dtype need not be told of it."""
     with only_warned():
@@ -445,6 +449,7 @@ def test_precision_says_in_what_dtype_inputs_come():
     assert_equal(found, trained(X, Y))
 
 
+@pytest.mark.long
 @embedded_only("PopTorch has no module of several dtypes")
 def test_a_module_of_several_dtypes_gets_its_data_as_it_is():
     """Nobody but forward knows which is meant."""
@@ -503,6 +508,7 @@ def test_a_loss_of_the_users_gets_class_indices_that_torch_takes():
         trained(X, Y.astype("int32"), shifted)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_fault_of_another_kind_is_told_as_it_was():
     """The second attempt is no reason to tell of what only it has seen."""
 

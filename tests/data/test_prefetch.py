@@ -121,6 +121,7 @@ def test_results_have_the_same_bits_with_and_without(work):
         assert len(dataset.threads) > 1
 
 
+@pytest.mark.long
 def test_inference_has_the_same_results_with_and_without():
     """evaluate and predict prepare ahead as well."""
     model = ipufit.Model(CNN().double())
@@ -137,6 +138,7 @@ def test_inference_has_the_same_results_with_and_without():
             assert torch.equal(*results)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_so_many_executions_are_prepared_and_no_more(depth):
@@ -159,6 +161,7 @@ def test_so_many_executions_are_prepared_and_no_more(depth):
     assert list(ahead) == list(range(1, 10))
 
 
+@pytest.mark.long
 def test_no_thread_is_used_where_it_would_wait_for_its_reader():
     """Data code that predicts with another model holds the lock of the random numbers."""
     threads = []
@@ -284,6 +287,7 @@ def test_the_default_leaves_code_of_the_user_in_its_thread(name, engine):
     assert history.params["prefetch"] == expected
 
 
+@pytest.mark.long
 def test_rows_in_memory_are_read_ahead_for_a_device():
     """Which computes while this process copies; the host itself has nothing to gain."""
     engine = EmbeddedEngine()
@@ -299,6 +303,7 @@ def connection():
         yield opened
 
 
+@pytest.mark.long
 def test_a_dataset_may_belong_to_the_main_thread(connection):
     """sqlite3 refuses every other thread."""
     connection.execute("create table t (x real)")
@@ -338,6 +343,7 @@ class Breaks(Samples):
 SAMPLES = [(x, y) for batch in batches(5) for x, y in zip(*batch)]
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("di", [1, 2])
 def test_an_error_surfaces_in_its_place_with_its_own_traceback(di):
@@ -366,6 +372,7 @@ def test_an_error_surfaces_in_its_place_with_its_own_traceback(di):
     assert_clean(model)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_what_is_no_exception_passes_untouched(error):
@@ -436,6 +443,7 @@ class StopAt(Callback):
             raise self.how
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("how", ["stop", MineError("mine"), KeyboardInterrupt()])
 def test_an_early_end_closes_what_was_being_read(how):
@@ -514,6 +522,7 @@ def test_buffers_that_the_user_still_has_are_not_read_late(reuses):
     assert_same_bits(state(model), state(twin))
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_thread_sees_torch_as_the_caller_does():
     """Grad mode and inference mode belong to a thread."""
     seen = []
@@ -635,6 +644,7 @@ def test_a_stream_starts_again_from_its_beginning():
     assert list(Batches([1])) == [1]
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_dataset_that_a_callback_lengthens_is_read_to_its_end(shuffle):

@@ -189,6 +189,7 @@ def test_a_shuffled_worker_is_followed_to_its_sample():
     assert "sample 13 of Breaks could not be read: ValueError: file 13 is broken" in texts[0]
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_error_in_a_later_pass_is_told_alike():
     """steps_per_epoch goes on over the end of the data."""
 

@@ -50,6 +50,7 @@ def loop_by_hand(module, epochs):
     return means
 
 
+@pytest.mark.long("ipu-standin")
 def test_it_trains_evaluates_and_predicts_like_a_loop_by_hand():
     """To the last bit: the same torch operators in the same order."""
     module = net()
@@ -95,6 +96,7 @@ class Logs(nn.Module):
         return y
 
 
+@pytest.mark.long("ipu-standin")
 def test_random_numbers_and_logged_values_are_those_of_the_embedded_engine():
     """The seam says what they depend on: seed, update and place."""
     eager, embedded = compiled(Logs()), ipufit.Model(Logs(), engine="embedded")

@@ -18,7 +18,11 @@ def test_the_engine_is_the_one_that_was_asked_for(engine, request):
     """Of a model that says nothing about it."""
     model = ipufit.Model(MLP())
     model.compile("sgd", "cross_entropy")
-    assert model._session.engine.name == engine == request.config.getoption("--engine")
+    assert model._session.engine.name == engine
+    assert request.config.getoption("--engine") in (engine, "all")
+    assert request.node.name.endswith(f":{engine}") == (
+        engine != "embedded" and request.config.getoption("--engine") == "all"
+    )
 
 
 def test_every_common_reason_says_something():

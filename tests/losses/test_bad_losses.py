@@ -115,6 +115,7 @@ def test_a_loss_with_other_parameters_is_refused_by_compile(loss, text):
     assert str(caught.value) == text
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(
     "loss",
@@ -152,6 +153,7 @@ def test_a_module_with_ctc_loss_of_its_own_trains_eagerly():
     assert fit(compiled(WithCtc(), loss=None, run_eagerly=True), [batch]).epoch == [0]
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize(
@@ -173,6 +175,7 @@ def test_a_target_that_torch_would_broadcast_is_refused(loss, run_eagerly):
     assert fit(model, [(x, y[:, :1].expand(4, 3))]).epoch == [0]
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_module_that_computes_no_loss_of_its_own_is_refused():
     """With ``loss=None`` there is nothing else to train on."""
 

@@ -97,6 +97,7 @@ def test_an_alias_is_the_loss_it_stands_for(alias, name):
     assert resolve_loss(alias).function == resolve_loss(name).function
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(("name", "prediction", "target", "function"), CASES)
 def test_named_losses_are_recorded_under_fake_tensors(name, prediction, target, function):

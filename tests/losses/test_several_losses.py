@@ -214,6 +214,7 @@ class Net(nn.Module):
         return {"a": self.a(x), "b": self.b(x).squeeze(1)}
 
 
+@pytest.mark.long
 def test_training_follows_the_weighted_sum_of_the_losses():
     """The parameters of all parts, against a loop by hand."""
     x = torch.randn(12, 4, generator=_GENERATOR, dtype=torch.float64)
@@ -280,6 +281,7 @@ def test_the_parts_add_up_to_the_loss_with_a_smaller_last_micro_batch(reduction,
         assert values == pytest.approx(expected, rel=1e-13)
 
 
+@pytest.mark.long("ipu-standin")
 def test_sample_weights_reach_the_recorded_losses():
     """The micro-batch carries them as inputs of the program, so other values give other numbers."""
     net = Net()

@@ -575,6 +575,7 @@ def test_options_that_do_not_go_together_are_refused(options, text):
 # ---- recorded -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("options", [
     {},

@@ -81,6 +81,7 @@ def test_one_hot_targets_are_classes_where_keras_takes_them_so():
     assert value("precision", SHARES, hot) != value("precision", SHARES, CLASSES)
 
 
+@pytest.mark.long("ipu-standin")
 def test_ignored_classes_are_left_out_as_in_cross_entropy():
     """A metric beside the loss must leave out the same."""
     target = CLASSES.clone()

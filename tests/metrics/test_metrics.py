@@ -222,6 +222,7 @@ def calls_of_an_execution(device_iterations, metrics):
     return sum(counted)
 
 
+@pytest.mark.long
 def test_accuracy_calls_little_for_each_micro_batch():
     """What is done once an execution is not counted; 10 calls are left, of 60 with the update."""
     short, long = (

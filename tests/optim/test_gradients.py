@@ -1,7 +1,6 @@
 """From gradients to weights: clipping, averaging, normalisation, accumulation, by hand."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import ipufit
 from ipufit.errors import ConfigurationError
+from tests.caching import once_per_engine
 from tests.fitting import PLANS, WAYS, Plan, assert_close, assert_equal, compiled, fit
 from tests.nets import CNN, MLP, data
 from tests.reference import train
@@ -102,7 +102,7 @@ def test_clipping_works_for_every_kind_of_optimizer(name, optimizer):
     assert_close(model.module, expected)
 
 
-@functools.lru_cache(maxsize=None)
+@once_per_engine
 def unclipped():
     """A network, and the same trained without a bound."""
     net = MLP().double()
@@ -111,6 +111,7 @@ def unclipped():
     return net, free.module
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("name", CLIPS)
 def test_a_bound_that_is_never_reached_changes_no_bit(name):
@@ -121,6 +122,7 @@ def test_a_bound_that_is_never_reached_changes_no_bit(name):
 
 
 # The other bounds look at one parameter at a time.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["global_norm", *(pytest.param(name, marks=pytest.mark.long) for name in ("norm", "value"))],
@@ -188,6 +190,7 @@ def test_averages_are_those_of_keras(every, plan, way):
     assert history["loss"] == pytest.approx([loss for loss, _ in report], abs=1e-11)
 
 
+@pytest.mark.long
 def test_averages_go_on_in_a_second_fit():
     """As in Keras, whose optimizer keeps them."""
     net = MLP().double()
@@ -202,6 +205,7 @@ def test_averages_go_on_in_a_second_fit():
     assert_close(model.module, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("momentum", "is_last"), [(0.0, True), (1.0, False)])
 def test_momentum_zero_is_the_last_weight_and_one_the_first(momentum, is_last):
     net, seen = MLP().double(), []
@@ -232,6 +236,7 @@ class Swapping(ipufit.callbacks.Callback):
             self.between.append(copy.deepcopy(self.model.module))
 
 
+@pytest.mark.long
 def test_swapping_shows_the_averages_and_leaves_training_alone():
     net, callback = MLP().double(), Swapping()
     plain, _ = compiled(net, sgd)

@@ -1,7 +1,6 @@
 """Loss scaling: updates whose gradient overflows are left out, in every way to run."""
 
 import copy
-import functools
 import itertools
 
 import pytest
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
+from tests.caching import once_per_engine
 from tests.engines import embedded_only, scales_itself, skips_updates
 from tests.faulty import assert_clean
 from tests.fitting import WAYS, Plan, assert_equal, compiled, fit
@@ -159,6 +159,7 @@ def test_an_update_that_overflows_is_left_out(optimizer, series, di, way):
     assert_clean(model)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @skips_updates
 @pytest.mark.parametrize("way", WAYS)
@@ -257,7 +258,7 @@ def test_a_scale_that_is_a_power_of_two_changes_no_bit():
         assert_equal(model.module, plain.module)
 
 
-@functools.lru_cache(maxsize=None)
+@once_per_engine
 def unscaled():
     """A network, and the same trained without a scale."""
     net = MLP().double()
@@ -266,6 +267,7 @@ def unscaled():
     return net, plain.module.state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scale", [1000.1, 1e-3, 1e100])

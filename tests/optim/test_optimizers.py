@@ -212,6 +212,7 @@ def test_frozen_and_unused_parameters_stay():
     assert net.spare.weight not in model.optimizer.state
 
 
+@pytest.mark.long("ipu-standin")
 def test_only_the_parameters_of_the_optimizer_are_trained():
     """Handing part of a module to the optimizer is how torch users train a head."""
     net = MLP().double()
@@ -391,6 +392,7 @@ def test_a_learning_rate_changed_by_a_callback_is_used():
     assert_equal(net, other)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("optimizer", "change"),
     [(SGD, ("momentum", 0.9)), pytest.param(Halved, ("lr", 0.2), marks=own_step)],
@@ -422,6 +424,7 @@ def test_differentiable_is_refused():
     )
 
 
+@pytest.mark.long
 def test_half_of_the_parameters_in_another_dtype():
     """Parameters of different dtypes are updated side by side."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 6).double(), Cast(), nn.Linear(6, 5))

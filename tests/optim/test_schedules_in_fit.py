@@ -67,6 +67,7 @@ def test_warm_up_gives_the_same_bits_for_every_device_iterations(eager):
         assert found[di][1] == found[1][1]
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(
     "make",
@@ -101,6 +102,7 @@ def test_a_torch_scheduler_trains_as_in_a_loop_written_by_hand(make, di):
     torch.testing.assert_close(weights(net), weights(other), rtol=0, atol=1e-12)
 
 
+@pytest.mark.long("ipu-standin")
 def test_any_number_of_the_optimizer_can_be_scheduled():
     net = MLP().double()
     other = copy.deepcopy(net)
@@ -121,6 +123,7 @@ def test_any_number_of_the_optimizer_can_be_scheduled():
     torch.testing.assert_close(weights(net), weights(other), rtol=0, atol=1e-12)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("di", [1, 4])
 @pytest.mark.parametrize(
@@ -175,6 +178,7 @@ def test_an_interval_of_epochs_moves_on_at_their_ends():
     assert history.history["learning_rate"] == [0.8, 0.4, 0.2]
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_plateau_is_looked_for_at_epoch_ends():
     """A learning rate that is far too high: the loss does not fall, so the rate does."""
     net = MLP().double()
@@ -185,6 +189,7 @@ def test_a_plateau_is_looked_for_at_epoch_ends():
     assert history.history["learning_rate"] == pytest.approx([0.5, 0.05, 0.005])
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_plateau_watches_the_value_it_is_told_to():
     """Accuracy does not grow elevenfold after the first epoch, so the rate falls after the next."""
     net = MLP().double()
@@ -196,6 +201,7 @@ def test_a_plateau_watches_the_value_it_is_told_to():
     assert history.history["learning_rate"] == pytest.approx([0.5, 0.5, 0.05])
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.1])
 @pytest.mark.parametrize("di", [1, 4])
@@ -208,6 +214,7 @@ def test_a_rate_that_no_update_can_use_is_found_before_the_first_update(bad, di)
     assert torch.equal(weights(net), before)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_schedule_that_ends_too_early_is_found_before_the_first_update():
     net = MLP().double()
     before = weights(net).clone()

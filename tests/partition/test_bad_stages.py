@@ -319,6 +319,7 @@ def test_a_module_that_begins_a_stage_must_run(engine, strategy):
     )
 
 
+@pytest.mark.long
 @ENGINES
 def test_tied_weights_on_two_stages_are_refused(engine):
     text = broken(
@@ -384,6 +385,7 @@ def test_a_table_split_over_ipus_can_not_come_twice(engine):
     )
 
 
+@pytest.mark.long
 @pytest.mark.few
 @ENGINES
 def test_tied_weights_on_one_stage_stay_tied(engine):
@@ -408,6 +410,7 @@ class Blocks(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.long
 @pytest.mark.few
 @ENGINES
 @pytest.mark.parametrize("ipus", [1, 4])
@@ -455,6 +458,7 @@ class Elsewhere(nn.Module):
         return self.mid(self.embed(x)) * self.scale
 
 
+@pytest.mark.long
 @pytest.mark.few
 @ENGINES
 def test_a_parameter_is_seen_wherever_it_is_read(engine):

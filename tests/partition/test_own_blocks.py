@@ -272,6 +272,7 @@ def test_tied_weights_on_one_ipu_are_fine(engine):
     assert model.module[0].weight is model.module[2].weight
 
 
+@pytest.mark.long
 @ENGINES
 def test_blocks_without_names_are_numbered(engine):
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -331,6 +332,7 @@ def test_the_ipus_of_a_replica_are_those_of_the_blocks(engine, make):
         compiled_alone(make(), engine).fit(X, Y, ipus=1, **work)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @ENGINES
 @pytest.mark.parametrize("make", [lambda: net(0, 1), InForward], ids=["annotated", "in forward"])

@@ -319,6 +319,7 @@ def test_less_memory_is_held(kind, names, less):
     assert after < less * before
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("names", [[], ["blocks.0", "blocks.2"]], ids=["plain", "again"])
 def test_the_peak_that_is_told_is_the_one_that_is_measured(names):
@@ -345,6 +346,7 @@ def test_explain_tells_what_it_brings():
     ]
 
 
+@pytest.mark.long
 def test_inference_is_left_as_it_is():
     """There is no backward pass for which to keep anything."""
     net, _, engine = fitted(made(CNN), ["conv"])

@@ -266,6 +266,7 @@ def test_poptorch_is_told_of_the_parts_of_each_mode():
     assert calls[:2] == [("ipufit body.0/0", 0), ("OutputChannels", 3)]
 
 
+@pytest.mark.long
 def test_explain_names_the_layers():
     model = ipufit.Model(language())
     model.compile("sgd", Flat(), memory=ipufit.Memory(serialize={"embed": 4, "head": [2]}))

@@ -237,6 +237,7 @@ def test_an_index_that_no_row_has_is_refused_as_by_torch(cut, index):
         inference.embed(torch.tensor([3, index]))
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 def test_fit_refuses_such_an_index_too(engine):

@@ -158,6 +158,7 @@ def test_any_name_of_a_shared_module_will_do(capsys):
     )
 
 
+@pytest.mark.long("ipu-standin")
 def test_one_stage_is_one_ipu(capsys):
     alone = ["Training: the whole module on one IPU.", "Inference: the whole module on one IPU."]
     assert (

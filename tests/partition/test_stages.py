@@ -367,6 +367,7 @@ def over_one():
     return {engine: over_two(Plain, engine) for engine in ENGINES}
 
 
+@pytest.mark.long
 @pytest.mark.few("sharded-True-ipu-standin")
 @pytest.mark.parametrize(
     ("strategy", "ends", "engine"),

@@ -297,6 +297,7 @@ def test_poptorch_gets_ascending_stages_on_ipus_that_return():
     assert {strategy._auto_stage for strategy in given} == {poptorch.AutoStage.AutoIncrement}
 
 
+@pytest.mark.long
 def test_blocks_of_the_module_that_return_are_numbered_upwards_too():
     recorder = Recorder()
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))

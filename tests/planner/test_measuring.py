@@ -189,6 +189,7 @@ def test_a_frozen_layer_has_no_gradient_to_compute():
     assert alone.saved_bytes() == sum(s.backward.clocks for s in alone.segments) == 0
 
 
+@pytest.mark.long
 def test_half_precision_takes_less_time_and_memory():
     """The clocks of a product go down fourfold, of what is moved twofold."""
     full, half = (
@@ -199,6 +200,7 @@ def test_half_precision_takes_less_time_and_memory():
     assert linear[0].forward.flops == linear[1].forward.flops
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["conv", "encoder layer"])
 def test_measuring_leaves_no_trace(kind):
     """Weights, buffers, modes, gradients, hooks and random numbers."""

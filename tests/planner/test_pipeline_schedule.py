@@ -31,6 +31,7 @@ def test_equal_stages_are_busy_as_the_closed_forms_say(stages, ga):
     assert total == 2 * (ga + 2 * (stages - 1)) - alone
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @given(stages=st.integers(1, 12), ga=st.integers(1, 40), time=st.floats(1e-6, 1e6))

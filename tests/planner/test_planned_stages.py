@@ -71,6 +71,7 @@ def test_a_list_that_is_a_batch_of_a_module_with_a_loss_of_its_own():
     assert model.plan([X, X, X[:, :3], Y]).planned.micro_batch_size == 24
 
 
+@pytest.mark.long
 def test_without_a_target_the_plan_says_that_the_loss_is_not_counted():
     model = compiled()
     assert "Without a target: the loss is not counted." in str(model.plan(X))
@@ -256,6 +257,7 @@ def test_a_plan_of_one_stage_divides_nothing():
     assert model.plan().stages == {"0": 0}
 
 
+@pytest.mark.long
 def test_inference_takes_a_plan_too():
     """Which says nothing of the strategy there."""
     model = compiled()

@@ -239,6 +239,7 @@ def test_the_batch_may_be_a_loader_or_that_of_the_last_fit():
     json.dumps(expected)
 
 
+@pytest.mark.long
 def test_planning_changes_no_number():
     """Training afterwards goes as if there had been no plan."""
     nets = []
@@ -346,6 +347,7 @@ def nested():
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(*block), nn.Linear(8, 4))
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("stages", [2, 4])
 def test_blocks_are_cut_where_that_is_much_better(stages):
@@ -357,6 +359,7 @@ def test_blocks_are_cut_where_that_is_much_better(stages):
     assert any(name.count(".") == 2 for name in found.stages)
 
 
+@pytest.mark.long
 def test_blocks_stay_whole_where_cutting_them_brings_little():
     """Eight alike blocks on four stages: two each."""
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)]
@@ -482,6 +485,7 @@ def test_auto_is_resolved_with_the_first_micro_batch(engine, capsys):
         assert torch.equal(a, b)
 
 
+@pytest.mark.long
 def test_the_least_accumulation_of_a_plan_reaches_the_wish():
     """And no smaller one does."""
     plan = compiled(nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))).plan(
@@ -560,6 +564,7 @@ class OwnLoss(nn.Module):
         return out, nn.functional.cross_entropy(out, labels)
 
 
+@pytest.mark.long
 def test_a_module_with_a_loss_of_its_own_is_planned_with_it():
     """The batch holds all that forward takes."""
     model = ipufit.Model(OwnLoss())

@@ -264,10 +264,10 @@ SCRIPT = """
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def program(tmp_path_factory):
-    """A program that ends in the middle of an epoch; it runs while the other tests do."""
-    script = tmp_path_factory.mktemp("program") / "script.py"
+@pytest.fixture
+def program(tmp_path):
+    """A program that ends in the middle of an epoch."""
+    script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     with subprocess.Popen(
         [sys.executable, str(script)],
@@ -279,6 +279,7 @@ def program(tmp_path_factory):
         running.kill()
 
 
+@pytest.mark.long
 def test_the_end_of_the_program_is_the_end_of_the_process(program):
     """Without a word, and with torch's own processes below it."""
     output, errors = program.communicate(timeout=120)
@@ -287,7 +288,6 @@ def test_the_end_of_the_program_is_the_end_of_the_process(program):
     assert shared_memory_of(int(output)) == []
 
 
-@pytest.mark.long
 def test_a_program_that_is_killed_leaves_no_process():
     reading, writing = os.pipe()
     program = os.fork()
@@ -355,6 +355,7 @@ def test_a_loader_that_drops_nothing_has_to_be_rebatched():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "text"),
     [

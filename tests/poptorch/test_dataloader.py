@@ -93,6 +93,7 @@ def test_shuffling_follows_torchs_random_numbers():
     assert orders[0] == orders[1] != sorted(orders[0])
 
 
+@pytest.mark.long
 def test_workers_give_the_same_batches():
     loader = DataLoader(Opts(iterations=2), Numbers(11), 2, num_workers=2, drop_last=False)
     assert loader.persistent_workers
@@ -128,6 +129,7 @@ def test_without_a_batch_size_elements_come_as_they_are():
         loader.options  # noqa: B018  # as PopTorch leaves it
 
 
+@pytest.mark.long
 def test_streams_are_read_by_each_worker():
     loader = DataLoader(Opts(iterations=2), Stream(10), 2, num_workers=2, worker_init_fn=int)
     assert sorted(values(loader)) == [0, 1, 2, 3, 4, 5, 6, 7]  # each leaves one out

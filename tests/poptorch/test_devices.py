@@ -239,6 +239,7 @@ def test_an_executor_that_goes_out_of_scope_leaves_its_training():
     assert model.shift.item() == -2
 
 
+@pytest.mark.long
 def test_an_executor_that_goes_out_of_scope_leaves_its_optimizers_state():
     model = Shift()
     optimizer = optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
@@ -259,6 +260,7 @@ def test_at_the_end_of_the_interpreter_nothing_is_read_back(monkeypatch):
     assert model.shift.item() == 0
 
 
+@pytest.mark.long
 def test_what_was_never_finished_goes_in_silence():
     """Not an error of its own on top of the first one."""
     model = Shift()

@@ -205,6 +205,7 @@ def trained_step(net):
     return capture(step, [torch.ones(2, 1, 6, 6, dtype=torch.float64), *tensors]), tensors
 
 
+@pytest.mark.long
 def test_a_program_that_came_back_computes_the_same(path):
     torch.manual_seed(0)
     graph, tensors = trained_step(Net().double())

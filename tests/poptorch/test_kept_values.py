@@ -129,6 +129,7 @@ def test_gradients_are_those_of_the_values_at_the_time(in_place, plain):
     torch.testing.assert_close(net.weight.detach(), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 def test_what_is_overwritten_stays_overwritten():
     net, x = Net(overwrites_the_input), torch.tensor(X)
     poptorch.trainingModel(net)(x)

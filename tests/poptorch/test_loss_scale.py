@@ -75,6 +75,7 @@ def train(model, calls, lr=0.0, options=None, **settings):
     return factors
 
 
+@pytest.mark.long
 def test_gradients_of_every_micro_batch_are_looked_at():
     """Their sum is zero, and each of them large."""
     options = poptorch.Options()
@@ -93,6 +94,7 @@ def test_gradients_within_the_program_are_looked_at():
         train(Fitted(0.0), [([x], [t])], gradientTensorTrackingMethod=1)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     torch.__version__.startswith("2.0"), reason="torch 2.0 has no half products on the CPU"
 )
@@ -115,6 +117,7 @@ def test_products_alone_can_be_looked_at():
     assert train(Net(), calls, gradientTensorTrackingMethod=1) == [2.0]
 
 
+@pytest.mark.long
 def test_where_an_element_is_large_can_be_chosen():
     """An eighth of 65504 is 8188, which counts as large itself."""
     call = [([1.0], [-8187.0])]  # the gradient is 1 + 8187
@@ -123,12 +126,14 @@ def test_where_an_element_is_large_can_be_chosen():
     assert train(Fitted(), [([1.0], [-99.0])], binEdgeLocation=100.0 / 65504.0) == [0.5]
 
 
+@pytest.mark.long
 def test_how_many_may_be_large_can_be_chosen():
     call = [([1.0, 1.0, 1.0, 1.0], [-9999.0, 0.0, 0.0, 0.0])]
     assert train(Fitted(), call) == [0.5]
     assert train(Fitted(), call, thresholdUpperCountProportion=0.5) == [2.0]
 
 
+@pytest.mark.long
 def test_how_often_it_changes_can_be_chosen():
     calls = [([1.0], [0.0])] * 4
     assert train(Fitted(), calls) == [2.0, 4.0, 8.0, 16.0]
@@ -151,6 +156,7 @@ class Wide(nn.Module):
         return poptorch.identity_loss((rest * rest).sum() / 2, reduction="none")
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_a_model_is_trained_as_without_it(dtype):

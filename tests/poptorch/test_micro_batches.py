@@ -172,6 +172,7 @@ class Normalised(nn.Module):
         return poptorch.identity_loss(self.norm(x), "mean")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [lambda o: o, lambda o: o.broadcastBuffers(False)])
 def test_batch_norm_trains_on_replicas_that_each_keep_their_own_statistics(change):
     """Statistics move once per micro-batch; the host gets those of the first replica."""
@@ -197,6 +198,7 @@ def test_batch_norm_trains_on_replicas_that_each_keep_their_own_statistics(chang
     torch.testing.assert_close(held["norm.running_mean[1]"], expected[0].running_mean)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [lambda o: o, lambda o: o.broadcastBuffers(False)])
 def test_statistics_of_frozen_batch_norm_stay_on_replicas(change):
     """A layer in evaluation mode changes nothing, so its buffers need no copies."""
@@ -255,6 +257,7 @@ class Damped(Normalised):
         return loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "name"), [(Counting, "count"), (Damped, "norm.running_mean")])
 def test_a_buffer_that_is_changed_in_place_needs_one_per_replica(kind, name):
     model = poptorch.trainingModel(kind(), options(replicas=2))

@@ -248,6 +248,7 @@ def test_bodies_live_as_long_as_their_recording():
     )
 
 
+@pytest.mark.long
 def test_a_stored_graph_gets_bodies_of_its_own():
     """Their numbers hold in one process only."""
 
@@ -315,6 +316,7 @@ def test_only_the_branch_that_is_taken_runs(capfd):
     assert capfd.readouterr().err == "else: (1.000)\n"
 
 
+@pytest.mark.long
 def test_branches_nest_and_share_a_condition():
     def model(condition, inner, x, y):
         def then_body():

@@ -116,6 +116,7 @@ def test_bounds_may_be_tensors_whose_difference_is_known(bounds, size, step):
         assert recorded(x, at(s))[0].tolist() == expected
 
 
+@pytest.mark.long
 def test_slices_with_tensor_bounds_mix_with_other_indices():
     cases = [
         lambda x, s: x[:, s : s + 1],

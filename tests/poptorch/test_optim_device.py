@@ -192,6 +192,7 @@ def test_every_gradient_is_dampened_as_in_popart(options, extra):
     pair.check()
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize(
     ("options", "reference"),
@@ -445,6 +446,7 @@ def run(kind, tensors, gradient, updates=1, **options):
     return device
 
 
+@pytest.mark.long
 def test_the_state_of_half_precision_weights_is_float32_unless_asked():
     for kind, kwargs, expected in (
         (optim.SGD, {"momentum": 0.9}, {"Accl1___w": torch.float32}),

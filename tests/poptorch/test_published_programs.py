@@ -232,6 +232,7 @@ class Training(nn.Module):
         return poptorch.identity_loss(self.gather(data, index).square(), "mean")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
 def test_the_gradient_of_that_gather_is_torch_s(index_dtype):
     data, index = torch.randn(2, 6), torch.tensor([[0, 0, 5], [2, 1, 2]])

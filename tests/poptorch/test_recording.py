@@ -229,6 +229,7 @@ def test_backward_is_the_models_own():
         loss.backward()
 
 
+@pytest.mark.long
 def test_one_seed_gives_the_same_random_numbers_and_another_others():
     def forward(module, x):
         return torch.rand(4), nn.functional.dropout(torch.ones(4), training=True)

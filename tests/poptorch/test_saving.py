@@ -137,6 +137,7 @@ def test_settings_and_marks_of_an_optimizer_come_back(path):
     assert made.variable_attrs._variable_attributes == own.variable_attrs._variable_attributes
 
 
+@pytest.mark.long
 def test_state_of_an_optimizer_can_be_read_after_loading(path):
     executor, batch = trainer(OPTIMIZERS["adam"]), data()
     executor(*batch)
@@ -147,6 +148,7 @@ def test_state_of_an_optimizer_can_be_read_after_loading(path):
     assert state["Step___first.weight"] == 2
 
 
+@pytest.mark.long
 def test_state_that_was_loaded_and_not_yet_sent_is_saved(path):
     source, batch = trainer(OPTIMIZERS["adam"]), data()
     source(*batch)
@@ -252,6 +254,7 @@ def test_a_function_of_the_host_can_not_be_saved(path):
         executor.save(path, export_model=False)
 
 
+@pytest.mark.long
 def test_without_the_model_a_file_is_for_an_executor_of_ones_own(path):
     first, batch = trainer(OPTIMIZERS["sgd"]), data()
     first.compileAndExport(path, *batch, export_model=False)
@@ -290,6 +293,7 @@ def test_loading_replaces_the_program_and_keeps_the_training(path):
     assert executor.isAttachedToDevice()
 
 
+@pytest.mark.long
 def test_the_state_of_random_numbers_is_saved_unless_unwanted(path):
     executor, batch = trainer(), data()
     executor(*batch)
@@ -680,6 +684,7 @@ def test_a_program_that_does_not_fit_leaves_the_one_that_there_is(tmp_path):
     assert torch.equal(executor(x), expected)
 
 
+@pytest.mark.long
 def test_detaching_and_attaching_again_goes_on_bit_for_bit(path):
     executor, batch = trainer(OPTIMIZERS["sgd"]), data()
     executor(*batch)

@@ -149,6 +149,7 @@ def test_one_process_has_whole_weights(capsys):
     assert not before.equal(model.module.weight)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_on_ipus_replicas_share_weights_and_state(replicas, monkeypatch):
     """In what PopTorch is given; the stand-in has one memory."""

@@ -9,11 +9,11 @@ from tests.processes.launching import ROOT, on_one_python, run_copies
 
 SCRIPT = (ROOT / "tests" / "processes" / "fits.py").read_text()
 
-# What is run without --exhaustive: an end within an update, a single sample, who reads and cuts the
-# data (ipufit, workers, the user's sampler, several passes), and what processes add up (statistics
-# of BatchNorm, dropout, logged values, norms, tokens, metrics, callbacks that stop).
+# What is run without --exhaustive: an end within an update, who reads and cuts the data (ipufit,
+# the user's sampler), and what processes add up (statistics of BatchNorm, dropout, logged values,
+# norms, tokens, metrics, callbacks that stop).
 SAMPLE = (
-    *("lengths 61", "lengths 1", "forms workers", "forms batch_sampler", "forms passes"),
+    *("lengths 61", "forms batch_sampler"),
     *("models cnn", "models logged", "models clipped", "models tokens", "measures", "callbacks"),
 )
 # In four: an update of which some have no micro-batch, and statistics that are added up.

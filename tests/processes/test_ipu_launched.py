@@ -230,6 +230,7 @@ def refusal(spec, kind, target=TARGET):
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_a_tail_that_no_program_of_all_processes_is_exactly_is_refused(second):
     """Seven micro-batches on four replicas, whose statistics padding would change."""
     module = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))

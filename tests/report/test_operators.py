@@ -139,6 +139,7 @@ class Two(nn.Module):
         return self.second(x)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("jit", ["graph", "kernels"])
 def test_every_operator_is_told_with_its_module_and_line(tmp_path, monkeypatch, jit):
@@ -174,6 +175,7 @@ def test_every_operator_is_told_with_its_module_and_line(tmp_path, monkeypatch, 
     assert update["seconds"] > 0
 
 
+@pytest.mark.long
 def test_what_is_computed_again_comes_from_where_it_was_computed_first(tmp_path, monkeypatch):
     """Its second time is in the backward pass."""
     how = {
@@ -298,6 +300,7 @@ def test_a_failure_nobody_thought_of_does_not_end_training(tmp_path, monkeypatch
     assert found == {"missing": "KeyError: 'what'"}
 
 
+@pytest.mark.long
 def test_nobody_is_timed_who_is_not_asked_for(tmp_path, monkeypatch):
     """Report(operators=False)."""
     monkeypatch.setattr(TrainingProgram, "profile", None)
@@ -307,6 +310,7 @@ def test_nobody_is_timed_who_is_not_asked_for(tmp_path, monkeypatch):
     model.fit(*data(8), batch_size=4, verbose=0, callbacks=report)
 
 
+@pytest.mark.long
 def test_the_peak_is_measured_once():
     """For each dtype, in a process; a machine reaches no more in a program, but for caches."""
     profile.peak_of.cache_clear()

@@ -76,6 +76,7 @@ def test_the_training_program_writes_its_profile_into_the_folder(tmp_path, compi
     assert others == [{}]
 
 
+@pytest.mark.long
 def test_without_a_report_there_is_no_profile(compiled):
     fit(None)
     assert list(map(engine_options, compiled)) == [{}]
@@ -89,6 +90,7 @@ def test_programs_of_smaller_updates_have_folders_beside(tmp_path, compiled):
     assert folders == [main, f"{main}/1x1x1x2"]
 
 
+@pytest.mark.long
 def test_the_stand_in_writes_none_and_says_so(tmp_path):
     fit(tmp_path)
     assert facts(tmp_path)["popvision"] is None
@@ -101,6 +103,7 @@ def test_where_it_is_stands_in_the_report(tmp_path, monkeypatch):
     assert facts(tmp_path)["popvision"] == str(tmp_path / "popvision")
 
 
+@pytest.mark.long
 def test_other_options_of_the_engine_stay(tmp_path, compiled):
     options = poptorch.Options()
     options._Popart.setEngineOptions({"opt.useAutoloader": "true"})
@@ -110,6 +113,7 @@ def test_other_options_of_the_engine_stay(tmp_path, compiled):
     assert engine_options(options) == {"opt.useAutoloader": "true"}
 
 
+@pytest.mark.long
 def test_a_profile_that_options_ask_for_goes_where_they_say(tmp_path, compiled, monkeypatch):
     own = tmp_path / "own"
     monkeypatch.setattr(ipu_options, "is_standin", lambda sdk: False)
@@ -125,6 +129,7 @@ def test_a_profile_that_options_ask_for_goes_where_they_say(tmp_path, compiled, 
     assert facts(tmp_path / "run")["warnings"][0]["text"] == str(warned[0].message)
 
 
+@pytest.mark.long
 def test_a_profile_that_options_forbid_is_not_written(tmp_path, compiled, monkeypatch):
     monkeypatch.setattr(ipu_options, "is_standin", lambda sdk: False)
     options = poptorch.Options()
@@ -144,6 +149,7 @@ def test_the_environment_comes_first(tmp_path, compiled, monkeypatch):
     assert engine_options(compiled[0]) == {}
 
 
+@pytest.mark.long
 def test_an_environment_that_agrees_or_says_nothing_of_profiles_is_no_warning(
     tmp_path, compiled, monkeypatch
 ):

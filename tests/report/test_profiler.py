@@ -53,6 +53,7 @@ def within(event, other):
     return other["ts"] - 2 <= event["ts"] and end <= other_end + 2
 
 
+@pytest.mark.long
 def test_executions_and_phases_have_names_in_its_trace(tmp_path):
     fit(ipufit.Report(tmp_path, profiler=cpu()))
     events, counts = seen(tmp_path)
@@ -76,6 +77,7 @@ def test_a_schedule_counts_executions(tmp_path):
     assert counts["ipufit execution"] == counts["ipufit compute"] == 2
 
 
+@pytest.mark.long
 def test_a_handler_gets_every_cycle_and_no_file_is_written(tmp_path):
     got = []
     looks_on = cpu(
@@ -142,6 +144,7 @@ STARTED = (
 )
 
 
+@pytest.mark.long
 def test_one_that_has_been_used_is_refused(tmp_path):
     looks_on = cpu()
     fit(ipufit.Report(tmp_path / "1", profiler=looks_on))
@@ -168,6 +171,7 @@ def test_it_is_refused_while_another_one_runs(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_a_profiler_of_the_users_own_sees_operators(tmp_path):
     """And no names of ours: those cost something."""
     with warnings.catch_warnings(), cpu() as looks_on:

@@ -167,6 +167,7 @@ def test_what_has_no_plan_says_why(tmp_path):
     assert "phases keep little on the IPU" in facts["plan"]["missing"]
 
 
+@pytest.mark.long
 def test_on_an_ipu_compiling_is_told_apart(tmp_path):
     """The stand-in has the same report, but for single operators."""
     model = ipufit.Model(nn.Linear(4, 3), engine="ipu-standin")
@@ -209,6 +210,7 @@ def test_a_run_that_ends_early_has_its_report(tmp_path, error, status, text):
     assert len(run.facts["epochs"]) == 1
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_ends_the_report(tmp_path):
     """Numbers that JSON has not are text."""
     model = made("embedded", optimizer="sgd")
@@ -226,6 +228,7 @@ def test_a_loss_that_is_not_finite_ends_the_report(tmp_path):
         json.load(file, parse_constant=pytest.fail)
 
 
+@pytest.mark.long
 def test_while_it_runs_everything_can_be_read(tmp_path):
     """After each epoch, from another process if need be."""
     seen = []
@@ -404,6 +407,7 @@ def test_without_plotly_there_is_no_report(monkeypatch, tmp_path):
     assert model.capture_seconds == 0
 
 
+@pytest.mark.long
 def test_operators_need_not_be_timed(tmp_path):
     """It takes a moment, after the first epoch."""
     facts = fitted(made(), ipufit.Report(tmp_path, operators=False), epochs=1).facts
@@ -451,6 +455,7 @@ def test_a_full_disk_ends_the_report_and_not_the_training(tmp_path, monkeypatch,
     assert history.history == plain.history.history
 
 
+@pytest.mark.long
 def test_facts_of_many_short_epochs_are_written_seldom(tmp_path, monkeypatch):
     """After the first few, as often as a hundredth of the time allows, and at the end."""
     monkeypatch.setattr("ipufit.report.recorder._FEW", 1)

@@ -309,6 +309,7 @@ def test_what_needs_no_value_is_recorded():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_loss_is_read_like_a_module():
     """It is part of the same program."""
 
@@ -322,6 +323,7 @@ def test_a_loss_is_read_like_a_module():
         fit(model)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_fault_of_eval_mode_is_found_before_training():
     """Validation takes another path through forward, and an epoch would be lost to find it."""
 
@@ -430,6 +432,7 @@ def test_an_input_changed_in_place_that_backward_needs_is_refused(run_eagerly):
         fit(model)
 
 
+@pytest.mark.long
 def test_a_buffer_changed_in_place_is_kept():
     """The advice of that error must work."""
 
@@ -490,8 +493,8 @@ def test_a_recording_leaves_no_trace_in_the_module(engine):
     assert_clean(model)
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
 def test_a_recurrent_layer_is_left_with_its_own_weights(kind):
     """torch keeps a second list of them, which a recording replaces."""
@@ -630,6 +633,7 @@ class Compiles(Net):
         return self.activation(super().forward(x))  # here
 
 
+@pytest.mark.long("ipu-standin")
 def test_what_went_through_torch_compile_is_refused_and_what_it_was_made_of_runs():
     """Torch speaks of FX and of a dynamo-optimized function."""
     model = compiled(Compiles())
@@ -646,6 +650,7 @@ def test_what_went_through_torch_compile_is_refused_and_what_it_was_made_of_runs
     assert fit(model).epoch == [0]
 
 
+@pytest.mark.long
 @runs_eagerly
 def test_what_went_through_torch_compile_runs_eagerly():
     """The advice of that error must work."""
@@ -680,6 +685,7 @@ def test_anomaly_detection_is_refused_by_its_name(anomaly):
     assert fit(model).epoch == [0]
 
 
+@pytest.mark.long
 @runs_eagerly
 def test_anomaly_detection_works_eagerly_and_its_replacement_does_not_need_it(anomaly):
     """The advice of that error must work."""

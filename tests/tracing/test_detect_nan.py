@@ -175,6 +175,7 @@ def test_a_gradient_is_noticed_in_its_own_update(way):
         assert found.source.startswith("y = torch.sqrt(")
 
 
+@pytest.mark.long
 def test_the_whole_text():
     """What users read, in the three beats of every error."""
     error = error_of(built(Forward), *data())
@@ -504,6 +505,7 @@ def test_a_single_batch_is_searched_too():
     assert (caught.value.samples, caught.value.epoch_samples) == ((2,), ())
 
 
+@pytest.mark.long
 def test_captured_executions_are_left_out_with_a_sentence():
     """A captured graph makes its updates before anyone can look."""
     engine = as_device(True)

@@ -258,6 +258,7 @@ def test_a_change_within_an_epoch_is_said_once(place, text):
     assert fit_and_listen(module, loss, change, epochs=3) == [text + REST]
 
 
+@pytest.mark.long
 def test_an_attribute_that_changes_within_an_epoch_is_said():
     """Of the user's module or of torch's; of what no code reads, nothing is said."""
     module = nn.Sequential(Net(), nn.Dropout(0.5))
@@ -280,6 +281,7 @@ def test_a_run_without_a_recording_sees_every_change():
     assert fit_and_listen(module, loss, change, run_eagerly=True) == []
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_advice_works():
     """A buffer that is changed in place counts from the next update, without a word."""
 
@@ -304,6 +306,7 @@ def test_the_advice_works():
     assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-12)
 
 
+@pytest.mark.long("ipu-standin")
 def test_what_no_code_reads_is_recorded_once():
     """A global of the same file, such as a best score, is no reason to record anew."""
     model = ipufit.Model(Net(), engine="embedded")
@@ -338,6 +341,7 @@ def test_what_code_writes_itself_is_recorded_once():
         assert Counts.calls == len(CALLS) == model._session.engine.captures == 1
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 def test_a_setting_of_another_file_counts(run_eagerly):
     """``import settings; settings.RATE`` is a global of that module."""

@@ -147,6 +147,7 @@ def test_fit_refuses_numbers_that_would_never_change(case, engine):
         assert torch.equal(value, before[name])
 
 
+@pytest.mark.long
 def test_each_line_that_draws_is_named():
     """A branch in the line gets its own advice."""
 
@@ -214,6 +215,7 @@ def test_numbers_that_decide_nothing_are_warned_of(draw):
     assert said(lambda: model.evaluate(X, Y, verbose=0)) == [text + HARMLESS]
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("seed", range(5))
 def test_a_rate_that_is_small_is_refused_as_well(seed):
@@ -234,6 +236,7 @@ class Augmented(Dataset):
         return X[index] + random.random() + np.random.rand() * RNG.random(), Y[index]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 def test_data_may_draw(run_eagerly):
     """A dataset runs for every sample, also while something is recorded."""

@@ -144,6 +144,7 @@ def test_the_graph_of_a_function_is_that_of_torch(function, by_torch, direct):
     assert all(map(torch.equal, found, expected(X.clone(), W.clone())))
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("make", NETS)
 def test_the_graph_of_a_step_is_that_of_torch(make, by_torch, direct):

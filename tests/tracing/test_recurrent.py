@@ -236,6 +236,7 @@ def recorded_by(model):
     return [list(graph.graph.nodes) for graph in graphs]
 
 
+@pytest.mark.long
 def test_a_recording_may_set_flags_that_torch_has_closed(monkeypatch):
     """As they are when torch.testing._internal.common_utils has been imported."""
     module = torch.backends.flags_frozen.__globals__
@@ -295,8 +296,8 @@ class StartingByHand(Starting):
         return torch.stack(outputs[x.shape[1] :], 1), state[0].unsqueeze(0)
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_states_are_given_learned_and_handed_on(kind):
     """Gradients go to initial states and through last ones; one layer may be called twice."""
@@ -309,6 +310,7 @@ def test_states_are_given_learned_and_handed_on(kind):
     assert_close(model.module, expected, TOLERANCE)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.both_engines
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
@@ -480,6 +482,7 @@ def test_frozen_layers_keep_nothing_for_a_gradient():
         assert forward.args[-1] == wanted
 
 
+@pytest.mark.long
 def test_torch_is_as_it_was_behind_a_recording():
     """Its functions are others only while something is recorded, in that thread."""
     names = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -505,6 +508,7 @@ class Direct(nn.Module):
         return torch.gru(x, start, weights, True, 1, 0.0, True, False, batch_first=True)[0]
 
 
+@pytest.mark.long
 @recorded_here
 def test_shapes_that_do_not_fit_are_named_before_anything_runs():
     """By what torch's own function says of them, as of any other function."""

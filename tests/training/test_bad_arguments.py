@@ -224,6 +224,7 @@ def test_fit_is_not_entered_twice(call, text):
 # ---- the batch algebra --------------------------------------------------------------------------
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -326,6 +327,7 @@ def test_arguments_for_a_validation_that_is_not_there_are_refused(arguments, nam
         fit(model, validation_data=ipufit.Validation(**arguments))
 
 
+@pytest.mark.long("ipu-standin")
 def test_one_callback_or_none_is_taken_as_in_keras():
     """A list around one object is a formality."""
 
@@ -342,6 +344,7 @@ def test_one_callback_or_none_is_taken_as_in_keras():
     assert count.epochs == 2
 
 
+@pytest.mark.long("ipu-standin")
 def test_without_an_optimizer_a_model_can_evaluate_and_predict_only():
     """A frozen module has nothing to train, and still has outputs."""
     net = Net().requires_grad_(False)
@@ -564,6 +567,7 @@ def test_an_engine_must_build_programs():
         fit(model)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_refused_fit_leaves_the_last_history():
     """The results of an hour must survive a typo in the next call."""
     model = compiled()
@@ -575,6 +579,7 @@ def test_a_refused_fit_leaves_the_last_history():
     assert torch.equal(after["/body.weight"], state(model)["/body.weight"])
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("also", [{}, {"epochs": 0}], ids=["one fault", "several"])
 def test_what_a_refused_call_was_given_is_free_when_its_error_is(also):
     """In a circle with its frames it would keep loaders and their workers, till Python cleans."""

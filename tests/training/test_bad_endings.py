@@ -156,6 +156,7 @@ def test_eagerly_a_loss_that_is_no_number_is_reported_alike():
     assert_same_bits(state(model), state(twin))
 
 
+@pytest.mark.long("ipu-standin")
 def test_evaluate_reports_a_loss_that_is_no_number_as_it_is():
     """Nothing can be spoilt there, and the number is the answer."""
     model = compiled()
@@ -177,6 +178,7 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_an_interrupt_waits_for_the_recording_to_end(method):
@@ -297,6 +299,7 @@ class Signalled(Net):
         return y
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize(("di", "kept"), [(1, 7), (4, 8)])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
@@ -376,6 +379,7 @@ def test_ctrl_c_while_the_module_is_recorded_leaves_everything():
     assert_clean(model)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_handler_of_the_user_stays_in_charge():
     """Cluster jobs save a checkpoint there; it must be called, and at once."""
     called = []
@@ -389,6 +393,7 @@ def test_a_handler_of_the_user_stays_in_charge():
     assert model.history.epoch == [0]
 
 
+@pytest.mark.long("ipu-standin")
 def test_fit_runs_outside_the_main_thread():
     """Signals can't be handled there, and a notebook or a server trains there."""
     model = compiled()
@@ -398,6 +403,7 @@ def test_fit_runs_outside_the_main_thread():
     assert model.history.epoch == [0]
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
 def test_an_interrupted_inference_leaves_the_module_as_it_was(method):
     """It sets eval mode for a while, which must not stay."""

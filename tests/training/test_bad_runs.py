@@ -26,6 +26,7 @@ REAL = (
 )
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("loss", ["mse", "huber"])
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_complex_targets_are_refused_in_full_words(loss, prefetch):
@@ -50,6 +51,7 @@ BAD_SCHEDULES = {
 }
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("name", BAD_SCHEDULES)
 def test_a_schedule_that_goes_bad_is_refused_before_any_work(name):
@@ -71,6 +73,7 @@ def test_a_schedule_that_goes_bad_is_refused_before_any_work(name):
     assert_clean(model)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(
     "make",

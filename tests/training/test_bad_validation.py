@@ -60,6 +60,7 @@ def test_bad_validation_data_is_found_before_training(make, text):
     assert engine.built == engine.closed
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("make", [wide, lambda: list(wide())], ids=["loader", "list"])
 def test_validation_data_that_the_module_cannot_take_is_found_before_training(make):
@@ -143,6 +144,7 @@ def iter_of(indices):
 # ---- metrics ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("method", ["fit", "evaluate"])
 def test_a_metric_that_cannot_take_the_outputs_is_found_before_any_work(method):
     """An epoch that ends in a shape error has trained for nothing."""
@@ -163,6 +165,7 @@ def test_a_metric_that_cannot_take_the_outputs_is_found_before_any_work(method):
     assert engine.built == engine.closed == 1
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_metric_that_fails_by_itself_names_what_it_got():
     """The user's metric fails with the user's error, which says nothing of shapes."""
 
@@ -183,6 +186,7 @@ def test_a_metric_that_fails_by_itself_names_what_it_got():
     assert told.hooks == []
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_named_loss_refuses_shapes_that_torch_would_broadcast():
     """(N, 3) against (N,) would train towards a mean over the wrong numbers."""
     model = compiled()

@@ -336,6 +336,7 @@ def test_the_epoch_loss_is_the_mean_over_all_samples():
         assert loss["val_loss"] == [pytest.approx(expected, abs=1e-12)]
 
 
+@pytest.mark.long("ipu-standin")
 def test_running_logs_are_means_so_far():
     """What a callback sees after an execution is exact for the samples so far."""
     x, y = data(10)

@@ -297,6 +297,7 @@ def line_of(net):
 
 
 # Eagerly torch fails in the layer itself, and the reason is looked for in the same way.
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("name", "run_eagerly"),
     [
@@ -349,6 +350,7 @@ MIXED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.few("layer-False", "norm-True")
 @embedded_only("an IPU has no float64, and says so before")
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
@@ -429,6 +431,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_of_ones_own_is_named_with_its_line(name, run_eagerly):
@@ -506,6 +509,7 @@ LOSSES = {
 NEEDS = "needs labels from 0 to 2 for a prediction of 3 classes, got"
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few("large-cross_entropy-False", "negative-nll-True", "from 1-cross_entropy-True")
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize("name", LOSSES)
@@ -535,6 +539,7 @@ def test_a_label_that_is_no_class_is_refused_before_training(name, labels, came,
     assert fit(model, [(X, mended)]).epoch == [0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make",
     [
@@ -576,6 +581,7 @@ class Heads(nn.Module):
         return {"kind": self.kind(x), "size": self.size(x)}
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_label_of_one_of_several_losses_is_named():
     """Each output has its own classes."""
     model = compiled(Heads(), {"kind": "cross_entropy", "size": "mse"})
@@ -630,6 +636,7 @@ class Counting(Net):
         return self.wide(super().forward(x + torch.rand(())))
 
 
+@pytest.mark.long("ipu-standin")
 def test_looking_for_the_reason_leaves_nothing_behind():
     """The user looks at the module after the error, and may go on with it."""
     model = compiled(Counting())
@@ -658,6 +665,7 @@ def test_no_reason_is_looked_for_where_a_device_or_the_memory_failed():
         assert explainer.explain(error, wide) is None
 
 
+@pytest.mark.long
 @embedded_only("Poplar alone compiles an IPU's programs")
 @pytest.mark.parametrize("jit", ["auto", "graph"])
 def test_a_reason_is_told_however_the_program_runs(jit):
@@ -742,6 +750,7 @@ def test_a_method_that_looks_at_a_model_names_an_operator_of_ones_own(name, meth
     assert f". {cure} torch says: RuntimeError: " in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("name", LOSSES)
 def test_check_names_a_label_that_is_no_class(name):

@@ -70,6 +70,7 @@ class Tied(nn.Module):
         return self.head(self.second(torch.tanh(self.first(x.flatten(1)))))
 
 
+@pytest.mark.long("ipu-standin")
 def test_tied_weights_stay_tied():
     """One weight in two layers gets both gradients, once."""
     net = Tied().double()
@@ -94,6 +95,7 @@ class TwoNames(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("calls", [["body"], ["again"], ["body", "again"]], ids="+".join)
 def test_a_module_under_two_names(calls):
@@ -157,6 +159,7 @@ def test_each_replica_has_buffers_of_its_own():
     assert net.seen.item() == 12
 
 
+@pytest.mark.long
 def test_a_norm_set_to_eval_stays_so():
     """Frozen statistics are how pre-trained nets are tuned; fit must not thaw them."""
     net = CNN().double()
@@ -174,6 +177,7 @@ def test_a_norm_set_to_eval_stays_so():
     assert [net.training, net.conv.training, net.norm.training] == [True, True, False]
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_module_in_eval_mode_is_trained_in_train_mode_and_put_back():
     """Calling evaluate by hand before fit must not switch dropout off."""
     net = CNN().double().eval()
@@ -214,6 +218,7 @@ class Parts(Dataset):
 Pair = namedtuple("Pair", ["picture", "features"])
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(
     "form",
@@ -236,6 +241,7 @@ def test_several_inputs(form):
     fit_like_by_hand(Two().double(), call, DataLoader(Parts(form), batch_size=4))
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_named_tuple_is_one_input():
     """It is a value of the user's own, not a list of arguments."""
 
@@ -333,6 +339,7 @@ class OwnLoss(MLP):
         return logits, nn.functional.cross_entropy(logits, target)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_module_with_a_loss_of_its_own():
     """PopTorch and transformers users have the loss inside the module."""
     net = OwnLoss().double()
@@ -370,6 +377,7 @@ def test_a_dict_batch_for_a_module_with_a_loss_of_its_own():
     assert model.predict(batches, verbose=0)["logits"].shape == (24, 5)
 
 
+@pytest.mark.long
 @embedded_only("PopTorch refuses a cross entropy with weights")
 def test_a_loss_with_weights_of_its_own_is_trained_too():
     """A learned temperature belongs to the loss, and to the optimizer."""
@@ -453,6 +461,7 @@ def test_weights_written_in_a_callback_are_used():
     assert not any(parameter.any() for parameter in net.parameters())
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_optimizer_read_in_a_callback_is_current():
     """Its state must be that of the update just made."""
     steps = []
@@ -499,6 +508,7 @@ def test_a_parameter_unfrozen_after_compile_is_reported():
     assert caught[0].filename == __file__
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_parameter_frozen_between_two_fits_stays():
     """requires_grad is read at every fit."""
     net = MLP().double()
@@ -511,6 +521,7 @@ def test_a_parameter_frozen_between_two_fits_stays():
     assert torch.equal(net.layers[0].weight, before)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("kind", [MLP, CNN, Transformer], ids=lambda kind: kind.__name__)
 def test_evaluate_and_predict_equal_the_module(kind):
@@ -534,6 +545,7 @@ def test_evaluate_and_predict_equal_the_module(kind):
         assert net.norm.num_batches_tracked == 1 if kind is CNN else True
 
 
+@pytest.mark.long("ipu-standin")
 def test_predict_needs_no_target_and_no_compiled_shapes():
     """Batches of inputs alone are what one predicts on."""
     net = MLP().double()
@@ -549,6 +561,7 @@ def test_predict_needs_no_target_and_no_compiled_shapes():
         torch.testing.assert_close(model.predict(batches, verbose=0), net(x))
 
 
+@pytest.mark.long("ipu-standin")
 def test_predictions_do_not_share_memory_with_weights_or_data():
     """An output that is the input or a weight must not change when those do."""
 
@@ -573,6 +586,7 @@ def test_predictions_do_not_share_memory_with_weights_or_data():
     assert not weight.requires_grad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 def test_an_output_that_is_a_weight_is_that_of_its_own_update(eager):
     """Metrics are worked out after an execution, when the weight has moved on."""
@@ -685,6 +699,7 @@ def test_modules_that_cannot_be_recorded_are_refused_at_once(make, text):
     assert str(caught.value) == text
 
 
+@pytest.mark.long
 def test_a_last_batch_that_the_module_cannot_take_is_found_before_training():
     """BatchNorm can't train on one sample: better told now than at the end of the first epoch."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.BatchNorm1d(5)).double()
@@ -740,6 +755,7 @@ REPEATS = {
 }
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("kind", REPEATS)
 def test_elements_repeated_a_fixed_number_of_times_train_as_in_torch(kind):
@@ -771,6 +787,7 @@ def test_a_one_hot_of_a_number_of_classes_trains_as_in_torch():
     fit_like_by_hand(Coding().double(), plain, loader())
 
 
+@pytest.mark.long
 def test_a_buffer_that_is_overwritten_for_every_batch_is_copied():
     """Batches of an execution are held together: a loader that reuses memory must not mix them."""
     x, y = data(12)

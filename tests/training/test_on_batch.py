@@ -13,6 +13,7 @@ from tests.nets import CNN, MLP, data
 from tests.reference import train
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("make", [MLP, CNN])
 def test_updates_one_by_one_equal_a_loop_by_hand(make):
@@ -77,6 +78,7 @@ def test_updates_one_by_one_have_the_bits_of_fit(name):
     assert_clean(one_by_one)
 
 
+@pytest.mark.long("ipu-standin")
 def test_single_updates_and_fit_go_on_with_one_another():
     """One count of updates, one schedule, one state of the optimizer."""
     given = batches(6)
@@ -186,6 +188,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_single_update_that_cannot_be_is_refused(text):
     """By name."""

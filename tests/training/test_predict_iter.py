@@ -72,6 +72,7 @@ def test_memory_holds_the_outputs_of_one_execution(prefetch):
     assert len(alive) == 3
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_module_is_in_the_mode_of_its_owner_between_pieces():
     """Who looks at it in the loop must not find it in eval mode."""
     net = Net()
@@ -106,6 +107,7 @@ def interferences():
     }
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("name", interferences())
 def test_other_weights_between_two_pieces_are_an_error(name, tmp_path):
@@ -124,6 +126,7 @@ def test_other_weights_between_two_pieces_are_an_error(name, tmp_path):
     assert_clean(model)
 
 
+@pytest.mark.long
 def test_looking_between_two_pieces_is_no_change():
     """Evaluating and predicting change no weight."""
     model = compiled()
@@ -139,6 +142,7 @@ def test_looking_between_two_pieces_is_no_change():
     assert torch.equal(torch.cat(found), model.predict(x, batch_size=4, verbose=0))
 
 
+@pytest.mark.long
 def test_weights_may_change_before_the_first_piece():
     """Nothing has been computed yet."""
     model = compiled()
@@ -148,6 +152,7 @@ def test_weights_may_change_before_the_first_piece():
     assert torch.equal(next(pieces), model.predict(x, verbose=0))
 
 
+@pytest.mark.long("ipu-standin")
 def test_closing_early_frees_threads_and_tells_callbacks():
     """A loop that breaks is a usual end."""
     before = threading.active_count()
@@ -174,6 +179,7 @@ def test_closing_early_frees_threads_and_tells_callbacks():
     assert list(pieces) == []
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_bar_that_is_not_read_to_its_end_is_closed(capsys):
     """An open bar spoils what is printed after it."""
     model = compiled()
@@ -186,6 +192,7 @@ def test_a_bar_that_is_not_read_to_its_end_is_closed(capsys):
     assert capsys.readouterr().err.endswith("\n")
 
 
+@pytest.mark.long("ipu-standin")
 def test_callbacks_hear_of_every_execution():
     """As from predict."""
     ledgers = []
@@ -231,6 +238,7 @@ def test_inside_a_callback_of_fit_the_present_weights_are_used():
     assert not torch.equal(seen[0], seen[1])
 
 
+@pytest.mark.long("ipu-standin")
 def test_pieces_that_reach_over_an_update_of_fit_are_refused():
     """Opened in one execution and read in the next, they would come of two models."""
     open_pieces = []

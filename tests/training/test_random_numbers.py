@@ -1,7 +1,6 @@
 """Random numbers are reproducible, and nothing that should not matter changes them."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ipufit
 from ipufit.utils.random_streams import DataStream, isolated, stream_key
+from tests.caching import once_per_engine
 from tests.engines import counts_in_a_buffer, ragged, replicas_meet, runs_eagerly
 from tests.nets import CNN, Noise, Running, data
 
@@ -33,7 +33,7 @@ def equal(first, second):
     return losses == other_losses and all(torch.equal(weights[k], others[k]) for k in weights)
 
 
-@functools.lru_cache(maxsize=None)
+@once_per_engine
 def one_by_one(ga, replicas, n):
     """The same with an execution for every update."""
     return fit(n, gradient_accumulation=ga, ipus=replicas)
@@ -209,6 +209,7 @@ def test_augmentation_does_not_depend_on_the_plan(di):
     assert dataset.drawn == stream
 
 
+@pytest.mark.long("ipu-standin")
 def test_epochs_are_shuffled_differently():
     """One order for all epochs would be a silent loss of randomness."""
     order = []

@@ -74,6 +74,7 @@ def text_of(model, *args, **kwargs):
     return said[0]
 
 
+@pytest.mark.long("ipu-standin")
 def test_every_layer_is_described():
     """Shapes from one call without values; parameters at their first owner."""
     assert words(text_of(ipufit.Model(Net()), IDS)) == words(WHOLE)
@@ -98,6 +99,7 @@ def test_columns_stand_under_their_heads():
     assert lines[7].startswith("    mixer.1.0 ")
 
 
+@pytest.mark.long("ipu-standin")
 def test_counts_agree_with_torch():
     """The column adds up to the total, shared parameters once."""
     for net, sample in ((Net(), IDS), (CNN(), data(2)[0].float()), (Running(), None)):
@@ -308,6 +310,7 @@ def test_depth_hides_levels_and_loses_no_parameter(options, levels):
     assert "Parameters: 506" in text
 
 
+@pytest.mark.long("ipu-standin")
 def test_expand_nested_false_shows_one_level():
     model = ipufit.Model(Net())
     assert text_of(model, IDS, expand_nested=False) == text_of(model, IDS, depth=1)

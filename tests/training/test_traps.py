@@ -146,6 +146,7 @@ def test_what_torch_does_not_register_is_refused(name, eager):
     )
 
 
+@pytest.mark.long
 @embedded_only("a device refuses a tensor that was never given to it, trained or not")
 def test_what_is_not_to_be_trained_may_stay_unregistered():
     """A teacher is often kept in a list, so that it is no part of the module."""
@@ -157,6 +158,7 @@ def test_what_is_not_to_be_trained_may_stay_unregistered():
     assert compiled(net).fit(loader(), verbose=0).epoch == [0]
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 def test_a_recurrent_layers_own_list_of_weights_is_no_such_list(eager):
     """torch keeps one beside the parameters, and forward puts others into it for a while."""
@@ -187,6 +189,7 @@ def test_a_module_with_all_layers_in_a_list_is_told_so():
     assert compiled(net).fit(loader(), verbose=0).epoch == [0]
 
 
+@pytest.mark.long("ipu-standin")
 def test_one_tensor_in_two_places_is_two_inputs():
     """An autoencoder's batch holds its input twice; the next batch need not."""
     a, b, c = (torch.randn(4, 3, dtype=torch.float64) for _ in range(3))
@@ -343,6 +346,7 @@ class AtEpochEnd(Callback):
             self.function(self.model.module)
 
 
+@pytest.mark.long("ipu-standin")
 def test_data_set_in_a_callback_is_trained_on():
     """Training must not go on in memory that nobody looks at."""
     nets = []
@@ -429,6 +433,7 @@ def test_memory_shared_by_two_parameters_is_refused():
     )
 
 
+@pytest.mark.long
 def test_parameters_side_by_side_in_one_storage_are_fine():
     """Slices of one tensor overlap nowhere."""
     net = MLP().double()
@@ -610,6 +615,7 @@ def test_a_tensor_that_forward_changes_is_not_changed_by_the_recording():
         assert net.calls == 4
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_config_object_is_part_of_the_recording():
     """Many modules read their settings from an object."""
 
@@ -652,6 +658,7 @@ def test_a_gradient_that_is_not_finite_is_named_as_the_cause():
     assert "the gradient of an earlier update was not, though its loss was" in str(caught.value)
 
 
+@pytest.mark.long("ipu-standin")
 def test_distributions_are_recorded():
     """Their argument checks look at values, which a recording has not."""
 
@@ -803,6 +810,7 @@ def test_a_parameter_frozen_in_a_callback_is_refused():
     )
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_users_own_optimizer_is_current_at_the_end_of_an_epoch():
     """Whoever saves a checkpoint saves from the object at hand."""
     net = MLP().double()
@@ -851,6 +859,7 @@ def test_optimizer_state_changed_within_an_epoch_is_taken_over():
     assert_same(net, other)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("reader", ["nobody", "model.optimizer", "checkpoint", "end"])
 def test_optimizer_state_changed_after_an_epoch_survives_who_reads_it(reader, tmp_path):
@@ -939,6 +948,7 @@ def test_a_causal_mask_need_not_say_that_it_is_one():
         torch.testing.assert_close(final, finals[0])
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_value_read_in_a_layer_of_torchs_is_located_there():
     """The line that called fit says nothing."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.BatchNorm1d(5, momentum=None)).double()

@@ -113,6 +113,7 @@ def losses(workers, seed=None):
     return model.fit(loader, epochs=2, seed=seed, verbose=0).history["loss"]
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_repeats_with_and_without_workers(workers):

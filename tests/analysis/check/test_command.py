@@ -76,11 +76,13 @@ def test_findings_are_printed_and_the_status_is_one(check):
     assert out.startswith(f"Net: 1 error, 1 warning.\n{at} [constant]\n")
 
 
+@pytest.mark.long
 def test_a_clean_script_ends_with_zero_and_is_not_trained(check):
     """A million epochs would be noticed."""
     assert check(CLEAN) == (0, "Linear: nothing found.\n", "")
 
 
+@pytest.mark.long
 def test_a_script_ends_at_its_first_fit(check):
     """What comes after training could overwrite a model that somebody has trained."""
     rest = "print('saved')\nmade(Net()).fit(x, y)\n"

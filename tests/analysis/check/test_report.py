@@ -97,6 +97,7 @@ def test_nothing_is_left_changed(capsys):
     assert {"attribute", "branch", "container", "random", "rebound", "outside"} <= kinds
 
 
+@pytest.mark.long
 def test_fit_after_a_check_has_the_numbers_of_fit_alone():
     """The weights that come out are what counts."""
 
@@ -233,6 +234,7 @@ def test_a_loader_is_read_once_and_the_last_fit_is_remembered():
     assert not model.check()
 
 
+@pytest.mark.long
 def test_mixed_precision_is_part_of_what_is_checked():
     """The program has the casts too."""
     model = ipufit.Model(nn.Linear(4, 3))

@@ -133,6 +133,7 @@ def test_the_faults_are_those_of_all_operators(net):
     assert len(places(net)) <= count <= 1.5 * len(places(net))
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_fault_is_told_with_all_that_it_spreads_to(monkeypatch, backward):
@@ -179,6 +180,7 @@ def test_a_fault_of_a_lowering_is_told_apart(monkeypatch):
     assert "\nWhat runs in place of the recorded graph: Runs 3 matrix products" in str(found)
 
 
+@pytest.mark.long
 def test_a_fault_of_a_buffer_is_found():
     """What forward changes in place is part of the result."""
     numbers = iter(range(100))
@@ -248,6 +250,7 @@ def test_options_of_compile_hold(options):
     assert found.counts["operator"] > model.compare((x.float(), y)).counts["operator"]
 
 
+@pytest.mark.long
 def test_double_precision_shows_what_single_precision_loses():
     """By the operator with the largest relative difference."""
 
@@ -284,6 +287,7 @@ def test_tolerances_are_the_users():
     assert model.compare(sample, "float64", rtol=0, atol=1e-3).ok
 
 
+@pytest.mark.long
 def test_a_loader_gives_its_first_batch():
     """As for ``plan`` and ``summary``."""
     model = built(nets.MLP)

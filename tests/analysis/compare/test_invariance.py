@@ -248,6 +248,7 @@ def test_what_can_not_be_doubled_is_tried_as_it_is():
     assert report.dtype == "its own precision"
 
 
+@pytest.mark.long
 def test_nothing_of_the_model_changes():
     """Copies are trained."""
     model = built(nets.CNN)
@@ -285,6 +286,7 @@ def test_divisors_are_tried(size, ways):
     assert report.ok
 
 
+@pytest.mark.long
 def test_tolerances_are_the_users():
     """Nothing is exact in the last bit."""
     model = built(nets.MLP)

@@ -389,6 +389,7 @@ def test_an_execution_that_fails_while_the_host_waits_is_taken_back():
     assert not all(torch.equal(v, before[k]) for k, v in model.module.state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.few
 def test_one_copy_comes_back_per_execution(on):
     class Counted(Callback):
@@ -452,6 +453,7 @@ def test_samples_sent_to_memory_that_was_given_up_are_copied_again():
     assert model._session.engine.tape.captures >= 3
 
 
+@pytest.mark.long
 @pytest.mark.few
 def test_auto_captures(on):
     model = built(MLP().double(), adam, "auto", on)

@@ -116,6 +116,7 @@ def test_an_exception_in_a_late_checked_execution_takes_it_back():
     program.close()
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_users_error_in_forward_is_not_drowned_in_torchs_log(caplog):
     """New versions of torch log two dozen lines for every error on a fake tensor."""
 

@@ -171,6 +171,7 @@ def test_what_comes_once_stays_out_of_the_heap():
     assert run(AT_ONCE) == 10
 
 
+@pytest.mark.long
 def test_other_kernels_are_tried_outside_of_the_heap(monkeypatch):
     """Where they would leave holes that training can't fill."""
     inside = []
@@ -256,6 +257,7 @@ def test_a_program_that_ended_holds_no_state(optimizer, way, without_collections
     assert kept == [sorted([*before, *weights_and_two_states])] * 3
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize(("optimizer", "states"), [("adam", 2), ("rmsprop", 1)])
 def test_a_program_that_runs_holds_its_state_once(optimizer, states, without_collections):

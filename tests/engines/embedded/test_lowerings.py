@@ -157,8 +157,8 @@ class Joined(nn.Module):
         return self.head(x + x @ self.third.weight)
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("kind", [Joined, Wide])
 def test_products_write_where_gradients_are_gathered_the_same_bits(kind, monkeypatch):
     written = []
@@ -356,6 +356,7 @@ def test_short_calls_are_the_same_operators():
         assert seen.called == [operator]
 
 
+@pytest.mark.both_engines
 def test_what_was_measured_once_holds(monkeypatch):
     monkeypatch.setattr(timing, "seconds_of", lambda calls, measure: [1.0, 0.5])
     calls = []

@@ -83,6 +83,7 @@ def test_the_bits_are_those_of_a_state_that_stays(name, eagerly):
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[key])), key
 
 
+@pytest.mark.long
 def test_updates_that_are_left_out_leave_the_state_as_it_was():
     """An execution that is taken back takes the state in host memory back too."""
     x = torch.tensor([1.0, 2.0, 1e30, 3.0, 1.5, 0.5]).unsqueeze(1)
@@ -148,6 +149,7 @@ def test_callbacks_and_others_read_the_present_state():
         assert all(torch.equal(own[key], other[key]) for key in ("exp_avg", "exp_avg_sq"))
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_plain_loop_goes_on_with_the_state():
     """The torch optimizer of a finished fit works."""
     model, _ = run(OPTIMIZERS["adam"], True)
@@ -157,6 +159,7 @@ def test_a_plain_loop_goes_on_with_the_state():
     assert any(not torch.equal(v, before[k]) for k, v in model.module.state_dict().items())
 
 
+@pytest.mark.long
 def test_on_the_cpu_nothing_is_copied_and_explain_says_so(capsys):
     model = ipufit.Model(MLP().double(), engine="embedded")
     model.compile("adam", "cross_entropy", memory=ipufit.Memory(offload_optimizer=True))
@@ -170,6 +173,7 @@ def test_on_the_cpu_nothing_is_copied_and_explain_says_so(capsys):
     assert "offload_optimizer_state=True" in text
 
 
+@pytest.mark.long
 def test_explain_says_where_the_state_is(capsys):
     model, _ = run(OPTIMIZERS["adam"], True)
     model.explain()

@@ -608,6 +608,7 @@ def test_errors_of_a_device_keep_their_action_and_their_cause():
     )
 
 
+@pytest.mark.long
 def test_a_module_that_poptorch_refuses_is_plain_again_and_can_be_compiled_anew():
     net = Normed().double()
     weighted = nn.CrossEntropyLoss(weight=torch.ones(5, dtype=torch.float64))

@@ -65,6 +65,7 @@ def untouched():
     return told(lambda options: None)
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_reaches_poptorch(name, untouched):

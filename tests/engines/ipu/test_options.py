@@ -30,6 +30,7 @@ def test_compiling_draws_no_bar(capsys, verbose):
     assert "Graph compilation" not in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shown", [True, False])
 def test_options_of_the_users_own_decide_about_the_bar(capsys, shown):
     options = poptorch.Options().showCompilationProgressBar(shown)

@@ -124,6 +124,7 @@ def test_a_fit_that_begins_with_a_later_epoch_draws_as_one_that_has_come_there()
         assert torch.equal(one, other)
 
 
+@pytest.mark.long
 def test_a_module_that_is_random_in_eval_mode_gives_the_same_evaluation():
     net = Noise().double()
 
@@ -137,6 +138,7 @@ def test_a_module_that_is_random_in_eval_mode_gives_the_same_evaluation():
     on_both(life)
 
 
+@pytest.mark.long
 def test_the_seed_is_set_before_every_call_and_nothing_of_torchs_is_touched(monkeypatch):
     """On a device too, what is drawn depends on the count of updates and not on what ran before."""
     seen = []

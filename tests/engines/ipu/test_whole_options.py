@@ -186,6 +186,7 @@ def test_other_options_of_the_compiler_have_their_names():
     ]
 
 
+@pytest.mark.long("ipu-standin")
 def test_options_as_they_are_by_default_say_nothing(capsys):
     model = compiled(
         engine="embedded",
@@ -219,6 +220,7 @@ def test_compile_prints_the_three_lists_and_explain_the_last(capsys):
     assert "\nOf inference_options, these change nothing on embedded: useIpuId.\n" in text
 
 
+@pytest.mark.long
 def test_work_is_that_of_the_options():
     options = poptorch.Options().deviceIterations(3).replicationFactor(2)
     options.Training.gradientAccumulation(2)
@@ -228,6 +230,7 @@ def test_work_is_that_of_the_options():
     assert first.params["updates_done"] == second.params["updates_done"]
 
 
+@pytest.mark.long
 def test_a_sum_of_gradients_is_that_of_the_options():
     options = poptorch.Options()
     options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
@@ -239,8 +242,8 @@ def test_a_sum_of_gradients_is_that_of_the_options():
     assert first.params["gradient_reduction"] == "sum"
 
 
+@pytest.mark.long
 @pytest.mark.few
-@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("mode", "by_hand"),
     [
@@ -313,6 +316,7 @@ def test_inference_has_work_of_its_own():
     )
 
 
+@pytest.mark.long("ipu-standin")
 def test_what_inference_options_leave_open_is_that_of_fit():
     """Validation has the IPUs of training unless something says otherwise."""
     model = compiled(poptorch=(None, poptorch.Options().deviceIterations(2)))
@@ -321,6 +325,7 @@ def test_what_inference_options_leave_open_is_that_of_fit():
     fitted(model, ipus=2, validation_data=ipufit.Validation((X, Y), batch_size=2))
 
 
+@pytest.mark.long("ipu-standin")
 def test_arguments_that_disagree_are_refused():
     options = poptorch.Options().deviceIterations(3).replicationFactor(2)
     options.Training.gradientAccumulation(2)
@@ -497,6 +502,7 @@ def test_a_strategy_that_names_blocks_is_for_blocks_of_the_modules_own():
     assert compiled(poptorch=options)._session.partitions == NOT_DIVIDED
 
 
+@pytest.mark.long
 def test_ipus_are_rounded_up_if_the_options_say_so():
     options = poptorch.Options().replicationFactor(3).autoRoundNumIPUs(True)
     assert fitted(compiled(poptorch=options)).params["ipus"] == 3
@@ -504,6 +510,7 @@ def test_ipus_are_rounded_up_if_the_options_say_so():
         fitted(compiled(poptorch=poptorch.Options().replicationFactor(3)))
 
 
+@pytest.mark.long
 @scales_itself
 def test_automatic_loss_scaling_is_a_dynamic_scale():
     model, other = (

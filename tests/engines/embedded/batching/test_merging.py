@@ -802,6 +802,7 @@ class OwnLoss(nn.Module):
         return scores, functional.cross_entropy(scores, y)
 
 
+@pytest.mark.long
 def test_a_loss_of_the_modules_own_is_not_cut():
     _, _, engine = trained(build(OwnLoss), Plan(2, 1, 1, 4), loss=None)
     assert (
@@ -810,6 +811,7 @@ def test_a_loss_of_the_modules_own_is_not_cut():
     )
 
 
+@pytest.mark.long
 def test_a_loss_that_draws_random_numbers_has_its_own_in_each_micro_batch():
     def noisy(prediction, target):
         return functional.cross_entropy(prediction + torch.randn_like(prediction), target)
@@ -915,12 +917,14 @@ def test_off_never_merges(options):
     assert "micro-batches of an update" not in model._session.explain().partition("Runs")[2]
 
 
+@pytest.mark.long
 def test_one_micro_batch_needs_no_word():
     model, engine = compiled(build(MLP), sgd, way="late")
     fit(model, *data(16), Plan(2))
     assert engine.training.merging is None
 
 
+@pytest.mark.long
 def test_a_second_fit_records_nothing_again():
     model, engine = compiled(build(MLP), sgd, way="late")
     fit(model, *data(16), Plan(2, 1, 1, 4))
@@ -941,6 +945,7 @@ def test_pythons_and_numpys_numbers_go_on_as_without():
     assert left[0] == left[1]
 
 
+@pytest.mark.long
 def test_a_recording_is_freed_of_what_looking_at_it_set():
     """Attributes that forward sets while it is recorded for larger batches are undone."""
 

@@ -305,6 +305,7 @@ def test_a_run_that_goes_on_keeps_the_choice(described, monkeypatch, tmp_path):
     assert_equal(whole.module, resumed.module)
 
 
+@pytest.mark.long
 def test_a_run_without_a_full_micro_batch_trains():
     """Fewer samples than a micro-batch has: there is nothing that a library could make."""
     net = MLP().double()

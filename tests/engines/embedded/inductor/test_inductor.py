@@ -130,6 +130,7 @@ def test_every_rule_is_described(name, described):
     assert len(described) == 4
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize(
     "options",
@@ -377,6 +378,7 @@ def test_a_library_that_does_not_load_is_compiled_again(tmp_path, monkeypatch):
     assert len(dropped) == 1
 
 
+@pytest.mark.long
 def test_a_choice_that_is_measured_decides_about_no_program_that_is_kept(described, monkeypatch):
     """Another process may measure otherwise, and finds the library all the same."""
     parts, codes = [], []

@@ -89,6 +89,7 @@ def test_blocks_are_seen_where_a_module_holds_them():
     assert compiled(Stack(), config=IPUConfig(**OWN))._session.partitions.training.begins
 
 
+@pytest.mark.long
 @pytest.mark.few
 @EVERY
 @pytest.mark.parametrize(
@@ -126,6 +127,7 @@ def test_blocks_of_its_own_are_on_the_same_ipus_in_inference():
 # One IPU
 
 
+@pytest.mark.long
 @pytest.mark.few
 @EVERY
 @pytest.mark.parametrize(
@@ -218,6 +220,7 @@ def test_recompute_may_say_which_layers_a_configuration_means(said, asked, names
     assert model._session.config.recompute == names
 
 
+@pytest.mark.long
 def test_a_module_without_repeated_layers_follows_the_advice():
     """Nearly every file of optimum-graphcore recomputes."""
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))

@@ -84,6 +84,7 @@ def test_the_numbers_are_those_of_the_arguments(engine):
         assert first.params[name] == second.params[name]
 
 
+@pytest.mark.long("ipu-standin")
 def test_inference_has_its_own_counts():
     """Never those of training, as it would be without a configuration."""
     model, engine = recorded(IPUConfig(**FULL))
@@ -131,6 +132,7 @@ def test_zero_is_the_seed():
     assert [program.spec.seed for program in engine.programs] == [0, 0]
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_model_without_a_configuration_goes_by_arguments_alone():
     """The defaults are those of before: 1 and 1, and validation as training."""
     model, engine = recorded(None)
@@ -171,6 +173,7 @@ def test_automatic_loss_scaling_is_a_dynamic_scale_here():
     assert "loss_scale" not in history.params
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_path_is_read_and_a_copy_is_used(tmp_path):
     """What is changed later changes no compiled model."""
     config = IPUConfig(seed=3)
@@ -202,6 +205,7 @@ def test_an_ipu_gets_the_options_that_are_not_in_the_plan():
     assert training._Popart.options["automaticLossScalingSettings.enabled"] is True
 
 
+@pytest.mark.long
 def test_a_folder_for_executables_is_used(tmp_path):
     """On the IPU engine."""
     config = IPUConfig(executable_cache_dir=tmp_path / "cache", output_mode="all")
@@ -524,6 +528,7 @@ def seen(engine_name, capsys, **given):
     return (specs, options, str(model.module)), capsys.readouterr().out
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", sorted(OTHERS))

@@ -189,6 +189,7 @@ def test_compile_and_explain_name_what_is_cut(capsys):
     assert "Layers in parts" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.few
 @pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 def test_inference_on_fewer_ipus_has_the_layer_whole(engine):

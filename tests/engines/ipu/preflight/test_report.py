@@ -94,6 +94,7 @@ supported with limits
     )
 
 
+@pytest.mark.long
 def test_as_dict_is_the_whole_report_for_json():
     """A build that checks models reads it."""
     report = tagged()
