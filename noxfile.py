@@ -81,7 +81,7 @@ NEWEST_TESTS = [
         *("data/test_bad_batches", "data/test_bad_loaders", "data/test_data_forms"),
         *("data/test_prefetch", "data/test_unreadable_data", "losses/test_bad_losses"),
         *("engines/embedded/batching/test_merging_rules", "tracing/test_bad_modules"),
-        *("training/test_random_numbers", "training/test_traps"),
+        *("training/test_bad_arguments", "training/test_random_numbers", "training/test_traps"),
     )
 ]
 # What depends on the version of torch most: what is recorded, what runs, and what trains.

@@ -29,10 +29,11 @@ class ErrorCollector:
         """
         try:
             yield
-        except PlanError as error:
-            self._errors.append(_renamed(error, inference))
         except (ConfigurationError, DataError) as error:
-            self._errors.append(error)
+            # Without this frame, which from Python 3.12 on holds the error in a circle.
+            trace = error.__traceback__ and error.__traceback__.tb_next
+            kept = _renamed(error, inference) if isinstance(error, PlanError) else error
+            self._errors.append(kept.with_traceback(trace))
 
     def raise_all(self) -> None:
         """A single error as it is; several as one, with the texts of all.
