@@ -147,13 +147,15 @@ def _is_of_model(item):
 
 
 def _once_more(item, engine):
-    """The same test under another name."""
+    """The same test under another name, of which pytest makes its id."""
+    name = f"{item.originalname}:{engine}"
     return type(item).from_parent(
         item.parent,
-        name=f"{item.name}:{engine}",
+        name=name + item.name[len(item.originalname) :],
         callspec=getattr(item, "callspec", None),
+        callobj=item.obj,
         fixtureinfo=item._fixtureinfo,
-        originalname=item.originalname,
+        originalname=name,
     )
 
 
@@ -215,15 +217,6 @@ def pytest_runtest_setup(item):
     if session.stash.get(ENGINE, engine) != engine:
         session._setupstate.teardown_exact(None)
     session.stash[ENGINE] = engine
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item):
-    """Name a test that runs once more by its engine; pytest makes its id without that."""
-    report = (yield).get_result()
-    suffix = f":{item.stash[ENGINE]}"
-    if item.name.endswith(suffix) and not report.nodeid.endswith(suffix):
-        report.nodeid += suffix
 
 
 @pytest.fixture
