@@ -147,7 +147,6 @@ class Case:
         self.net, self.train, self.callbacks = net, train, callbacks
         self.compile = compile or (lambda net: {})
         self.fit = {"epochs": 2, "verbose": 0, **fit}
-        self._whole = None
 
     def run(self, before=None, checkpoint=None, **options):
         """A fit, which ends before an execution if asked to; fields of Checkpoint are options."""
@@ -173,9 +172,12 @@ class Case:
 
     def whole(self):
         """What a run comes to that nothing has interrupted; one run for all tests of this case."""
-        if self._whole is None:
-            self._whole = state(self.run())
-        return self._whole
+        return uninterrupted(self)
+
+
+@once_per_engine
+def uninterrupted(case):
+    return state(case.run())
 
 
 def state(model):
