@@ -31,9 +31,10 @@ class ErrorCollector:
             yield
         except (ConfigurationError, DataError) as error:
             # Without this frame, which from Python 3.12 on holds the error in a circle.
-            trace = error.__traceback__ and error.__traceback__.tb_next
-            kept = _renamed(error, inference) if isinstance(error, PlanError) else error
-            self._errors.append(kept.with_traceback(trace))
+            frames = error.__traceback__ and error.__traceback__.tb_next
+            if isinstance(error, PlanError):
+                error = _renamed(error, inference)
+            self._errors.append(error.with_traceback(frames))
 
     def raise_all(self) -> None:
         """A single error as it is; several as one, with the texts of all.
