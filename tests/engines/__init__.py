@@ -15,6 +15,7 @@ keeps_averages = embedded_only("PopTorch keeps no averages of weights, so use_em
 scales_itself = embedded_only("PopTorch does not tell its factor, so a LossScale is refused")
 skips_updates = embedded_only("PopTorch makes every update, also one that is not finite")
 clips_apart = embedded_only("PopTorch bounds the norm of all gradients together only")
+has_no_autocast = embedded_only("PopTorch has no autocast, so mixed precision is refused")
 own_step = embedded_only("an IPU has five optimizers, and runs no step of another")
 has_no_variant = embedded_only("PopTorch has no such variant of the optimizer, so it is refused")
 has_kept_values = embedded_only("the program of a device keeps the value that backward needs")
