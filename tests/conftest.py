@@ -1,6 +1,7 @@
 """Fixtures that many tests share, and how much of the grids is run."""
 
 import collections
+import functools
 import gc
 import importlib
 import logging
@@ -87,7 +88,6 @@ def pytest_collection():
     yield
     importlib.import_module("torch._dynamo")
     gc.freeze()
-    gc.set_threshold(10_000)  # many short lives: a recording is thousands of objects
     gc.enable()
 
 
@@ -99,6 +99,7 @@ def pytest_ignore_collect(collection_path, config):
     return True if is_other and _has_own_engine(collection_path) else None
 
 
+@functools.lru_cache(maxsize=None)
 def _has_own_engine(path):
     """Whether tests of this file or folder choose their engines themselves, by its place."""
     parts = path.relative_to(TESTS).parts if TESTS in path.parents else ()

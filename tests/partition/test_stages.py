@@ -368,21 +368,16 @@ def over_one():
 
 
 @pytest.mark.long
-@pytest.mark.few("sharded-True-ipu-standin")
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("strategy", "ends", "engine"),
+    ("strategy", "ends"),
     [
-        pytest.param(strategy, ends, engine, marks=pytest.mark.long if long else ())
-        for strategy, ends, quick in (
-            (None, True, ENGINES),
-            ("sharded", True, ["ipu-standin"]),
-            (poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement), False, ["embedded"]),
-            (poptorch.PipelinedExecution(*STAGES), False, ["ipu-standin"]),
-            (phases(poptorch.SerialPhasedExecution), False, ["embedded"]),
-            (phases(poptorch.ParallelPhasedExecution), False, ["ipu-standin"]),
-        )
-        for engine in ENGINES
-        for long in (engine not in quick,)
+        (None, True),
+        ("sharded", True),
+        (poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement), False),
+        (poptorch.PipelinedExecution(*STAGES), False),
+        (phases(poptorch.SerialPhasedExecution), False),
+        (phases(poptorch.ParallelPhasedExecution), False),
     ],
 )
 def test_blocks_of_the_module_are_honoured(over_one, engine, strategy, ends):
