@@ -15,8 +15,7 @@ from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data import _utils as torchs_utils
+from torch.utils.data import IterableDataset, _utils, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from ipufit.core.batch import MicroBatch, RawBatch
@@ -211,7 +210,7 @@ def layout_of(plan: Plan, sizes: Sequence[int]) -> List[List[int]]:
     return [filled[i : i + group] for i in range(0, len(filled), group)]
 
 
-_torchs_worker: Any = torchs_utils.worker
+_torchs_worker: Any = _utils.worker
 
 
 class Sharded:

@@ -21,6 +21,7 @@ from typing import (
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -70,8 +71,6 @@ def define(schema: str, run: Callable[..., object], shapes: Callable[..., object
 
 def node_of(tensor: Tensor) -> Optional[fx.Node]:
     """Return the node that computes a tensor; None where this tracer doesn't know it."""
-    from torch.fx.experimental import proxy_tensor
-
     current = current_tracer()
     if current is None or not proxy_tensor.has_proxy_slot(tensor, current):
         return None

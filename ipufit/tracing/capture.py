@@ -40,7 +40,7 @@ __all__ = [
     "draws",
     "fault_error",
     "frame_of",
-    "has_mask_index",
+    "makes_shape",
     "recordable",
     "user_frame",
     "uses_random_numbers",
@@ -289,8 +289,10 @@ def _is_packing(error: BaseException) -> bool:
     )
 
 
-def has_mask_index(args: Sequence[object]) -> bool:
-    """Tell whether aten::index with these arguments takes what a mask says."""
+def makes_shape(func: torch._ops.OpOverload, args: Sequence[object]) -> bool:
+    """Tell whether an operator makes a shape of values: aten::index does of those of a mask."""
+    if func is not torch.ops.aten.index.Tensor:
+        return torch.Tag.dynamic_output_shape in func.tags
     indices = args[1] if len(args) > 1 else ()
     return isinstance(indices, (list, tuple)) and any(
         isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices
@@ -324,16 +326,10 @@ def _refuse_dtypes(func: torch._ops.OpOverload, args: Sequence[object]) -> None:
         return
     if func.overloadpacket not in _OF_WEIGHTS:
         return
-    dtypes = [a.dtype for a in args if isinstance(a, Tensor)]
-    kinds = {dtype.is_floating_point or dtype.is_complex for dtype in dtypes}
-    if len(kinds) > 1:
-        names = " and ".join(str(dtype).replace("torch.", "") for dtype in dict.fromkeys(dtypes))
+    dtypes = dict.fromkeys(a.dtype for a in args if isinstance(a, Tensor))
+    if len({dtype.is_floating_point or dtype.is_complex for dtype in dtypes}) > 1:
+        names = " and ".join(str(dtype).replace("torch.", "") for dtype in dtypes)
         raise RuntimeError(f"{func} needs tensors of the same dtype, but got {names}")
-
-
-def _are_unknown(args: Sequence[object]) -> bool:
-    """Tell whether the value of a tensor among arguments is not known while it is recorded."""
-    return any(isinstance(a, FakeTensor) and a.constant is None for a in args)
 
 
 _RANDOM_BETWEEN = getattr(torch.ops.aten.random_, "from")
@@ -361,15 +357,14 @@ class _ValueGuard(OpRecorder):  # type: ignore[no-untyped-call]
             low, high = args[1:3]
             return torch.ops.aten.random_.to(args[0], high - low, **(kwargs or {})).add_(low)
         _refuse_dtypes(func, args)
-        if not NEEDS_VALUES.isdisjoint(func.tags) and _are_unknown(args):
+        needs_values = not NEEDS_VALUES.isdisjoint(func.tags)
+        if needs_values and any(isinstance(a, FakeTensor) and a.constant is None for a in args):
             if torch.Tag.data_dependent_output in func.tags:
                 if _is_anomaly_check(sys._getframe()):
                     raise fault_error("anomaly", None)
                 read_by = _one_hot_error if reads_classes(sys._getframe()) else value_error
                 raise read_by(user_frame(sys._getframe()))
-            if torch.Tag.dynamic_output_shape in func.tags and (
-                func is not torch.ops.aten.index.Tensor or has_mask_index(args)
-            ):
+            if makes_shape(func, args):
                 is_ctc = func._schema.name == "aten::_ctc_loss"
                 raise fault_error("ctc" if is_ctc else "shape", user_frame(sys._getframe()))
         return self.run(func, args, kwargs or {})

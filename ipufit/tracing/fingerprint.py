@@ -297,12 +297,10 @@ def _owners(call: object) -> Iterator[object]:
         yield from _owners(call.func)
     elif inspect.ismethod(call):
         yield from _owners(call.__self__)
-    elif hasattr(call, "__dict__") and not (_is_code(call) or isinstance(call, nn.Module)):
+    elif hasattr(call, "__dict__") and not (
+        inspect.isroutine(call) or isinstance(call, (type, nn.Module))
+    ):
         yield call
-
-
-def _is_code(value: object) -> bool:
-    return isinstance(value, type) or inspect.isroutine(value)
 
 
 def _freeze(value: Any, depth: int, referents: List[object]) -> object:
@@ -338,7 +336,7 @@ def _own_values(called: object, referents: List[object]) -> Tuple[object, ...]:
 
 def _plain_attributes(value: object) -> Tuple[object, ...]:
     """List numbers and strings of an object that is called; the rest of it may be large."""
-    if isinstance(value, nn.Module) or _is_code(value):
+    if isinstance(value, (type, nn.Module)) or inspect.isroutine(value):
         return ()
     attributes = getattr(value, "__dict__", {})
     return tuple((key, type(v), v) for key, v in attributes.items() if isinstance(v, PLAIN))

@@ -11,14 +11,18 @@ import contextlib
 import functools
 import inspect
 import operator
-from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence, Set
+from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_flatten
 
 from ipufit.partition.recomputation import watch_calls
+from ipufit.utils.state import replaced
 
 __all__ = [
     "NEEDS_VALUES",
@@ -54,17 +58,9 @@ _LISTENERS: List[Listener] = []
 
 def current_tracer() -> Optional[Any]:
     """Return the innermost tracer that is recording; None outside of a recording."""
-    # Imported here, as below: it is slow to import.
-    from torch.fx.experimental import proxy_tensor
-
-    if hasattr(proxy_tensor, "get_proxy_mode"):
-        innermost = proxy_tensor.get_proxy_mode()
-        return None if innermost is None else innermost.tracer
     # Before torch 2.4 a mode that is set aside stays on the stack, switched off.
     for mode in reversed(_get_current_dispatch_mode_stack()):
-        if isinstance(mode, proxy_tensor.ProxyTorchDispatchMode) and getattr(
-            mode, "enable_tracing", True
-        ):
+        if isinstance(mode, ProxyTorchDispatchMode) and getattr(mode, "enable_tracing", True):
             return mode.tracer
     return None
 
@@ -77,18 +73,38 @@ def current_graph() -> Optional[fx.Graph]:
 
 def make_graph(function: Callable[..., object], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """Record a function of tensors; the graph is compiled when it is called for the first time."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    record = functools.partial(make_fx, tracing_mode="fake", _allow_non_fake_inputs=True)
+    record = functools.partial(
+        proxy_tensor.make_fx, tracing_mode="fake", _allow_non_fake_inputs=True
+    )
     # What torch notes of each call, for its compilers, nobody here reads.
-    if "_disable_torch_fn_metadata_mode" in inspect.signature(make_fx).parameters:
+    if "_disable_torch_fn_metadata_mode" in inspect.signature(record).parameters:
         record = functools.partial(record, _disable_torch_fn_metadata_mode=True)
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError):  # before torch 2.3
-            from torch.fx._lazy_graph_module import _use_lazy_graph_module
-
-            stack.enter_context(_use_lazy_graph_module(True))
+    # What torch.compile has made says by torch's flag that it can't be recorded.
+    is_tracing = (fx._symbolic_trace, "_is_fx_tracing_flag", True)
+    with replaced((proxy_tensor, "dispatch_trace", _dispatch_trace), is_tracing):
         return record(function)(*inputs)
+
+
+def _dispatch_trace(
+    root: Callable[..., object], tracer: fx.Tracer, concrete_args: Tuple[object, ...]
+) -> fx.GraphModule:
+    """Record into a graph what a function does to tensors of a recording, as torch's namesake does.
+
+    Torch's also patches calls of modules for it, and so changes every class of them, a fifth of the
+    time of a small recording; only a tracer that looks at those calls needs it.
+    """
+    graph_module = fx.GraphModule
+    with contextlib.suppress(ImportError):  # before torch 2.3
+        from torch.fx._lazy_graph_module import _LazyGraphModule
+
+        graph_module = _LazyGraphModule
+    graph = fx.Graph(tracer_cls=type(tracer))
+    tracer.root, tracer.graph, tracer.tensor_attrs = nn.Module(), graph, {}
+    proxies = []
+    for place, _ in enumerate(tree_flatten(concrete_args)[0]):
+        proxies.append(fx.Proxy(graph.placeholder(f"arg{place}_1"), tracer))
+    graph.output(tracer.create_arg(root(*proxies)))
+    return graph_module(tracer.root, graph)
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -98,10 +114,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        from torch.fx.experimental import proxy_tensor
-
         super().__init__()  # type: ignore[no-untyped-call]
-        self._torchs = proxy_tensor
         # A mode beside those of the recording may change what is recorded.
         alone = len(_get_current_dispatch_mode_stack()) == 2
         self._tracer: Any = current_tracer() if alone else None
@@ -131,7 +144,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         name = tracer.graph._target_to_str(func.overloadpacket.__name__)
         node = tracer.graph.create_node("call_function", func, inputs, options, name)
-        with self._torchs.disable_proxy_modes_tracing():
+        with proxy_tensor.disable_proxy_modes_tracing():
             result = func(*args, **kwargs)
             self._follow(result, node)
         return result
@@ -143,7 +156,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             LookupError: it is neither a tensor of the recording nor a plain value.
         """
         if type(value) is FakeTensor:
-            slot = self._torchs.get_proxy_slot(value, self._tracer, None)
+            slot = proxy_tensor.get_proxy_slot(value, self._tracer, None)
             if slot is not None and slot.constant is None:
                 return slot.proxy.node
         elif value is None or isinstance(value, (int, float, str, *_KINDS)):
@@ -155,9 +168,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, result: object, node: fx.Node) -> None:
         """Note which node computes a tensor, or each tensor of several results."""
         if isinstance(result, Tensor):
-            node.meta["val"] = self._torchs.snapshot_fake(result)
-            slot = self._torchs._ProxyTensor(fx.Proxy(node, self._tracer), None)
-            self._torchs.set_proxy_slot(result, self._tracer, slot)
+            node.meta["val"] = proxy_tensor.snapshot_fake(result)
+            slot = proxy_tensor._ProxyTensor(fx.Proxy(node, self._tracer), None)
+            proxy_tensor.set_proxy_slot(result, self._tracer, slot)
         elif isinstance(result, (list, tuple)):
             values = list(result)
             for place, part in enumerate(result):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.data.batches import BatchValidator
 from ipufit.data.casting import Casting
+from ipufit.data.in_memory import is_array
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.losses.loss import OwnLoss
@@ -111,7 +112,9 @@ def batch_of(x: object, own_loss: OwnLoss, asks: str) -> Any:
         ConfigurationError: a loader that can be read only once, or is empty.
     """
     batch = x
-    if not (_is_array(x) or isinstance(x, (tuple, Mapping)) or _is_list_of_parts(x, own_loss)):
+    # A list that is no batch has batches, not arrays.
+    is_of_parts = isinstance(x, list) and (own_loss or len(x) in (2, 3)) and any(map(is_array, x))
+    if not (is_of_parts or is_array(x) or isinstance(x, (tuple, Mapping))):
         if isinstance(x, collections.abc.Iterator):
             raise ConfigurationError(
                 f"{asks} needs a batch, or a loader that can be read again, got "
@@ -123,16 +126,6 @@ def batch_of(x: object, own_loss: OwnLoss, asks: str) -> Any:
         if batch is None:
             raise ConfigurationError(f"{asks} needs a batch, but the loader has none. Pass one.")
     return batch
-
-
-def _is_array(x: object) -> bool:
-    return isinstance(x, Tensor) or type(x).__module__ == "numpy"
-
-
-def _is_list_of_parts(x: Any, own_loss: OwnLoss) -> bool:
-    """Return True for a batch, False for a list of batches."""
-    is_short = isinstance(x, list) and (own_loss or len(x) in (2, 3))
-    return is_short and any(map(_is_array, x))
 
 
 def summarize(

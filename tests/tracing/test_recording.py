@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental import proxy_tensor
 from torch.nn.functional import cross_entropy, dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -113,6 +114,7 @@ def by_torch(monkeypatch):
     def record(*arguments, **options):
         with monkeypatch.context() as patched:
             patched.setattr(recording, "_optional_arguments", lambda operator: None)
+            patched.setattr(recording, "_dispatch_trace", proxy_tensor.dispatch_trace)
             return capture(*arguments, **options)
 
     return record
@@ -145,7 +147,6 @@ def test_the_graph_of_a_function_is_that_of_torch(function, by_torch, direct):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("make", NETS)
 def test_the_graph_of_a_step_is_that_of_torch(make, by_torch, direct):
     """Forward, loss and backward."""

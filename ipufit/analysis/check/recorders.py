@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ipufit.errors import CaptureError
-from ipufit.tracing.capture import Frame, draws, fault_error, has_mask_index, value_error
+from ipufit.tracing.capture import Frame, draws, fault_error, makes_shape, value_error
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import GradStep
 from ipufit.tracing.interpreter import Listener, OperatorCall
@@ -158,9 +158,7 @@ class OperationRecorder(Listener):
         if self._is_tainted and self._note is not None:
             if torch.Tag.data_dependent_output in call.operator.tags:
                 self._note(value_error(frame))
-            elif torch.Tag.dynamic_output_shape in call.operator.tags and (
-                call.operator is not torch.ops.aten.index.Tensor or has_mask_index(call.args)
-            ):
+            elif makes_shape(call.operator, call.args):
                 self._note(fault_error("shape", frame))
 
     def after(self, call: OperatorCall, result: object) -> None:

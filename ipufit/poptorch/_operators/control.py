@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -182,8 +183,6 @@ class _Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.captured: List[Tensor] = []
 
     def lift(self, value: object) -> object:
-        from torch.fx.experimental import proxy_tensor
-
         # In a body within this body, what is foreign is so to the inner one.
         is_foreign = current_tracer() is self._inner
         if not isinstance(value, FakeTensor) or not is_foreign:
@@ -223,8 +222,6 @@ def record(
     Raises:
         Error: it returned something other than tensors.
     """
-    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
-
     lifts: List[_Lift] = []
     results: List[Tensor] = []
 
@@ -238,10 +235,10 @@ def record(
                 lift.lift(result)
         return list(results)
 
-    with disable_proxy_modes_tracing():
+    with proxy_tensor.disable_proxy_modes_tracing():
         # Made anew: a copy of a constant would be known, and its value written into the graph.
         fresh = [torch.empty_like(tensor) for tensor in inputs]
-        graph = make_fx(traced)(torch.empty(()), *fresh)
+        graph = proxy_tensor.make_fx(traced)(torch.empty(()), *fresh)
         captured = lifts[0].captured + _gather_inputs(graph, len(fresh))
         body = Body(graph, results)
     register(body)
