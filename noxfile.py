@@ -5,6 +5,8 @@ Versions and dependency groups come from pyproject.toml.
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import os
 import re
 import shutil
@@ -305,29 +307,27 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Run every script of examples/, those of examples/poptorch/ by `ipufit run`."""
+    """Run every script of examples/, two at a time, those of examples/poptorch/ by `ipufit run`."""
+    session.install("-e", ".[examples,report]", *group("torch"))
     small = Path(session.create_tmp(), "idx").resolve()
-    options = {"fashion_mnist.py": ("--data", str(small))}
-    scripts = [s for s in sorted(Path("examples").glob("*.py")) if s.name not in options]
-    run_scripts(session, *scripts)
     session.run("python", "-m", "tests.idx_files", small)
-    for name, given in options.items():
-        session.run("python", Path("examples", name), *given)
-    for script in sorted(Path("examples", "poptorch").glob("*.py")):
-        session.run("ipufit", "run", script)
+    options = {"fashion_mnist.py": ("--data", small)}
+    scripts = sorted(Path("examples").glob("*.py"))
+    commands = [("python", script, *options.get(script.name, ())) for script in scripts]
+    of_poptorch = sorted(Path("examples", "poptorch").glob("*.py"))
+    commands += [("ipufit", "run", script) for script in of_poptorch]
+    env = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        run = functools.partial(session.run, env=env, silent=True)
+        for printed in pool.map(lambda command: run(*command), commands):
+            print(printed)
 
 
 @nox.session
 def digits(session: nox.Session) -> None:
     """Train on the handwritten digits: examples/digits.py, as the README says."""
-    run_scripts(session, Path("examples", "digits.py"))
-
-
-def run_scripts(session: nox.Session, *scripts: Path) -> None:
-    """Run scripts with what the extra `examples` installs, drawing to files only."""
-    session.install("-e", ".[examples,report]", *group("torch"))
-    for script in scripts:
-        session.run("python", script, env={"MPLBACKEND": "Agg"})
+    session.install("-e", ".[examples]", *group("torch"))
+    session.run("python", Path("examples", "digits.py"), env={"MPLBACKEND": "Agg"})
 
 
 @nox.session

@@ -89,13 +89,8 @@ CONFIGURATIONS = {
 
 
 # An option is searched with as it is trained with, by the program of fit.
-PLAIN, *OTHERS = but(CONFIGURATIONS, **CONFIGURATION_MARKS)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [PLAIN, *(pytest.param(*p.values, marks=[*p.marks, pytest.mark.long]) for p in OTHERS)]
-)
+@pytest.mark.parametrize("name", but(CONFIGURATIONS, **CONFIGURATION_MARKS))
 def test_a_search_leaves_no_trace_and_the_next_fit_has_the_same_bits(name):
     """A search that shifts a seed or a moment makes every later result irreproducible."""
     work = {"device_iterations": 2, "ipus": 2}
@@ -129,7 +124,7 @@ def test_a_search_before_the_first_fit_leaves_no_trace():
     assert model.optimizer.state_dict()["state"] == {}
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_a_search_that_diverges_leaves_no_trace():
     """That is how most searches end."""
     model = compiled()
@@ -213,7 +208,6 @@ def test_generators_of_a_loader_are_kept_too():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_losses_are_those_of_a_loop_with_these_rates(replicas, accumulation):
@@ -407,7 +401,6 @@ def test_the_largest_batch_that_fits_is_found(most, batch_size, accumulation, si
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize(
     "error",
     [
@@ -423,6 +416,7 @@ def test_every_form_of_the_error_is_known(error):
     assert model.find_batch_size(x, y, effective_batch_size=32).batch_size == 4
 
 
+@pytest.mark.long("ipu-standin")
 def test_another_error_of_the_module_is_raised():
     """It is no sign of a batch that is too large."""
     error = RuntimeError("a bug")

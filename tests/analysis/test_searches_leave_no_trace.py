@@ -49,7 +49,6 @@ SEARCHES = {
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
 def test_a_search_leaves_no_trace_in_the_next_fit(search, seed, engine):

@@ -106,7 +106,6 @@ def test_curves_go_from_point_to_point_and_line_to_line():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("name", CURVES)
 def test_every_curve_can_be_measured(name, monkeypatch):
     """On few and small points, one epoch each."""

@@ -122,7 +122,6 @@ def test_an_error_of_the_callback_ends_training_with_the_same_ledger(place, max_
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("update", [0, 3, 6, 10])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
 def test_nothing_is_lost_when_training_is_interrupted(update, error):
@@ -145,7 +144,6 @@ def test_nothing_is_lost_when_training_is_interrupted(update, error):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("bad", [0, 2, 6])
 def test_nothing_is_lost_when_the_loss_is_no_number(bad):
     """The updates before it are reported."""
@@ -174,7 +172,6 @@ def test_two_errors_are_both_seen():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("seed", range(4))
 def test_stop_training_takes_effect_with_a_later_execution(seed):
     """Every update that was made is reported, and the first ones are those of the plain run."""
@@ -218,7 +215,6 @@ def test_hooks_run_while_the_next_execution_is_in_flight():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("max_pending", [1, 2, 5])
 def test_training_waits_for_a_callback_that_is_too_slow(max_pending):
     """An unbounded queue would hold a copy of the logs for every execution of the epoch."""
@@ -277,6 +273,7 @@ def test_it_serves_evaluate_and_predict_and_again():
     assert {entry[0] for entry in late.entries} == set(HOOKS)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
 def test_an_error_in_the_last_batch_is_raised_and_forgotten(method):
     """The next use begins without it."""

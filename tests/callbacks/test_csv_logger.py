@@ -52,6 +52,7 @@ def test_a_value_that_comes_late_gets_a_column(tmp_path):
     assert [row[2:] for row in rows[1:]] == [["1.5", "NA"], ["NA", "NA"], ["NA", "2.5"]]
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_learning_rate_is_in_the_table(tmp_path):
     """When the callback that logs it stands before."""
     path = tmp_path / "log.csv"
@@ -61,7 +62,6 @@ def test_a_learning_rate_is_in_the_table(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("append", [False, True])
 def test_a_second_fit_replaces_or_goes_on(tmp_path, append):
     """With one header, also where it has other columns."""
@@ -95,6 +95,7 @@ def test_the_separator(tmp_path):
     assert table(path, ";")[0] == ["epoch", "loss"]
 
 
+@pytest.mark.long("ipu-standin")
 def test_what_it_can_not_write_is_known_before_training(tmp_path):
     """And another file is not spoilt."""
     path = tmp_path / "other.csv"

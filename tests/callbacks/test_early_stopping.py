@@ -81,7 +81,6 @@ class Keeps(Callback):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize(
     ("values", "best"), [([3, 1, 2, 2, 2], 1), ([3, 2, 1, 4], 2), ([NAN, NAN], 0)]
 )
@@ -159,6 +158,7 @@ def test_the_direction_comes_from_the_metric():
     assert stop._direction == "min"
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_unknown_direction_is_an_error_before_training():
     """As in Keras: there is no guess that is never wrong."""
     told = Told()

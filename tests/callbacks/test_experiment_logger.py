@@ -192,6 +192,7 @@ def test_a_run_that_goes_on_continues_its_steps(tmp_path):
     assert described(third)[0]["epochs"] == 3
 
 
+@pytest.mark.long("ipu-standin")
 def test_it_may_be_told_nothing_of_the_run():
     """log_params=False."""
     tracker = OfMLflow()

@@ -113,6 +113,7 @@ def test_json_brings_everything_back(tmp_path):
     assert again.places("val_loss") == [1, 3, 5, 6, 7]
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_fit_survives_json():
     """What fit puts into params is JSON."""
     import torch
@@ -387,6 +388,7 @@ def test_the_learning_rate_has_the_last_panel_in_steps():
     assert lr.get_legend() is None
 
 
+@pytest.mark.long("ipu-standin")
 @needs_matplotlib
 def test_values_of_updates_have_panels_of_their_own():
     history = curves(3)
@@ -400,6 +402,7 @@ def test_values_of_updates_have_panels_of_their_own():
     assert list(panels(history.plot(metrics=["norm"]))) == ["norm, per update"]
 
 
+@pytest.mark.long("ipu-standin")
 @needs_matplotlib
 def test_metrics_chooses_panels_in_order():
     history = curves(4)

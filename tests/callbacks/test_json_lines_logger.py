@@ -111,6 +111,7 @@ def test_lines_are_there_at_once_and_the_file_is_closed(tmp_path):
     assert logger.writes_files
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_wrong_argument_is_named(tmp_path):
     """When it is made, or before training."""
     refused(

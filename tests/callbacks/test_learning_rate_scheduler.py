@@ -34,7 +34,6 @@ def test_the_schedule_sets_the_rate_of_the_epoch():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("di", [1, 3])
 def test_training_is_that_with_rates_set_by_hand(di):
     """A rate that is only logged would be worse than none."""
@@ -72,6 +71,7 @@ def test_what_a_schedule_may_be_and_return(schedule):
     assert type(model.optimizer.param_groups[0]["lr"]) is float
 
 
+@pytest.mark.long("ipu-standin")
 def test_every_group_is_asked_with_its_own_rate(capsys):
     """A factor keeps their ratio, a fixed rate is that of all."""
     net = Net()
@@ -89,6 +89,7 @@ def test_every_group_is_asked_with_its_own_rate(capsys):
     )
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, None, "0.1", True])
 def test_what_is_no_rate_is_refused(value):

@@ -66,6 +66,7 @@ def saved_epochs(folder, values, **options):
     return [int(name.split(".")[0]) for name in files(folder)], save
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few("values0-options0-epochs0", "values4-options4-epochs4")
 @pytest.mark.parametrize(
     ("values", "options", "epochs"),
@@ -98,7 +99,6 @@ def test_the_best_of_all_fits_counts(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize(("keep", "left"), [(None, 5), (2, 2), (1, 1), (9, 5)])
 def test_old_files_go(tmp_path, keep, left):
     """Those that it has written itself, oldest first; never another's."""
@@ -227,6 +227,7 @@ def test_a_path_that_can_not_be_filled_in_is_refused(path):
     assert str(caught.value).endswith(end)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_path_that_can_not_be_written_is_known_before_training(tmp_path):
     """The first epoch may take a day."""
     (tmp_path / "file").touch()
@@ -242,6 +243,7 @@ def test_a_path_that_can_not_be_written_is_known_before_training(tmp_path):
     assert told.hooks == []
 
 
+@pytest.mark.long("ipu-standin")
 def test_values_that_are_not_there_are_missed_before_training(tmp_path):
     """In the path or for the comparison."""
     save = ModelCheckpoint(tmp_path / "{val_loss}.safetensors")

@@ -304,6 +304,7 @@ def test_bars_that_are_switched_off_for_the_whole_process():
     assert "|" not in ran.stderr
 
 
+@pytest.mark.long("ipu-standin")
 def test_bars_of_evaluate_and_predict(capsys):
     """They count forward passes, each over all replicas."""
     model, loader = model_and_loader()

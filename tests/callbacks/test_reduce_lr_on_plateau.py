@@ -16,6 +16,7 @@ def rates(values, **options):
     return history.history["learning_rate"]
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few(
     "values0-options0-expected0", "values6-options6-expected6", "values9-options9-expected9"
 )
@@ -90,6 +91,7 @@ def test_it_begins_anew_with_every_fit():
     assert (reduce.best, reduce.wait) == (1, 0)
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_unknown_value_is_missed_before_training():
     """The rate that it adds itself is known."""
     refused(

@@ -66,6 +66,7 @@ def test_the_options():
     assert json.loads(body)["epoch"] == 0
 
 
+@pytest.mark.long("ipu-standin")
 def test_training_goes_on_without_a_server():
     """A monitor is no reason to lose a training."""
     with server() as (root, _):

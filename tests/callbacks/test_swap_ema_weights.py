@@ -70,6 +70,7 @@ def test_where_the_average_is_in_the_model(option, where):
     assert not model.averaged
 
 
+@pytest.mark.long("ipu-standin")
 def test_checkpoints_after_it_hold_the_average(tmp_path):
     """That is what swap_on_epoch is for."""
     model = averaged_model()
@@ -81,6 +82,7 @@ def test_checkpoints_after_it_hold_the_average(tmp_path):
     assert not model.averaged
 
 
+@pytest.mark.long("ipu-standin")
 def test_it_serves_evaluate_and_predict():
     """Keras leaves the average in the model after predict."""
     model = averaged_model()

@@ -109,6 +109,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
     )
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_wrong_argument_is_named():
     """When it is made."""
     pytest.importorskip("tensorboard")

@@ -71,6 +71,7 @@ def test_another_value_ends_training_with_its_epoch(capsys):
     assert capsys.readouterr().err == "TerminateOnNaN ends training: mine became inf in epoch 2\n"
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_mean_that_overflows_ends_training(capsys):
     """Every loss may be finite, and their sum not."""
     callback = TerminateOnNaN()
@@ -90,6 +91,7 @@ def test_a_mean_that_overflows_ends_training(capsys):
     assert capsys.readouterr().err == "TerminateOnNaN ends training: loss became inf in batch 0\n"
 
 
+@pytest.mark.long("ipu-standin")
 def test_it_may_raise_instead():
     """Keras' raise_error: the error of fit itself, and one for the other values."""
     with pytest.raises(NonFiniteLossError) as caught:

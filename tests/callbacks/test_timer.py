@@ -33,7 +33,6 @@ class Takes(Callback):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize(("di", "updates"), [(1, 3), (2, 4), (5, 5)])
 def test_training_ends_with_the_execution_in_which_the_time_runs_out(
     monkeypatch, capsys, di, updates

@@ -275,6 +275,7 @@ def test_damaged_ones_are_told_set_aside_and_passed_over(tmp_path):
     assert "damaged-update-000000009" in names(folder)
 
 
+@pytest.mark.long("ipu-standin")
 def test_none_that_can_be_read_is_an_error(tmp_path):
     fit(tmp_path / "run")
     for name in names(tmp_path / "run"):
@@ -331,6 +332,7 @@ def test_signals_let_the_execution_end_and_a_checkpoint_be_written(kind, when, t
     assert_same(model, VALIDATED.whole())
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_second_signal_ends_it_at_once(tmp_path):
     class Presses(Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -381,6 +383,7 @@ class Holds(Callback):
         return {"model": self.model}
 
 
+@pytest.mark.long("ipu-standin")
 def test_what_cannot_be_written_is_refused_before_any_work(tmp_path):
     with pytest.raises(CheckpointError, match="'callbacks") as told:
         fit(tmp_path / "run", callbacks=[Holds()])
@@ -401,6 +404,7 @@ class Shy:
         return 0.0
 
 
+@pytest.mark.long("ipu-standin")
 def test_metrics_must_say_what_they_have_seen(tmp_path):
     case = plain(compile=lambda net: {"metrics": [Shy()]})
     refused(
@@ -411,6 +415,7 @@ def test_metrics_must_say_what_they_have_seen(tmp_path):
     )
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_folder_with_checkpoints_is_not_begun_anew(tmp_path):
     folder = str(tmp_path / "run")
     fit(folder)
@@ -737,6 +742,7 @@ def test_restarts_need_checkpoints():
     )
 
 
+@pytest.mark.long("ipu-standin")
 def test_vanished_folders_end_training(tmp_path):
     folder = tmp_path / "run"
 

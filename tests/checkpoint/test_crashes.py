@@ -164,7 +164,6 @@ def test_any_failing_operation_leaves_a_whole_checkpoint(tmp_path, half):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("half", [False, True])
 def test_a_disk_that_stays_full_leaves_a_whole_checkpoint(tmp_path, half):
     """Nothing can be tidied up either."""
@@ -190,7 +189,6 @@ def test_a_crash_at_any_operation_leaves_a_whole_checkpoint(tmp_path, half):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("half", [False, True])
 def test_an_interrupt_at_any_operation_leaves_a_whole_checkpoint(tmp_path, half):
     """Ctrl-C goes through, after what was half written is removed."""
@@ -268,6 +266,7 @@ written(Store(sys.argv[1], Killed()), 3)
 """
 
 
+@pytest.mark.long
 def test_what_a_killed_process_left_is_removed(tmp_path):
     """The real thing: its folder has another process's name, and nobody can ask it."""
     folder = prepared(tmp_path / "runs")

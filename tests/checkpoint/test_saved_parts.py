@@ -149,6 +149,7 @@ def test_other_processes_get_the_part_alone():
         assert torch.equal(model.module.state_dict()[name], value), name
 
 
+@pytest.mark.long
 def test_outputs_and_averages_too():
     """As a callback gets them from several updates at once."""
     torch.manual_seed(0)

@@ -87,7 +87,7 @@ ASK = """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("asks", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("asks", [False, True])
 def test_a_script_and_the_processes_it_starts_find_the_stand_in(asks, tmp_path):
     """A process that multiprocessing spawns, and one of another kind, have no finder of ours."""
     script = write(tmp_path, CHILDREN.replace("\n    sys.exit(7)\n", ASK) if asks else CHILDREN)

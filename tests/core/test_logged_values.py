@@ -71,6 +71,10 @@ def close(value):
     return pytest.approx(value, rel=1e-12, abs=1e-14)
 
 
+@pytest.mark.long("ipu-standin")
+@pytest.mark.few(
+    "Plan(mb=3, di=2, ga=3, replicas=2)-captured", "Plan(mb=4, di=3, ga=1, replicas=1)-eager"
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_values_are_exact_for_every_plan(plan, way):
@@ -113,6 +117,7 @@ def test_values_have_the_same_bits_for_every_number_of_device_iterations(numbers
     assert found[1:] == found[:1] * (len(numbers) - 1)
 
 
+@pytest.mark.long("ipu-standin")
 def test_logging_changes_no_bit_of_training():
     net = Net().double()
     quiet, _ = compiled(net, sgd)
@@ -147,7 +152,6 @@ class OwnLoss(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("net", "loss"),
@@ -177,7 +181,6 @@ def test_a_loss_of_any_kind_can_log(net, loss, way):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 def test_a_name_used_twice_in_one_forward_is_reduced_there_too(way):
     class Twice(nn.Module):
@@ -280,7 +283,6 @@ def test_no_gradient_flows_through_a_value(way):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @embedded_only("PopTorch traces no torch.utils.checkpoint, which it says itself")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_forward_that_is_computed_again_reports_once(way):
@@ -329,7 +331,6 @@ class Sized(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("di", [1, 2, 100])
 def test_micro_batches_may_log_different_names(di, way):
@@ -351,6 +352,7 @@ def test_micro_batches_may_log_different_names(di, way):
     assert [math.isnan(value) for value in seen["full"]] == [False] * 5 + [True]
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_module_that_runs_may_log_as_its_values_will():
     """Without a recording a name may come and go from one micro-batch to the next."""
 
@@ -369,7 +371,7 @@ def test_a_module_that_runs_may_log_as_its_values_will():
     assert history["negative"] == close([means[means <= 0].mean().item()])
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_values_come_over_in_the_one_transfer_of_an_execution():
     """Nothing is read between two updates, which would stop a device."""
 

@@ -75,6 +75,7 @@ FITTING = [
 ]
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(("kind", "every", "plan", "way"), FITTING, ids=str)
 def test_metrics_and_callbacks_see_the_outputs_that_come_back(kind, every, plan, way):
@@ -173,7 +174,6 @@ def test_who_looks_changes_no_bit_of_training():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("kind", ["final", "sum", "every_n"])
 def test_evaluate_validation_and_predict_always_see_all(kind):
     net = MLP().double()

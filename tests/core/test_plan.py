@@ -186,7 +186,7 @@ def fault_of(arguments: Dict[str, Any]) -> Optional[PlanError]:
     return None
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 @given(random_arguments)
 def test_every_suggestion_is_accepted(arguments: Dict[str, Any]) -> None:
     """Advice that leads to the next error is worse than none."""
@@ -466,6 +466,7 @@ def test_explain_is_short_and_grammatical(plan: Plan) -> None:
     assert plan.training or "update" not in text
 
 
+@pytest.mark.long("ipu-standin")
 def test_the_examples_in_the_docstrings_run() -> None:
     """They are the first thing a reader copies."""
     results = doctest.testmod(ipufit.core.plan)

@@ -101,6 +101,7 @@ def without_precision(way, plan):
     return net, model, fit(model, *EVEN, plan)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(("precision", "dtype", "way"), in_turn(MIXED))
 def test_mixed_precision_is_autocast_around_forward_and_loss(precision, dtype, way):
@@ -132,9 +133,7 @@ def test_mixed_precision_holds_in_evaluate_and_predict(precision, dtype):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "numbers", [(1, 5), pytest.param((1, 2, 5, 10), marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.parametrize("numbers", [(1, 5), (1, 2, 5, 10)], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_mixed_precision_has_the_same_bits_for_every_number_of_device_iterations(way, numbers):
     net, found = CNN(), []
@@ -174,7 +173,6 @@ PURE = [
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize(("precision", "dtype", "way"), in_turn(PURE))
 def test_a_module_of_one_dtype_gets_its_inputs_in_it(precision, dtype, way):
     """A loader need not know; targets follow too, as a loss wants one dtype."""
@@ -209,10 +207,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(o, marks=pytest.mark.long) if o == "adamw" else o for o in OPTIMIZERS],
-)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=needs_half)])
 def test_modules_of_half_precision_train_with_everything(optimizer, dtype):
     """Scaled, accumulated in float32, clipped and averaged."""
@@ -363,6 +358,7 @@ def test_an_eps_that_is_zero_in_the_weights_dtype_is_reported():
         fit(model, X[:4].to(next(net.parameters()).dtype), Y[:4], epochs=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["recorded", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["fit", "evaluate", "predict"])

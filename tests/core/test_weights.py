@@ -221,6 +221,7 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path):
         )
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_model_is_made_of_a_file(tmp_path):
     """Which says what it is of."""
     path = tmp_path / "w.safetensors"

@@ -123,6 +123,7 @@ def test_a_batch_of_numpy_strings_is_named():
     assert str(caught.value).endswith(". Convert it in the dataset or in collate_fn.")
 
 
+@pytest.mark.long("ipu-standin")
 def test_predict_takes_inputs_alone_and_refuses_what_is_neither():
     """A batch means the same for predict as for fit, where a third part is the weights."""
     model = compiled()
@@ -299,6 +300,7 @@ class MineError(Exception):
     """An error that ipufit has never heard of."""
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("di", [1, 2])
 def test_an_error_of_the_dataset_names_its_sample(di):
     """Type and traceback of the user's error stay with it, and what was learned stays."""

@@ -120,6 +120,7 @@ def test_a_loader_without_batches_is_refused(make, text):
     assert engine.built == 0
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(
     ("make", "kind"),

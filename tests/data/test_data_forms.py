@@ -373,6 +373,7 @@ class Shards(IterableDataset):
             yield NUMBERED[index], NUMBERED[index]
 
 
+@pytest.mark.long("ipu-standin")
 def test_workers_of_a_stream_that_all_yield_everything_are_refused():
     """torch trains on every sample twice without a word."""
     model, _ = recording()

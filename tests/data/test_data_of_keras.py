@@ -77,7 +77,7 @@ def test_validation_data_may_be_a_list():
     assert_equal(trained(X, Y, validation_data=halves), plain)
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_several_inputs_and_targets_in_lists_are_validated_on():
     """A list inside of the list is several inputs."""
     parts, target = [X[:, :3], X[:, 3:]], Y % 2
@@ -153,6 +153,7 @@ def test_frames_and_series_are_arrays():
     assert model.evaluate(chunks, verbose=0) == model.evaluate(X, Y, batch_size=8, verbose=0)
 
 
+@pytest.mark.long("ipu-standin")
 def test_columns_of_several_dtypes_become_one():
     """pandas would make an array of objects of some of them."""
     pandas = pytest.importorskip("pandas")
@@ -279,7 +280,6 @@ def tensors(x, y):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_other_dtypes_train_to_the_bits_of_the_right_ones(case, form):
@@ -322,7 +322,6 @@ def test_all_ways_to_train_and_to_look_take_them(eagerly):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize(
     ("loss", "outputs"),
     [
@@ -344,7 +343,6 @@ def test_float64_targets_come_in_float32(loss, outputs):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
 @pytest.mark.parametrize("loss", ["mse", "bce_with_logits", nn.BCEWithLogitsLoss()], ids=repr)
 def test_whole_targets_of_a_loss_over_values_become_floating_point(dtype, loss):

@@ -157,6 +157,7 @@ def test_steps_per_epoch_is_cut_like_any_epoch():
     assert_same_bits(results[2], results[0])
 
 
+@pytest.mark.long
 def test_a_smaller_batch_between_two_passes_is_prepared_for():
     """A module that can't take it fails before the first update."""
     model = ipufit.Model(nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)))

@@ -344,7 +344,6 @@ SAMPLES = [(x, y) for batch in batches(5) for x, y in zip(*batch)]
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("di", [1, 2])
 def test_an_error_surfaces_in_its_place_with_its_own_traceback(di):
     """What came before it is trained on, and its line is shown."""
@@ -373,7 +372,6 @@ def test_an_error_surfaces_in_its_place_with_its_own_traceback(di):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_what_is_no_exception_passes_untouched(error):
     """Ctrl-C in a dataset is no fault of the dataset."""
@@ -644,8 +642,7 @@ def test_a_stream_starts_again_from_its_beginning():
     assert list(Batches([1])) == [1]
 
 
-@pytest.mark.long("ipu-standin")
-@pytest.mark.few
+@pytest.mark.long
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_dataset_that_a_callback_lengthens_is_read_to_its_end(shuffle):
     """Curricula do that; samples that came late must not be left out because of shuffling."""

@@ -250,6 +250,7 @@ def test_a_bad_weight_is_named_with_its_position(value):
     )
 
 
+@pytest.mark.long("ipu-standin")
 def test_weights_that_are_all_zero_are_refused():
     """Nothing would be learned, by an array or by one update."""
     model, engine = recording()

@@ -176,6 +176,7 @@ def state_of(model):
     return model._session.updates
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_shuffled_worker_is_followed_to_its_sample():
     """torch's own shuffling is drawn from a stream that is known, so it can be drawn again."""
     plain = DataLoader(Breaks(), 4, shuffle=True)
@@ -206,6 +207,7 @@ def test_an_error_in_a_later_pass_is_told_alike():
         fit(compiled(), DataLoader(Later(SAMPLES[:8]), 4), steps_per_epoch=4)
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_index_that_the_dataset_changes_is_not_taken_for_the_sample():
     """The sample that fails again is named, where the call does not say which it was."""
 
@@ -273,6 +275,7 @@ def test_a_worker_that_dies_meanwhile_is_told_alike():
         fit(compiled(), batches(3), callbacks=Signal())
 
 
+@pytest.mark.long("ipu-standin")
 def test_ragged_samples_are_a_matter_of_collate_fn():
     """torch's own collate can't stack them."""
     ragged = [(torch.zeros(n), torch.zeros(3)) for n in (4, 5, 4, 4)]

@@ -25,6 +25,7 @@ from tests.faulty import (
 # ---- losses -------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize(
     ("loss", "text"),

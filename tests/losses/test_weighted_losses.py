@@ -270,6 +270,7 @@ def test_weights_that_are_none_are_refused(weights, text):
     assert message(resolve_loss("mse"), REALS, SHARES, weights) == text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"per sample", "per element"}))
 def test_a_weight_of_zero_hides_what_is_not_finite(name):
     """Missing labels are often NaN with a weight of zero: 0 * NaN would spoil every parameter."""
@@ -286,6 +287,7 @@ def test_a_weight_of_zero_hides_what_is_not_finite(name):
     assert came[1][3].tolist() == torch.zeros_like(prediction[3]).tolist()
 
 
+@pytest.mark.long
 @means
 def test_a_micro_batch_without_weight_counts_nothing(loss, prediction, target):
     """Its mean is over nothing; NaN would stop a training that lacks nothing."""

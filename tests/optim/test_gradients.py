@@ -72,7 +72,11 @@ CLIPS = {
 }
 
 
-@pytest.mark.grid(pairs=False)
+@pytest.mark.few(
+    "norm-Plan(mb=3, di=2, ga=3, replicas=2)-captured",
+    "global_norm-Plan(mb=4, di=3, ga=1, replicas=1)-eager",
+    "value-Plan(mb=5, di=2, ga=2, replicas=1)-late",
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("name", CLIPS)
@@ -112,7 +116,6 @@ def unclipped():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("name", CLIPS)
 def test_a_bound_that_is_never_reached_changes_no_bit(name):
     net, free = unclipped()
@@ -170,7 +173,11 @@ class Averaged:
                 p.copy_(value)
 
 
-@pytest.mark.grid(pairs=False)
+@pytest.mark.few(
+    "None-Plan(mb=3, di=2, ga=3, replicas=2)-captured",
+    "2-Plan(mb=4, di=3, ga=1, replicas=1)-eager",
+    "100-Plan(mb=5, di=2, ga=2, replicas=1)-late",
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("every", [None, 2, 100])
@@ -481,12 +488,10 @@ EVERYTHING = {
 }
 
 
-@pytest.mark.few
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", [adam, adadelta])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "numbers", [(1, 4), pytest.param((1, 2, 5, 10), marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.parametrize("numbers", [(1, 4), (1, 2, 5, 10)], ids=str)
 def test_everything_at_once_has_the_same_bits_for_every_number_of_device_iterations(
     numbers, way, optimizer
 ):

@@ -160,7 +160,6 @@ def test_an_update_that_overflows_is_left_out(optimizer, series, di, way):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @skips_updates
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ga", [1, 2, 3])
@@ -223,10 +222,7 @@ NUMBERS = (1, 2, 5, 100)
 @pytest.mark.long
 @pytest.mark.parametrize(
     "runs",
-    [
-        list(zip(WAYS, NUMBERS)),
-        pytest.param(list(itertools.product(WAYS, NUMBERS)), marks=pytest.mark.long),
-    ],
+    [list(zip(WAYS, NUMBERS)), list(itertools.product(WAYS, NUMBERS))],
     ids=["each", "all"],
 )
 @pytest.mark.parametrize("optimizer", [adam, momentum, adadelta])
@@ -247,6 +243,7 @@ def test_every_way_and_every_plan_has_the_same_bits(optimizer, runs):
         assert history == found[0][2]
 
 
+@pytest.mark.long
 def test_a_scale_that_is_a_power_of_two_changes_no_bit():
     """Nothing is rounded by it."""
     net, x, y = MLP(), X[:16].float(), Y[:16]
@@ -268,7 +265,6 @@ def unscaled():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scale", [1000.1, 1e-3, 1e100])
 def test_any_scale_is_exact_in_float64(scale, way):
@@ -280,6 +276,7 @@ def test_any_scale_is_exact_in_float64(scale, way):
         torch.testing.assert_close(value, expected[name], rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.long
 @scales_itself
 def test_the_scale_goes_on_in_a_second_fit_and_starts_anew_with_compile():
     x, y = samples(1.0, HUGE, 2.0, 1.0)

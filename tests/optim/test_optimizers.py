@@ -147,6 +147,14 @@ def test_a_run_goes_from_torch_to_ipufit_and_back(kind, options):
     assert_equal(net, other)
 
 
+@pytest.mark.long("ipu-standin")
+@pytest.mark.few(
+    "SGD-lr=0.1,momentum=0.9",
+    "Adam-lr=0.01,amsgrad=True",
+    "AdamW-lr=0.01",
+    "RMSprop-lr=0.01,momentum=0.9,centered=True,weight_decay=0.01",
+    "LAMB-lr=0.01",
+)
 @pytest.mark.parametrize(("kind", "options"), STATES_AND_OTHERS, ids=name_of)
 def test_the_state_left_behind_is_torchs(kind, options):
     """Names, shapes and dtypes of the state are those that torch's own step makes."""
@@ -198,6 +206,7 @@ def test_parameters_of_different_age_keep_their_own_count():
     assert [float(s["step"]) for s in second.state.values()] == [100, 100, 50, 50]
 
 
+@pytest.mark.long("ipu-standin")
 def test_frozen_and_unused_parameters_stay():
     """Neither gradient nor decay may touch what does not take part."""
     net = MLP().double()

@@ -102,7 +102,7 @@ def test_a_torch_scheduler_trains_as_in_a_loop_written_by_hand(make, di):
     torch.testing.assert_close(weights(net), weights(other), rtol=0, atol=1e-12)
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_any_number_of_the_optimizer_can_be_scheduled():
     net = MLP().double()
     other = copy.deepcopy(net)
@@ -123,8 +123,7 @@ def test_any_number_of_the_optimizer_can_be_scheduled():
     torch.testing.assert_close(weights(net), weights(other), rtol=0, atol=1e-12)
 
 
-@pytest.mark.long("ipu-standin")
-@pytest.mark.few
+@pytest.mark.long
 @pytest.mark.parametrize("di", [1, 4])
 @pytest.mark.parametrize(
     "make",
@@ -189,7 +188,7 @@ def test_a_plateau_is_looked_for_at_epoch_ends():
     assert history.history["learning_rate"] == pytest.approx([0.5, 0.05, 0.005])
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_a_plateau_watches_the_value_it_is_told_to():
     """Accuracy does not grow elevenfold after the first epoch, so the rate falls after the next."""
     net = MLP().double()

@@ -93,7 +93,8 @@ def trained(work=None, net=Counted, **options):
     """Weights and reports of a fit after ``compile`` with these options."""
     del CALLS[:]
     model = ipufit.Model(net())
-    model.compile(**{"optimizer": "sgd", "loss": "cross_entropy", **options})
+    eagerly = {"run_eagerly": "jit" not in options}
+    model.compile(**{"optimizer": "sgd", "loss": "cross_entropy", **eagerly, **options})
     given = {"y": Y, "batch_size": 3, "epochs": 2, "seed": 1, "verbose": 0, **(work or {})}
     history = model.fit(X, **given)
     model.explain()
@@ -135,7 +136,7 @@ of(
     parallel=With(None, ipufit.Parallel(stages={"1": 1}), **FILLED),
     memory=(None, ipufit.Memory(serialize={"head": 3})),
     detect_nan=(False, True),
-    run_eagerly=(False, True),
+    run_eagerly=With(False, True, jit="auto"),
     jit=("graph", "kernels"),
     poptorch=(None, poptorch.Options().deviceIterations(2)),
     config=(None, ipufit.IPUConfig(gradient_accumulation_steps=2)),
@@ -629,7 +630,7 @@ def files_of(place, report, **options):
     """What a fit of three epochs leaves in folders, and whether it could be."""
     given = {"batch_size": 3, "seed": 1, "verbose": 0, **options}
     model = ipufit.Model(linear())
-    model.compile("sgd", "cross_entropy")
+    model.compile("sgd", "cross_entropy", run_eagerly=True)
     model.fit(X, Y, callbacks=report, **given)
     return sorted(str(each.relative_to(place)) for each in place.rglob("run.json"))
 

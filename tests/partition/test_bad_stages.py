@@ -303,6 +303,7 @@ def test_a_module_that_is_called_again_later_is_out_of_order(engine):
     )
 
 
+@pytest.mark.long
 @ENGINES
 @pytest.mark.parametrize("strategy", ["pipelined", "serial_phased"])
 def test_a_module_that_begins_a_stage_must_run(engine, strategy):
@@ -386,7 +387,6 @@ def test_a_table_split_over_ipus_can_not_come_twice(engine):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @ENGINES
 def test_tied_weights_on_one_stage_stay_tied(engine):
     net = Net(tied=True)
@@ -411,7 +411,6 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @ENGINES
 @pytest.mark.parametrize("ipus", [1, 4])
 def test_blocks_of_the_module_must_fit_what_compile_was_told(engine, ipus):
@@ -459,7 +458,6 @@ class Elsewhere(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @ENGINES
 def test_a_parameter_is_seen_wherever_it_is_read(engine):
     """By a function with another module's weight, or as a parameter of the module itself."""

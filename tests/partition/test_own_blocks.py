@@ -164,7 +164,7 @@ def test_nothing_is_computed_between_blocks(engine):
     )
 
 
-@pytest.mark.few
+@pytest.mark.long
 @ENGINES
 @pytest.mark.parametrize("named", [False, True])
 def test_the_loss_is_in_the_last_block_though_it_ended(engine, named):
@@ -245,6 +245,7 @@ def test_an_inference_pipeline_that_was_asked_for_must_be_filled(engine):
     assert model.evaluate(X, Y, batch_size=2, device_iterations=3, verbose=0)["loss"] > 0
 
 
+@pytest.mark.long
 def test_explain_says_how_many_stages_there_are(capsys):
     model = over_two(net(0, 1, 0))
     fit(model, 5)
@@ -263,7 +264,7 @@ def test_tied_weights_on_two_ipus_are_refused(engine):
     )
 
 
-@pytest.mark.few
+@pytest.mark.long
 @ENGINES
 def test_tied_weights_on_one_ipu_are_fine(engine):
     """The usual pattern: the projection is back on the IPU of the embedding."""
@@ -333,7 +334,6 @@ def test_the_ipus_of_a_replica_are_those_of_the_blocks(engine, make):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @ENGINES
 @pytest.mark.parametrize("make", [lambda: net(0, 1), InForward], ids=["annotated", "in forward"])
 def test_inference_alone_has_the_ipus_of_the_blocks(engine, make):

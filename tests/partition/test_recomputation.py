@@ -320,7 +320,6 @@ def test_less_memory_is_held(kind, names, less):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("names", [[], ["blocks.0", "blocks.2"]], ids=["plain", "again"])
 def test_the_peak_that_is_told_is_the_one_that_is_measured(names):
     """Up to what lives within one operator, which a graph does not show."""

@@ -238,7 +238,6 @@ def test_an_index_that_no_row_has_is_refused_as_by_torch(cut, index):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 def test_fit_refuses_such_an_index_too(engine):
     model = ipufit.Model(language().float(), engine=engine)

@@ -227,6 +227,7 @@ def test_layers_that_stand_twice_count_once():
     )
 
 
+@pytest.mark.long
 def test_one_wildcard_is_one_for_each_ipu(capsys):
     model = compiled(stack(4), parallel=ipufit.Parallel(layers_per_ipu=[-1], ipus_per_replica=2))
     assert explained(model, capsys)[0] == (

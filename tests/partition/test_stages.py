@@ -184,19 +184,8 @@ def test_a_divided_module_trains_to_the_same_bits(whole, kind, division, strateg
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "engine"),
-    [
-        ("encoder", "embedded"),
-        pytest.param("encoder", "ipu-standin", marks=pytest.mark.long),
-        pytest.param("encoder_decoder", "embedded", marks=pytest.mark.long),
-        pytest.param("encoder_decoder", "ipu-standin", marks=pytest.mark.long),
-        ("resnet", "ipu-standin"),
-        pytest.param("resnet", "embedded", marks=pytest.mark.long),
-        pytest.param("rnn", "embedded", marks=pytest.mark.long),
-        pytest.param("rnn", "ipu-standin", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
+@pytest.mark.parametrize("kind", ["encoder", "encoder_decoder", "resnet", "rnn"])
 def test_a_module_that_ipufit_divides_trains_to_the_same_bits(whole, kind, engine):
     """The stages are found when the first micro-batch is known."""
     expected = whole(kind, engine)

@@ -112,6 +112,7 @@ def test_explain_and_plan_say_where_every_stage_begins(on_parts, capsys):
     assert names[:2] + names[-2:] == ["embed/0", "embed/2", "head/0", "head/2"]
 
 
+@pytest.mark.long
 def test_the_stages_of_a_plan_divide_the_module_alike(on_parts):
     """Also stages that parts begin, which have no name."""
     model = on_parts("embedded", 4)[-1][0]
@@ -192,6 +193,7 @@ def test_the_advice_beside_a_configuration_works_too():
     )
 
 
+@pytest.mark.long
 def test_a_return_is_checked_as_a_call_is():
     """The name, that it comes, and the order."""
     text = fault(UnknownNameError, parallel=ipufit.Parallel(stages={"after layers.4": 1}))

@@ -106,16 +106,8 @@ def kept(net, run):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "with_loss"),
-    [
-        *((kind, True) for kind in NETS),
-        *(
-            pytest.param(kind, False, marks=() if kind in ("conv", "shared") else pytest.mark.long)
-            for kind in NETS
-        ),
-    ],
-)
+@pytest.mark.parametrize("with_loss", [True, False])
+@pytest.mark.parametrize("kind", NETS)
 def test_activations_are_what_torch_keeps_for_the_backward_pass(kind, with_loss):
     """To the byte, for shared tensors and views too."""
     net, x, trace = traced(kind, LOSS if with_loss else None)

@@ -32,7 +32,6 @@ def test_equal_stages_are_busy_as_the_closed_forms_say(stages, ga):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @given(stages=st.integers(1, 12), ga=st.integers(1, 40), time=st.floats(1e-6, 1e6))
 def test_an_update_of_equal_stages_takes_what_the_closed_form_says(schedule, stages, ga, time):
@@ -56,7 +55,7 @@ def test_without_a_backward_pass_the_bubble_is_that_of_filling(stages):
     assert 1 - found == pytest.approx((stages - 1) / (6 + stages - 1), rel=1e-12)
 
 
-@pytest.mark.few
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @given(times=TIMES, ga=st.integers(1, 9))
 @settings(deadline=None, max_examples=60)

@@ -58,6 +58,7 @@ def test_a_list_that_a_loader_makes_is_a_batch():
     assert model.plan([[X, X], Y]).to_dict() == model.plan(((X, X), Y)).to_dict()
 
 
+@pytest.mark.long
 def test_a_list_that_is_a_batch_of_a_module_with_a_loss_of_its_own():
     """All its parts go to forward, however many there are."""
 
@@ -191,9 +192,7 @@ def weights_then_values():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "engine", [pytest.param("embedded", marks=pytest.mark.long), "ipu-standin"]
-)
+@pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 def test_auto_divides_anew_for_micro_batches_of_another_shape(engine, monkeypatch):
     """Larger ones take longer where there are few weights; predict before fit decides nothing."""
     model = compiled(

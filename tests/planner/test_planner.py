@@ -348,7 +348,6 @@ def nested():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("stages", [2, 4])
 def test_blocks_are_cut_where_that_is_much_better(stages):
     """As fast as brute force over every module, inside of blocks too."""

@@ -70,13 +70,7 @@ def rebatching(data, strategy):
 
 # One of the two that import torch anew, which takes seconds.
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param(each, marks=pytest.mark.long if each is SharingStrategy.SharedMemory else ())
-        for each in SharingStrategy
-    ],
-)
+@pytest.mark.parametrize("strategy", list(SharingStrategy))
 def test_every_strategy_gives_the_same_batches(strategy):
     """Only FileSystem, and Fork, leave the dataset's own tensors where they are."""
     data = TensorDataset(torch.arange(7.0))
@@ -288,6 +282,7 @@ def test_the_end_of_the_program_is_the_end_of_the_process(program):
     assert shared_memory_of(int(output)) == []
 
 
+@pytest.mark.long
 def test_a_program_that_is_killed_leaves_no_process():
     reading, writing = os.pipe()
     program = os.fork()

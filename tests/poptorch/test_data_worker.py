@@ -47,6 +47,7 @@ def test_every_batch_of_every_epoch_comes_once_and_in_order(slots, loads_first, 
                 assert values(epoch(r)) == list(range(length))
 
 
+@pytest.mark.long
 def test_an_epoch_that_is_given_up_costs_nothing_of_the_next_one():
     """Wherever the reader and the worker stand at that moment, also beyond the epoch's end."""
     rng = random.Random(0)

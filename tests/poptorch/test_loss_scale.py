@@ -157,7 +157,6 @@ class Wide(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_a_model_is_trained_as_without_it(dtype):
     """Factors are powers of two, so that nothing is rounded otherwise."""

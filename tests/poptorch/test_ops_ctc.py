@@ -135,6 +135,7 @@ def loss_step(lengths, **options):
     return step
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("zero_infinity", [True, False])
 @pytest.mark.parametrize("blank", [0, 4])

@@ -288,6 +288,7 @@ def test_whole_numbers_are_not_cast():
         assert got_kwargs == kwargs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_only_a_training_model_changes_running_statistics(training, half):

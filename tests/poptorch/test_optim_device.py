@@ -173,6 +173,11 @@ class DampenedSGD(torch.optim.SGD):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
+@pytest.mark.few(
+    "None-lr=0.1,momentum=0.9,dampening=0.3",
+    "{'loss_scaling': 0.3}-lr=0.1,dampening=0.3,weight_decay=0.02",
+    "{'use_combined_accum': True}-lr=0.1,momentum=0.9,dampening=0.3,weight_decay=0.02",
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -193,7 +198,6 @@ def test_every_gradient_is_dampened_as_in_popart(options, extra):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize(
     ("options", "reference"),
     [
@@ -283,6 +287,7 @@ def test_the_tensorflow_variant_of_rmsprop(momentum, centered):
         torch.testing.assert_close(pair.tensors[name], weight, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "options", "changes"),
     [

@@ -647,6 +647,7 @@ def test_a_checkpoint_goes_through_a_file(tmp_path):
 # --- automatic loss scaling
 
 
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("initial", [1.0, 2.0])
 def test_the_factor_is_part_of_the_state_and_cancels_out(kind, initial):

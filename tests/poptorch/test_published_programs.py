@@ -161,9 +161,7 @@ def test_batches_are_joined_tensor_by_tensor():
 
 # A process each, which imports torch.
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "first", ["", pytest.param("import poptorch._poplar_executor", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("first", ["", "import poptorch._poplar_executor"])
 def test_a_substitution_is_registered_through_the_loader_of_the_executor_s_module(first):
     """PopTorch Geometric loads the module by hand; classes must stay those that models use."""
     assert run(

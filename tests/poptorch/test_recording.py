@@ -60,6 +60,7 @@ def test_compiling_computes_no_value():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make",
     [

@@ -123,6 +123,7 @@ def test_training_goes_on_bit_for_bit(path, name):
     assert equal(weights(executor), weights(back))
 
 
+@pytest.mark.long
 def test_settings_and_marks_of_an_optimizer_come_back(path):
     executor = trainer(lambda p: optim.Adam([{"params": list(p), "lr": 0.5}], eps=1e-3))
     own = executor._optimizer.optimizer
@@ -161,6 +162,7 @@ def test_state_that_was_loaded_and_not_yet_sent_is_saved(path):
     assert equal(back["ipu_state"], state["ipu_state"])
 
 
+@pytest.mark.long
 def test_the_default_optimizer_is_saved_too(path):
     executor = trainer()
     executor.compileAndExport(path, *data())
@@ -283,6 +285,7 @@ def test_a_program_takes_the_weights_of_the_executor_that_loads_it(path):
     assert torch.equal(executor(x)["out"], own(x)["out"].detach())
 
 
+@pytest.mark.long
 def test_loading_replaces_the_program_and_keeps_the_training(path):
     executor, batch = trainer(OPTIMIZERS["sgd"]), data()
     executor.compileAndExport(path, *batch, export_model=False)
@@ -364,7 +367,7 @@ def other_options(**kwargs):
     return made
 
 
-@pytest.mark.few
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -673,6 +676,7 @@ def test_reading_says_what_a_file_holds(path):
     assert saved.optimizer.param_groups[0]["params"][0] is saved.model.first.weight
 
 
+@pytest.mark.long
 def test_a_program_that_does_not_fit_leaves_the_one_that_there_is(tmp_path):
     path, x = str(tmp_path / "x"), torch.ones(1, 2)
     poptorch.inferenceModel(nn.Linear(2, 3)).compileAndExport(path, x)

@@ -167,6 +167,10 @@ def models():
         "merged": (lambda: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)), {}),
         "sum": (mlp, {"reduction": ipufit.Reduction(gradients="sum"), "optimizer": "sgd"}),
         "clipped": (mlp, {"clip": ipufit.Clip(global_norm=0.1)}),
+        "joined": (
+            lambda: Spread(nn.Sequential(cnn(), nn.Dropout(0.3), nn.Linear(3, 3))),
+            {"clip": ipufit.Clip(global_norm=0.1)},
+        ),
         "ema": (mlp, {"ema": ipufit.EMA()}),
         "eager": (mlp, {"run_eagerly": True}),
         "own step": (

@@ -526,7 +526,7 @@ def most():
 
     Piece.make_room, Piece.free = make_room, free
     torch.manual_seed(1)
-    deep = nn.Sequential(*[nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(20)])
+    deep = nn.Sequential(*[nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(6)])
     model = ipufit.Model(deep)
     model.compile("adam", "mse", memory=ipufit.Memory(shard="weights"))
     x = torch.randn(24, 9)

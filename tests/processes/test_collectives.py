@@ -170,7 +170,7 @@ def test_no_thread_of_torch_goes_on_when_python_ends():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("small", [100, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("small", [100, 1])
 def test_everything_arrives_in_three_processes(small):
     ended = run_copies(COLLECTIVES, 3, args=[str(small)])
     for number, each in enumerate(ended):

@@ -10,15 +10,15 @@ from tests.processes.launching import ROOT, on_one_python, run_copies
 SCRIPT = (ROOT / "tests" / "processes" / "fits.py").read_text()
 
 # What is run without --exhaustive: an end within an update, who reads and cuts the data (ipufit,
-# the user's sampler), and what processes add up (statistics of BatchNorm, dropout, logged values,
-# norms, tokens, metrics, callbacks that stop).
+# the user's sampler), and what processes add up: statistics of BatchNorm, dropout, logged values
+# and norms, all in one net; tokens; metrics; callbacks that stop.
 SAMPLE = (
     *("lengths 61", "forms batch_sampler"),
-    *("models cnn", "models logged", "models clipped", "models tokens", "measures", "callbacks"),
+    *("models joined", "models tokens", "measures", "callbacks"),
 )
-# In four: an update of which some have no micro-batch, and statistics that are added up.
-IN_FOUR = ("models cnn",)
-IN_BUCKETS = ("models cnn", "models clipped")
+# In four: an update of which some have no micro-batch, and what is added up.
+IN_FOUR = ("models joined",)
+IN_BUCKETS = ("models joined",)
 
 
 def results(folder, count, parts=()):
@@ -40,7 +40,7 @@ def alone(tmp_path_factory, sample):
     """What one process finds."""
     (found,) = results(tmp_path_factory.mktemp("alone"), 1, sample)
     # Callbacks are two of them: what they saw, and which files they wrote.
-    assert len(found) == (len(sample) + 1 if sample else 36)
+    assert len(found) == (len(sample) + 1 if sample else 37)
     return found
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import ipufit
-from tests.points import only
 from tests.processes.ipu_runs import run
 from tests.processes.launching import run_copies, run_processes
 
@@ -44,20 +43,13 @@ RUNS = {
 }
 
 
-# What is run without --exhaustive: one that is even, one whose micro-batches are shared unevenly,
-# and one whose replicas meet in a program of its own.
-SOME = ("mlp", "tail", "norm")
-
-
 def made(given):
     return {**given, "between": [eval(text, {"nn": nn}) for text in given.get("between", ())]}
 
 
 @pytest.fixture(scope="module")
-def in_two(request):
+def in_two():
     """What each of two processes prints of the runs."""
-    names = RUNS if request.config.getoption("--exhaustive") else SOME
-    runs = {name: RUNS[name] for name in names}
     script = f"""
     from ipufit.engines.ipu.executable import Executable
 
@@ -72,19 +64,19 @@ def in_two(request):
 
     Executable.compile = noting("compile", Executable.compile)
     Executable.run = noting("run", Executable.run)
-    for name, given in {runs!r}.items():
+    for name, given in {RUNS!r}.items():
         given["between"] = [eval(text) for text in given.get("between", ())]
         say({{**run(**given), "calls": list(calls)}})
         calls.clear()
     """
     ended = run_copies(BEGIN + script, 2)
     for each in ended:
-        assert len(each.stdout.splitlines()) == len(runs), each
-    return [dict(zip(runs, map(json.loads, each.stdout.splitlines()))) for each in ended]
+        assert len(each.stdout.splitlines()) == len(RUNS), each
+    return [dict(zip(RUNS, map(json.loads, each.stdout.splitlines()))) for each in ended]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", only(SOME, RUNS))
+@pytest.mark.parametrize("name", RUNS)
 def test_two_processes_are_one_with_twice_the_replicas(name, in_two):
     """Weights, buffers, history and outputs, in both of them."""
     alone = run(**made(RUNS[name]))
@@ -93,7 +85,7 @@ def test_two_processes_are_one_with_twice_the_replicas(name, in_two):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", only(SOME, RUNS))
+@pytest.mark.parametrize("name", RUNS)
 def test_two_processes_make_the_same_calls(name, in_two):
     """An IPU of one would wait for those of the other, which load programs at the same time."""
     calls = [found[name]["calls"] for found in in_two]

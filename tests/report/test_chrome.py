@@ -227,10 +227,7 @@ def test_operators_are_drawn_by_direction():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "zero",
-    [pytest.param(("capture", "validation", "report", "checkpoint"), marks=pytest.mark.long), ()],
-)
+@pytest.mark.parametrize("zero", [("capture", "validation", "report", "checkpoint"), ()])
 def test_the_longest_table_stays_below_its_size(zero):
     """20,000 rows; where every phase takes time in each of them, two rows are drawn as one."""
     rows = busy_rows(20_000)

@@ -140,7 +140,6 @@ class Two(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("jit", ["graph", "kernels"])
 def test_every_operator_is_told_with_its_module_and_line(tmp_path, monkeypatch, jit):
     """Also of what stands in the place of what was recorded."""

@@ -255,6 +255,22 @@ VALUES = {
 }
 
 
+@pytest.mark.long("ipu-standin")
+@pytest.mark.few(
+    "IfTensor",
+    "While",
+    "Assert",
+    "Largest",
+    "Item",
+    "Range",
+    "Slice",
+    "Mask",
+    "Nonzero",
+    "Unique",
+    "Array",
+    "OneHot",
+    "Calls",
+)
 @pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
 def test_a_value_that_python_needs_is_refused_with_its_line(kind):
     """A recording that guessed the value would train another model than the user wrote."""
@@ -494,7 +510,6 @@ def test_a_recording_leaves_no_trace_in_the_module(engine):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
 def test_a_recurrent_layer_is_left_with_its_own_weights(kind):
     """torch keeps a second list of them, which a recording replaces."""
@@ -668,6 +683,7 @@ def anomaly():
     torch.autograd.set_detect_anomaly(False)
 
 
+@pytest.mark.long("ipu-standin")
 def test_anomaly_detection_is_refused_by_its_name(anomaly):
     """Nothing in the user's module asks for a value."""
     text = (
@@ -694,6 +710,7 @@ def test_anomaly_detection_works_eagerly_and_its_replacement_does_not_need_it(an
     assert fit(compiled(detect_nan=True)).epoch == [0]
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_value_that_forward_needs_is_no_matter_of_anomaly_detection(anomaly):
     """Both ask for a number, and only one of them is in the user's file."""
     model = compiled(Item())

@@ -192,11 +192,7 @@ def test_the_whole_text():
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("net", "value"),
-    [
-        (nets.MLP, math.nan),
-        (nets.CNN, math.inf),
-        pytest.param(nets.Transformer, math.nan, marks=pytest.mark.long),
-    ],
+    [(nets.MLP, math.nan), (nets.CNN, math.inf), (nets.Transformer, math.nan)],
 )
 def test_data_that_is_not_finite_is_said_to_be_it(net, value):
     """It is the most common cause, and no operator's fault."""

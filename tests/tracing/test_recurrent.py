@@ -249,8 +249,8 @@ def test_a_recording_may_set_flags_that_torch_has_closed(monkeypatch):
     assert torch.backends.flags_frozen()
 
 
+@pytest.mark.few("lstm")
 @recorded_here
-@pytest.mark.few("lstm", "rnn_relu")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_recorded_does_not_grow_with_the_time_steps(kind):
     """Whole layers, forward and backward, so that a long sequence starts as soon as a short one."""
@@ -297,7 +297,6 @@ class StartingByHand(Starting):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_states_are_given_learned_and_handed_on(kind):
     """Gradients go to initial states and through last ones; one layer may be called twice."""
@@ -311,7 +310,6 @@ def test_states_are_given_learned_and_handed_on(kind):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.both_engines
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_a_compiled_file_holds_whole_layers(kind, tmp_path):

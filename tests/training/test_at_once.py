@@ -15,6 +15,7 @@ from tests.nets import CNN, MLP
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes can't be forked here")
 
 
+@pytest.mark.long("ipu-standin")
 def test_two_fits_in_two_threads_have_the_bits_of_two_in_turn(tmp_path):
     """With random numbers and checkpoints, of which torch and the process have one each."""
     cases = [
@@ -71,6 +72,7 @@ class Forks(Callback):
             self.process = os.fork()
 
 
+@pytest.mark.few("1")
 @pytest.mark.long("ipu-standin")
 @forks
 @pytest.mark.parametrize("prefetch", [0, 1])

@@ -224,6 +224,7 @@ def test_fit_is_not_entered_twice(call, text):
 # ---- the batch algebra --------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("arguments", "text"),
@@ -270,6 +271,7 @@ def test_gradient_accumulation_must_be_a_positive_integer(value, text):
         fit(model, gradient_accumulation=value)
 
 
+@pytest.mark.long("ipu-standin")
 def test_all_faults_of_fit_are_reported_together():
     """They are found before the first batch is read, and each says which argument it means."""
     engine = Watched()

@@ -120,6 +120,7 @@ def test_a_loss_that_is_no_number_ends_training_before_its_update(
     assert_goes_on_alike(model, twin, device_iterations=di, **plan)
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("bad", [0, 3, 4, 9])
@@ -300,7 +301,6 @@ class Signalled(Net):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize(("di", "kept"), [(1, 7), (4, 8)])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @runs_eagerly
@@ -361,6 +361,7 @@ def test_ctrl_c_while_the_program_is_closed_waits_for_that():
     assert_goes_on_alike(model, twin)
 
 
+@pytest.mark.long("ipu-standin")
 def test_ctrl_c_while_the_module_is_recorded_leaves_everything():
     """Recording a large module takes a while, and it is when a wrong argument is noticed."""
 
@@ -440,6 +441,8 @@ def test_an_interrupted_validation_keeps_the_epoch():
     )
 
 
+@pytest.mark.long("ipu-standin")
+@pytest.mark.few("on_train_begin", "on_train_batch_begin", "on_epoch_end")
 @pytest.mark.parametrize(
     "hook",
     ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_epoch_end", "on_train_end"],

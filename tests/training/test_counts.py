@@ -120,6 +120,7 @@ def test_evaluate_and_predict_see_every_sample_once(seed):
         assert [p.spec.mode for p in engine.programs] == [Mode.EVALUATE, Mode.PREDICT]
 
 
+@pytest.mark.long("ipu-standin")
 def test_hooks_fire_once_per_execution_with_keras_indices():
     """A callback that counts must count right whatever device_iterations is."""
     model, _ = recording()
@@ -225,6 +226,7 @@ def test_streams_and_workers_lose_nothing(workers):
     assert sorted(seen(engine.programs[0])) == list(range(29))
 
 
+@pytest.mark.long("ipu-standin")
 def test_short_batches_in_the_middle_count_by_their_samples():
     """An update is the mean over its samples even when a loader yields uneven batches."""
     x, y = data(11)

@@ -70,6 +70,7 @@ def model(request):
     return model
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize(("model", "mb", "di", "ga", "replicas"), POINTS, indirect=["model"])
 def test_fit_equals_a_loop_written_by_hand(model, mb, di, ga, replicas):

@@ -297,6 +297,24 @@ def line_of(net):
 
 
 # Eagerly torch fails in the layer itself, and the reason is looked for in the same way.
+@pytest.mark.few(
+    "linear-traced",
+    "linear-eager",
+    "flatten-traced",
+    "channels last-traced",
+    "no channel-eager",
+    "kernel-traced",
+    "batch norm of images-traced",
+    "one row-traced",
+    "group norm-traced",
+    "recurrent-eager",
+    "attention-traced",
+    "embedding-traced",
+    "negative index-traced",
+    "fractions-eager",
+    "several-traced",
+    "arguments-traced",
+)
 @pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("name", "run_eagerly"),
@@ -351,7 +369,6 @@ MIXED = {
 
 
 @pytest.mark.long
-@pytest.mark.few("layer-False", "norm-True")
 @embedded_only("an IPU has no float64, and says so before")
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize("name", MIXED)
@@ -431,6 +448,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.few("view-False", "product-True", "device-False", "loss-False")
 @pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize("name", OPERATORS)
@@ -469,6 +487,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_target_that_torchs_loss_cannot_take_is_refused_like_that_of_a_named_loss(
@@ -560,7 +579,7 @@ def test_a_label_in_a_loss_of_ones_own_is_named(make):
     assert fit(model, [(X, LABELS)]).epoch == [0]
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_labels_that_a_loss_leaves_out_may_be_any():
     """An ignore_index of one's own is no class."""
     loss = nn.CrossEntropyLoss(ignore_index=-1)
@@ -581,7 +600,7 @@ class Heads(nn.Module):
         return {"kind": self.kind(x), "size": self.size(x)}
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_a_label_of_one_of_several_losses_is_named():
     """Each output has its own classes."""
     model = compiled(Heads(), {"kind": "cross_entropy", "size": "mse"})
@@ -612,6 +631,7 @@ def test_a_later_batch_is_named_by_its_number(run_eagerly, di):
     assert fit(model, pairs[:6]).epoch == [0]
 
 
+@pytest.mark.long
 def test_evaluate_and_predict_name_their_data():
     """The model is the same, and the data is another."""
     model = compiled(words(6))
@@ -636,7 +656,7 @@ class Counting(Net):
         return self.wide(super().forward(x + torch.rand(())))
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_looking_for_the_reason_leaves_nothing_behind():
     """The user looks at the module after the error, and may go on with it."""
     model = compiled(Counting())
@@ -646,7 +666,7 @@ def test_looking_for_the_reason_leaves_nothing_behind():
     assert model.module.calls == 0
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_nobody_looks_for_a_reason_where_nothing_fails(monkeypatch):
     """It would cost a run of the module."""
     monkeypatch.setattr(FailureExplainer, "explain", None)
@@ -676,6 +696,7 @@ def test_a_reason_is_told_however_the_program_runs(jit):
     assert "layer '0', Embedding(5, 6), needs indices from 0 to 4, got 5." in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_validation_batch_says_what_its_layer_needs():
     """The data differs from that of training, and the layer that minds is named."""
     engine = Watched()
@@ -739,6 +760,7 @@ def test_a_method_that_looks_at_a_model_names_the_layer_too(name, method):
     assert str(getattr(compiled(net), method)((x, Y[: len(x)])))
 
 
+@pytest.mark.long
 @in_turn(["view", "product", "cat", "loss"])
 def test_a_method_that_looks_at_a_model_names_an_operator_of_ones_own(name, method):
     """The line is there without a debugger."""
@@ -751,7 +773,6 @@ def test_a_method_that_looks_at_a_model_names_an_operator_of_ones_own(name, meth
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("name", LOSSES)
 def test_check_names_a_label_that_is_no_class(name):
     """It runs on values where fit does, and fit would refuse them."""

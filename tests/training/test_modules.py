@@ -96,7 +96,6 @@ class TwoNames(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("calls", [["body"], ["again"], ["body", "again"]], ids="+".join)
 def test_a_module_under_two_names(calls):
     """It gets the gradients of all its calls, keeps its statistics, and stays one module."""
@@ -111,6 +110,7 @@ def test_a_module_under_two_names(calls):
     assert {id(p) for p in [*net.body.parameters(), *net.head.parameters()]} == own
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.filterwarnings("ignore:training data is converted batch by batch:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
@@ -422,6 +422,7 @@ class Watch(ipufit.callbacks.Callback):
         self.seen.append(self.parameter.detach().clone())
 
 
+@pytest.mark.long("ipu-standin")
 def test_parameters_read_in_a_callback_are_current():
     """A callback that saves or measures weights must see those of this execution."""
     net = MLP().double()
@@ -445,6 +446,7 @@ def test_parameters_read_in_a_callback_are_current():
         torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long("ipu-standin")
 def test_weights_written_in_a_callback_are_used():
     """Restoring or averaging weights during fit works on the module itself."""
 
@@ -478,6 +480,7 @@ def test_the_optimizer_read_in_a_callback_is_current():
     assert steps == [2, 4, 6]
 
 
+@pytest.mark.long("ipu-standin")
 def test_after_fit_every_parameter_owns_its_memory():
     """A saved parameter must not drag all others into the file."""
     net = CNN().double()
@@ -492,6 +495,7 @@ def test_after_fit_every_parameter_owns_its_memory():
         assert parameter.grad is None
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_parameter_unfrozen_after_compile_is_reported():
     """The optimizer was made without it: silence would leave it untrained."""
     net = MLP().double()
@@ -772,6 +776,7 @@ def test_elements_repeated_a_fixed_number_of_times_train_as_in_torch(kind):
     fit_like_by_hand(Repeating().double(), plain, loader())
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_one_hot_of_a_number_of_classes_trains_as_in_torch():
     """torch 2.0 compares the classes with the number, and reads them for that."""
 

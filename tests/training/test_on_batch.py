@@ -133,6 +133,7 @@ def test_what_comes_back_has_keras_forms():
         assert str(caught.value) == "return_dict must be True or False, got 1."
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_prediction_for_one_batch_is_that_of_the_module():
     """In eval mode, and without a trace."""
     net = Net()
@@ -147,6 +148,7 @@ def test_a_prediction_for_one_batch_is_that_of_the_module():
     assert torch.equal(found, model.predict_on_batch(x.numpy()))
 
 
+@pytest.mark.long("ipu-standin")
 def test_weights_of_samples_and_classes_count():
     """As in fit."""
     x, y = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])

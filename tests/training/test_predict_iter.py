@@ -24,6 +24,7 @@ from tests.faulty import (
 )
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.few
 @pytest.mark.parametrize("samples", [1, 4, 5, 8, 13, 16])
 @pytest.mark.parametrize("device_iterations", [1, 2, 3])
@@ -108,7 +109,6 @@ def interferences():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("name", interferences())
 def test_other_weights_between_two_pieces_are_an_error(name, tmp_path):
     """Half of the rows of one model and half of another is a wrong result that looks right."""
@@ -152,7 +152,7 @@ def test_weights_may_change_before_the_first_piece():
     assert torch.equal(next(pieces), model.predict(x, verbose=0))
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_closing_early_frees_threads_and_tells_callbacks():
     """A loop that breaks is a usual end."""
     before = threading.active_count()
@@ -205,6 +205,7 @@ def test_callbacks_hear_of_every_execution():
     assert ledgers[0] == ledgers[1]
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_error_of_the_data_comes_where_it_is():
     """The pieces before it are good."""
     items = [batch[0] for batch in batches(2)] + [torch.randn(4, 7)]

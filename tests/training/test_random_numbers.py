@@ -194,6 +194,7 @@ class Augmented(Dataset):
         return torch.ones(1, 3, 4, dtype=torch.float64), index % 5
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("di", [1, 3])
 def test_augmentation_does_not_depend_on_the_plan(di):
     """What a dataset draws depends on seed and epoch, not on what the program draws in between."""

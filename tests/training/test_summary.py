@@ -80,6 +80,7 @@ def test_every_layer_is_described():
     assert words(text_of(ipufit.Model(Net()), IDS)) == words(WHOLE)
 
 
+@pytest.mark.long("ipu-standin")
 def test_it_is_printed(capsys):
     ipufit.Model(Net()).summary(IDS)
     assert words(capsys.readouterr().out) == words(WHOLE)
@@ -279,7 +280,7 @@ def test_after_fit_shapes_and_plan_are_there(engine):
     assert "(7, 2)" in text_of(model, torch.rand(7, 3))
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_summary_in_a_callback_leaves_training_alone():
     """The weights belong to the program meanwhile."""
 

@@ -176,6 +176,7 @@ def test_a_recurrent_layers_own_list_of_weights_is_no_such_list(eager):
     assert compiled(Recurrent(), run_eagerly=eager).fit(pairs, verbose=0).epoch == [0]
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_module_with_all_layers_in_a_list_is_told_so():
     """It was told to unfreeze what it has not."""
     with pytest.raises(OptimizerError) as caught:
@@ -383,6 +384,7 @@ def single(net):
     net.float()
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize(
     ("change", "text"),
     [

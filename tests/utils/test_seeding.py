@@ -114,7 +114,6 @@ def losses(workers, seed=None):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_repeats_with_and_without_workers(workers):
     """Weights, shuffling and augmentation, from one call."""

@@ -134,7 +134,6 @@ def test_the_faults_are_those_of_all_operators(net):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_fault_is_told_with_all_that_it_spreads_to(monkeypatch, backward):
     """The first operator, then the first module, the loss, the first gradient."""

@@ -390,7 +390,6 @@ def test_an_execution_that_fails_while_the_host_waits_is_taken_back():
 
 
 @pytest.mark.long
-@pytest.mark.few
 def test_one_copy_comes_back_per_execution(on):
     class Counted(Callback):
         executions = 0
@@ -454,7 +453,6 @@ def test_samples_sent_to_memory_that_was_given_up_are_copied_again():
 
 
 @pytest.mark.long
-@pytest.mark.few
 def test_auto_captures(on):
     model = built(MLP().double(), adam, "auto", on)
     fit(model)

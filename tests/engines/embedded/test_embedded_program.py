@@ -82,6 +82,7 @@ def run_program(net, **changes):
     return program, CombinedBatch(micro_batches), engine
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_program_for_another_device_reads_nothing_between_updates():
     """On an accelerator every value read is a stop of the whole device."""
     program, batch, engine = run_program(CNN().double(), as_device=True)
@@ -92,6 +93,7 @@ def test_a_program_for_another_device_reads_nothing_between_updates():
     program.close()
 
 
+@pytest.mark.long("ipu-standin")
 def test_an_exception_in_a_late_checked_execution_takes_it_back():
     """An update before it may have been spoilt by a loss that nobody has looked at yet."""
     net = CNN().double()
@@ -220,6 +222,7 @@ def test_a_value_changed_between_two_fits_is_recorded_anew(change):
     assert after != before
 
 
+@pytest.mark.long("ipu-standin")
 def test_nothing_is_computed_while_recording():
     """Recording must leave buffers, random numbers and gradients as they were."""
     net = CNN().double()
@@ -231,6 +234,7 @@ def test_nothing_is_computed_while_recording():
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
+@pytest.mark.long("ipu-standin")
 def test_python_of_the_users_runs_once():
     """The program runs without the module: that is what makes it fast."""
 
@@ -246,6 +250,7 @@ def test_python_of_the_users_runs_once():
     assert Loud.calls == 1
 
 
+@pytest.mark.long("ipu-standin")
 def test_state_goes_out_and_in():
     """A program that gets an earlier state back repeats the same bits."""
     net = CNN().double()
@@ -339,6 +344,7 @@ def test_on_cuda_the_numbers_are_those_of_the_cpu():
         torch.testing.assert_close(value, weights[1][name], rtol=0, atol=1e-10)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_gpu_that_is_lost_hides_no_error(monkeypatch):
     """Everything that is asked of it fails then, what ends the program as well."""
     net = MLP().double()

@@ -258,7 +258,6 @@ def test_a_program_that_ended_holds_no_state(optimizer, way, without_collections
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize(("optimizer", "states"), [("adam", 2), ("rmsprop", 1)])
 def test_a_program_that_runs_holds_its_state_once(optimizer, states, without_collections):
     """Torch's optimizer has it too, at the end of each epoch, and from the start of a later fit."""

@@ -158,7 +158,6 @@ class Joined(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("kind", [Joined, Wide])
 def test_products_write_where_gradients_are_gathered_the_same_bits(kind, monkeypatch):
     written = []
@@ -206,6 +205,7 @@ def fastest_is(monkeypatch, choice):
     monkeypatch.setattr(module, "fastest", lambda key, make: list(make())[choice])
 
 
+@pytest.mark.long("ipu-standin")
 @needs_onednn
 @pytest.mark.usefixtures("all_kernels")
 @pytest.mark.parametrize(("choice", "way"), [(0, "graph"), (1, "kernels")])
@@ -221,6 +221,7 @@ def test_auto_takes_what_is_measured_to_be_faster(choice, way, monkeypatch):
         assert why.startswith("Runs ")
 
 
+@pytest.mark.long("ipu-standin")
 @needs_onednn
 @pytest.mark.usefixtures("all_kernels")
 def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
@@ -297,6 +298,7 @@ class Restrides(Draws):
         return self.head(x.as_strided((len(x), 400), (400, 1)))
 
 
+@pytest.mark.long("ipu-standin")
 @pytest.mark.usefixtures("all_kernels")
 @pytest.mark.parametrize("kind", [Draws, Writes, Restrides])
 def test_what_goes_by_the_layout_keeps_it(kind):

@@ -80,6 +80,7 @@ def are_all_of(parts, wholes):
     return inside and sum(n for _, n in parts) == sum(size for _, size in wholes)
 
 
+@pytest.mark.few("sgd-late-False", "adam-captured-False", "lamb-eager-False", "adam-late-True")
 @pytest.mark.parametrize(("name", "way", "offload"), EVERY_STATE)
 def test_the_state_exists_once(name, way, offload):
     """From the first epoch of the first fit on, and from the start of a second one."""
@@ -107,6 +108,7 @@ def test_the_state_exists_once(name, way, offload):
     assert are_all_of(in_second[0], held[0])
 
 
+@pytest.mark.few("sgd-late-False", "adam-captured-False", "lamb-eager-False", "adam-late-True")
 @pytest.mark.parametrize(("name", "way", "offload"), EVERY_STATE)
 def test_after_fit_every_tensor_has_memory_of_its_own(name, way, offload):
     model = made(OPTIMIZERS[name], way, offload)
@@ -163,6 +165,7 @@ def loop(make, at, change):
     return net
 
 
+@pytest.mark.few("sgd-late-False", "adam-captured-False", "adam-late-True")
 @pytest.mark.parametrize(
     ("name", "way", "offload"), [state for state in EVERY_STATE if state.values[0] != "lamb"]
 )

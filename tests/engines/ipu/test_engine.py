@@ -296,6 +296,7 @@ def test_batchnorm_trains_alike_with_its_counter(plan):
     assert_alike(expected, life("ipu-standin", net, OPTIMIZERS["sgd"], plan))
 
 
+@pytest.mark.long
 def test_batchnorm_with_an_update_that_is_not_full_is_refused_by_name():
     model = compiled("ipu-standin", Normed().double())
     with pytest.raises(PlanError, match=r"forward changes the buffer 'norm\."):

@@ -102,17 +102,13 @@ def life(engine, net, optimizer, plan, n, weighted):
 # each of the other nets is there once.
 QUICK = {
     (MLP, PLANS[0], "sgd", "updates", True),
-    (MLP, PLANS[0], "adam", "samples", False),
-    (MLP, PLANS[1], "lamb", "micro-batches", False),
     (MLP, PLANS[1], "adam", "samples", True),
-    (MLP, PLANS[2], "adam", "full", True),
     (Attentive, PLANS[1], "sgd", "full", False),
     (Recurrent, PLANS[0], "lamb", "full", False),
     (Dropped, PLANS[2], "adam", "micro-batches", True),
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "plan", "optimizer", "size", "weighted"),
     only(QUICK, itertools.product(KINDS, PLANS, ("sgd", "adam", "lamb"), SIZES, (False, True))),

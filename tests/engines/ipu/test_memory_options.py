@@ -66,7 +66,6 @@ def untouched():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_reaches_poptorch(name, untouched):
     found = told(OPTIONS[name])

@@ -196,6 +196,7 @@ def test_options_as_they_are_by_default_say_nothing(capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.long("ipu-standin")
 def test_compile_prints_the_three_lists_and_explain_the_last(capsys):
     training = poptorch.Options().deviceIterations(2).modelName("small").randomSeed(4)
     inference = poptorch.Options().useIpuId(3)
@@ -243,7 +244,6 @@ def test_a_sum_of_gradients_is_that_of_the_options():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize(
     ("mode", "by_hand"),
     [
@@ -258,6 +258,7 @@ def test_the_output_mode_is_that_of_the_options(mode, by_hand):
     assert_same_run({"poptorch": options}, {"device_iterations": 4}, at_compile=by_hand)
 
 
+@pytest.mark.long("ipu-standin")
 def test_a_sum_of_outputs_takes_no_metrics():
     options = poptorch.Options().outputMode(poptorch.OutputMode.Sum)
     assert fitted(compiled(metrics=(), poptorch=options)).params["output_mode"] == "sum"
@@ -265,7 +266,7 @@ def test_a_sum_of_outputs_takes_no_metrics():
         compiled(poptorch=options)
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_the_seed_is_that_of_the_options():
     model = compiled(0.5, poptorch=poptorch.Options().randomSeed(11))
     other = compiled(0.5)
@@ -277,6 +278,7 @@ def test_the_seed_is_that_of_the_options():
     )
 
 
+@pytest.mark.long
 def test_the_seed_of_inference_is_that_of_its_options():
     given, plain = compiled(0.5, poptorch=(None, poptorch.Options().randomSeed(5))), compiled(0.5)
     same = given.predict(X, batch_size=4, verbose=0)
@@ -299,7 +301,7 @@ def test_validation_has_the_seed_of_inference():
     assert fitted(plain, **held_out).history["val_loss"] != expected
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_inference_has_work_of_its_own():
     training = poptorch.Options().deviceIterations(3)
     inference = poptorch.Options().deviceIterations(2).replicationFactor(2)
@@ -316,7 +318,7 @@ def test_inference_has_work_of_its_own():
     )
 
 
-@pytest.mark.long("ipu-standin")
+@pytest.mark.long
 def test_what_inference_options_leave_open_is_that_of_fit():
     """Validation has the IPUs of training unless something says otherwise."""
     model = compiled(poptorch=(None, poptorch.Options().deviceIterations(2)))
@@ -468,7 +470,7 @@ def test_options_for_another_process_are_refused_off_ipus():
     )
 
 
-@pytest.mark.few
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ShardedExecution", "PipelinedExecution"])
 def test_the_strategy_is_that_of_the_options(kind, capsys):
     strategy = getattr(poptorch, kind)(poptorch.AutoStage.AutoIncrement)

@@ -131,11 +131,7 @@ def test_numbers_are_those_of_a_loop_written_by_hand(kind, plan):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "kind",
-    [MLP, Pictures, pytest.param(Transformer, marks=pytest.mark.long)],
-    ids=lambda kind: kind.__name__,
-)
+@pytest.mark.parametrize("kind", [MLP, Pictures, Transformer], ids=lambda kind: kind.__name__)
 def test_float32_agrees_to_its_rounding(kind):
     """About 1e-7 relative for each sum; two epochs of plain gradient steps leave less than 1e-5."""
 

@@ -131,7 +131,6 @@ def test_every_rule_is_described(name, described):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize(
     "options",
     [

@@ -82,7 +82,6 @@ def test_the_text_of_a_compiler_that_fails_is_told(cached, monkeypatch, tmp_path
 NARROW = 1e-4
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize(
     ("net", "optimizer", "dtype", "plan"),
     [

@@ -90,7 +90,6 @@ def test_blocks_are_seen_where_a_module_holds_them():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @EVERY
 @pytest.mark.parametrize(
     ("blocks", "said"),
@@ -128,7 +127,6 @@ def test_blocks_of_its_own_are_on_the_same_ipus_in_inference():
 
 
 @pytest.mark.long
-@pytest.mark.few
 @EVERY
 @pytest.mark.parametrize(
     ("given", "ipus"),

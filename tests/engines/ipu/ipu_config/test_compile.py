@@ -142,6 +142,7 @@ def test_a_model_without_a_configuration_goes_by_arguments_alone():
     assert engine.programs[-1].spec.plan.shape == (1, 1, 1, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("given", "mode"), [("all", "all"), ("final", "final"), ("default", "final"), ("sum", "sum")]
 )
@@ -161,6 +162,7 @@ def test_ipus_are_rounded_up():
     assert (plan.replicas, plan.reserved_ipus) == (3, 4)
 
 
+@pytest.mark.long
 def test_automatic_loss_scaling_is_a_dynamic_scale_here():
     """On the embedded engine; PopTorch has its own."""
     model, engine = recorded(IPUConfig(auto_loss_scaling=True))

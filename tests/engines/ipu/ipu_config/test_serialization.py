@@ -190,7 +190,6 @@ def test_compile_and_explain_name_what_is_cut(capsys):
 
 
 @pytest.mark.long
-@pytest.mark.few
 @pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 def test_inference_on_fewer_ipus_has_the_layer_whole(engine):
     """Its splits would be for IPUs that it has not."""
