@@ -128,6 +128,7 @@ def plans_built(monkeypatch):
         yield plans
 
 
+@pytest.mark.grid
 @ENGINES
 @KINDS
 @pytest.mark.parametrize("devices", [1, 2])
@@ -149,6 +150,7 @@ def test_devices_are_replicas_of_as_many_ipus_as_blocks_name(engine, kind, devic
     assert stages == {"train": (devices, 4), "evaluate": (devices, held)}
 
 
+@pytest.mark.grid
 @ENGINES
 @KINDS
 def test_a_prediction_alone_counts_the_blocks(engine, kind):
@@ -159,6 +161,7 @@ def test_a_prediction_alone_counts_the_blocks(engine, kind):
     assert torch.allclose(torch.cat(found), torch.cat(expected), rtol=1e-12)
 
 
+@pytest.mark.grid
 @ENGINES
 @KINDS
 def test_device_iterations_for_all_stages_are_enough(engine, kind, monkeypatch, caplog):

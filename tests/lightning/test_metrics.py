@@ -559,6 +559,7 @@ class Mixed(Measured):
         super().validation_step(batch, batch_idx)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
 @pytest.mark.parametrize(("device_iterations", "accumulation"), [(1, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("make", [Measured, Mixed])
