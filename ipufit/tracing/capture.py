@@ -89,21 +89,17 @@ def _first_user_frame(frames: Sequence[Frame]) -> Optional[Frame]:
     return module
 
 
-def _stack(frame: Optional[types.FrameType]) -> List[Frame]:
-    frames: List[Frame] = []
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return frames
-
-
 def user_frame(frame: Optional[types.FrameType]) -> Optional[Frame]:
     """The user's line that a frame goes back to, or else that of a torch module; None of neither.
 
     Args:
         frame: the innermost.
     """
-    return _first_user_frame(_stack(frame))
+    frames: List[Frame] = []
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return _first_user_frame(frames)
 
 
 def frame_of(error: BaseException) -> Optional[Frame]:

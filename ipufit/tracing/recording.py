@@ -11,13 +11,13 @@ import contextlib
 import functools
 import inspect
 import operator
+from threading import get_ident
 from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten
 
@@ -60,7 +60,8 @@ def current_tracer() -> Optional[Any]:
     """Return the innermost tracer that is recording; None outside of a recording."""
     # Before torch 2.4 a mode that is set aside stays on the stack, switched off.
     for mode in reversed(_get_current_dispatch_mode_stack()):
-        if isinstance(mode, ProxyTorchDispatchMode) and getattr(mode, "enable_tracing", True):
+        is_on = getattr(mode, "enable_tracing", True)
+        if is_on and isinstance(mode, proxy_tensor.ProxyTorchDispatchMode):
             return mode.tracer
     return None
 
@@ -81,18 +82,26 @@ def make_graph(function: Callable[..., object], inputs: Sequence[Tensor]) -> fx.
         record = functools.partial(record, _disable_torch_fn_metadata_mode=True)
     # What torch.compile has made says by torch's flag that it can't be recorded.
     is_tracing = (fx._symbolic_trace, "_is_fx_tracing_flag", True)
-    with replaced((proxy_tensor, "dispatch_trace", _dispatch_trace), is_tracing):
+    trace = functools.partial(_dispatch_trace, get_ident(), proxy_tensor.dispatch_trace)
+    with replaced((proxy_tensor, "dispatch_trace", trace), is_tracing):
         return record(function)(*inputs)
 
 
 def _dispatch_trace(
-    root: Callable[..., object], tracer: fx.Tracer, concrete_args: Tuple[object, ...]
+    thread: int,
+    torchs: Callable[..., fx.GraphModule],
+    root: Callable[..., object],
+    tracer: fx.Tracer,
+    concrete_args: Tuple[object, ...],
 ) -> fx.GraphModule:
     """Record into a graph what a function does to tensors of a recording, as torch's namesake does.
 
     Torch's also patches calls of modules for it, and so changes every class of them, a fifth of the
-    time of a small recording; only a tracer that looks at those calls needs it.
+    time of a small recording; only a tracer that looks at those calls needs it. Another thread may
+    compile something at the same time, which goes torch's way.
     """
+    if get_ident() != thread:
+        return torchs(root, tracer, concrete_args)
     graph_module = fx.GraphModule
     with contextlib.suppress(ImportError):  # before torch 2.3
         from torch.fx._lazy_graph_module import _LazyGraphModule

@@ -1,5 +1,7 @@
 """What is recorded directly is what torch's own tracer records."""
 
+import threading
+
 import pytest
 import torch
 from torch.fx.experimental import proxy_tensor
@@ -107,6 +109,10 @@ def assert_alike(graph, expected):
             assert known(node.meta["val"]) == known(other.meta["val"]), node
 
 
+def by_torchs(thread, torchs, *given, **named):
+    return torchs(*given, **named)
+
+
 @pytest.fixture
 def by_torch(monkeypatch):
     """Records a function as torch's tracer does, operator by operator."""
@@ -114,7 +120,7 @@ def by_torch(monkeypatch):
     def record(*arguments, **options):
         with monkeypatch.context() as patched:
             patched.setattr(recording, "_optional_arguments", lambda operator: None)
-            patched.setattr(recording, "_dispatch_trace", proxy_tensor.dispatch_trace)
+            patched.setattr(recording, "_dispatch_trace", by_torchs)
             return capture(*arguments, **options)
 
     return record
@@ -155,6 +161,26 @@ def test_the_graph_of_a_step_is_that_of_torch(make, by_torch, direct):
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]
     assert len(direct) >= len(calls) - 3
     assert_alike(graph, by_torch(step, arguments))
+
+
+def test_what_another_thread_records_goes_torchs_way():
+    """Its inputs are named after the arguments, by which torch's compilers know them."""
+
+    def squared(tangents):
+        return tangents * tangents
+
+    found, record = [], proxy_tensor.make_fx(squared, tracing_mode="fake")
+
+    def step(x, w):
+        thread = threading.Thread(target=lambda: found.append(record(torch.ones(2))))
+        thread.start()
+        thread.join()
+        return [x @ w]
+
+    own = capture(step, [X, W])
+    (other,) = found
+    assert next(iter(other.graph.nodes)).name == "tangents_1"
+    assert [node.name for node in own.graph.nodes][:2] == ["arg0_1", "arg1_1"]
 
 
 def test_what_needs_torchs_tracer_goes_to_it(direct):
