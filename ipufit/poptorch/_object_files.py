@@ -2,28 +2,25 @@
 
 A file may only name classes, and only those that the program has imported already are used. Neither
 their constructors nor any other code of theirs runs while reading; torch's own modules restore
-themselves. Options are plain data as JSON has it; types that JSON does not have are marked:
-``{"enum": ["OutputMode", "All"]}``, ``{"tuple": [...]}``, ``{"dict": [[key, value]]}``.
+themselves.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import types
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ipufit.poptorch import enums, optim
 from ipufit.poptorch._codec import (
-    Encoder,
     InvalidContent,
-    Json,
     Values,
     class_path,
     imported_class,
+    make_codec,
     refuse_malformed,
 )
 from ipufit.poptorch._logging import Error, error
@@ -38,19 +35,18 @@ from ipufit.poptorch._options.execution import (
     _IExecutionStrategy,
     _IPhasedExecution,
 )
-from ipufit.poptorch._options.files import ENUMS
 from ipufit.poptorch._options.options import Options
 from ipufit.poptorch._wrapping import isWrapped
 
 __all__ = [
     "UnknownClass",
     "WeightsOnly",
-    "from_data",
     "module_from_values",
     "module_to_values",
     "optimizer_from_values",
     "optimizer_to_values",
-    "to_data",
+    "options_from_values",
+    "options_to_values",
 ]
 
 
@@ -135,7 +131,7 @@ def _attribute(value: object, name: str) -> Tuple[str, object]:
         if function and _functions().get(path) is value:
             return ("function", path)
     try:
-        Encoder().encode(value)
+        make_codec().encode(value)
     except Error as reason:
         raise error(
             f"the attribute {name} can't be saved: {reason.message} Or save with "
@@ -311,11 +307,6 @@ _FLAGS = (
     "_show_compilation_progress_bar",
     "_source_location_excludes",
 )
-_CONTAINERS: Dict[str, Callable[[Iterable[object]], object]] = {
-    "list": list,
-    "set": set,
-    "tuple": tuple,
-}
 
 
 class _Bare(Options):
@@ -325,67 +316,36 @@ class _Bare(Options):
         """Read nothing."""
 
 
-def to_data(options: Options) -> Values:
-    """Convert options to plain data.
+def options_to_values(options: Options) -> Values:
+    """Convert options to values that ``write_file`` takes.
 
     Raises:
-        Error: a value that is not plain, such as a tensor given to ``_Popart.set``.
+        Error: an execution strategy of a class of the user's.
     """
     return {
-        "values": _encode("Options", options._values),
-        "groups": {name: _encode(name, getattr(options, name)._values) for name in _GROUPS},
-        "compiler": _encode("_Popart", options._Popart.options),
-        "flags": {name: _encode(name, getattr(options, name)) for name in _FLAGS},
-        "strategy": _strategy_data(options._execution_strategy),
+        "values": options._values,
+        "groups": {name: getattr(options, name)._values for name in _GROUPS},
+        "compiler": options._Popart.options,
+        "flags": {name: getattr(options, name) for name in _FLAGS},
+        "strategy": _strategy_values(options._execution_strategy),
     }
 
 
-def from_data(data: Values) -> Options:
-    """Rebuild options from plain data; they are not frozen, and ignore the environment."""
+def options_from_values(values: Values) -> Options:
+    """Rebuild the options of ``options_to_values``; not frozen, and without the environment's."""
     options: Options = _Bare()
     options.__class__ = Options
-    options._values = _decode(data["values"])
+    options._values = values["values"]
     for name in _GROUPS:
-        getattr(options, name)._values = _decode(data["groups"][name])
-    options._Popart.options = _decode(data["compiler"])
+        getattr(options, name)._values = values["groups"][name]
+    options._Popart.options = values["compiler"]
     for name in _FLAGS:
-        setattr(options, name, _decode(data["flags"][name]))
-    options._execution_strategy = _strategy(data["strategy"])
+        setattr(options, name, values["flags"][name])
+    options._execution_strategy = _strategy(values["strategy"])
     return options
 
 
-def _encode(where: str, value: Any) -> Json:
-    """Convert a value to plain data."""
-    if isinstance(value, enum.Enum) and type(value).__name__ in ENUMS:
-        return {"enum": [type(value).__name__, value.name]}
-    if value is None or type(value) in (bool, int, float, str):
-        plain: Json = value
-        return plain
-    if type(value) is dict:
-        pairs: Json = [[_encode(where, key), _encode(where, entry)] for key, entry in value.items()]
-        return {"dict": pairs}
-    for name, kind in _CONTAINERS.items():
-        if type(value) is kind:
-            return {name: [_encode(where, entry) for entry in value]}
-    raise error(
-        "Options in a file are numbers, strings, enums, lists, tuples, sets and dicts; "
-        f"{where} has a value of type {type(value).__name__}. Leave it out."
-    )
-
-
-def _decode(data: object) -> Any:
-    """Rebuild a value from plain data."""
-    if not isinstance(data, dict):
-        return data
-    ((mark, entries),) = data.items()
-    if mark == "enum":
-        return ENUMS[entries[0]][entries[1]]
-    if mark == "dict":
-        return {_decode(key): _decode(entry) for key, entry in entries}
-    return _CONTAINERS[mark](_decode(entry) for entry in entries)
-
-
-def _stage_data(stage: Stage) -> Dict[str, object]:
+def _stage_values(stage: Stage) -> Dict[str, object]:
     return {"blocks": stage.blocks, "ipu": stage._ipu}
 
 
@@ -394,7 +354,7 @@ def _stage(data: Values) -> Stage:
     return stage if data["ipu"] is None else stage.ipu(data["ipu"])
 
 
-def _strategy_data(strategy: _IExecutionStrategy) -> Dict[str, object]:
+def _strategy_values(strategy: _IExecutionStrategy) -> Dict[str, object]:
     """Convert a strategy to its class' name and its stages."""
     kind = type(strategy).__name__
     if type(strategy) is not _STRATEGIES.get(kind):
@@ -404,7 +364,7 @@ def _strategy_data(strategy: _IExecutionStrategy) -> Dict[str, object]:
     if isinstance(strategy, _IPhasedExecution):
         return {
             "kind": kind,
-            "phases": [[_stage_data(stage) for stage in p.stages] for p in strategy._phases],
+            "phases": [[_stage_values(stage) for stage in p.stages] for p in strategy._phases],
             "liveness": strategy._tensors_liveness.name,
             "separate": strategy._separate_backward_phase,
         }
@@ -417,7 +377,7 @@ def _strategy_data(strategy: _IExecutionStrategy) -> Dict[str, object]:
     return {
         "kind": kind,
         "auto": strategy._auto_stage.name,
-        "stages": [_stage_data(stage) for stage in stages],
+        "stages": [_stage_values(stage) for stage in stages],
     }
 
 

@@ -17,13 +17,10 @@ from torch import Tensor, fx
 
 from ipufit.poptorch._codec import (
     CALL_CPU,
-    Decoder,
-    Encoder,
     InvalidContent,
     Values,
-    reads_graphs,
+    make_codec,
     refuse_malformed,
-    writes_graphs,
 )
 from ipufit.poptorch._logging import Error, error, logger
 from ipufit.poptorch._operators.control import (
@@ -56,7 +53,7 @@ __all__ = [
 
 Path = Union[str, "os.PathLike[str]"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _FORMAT = "ipufit.poptorch"
 _NAME_IN_FOLDER = "model.poptorch"
 _METADATA, _TENSORS = "metadata.json", "tensors.safetensors"
@@ -89,14 +86,18 @@ def write_file(path: Path, values: Mapping[str, object]) -> None:
     Args:
         path: as ``file_to_write`` returns it.
         values: tensors, parameters, recorded programs, numbers, texts, None, dtypes, devices,
-            poptorch's enums, and lists, tuples, named tuples and dicts of these. A tensor of device
-            "meta" stands for its dtype and shape. One object in two places stays one.
+            poptorch's enums, and lists, tuples, named tuples, sets and dicts of these. A tensor of
+            device "meta" stands for its dtype and shape. One object in two places stays one.
     Raises:
         Error: a value of another type.
     """
-    encoder = Encoder()
-    writes_graphs(encoder)
-    content = {name: encoder.encode(value) for name, value in values.items()}
+    content, tensors = make_codec().encode(values)
+    for name, tensor in tensors.items():
+        if tensor.is_complex():
+            raise error(
+                f"a file holds tensors of real numbers, but {name} is of {tensor.dtype}. Convert "
+                "it before you save."
+            )
     metadata = {
         "format": _FORMAT,
         "format_version": FORMAT_VERSION,
@@ -106,7 +107,7 @@ def write_file(path: Path, values: Mapping[str, object]) -> None:
     text = json.dumps(metadata, allow_nan=False)
     with replace_file(os.fspath(path)) as part, zipfile.ZipFile(part, "x") as file:
         file.writestr(_METADATA, text)
-        file.writestr(_TENSORS, safetensors.torch.save(encoder.tensors))
+        file.writestr(_TENSORS, safetensors.torch.save(tensors))
 
 
 def read_file(path: Path) -> Values:
@@ -168,12 +169,10 @@ def _parts(file: zipfile.ZipFile, size: int) -> Tuple[Values, Dict[str, torch.Te
 
 
 def _values(metadata: Values, tensors: Dict[str, torch.Tensor]) -> Values:
-    values = metadata.get("values")
+    values = make_codec().decode(metadata.get("values"), tensors)
     if not isinstance(values, dict):
         raise InvalidContent("it has no values")
-    decoder = Decoder(tensors)
-    reads_graphs(decoder)
-    return {name: decoder.decode(value) for name, value in values.items()}
+    return values
 
 
 def program_to_values(recorded: RecordedProgram) -> Values:
@@ -335,12 +334,10 @@ class ExecutableCache:
         Args:
             values: as for ``write_file``; tensors count with their values.
         """
-        encoder = Encoder()
-        writes_graphs(encoder)
-        content = {name: encoder.encode(value) for name, value in values.items()}
+        content, tensors = make_codec().encode(values)
         header = [FORMAT_VERSION, torch.__version__, content]
         digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
-        for name, tensor in encoder.tensors.items():
+        for name, tensor in tensors.items():
             digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()

@@ -20,12 +20,12 @@ from ipufit.poptorch._loss_scale import ScalingSettings
 from ipufit.poptorch._object_files import (
     UnknownClass,
     WeightsOnly,
-    from_data,
     module_from_values,
     module_to_values,
     optimizer_from_values,
     optimizer_to_values,
-    to_data,
+    options_from_values,
+    options_to_values,
 )
 from ipufit.poptorch._optimizer_link import OptimizerLink
 from ipufit.poptorch._parsers import flattenTensorStructure
@@ -108,7 +108,7 @@ def write(
         "arguments": [arguments.args, arguments.names, arguments.kwargs],
         "state": {name: torch.empty_like(t, device="meta") for name, t in example.items()},
         "groupings": {name: tuple(grouping) for name, grouping in groupings.items()},
-        "options": to_data(options),
+        "options": options_to_values(options),
         "wide": program.wide,
         "model": None,
         "optimizer": None,
@@ -168,9 +168,9 @@ def _saved(values: Values) -> Saved:
     )
 
 
-def _options(data: Values) -> Options:
+def _options(values: Values) -> Options:
     """Read options for an available device, even if the file was compiled without one."""
-    options = from_data(data)
+    options = options_from_values(values)
     options.deleteIfExists("ipu_version")
     if options.connection_type == ConnectionType.Never:
         options.connectionType(ConnectionType.Always)

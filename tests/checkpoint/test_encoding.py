@@ -177,8 +177,8 @@ HOLDS = (
     "a checkpoint holds dicts, lists, tuples, None, bool, int, float, str and dense tensors, but "
 )
 KEYS_ARE = (
-    "the keys of a dict in a checkpoint must be strings, or ints of at most 64 bits, but {} has a "
-    "key of type {}. Convert it, or leave this part out of the state."
+    f"{HOLDS}{{}} has a key of type {{}}, where a key is a string, or an int of at most 64 bits. "
+    "Convert it, or leave it out of the state."
 )
 
 

@@ -1,4 +1,4 @@
-"""Options as plain data, for files."""
+"""Options as values, for files."""
 
 import json
 
@@ -6,11 +6,13 @@ import pytest
 import torch
 
 import ipufit.poptorch as poptorch
-from ipufit.poptorch._object_files import from_data, to_data
+from ipufit.poptorch._codec import make_codec
+from ipufit.poptorch._object_files import options_from_values, options_to_values
 
 
 def through_a_file(options):
-    return from_data(json.loads(json.dumps(to_data(options))))
+    document, tensors = make_codec().encode(options_to_values(options))
+    return options_from_values(make_codec().decode(json.loads(json.dumps(document)), tensors))
 
 
 def everything():
@@ -57,12 +59,12 @@ def test_options_come_back_as_they_were():
 
 def test_the_environment_has_no_say_in_them(monkeypatch):
     options = poptorch.Options()
-    data = to_data(options)
+    data = options_to_values(options)
     monkeypatch.setenv("POPTORCH_DEFAULT_OPTIONS", '{"deviceIterations": 9, "randomSeed": 3}')
     torch.manual_seed(7)
     monkeypatch.setenv("POPTORCH_CACHE_DIR", "folder")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    assert repr(from_data(data)) == repr(options)
+    assert repr(options_from_values(data)) == repr(options)
     assert torch.initial_seed() == 7
 
 
@@ -98,19 +100,20 @@ def test_strategies_come_back_as_they_were(strategy):
 
 def test_what_is_not_plain_is_refused():
     options = poptorch.Options()
-    options._Popart.set("dotChecks", [torch.zeros(1)])
+    options._Popart.set("dotChecks", [len])
     with pytest.raises(poptorch.Error) as refused:
-        to_data(options)
+        through_a_file(options)
     assert refused.value.message == (
-        "Options in a file are numbers, strings, enums, lists, tuples, sets and dicts; _Popart has "
-        "a value of type Tensor. Leave it out."
+        "a file holds tensors, numbers, texts, None, and lists, tuples, sets and dicts of them, "
+        "but 'compiler.dotChecks.0' is of type builtin_function_or_method. Use one of these "
+        "instead."
     )
 
     class Own(poptorch.ShardedExecution):
         pass
 
     with pytest.raises(poptorch.Error) as refused:
-        to_data(poptorch.Options().setExecutionStrategy(Own()))
+        options_to_values(poptorch.Options().setExecutionStrategy(Own()))
     assert refused.value.message == (
         "An execution strategy in a file is one of ParallelPhasedExecution, PipelinedExecution, "
         "SerialPhasedExecution, ShardedExecution, got Own."
