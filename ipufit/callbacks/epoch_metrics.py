@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import (
-    Any,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, loss_counts
 from ipufit.core.logged_values import LogRule, Running, merge_rules

@@ -11,18 +11,7 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import (
-    IO,
-    Any,
-    Callable,
-    Dict,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import IO, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit.callbacks.callback import (
     Callback,

@@ -11,12 +11,7 @@ from typing import Any, Callable, ContextManager, Iterable, Iterator, List, Opti
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    default_collate,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from ipufit.core.batch import DataCursor, RawBatch
 from ipufit.data.in_memory import (

@@ -9,18 +9,7 @@ There are three readers: ``CompileConfig`` reads the arguments of ``compile``, w
 from __future__ import annotations
 
 import dataclasses
-from typing import (
-    Dict,
-    Generic,
-    List,
-    Mapping,
-    Optional,
-    Protocol,
-    Sequence,
-    Set,
-    TypeVar,
-    Union,
-)
+from typing import Dict, Generic, List, Mapping, Optional, Protocol, Sequence, Set, TypeVar, Union
 
 from ipufit.core.train_config import Memory, Outputs, Precision, Reduction
 from ipufit.errors import ConfigurationError, PlanError

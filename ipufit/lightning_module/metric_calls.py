@@ -22,11 +22,7 @@ from torch import Tensor, nn
 from ipufit.core.logged_values import LogRule
 from ipufit.errors import ConfigurationError
 from ipufit.lightning_module.inspection import MetricObject, is_collection, is_metric, metrics_in
-from ipufit.lightning_module.trainer_proxy import (
-    refuse_here,
-    refuse_operators,
-    replace_attributes,
-)
+from ipufit.lightning_module.trainer_proxy import refuse_here, refuse_operators, replace_attributes
 from ipufit.utils import tree
 
 __all__ = ["MetricCalls", "MetricKey", "MetricValue", "find_calls"]

@@ -19,12 +19,7 @@ from ipufit.partition.partition import AFTER, BLOCK, Partition
 from ipufit.partition.recomputation import watch_calls
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import ModuleWithLoss, capture_step, follow_stages
-from ipufit.tracing.interpreter import (
-    Listener,
-    OperatorCall,
-    watch_functions,
-    watch_operators,
-)
+from ipufit.tracing.interpreter import Listener, OperatorCall, watch_functions, watch_operators
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import blocks_watched
 from ipufit.utils.state import call_with, watch_modules

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ipufit.poptorch._device import Device, Group
 from ipufit.poptorch._logging import error
-from ipufit.poptorch._precision import FloatChecker, half_computed, makes_half
+from ipufit.poptorch._precision import FloatCheck, half_computed, makes_half
 from ipufit.poptorch._recording import MicroBatchResults, RecordedProgram
 from ipufit.poptorch._tracing import returning
 from ipufit.poptorch.enums import OutputMode
+from ipufit.tracing.interpreter import InstrumentedInterpreter
 from ipufit.utils.random_streams import isolated, micro_batch_key, seed_generators
 
 __all__ = ["AnchoredTensors", "CallShape", "Counters", "MicroBatchRunner", "latency"]
@@ -307,7 +308,9 @@ class MicroBatchRunner:
         self._anchored = anchored
         self._inner = anchored.activations()
         graph = returning(recorded.graph, [recorded.activations[name] for name in self._inner])
-        self._run: Callable[..., Sequence[Tensor]] = FloatChecker(graph) if check_floats else graph
+        self._run: Callable[..., Sequence[Tensor]] = graph
+        if check_floats:
+            self._run = InstrumentedInterpreter(graph, [FloatCheck()]).run
         self._half = makes_half(recorded.graph)
         self._outputs = sum(recorded.outputs.computed)
 

@@ -32,10 +32,11 @@ from torch.utils._pytree import tree_map
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._tracing import tensors_in, written_tensors
 from ipufit.poptorch.poptorch_core import UnrecoverableError
+from ipufit.tracing.interpreter import Listener, OperatorCall
 
 __all__ = [
     "DEVICE_DTYPES",
-    "FloatChecker",
+    "FloatCheck",
     "check_input",
     "device_dtype",
     "half_computed",
@@ -141,41 +142,34 @@ _ORDERING = ("aten::lt", "aten::le", "aten::gt", "aten::ge")
 _UNFILLED = ("aten::empty", "aten::new_empty")
 
 
-class FloatChecker(fx.Interpreter):
-    """Runs a graph and checks every result.
+class FloatCheck(Listener):
+    """Checks the result of every operator of a graph that runs.
 
     NaN and infinities among the inputs are passed on, as a device does: moving one is no exception.
     Making one of numbers is, and so is comparing a NaN by size.
     """
 
-    def __init__(self, graph: fx.GraphModule) -> None:
-        super().__init__(graph, garbage_collect_values=True)
+    def before(self, call: OperatorCall) -> None:
+        """Look at the arguments, which the operator may change."""
+        inputs = list(_values((call.args, call.kwargs)))
+        self._nan, self._infinite = _any(torch.isnan, inputs), _any(torch.isinf, inputs)
 
-    def __call__(self, *tensors: Tensor) -> Any:
-        """Run the graph.
+    def after(self, call: OperatorCall, result: object) -> None:
+        """Look at the result.
 
         Raises:
-            UnrecoverableError: an operator made a NaN or an infinity, or compared a NaN.
+            UnrecoverableError: the operator made a NaN or an infinity, or compared a NaN.
         """
-        return self.run(*tensors)
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one operator, and check its results."""
-        schema = getattr(n.target, "_schema", None)
-        if n.op != "call_function" or schema is None:
-            return super().run_node(n)
-        inputs = list(_values(self.fetch_args_kwargs_from_env(n)))
-        # Looked at before: an operator may change what it is given.
-        nan, infinite = _any(torch.isnan, inputs), _any(torch.isinf, inputs)
-        result = super().run_node(n)
-        exception = _exception(schema.name, nan, infinite, list(_values(result)))
+        schema = getattr(call.operator, "_schema", None)
+        if schema is None:
+            return
+        exception = _exception(schema.name, self._nan, self._infinite, list(_values(result)))
         if exception is not None:
             raise UnrecoverableError(
-                f"a floating-point exception: {n.target} {exception}. Look at its inputs, or leave "
-                "Precision.enableFloatingPointExceptions off.",
+                f"a floating-point exception: {call.operator} {exception}. Look at its inputs, or "
+                "leave Precision.enableFloatingPointExceptions off.",
                 "poplar_unrecoverable_runtime_error",
             )
-        return result
 
 
 def _exception(name: str, nan: bool, infinite: bool, results: Sequence[object]) -> Optional[str]:

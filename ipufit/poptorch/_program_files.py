@@ -15,13 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, fx
 
-from ipufit.poptorch._codec import (
-    CALL_CPU,
-    InvalidContent,
-    Values,
-    make_codec,
-    refuse_malformed,
-)
+from ipufit.poptorch._codec import CALL_CPU, InvalidContent, Values, make_codec, refuse_malformed
 from ipufit.poptorch._logging import Error, error, logger
 from ipufit.poptorch._operators.control import (
     Body,

@@ -30,11 +30,7 @@ from ipufit.poptorch._operators.scopes import (
 )
 from ipufit.poptorch._operators.search import ctc_beam_search_decoder, fps, nearest
 from ipufit.poptorch._operators.slices import dynamic_slice, dynamic_update
-from ipufit.poptorch._parsers import (
-    ATTR_PREFIX,
-    flattenTensorStructure,
-    reconstructTensorStructure,
-)
+from ipufit.poptorch._parsers import ATTR_PREFIX, flattenTensorStructure, reconstructTensorStructure
 
 __all__ = [
     "ATTR_PREFIX",

@@ -11,12 +11,7 @@ from torch import distributed as torch_distributed
 
 from ipufit.errors import ConfigurationError
 from ipufit.processes.group import ALONE, TIMEOUT, Processes
-from ipufit.processes.launchers import (
-    Rendezvous,
-    find_launcher,
-    find_rendezvous,
-    parse_address,
-)
+from ipufit.processes.launchers import Rendezvous, find_launcher, find_rendezvous, parse_address
 
 __all__ = ["current", "distributed"]
 

@@ -16,17 +16,7 @@ import os
 import re
 import traceback
 import warnings
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    NamedTuple,
-    Optional,
-    Pattern,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Dict, NamedTuple, Optional, Pattern, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn

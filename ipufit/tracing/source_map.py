@@ -18,11 +18,7 @@ from torch.autograd.graph import Node
 
 from ipufit.tracing.capture import capture, user_frame
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
-from ipufit.tracing.interpreter import (
-    Listener,
-    OperatorCall,
-    watch_operators,
-)
+from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.tracing.recording import current_graph, listen_to_backward
 from ipufit.tracing.validate import public_name
 from ipufit.utils import tree

@@ -13,13 +13,7 @@ from ipufit.core.plan import Plan
 from ipufit.data.adapters import DataArguments, comes_in_samples, get_data_adapter, split_data
 from ipufit.data.in_memory import is_array, is_frame
 from ipufit.data.limits import batch_count, first_batches
-from ipufit.data.settings import (
-    Loading,
-    Validation,
-    resolve_loading,
-    resolve_validation,
-    rivals,
-)
+from ipufit.data.settings import Loading, Validation, resolve_loading, resolve_validation, rivals
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.training.session import Session

@@ -16,13 +16,7 @@ from ipufit.engines.ipu.effects import ENGINES, NONE
 from ipufit.engines.ipu.ipu_config import IPUConfig
 from ipufit.engines.ipu.ipu_config import settings as config_settings
 from ipufit.engines.ipu.poptorch_options import PopTorchOptions
-from ipufit.engines.ipu_settings import (
-    IpuArguments,
-    IpuSettings,
-    LayerCut,
-    ModeSettings,
-    Setting,
-)
+from ipufit.engines.ipu_settings import IpuArguments, IpuSettings, LayerCut, ModeSettings, Setting
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.partition.cut_layers import describe_cuts

@@ -12,20 +12,11 @@ from ipufit.core.batch import CombinedBatch
 from ipufit.core.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.ema import MovingAverages
-from ipufit.engines.embedded.flat_optimizer import (
-    FlatOptimizer,
-    Graphs,
-    Rows,
-    make_flat_optimizer,
-)
+from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Graphs, Rows, make_flat_optimizer
 from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
-from ipufit.engines.external_changes import (
-    OptimizerStateVersion,
-    changed_shape,
-    refuse_replaced,
-)
+from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage

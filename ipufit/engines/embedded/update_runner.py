@@ -13,11 +13,7 @@ from ipufit.core.batch import ProcessShard, local_indices
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.execution import ExecutionOutputs, ExecutionWork, UpdateWay
-from ipufit.engines.embedded.non_finite import (
-    refuse_gradients,
-    refuse_loss,
-    refuse_weights,
-)
+from ipufit.engines.embedded.non_finite import refuse_gradients, refuse_loss, refuse_weights
 from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update, computing
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState, copy_of, put_back

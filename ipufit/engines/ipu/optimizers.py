@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.train_config import TrainConfig
-from ipufit.engines.ipu.preflight.facts import (
-    CLIPPED,
-    SETTINGS,
-    ParameterGroup,
-    refused_settings,
-)
+from ipufit.engines.ipu.preflight.facts import CLIPPED, SETTINGS, ParameterGroup, refused_settings
 from ipufit.errors import OptimizerError
 from ipufit.optim.lamb import LAMB
 from ipufit.optim.state import device_state, torch_state

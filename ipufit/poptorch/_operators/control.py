@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._precision import device_dtype, half_computed, makes_half
 from ipufit.poptorch._tracing import Trace, define, tracing
 from ipufit.tracing.flat_storage import storage_id
+from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.tracing.recording import current_tracer
 
 __all__ = [
@@ -174,36 +160,30 @@ def _writes(node: fx.Node) -> bool:
     return any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
 
 
-class _Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Lift(Listener):
     """Turns every tensor captured from around a body into an input of the body's graph."""
 
     def __init__(self, inner: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._inner = inner
         self.captured: List[Tensor] = []
 
-    def lift(self, value: object) -> object:
+    def before(self, call: OperatorCall) -> None:
+        """Lift the arguments."""
+        for tensor in call.inputs:
+            self.lift(tensor)
+
+    def lift(self, tensor: Tensor) -> None:
+        """Make a tensor an input unless the body has it."""
         # In a body within this body, what is foreign is so to the inner one.
         is_foreign = current_tracer() is self._inner
-        if not isinstance(value, FakeTensor) or not is_foreign:
-            return value
-        if proxy_tensor.has_proxy_slot(value, self._inner):
-            return value
+        if not isinstance(tensor, FakeTensor) or not is_foreign:
+            return
+        if proxy_tensor.has_proxy_slot(tensor, self._inner):
+            return
         name = f"captured_{len(self.captured)}"
         proxy = self._inner.create_proxy("placeholder", name, (), {})
-        proxy_tensor.track_tensor(value, proxy, constant=None, tracer=self._inner)
-        self.captured.append(value)
-        return value
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: object,
-        args: Tuple[object, ...] = (),
-        kwargs: Optional[Dict[str, object]] = None,
-    ) -> Any:
-        tree_map(self.lift, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        proxy_tensor.track_tensor(tensor, proxy, constant=None, tracer=self._inner)
+        self.captured.append(tensor)
 
 
 def record(
@@ -229,7 +209,7 @@ def record(
     def traced(_: Tensor, *arguments: Tensor) -> List[Tensor]:
         lift = _Lift(current_tracer())
         lifts.append(lift)
-        with lift:
+        with watch_operators(lift):
             results.extend(_tensors(function(*arguments), what))
             for result in results:
                 lift.lift(result)

@@ -16,11 +16,7 @@ from ipufit.poptorch import enums
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._operators import identities
 from ipufit.poptorch._operators.custom import custom_op
-from ipufit.poptorch._operators.identities import (
-    nop,
-    recomputationCheckpoint,
-    set_available_memory,
-)
+from ipufit.poptorch._operators.identities import nop, recomputationCheckpoint, set_available_memory
 from ipufit.poptorch._operators.printing import ipu_print_tensor
 from ipufit.poptorch._operators.scopes import Block, MultiConv, pop_name_scope, push_name_scope
 from ipufit.poptorch._operators.search import ctc_beam_search_decoder, fps, nearest
