@@ -276,6 +276,7 @@ class Device:
         self.names: Tuple[str, ...] = (*parameters, *buffers)
         self.parameters: Tuple[str, ...] = tuple(parameters)
         self.writes = 0
+        self._shapes = {name: t.shape for name, t in (*parameters.items(), *buffers.items())}
         self._parts: Dict[str, List[Tensor]] = {}
         for name, tensor in parameters.items():
             self._parts[name] = self._cut(name, tensor)
@@ -342,11 +343,30 @@ class Device:
             self.updates.apply(gradients)
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Copy floating-point tensors to the host; all others are constants of the program."""
+        """Copy floating-point tensors to the host; all others are constants of the program.
+
+        Raises:
+            Error: the host has replaced one by another shape, or has one more.
+        """
         with torch.no_grad():
-            for name, host in into.items():
-                if host.is_floating_point():
-                    host.copy_(self._stacked(name))
+            for name, host in self._floating(into).items():
+                host.copy_(self._stacked(name))
+
+    def _floating(self, values: Mapping[str, Tensor]) -> Dict[str, Tensor]:
+        """Return those of the host's tensors that are copied; all of them fit the device's."""
+        floating = {name: host for name, host in values.items() if host.is_floating_point()}
+        for name, host in floating.items():
+            shape = self._shapes.get(name)
+            if shape != host.shape:
+                compiled = f"no tensor {name!r}"
+                if shape is not None:
+                    compiled = f"a tensor {name!r} of shape {list(shape)}"
+                raise error(
+                    f"the compiled program has {compiled}, and the model one of shape "
+                    f"{list(host.shape)}. Parameters and buffers may only change in place while "
+                    "the model is compiled: call destroy() on it before you replace or add one."
+                )
+        return floating
 
     def _stacked(self, name: str) -> Tensor:
         parts = self._parts[name]
@@ -358,12 +378,14 @@ class Device:
         return torch.stack(parts)
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Copy floating-point tensors from the host; all others are part of the program."""
+        """Copy floating-point tensors from the host; all others are part of the program.
+
+        Raises:
+            Error: the host has replaced one by another shape, or has one more.
+        """
         self.writes += 1
         with torch.no_grad():
-            for name, host in values.items():
-                if not host.is_floating_point():
-                    continue
+            for name, host in self._floating(values).items():
                 new = self._cut(name, host) if name in self._groupings else [host]
                 for i, part in enumerate(self._parts[name]):
                     part.copy_(new[i] if len(new) > 1 else new[0])

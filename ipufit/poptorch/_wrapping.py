@@ -21,7 +21,6 @@ from typing import (
     Iterable,
     Iterator,
     List,
-    Mapping,
     MutableMapping,
     Optional,
     Protocol,
@@ -63,7 +62,6 @@ __all__ = [
     "unwrapModelIfNecessary",
     "unwrap_tensor",
     "wrap",
-    "write_host_tensors",
 ]
 
 
@@ -515,22 +513,3 @@ def host_tensors(model: nn.Module) -> Dict[str, Tensor]:
     """
     with quietly():
         return {name: tensor.detach() for name, tensor in tensors_of(model)}
-
-
-def write_host_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Write into parameters and buffers in place, without asking the device.
-
-    Raises:
-        Error: the module has no tensor of a name, or one of another shape.
-    """
-    host = host_tensors(model)
-    for name, value in values.items():
-        target = host.get(name)
-        if target is None or target.shape != value.shape:
-            what = "none" if target is None else f"one of shape {list(target.shape)}"
-            raise error(
-                f"the device's tensor {name!r} of shape {list(value.shape)} goes back into the "
-                f"model, which has {what}. Parameters and buffers may only change in place while "
-                "the model is compiled: call destroy() on it before you replace one."
-            )
-        target.copy_(value)

@@ -38,7 +38,8 @@ class Device:
             return False
         self.sync.pulled()
         self.copies += 1
-        wrapping.write_host_tensors(self.model, self.on_device)
+        for name, tensor in wrapping.host_tensors(self.model).items():
+            tensor.copy_(self.on_device[name])
         return True
 
     def destroy(self):
@@ -263,17 +264,29 @@ def test_host_tensors_share_memory_and_tied_ones_come_once(net, device):
     assert "norm.num_batches_tracked" in held
 
 
-def test_a_tensor_that_was_replaced_can_not_be_written(net, device):
-    device.train()
-    net.offset = torch.zeros(3)
-    device.sync.trained()
-    with pytest.raises(Error) as caught:
-        net.state_dict()
-    assert caught.value.message == (
-        "the device's tensor 'offset' of shape [2] goes back into the model, which has one of "
-        "shape [3]. Parameters and buffers may only change in place while the model is compiled: "
-        "call destroy() on it before you replace one."
+class Trained(Net):
+    def forward(self, x):
+        return poptorch.identity_loss(super().forward(x), "mean")
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [("weight", "a tensor 'weight' of shape [2]"), ("more", "no tensor 'more'")],
+)
+def test_tensors_that_were_replaced_are_copied_neither_way(name, compiled):
+    net = Trained()
+    model = poptorch.trainingModel(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    model(torch.ones(4, 2))
+    setattr(net, name, nn.Parameter(torch.zeros(3)))
+    expected = (
+        f"the compiled program has {compiled}, and the model one of shape [3]. Parameters and "
+        "buffers may only change in place while the model is compiled: call destroy() on it "
+        "before you replace or add one."
     )
+    for copies in (model.copyWeightsToHost, model.copyWeightsToDevice):
+        with pytest.raises(Error) as caught:
+            copies()
+        assert caught.value.message == expected
 
 
 def test_wrapping_twice_is_refused(net, device):
