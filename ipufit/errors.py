@@ -5,6 +5,7 @@
     IpufitError
     ├── ConfigurationError (ValueError)   an argument that cannot work
     │   ├── PlanError                     the batch algebra does not fit; carries every fault
+    │   ├── PartitionError                the module can't be divided over IPUs as asked
     │   ├── UnknownArgumentError (TypeError)  an argument that the method does not have
     │   ├── UnknownNameError              a misspelt optimizer, loss or metric; carries the nearest
     │   ├── LossError                     the loss can't be differentiated or reduced
@@ -20,7 +21,8 @@
         ├── RecoverableDeviceError        it can be used again; carries the action
         └── UnrecoverableDeviceError      someone has to look at it
 
-Every message has three beats: what was expected, what came, what to do.
+Every message has three beats: what was expected, what came, what to do. docs/troubleshooting.md
+has them all as headings, with causes and cures.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ __all__ = [
 class IpufitError(Exception):
     """Base of every error that ipufit raises on purpose.
 
+    Each derives from the built-in exception that a caller may expect, too.
+
     Attributes:
         is_common: whether all processes of a run raise it, and none waits for another.
     """
@@ -69,6 +73,10 @@ class ConfigurationError(IpufitError, ValueError):
 
 class PlanError(ConfigurationError):
     """The batch algebra does not fit together.
+
+    Args:
+        faults: one line per fault.
+        suggestion: keyword arguments to put in place of the faulty ones.
 
     Attributes:
         faults: one line per fault, all of them, in the order of the arguments.
@@ -88,11 +96,23 @@ class PartitionError(ConfigurationError):
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):
-    """A method has no argument of that name, or not so many by position."""
+    """A method of ``Model`` has no argument of that name, or not so many by position.
+
+    The message says where the argument belongs.
+    """
 
 
 class UnknownNameError(ConfigurationError):
-    """A name that ipufit does not know.
+    """A name that ipufit does not know: of an optimizer, a loss, a metric, a module.
+
+    Args:
+        kind: of what it is the name, for the message.
+        name: the name that came.
+        known: the names that are known.
+        hint: a sentence that comes before the advice.
+        is_typo: whether to look for the most similar name.
+        shown: so many similar names are in the message, where there are more than twice as many; 0
+            shows all.
 
     Attributes:
         name: the name that came.
@@ -144,6 +164,11 @@ class NotCompiledError(IpufitError, RuntimeError):
 class DataError(IpufitError, ValueError):
     """A batch that cannot be fed to the program. It is raised before the batch is used.
 
+    Args:
+        message: the whole of it.
+        what: its first part, if it is in parts.
+        cure: its last part, if it is in parts.
+
     Attributes:
         what: the first part of the message, what is wrong; empty where it is not in parts.
         cure: what to do about it.
@@ -157,6 +182,17 @@ class DataError(IpufitError, ValueError):
 
 class CaptureError(IpufitError, RuntimeError):
     """The module can't be turned into one program.
+
+    Args:
+        message: without the advice.
+        file: of the user's source, or None.
+        line: in that file, or None.
+        cause: "value", "shape" or None.
+        advice: what only holds for :class:`ipufit.Model`; the end of the message.
+        function: in which the line is, or None.
+        kind: a word for what it is.
+        what: the first part of the message, if it is in parts.
+        cure: the last part of the message, if it is in parts.
 
     Attributes:
         file: the user's file in which it happened, or None when no user frame was on the stack.
@@ -205,14 +241,21 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
     The weights, buffers and optimizer state are those from before the update named here.
 
     With ``compile(detect_nan=True)`` it is raised for a gradient or a weight as well, and says
-    where the first such value came from.
+    where the first such value came from. See docs/diagnosis.md.
+
+    Args:
+        message: the text.
+        update: index of the weight update, or None.
+        value: the loss that came.
+        found: what is known of the first value that is not finite, or None.
 
     Attributes:
         update: index of the weight update, counted from 0 over the life of the compiled model; None
             when it is another value than the loss of an update.
         value: the loss that came.
         epoch: index of the epoch, set by the training loop.
-        found: all that is known of the first value that is not finite; None without ``detect_nan``.
+        found: all that is known of the first value that is not finite, as a
+            :class:`ipufit.errors.NonFiniteValue`; None without ``detect_nan``.
         module: name of the module whose operator made it.
         operator: that operator, such as "aten.log.default".
         samples: rows of the micro-batch with such a value; () where they can't be told.
@@ -268,6 +311,10 @@ class DeviceError(IpufitError, RuntimeError):
 class RecoverableDeviceError(DeviceError):
     """The device failed and can be used again after an action.
 
+    Args:
+        message: the text.
+        action: as the attribute.
+
     Attributes:
         action: what has to be done first, in PopTorch's words: "IPU_RESET", "LINK_RESET",
             "PARTITION_RESET" or "FULL_RESET".
@@ -284,12 +331,14 @@ class UnrecoverableDeviceError(DeviceError):
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A tensor that an operator was called with.
+    """Shape and range of a tensor that an operator was called with; no error.
 
     Attributes:
         shape: its dimensions.
-        minimum, maximum: of its finite elements; None where it has none.
-        nans, infinities: how many elements are NaN, and how many infinite.
+        minimum: of its finite elements; None where it has none.
+        maximum: of its finite elements; None where it has none.
+        nans: how many elements are NaN.
+        infinities: how many elements are infinite.
     """
 
     shape: Tuple[int, ...]
@@ -310,7 +359,9 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class NonFiniteValue:
-    """Where the first value that is not finite came from.
+    """Where the first value that is not finite came from, and of which operands; no error.
+
+    It is ``found`` of a :class:`ipufit.errors.NonFiniteLossError`.
 
     Attributes:
         cause: "data" or "weights", if it was there before; "forward" or "backward", if an operator
@@ -318,16 +369,20 @@ class NonFiniteValue:
             and their sum is not; "optimizer", if the gradient is finite and the new weights are
             not; "unknown", if a replay gave other numbers.
         made: "nan" or "inf".
-        replica, micro_batch: whose; the micro-batch by its number in the update, from 0.
+        replica: whose it is, from 0.
+        micro_batch: of the replica, by its number in the update, from 0.
         micro_batches: how many the update has.
         module: name of the module, "" for the user's own and "loss" for the loss; None where
             nobody knows.
         kind: class of the module.
         operator: such as "aten.log.default".
-        file, line, source: the user's line.
+        file: of the user's line, or None.
+        line: its number, or None.
+        source: what it says.
         samples: rows of the micro-batch with such a value; () where they can't be told.
         offset: samples of the execution that come before the micro-batch.
-        operands: the floating-point tensors that the operator was called with.
+        operands: the floating-point tensors that the operator was called with, each as an
+            :class:`ipufit.errors.Operand`.
         parameter: name of the parameter or buffer whose gradient or value it is, if it is one's.
     """
 
@@ -348,7 +403,7 @@ class NonFiniteValue:
     parameter: Optional[str] = None
 
     def describe(self) -> str:
-        """Sentences."""
+        """The whole of it in sentences."""
         if self.cause == "optimizer":
             return (
                 "The gradient was finite, so the optimizer's step made it: look at its learning "

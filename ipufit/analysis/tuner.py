@@ -131,13 +131,14 @@ def seed_of_trial(seed: Optional[int], session: Session) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class LearningRates:
-    """Result of a learning rate range test.
+    """Result of a learning rate range test, by :meth:`ipufit.Model.find_lr`.
 
     Attributes:
         learning_rates: of the first parameter group that learns, by update.
         losses: of each update, before it.
         smoothed: the losses, exponentially averaged without bias.
-        diverged: whether the test ended because the loss had grown to four times its best.
+        diverged: whether the test ended because the loss had grown to four times its best, or was
+            not finite.
     """
 
     learning_rates: Tuple[float, ...]
@@ -164,14 +165,15 @@ class LearningRates:
         """Draw the loss over the learning rate.
 
         Args:
-            path: where to save the picture (the suffix chooses the format); None to show it in
-                a notebook, and return it.
+            path: where to save the picture (the suffix chooses the format); None only returns it,
+                which shows it in a notebook.
 
         Returns:
             The matplotlib ``Figure``.
 
         Raises:
-            ConfigurationError: matplotlib is not installed, or the path can't be written.
+            ConfigurationError: matplotlib is not installed (``pip install ipufit[plot]``), or the
+                path can't be written.
         """
         figure = new_figure("LearningRates.plot", (6.0, 3.8))
         panel = figure.subplots()
@@ -341,7 +343,7 @@ def _ratios(optimizer: torch.optim.Optimizer) -> List[float]:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSize:
-    """Result of a search for a batch size.
+    """Result of a search for a batch size, by :meth:`ipufit.Model.find_batch_size`.
 
     Attributes:
         batch_size: the largest micro-batch that ran.

@@ -1,4 +1,7 @@
-"""Hooks into training, under Keras' names and with its timing."""
+"""Hooks into training, under Keras' names and with its timing.
+
+docs/callbacks.md shows them at work.
+"""
 
 from typing import TYPE_CHECKING
 

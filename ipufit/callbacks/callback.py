@@ -70,16 +70,13 @@ class Event(NamedTuple):
 
 
 class Callback:
-    """Override the hooks you need.
-
-    A new event is one more hook here: name, arguments, and when it fires as the first line of its
-    docstring. What calls hooks or passes them on reads them from EVENTS.
+    """Base of all callbacks: override the hooks you need. See docs/callbacks.md.
 
     ``on_*_batch_*`` fire once per execution. Their ``batch`` is, at the beginning, the index of the
     execution's first update in the epoch (or of its first micro-batch per replica when evaluating
     and predicting), and at the end that of its last, as in Keras. A parameter of the module read in
     any hook has its present value. Setting ``self.model.stop_training = True`` ends training with
-    the execution.
+    the execution. An error in a hook ends the call, with its own traceback.
 
     Attributes:
         model: the :class:`ipufit.Model`.
@@ -91,16 +88,17 @@ class Callback:
         every_updates: asks that an execution ends, and so ``on_train_batch_end`` fires, after every
             that many updates, counted from the start of ``fit``. None asks for nothing.
         writes_files: whether it writes files, which a trial run leaves alone.
-        only_reports: whether all it does is to tell others, by files or messages; of several
-            processes the first one alone calls it. By default, whether it writes files.
         wants_outputs: of the class; whether it reads ``model.outputs``, the outputs of an
             execution, which are kept for it during ``fit``.
         monitors: names in ``logs`` that ``on_epoch_end`` can't do without. Where it is certain
-            before training that one of them will be missing, ``fit`` says so.
+            before training that one of them will be missing, ``fit`` raises
+            :class:`ipufit.errors.ConfigurationError`.
         adds: names that ``on_epoch_end`` puts into ``logs``. None, they are not known, and the
             check of ``monitors`` is left to the first epoch.
     """
 
+    # A new event is one more hook here: name, arguments, and when it fires as the first line of its
+    # docstring. What calls hooks or passes them on reads them from EVENTS.
     every_updates: Optional[int] = None
     writes_files: bool = False
     wants_outputs: bool = False
@@ -109,7 +107,11 @@ class Callback:
 
     @property
     def only_reports(self) -> bool:
-        """True if, of several processes, the first one alone calls the callback."""
+        """True if, of several processes, the first one alone calls the callback.
+
+        All it does is then to tell others, by files or messages. By default, whether it writes
+        files.
+        """
         return self.writes_files
 
     def __init__(self) -> None:
@@ -118,41 +120,80 @@ class Callback:
 
     # Any, so that an override may name ipufit.Model or whatever it really needs.
     def set_model(self, model: Any) -> None:
-        """Called with the :class:`ipufit.Model` before any other hook."""
+        """Called with the :class:`ipufit.Model` before any other hook.
+
+        Args:
+            model: becomes the attribute ``model``.
+        """
         self.model = model
 
     def set_params(self, params: Dict[str, Any]) -> None:
-        """Called before any other hook."""
+        """Called before any other hook.
+
+        Args:
+            params: becomes the attribute ``params``.
+        """
         self.params = params
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Before the first epoch; the program is recorded."""
+        """Before the first epoch; the program is recorded.
+
+        Args:
+            logs: empty, as in every hook that begins something.
+        """
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """After the last epoch, also when training was interrupted or failed."""
+        """After the last epoch, also when training was interrupted or failed.
+
+        It is called if :meth:`on_train_begin` of this callback has returned.
+
+        Args:
+            logs: the values of the last epoch.
+        """
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Before an epoch."""
+        """Before an epoch.
+
+        Args:
+            epoch: its index, from 0.
+            logs: empty.
+        """
 
     def on_epoch_end(self, epoch: int, logs: Optional[Dict[str, float]] = None) -> None:
         """After an epoch, its validation and the schedule; before its checkpoint.
 
-        ``logs`` is one dict for all callbacks, in their order; what one of them adds to it is in
-        the history too.
+        Args:
+            epoch: its index, from 0.
+            logs: its values by name, those of the validation with ``val_``. It is one dict for all
+                callbacks, in their order; what one of them adds to it is in the history too.
         """
 
     def on_train_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Before an execution."""
+        """Before an execution.
+
+        Args:
+            batch: index of its first update in the epoch.
+            logs: empty.
+        """
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """After an execution; ``logs`` has means of the epoch so far, ``updates``, ``samples``."""
+        """After an execution; ``logs`` has means of the epoch so far, ``updates``, ``samples``.
+
+        Args:
+            batch: index of its last update in the epoch.
+            logs: by name, the means of the epoch so far, and how many "updates" and "samples" of it
+                are done.
+        """
 
     def on_non_finite(self, error: NonFiniteLossError) -> bool:
         """At a loss that is not finite, with the state from before its update; True ends training.
 
+        Args:
+            error: what ``fit`` raises if no callback returns True.
+
         Returns:
             True to end training here as if ``stop_training`` had been set; the epoch's "loss" is
-            then the value that came. If no callback says so, ``fit`` raises the error.
+            then the value that came.
         """
         return False
 
@@ -169,6 +210,9 @@ class Callback:
 
         In the middle of an epoch ``on_epoch_begin`` has been called again before. Not called where
         the state is None.
+
+        Args:
+            state: what :meth:`state_dict` returned when the checkpoint was written.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has state_dict, but no load_state_dict. Write both, or neither."
@@ -178,28 +222,65 @@ class Callback:
         """Let go of files and threads: last of all, also after an error in any hook; safe twice."""
 
     def on_test_begin(self, logs: Optional[Logs] = None) -> None:
-        """Before an evaluation, validation included."""
+        """Before an evaluation, validation included.
+
+        Args:
+            logs: empty.
+        """
 
     def on_test_end(self, logs: Optional[Logs] = None) -> None:
-        """After an evaluation."""
+        """After an evaluation.
+
+        Args:
+            logs: its values by name.
+        """
 
     def on_test_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Before an execution of an evaluation."""
+        """Before an execution of an evaluation.
+
+        Args:
+            batch: index of its first micro-batch of a replica.
+            logs: empty.
+        """
 
     def on_test_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """After an execution of an evaluation."""
+        """After an execution of an evaluation.
+
+        Args:
+            batch: index of its last micro-batch of a replica.
+            logs: by name, the means so far, and how many "updates" and "samples" are done.
+        """
 
     def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
-        """Before a prediction."""
+        """Before a prediction.
+
+        Args:
+            logs: empty.
+        """
 
     def on_predict_end(self, logs: Optional[Logs] = None) -> None:
-        """After a prediction."""
+        """After a prediction.
+
+        Args:
+            logs: empty.
+        """
 
     def on_predict_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """Before an execution of a prediction."""
+        """Before an execution of a prediction.
+
+        Args:
+            batch: index of its first micro-batch of a replica.
+            logs: empty.
+        """
 
     def on_predict_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """After an execution of a prediction; ``logs["outputs"]`` is what the module returned."""
+        """After an execution of a prediction; ``logs["outputs"]`` is what the module returned.
+
+        Args:
+            batch: index of its last micro-batch of a replica.
+            logs: the "outputs", in the structure that the module returns, with a row per sample of
+                the execution.
+        """
 
 
 EVENTS: Dict[str, Event] = {

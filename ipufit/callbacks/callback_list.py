@@ -23,7 +23,14 @@ _ENDS = {"close", *(event.hook for event in EVENTS.values() if event.is_end_of_r
 
 
 class CallbackList:
-    """Calls every callback's hook, in order.
+    """Several callbacks as one: calls every callback's hook, in order.
+
+    ``fit`` makes its own; only a loop by hand needs another one.
+
+    Args:
+        callbacks: the callbacks, in their order.
+        model: what every callback gets as its ``model``.
+        params: what every callback is told of the run, its attribute of that name.
 
     Attributes:
         callbacks: the callbacks.
@@ -50,7 +57,11 @@ class CallbackList:
         return any(callback.wants_outputs for callback in self.callbacks)
 
     def show_outputs(self, outputs: List[Any]) -> None:
-        """Let the callbacks that want them find the outputs of an execution in the model."""
+        """Let the callbacks that want them find the outputs of an execution in the model.
+
+        Args:
+            outputs: what the module returned, for each micro-batch.
+        """
         if self.wants_outputs:
             self._model.outputs = outputs
 
@@ -60,6 +71,10 @@ class CallbackList:
         An error of one callback is raised at once, except from a hook that ends something: there
         the others get their turn first. ``on_train_end`` is for those whose ``on_train_begin``
         has returned.
+
+        Args:
+            hook: name of the method of :class:`ipufit.callbacks.Callback`.
+            args: what the hook takes.
         """
         if hook in _ENDS:
             callbacks = self.callbacks

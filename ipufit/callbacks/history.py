@@ -79,18 +79,29 @@ def best_place(values: Sequence[float], direction: str) -> Optional[int]:
 class History(Callback):
     """The values of every epoch.
 
-    As a callback it stands after those of the user, so that it has what they add to ``logs``. It
-    keeps no reference to the model.
+    ``fit`` makes one and returns it, or uses the one among its callbacks. A notebook shows it as a
+    table. As a callback it stands after those of the user, so that it has what they add to
+    ``logs``. It keeps no reference to the model. See docs/history-and-summary.md.
+
+    Args:
+        params: how the run was made; ``fit`` fills it in.
 
     Attributes:
-        history: one list per name ("loss", metrics, and the same with "val_"), one value per epoch.
-            "loss" is the mean over all samples of the epoch. Values that an epoch has not
+        history: one list per name ("loss", metrics, and the same with ``val_``), one value per
+            epoch. "loss" is the mean over all samples of the epoch. Values that an epoch has not
             (validation that did not run) are absent from the list; :meth:`aligned` shows where.
         epoch: indices of the finished epochs.
         updates: values that were logged per update: by name, pairs of the update's index since
             ``compile`` and the value.
-        params: how the run was made: epochs, plan, seed, engine, seconds spent on recording, and
-            how many weight updates it made ("updates_done"), also when it was stopped.
+        params: how the run was made, by name: "epochs", "updates" and "samples" per epoch, "seed",
+            "engine", the plan, "dropped_samples", "metrics", "directions" (which way each value is
+            better), "updates_done" (weight updates that were made, also when it was stopped),
+            "capture_seconds" (spent on recording), "jit" (how the program ran), "prefetch", the
+            limits that were set, and what ``compile`` was told about gradients, precision and
+            outputs. Of a run that went on, "resumed" says from which "checkpoint", "update" and
+            "epoch", and how the "data" came there; of one with other settings, "resume_changes"
+            says what has "changed" at which "update", and which names were allowed but are
+            "unchanged".
     """
 
     adds: Tuple[str, ...] = ()
@@ -120,6 +131,10 @@ class History(Callback):
 
     def append(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Add the values of a finished epoch.
+
+        Args:
+            epoch: its index.
+            logs: its values by name.
 
         Raises:
             ConfigurationError: a value is no number; nothing is added.
@@ -168,6 +183,9 @@ class History(Callback):
     def places(self, name: str) -> List[int]:
         """For each value in ``history[name]``, the place in ``epoch`` that it belongs to.
 
+        Args:
+            name: of the value, such as "val_loss".
+
         Raises:
             ConfigurationError: nothing has that name; with the names there are.
         """
@@ -180,6 +198,9 @@ class History(Callback):
 
     def aligned(self, name: str) -> List[float]:
         """One value per epoch in ``epoch``, NaN where the epoch has none.
+
+        Args:
+            name: of the value, such as "val_loss".
 
         Raises:
             ConfigurationError: nothing has that name; with the names there are.
@@ -245,8 +266,7 @@ class History(Callback):
         """Everything as JSON: values, ``updates`` and ``params``.
 
         Args:
-            path: where to write it too; None to
-                show it in a notebook, and return it.
+            path: where to write it too; None only returns it.
 
         Returns:
             The text, which :meth:`from_json` reads. NaN and infinities are strings in it.
@@ -327,7 +347,7 @@ class History(Callback):
         """A pandas ``DataFrame``: one row per epoch, one column per name, NaN where there is none.
 
         Raises:
-            ConfigurationError: pandas is not installed.
+            ConfigurationError: pandas is not installed (``pip install ipufit[pandas]``).
         """
         try:
             import pandas
@@ -351,8 +371,9 @@ class History(Callback):
         """Draw each value over the epochs, training and validation in one panel.
 
         Args:
-            path: where to save the picture (the suffix chooses the format); None to only return it.
-            metrics: which values, by the names without "val_", in this order; None for all, those
+            path: where to save the picture (the suffix chooses the format); None only returns it,
+                which shows it in a notebook.
+            metrics: which values, by the names without ``val_``, in this order; None for all, those
                 logged per update included.
             columns: panels in a row; None chooses.
             mark_best: whether to mark the best epoch of every value of which it is known which way

@@ -313,7 +313,7 @@ class JSONLinesLogger(UpdateLogger):
 
 
 class RemoteMonitor(Callback):
-    """Sends a POST request with the epoch's index and values.
+    """Sends a POST request with the index and the values of every epoch, as JSON.
 
     A server that does not answer, or refuses, is warned of; training goes on.
 
@@ -321,7 +321,7 @@ class RemoteMonitor(Callback):
         root: address of the server, "http://..." or "https://...".
         path: where to send to.
         field: name of the form's field that holds the JSON.
-        headers: further headers.
+        headers: a dict of further headers.
         send_as_json: send the JSON itself instead of a form.
         timeout: seconds to wait for an answer.
 
@@ -382,10 +382,10 @@ class RemoteMonitor(Callback):
 class TensorBoard(UpdateLogger):
     """Writes scalars under the names that Keras gives them, and histograms of the weights.
 
-    Into ``train`` and ``validation`` under ``log_dir``: "epoch_<name>" over the epochs, the
-    learning rate among them; "batch_<name>" over the updates since ``fit`` began, the means of the
-    epoch so far; and of every evaluation "evaluation_<name>_vs_iterations" over the updates that
-    this object has seen.
+    Into ``train`` and ``validation`` under ``log_dir``: ``epoch_<name>`` over the epochs, the
+    learning rate among them; ``batch_<name>`` over the updates since ``fit`` began, the means of
+    the epoch so far; and of every evaluation ``evaluation_<name>_vs_iterations`` over the updates
+    that this object has seen.
 
     Args:
         log_dir: the folder.
@@ -394,7 +394,8 @@ class TensorBoard(UpdateLogger):
             updates too, for which executions are cut.
 
     Raises:
-        ConfigurationError: an argument can't work, or the package tensorboard is not installed.
+        ConfigurationError: an argument can't work, or the package tensorboard is not installed
+            (``pip install ipufit[tensorboard]``).
     """
 
     def __init__(
@@ -494,8 +495,8 @@ class ExperimentLogger(UpdateLogger):
     """Hands values to an experiment tracker: a logger of Lightning's, W&B, MLflow, Comet, ...
 
     The values of an epoch, with its learning rates, have the names that they have in the history;
-    those of updates, the means of the epoch so far, are "batch_<name>"; those of an ``evaluate``
-    of its own are "evaluation_<name>". Each comes with "epoch", the index, but for those of
+    those of updates, the means of the epoch so far, are ``batch_<name>``; those of an ``evaluate``
+    of its own are ``evaluation_<name>``. Each comes with "epoch", the index, but for those of
     ``evaluate``. The step is the number of weight updates in all fits that this object has seen.
 
     Before the first epoch of the first ``fit`` the tracker is told what the run is made with: what

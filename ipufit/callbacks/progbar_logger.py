@@ -30,7 +30,9 @@ _WITHOUT_TOTAL = (
 class ProgbarLogger(Callback):
     """A bar that counts updates, whatever ``device_iterations`` is, or one line an epoch.
 
-    Shows loss, metrics, samples per second and the time left. Where a terminal is too narrow, it
+    ``verbose=1`` and ``verbose=2`` add it. Shows loss, metrics, samples per second and the time
+    left. A bar is drawn after the first execution, and then in intervals of tqdm's ``mininterval``.
+    Where a terminal is too narrow, it
     leaves out updates per second, samples per second, the bar itself, times, the count and then the
     last metrics, in this order. Time spent on recording the program is reported apart; neither it
     nor validation counts into the rate.

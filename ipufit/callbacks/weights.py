@@ -29,6 +29,8 @@ __all__ = ["ModelCheckpoint", "SwapEMAWeights"]
 class ModelCheckpoint(Monitor):
     """Writes the module's weights as a safetensors file, each complete or not at all.
 
+    The files are those of :meth:`ipufit.Model.save_weights`.
+
     Args:
         filepath: ends with ".safetensors"; may have fields such as ``{epoch:02d}`` (counted from
             1), ``{val_loss:.2f}``, and with a number as ``save_freq`` ``{batch}``, the number of
@@ -36,7 +38,8 @@ class ModelCheckpoint(Monitor):
         monitor: name of the value for ``save_best_only``.
         verbose: 1 to say what is done.
         save_best_only: write only when the value is the best so far, over all fits.
-        save_weights_only: True; checkpoints of the whole training are ``fit(checkpoint=)``'s.
+        save_weights_only: True; checkpoints of the whole training are those of
+            ``fit(checkpoint=...)``, so False is refused.
         mode: "min", "max", or "auto": as the metric says; an error if it does not.
         save_freq: "epoch", or a number of weight updates: executions are cut so that the file
             holds the weights after exactly that many, counted from the start of ``fit``. Values
@@ -226,7 +229,8 @@ class SwapEMAWeights(Callback):
 
     The model must have been compiled with such an average. It belongs into ``fit``, where the
     averages are; when a ``fit`` has ended, they are the weights, and there is nothing to exchange.
-    In an ``evaluate`` or ``predict`` outside of it this callback is refused.
+    In an ``evaluate`` or ``predict`` outside of it this callback is refused. It calls
+    :meth:`ipufit.Model.swap_ema_weights`; after an error, too, the weights are the trained ones.
 
     Args:
         swap_on_epoch: the average is in the model at the end of an epoch too, for the callbacks

@@ -183,8 +183,8 @@ class LambdaCallback(Callback):
         on_train_end: ``(logs)``.
         on_train_batch_begin: ``(batch, logs)``.
         on_train_batch_end: ``(batch, logs)``.
-        hooks: functions for the other hooks of :class:`Callback` by name; that for
-            ``on_non_finite`` returns whether training is to end here.
+        hooks: functions for the other hooks of :class:`ipufit.callbacks.Callback` by name, with
+            their arguments; that for ``on_non_finite`` returns whether training is to end here.
 
     Raises:
         ConfigurationError: one of them can't be called.

@@ -21,6 +21,7 @@ class Checkpoint(SettingsRepr):
 
     A checkpoint is written at the end of every epoch, after its callbacks, and when SIGINT or
     SIGTERM asks the process to end. Each is a folder of its own, complete or not there at all.
+    ``fit(checkpoint=...)`` takes it; it is frozen. See docs/checkpoints.md.
 
     Args:
         folder: holds the checkpoints of one run; made if it is missing. None writes nothing, where

@@ -102,14 +102,15 @@ def collecting() -> Iterator[Entries]:
 def log(name: str, value: Any, reduce: str = "mean", *, on_update: bool = False) -> None:
     """Report a value from ``forward`` or from a loss; it becomes part of the program.
 
-    It appears in History, in the progress bar and in the logs of callbacks, with "val_" before the
-    name when validating. ``predict``, a call of the module outside of ipufit, and the backward pass
-    (a hook on a gradient, a second run of a checkpointed layer) leave it aside.
-    Logged twice in one ``forward``, the values are reduced like those of micro-batches.
+    It appears in :class:`ipufit.History`, in the progress bar and in the logs of callbacks, with
+    ``val_`` before the name when validating. ``predict``, a call of the module outside of ipufit,
+    and the backward pass (a hook on a gradient, a second run of a checkpointed layer) leave it
+    aside. Logged twice in one ``forward``, the values are reduced like those of micro-batches. See
+    docs/logging-values.md.
 
     Args:
         name: key in History. Not one that ipufit logs itself, such as "loss", nor that of a metric.
-        value: a tensor of one element, shape (), or a number. No gradient flows through it. A
+        value: a real tensor of one element, shape (), or a number. No gradient flows through it. A
             number is what it was when the program was recorded.
         reduce: over all micro-batches, replicas and updates of an epoch: "mean", in which every
             sample counts the same, "sum", "max", "min" or "last".

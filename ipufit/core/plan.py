@@ -222,8 +222,9 @@ class Tail:
 class Plan:
     """Work of one call of the program, and what that makes of an epoch.
 
-    Build it with `Plan.make`, which checks the arguments; the constructor checks nothing. In
-    inference an "update" is one device iteration: one micro-batch on every replica.
+    Build it with :meth:`make`, which checks the arguments; the constructor checks nothing. It is
+    frozen. In inference an "update" is one device iteration: one micro-batch on every replica. See
+    docs/plan.md.
 
     Attributes:
         micro_batch_size: samples that one replica sees at once; the loader's ``batch_size``.
@@ -232,11 +233,11 @@ class Plan:
         device_iterations: updates per execution; forward passes per execution in inference.
         stages: IPUs that share one replica.
         pipelined: whether they work on different micro-batches at the same time.
-        processes: how many work together, each with `replicas` replicas and IPUs of its own.
+        processes: how many work together, each with ``replicas`` replicas and IPUs of its own.
         process: which of them this is, from 0.
-        reserved_ipus: IPUs taken from the machine; more than `ipus` only after rounding up.
+        reserved_ipus: IPUs taken from the machine; more than ``ipus`` only after rounding up.
         samples: samples that the loader delivers per epoch; None if nobody knows (a stream).
-        dropped: samples that a loader with ``drop_last=True`` leaves out; not part of `samples`.
+        dropped: samples that a loader with ``drop_last=True`` leaves out; not part of ``samples``.
         training: False for evaluate and predict.
         fixed_updates: updates of every epoch where ``steps_per_epoch`` (or ``steps``) fixes them;
             None if the data does.
@@ -281,13 +282,25 @@ class Plan:
         """Check the arguments and build the plan.
 
         Args:
+            micro_batch_size: samples that one replica sees at once.
             ipus: the number of IPUs of each process, its replicas together; None means one replica.
-            pipelined: whether the stages are a pipeline, which needs ``2 * stages - 1``
-                micro-batches per update when training and ``stages`` per execution otherwise.
+            device_iterations: updates per execution; forward passes in inference.
+            gradient_accumulation: micro-batches that a replica sums before one update; 1 in
+                inference.
+            stages: IPUs that share one replica.
+            samples: samples of an epoch; None if nobody knows.
+            dropped: samples that the loader leaves out.
+            training: False for evaluate and predict.
             auto_round_ipus: reserve the next power of two and leave the rest idle, where ``ipus``
                 is not a power of two.
+            fixed_updates: updates of every epoch, whatever the data has; None if the data says it.
+            pipelined: whether the stages are a pipeline, which needs ``2 * stages - 1``
+                micro-batches per update when training and ``stages`` per execution otherwise.
+            processes: how many processes work together.
+            process: which of them this is, from 0.
             depth: stages of the pipeline where one goes back to an earlier IPU; 0 for as many as
                 ``stages``, the IPUs of a replica.
+
         Raises:
             PlanError: with all faults, and a suggestion that this function accepts.
 
@@ -335,7 +348,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     @property
     def ipus(self) -> int:
-        """Number of IPUs that work."""
+        """IPUs of a process that work, which are ``replicas * stages``."""
         return self.replicas * self.stages
 
     @property
@@ -350,20 +363,28 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     @cached_property
     def micro_batches_per_update(self) -> int:
-        """Micro-batches of one full update, on all replicas together."""
+        """Micro-batches of one full update, on all replicas of all processes."""
         return self.gradient_accumulation * self.all_replicas
 
     @cached_property
     def own_micro_batches_per_update(self) -> int:
-        """Micro-batches of an update that this process computes."""
+        """Micro-batches of one full update that this process computes."""
         return self.gradient_accumulation * self.replicas
 
     def owner(self, number: int) -> int:
-        """The process that computes the micro-batch at a place of an update, or of a stream."""
+        """The process that computes the micro-batch at a place of an update, or of a stream.
+
+        Args:
+            number: the place, from 0.
+        """
         return number % self.all_replicas // self.replicas
 
     def own_before(self, number: int) -> int:
-        """Count those of the first micro-batches of a stream that this process computes."""
+        """Count those of the first micro-batches of a stream that this process computes.
+
+        Args:
+            number: how many of the first ones.
+        """
         turns, rest = divmod(number, self.all_replicas)
         return turns * self.replicas + max(
             0, min(self.replicas, rest - self.process * self.replicas)
@@ -371,11 +392,15 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     @property
     def alone(self) -> Plan:
-        """Make the plan of this process as if there were no other."""
+        """This plan, as if there were no other process."""
         return dataclasses.replace(self, processes=1, process=0)
 
     def updates_in(self, micro_batches: int) -> int:
-        """Count the updates that so many micro-batches make; the last one may be smaller."""
+        """Count the updates that so many micro-batches make; the last one may be smaller.
+
+        Args:
+            micro_batches: how many there are, on all replicas of all processes.
+        """
         return -(-micro_batches // self.micro_batches_per_update)
 
     @property
@@ -423,7 +448,11 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     @property
     def tail(self) -> Optional[Tail]:
-        """Rest after the full executions; None if nothing is left, and for a stream."""
+        """Rest after the full executions; None if nothing is left, and for a stream.
+
+        It is an ``ipufit.core.plan.Tail`` with ``samples``, ``updates``, ``micro_batches``,
+        ``last_update_size`` and ``last_micro_batch_size``.
+        """
         left = (self.samples or 0) % self.combined_batch_size
         if left == 0:
             return None
@@ -437,9 +466,9 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     @property
     def shape(self) -> Tuple[int, int, int, int]:
-        """Shape of a combined batch: iterations, accumulation, replicas, micro-batch size.
+        """Shape of a combined batch, (iterations, accumulation, replicas, micro-batch size).
 
-        The order is `Place`'s: the iteration changes slowest, the position fastest.
+        The order is that of :meth:`place`: the iteration changes slowest, the position fastest.
         """
         return (
             self.device_iterations,
@@ -450,6 +479,15 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     def place(self, index: int) -> Place:
         """Find the place where sample ``index`` of a combined batch is worked on.
+
+        Args:
+            index: of the sample, from 0.
+
+        Returns:
+            ``Place(iteration, accumulation, replica, position)``, each from 0.
+
+        Raises:
+            IndexError: the combined batch has no such sample.
 
         >>> plan = Plan.make(micro_batch_size=8, ipus=4, gradient_accumulation=2)
         >>> plan.place(37)
@@ -465,7 +503,17 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         return Place(*reversed(parts))
 
     def index(self, iteration: int, accumulation: int, replica: int, position: int) -> int:
-        """The sample of a combined batch that is worked on at a place; the inverse of `place`."""
+        """The sample of a combined batch at a place of the work; the inverse of :meth:`place`.
+
+        Args:
+            iteration: device iteration, from 0.
+            accumulation: micro-batch of the replica in the update, from 0.
+            replica: from 0.
+            position: of the sample in its micro-batch, from 0.
+
+        Raises:
+            IndexError: there is no such place.
+        """
         index = 0
         parts = (iteration, accumulation, replica, position)
         for name, part, size in zip(Place._fields, parts, self.shape):
@@ -474,6 +522,9 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     def updates(self, samples: int) -> Iterator[Tuple[int, ...]]:
         """The sizes of the micro-batches, update by update, when so many samples run in order.
+
+        Args:
+            samples: how many.
 
         >>> list(Plan.make(micro_batch_size=4, gradient_accumulation=2).updates(13))
         [(4, 4), (4, 1)]

@@ -112,13 +112,15 @@ def _count_or_none(name: str, value: Any, what: str) -> Optional[int]:
 class Reduction:
     """How samples, their weights and micro-batches count in the gradient of an update.
 
+    ``compile(reduction=...)`` takes it; it is frozen. See docs/optimizers-losses-metrics.md.
+
     Attributes:
         normalize: what the micro-batches of an update are weighted with: "samples", "tokens" (the
             elements that count in the loss), or "micro_batches" (all the same).
         sample_weights: what a loss with sample weights is divided by: the number of elements
             ("sum_over_batch_size"), or the sum of their weights ("mean_with_sample_weight").
-        gradients: over the micro-batches of an update: "mean", or "sum" of their means. None is
-            that of PopTorch's options, else "mean".
+        gradients: over the micro-batches of an update: "mean" over the samples, or "sum" of the
+            micro-batches' means. None is that of PopTorch's options, else "mean".
 
     Raises:
         ConfigurationError: a value that there is not, or two that can't go together.
@@ -154,6 +156,9 @@ _REDUCTIONS: Dict[str, Tuple[object, ...]] = {
 @dataclasses.dataclass(frozen=True)
 class Clip:
     """A bound on the gradient of an update, applied once, after its reduction.
+
+    ``compile(clip=...)`` takes it, with at most one of the three bounds; it is frozen. See
+    docs/precision-and-gradients.md.
 
     Attributes:
         norm: of the gradient of each parameter, the largest Euclidean norm, as
@@ -196,7 +201,8 @@ class Clip:
 class EMA:
     """An exponential moving average of the trained weights, moved on after every update.
 
-    ``fit`` makes the averages the weights at its end, as in Keras.
+    ``compile(ema=...)`` takes it; it is frozen. ``fit`` makes the averages the weights at its end,
+    as in Keras. See docs/precision-and-gradients.md.
 
     Attributes:
         momentum: share of the old average in the new one.
@@ -225,6 +231,8 @@ class EMA:
 class LossScale:
     """Factor of the loss in the backward pass, by which gradients are divided afterwards.
 
+    :class:`ipufit.Precision` takes it; it is frozen. See docs/precision-and-gradients.md.
+
     Attributes:
         initial: the factor, at first.
         growth_interval: the factor doubles after so many updates without a non-finite gradient, and
@@ -250,7 +258,7 @@ class LossScale:
         return self.growth_interval is not None
 
     def describe(self) -> Union[float, str]:
-        """Write it as :class:`Precision` takes it: a number, "dynamic", or the changes to that."""
+        """A number, "dynamic", or the text of the object where "dynamic" was changed."""
         if not self.dynamic:
             return self.initial
         return "dynamic" if self == LossScale() else str(self)
@@ -278,14 +286,18 @@ _PURE = {
 class Precision:
     """In which floating-point types the module computes, and how small gradients survive there.
 
+    ``compile(precision=...)`` takes it, of which the name is the short form; it is frozen. See
+    docs/precision-and-gradients.md.
+
     Attributes:
         name: "mixed_float16" or "mixed_bfloat16" ("16-mixed", "bf16-mixed"): autocast around
             forward and loss, weights as they are. "float16", "bfloat16", "float32", "float64"
             ("16-true", ...): a module of that dtype, to which floating-point inputs and targets are
             brought. None leaves all as it is.
-        loss_scale: a number, "dynamic" or a :class:`LossScale`: the loss is multiplied with it
-            before the backward pass and the gradient divided by it; an update whose gradient is not
-            finite is skipped and counted. None is "dynamic" under "mixed_float16", else no scaling.
+        loss_scale: a number, "dynamic" or a :class:`ipufit.LossScale`: the loss is multiplied with
+            it before the backward pass and the gradient divided by it; an update whose gradient is
+            not finite is skipped and counted. None is "dynamic" under "mixed_float16", else no
+            scaling.
         accumulation_dtype: dtype in which gradients are added up over the micro-batches of an
             update, or its name; None is that of each parameter.
 
@@ -329,12 +341,12 @@ class Precision:
 
     @property
     def autocast(self) -> Optional[torch.dtype]:
-        """The type that ``torch.autocast`` chooses where it is safe; weights stay as they are."""
+        """The type that ``torch.autocast`` chooses where it is safe, or None; weights stay."""
         return None if self.name is None else _AUTOCAST.get(self.name)
 
     @property
     def inputs(self) -> Optional[torch.dtype]:
-        """The type to which floating-point inputs and targets are brought."""
+        """The type to which floating-point inputs and targets are brought, or None."""
         return None if self.name is None else _PURE.get(self.name)
 
     @property
@@ -356,6 +368,9 @@ class Precision:
 @dataclasses.dataclass(frozen=True)
 class Outputs:
     """Which of a training execution's outputs come back to the host, and so what metrics see.
+
+    ``compile(outputs=...)`` takes it, of which a mode is the short form; it is frozen. See
+    docs/logging-values.md.
 
     Attributes:
         mode: "all"; "final", of the last micro-batch on every replica; "every_n" device iterations;
@@ -394,6 +409,8 @@ _OUTPUT_MODES = ("all", "final", "sum", "every_n")
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Ways to need less memory on a device; the numbers stay the same.
+
+    ``compile(memory=...)`` takes it; it is frozen. See docs/memory.md.
 
     Attributes:
         serialize: embeddings and linear layers to cut into parts, as for

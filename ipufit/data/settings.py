@@ -17,6 +17,8 @@ __all__ = ["Loading", "Validation", "resolve_loading", "resolve_validation", "va
 class Loading(SettingsRepr):
     """How much of its data ``fit`` reads, and how far ahead; the words are Lightning's.
 
+    ``fit(loading=...)`` takes it; it is frozen. See docs/data.md.
+
     Args:
         limit_train_batches: batches of an epoch to read at most, or a fraction of them as a float;
             every epoch starts anew.
@@ -71,6 +73,8 @@ class Loading(SettingsRepr):
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Validation(SettingsRepr):
     """Data that ``fit`` evaluates after its epochs, and how; the data alone is the short form.
+
+    ``fit(validation_data=...)`` takes it; it is frozen. See docs/data.md.
 
     Args:
         data: ``(x, y)`` or ``(x, y, sample_weight)`` of tensors and arrays, as a tuple or list, or

@@ -218,7 +218,8 @@ class Sharded:
 
     ipufit gives each process its part of tensors, datasets and DataLoaders by itself. Of an
     iterable of your own it can't know whether it yields the same samples in every process: cut it
-    by ``torch.distributed.get_rank()`` or the like, and say so with this.
+    by ``torch.distributed.get_rank()`` or the like, and say so with this. With one process it is
+    what it holds. See docs/distributed.md.
 
     Args:
         loader: an iterable of batches, an IterableDataset, or a DataLoader; it yields samples that

@@ -1,4 +1,13 @@
-"""Engines, one folder each; their base classes, and a call that tells which can run here."""
+"""Engines, one folder each; their base classes, and a call that tells which can run here.
+
+``ipufit.engines()`` returns an :class:`EngineStatus` for each engine: whether it can run here, and
+why or why not. Where the Poplar SDK is, it imports PopTorch to find out.
+
+An engine of your own derives from :class:`Engine` and builds a :class:`Program`;
+``Model(engine=...)`` takes it. What goes in and out of the two (``ProgramSpec``, ``Prepared``,
+``ExecutionResult``, ``TrainState``) is in ``ipufit.engines.program``, and
+:class:`ipufit.testing.EagerEngine` is one to copy.
+"""
 
 from __future__ import annotations
 

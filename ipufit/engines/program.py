@@ -175,11 +175,17 @@ class Program(abc.ABC):
         """Build for micro-batches like ``example`` without computing anything on its values.
 
         Called again, it takes over what has been changed in the module or the optimizer since.
+
+        Args:
+            example: a micro-batch, of which shapes and dtypes count.
         """
 
     @abc.abstractmethod
     def run(self, batch: CombinedBatch) -> ExecutionResult:
         """Run one execution.
+
+        Args:
+            batch: the micro-batches of all its updates, or of its device iterations.
 
         Raises:
             NonFiniteLossError: when training; the state is that before the update named in it.
@@ -191,7 +197,11 @@ class Program(abc.ABC):
 
     @abc.abstractmethod
     def write_state(self, state: TrainState) -> None:
-        """Continue from another state, which is on the host."""
+        """Continue from another state, which is on the host.
+
+        Args:
+            state: what :meth:`read_state` of a program has returned.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -207,10 +217,17 @@ class Program(abc.ABC):
         """Make the moving averages the weights, at the end of training."""
 
     def expect(self, updates: int) -> None:
-        """Learn before the first execution how many updates ``fit`` is to make."""
+        """Learn before the first execution how many updates ``fit`` is to make.
+
+        Args:
+            updates: how many.
+        """
 
     def stage(self, batch: CombinedBatch) -> CombinedBatch:
         """Move a batch that is to run later to where it will be read; called from any thread.
+
+        Args:
+            batch: of one execution.
 
         Returns:
             The batch to run in place of this one.
@@ -245,8 +262,11 @@ class Program(abc.ABC):
     def profile(self, batch: MicroBatch) -> Optional[Dict[str, Any]]:
         """Time the operators of a micro-batch; nothing is trained by it.
 
+        Args:
+            batch: the micro-batch.
+
         Returns:
-            The values that :mod:`ipufit.report.files` describes; None where single operators can't
+            The values that ``ipufit/report/files.py`` describes; None where single operators can't
             be timed.
         """
         return None
@@ -254,7 +274,13 @@ class Program(abc.ABC):
     def compare(self, batch: MicroBatch, reference: str, tolerance: Tolerance) -> Comparison:
         """Compare the recorded micro-batch with the module itself, operator by operator.
 
-        It is called on programs of an engine that another engine's :meth:`Engine.beside` returned.
+        It is called on programs of an engine that another engine's
+        :meth:`ipufit.engines.Engine.beside` returned.
+
+        Args:
+            batch: the micro-batch.
+            reference: as for :meth:`ipufit.Model.compare`.
+            tolerance: what values may differ by.
         """
         raise NotImplementedError(f"{type(self).__name__} compares no operators")
 
@@ -346,7 +372,7 @@ class Engine(abc.ABC):
     An engine needs a name and :meth:`build`; all other methods have a default, which is right for
     an engine without that ability. :class:`ipufit.testing.EagerEngine` is a short one to copy. One
     that adds to another engine derives from it and wraps what ``build`` returns in a
-    :class:`ForwardingProgram`.
+    ``ipufit.engines.program.ForwardingProgram``.
 
     Attributes:
         name: for reports, errors and checkpoints; the same in all processes of a run. An engine
@@ -364,7 +390,11 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def build(self, spec: ProgramSpec) -> Program:
-        """Return a program for the spec; a training program owns the weights until its close."""
+        """Return a program for the spec; a training program owns the weights until its close.
+
+        Args:
+            spec: an ``ipufit.engines.program.ProgramSpec``: module, loss, optimizer, plan and mode.
+        """
 
     def check(
         self,
@@ -378,7 +408,10 @@ class Engine(abc.ABC):
         """Refuse at ``compile`` what the engine can't do.
 
         Args:
-            module, optimizer, loss, config: as ``compile`` resolved them.
+            module: the user's.
+            optimizer: of torch, or None.
+            loss: in normal form.
+            config: how an update is made, an ``ipufit.core.train_config.TrainConfig``.
             options: settings of the engine's own, by the argument of ``compile``.
             partitions: how the module lies on the IPUs of a replica.
 
@@ -390,7 +423,8 @@ class Engine(abc.ABC):
         """Describe what is particular about how training runs, in sentences.
 
         Args:
-            config, options: as for :meth:`check`.
+            config: as for :meth:`check`.
+            options: as for :meth:`check`.
         """
         return []
 
@@ -403,11 +437,18 @@ class Engine(abc.ABC):
         """Return the options that an IPUConfig asks for, by the argument of ``compile``.
 
         None is for an engine on which arguments of ``compile`` stand for them.
+
+        Args:
+            config: an :class:`ipufit.IPUConfig`.
         """
         return None
 
     def computes_on_host(self, module: nn.Module) -> bool:
-        """Return True if programs of the module take the time of this computer's own cores."""
+        """Return True if programs of the module take the time of this computer's own cores.
+
+        Args:
+            module: the user's.
+        """
         return False
 
     def choices(self) -> Optional[Dict[str, str]]:
@@ -415,19 +456,24 @@ class Engine(abc.ABC):
         return None
 
     def prefer(self, choices: Mapping[str, str]) -> None:
-        """Choose what another run has measured, so that a run that goes on computes alike."""
+        """Choose what another run has measured, so that a run that goes on computes alike.
+
+        Args:
+            choices: what :meth:`choices` returned there.
+        """
 
     def beside(self) -> Optional[Engine]:
         """Return an engine for a trial, which runs the very programs that this one has recorded.
 
-        Its programs have :meth:`Program.compare`. None where there is none.
+        Its programs have :meth:`ipufit.engines.Program.compare`. None where there is none.
         """
         return None
 
     def gather_optimizer(self) -> None:
-        """Make the optimizer's state whole between programs; as :meth:`Program.gather_optimizer`.
+        """Make the optimizer's state whole between programs.
 
-        All processes call this at the same time.
+        It does what :meth:`ipufit.engines.Program.gather_optimizer` does while there is one. All
+        processes call this at the same time.
         """
 
     def close(self) -> None:

@@ -260,7 +260,22 @@ class Precision(Thresholded):
     """Share of true positives among all that is predicted to be positive.
 
     Of class indices the mean over classes; else over all elements whose probability is above the
-    threshold, as ``keras.metrics.Precision``.
+    threshold, as ``keras.metrics.Precision``. The name "precision" stands for the defaults.
+
+    Args:
+        task: "binary", "multiclass" or "multilabel"; None reads it from the first micro-batch:
+            class indices as target are "multiclass", a target of the prediction's shape is
+            "binary" over all elements.
+        num_classes: classes, or labels of "multilabel"; None is the size of the prediction's
+            dimension 1.
+        average: over classes or labels: "macro", which None means, "micro" or "weighted".
+        from_logits: whether the prediction is logits. Without it, values outside of [0, 1] are
+            refused where probabilities are needed.
+        threshold: above which a probability of yes, or of a label, counts; None is 0.5. Classes
+            have none.
+
+    Raises:
+        ConfigurationError: an argument can't work; or, in training, it has no effect for the task.
     """
 
     name: ClassVar[str] = "precision"
@@ -269,7 +284,20 @@ class Precision(Thresholded):
 
 @dataclasses.dataclass(frozen=True)
 class Recall(Thresholded):
-    """Share of true positives among all that is positive, otherwise like :class:`Precision`."""
+    """Share of true positives among all that is positive; "recall" stands for the defaults.
+
+    Otherwise it is like :class:`ipufit.metrics.Precision`.
+
+    Args:
+        task: as for :class:`ipufit.metrics.Precision`.
+        num_classes: as for :class:`ipufit.metrics.Precision`.
+        average: as for :class:`ipufit.metrics.Precision`.
+        from_logits: as for :class:`ipufit.metrics.Precision`.
+        threshold: as for :class:`ipufit.metrics.Precision`.
+
+    Raises:
+        ConfigurationError: an argument can't work; or, in training, it has no effect for the task.
+    """
 
     name: ClassVar[str] = "recall"
     _kind: ClassVar[str] = "Recall"
@@ -280,7 +308,19 @@ class F1Score(Thresholded):
     """Harmonic mean of precision and recall, of several classes their mean.
 
     Where prediction and target have one shape and several columns, the largest of each is the
-    class, as ``keras.metrics.F1Score(average="macro")`` takes it.
+    class, as ``keras.metrics.F1Score(average="macro")`` takes it. A class that is neither predicted
+    nor in the targets is left out of a macro mean. The names "f1_score" and "f1" stand for the
+    defaults.
+
+    Args:
+        task: as for :class:`ipufit.metrics.Precision`.
+        num_classes: as for :class:`ipufit.metrics.Precision`.
+        average: as for :class:`ipufit.metrics.Precision`.
+        from_logits: as for :class:`ipufit.metrics.Precision`.
+        threshold: as for :class:`ipufit.metrics.Precision`.
+
+    Raises:
+        ConfigurationError: an argument can't work; or, in training, it has no effect for the task.
     """
 
     name: ClassVar[str] = "f1_score"
@@ -292,10 +332,20 @@ class F1Score(Thresholded):
 
 @dataclasses.dataclass(frozen=True)
 class FBetaScore(F1Score):
-    """Weighted harmonic mean of precision and recall, like :class:`F1Score`.
+    """Weighted harmonic mean of precision and recall; "fbeta_score" stands for the defaults.
+
+    Otherwise it is like :class:`ipufit.metrics.F1Score`.
 
     Args:
+        task: as for :class:`ipufit.metrics.Precision`.
+        num_classes: as for :class:`ipufit.metrics.Precision`.
+        average: as for :class:`ipufit.metrics.Precision`.
+        from_logits: as for :class:`ipufit.metrics.Precision`.
+        threshold: as for :class:`ipufit.metrics.Precision`.
         beta: how many times recall counts as much as precision.
+
+    Raises:
+        ConfigurationError: an argument can't work; or, in training, it has no effect for the task.
     """
 
     beta: float = 1.0
@@ -311,8 +361,17 @@ class FBetaScore(F1Score):
 class AUC(Classification):
     """Area under the ROC curve, by thresholds that lie evenly between 0 and 1, as in Keras.
 
+    The name "auc" stands for the defaults.
+
     Args:
-        num_thresholds: how many.
+        task: as for :class:`ipufit.metrics.Precision`.
+        num_classes: as for :class:`ipufit.metrics.Precision`.
+        average: over classes or labels: "macro", which None means, or "weighted".
+        from_logits: as for :class:`ipufit.metrics.Precision`.
+        num_thresholds: how many thresholds.
+
+    Raises:
+        ConfigurationError: an argument can't work; or, in training, it has no effect for the task.
     """
 
     num_thresholds: int = 200
@@ -338,7 +397,18 @@ class AUC(Classification):
 class MeanIoU(Thresholded):
     """Mean over classes of intersection over union; yes and no are two classes.
 
-    Classes that are neither predicted nor in the targets are left out.
+    Classes that are neither predicted nor in the targets are left out. The names "mean_io_u" and
+    "mean_iou" stand for the defaults.
+
+    Args:
+        task: as for :class:`ipufit.metrics.Precision`.
+        num_classes: as for :class:`ipufit.metrics.Precision`.
+        average: as for :class:`ipufit.metrics.Precision`.
+        from_logits: as for :class:`ipufit.metrics.Precision`.
+        threshold: as for :class:`ipufit.metrics.Precision`.
+
+    Raises:
+        ConfigurationError: an argument can't work; or, in training, it has no effect for the task.
     """
 
     name: ClassVar[str] = "mean_io_u"
@@ -390,7 +460,10 @@ class _Regression(TaskMetric):
 
 @dataclasses.dataclass(frozen=True)
 class R2Score(_Regression):
-    """Share of the target's variance that the prediction explains; the mean over outputs."""
+    """Share of the target's variance that the prediction explains; the mean over outputs.
+
+    The names "r2_score" and "r2" stand for it.
+    """
 
     name: ClassVar[str] = "r2_score"
 
@@ -410,7 +483,8 @@ class PearsonCorrelation(_Regression):
     """Correlation of prediction and target.
 
     Of several outputs it is that within each sample, and the mean over samples, as
-    ``keras.metrics.PearsonCorrelation``; of one output it is the correlation over all samples.
+    ``keras.metrics.PearsonCorrelation``; of one output it is the correlation over all samples. The
+    name "pearson_correlation" stands for it.
     """
 
     name: ClassVar[str] = "pearson_correlation"
@@ -442,9 +516,11 @@ class PearsonCorrelation(_Regression):
 
 @dataclasses.dataclass(frozen=True)
 class ConcordanceCorrelation(PearsonCorrelation):
-    """Correlation that also counts differences in mean and scale, as :class:`PearsonCorrelation`.
+    """Correlation that also counts differences in mean and scale.
 
-    ``keras.metrics.ConcordanceCorrelation`` is the mean over samples.
+    Of several outputs it is the mean over samples, as ``keras.metrics.ConcordanceCorrelation``;
+    otherwise it is like :class:`ipufit.metrics.PearsonCorrelation`. The name
+    "concordance_correlation" stands for it.
     """
 
     name: ClassVar[str] = "concordance_correlation"

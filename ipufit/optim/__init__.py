@@ -1,8 +1,10 @@
 """Optimizers and what changes them: LAMB, update rules, schedules, and optimizer state.
 
-``LAMB`` is the one optimizer of PopTorch that torch.optim does not have. What users pass as
-``optimizer`` and ``lr_scheduler`` is brought to one normal form in ``resolve`` and ``schedules``.
+:class:`LAMB` is the one optimizer of PopTorch that torch.optim does not have.
 """
+
+# What users pass as optimizer and lr_scheduler is brought to one normal form in resolve.py and
+# schedules/.
 
 from ipufit.optim import schedules, state
 from ipufit.optim.lamb import LAMB

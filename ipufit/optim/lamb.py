@@ -27,8 +27,8 @@ class LAMB(torch.optim.Optimizer):
         u = r + weight_decay * x
         x = x - lr * phi(||x||) / ||u|| * u,    phi(z) = min(z, max_weight_norm)
 
-    The paper leaves open what the ratio phi(||x||) / ||u|| is when a norm is zero; here it is 1, so
-    that a bias that starts at zero can move.
+    The paper leaves open what the ratio ``phi(||x||) / ||u||`` is when a norm is zero; here it is
+    1, so that a bias that starts at zero can move.
 
     Args:
         params: parameters, or dicts of parameter groups.
@@ -69,6 +69,9 @@ class LAMB(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: Settings) -> None:
         """Add a group, as torch does, once its values are known to be in range.
+
+        Args:
+            param_group: its "params", and settings of its own by name.
 
         Raises:
             ValueError: an argument of the group is outside its range.

@@ -1,6 +1,7 @@
 """The state of torch's optimizers as PopTorch has it on a device, there and back.
 
-A run that a plain torch loop or ipufit has begun goes on in PopTorch, and the other way round.
+A run that a plain torch loop or ipufit has begun goes on in PopTorch, and the other way round, with
+SGD, Adam, AdamW, RMSprop and :class:`ipufit.optim.LAMB`. See docs/checkpoints.md.
 """
 
 from __future__ import annotations

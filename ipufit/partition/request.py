@@ -25,6 +25,9 @@ __all__ = [
 class Parallel:
     """How a module is divided over the IPUs of a replica.
 
+    ``compile(parallel=...)`` takes it, of which a plan of :meth:`ipufit.Model.plan` is the short
+    form; it is frozen. See docs/stages.md.
+
     Attributes:
         stages: modules that begin a stage, by name, with its number from 0: a stage goes on until
             another begins, and has an IPU of its own; "after x" begins one when module x has

@@ -37,7 +37,7 @@ MODES = ("output_channels", "reducing_dim", "input_channels")
 
 @dataclasses.dataclass(frozen=True)
 class Serialization:
-    """Serialisation of one layer; either ``factor`` or ``splits_per_ipu`` is given.
+    """How one layer is cut into parts; either ``factor`` or ``splits_per_ipu`` is given.
 
     Attributes:
         factor: the number of parts, which stay on the layer's IPU.

@@ -82,13 +82,15 @@ class PartitionPlan:
     Memory is counted tensor by tensor: weights, accumulated gradients, the optimizer's state and
     what autograd keeps. Code, exchange buffers and temporary results come on top, which only the
     compiler knows. Times are shares, from the FLOPs and the bytes of every operator, not cycles.
+    :meth:`ipufit.Model.plan` makes it. See docs/planner.md.
 
     Args:
-        costs: of every stage.
-        planned: how the stages are used.
+        costs: an ``ipufit.planner.costs.StageCost`` for every stage.
+        planned: an ``ipufit.planner.partition_plan.Planned``: how the stages are used.
 
     Attributes:
-        costs, planned: those.
+        costs: of every stage.
+        planned: how the stages are used.
         stages: modules that begin a stage, by name, with its number, or a pair of that and its IPU
             where a stage goes back to an earlier one. ``compile(parallel=plan)`` takes the plan
             itself, ``Parallel(stages=plan.stages)`` leaves out its checks.
@@ -108,7 +110,11 @@ class PartitionPlan:
         return 1 + max(self.planned.places) if self.planned.places else len(self.costs)
 
     def ipu_of(self, stage: int) -> int:
-        """Find the IPU of a stage."""
+        """Find the IPU of a stage: its own number, unless stages go back to an earlier IPU.
+
+        Args:
+            stage: its number, from 0.
+        """
         return self.planned.places[stage] if self.planned.places else stage
 
     @property
@@ -194,7 +200,8 @@ class PartitionPlan:
             schedule: as for :meth:`utilisation`.
 
         Returns:
-            Tasks; the unit of their times is that of one micro-batch through all stages and back.
+            An ``ipufit.planner.pipeline_schedule.Timeline`` of ``tasks``; the unit of their times
+            is that of one micro-batch through all stages and back.
         """
         count = gradient_accumulation
         if count is None:
@@ -245,14 +252,15 @@ class PartitionPlan:
         """Draw the timeline of one update, and the memory of every stage.
 
         Args:
-            path: where to save the picture (the suffix chooses the format); None to
-                show it in a notebook, and return it.
+            path: where to save the picture (the suffix chooses the format); None only returns it,
+                which shows it in a notebook.
 
         Returns:
             The matplotlib ``Figure``.
 
         Raises:
-            ConfigurationError: matplotlib is not installed, or the path can't be written.
+            ConfigurationError: matplotlib is not installed (``pip install ipufit[plot]``), or the
+                path can't be written.
         """
         from ipufit.planner.rendering import draw
 

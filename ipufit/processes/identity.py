@@ -59,19 +59,24 @@ def distributed(
 ) -> Processes:
     """Say by hand which process of a run this is; a launcher's environment says it otherwise.
 
-    It comes before the first ``fit``, ``evaluate`` or ``predict``, in every process::
+    See docs/distributed.md. Call it before the first ``fit``, ``evaluate`` or ``predict``, in every
+    process::
 
         ipufit.distributed(0, 1)  # one process, whatever the environment says
         ipufit.distributed(timeout=60)  # the environment's numbers, and other limits
 
     Args:
-        process_id: of this process, from 0.
-        num_processes: how many there are; 1 turns the environment off.
-        address: "host:port" of process 0, which must be free there; else MASTER_ADDR and
-            MASTER_PORT say it.
+        process_id: of this process, from 0; None is what the environment says.
+        num_processes: how many there are; 1 is one process, whatever the environment says. None is
+            what that says.
+        address: "host:port" of process 0, which must be free there; None is MASTER_ADDR and
+            MASTER_PORT.
         timeout: seconds that one process waits for another before it gives up.
+
     Returns:
-        What was decided.
+        What was decided, an object with ``process_id``, ``num_processes``, ``local_id``,
+        ``launcher``, ``timeout`` and ``describe()``.
+
     Raises:
         ConfigurationError: an argument that cannot work, or the processes are connected already.
     """

@@ -22,7 +22,7 @@ class Report(Callback):
 
     The folder gets ``report.html``, a page that needs nothing else, what it was made of
     (``run.json``, ``executions.f64``), and ``trace.json`` for trace viewers such as Perfetto. On
-    IPUs PopVision's own report goes there too.
+    IPUs PopVision's own report goes there too. See docs/report.md.
 
     Args:
         folder: of one run; made if it is missing.
@@ -33,7 +33,10 @@ class Report(Callback):
             ``torch_trace.json``, unless it has a handler of its own.
 
     Attributes:
-        folder, overwrite, operators, profiler: the arguments.
+        folder: of the run.
+        overwrite: whether another run's report may go.
+        operators: whether operators are timed.
+        profiler: torch's, or None.
 
     Raises:
         ConfigurationError: an argument can't work.

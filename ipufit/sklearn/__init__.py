@@ -1,6 +1,7 @@
 """Estimators as scikit-learn has them: for pipelines, cross-validation and grid searches.
 
-Needs the package scikit-learn: ``pip install ipufit[sklearn]``.
+Needs the package scikit-learn, which is imported with it: ``pip install ipufit[sklearn]``. See
+docs/scikit-learn.md.
 """
 
 try:

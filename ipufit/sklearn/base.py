@@ -218,6 +218,9 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     def set_params(self, **params: object) -> Estimator:
         """Change parameters; they count from the next ``fit`` on.
 
+        Args:
+            params: new values by name, those of settings with their prefix.
+
         Raises:
             ValueError: a name is no parameter.
         """

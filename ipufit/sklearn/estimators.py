@@ -69,6 +69,8 @@ def head_of(loss: object) -> Head:
 class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     """A torch module as a classifier of scikit-learn.
 
+    Besides the methods below it has those of scikit-learn's classifiers: ``score`` is the accuracy.
+
     Args:
         module: a class or a function that makes the module, with ``module__`` parameters as its
             arguments; where it has parameters called ``n_features`` (columns of X) and
@@ -106,7 +108,6 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         n_features_in_: columns of X.
         feature_names_in_: their names, where X had any.
         module_: the trained module.
-        model_: the :class:`ipufit.Model` around it.
         history_: the :class:`ipufit.History` of the last fit.
         n_iter_: epochs that were made.
         callbacks_: the copies of ``callbacks`` that the last fit told what happened.
@@ -326,6 +327,9 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     """A torch module as a regressor of scikit-learn.
 
+    Besides the methods below it has those of scikit-learn's regressors: ``score`` is the share of
+    the variance that is explained.
+
     Args:
         module: a class or a function that makes the module, with ``module__`` parameters as its
             arguments; where it has parameters called ``n_features`` (columns of X) and
@@ -357,7 +361,6 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         n_features_in_: columns of X.
         feature_names_in_: their names, where X had any.
         module_: the trained module.
-        model_: the :class:`ipufit.Model` around it.
         history_: the :class:`ipufit.History` of the last fit.
         n_iter_: epochs that were made.
         callbacks_: the copies of ``callbacks`` that the last fit told what happened.
@@ -421,7 +424,7 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             X: as for ``fit``.
 
         Returns:
-            Shape of ``y`` in ``fit``: (samples,) or (samples, n_outputs).
+            In the shape of ``y`` in ``fit``, (samples,) or (samples, n_outputs).
         """
         outputs = self._outputs(X)
         return outputs[:, 0] if self._is_single else outputs

@@ -35,7 +35,9 @@ class EagerEngine(Engine):
     """Runs one micro-batch after the other as a loop by hand would, and logs every execution.
 
     ``ipufit.Model(net, engine=EagerEngine)`` trains, evaluates and predicts with it, on one replica
-    and in one process. It refuses by name what it does not do.
+    and in one process. It refuses by name what it does not do: in ``compile`` what makes more of an
+    update than a plain one, in ``fit`` several replicas. An engine of your own can begin as a copy
+    of its module, ``ipufit/testing/eager_engine.py``; see CONTRIBUTING.md.
 
     Attributes:
         log: a line for each execution, in order.

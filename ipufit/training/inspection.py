@@ -146,7 +146,8 @@ class InspectionMixin:
     ) -> None:
         """Print the layers with output shapes and parameters, the totals, and the plan.
 
-        Works before ``compile`` too; after ``fit``, the plan and how it ran are part of it.
+        Works before ``compile`` too; after ``fit``, the plan and how it ran are part of it. See
+        docs/history-and-summary.md.
 
         Args:
             x: a batch of inputs as ``predict`` takes it, a tuple ``(inputs, target)``, or a loader,
@@ -188,7 +189,7 @@ class InspectionMixin:
         One micro-batch goes through module, loss and backward pass as tensors without values;
         nothing is changed. Without a division of its own and of ``compile``, the plan finds one:
         the smallest power of two of stages that fits memory, the slowest stage as fast as it can
-        be; ``compile(parallel=plan)`` takes it.
+        be; ``compile(parallel=plan)`` takes it. See docs/planner.md.
 
         Args:
             x: a micro-batch: inputs as ``predict`` takes them, a tuple or list of inputs and
@@ -230,7 +231,7 @@ class InspectionMixin:
         One micro-batch goes through module and loss as tensors without values; nothing is changed.
         Operators, layers, loss, optimizer, settings and types are held against facts from
         PopTorch's published source and documentation. No IPU has run any of it, and what no fact
-        is about is called unknown.
+        is about is called unknown. See docs/preflight.md.
 
         Args:
             x: a micro-batch: inputs as ``predict`` takes them, a tuple or list of inputs and
@@ -261,7 +262,7 @@ class InspectionMixin:
         One micro-batch runs through the graph that ``fit`` runs and through the module, with the
         same weights, buffers, data, random numbers and precision; every operator of both passes,
         every module's output, the loss, the gradients and the buffers are compared, and then the
-        results of what runs in the graph's place. All is put back as it was.
+        results of what runs in the graph's place. All is put back as it was. See docs/diagnosis.md.
 
         Args:
             sample: a micro-batch as ``train_on_batch`` takes it, ``(inputs, target)``, or a loader,
@@ -278,6 +279,7 @@ class InspectionMixin:
             ConfigurationError: inside ``fit``, arguments that can't work, no recorded program, or
                 an engine whose programs can't be looked into.
             DataError: the batch can't be fed.
+            CaptureError: the module can't be recorded.
         """
         from ipufit.analysis.compare.comparisons import compare
 
@@ -292,7 +294,7 @@ class InspectionMixin:
         sizes, gradient accumulations, replicas and device iterations, eagerly and in float64 where
         they can, so that rounding is no cause. What breaks it is found by repeating each module
         with a part of its rows. Several processes have the numbers of as many replicas, so these
-        stand for them. Nothing of the model changes.
+        stand for them. Nothing of the model changes. See docs/diagnosis.md.
 
         Args:
             sample: the samples of one update, as ``train_on_batch`` takes them, 4 or more with
@@ -322,7 +324,8 @@ class InspectionMixin:
         other. Weights, buffers, optimizer, generators, attributes and modes are left as they were,
         and what forward prints is not shown.
 
-        Works before ``compile`` too, then without a loss: gradients are those of all outputs.
+        Works before ``compile`` too, then without a loss: gradients are those of all outputs. See
+        docs/check.md.
 
         Args:
             x: a micro-batch: inputs as ``predict`` takes them, a tuple or list of inputs and

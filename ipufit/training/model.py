@@ -51,14 +51,16 @@ class Model(InspectionMixin):
     """Trains, evaluates and applies a torch module as one traced program.
 
     The module stays the source of truth for the weights: it holds the trained values after ``fit``,
-    and current ones whenever a callback looks.
+    and current ones whenever a callback looks. A model is a context manager that closes itself.
+    docs/quickstart.md shows one at work.
 
     Args:
         module: any ``torch.nn.Module``.
         engine: "embedded", which runs in plain PyTorch; "ipu", which needs the Poplar SDK;
             "ipu-standin", the same over a PopTorch in plain torch, to try it without an IPU; or a
-            callable that makes an engine. "auto" is what the environment variable IPUFIT_ENGINE
-            names; without it, "ipu" where SDK and IPU are, else "embedded".
+            callable that makes an engine, such as a class of :class:`ipufit.engines.Engine`. "auto"
+            is what the environment variable IPUFIT_ENGINE names; without it, "ipu" where SDK and
+            IPU are, else "embedded". See docs/ipu.md.
         device: where to run; the module is moved there. None leaves it where it is.
 
     Attributes:
@@ -94,7 +96,10 @@ class Model(InspectionMixin):
 
     @property
     def hyperparameters(self) -> Dict[str, Any]:
-        """Settings that the module itself says it was made with, for loggers of experiments."""
+        """Settings that the module itself says it was made with, for loggers of experiments.
+
+        They are the ``hparams`` of a LightningModule; other modules have none.
+        """
         return {}
 
     @classmethod
@@ -108,13 +113,24 @@ class Model(InspectionMixin):
 
         ``fit`` runs ``training_step`` and ``validation_step``, ``evaluate`` the latter, ``test``
         ``test_step`` and ``predict`` ``predict_step``, each as one recorded program. ``compile`` is
-        for options alone: without a call, ``configure_optimizers`` says all. Data may be a
-        LightningDataModule.
+        for options alone: without a call, ``configure_optimizers`` says all. It takes Lightning 2.1
+        and newer; see docs/coming-from-lightning.md.
 
         Args:
             module: of ``lightning.pytorch`` or ``pytorch_lightning``; neither is imported.
             engine: as for :class:`ipufit.Model`.
             device: as for :class:`ipufit.Model`.
+
+        Returns:
+            A model with all methods of :class:`ipufit.Model`, of which these differ, and ``test``.
+            ``compile(optimizer=None, loss=None, metrics=None, **options)``;
+            ``fit(x=None, y=None, batch_size=None, epochs=1, *, datamodule=None, **options)``, which
+            validates if there is validation data; ``evaluate(x=None, y=None, batch_size=None, *,
+            datamodule=None, **options)``; ``test(x=None, y=None, *, datamodule=None, **options)``;
+            ``predict(x=None, batch_size=None, *, datamodule=None, **options)``. Data may be a
+            LightningDataModule, as ``x`` or ``datamodule``; without data, the loaders are those of
+            the LightningModule. Its attribute ``lightning`` is the LightningModule, of which
+            ``module`` is another face, whose ``forward`` is its steps.
 
         Raises:
             ConfigurationError: it is none, or does what a recorded program can't, such as manual
@@ -147,21 +163,25 @@ class Model(InspectionMixin):
     ) -> None:
         """Choose how to train. The count of updates starts anew.
 
+        docs/optimizers-losses-metrics.md, docs/precision-and-gradients.md, docs/logging-values.md,
+        docs/memory.md and docs/speed.md show what the arguments do.
+
         Args:
             optimizer: a name ("sgd", "adam", "adamw", "rmsprop", "lamb" or any other of
                 torch.optim), an optimizer class, a configured torch optimizer over the module's
                 parameters (its state is taken over), or a factory that is called with the trainable
                 parameters. None makes a model that can only evaluate and predict.
-            loss: a name, a module or callable ``(prediction, target)`` that returns the mean over a
-                micro-batch or one value per sample, or None when the module returns
-                ``(outputs, loss)`` itself. Several losses are a dict by name of the module's
-                outputs, or a list by position.
+            loss: a name, a module or such a class, or a callable ``(prediction, target)`` that
+                returns the mean over a micro-batch or one value per sample, or None when the module
+                returns ``(outputs, loss)`` itself. Several losses are a dict by name of the
+                module's outputs, or a list by position.
             metrics: names, callables ``(prediction, target)`` or torchmetrics objects; one, a list,
                 or a dict by name; with several losses a dict or list by output. Parameters of
                 losses and metrics such as ``y_true, y_pred`` say another order.
             loss_weights: what each of several losses is multiplied with, in the form of the losses;
                 1 by default.
-            weighted_metrics: metrics that are weighted with the sample weights.
+            weighted_metrics: metrics that are weighted with the sample weights, in the form of
+                ``metrics``.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
                 slower, and open to a debugger.
             jit: how a recorded program runs: "graph", as it was recorded, with the bits of
@@ -169,7 +189,8 @@ class Model(InspectionMixin):
                 machine, equal up to the order of summation; "inductor", whole updates compiled on
                 the CPU, for which the first update waits, equal likewise; "cudagraph", whole
                 executions as captured CUDA graphs. "auto" captures those on a GPU, chooses by
-                measurement on a CPU, and says in ``explain`` and History what it chose.
+                measurement on a CPU, and says in ``explain`` and ``History.params["jit"]`` what it
+                chose.
             lr_scheduler: hyper-parameters that change from update to update; see
                 :func:`ipufit.optim.schedules.resolve_schedule`.
             lr_scheduler_interval: "update" or "epoch": after what the schedule moves on.
@@ -188,9 +209,10 @@ class Model(InspectionMixin):
             memory: what is cut, computed again, offloaded or shared out between processes to need
                 less memory; see :class:`ipufit.Memory`.
             detect_nan: look at losses, gradients and weights in every update, and if one is not
-                finite, run that update again operator by operator: ``NonFiniteLossError`` then
-                names the module, the operator, the line and the samples where it began. One process
-                and the embedded engine only; without it nothing is looked at but the losses.
+                finite, run that update again operator by operator:
+                :class:`ipufit.errors.NonFiniteLossError` then names the module, the operator, the
+                line and the samples where it began. One process and the embedded engine only;
+                without it nothing is looked at but the losses.
             poptorch: ``poptorch.Options`` for training, or a pair ``(training_options,
                 inference_options)``, of which the second are for validation, ``evaluate`` and
                 ``predict``; copies are used. What they say of replicas, device iterations,
@@ -198,7 +220,8 @@ class Model(InspectionMixin):
                 refused. Off IPUs, what was set and what becomes of it there is printed.
             config: an :class:`ipufit.IPUConfig`, or what its ``from_pretrained`` takes. It fixes
                 IPUs, device iterations, accumulation and seed of later calls; an argument that
-                disagrees is refused. What each parameter does here is printed.
+                disagrees is refused. What each parameter does here is printed. See
+                docs/ipu-config.md.
 
         Raises:
             UnknownNameError: an unknown name; with the nearest known one.
@@ -301,7 +324,7 @@ class Model(InspectionMixin):
         loading: Optional[Loading] = None,
         seed: Optional[int] = None,
     ) -> History:
-        """Train.
+        """Train. See docs/data.md for what ``x`` may be, and docs/plan.md for the numbers of a run.
 
         Args:
             x: a tensor, a NumPy array (memory-mapped ones are read a batch at a time), a DataFrame
@@ -315,8 +338,9 @@ class Model(InspectionMixin):
                 follow the first three.
             verbose: 0 silent, 1 a progress bar, 2 a line per epoch; "auto" is 1 in a terminal, else
                 2.
-            callbacks: told what happens; see :class:`ipufit.callbacks.Callback`. With
-                :class:`ipufit.Report` a run writes down where its time and memory go.
+            callbacks: one, a list, or None: told what happens; see
+                :class:`ipufit.callbacks.Callback`. With :class:`ipufit.Report` a run writes down
+                where its time and memory go.
             validation_split: the last fraction of tensors, arrays or a map-style dataset is held
                 out, before shuffling.
             validation_data: evaluated after every epoch; it never disturbs training. ``(x, y)`` or
@@ -332,8 +356,7 @@ class Model(InspectionMixin):
             steps_per_epoch: weight updates of an epoch. The next epoch goes on with the data where
                 this one ends; data that runs out is read anew.
             ipus: total number of IPUs, of each process where there are several, a multiple of those
-                of a replica. None is that of
-                ``compile(config=...)``, else one replica.
+                of a replica. None is that of ``compile(config=...)``, else one replica.
             device_iterations: weight updates per execution. None is that of
                 ``compile(config=...)``, else 1.
             gradient_accumulation: micro-batches that a replica sums before an update; None as for
@@ -342,8 +365,8 @@ class Model(InspectionMixin):
                 :class:`ipufit.Checkpoint`, which also says how often, and from where to go on.
             loading: how much of the data is read, and how far ahead; None reads all.
             seed: of all random numbers: dropout and the like, the order of samples, and what a
-                loader draws from torch's generator in this process. None is that of
-                ``compile(config=...)``, else one drawn from that generator.
+                loader draws from torch's generator in this process. None is that of ``config`` or
+                ``poptorch`` of ``compile``, else one drawn from that generator.
 
         Returns:
             The history; it is in ``self.history`` too, also when this call does not return.
@@ -352,6 +375,8 @@ class Model(InspectionMixin):
             NotCompiledError: before ``compile``.
             PlanError: the batch algebra does not fit; with all faults.
             ConfigurationError: arguments that can't work, or not together; all of them.
+                ``LossError``, ``MetricError`` and ``OptimizerError`` are kinds of it, for a loss, a
+                metric or an optimizer that does not fit module and data.
             DataError: data that can't be read or fed; with batch and sample where known.
             CaptureError: the module can't be recorded; with file and line.
             NonFiniteLossError: NaN or infinity; the state is that before the update it names.
@@ -397,7 +422,7 @@ class Model(InspectionMixin):
         verbose: Union[int, str] = "auto",
         return_dict: bool = True,
     ) -> Union[float, List[float], Dict[str, float]]:
-        """Loss and metrics, exact means over all samples.
+        """Loss and metrics, exact means over all samples. The module is in eval mode meanwhile.
 
         Args:
             x: as for ``fit``; never shuffled by ipufit.
@@ -405,14 +430,15 @@ class Model(InspectionMixin):
             batch_size: as for ``fit``.
             sample_weight: as for ``fit``.
             steps: device iterations to read at most, from the start; None for all.
-            prefetch: as for ``fit``.
+            prefetch: as for :class:`ipufit.Loading`.
             ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
             device_iterations: forward passes per execution; None is that of the config, else 1.
             callbacks: get the ``on_test_`` hooks.
             seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
                 ``compile`` has fixed.
             verbose: 0 silent, 1 a progress bar, 2 one line; "auto" is 1 in a terminal, else 2.
-            return_dict: False for Keras' other form: the loss, or a list that begins with it.
+            return_dict: False for Keras' other form: the loss, or with metrics a list that begins
+                with it.
 
         Returns:
             "loss" and one value per metric and logged name.
@@ -454,7 +480,7 @@ class Model(InspectionMixin):
                 aside.
             batch_size: as for ``fit``.
             steps: device iterations to read at most, from the start; None for all.
-            prefetch: as for ``fit``.
+            prefetch: as for :class:`ipufit.Loading`.
             ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
             device_iterations: forward passes per execution; None is that of the config, else 1.
             callbacks: get the ``on_predict_`` hooks.
@@ -494,14 +520,17 @@ class Model(InspectionMixin):
     ) -> Iterator[Any]:
         """Yield the results of ``predict`` piece by piece: memory holds those of one execution.
 
+        See docs/finding-settings.md.
+
         Args:
             x: as for ``predict``.
             batch_size: as for ``fit``.
             steps: device iterations to read at most, from the start; None for all.
-            prefetch: as for ``fit``.
+            prefetch: as for :class:`ipufit.Loading`.
             ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
-            device_iterations: forward passes per execution; None is that of the config, else 1.
-            callbacks: get the ``on_predict_`` hooks.
+            device_iterations: forward passes per execution, and so per piece; None is that of the
+                config, else 1.
+            callbacks: get the ``on_predict_`` hooks; ``on_predict_end`` after the last piece.
             seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
                 ``compile`` has fixed.
             verbose: as for ``evaluate``.
@@ -512,8 +541,8 @@ class Model(InspectionMixin):
 
         Raises:
             PlanError: the batch algebra does not fit; with all faults.
-            ConfigurationError: as for ``predict``, and while reading, if the model has been trained
-                or compiled in between.
+            ConfigurationError: as for ``predict``, and while reading, if the weights have changed,
+                or the model was compiled or closed, in between.
             DataError: data that can't be read or fed, or an output without a row per sample.
         """
         session = self._compiled("predict_iter")
@@ -537,14 +566,15 @@ class Model(InspectionMixin):
 
         The count of updates, the schedule, moving averages and the loss scale go on from call to
         call; dropout draws other numbers each time. ``fit`` is faster: it takes the weights over
-        once.
+        once. See docs/finding-settings.md.
 
         Args:
             x: inputs of one batch: tensors, arrays, or a structure of them.
             y: targets.
             sample_weight: how much each sample counts.
             class_weight: how much samples count, by class index.
-            return_dict: False as in Keras: the loss, or a list that begins with it.
+            return_dict: False as in Keras: the loss, or with metrics a list that begins with it;
+                True for a dict.
 
         Returns:
             Loss, logged values and metrics of the batch, before the update.
@@ -570,7 +600,10 @@ class Model(InspectionMixin):
             x: inputs of one batch: tensors, arrays, or a structure of them.
             y: targets.
             sample_weight: how much each sample counts.
-            return_dict: False as in Keras: the loss, or a list that begins with it.
+            return_dict: as for :meth:`train_on_batch`.
+
+        Returns:
+            Loss, logged values and metrics of the batch, with the present weights.
 
         Raises:
             NotCompiledError: before ``compile``.
@@ -586,6 +619,9 @@ class Model(InspectionMixin):
 
         Args:
             x: inputs of one batch: tensors, arrays, or a structure of them.
+
+        Returns:
+            The structure that the module returns, each tensor with one row per sample.
 
         Raises:
             DataError: a batch that can't be fed.
@@ -610,10 +646,10 @@ class Model(InspectionMixin):
 
         Weights, buffers, optimizer state, counters and random number generators are put back bit
         for bit. Rates of several parameter groups keep their ratios. The optimizer must be one of
-        those whose rate can change: sgd, adam, adamw, rmsprop, lamb.
+        those whose rate can change: sgd, adam, adamw, rmsprop, lamb. See docs/finding-settings.md.
 
         Args:
-            x: data, as for ``fit``; read anew as often as needed.
+            x: data, as for ``fit``; read anew as often as needed, so no iterator.
             y: as for ``fit``.
             batch_size: as for ``fit``.
             min_lr: rate of the first update.
@@ -654,7 +690,8 @@ class Model(InspectionMixin):
 
         One update is run with each size that divides the effective batch, from ``start`` on, twice
         as large each time; ``gradient_accumulation`` makes up for the rest. All is put back as it
-        was. On a CPU memory seldom runs out, so look at the rates in ``tried`` too.
+        was. On a CPU memory seldom runs out, so look at the rates in ``tried`` too. See
+        docs/finding-settings.md.
 
         Args:
             x: tensors, arrays or a dataset; not a loader, which has its own batch size.
@@ -681,8 +718,10 @@ class Model(InspectionMixin):
     def save_weights(self, path: Union[str, os.PathLike[str]]) -> None:
         """Write the module's weights to one file; from a callback too.
 
+        It holds ``module.state_dict()`` in the format of safetensors:
         ``module.load_state_dict(safetensors.torch.load_file(path))`` reads it, without ipufit. The
-        file appears under its name only when it is complete.
+        file appears under its name only when it is complete, so an interrupted write leaves the one
+        that was there.
 
         Args:
             path: ends with ".safetensors"; its folder exists.
@@ -719,8 +758,9 @@ class Model(InspectionMixin):
         Everything is compared before anything is changed.
 
         Args:
-            path: of a safetensors file, or of one that ``torch.save(module.state_dict(), path)``
-                wrote: without unpickling anything but tensors, from torch 2.6 on.
+            path: of a safetensors file, or of one ending with ".pt", ".pth" or ".bin" that
+                ``torch.save(module.state_dict(), path)`` wrote: without unpickling anything but
+                tensors, from torch 2.6 on.
             strict: every name and every dtype must agree; a floating-point dtype may become a wider
                 one. False leaves out what only one side has, and converts dtypes.
 

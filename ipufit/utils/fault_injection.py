@@ -22,7 +22,7 @@ __all__ = ["Fault", "check_disk", "inject", "raise_injected_fault"]
 
 @dataclasses.dataclass
 class Fault:
-    """Description of what is to go wrong.
+    """Description of what is to go wrong; :func:`ipufit.testing.inject` makes it.
 
     Attributes:
         kind: its name.
@@ -41,21 +41,25 @@ _full: List[Fault] = []
 
 @contextlib.contextmanager
 def inject(fault: str, at_update: int) -> Iterator[Fault]:
-    """Let something go wrong in a ``fit`` within the block, once.
+    """Let something go wrong in a ``fit`` within the block, once: a context manager.
 
     It strikes when the execution that makes an update is about to run, so nothing of that
-    execution is done.
+    execution is done. docs/checkpoints.md has drills.
 
     Args:
-        fault: "ipu_reset", "link_reset", "partition_reset" or "full_reset": the device fails, and
-            can be used again after that; "unrecoverable": it fails for good; "non_finite": the loss
-            of the update is NaN; "full_disk": the next checkpoint finds no room; "worker": a
-            process of the DataLoader is killed; "kill", "terminate", "interrupt": this process gets
-            SIGKILL, SIGTERM or SIGINT.
+        fault: one of
+
+            - "ipu_reset", "link_reset", "partition_reset" or "full_reset": the device fails, and
+              can be used again after that (``RecoverableDeviceError``);
+            - "unrecoverable": it fails for good (``UnrecoverableDeviceError``);
+            - "non_finite": the loss of the update is NaN (``NonFiniteLossError``);
+            - "full_disk": the next checkpoint finds no room (``CheckpointError``);
+            - "worker": a process of the DataLoader is killed (``DataError``);
+            - "kill", "terminate" or "interrupt": this process gets SIGKILL, SIGTERM or SIGINT.
         at_update: index of the update, counted from ``compile``.
 
     Returns:
-        In the block, what was asked for; ``happened`` tells whether it has.
+        In the block, an object of :class:`ipufit.testing.Fault`; ``happened`` tells whether it has.
 
     Raises:
         ConfigurationError: there is no such fault, or the update is no index.

@@ -1,10 +1,11 @@
 """Check of a model for what a recorded program would not do as it is written.
 
-``check`` is the way in: it runs the module a few times (``runs``) and compares what it did.
-``recorders`` has its operators, prints and seeds, ``python_state`` values of Python. ``findings``
-turns each into a :class:`Finding` of the :class:`CheckReport`; a new kind of finding needs its text
-and its name there.
+:meth:`ipufit.Model.check` makes one. docs/check.md says what is found.
 """
+
+# check.py runs the module a few times (runs.py) and compares what it did. recorders.py has its
+# operators, prints and seeds, python_state.py values of Python. findings.py turns each into a
+# Finding of the CheckReport; a new kind of finding needs its text and its name there.
 
 from __future__ import annotations
 

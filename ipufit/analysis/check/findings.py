@@ -68,10 +68,12 @@ class Finding:
     """A fault that :meth:`ipufit.Model.check` reports at one place.
 
     Attributes:
-        kind: what it is, such as "branch"; one of those in the guide.
+        kind: what it is, such as "branch"; docs/check.md has all of them.
         severity: "error": ``fit`` refuses the module, or trains something else than what is
             written; or "warning": lost work, or what is rarely meant.
-        file, line, function: of the user's source; None where no line of it is to blame.
+        file: of the user's source; None where no line of it is to blame.
+        line: in that file, or None.
+        function: in which the line is, or None.
         text: what is wrong.
         cure: what to write instead.
         module: name of the module or parameter that it is about, or None.
@@ -99,9 +101,13 @@ class Finding:
 class CheckReport:
     """The findings of a check, errors first; true if there are any.
 
+    :meth:`ipufit.Model.check` returns it. It has the number of findings as its length, can be
+    iterated, and ``str`` makes the text of it.
+
     Attributes:
         model: name of the class of the module.
-        findings: in the order of files and lines, errors before warnings.
+        findings: of :class:`ipufit.analysis.check.Finding`, in the order of files and lines, errors
+            before warnings.
         loss: whether the loss and the target were part of it.
     """
 

@@ -1,4 +1,8 @@
-"""Hyper-parameters that change from update to update: a scheduler or callable in normal form."""
+"""Hyper-parameters that change from update to update: a scheduler or callable in normal form.
+
+``lr_scheduler`` of :meth:`ipufit.Model.compile` takes what :func:`resolve_schedule` takes. See
+docs/schedules.md.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -204,6 +204,9 @@ def resolve_schedule(
         optimizer: whose settings change.
         interval: "update", or "epoch" for steps at epoch ends.
 
+    Returns:
+        The schedule, or None for None.
+
     Raises:
         ConfigurationError: anything else, another optimizer, a hyper-parameter that the optimizer
             lacks, a first value that is no number. The optimizer is as before the call.

@@ -68,8 +68,8 @@ class ScheduleSnapshot(NamedTuple):
 class Schedule(abc.ABC):
     """The hyper-parameters of an optimizer over the updates, in normal form.
 
-    The values for the next update stand in ``optimizer.param_groups``, as after
-    ``scheduler.step()`` in a loop written by hand.
+    ``fit`` uses it, and so can a loop by hand: the values for the next update stand in
+    ``optimizer.param_groups``, as after ``scheduler.step()``.
 
     Args:
         optimizer: whose settings change.
@@ -148,7 +148,7 @@ class Schedule(abc.ABC):
         """An epoch ended: the time for schedules that change then.
 
         Args:
-            logs: the epoch's values, those of the validation with "val_" included.
+            logs: the epoch's values, those of the validation with ``val_`` included.
 
         Raises:
             ConfigurationError: the value to watch is not in ``logs``; with those that are.
@@ -166,7 +166,11 @@ class Schedule(abc.ABC):
         return ScheduleSnapshot(*counters, (settings.keep(self._optimizer), self._keep()))
 
     def restore(self, snapshot: ScheduleSnapshot) -> None:
-        """Go back to a snapshot, exactly; as often as one likes."""
+        """Go back to a snapshot, exactly; as often as one likes.
+
+        Args:
+            snapshot: what :meth:`snapshot` returned.
+        """
         self.updates, self.epochs, self._batches, self._fault, self._cause, parts = snapshot
         for put_back in parts:
             put_back()
@@ -185,6 +189,9 @@ class Schedule(abc.ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, settings included.
+
+        Args:
+            state: what :meth:`state_dict` returned.
 
         Raises:
             ConfigurationError: it is the state of another kind of schedule or optimizer.
@@ -232,6 +239,10 @@ class Schedule(abc.ABC):
 
     def advance_to(self, updates: int, epochs: int) -> None:
         """Bring a schedule that has not begun to where it is after so many updates and epochs.
+
+        Args:
+            updates: that have been made.
+            epochs: that have ended.
 
         Raises:
             ConfigurationError: it has begun, or changes with batches; or a value that no update

@@ -105,8 +105,9 @@ _NOT_BY_MODE = ("replication_factor", "device_iterations")
 class IPUConfig(ParameterValues, SerializationMixin):
     """How a model runs on IPUs: parameters, names and defaults are those of optimum-graphcore.
 
-    Values are looked at one by one when they are set, and together when the object is made,
-    updated, saved or used. ``Model.compile(config=...)`` takes it.
+    Every parameter is an attribute, too. Values are looked at one by one when they are set, and
+    together when the object is made, updated, saved or used; what follows from others is filled in
+    when the object is made. ``Model.compile(config=...)`` takes it. See docs/ipu-config.md.
 
     Args:
         replication_factor: copies of the model in training.
@@ -145,10 +146,9 @@ class IPUConfig(ParameterValues, SerializationMixin):
         explicit_ir_inference: an experimental way of the compiler for inference.
         parallelize_kwargs: arguments of the ``parallelize`` of optimum-graphcore's models.
         inference_parallelize_kwargs: the same for inference.
-        others: parameters of earlier releases; see the page on IPUConfig.
+        others: parameters of earlier releases, as docs/ipu-config.md lists them.
 
     Attributes:
-        mode: "training" or "inference": what :meth:`value` answers for.
         notes: what was left aside or read differently, one sentence each.
 
     Raises:
@@ -305,7 +305,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
         ``config._layers_per_ipu`` and so on are the same, as code for optimum-graphcore has them.
 
         Args:
-            name: without "inference_".
+            name: without ``inference_``.
 
         Raises:
             ConfigurationError: there is no such parameter.

@@ -76,16 +76,23 @@ class PreflightFinding:
 class PreflightReport:
     """Findings about a model, by PopTorch 3.4's published source and documentation.
 
-    No IPU has confirmed any of it. ``print`` shows all findings.
+    No IPU has confirmed any of it. :meth:`ipufit.Model.preflight` returns it, and ``print`` shows
+    all findings. See docs/preflight.md.
+
+    A finding has ``what`` it is about, the name of its ``module``, ``file`` and ``line`` where it
+    was called, how many ``times``, its ``verdict``, the ``cure``, and the ``fact``: an object with
+    its ``group``, its ``key``, what PopTorch ``says``, and the ``places`` where it says so.
 
     Args:
         title: class of the module.
-        findings: in any order.
+        findings: ``ipufit.engines.ipu.preflight.PreflightFinding`` objects, in any order.
         operators: how many kinds of operators were looked at.
         stopped: why operators after a certain one could not be looked at; None if all were.
 
     Attributes:
-        title, operators, stopped: the arguments.
+        title: class of the module.
+        operators: how many kinds of operators were looked at.
+        stopped: why operators after a certain one could not be looked at; None if all were.
         findings: what is not supported first, then what is unknown, then what has limits.
     """
 
