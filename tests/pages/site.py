@@ -78,6 +78,21 @@ class Site:
                 if not target.exists() or (target in self.pages and fragment not in known):
                     yield f"{page.path.relative_to(self.folder)}: {address} leads nowhere"
 
+    def absent(self, anchors):
+        """Pages of the reference that are not there, and what they say nothing of.
+
+        Args:
+            anchors: by the name of each page, what it must have.
+        """
+        for name, wanted in anchors.items():
+            page = self.pages.get((self.folder / "docs" / "reference" / f"{name}.html").resolve())
+            if page is None:
+                yield f"{name} has no page"
+                continue
+            for anchor in wanted:
+                if anchor not in page.anchors:
+                    yield f"{page.path.relative_to(self.folder.resolve())} says nothing of {anchor}"
+
     def external(self):
         """The addresses elsewhere that pages link to, without those of the theme's footer."""
         theme = (

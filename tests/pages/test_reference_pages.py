@@ -1,4 +1,4 @@
-"""The pages under docs/ name what exists, and all that is public has its place there."""
+"""The pages under docs/ name what exists, and docstrings say of all that is public what it is."""
 
 import ast
 import importlib
@@ -13,9 +13,12 @@ from torch import nn
 import ipufit
 from ipufit.callbacks.callback import EVENTS
 from tests.complete_types import PUBLIC
+from tests.pages import catalog
+from tests.pages.docstrings import described, parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
+OBJECTS = catalog.public_objects()
 
 
 def text_of(path):
@@ -26,22 +29,6 @@ def text_of(path):
 def headings(path):
     """Level and text of every heading of a page."""
     return [(len(m[1]), m[2]) for m in re.finditer(r"^(#+) (.*)$", text_of(path), re.M)]
-
-
-def sections():
-    """The sections of the reference by the full name in their heading."""
-    parts = re.split(r"^#+ (.*)$", text_of(ROOT / "docs" / "reference.md"), flags=re.M)
-    return dict(zip(parts[3::2], parts[4::2]))
-
-
-def rows(section, kind):
-    """First and second cells, without backticks, of the tables whose first column is ``kind``."""
-    found = []
-    for table in re.findall(rf"^\| {kind} \|.*\n\|[- |]+\n((?:\|.*\n)*)", section, re.M):
-        for line in table.splitlines():
-            first, second = line.strip("|").split(" | ")[:2]
-            found.append((first.strip().strip("`"), second.strip().strip("`")))
-    return found
 
 
 def resolve(name):
@@ -56,41 +43,6 @@ def resolve(name):
             found = getattr(found, part)
         return found
     raise AttributeError(name)
-
-
-def written_signature(text):
-    """Name, whether keyword-only, and default (or "required") of each argument in ``f(a, b=1)``."""
-    arguments = ast.parse(f"def f{text[text.index('(') :]}: pass").body[0].args
-    plain, named = arguments.args, arguments.kwonlyargs
-    defaults = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
-    pairs = [*zip(plain, defaults), *zip(named, arguments.kw_defaults)]
-    keyword_only = [False] * len(plain) + [True] * len(named)
-    return [
-        (argument.arg, keyword, "required" if default is None else ast.literal_eval(default))
-        for (argument, default), keyword in zip(pairs, keyword_only)
-    ]
-
-
-def real_signature(name):
-    """The same of the object itself."""
-    found = inspect.signature(resolve(name))
-    return [
-        (
-            parameter.name,
-            parameter.kind is parameter.KEYWORD_ONLY,
-            "required" if parameter.default is parameter.empty else parameter.default,
-        )
-        for parameter in found.parameters.values()
-        if parameter.name != "self" and parameter.kind is not parameter.VAR_KEYWORD
-    ]
-
-
-def entries():
-    """Every full name that the reference has a heading or a row for."""
-    names = list(sections())
-    for section in sections().values():
-        names += [name for name, _ in rows(section, "name")]
-    return names
 
 
 @pytest.mark.parametrize("module", PUBLIC)
@@ -112,102 +64,141 @@ def test_all_lists_what_can_be_imported(module):
     assert own <= set(found.__all__)
 
 
-@pytest.mark.parametrize("module", PUBLIC)
-def test_every_public_name_is_in_the_reference(module):
+def cases(only=None):
+    """Public classes and functions, each under its full name."""
+    chosen = [name for name, value in OBJECTS.items() if only is None or isinstance(value, only)]
+    assert len(chosen) > 20
+    return pytest.mark.parametrize("name", chosen)
+
+
+def kin(name):
+    """The class of this name and its bases, as far as they are ipufit's, nearest first."""
+    return [kind for kind in OBJECTS[name].__mro__ if kind.__module__.startswith("ipufit")]
+
+
+def told(name):
+    """What docstrings of a class and its bases say of its arguments and attributes."""
+    return {
+        entry
+        for kind in kin(name)
+        for section in ("Args", "Attributes")
+        for entry in described(kind, section)
+    }
+
+
+def test_every_public_name_has_a_page_or_a_place_on_one():
     """What is not in the reference is not found."""
-    names = entries()
-    for name in importlib.import_module(module).__all__:
-        assert f"{module}.{name}" in names
+    listed = set()
+    for room in catalog.ROOMS:
+        assert inspect.getdoc(importlib.import_module(room))
+        found = catalog.contents(room, OBJECTS)
+        listed |= {name for names in found.values() for name in names}
+        count = sum(map(len, found.values()))
+        assert count == len(importlib.import_module(room).__all__)
+    assert set(OBJECTS) <= listed
+    rooms = {name for name in listed if name not in OBJECTS}
+    assert rooms <= set(catalog.ROOMS)
+    assert set(PUBLIC) <= set(catalog.ROOMS)
 
 
-def test_every_entry_of_the_reference_exists():
-    """A page that describes what was renamed long ago is worse than none."""
-    assert len(entries()) > 30
-    for name in entries():
-        assert resolve(name) is not None
+@cases()
+def test_every_public_name_says_what_it_is(name):
+    """In words of its own: what a base says is said of the base."""
+    thing = resolve(name)
+    assert thing is OBJECTS[name]
+    assert len(vars(thing).get("__doc__") or thing.__doc__) > 20
+    if inspect.isclass(thing):
+        assert thing.__doc__ not in [base.__doc__ for base in thing.__mro__[1:]]
+        assert not thing.__doc__.startswith(f"{thing.__name__}(")  # what dataclasses writes
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "BatchSize",
-        "History",
-        "IPUConfig",
-        "LearningRates",
-        "Model",
-        "Plan",
-        "callbacks.Callback",
-        "analysis.check.CheckReport",
-        "analysis.check.Finding",
-        "optim.schedules.Schedule",
-    ],
-)
-def test_every_public_member_is_in_the_reference(name):
+@cases(type)
+def test_every_public_member_is_described(name):
     """A method or attribute that is not listed is found by chance only."""
-    full = f"ipufit.{name}"
-    section = sections()[full]
-    listed = {row for row, _ in rows(section, "attribute")}
-    listed = {row.partition("(")[0] for row in listed}
-    listed |= {row.partition("(")[0] for row, _ in rows(section, "hook")}
-    if name == "callbacks.Callback":
-        # Their table is in docs/callbacks.md (tests/callbacks/test_events.py).
-        listed |= set(EVENTS)
-    listed |= {entry[len(full) + 1 :] for entry in sections() if entry.startswith(full + ".")}
-    owner = resolve(full)
-    # A base beside it is a part of it, and listed with it unless it has a section of its own.
-    package = owner.__module__.rpartition(".")[0]
-    kinds = [kind for kind in owner.__mro__ if kind.__module__.rpartition(".")[0] == package]
-    apart = [resolve(entry) for entry in sections() if entry != full and entry.count(".") == 2]
-    members = {member for kind in kinds for member in vars(kind) if not member.startswith("_")}
-    members |= set(getattr(owner, "__dataclass_fields__", ()))
-    elsewhere = {member for kind in kinds if kind in apart for member in vars(kind)}
-    assert members - elsewhere <= listed
-    # Attributes that the constructor makes are not in the class itself.
-    for member in listed - members:
-        assert f"self.{member}" in inspect.getsource(owner)
+    members = catalog.public_members(OBJECTS[name], OBJECTS)
+    for member, value in members.items():
+        text = inspect.getdoc(value)
+        assert text, member
+    for kind in kin(name):
+        data = {
+            member
+            for member, value in {**vars(kind), **vars(kind).get("__annotations__", {})}.items()
+            if not member.startswith("_")
+            and not inspect.isfunction(value)
+            and not isinstance(value, catalog.DESCRIPTORS)
+            and not type(value).__module__.startswith("sklearn")
+        }
+        source = inspect.getsource(kind)
+        data |= set(re.findall(r"^        self\.([a-z]\w*)(?:: [^=\n]+)? = ", source, re.M))
+        # Every exception has args.
+        assert data - set(members) - {"args"} <= told(name), kind
 
 
-def test_signatures_in_the_reference_are_the_real_ones():
-    """A default that differs from the page makes a run that nobody asked for."""
-    checked = set()
-    for name, section in sections().items():
-        written = re.match(rf"\s*`({name.rpartition('.')[2]}\(.*\))`\n", section)
-        if not written:
+@cases(type)
+def test_no_attribute_is_described_twice_or_absent(name):
+    """One that was renamed long ago is worse than none, and two entries are one too many."""
+    kind = OBJECTS[name]
+    attributes = described(kind, "Attributes")
+    assert len(attributes) == len(set(attributes))
+    assert not set(attributes) & set(catalog.public_members(kind, OBJECTS))
+    sources = [inspect.getsource(each) for each in kin(name)]
+    for attribute in attributes:
+        known = any(
+            f"self.{attribute}" in source or re.search(rf"^    {attribute}\b", source, re.M)
+            for source in sources
+        )
+        assert known or attribute in SET_BY_SKLEARN, attribute
+
+
+# Their names are scikit-learn's, whose own code sets them.
+SET_BY_SKLEARN = {"n_features_in_", "feature_names_in_"}
+
+
+@cases()
+def test_every_parameter_is_described(name):
+    """Of functions, constructors and methods: all that they take, and nothing else."""
+    thing = OBJECTS[name]
+    if not inspect.isclass(thing):
+        assert described(thing, "Args") == parameters(thing)
+        return
+    taken = parameters(thing)
+    arguments = described(thing, "Args")
+    assert [argument for argument in taken if argument in arguments] == arguments
+    assert set(taken) <= {*arguments, *described(thing, "Attributes")}
+    for member, method in catalog.public_members(thing, OBJECTS).items():
+        if not inspect.isfunction(method):
             continue
-        checked.add(name)
-        signature = real_signature(name)
-        for own, page in zip(signature, written_signature(written[1])):
-            if type(own[2]).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
-                own = (*own[:2], page[2])
-            assert own == page, name
-        assert len(signature) == len(written_signature(written[1])), name
-        table = rows(section, "parameter")
-        if table:
-            defaults = [
-                value if value == "required" else ast.literal_eval(value) for _, value in table
-            ]
-            names = [parameter for parameter, _ in table]
-            assert list(zip(names, defaults)) == [(own, default) for own, _, default in signature]
-    methods = ("compile", "fit", "evaluate", "predict", "explain", "summary")
-    assert {f"ipufit.Model.{method}" for method in methods} <= checked
-    assert {"ipufit.Model", "ipufit.Plan.make", "ipufit.History.plot"} <= checked
+        arguments = described(method, "Args")
+        # What a hook or a method of an engine is given is said of the one that it overrides.
+        overridden = [vars(kind).get(member) for kind in kin(name)]
+        inherited = {arg for other in overridden if other for arg in described(other, "Args")}
+        assert set(arguments) <= set(parameters(method)), member
+        assert set(parameters(method)) <= {*arguments, *inherited}, member
 
 
-def test_hooks_in_the_reference_have_the_real_arguments():
+def test_every_hook_is_described_on_the_page_of_callbacks():
     """Python says nothing about a hook whose arguments are wrong until it is called."""
-    full = "ipufit.callbacks.Callback"
-    hooks = rows(sections()[full], "hook")
-    for hook, _ in hooks:
-        name = hook.partition("(")[0]
-        assert written_signature(hook) == real_signature(f"{full}.{name}")
+    members = catalog.public_members(ipufit.callbacks.Callback, OBJECTS)
+    assert set(EVENTS) <= set(members)
+    for hook, event in EVENTS.items():
+        assert tuple(described(members[hook], "Args")) == event.arguments
+    rest = {"close", "load_state_dict", "only_reports", "set_model", "set_params", "state_dict"}
+    assert set(members) - set(EVENTS) == rest
 
 
-def test_errors_in_the_reference_have_the_real_bases():
-    """Callers write `except ValueError` by this table."""
-    table = rows(sections()["ipufit.errors"], "name")
-    assert len(table) == len(ipufit.errors.__all__)
-    for name, bases in table:
-        assert [base.__name__ for base in resolve(name).__bases__] == bases.split("`, `")
+def test_the_tree_of_errors_has_all_of_them_under_their_bases():
+    """Callers write `except ValueError` by the head of the module."""
+    tree = re.findall(r"^([│ ├└─]*)(\w+)(?: \((\w+)\))?(?:  .*)?$", ipufit.errors.__doc__, re.M)
+    above, found = {}, set()
+    for indent, name, builtin in tree[tree.index(("    ", "IpufitError", "")) :]:
+        depth = len(indent) // 4
+        above[depth] = name
+        bases = [base.__name__ for base in resolve(f"ipufit.errors.{name}").__bases__]
+        if depth > 1:
+            assert bases == [above[depth - 1], *([builtin] if builtin else [])], name
+        found.add(name)
+    no_errors = {"NonFiniteValue", "Operand"}
+    assert found == set(ipufit.errors.__all__) - no_errors
 
 
 def templates():

@@ -55,6 +55,19 @@ def test_a_link_that_leads_nowhere_is_found(folder, address):
     assert [*Site(folder).dead()] == [f"one.html: {address} leads nowhere"]
 
 
+def test_a_public_name_that_is_not_in_the_reference_is_found(folder):
+    """Neither a page nor a method on it is lost without a word."""
+    reference = folder / "docs" / "reference"
+    reference.mkdir(parents=True)
+    (reference / "a.One.html").write_text('<p id="a.One"></p><p id="a.One.fit"></p>')
+    site = Site(folder)
+    assert [*site.absent({"a.One": ["a.One", "a.One.fit"]})] == []
+    assert [*site.absent({"a.One": ["a.One.lost"], "a.Two": []})] == [
+        "docs/reference/a.One.html says nothing of a.One.lost",
+        "a.Two has no page",
+    ]
+
+
 def test_a_folder_without_pages_is_no_site(tmp_path):
     """Else nothing would be found in a build that wrote elsewhere."""
     with pytest.raises(FileNotFoundError, match="must hold HTML pages, but there are none"):

@@ -1,0 +1,102 @@
+"""What is public, as the reference has it: rooms, the names in them, and members of classes.
+
+docs/conf.py makes pages of it; `python -m tests.pages` looks whether the built site has them all.
+`ipufit.poptorch` is no room of it: its names and their meaning are PopTorch's, and
+docs/poptorch.md says what is otherwise.
+"""
+
+import abc
+import functools
+import importlib
+import inspect
+
+from tests.complete_types import PUBLIC
+from tests.pages.docstrings import described
+
+# Those whose types are held to be complete, and those whose types need another package's.
+ROOMS = tuple(sorted({*PUBLIC, "ipufit.engines", "ipufit.metrics", "ipufit.optim.state"}))
+# What loops call on a metric, once it is in a set of metrics: no matter of users.
+INTERNAL = {"ipufit.metrics": {"arrange", "build", "form_of"}}
+DESCRIPTORS = (property, functools.cached_property, classmethod, staticmethod)
+
+
+def public_objects():
+    """Every public class and function by the first full name that it has.
+
+    `ipufit.callbacks.History` is `ipufit.History`, so it has one page.
+    """
+    found = {}
+    for room in ROOMS:
+        module = importlib.import_module(room)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if not inspect.ismodule(value) and value not in found.values():
+                found[f"{room}.{name}"] = value
+    return found
+
+
+def contents(room, objects):
+    """The names of a room, in its order, as the reference has them, by what they are."""
+    module = importlib.import_module(room)
+    kinds = {"classes": [], "functions": [], "elsewhere": [], "rooms": []}
+    names = {id(value): name for name, value in objects.items()}
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.ismodule(value):
+            kinds["rooms"].append(value.__name__)
+        else:
+            kind = "classes" if inspect.isclass(value) else "functions"
+            is_here = names[id(value)] == f"{room}.{name}"
+            kinds[kind if is_here else "elsewhere"].append(names[id(value)])
+    return kinds
+
+
+def public_bases(kind, objects):
+    """The bases of a class that have a page or are another package's, in place of all others."""
+    found = []
+    for base in kind.__bases__:
+        if base in objects.values() or not base.__module__.startswith("ipufit"):
+            found += [base] if base not in (object, abc.ABC, *found) else []
+        else:
+            found += [each for each in public_bases(base, objects) if each not in found]
+    return found
+
+
+def public_members(kind, objects):
+    """Functions and properties of a class by name, with those of bases that have no page.
+
+    What a public base has, and says in the same words, is on the page of that base.
+    """
+    public = [base for base in kind.__mro__[1:] if base in objects.values()]
+    internal = {name for room in INTERNAL for name in INTERNAL[room] if is_of(kind, room, objects)}
+    found = {}
+    for base in kind.__mro__:
+        if base in public or not base.__module__.startswith("ipufit"):
+            continue
+        for name, value in vars(base).items():
+            is_member = inspect.isfunction(value) or isinstance(value, DESCRIPTORS)
+            if name.startswith("_") or name in internal or name in found or not is_member:
+                continue
+            # What a classmethod wraps, which has the docstring on every Python.
+            member = getattr(value, "__func__", value)
+            said = inspect.getdoc(member)
+            if not any(said == inspect.getdoc(getattr(other, name, None)) for other in public):
+                found[name] = member
+    return found
+
+
+def anchors(objects):
+    """By the name of each page of the reference, what it must have an anchor for."""
+    found = {}
+    for room in ROOMS:
+        found[room] = [f"module-{room}", *contents(room, objects)["functions"]]
+    for name, value in objects.items():
+        if inspect.isclass(value):
+            members = [*public_members(value, objects), *described(value, "Attributes")]
+            found[name] = [name, *(f"{name}.{member}" for member in members)]
+    return found
+
+
+def is_of(kind, room, objects):
+    """Whether the public name of a class is one of this room."""
+    return any(name.startswith(f"{room}.") for name, value in objects.items() if value is kind)
