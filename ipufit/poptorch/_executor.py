@@ -310,8 +310,9 @@ class PoplarExecutor(Inspection):
         self._executable = self._allocation = None
 
     def __del__(self) -> None:
-        # Not of an object that was never finished, nor when Python itself is being taken down.
-        if self.__dict__.get("_executable") is not None and not sys.is_finalizing():
+        # Not of an object that was never finished, nor when Python itself is being taken down: it
+        # empties modules at the end, and this one may come before what holds an executor.
+        if sys is not None and not sys.is_finalizing() and self.__dict__.get("_executable"):
             # The garbage collector may come in the middle of another model's recording.
             with untraced():
                 self._let_go()

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import ipufit
+from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError
 from tests.caching import once_per_engine
 from tests.fitting import PLANS, WAYS, Plan, assert_close, assert_equal, compiled, fit
@@ -413,36 +414,45 @@ def test_normalisation_and_reduction_are_options_that_differ():
     [("float64", 1e-7), (torch.float16, 5e-5), (torch.bfloat16, 4e-4)],
 )
 def test_gradients_are_added_up_in_the_dtype_that_is_asked_for(dtype, atol, way):
-    """By hand: cast, add, share, cast back."""
+    """By hand: cast, add, share, cast back.
+
+    An IPU's program has one size of micro-batch and divides by their number: what is to count less
+    is made smaller within the loss, so before it is cast.
+    """
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     net, plan = MLP(), Plan(4, 1, 3)
     x = X.float()
-    expected = copy.deepcopy(net)
-    groups = [range(0, 12), range(12, 23)]
-    parameters = list(expected.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.5)
-    for rows in groups:
-        total = None
-        for first in range(rows.start, rows.stop, 4):
-            stop = min(first + 4, rows.stop)
-            value = nn.functional.cross_entropy(expected(x[first:stop]), Y[first:stop])
-            own = [g.to(wanted) for g in torch.autograd.grad(value, parameters)]
-            factor = 1.0 if len(rows) == 12 else (stop - first) / len(rows)
-            total = (
-                [g * factor for g in own]
-                if total is None
-                else [t.add(g, alpha=factor) for t, g in zip(total, own)]
-            )
-        share = 1 / 3 if len(rows) == 12 else 1.0
-        for p, t in zip(parameters, total):
-            p.grad = (t * share).float()
-        optimizer.step()
-    model, _ = compiled(
+    model, engine = compiled(
         net,
         lambda p: torch.optim.SGD(p, lr=0.5),
         way=way,
         precision=ipufit.Precision(accumulation_dtype=dtype),
     )
+    on_ipu = not isinstance(engine, EmbeddedEngine)
+    expected = copy.deepcopy(net)
+    groups = [range(0, 12), range(12, 23)]
+    parameters = list(expected.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    for rows in groups:
+        is_full = len(rows) == 12
+        total = None
+        for first in range(rows.start, rows.stop, 4):
+            stop = min(first + 4, rows.stop)
+            value = nn.functional.cross_entropy(expected(x[first:stop]), Y[first:stop])
+            gradients = torch.autograd.grad(value, parameters)
+            factor = 1.0 if is_full else (stop - first) / len(rows)
+            if on_ipu and not is_full:
+                gradients, factor = [g * (3 * factor) for g in gradients], 1.0
+            own = [g.to(wanted) for g in gradients]
+            total = (
+                [g * factor for g in own]
+                if total is None
+                else [t.add(g, alpha=factor) for t, g in zip(total, own)]
+            )
+        share = 1 / 3 if is_full else 1.0
+        for p, t in zip(parameters, total):
+            p.grad = (t / 3 if on_ipu else t * share).float()
+        optimizer.step()
     fit(model, x, Y, plan, epochs=1)
     assert_close(model.module, expected, atol=atol)
     plain, _ = compiled(net, lambda p: torch.optim.SGD(p, lr=0.5), way=way)

@@ -250,13 +250,21 @@ def test_an_executor_that_goes_out_of_scope_leaves_its_optimizers_state():
     assert model.shift.item() == -2.5
 
 
-def test_at_the_end_of_the_interpreter_nothing_is_read_back(monkeypatch):
-    """torch may be half gone by then."""
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sys.is_finalizing", lambda: True), ("ipufit.poptorch._executor.sys", None)],
+    ids=["finalizing", "emptied"],
+)
+def test_at_the_end_of_the_interpreter_nothing_is_read_back(monkeypatch, name, value):
+    """torch may be half gone by then, and modules emptied; nothing is said of it either."""
     model = Shift()
     executor = trainer(model)
     executor(ONE, ONE)
-    monkeypatch.setattr("sys.is_finalizing", lambda: True)
+    said = []
+    monkeypatch.setattr("sys.unraisablehook", said.append)
+    monkeypatch.setattr(name, value)
     del executor
+    assert said == []
     assert model.shift.item() == 0
 
 
