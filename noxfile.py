@@ -192,19 +192,15 @@ def minimums(session: nox.Session) -> None:
     floors = oldest(promised)
     # torch 2.0 was built against NumPy 1 and can't hand arrays over to NumPy 2.
     session.install("-e", TESTED, *floors, "numpy<2", *group("test"))
-    session.run("python", "-m", "pytest", *PARALLEL, *part_of(session, OLDEST_TESTS))
+    options = OLDEST_TESTS if session.posargs == ["--part"] else session.posargs
+    session.run("python", "-m", "pytest", *PARALLEL, *options)
 
 
 @nox.session(python=NEWEST_PYTHON)
 def newest(session: nox.Session) -> None:
-    """Run the tests on the newest Python that is tested; `-- --part`: what depends on it most."""
+    """Run the tests on the newest Python that is tested."""
     session.install("-e", TESTED, *group("test", "torch"))
-    session.run("python", "-m", "pytest", *PARALLEL, *part_of(session, NEWEST_TESTS))
-
-
-def part_of(session: nox.Session, tests: list[str]) -> list[str]:
-    """Return these tests for `-- --part`, else what was asked for."""
-    return tests if session.posargs == ["--part"] else session.posargs
+    session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
 
 
 @nox.session
@@ -332,7 +328,10 @@ def digits(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build the sdist and the wheel into dist/, check them, test the wheel in a bare venv."""
+    """Build the sdist and the wheel into dist/, check them, test the wheel in a bare venv.
+
+    `-- --newest`: on the newest Python that is tested, with what depends on it most.
+    """
     session.install(*group("build"))
     dist = Path("dist")
     shutil.rmtree(dist, ignore_errors=True)
@@ -362,8 +361,9 @@ def build(session: nox.Session) -> None:
     if wheel_files(scratch / wheel.name) != in_wheel:
         session.error(f"{sdist.name} must build the wheel that the checkout builds, but does not.")
 
-    bare = scratch / "bare"
-    session.run("python", "-m", "venv", "--clear", bare)
+    bare, is_newest = scratch / "bare", session.posargs == ["--newest"]
+    base = f"python{NEWEST_PYTHON}" if is_newest else "python"
+    session.run(base, "-m", "venv", "--clear", bare, external=is_newest)
     python = str(bare / "bin" / "python")
     session.run(python, "-m", "pip", "install", "--quiet", wheel, *group("torch"), external=True)
     suite = scratch / "suite"  # tests alone: the checkout must not be what is imported
@@ -376,7 +376,9 @@ def build(session: nox.Session) -> None:
     session.run(bare / "bin" / "ipufit", "--help", external=True, silent=True)
     # What the tests need comes last, so that the wheel alone was enough before.
     session.run(python, "-m", "pip", "install", "--quiet", *group("test"), external=True)
-    session.run(python, "-m", "pytest", *WHEEL_TESTS, external=True)
+    # Some are in both lists.
+    chosen = dict.fromkeys([*WHEEL_TESTS, *(NEWEST_TESTS if is_newest else ())])
+    session.run(python, "-m", "pytest", *PARALLEL, *chosen, external=True)
 
 
 def wheel_files(path: Path) -> dict[str, int]:
