@@ -96,21 +96,23 @@ def make_codec() -> Codec:
         Error: a file can't hold a value of this type.
         InvalidContent: no value is written like this.
     """
-    # By identity of what each was made of, or is made of; both are kept by the codec.
-    tensors: Dict[int, Tensor] = {}
-    parameters: Dict[int, nn.Parameter] = {}
+    # What is written of each parameter, and the parameter that was made of what was read.
+    tensors: Dict[nn.Parameter, Tensor] = {}
+    parameters: Dict[Tensor, nn.Parameter] = {}
 
     def without_gradient(parameter: nn.Parameter) -> List[object]:
-        return [tensors.setdefault(id(parameter), parameter.detach()), parameter.requires_grad]
+        return [tensors.setdefault(parameter, parameter.detach()), parameter.requires_grad]
 
     def parameter(parts: Tuple[Tensor, bool]) -> nn.Parameter:
         tensor, requires_grad = parts
-        if id(tensor) not in parameters:
-            parameters[id(tensor)] = nn.Parameter(tensor, bool(requires_grad))
-        return parameters[id(tensor)]
+        if tensor not in parameters:
+            parameters[tensor] = nn.Parameter(tensor, bool(requires_grad))
+        return parameters[tensor]
 
-    by_object = ValueType("parameter", _is_parameter, without_gradient, parameter)
-    return Codec(_refused, _rejected, (by_object, *_KINDS), shares=True)
+    by_object = ValueType(
+        "parameter", lambda v: isinstance(v, nn.Parameter), without_gradient, parameter
+    )
+    return Codec(_refused, _rejected, (*_KINDS, by_object), shares=True)
 
 
 def _refused(place: str, fault: str) -> Exception:
@@ -122,10 +124,6 @@ def _refused(place: str, fault: str) -> Exception:
 
 def _rejected(place: str, fault: str) -> Exception:
     return InvalidContent(f"{place} {fault}")
-
-
-def _is_parameter(value: object) -> bool:
-    return isinstance(value, nn.Parameter) and not value.is_meta
 
 
 def _shape(parts: Tuple[torch.dtype, Sequence[int]]) -> Tensor:
@@ -326,10 +324,9 @@ def _graph(content: Values) -> fx.GraphModule:
             raise InvalidContent(f"{name!r} is neither a tensor nor a program")
     result = fx.Graph()
     nodes: Dict[str, fx.Node] = {}
-    with refuse_malformed("it holds no sound program"):
-        for entry in _entries(content, "nodes"):
-            _add_node(result, root, entry, nodes)
-        result.lint()
+    for entry in _entries(content, "nodes"):
+        _add_node(result, root, entry, nodes)
+    result.lint()
     if not result.nodes or next(iter(reversed(result.nodes))).op != "output":
         raise InvalidContent("a program has no output")
     return fx.GraphModule(root, result)

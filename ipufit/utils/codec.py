@@ -145,7 +145,7 @@ class Codec:
     kinds: Sequence[ValueType] = ()
     shares: bool = False
 
-    def encode(self, value: object) -> Tuple[Any, Dict[str, Tensor]]:
+    def encode(self, value: object) -> Tuple[object, Dict[str, Tensor]]:
         """Take a value apart.
 
         Args:
@@ -177,7 +177,7 @@ class Codec:
         return value
 
 
-def encode(value: object) -> Tuple[Any, Dict[str, Tensor]]:
+def encode(value: object) -> Tuple[object, Dict[str, Tensor]]:
     """Take a value of a checkpoint apart; a tensor that is in the tree twice is stored twice.
 
     Args:
@@ -205,8 +205,7 @@ class _Encoder:
         self.tensors: Dict[str, Tensor] = {}
         self._codec = codec
         self._counts: Dict[str, int] = {}
-        # By identity. The tensors are kept: the number of one that is gone could come again.
-        self._names: Dict[int, Tuple[str, Tensor]] = {}
+        self._names: Dict[Tensor, str] = {}
 
     def encode(self, value: object, path: Path) -> object:
         _check_depth(path, self._codec.refuses)
@@ -243,8 +242,8 @@ class _Encoder:
         return dict(pairs) if is_plain else {"$dict": [[key, part] for key, part in pairs]}
 
     def _keep(self, tensor: Tensor, path: Path) -> str:
-        if self._codec.shares and id(tensor) in self._names:
-            return self._names[id(tensor)][0]
+        if self._codec.shares and tensor in self._names:
+            return self._names[tensor]
         fault = why_not_stored(tensor)
         if fault is not None:
             raise self._codec.refuses(_place(path), f"is {fault}")
@@ -254,7 +253,7 @@ class _Encoder:
             self._counts[name] = self._counts.get(name, 1) + 1
             name = f"{name}~{self._counts[name]}"
         self.tensors[name] = host_copy(tensor)
-        self._names[id(tensor)] = (name, tensor)
+        self._names[tensor] = name
         return name
 
 
