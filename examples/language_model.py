@@ -21,7 +21,7 @@ import ipufit
 
 SEED = 0
 LENGTH, WIDTH = 64, 64
-UPDATES = 600
+UPDATES = 400
 
 
 def load():

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 
-EPOCHS = 20
+EPOCHS = 8
 
 
 class Tumours(pl.LightningModule):

@@ -45,7 +45,7 @@ def main():
         Net,
         optimizer="adam",
         batch_size=8,
-        epochs=20,
+        epochs=12,
         ipus=4,
         device_iterations=8,
         random_state=SEED,
