@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any, Callable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
@@ -28,67 +28,6 @@ if TYPE_CHECKING:
     from ipufit.tracing.comparison import Comparison
 
 __all__ = ["InspectionMixin"]
-
-
-def explained(
-    session: Session, x: Any, batch_size: Any, steps: Any, loading: Any, work: Tuple[Any, Any, Any]
-) -> str:
-    """The plan, and how the program runs.
-
-    Args:
-        session: of the model.
-        x: training data; None for the plan of the last ``fit``.
-        batch_size: of data without batches of its own.
-        steps: ``steps_per_epoch``.
-        loading: as for ``fit``.
-        work: ipus, device_iterations, gradient_accumulation.
-
-    Raises:
-        ConfigurationError: neither data nor an earlier ``fit``, or arguments that can't work.
-    """
-    plan = session.last_plan
-    if x is not None:
-        given = DataArguments("training data", x, batch_size=batch_size)
-        source = get_data_adapter(given, Mode.PREDICT, session.loss.in_module)
-        plan = limited_plan(session, source, loading, steps, work)
-    elif (batch_size, steps, loading) != (None, None, None):
-        raise ConfigurationError(
-            "explain needs the data that batch_size, steps_per_epoch and loading are for, got "
-            "none. Pass explain(x, ...), or leave them out to explain the last fit."
-        )
-    if plan is None:
-        raise ConfigurationError(
-            "explain needs a loader, explain(loader, ipus=...), or an earlier fit; got neither."
-        )
-    return f"{plan.explain()}\n{session.explain()}"
-
-
-def summarized(
-    module: nn.Module,
-    session: Optional[Session],
-    x: Any,
-    line_length: Optional[int],
-    depth: Optional[int],
-) -> str:
-    """The table of layers and, after ``compile``, the plan and how the program runs.
-
-    Args:
-        module: the user's.
-        session: None before ``compile``.
-        x: a batch or a loader; None for the shapes of the last ``fit``.
-        line_length: longest line.
-        depth: levels to show.
-    """
-    own_loss = session is not None and session.loss.in_module
-    casting = None if session is None else session.casting
-    sample = None if x is None else sample_of(x, own_loss, casting=casting)
-    more: List[str] = []
-    if session is not None:
-        sample = session.sample if x is None else sample
-        more += [session.last_plan.explain()] if session.last_plan is not None else []
-        more.append(session.explain())
-    marks = session.partitions.marks() if session is not None else {}
-    return summarize(module, sample, line_length, depth, more, marks)
 
 
 @with_hints
@@ -132,8 +71,22 @@ class InspectionMixin:
             PlanError: the batch algebra does not fit; with all faults.
         """
         session = self._compiled("explain")
-        work = (ipus, device_iterations, gradient_accumulation)
-        print(explained(session, x, batch_size, steps_per_epoch, loading, work))
+        plan = session.last_plan
+        if x is not None:
+            data = DataArguments("training data", x, batch_size=batch_size)
+            source = get_data_adapter(data, Mode.PREDICT, session.loss.in_module)
+            work = (ipus, device_iterations, gradient_accumulation)
+            plan = limited_plan(session, source, loading, steps_per_epoch, work)
+        elif (batch_size, steps_per_epoch, loading) != (None, None, None):
+            raise ConfigurationError(
+                "explain needs the data that batch_size, steps_per_epoch and loading are for, got "
+                "none. Pass explain(x, ...), or leave them out to explain the last fit."
+            )
+        if plan is None:
+            raise ConfigurationError(
+                "explain needs a loader, explain(loader, ipus=...), or an earlier fit; got neither."
+            )
+        print(f"{plan.explain()}\n{session.explain()}")
 
     def summary(
         self,
@@ -166,8 +119,18 @@ class InspectionMixin:
             DataError: the batch can't be fed.
         """
         check_options(line_length, depth, expand_nested, print_fn)
+        session = self._session
+        if session is None:
+            sample, more, marks = None if x is None else sample_of(x, False), [], {}
+        else:
+            in_module, casting = session.loss.in_module, session.casting
+            sample = session.sample if x is None else sample_of(x, in_module, casting=casting)
+            more = [session.last_plan.explain()] if session.last_plan is not None else []
+            more.append(session.explain())
+            marks = session.partitions.marks()
         levels = depth if expand_nested else 1
-        (print_fn or print)(summarized(self.module, self._session, x, line_length, levels))
+        text = summarize(self.module, sample, line_length, levels, more, marks)
+        (print_fn or print)(text)
 
     def plan(
         self,
