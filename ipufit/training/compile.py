@@ -246,9 +246,9 @@ def _checked(
     texts: Sequence[str] = ()
     fixed = IpuSettings()
     if source is not None:
-        applied = source.apply(module, engine, train_config, partitions, options)
-        train_config, options = applied.config, applied.options
-        fixed, texts = applied.settings, applied.texts
+        train_config, options, fixed, texts = source.apply(
+            module, engine, train_config, partitions, options
+        )
     engine.check(module, optimizer, resolved, train_config, options, partitions)
     for text in texts:
         print(text)

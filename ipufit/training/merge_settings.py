@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar,
 from torch import nn
 
 from ipufit.core.compile_arguments import INFERENCE, TRAINING
-from ipufit.core.train_config import LossScale, TrainConfig
+from ipufit.core.train_config import LossScale, Memory, TrainConfig
 from ipufit.engines.ipu import poptorch_options
 from ipufit.engines.ipu.effects import ENGINES, NONE
 from ipufit.engines.ipu.ipu_config import IPUConfig
@@ -26,27 +26,10 @@ from ipufit.partition.partition import Partitions
 from ipufit.partition.request import PartitionRequest, kind_of
 from ipufit.utils.error_collector import ErrorCollector
 
-__all__ = ["AppliedSettings", "SettingsSource"]
+__all__ = ["SettingsSource"]
 
 T = TypeVar("T")
 ArgumentsT = TypeVar("ArgumentsT", bound=IpuArguments)
-
-
-@dataclasses.dataclass(frozen=True)
-class AppliedSettings:
-    """The rest of a compile, once an engine has taken the settings that are fixed.
-
-    Attributes:
-        config: how an update is made.
-        options: for the engine, by the argument of ``compile``.
-        settings: with remarks for ``explain``.
-        texts: reports to print.
-    """
-
-    config: TrainConfig
-    options: Dict[str, object]
-    settings: IpuSettings
-    texts: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,35 +117,24 @@ class SettingsSource:
             settings.auto_round_ipus,
             faults,
         )
-        memory = dataclasses.replace(
-            memory,
-            offload_optimizer=offload,
-            shard=shard,
-            recompute=_agreed_recompute(memory.recompute, settings.recompute, faults),
-        )
-        arguments = dataclasses.replace(
+        recompute = _agreed_recompute(memory.recompute, settings.recompute, faults)
+        partition, inference = arguments.partition, arguments.inference_partition
+        with faults.collect():
+            partition, inference = divide(module, settings, partition, inference)
+        serialize, inference_serialize = memory.serialize, memory.inference_serialize
+        with faults.collect():
+            serialize, inference_serialize = cut_layers(
+                module, settings, serialize, inference_serialize
+            )
+        return dataclasses.replace(
             arguments,
             outputs=outputs,
             reduction=dataclasses.replace(reduction, gradients=gradients),
             auto_round_ipus=rounds,
-            memory=memory,
+            partition=partition,
+            inference_partition=inference,
+            memory=Memory(serialize, inference_serialize, recompute, offload, shard),
         )
-        with faults.collect():
-            training, inference = divide(
-                module, settings, arguments.partition, arguments.inference_partition
-            )
-            arguments = dataclasses.replace(
-                arguments, partition=training, inference_partition=inference
-            )
-        with faults.collect():
-            serialize, inference_serialize = cut_layers(
-                module, settings, memory.serialize, memory.inference_serialize
-            )
-            memory = dataclasses.replace(
-                memory, serialize=serialize, inference_serialize=inference_serialize
-            )
-            arguments = dataclasses.replace(arguments, memory=memory)
-        return arguments
 
     def apply(
         self,
@@ -171,7 +143,7 @@ class SettingsSource:
         config: TrainConfig,
         partitions: Partitions,
         options: Dict[str, object],
-    ) -> AppliedSettings:
+    ) -> Tuple[TrainConfig, Dict[str, object], IpuSettings, Sequence[str]]:
         """Give the engine what it takes, let arguments stand for the rest, and report the effects.
 
         Args:
@@ -180,6 +152,10 @@ class SettingsSource:
             config: how an update is made.
             partitions: of the module.
             options: by the argument of ``compile``.
+
+        Returns:
+            How an update is made; the options for the engine; the settings with remarks for
+            ``explain``; and reports to print.
 
         Raises:
             ConfigurationError: it would be another run on this engine.
@@ -206,7 +182,7 @@ class SettingsSource:
         if not takes and settings.loss_scale is not None and config.loss_scale is None:
             config = dataclasses.replace(config, loss_scale=LossScale())
         settings = dataclasses.replace(settings, remarks=remarks)
-        return AppliedSettings(config, options if made is None else made, settings, texts)
+        return config, options if made is None else made, settings, texts
 
 
 def load_config(config: object) -> IPUConfig:
