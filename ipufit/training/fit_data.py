@@ -263,15 +263,18 @@ def training_plan(
     Raises:
         PlanError: it does not fit.
     """
-    work = training_work(session, source, work)
-    plan = session.plan(source, *work, True, steps)
+    ipus, iterations, accumulation = work
+    resolved = session.resolve_work(
+        source, True, ipus=ipus, device_iterations=iterations, gradient_accumulation=accumulation
+    )
+    plan = session.plan(source, **resolved, training=True, fixed_updates=steps)
     if not dev_run:
         return plan
     if steps is not None:
         steps = min(steps, dev_run * plan.device_iterations)
     else:
         source.limit(dev_run * plan.micro_batches_per_execution)
-    return session.plan(source, *work, True, steps)
+    return session.plan(source, **resolved, training=True, fixed_updates=steps)
 
 
 def limited_plan(
@@ -304,21 +307,6 @@ def limited_plan(
     return training_plan(session, source, work, steps, int(loading.fast_dev_run))
 
 
-def training_work(
-    session: Session, source: DataAdapter, work: Tuple[object, object, object]
-) -> Tuple[Any, Any, Any]:
-    """ipus, device_iterations and gradient_accumulation, as asked for or as ``compile`` has fixed.
-
-    Raises:
-        PlanError: both, and they disagree.
-    """
-    ipus, iterations, accumulation = work
-    found = session.resolve_work(
-        source, True, ipus=ipus, device_iterations=iterations, gradient_accumulation=accumulation
-    )
-    return found["ipus"], found["device_iterations"], found["gradient_accumulation"]
-
-
 def inference_plan(
     session: Session,
     source: DataAdapter,
@@ -329,8 +317,8 @@ def inference_plan(
 ) -> Plan:
     """The batch algebra of an evaluation that may end after so many device iterations."""
     work = session.resolve_work(source, False, ipus=ipus, device_iterations=device_iterations)
-    ipus, device_iterations = work["ipus"], work["device_iterations"]
-    plan = session.plan(source, ipus, device_iterations, 1, False, steps)
+    work.update(gradient_accumulation=1, training=False, fixed_updates=steps)
+    plan = session.plan(source, **work)
     if steps is None:
         return plan
     known = source.micro_batches
@@ -341,7 +329,7 @@ def inference_plan(
             f"for, got {steps}. Leave it out to use all."
         )
     source.limit(steps * plan.micro_batches_per_update)
-    return session.plan(source, ipus, device_iterations, 1, False, steps)
+    return session.plan(source, **work)
 
 
 def _validation_parts(data: object, held: DataArguments, own_loss: bool) -> Optional[DataArguments]:
