@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -37,32 +37,23 @@ __all__ = ["FitConfig", "InferenceConfig"]
 
 
 @dataclasses.dataclass(frozen=True)
-class InferenceConfig:
-    """Checked arguments of ``evaluate`` or ``predict``.
+class InferenceConfig(JobSpec):
+    """Checked arguments of ``evaluate`` or ``predict``: the job that they ask for.
 
     Attributes:
-        source: the data.
-        plan: its batch algebra.
         callbacks: a list.
-        seed: an integer.
         level: how much to print: 0, 1 or 2.
-        prefetch: executions to prepare ahead.
     """
 
-    source: DataAdapter
-    plan: Plan
-    callbacks: List[Callback]
-    seed: int
-    level: int
-    prefetch: int
+    callbacks: Sequence[Callback] = ()
+    level: int = 0
 
     @staticmethod
     def check(session: Session, mode: Mode, request: InferenceRequest) -> InferenceConfig:
         """Raise all faults at once, or return the arguments."""
         faults = ErrorCollector()
         source = plan = None
-        steps, seed, level, prefetch = request.steps, 0, 0, 0
-        callbacks: List[Callback] = []
+        steps, prefetch = request.steps, 0
         with faults.collect():
             source = get_data_adapter(request.data, mode, session.loss.in_module)
         with faults.collect():
@@ -73,25 +64,22 @@ class InferenceConfig:
                 plan = inference_plan(session, source, steps, "steps", *work)
             else:
                 inference_plan(session, DataAdapter([], request.data.role), None, "steps", *work)
-        with faults.collect():
-            callbacks = checked(request.callbacks)
-            refuse_reports(callbacks, mode.value)
-        with faults.collect():
-            asked_seed = None if request.seed is None else checked_seed(request.seed)
-            seed = session.fixed.seed_or(asked_seed, is_training=False) or 0
-        with faults.collect():
-            level = resolve_verbose(request.verbose)
+        callbacks, seed, level = _common(session, faults, request, mode)
         with faults.collect():
             prefetch = resolve_prefetch(request.prefetch, source, session)
         faults.raise_all()
         assert source is not None
         assert plan is not None
-        return InferenceConfig(source, plan, callbacks, seed, level, prefetch)
-
-    def job(self, mode: Mode) -> JobSpec:
-        """Describe the job that these arguments ask for."""
-        seed, prefetch = self.seed, self.prefetch
-        return JobSpec(self.source, self.plan, mode, seed, mode.value, prefetch=prefetch)
+        return InferenceConfig(
+            source,
+            plan,
+            mode,
+            seed or 0,
+            mode.value,
+            prefetch=prefetch,
+            callbacks=callbacks,
+            level=level,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +89,7 @@ class FitConfig:
     Attributes:
         source: the training data.
         plan: its batch algebra.
-        held_out: the validation data, its batch algebra and prefetch, or None.
+        held_out: a validation, but for its seed and epoch; None for no validation.
         validation_epochs: indices of the epochs after which it is evaluated.
         epochs: indices of the epochs; of a run that goes on, of those that are left.
         callbacks: a list.
@@ -118,7 +106,7 @@ class FitConfig:
 
     source: DataAdapter
     plan: Plan
-    held_out: Optional[Tuple[DataAdapter, Plan, int]]
+    held_out: Optional[JobSpec]
     validation_epochs: List[int]
     epochs: range
     callbacks: List[Callback]
@@ -151,7 +139,7 @@ class FitConfig:
         data.open()
         data.limit()
         plan = data.plan()
-        callbacks, seed, level = _common(session, faults, request)
+        callbacks, seed, level = _common(session, faults, request, Mode.TRAIN)
         inference = data.inference_plan()
         due: List[int] = []
         with faults.collect():
@@ -175,7 +163,9 @@ class FitConfig:
         assert plan is not None
         held_out = None
         if data.held_out is not None and inference is not None:
-            held_out = (data.held_out, inference, held_prefetch)
+            held_out = JobSpec(
+                data.held_out, inference, Mode.EVALUATE, 0, "validation", prefetch=held_prefetch
+            )
         notes = data.notes
         if loading.fast_dev_run:
             left_out = [callback for callback in callbacks if callback.writes_files]
@@ -191,7 +181,7 @@ class FitConfig:
             # Whatever goes on reads the data anew.
             data.source.check_epochs(2)
         if held_out is not None:
-            held_out[0].check_epochs(len(due))
+            held_out.source.check_epochs(len(due))
         return FitConfig(
             source=data.source,
             plan=plan,
@@ -272,14 +262,20 @@ def _epochs_left(checkpoint: RestoredState, epochs: range) -> range:
 
 
 def _common(
-    session: Session, faults: ErrorCollector, request: FitRequest
+    session: Session,
+    faults: ErrorCollector,
+    request: Union[FitRequest, InferenceRequest],
+    mode: Mode,
 ) -> Tuple[List[Callback], Optional[int], int]:
     callbacks: List[Callback] = []
     seed, level = None, 0
     with faults.collect():
         callbacks = checked(request.callbacks)
+        if mode is not Mode.TRAIN:
+            refuse_reports(callbacks, mode.value)
     with faults.collect():
-        seed = session.fixed.seed_or(None if request.seed is None else checked_seed(request.seed))
+        seed = None if request.seed is None else checked_seed(request.seed)
+        seed = session.fixed.seed_or(seed, mode is Mode.TRAIN)
     with faults.collect():
         level = resolve_verbose(request.verbose)
     return callbacks, seed, level

@@ -103,8 +103,8 @@ def _train(model: CallbackModel, session: Session, config: FitConfig) -> History
         model.history = histories[0] if histories else History()
         validation = None
         if config.held_out is not None:
-            held_out, plan, prefetch = config.held_out
-            validation = ValidationRunner(session, held_out, plan, config.seed, prefetch)
+            held_out = dataclasses.replace(config.held_out, seed=config.seed)
+            validation = ValidationRunner(session, held_out)
         stack.enter_context(train_mode(model.module, session.loss.module))
         if config.restored is not None:
             # The kernels that the run has measured to be fastest before.
@@ -248,7 +248,7 @@ def _checkpoint_manager(
         config.restarts,
         configuration.RunData(
             config.source,
-            None if config.held_out is None else config.held_out[0],
+            None if config.held_out is None else config.held_out.source,
             config.plan.fixed_updates,
         ),
         callbacks,
@@ -351,7 +351,7 @@ def _inferring(
     with session.processes.propagate_errors():
         config = _inference_config(session, mode, request)
         with eval_mode(model.module, session.loss.module):
-            job = session.start_on_all_ranks(config.job(mode))
+            job = session.start_on_all_ranks(config)
             with session.running(job):
                 callbacks = _callbacks(model, session, config, job)
                 try:
@@ -372,7 +372,7 @@ def _inference_config(session: Session, mode: Mode, request: InferenceRequest) -
     config = session.processes.run_on_all_ranks(
         lambda: InferenceConfig.check(session, mode, request)
     )
-    sync_inference_config(session, config, mode)
+    sync_inference_config(session, config)
     return config
 
 
@@ -380,7 +380,7 @@ def _pieces(model: CallbackModel, session: Session, config: InferenceConfig) -> 
     """Yield the outputs of each execution; between two the module is in the mode of its owner."""
     modules = (model.module, session.loss.module)
     with eval_mode(*modules):
-        job = session.start_on_all_ranks(config.job(Mode.PREDICT))
+        job = session.start_on_all_ranks(config)
     weights = session.weights_version()
     with session.running(job):
         callbacks = _callbacks(model, session, config, job)

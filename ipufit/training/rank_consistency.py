@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ipufit._version import __version__
-from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import CUDAGRAPH, INDUCTOR
 from ipufit.core.plan import Plan
 from ipufit.errors import ProcessError
@@ -59,7 +58,7 @@ def sync_run_config(session: Session, given: FitConfig) -> FitConfig:
     return dataclasses.replace(given, seed=seed)
 
 
-def sync_inference_config(session: Session, given: InferenceConfig, mode: Mode) -> None:
+def sync_inference_config(session: Session, given: InferenceConfig) -> None:
     """Agree on what is evaluated or predicted, with the weights of process 0.
 
     Raises:
@@ -68,7 +67,7 @@ def sync_inference_config(session: Session, given: InferenceConfig, mode: Mode) 
     processes = session.processes
     if processes.is_distributed:
         facts = _facts(session, given.plan, given.source.is_portioned)
-        processes.assert_equal_across_ranks(call=mode.value, seed=given.seed, **facts)
+        processes.assert_equal_across_ranks(call=given.mode.value, seed=given.seed, **facts)
         _agree_on_tensors(session)
         _refuse_one_gpu_for_two(session)
         if not session.is_training:
@@ -176,7 +175,7 @@ def _of_fit(given: FitConfig) -> Dict[str, object]:
         "seed": given.asked_seed,
         "callbacks": [type(each).__name__ for each in given.callbacks],
         "every_updates": [each.every_updates for each in given.callbacks],
-        "number_of_validation_samples": None if held_out is None else held_out[1].samples,
+        "number_of_validation_samples": None if held_out is None else held_out.plan.samples,
         "validation_epochs": _digest(given.validation_epochs),
         "checkpoint": None if given.checkpoint is None else given.checkpoint.every_updates,
     }

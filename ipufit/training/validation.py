@@ -8,7 +8,6 @@ from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 from ipufit.callbacks import CallbackList
 from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.core.plan import Plan
 from ipufit.data.batches import BatchValidator
 from ipufit.data.source import DataAdapter
 from ipufit.errors import DataError, IpufitError
@@ -22,16 +21,16 @@ __all__ = ["ValidationRunner"]
 
 
 class ValidationRunner:
-    """Evaluates held-out data after each epoch of a fit, with random numbers of its own."""
+    """Evaluates held-out data after each epoch of a fit, with random numbers of its own.
 
-    def __init__(
-        self, session: Session, source: DataAdapter, plan: Plan, seed: int, prefetch: int = 0
-    ) -> None:
+    Args:
+        session: of the model.
+        job: an evaluation, of whichever epoch.
+    """
+
+    def __init__(self, session: Session, job: JobSpec) -> None:
         self._session = session
-        self._source = source
-        self._plan = plan
-        self._seed = seed
-        self._prefetch = prefetch
+        self._job = job
         # Steps that are written for validation name their values for it.
         self._has_own_names = session.loss.in_module == "whole"
         self._names: Optional[List[str]] = None
@@ -65,24 +64,22 @@ class ValidationRunner:
             DataError: it is empty, can't be fed, or the module takes the training data only.
             CaptureError: the module can't be recorded in eval mode.
         """
-        if self._source.micro_batches == 0:
-            raise self._source.no_batches(0)
+        session, source = self._session, self._job.source
+        if source.micro_batches == 0:
+            raise source.no_batches(0)
         with isolated():
-            preview = self._source.preview()
+            preview = source.preview()
         if not preview:
             return
-        session = self._session
-        unpacker = BatchValidator(
-            self._source, Mode.EVALUATE, session.loss.in_module, session.casting
-        )
+        unpacker = BatchValidator(source, Mode.EVALUATE, session.loss.in_module, session.casting)
         example = unpacker(preview[0], 0)
-        source = DataAdapter(preview, self._source.role)
+        source = DataAdapter(preview, source.role)
         try:
-            with eval_mode(self._session.module, self._session.loss.module):
-                plan = dataclasses.replace(self._plan, fixed_updates=None)
-                job = self._session.start(JobSpec(source, plan, Mode.EVALUATE, self._seed, "check"))
+            with eval_mode(session.module, session.loss.module):
+                plan = dataclasses.replace(self._job.plan, fixed_updates=None)
+                job = session.start(JobSpec(source, plan, Mode.EVALUATE, self._job.seed, "check"))
                 self._names, self._directions = job.meter.names, job.meter.directions
-                self._session.finish(job.program)
+                session.finish(job.program)
         except Exception as error:
             what = error.what if isinstance(error, DataError) else ""
             if _form(example) == _form(trained_on) or (isinstance(error, IpufitError) and not what):
@@ -107,17 +104,7 @@ class ValidationRunner:
         session = self._session
         kept = [(buffer, buffer.clone()) for buffer in session.buffers()]
         with eval_mode(session.module, session.loss.module):
-            job = session.start(
-                JobSpec(
-                    self._source,
-                    self._plan,
-                    Mode.EVALUATE,
-                    self._seed,
-                    "validation",
-                    epoch,
-                    prefetch=self._prefetch,
-                )
-            )
+            job = session.start(dataclasses.replace(self._job, epoch=epoch))
             try:
                 with session.running(job):
                     values = Trainer(job, [CallbackObserver(callbacks, job)]).evaluate(epoch)
