@@ -24,7 +24,7 @@ from ipufit.utils.interrupts import is_interrupted
 from ipufit.utils.random_streams import DataStream, stream_key
 from ipufit.utils.state import fork_rng
 
-__all__ = ["BatchPipeline", "Stage"]
+__all__ = ["BatchPipeline", "JobSpec", "Stage"]
 
 _NO_BATCH = object()
 
@@ -43,19 +43,43 @@ class _Sought(NamedTuple):
     updates: int
 
 
+@dataclasses.dataclass(frozen=True)
+class JobSpec:
+    """Description of a job: what is run, on which data, and how that is read.
+
+    Attributes:
+        source: the data.
+        plan: its batch algebra.
+        mode: train, evaluate or predict.
+        seed: of all random numbers.
+        domain: keeps them apart from those of other jobs.
+        epoch: the first one.
+        wants_outputs: whether somebody looks at the outputs of training.
+        cut_every: an execution ends wherever the count of this job's updates is a multiple of one
+            of these.
+        prefetch: executions to prepare ahead.
+        profile_folder: where the engine puts a profile that its own tools read, if it can.
+    """
+
+    source: DataAdapter
+    plan: Plan
+    mode: Mode
+    seed: int
+    domain: str
+    epoch: int = 0
+    wants_outputs: bool = False
+    cut_every: Sequence[int] = ()
+    prefetch: int = 0
+    profile_folder: Optional[str] = None
+
+
 class BatchPipeline:
     """Cuts the batches of one source into the executions of a plan.
 
     Args:
-        source: the data.
-        mode: train, evaluate or predict.
+        job: whose data it is. Its seed and domain fix the order of samples, and the random numbers
+            that the loader draws from torch in this process.
         own_loss: whether the module computes its own loss.
-        seed: of the order of samples, and of the random numbers that the loader draws from torch
-            in this process.
-        domain: keeps them apart from those of other sources.
-        cut_every: an execution ends wherever the number of updates fed so far is a multiple of one
-            of these.
-        prefetch: executions that a thread prepares ahead; 0 for none.
         casting: chooses the dtypes of batches.
 
     Attributes:
@@ -63,24 +87,10 @@ class BatchPipeline:
         unpacker: makes micro-batches of what the source yields.
     """
 
-    def __init__(
-        self,
-        source: DataAdapter,
-        mode: Mode,
-        own_loss: OwnLoss,
-        seed: int,
-        domain: str,
-        cut_every: Sequence[int] = (),
-        prefetch: int = 0,
-        casting: Optional[Casting] = None,
-    ) -> None:
-        self._source = source
-        self.unpacker = BatchValidator(source, mode, own_loss, casting)
-        self._mode = mode
-        self._seed = seed
-        self._domain = domain
-        self._cut_every = tuple(cut_every)
-        self._prefetch = prefetch
+    def __init__(self, job: JobSpec, own_loss: OwnLoss, casting: Optional[Casting] = None) -> None:
+        self._job = job
+        self._source = job.source
+        self.unpacker = BatchValidator(job.source, job.mode, own_loss, casting)
         self._updates = 0
         self._horizon = ReadAhead()
         self._open: Optional[Generator[RawBatch, None, None]] = None
@@ -102,7 +112,7 @@ class BatchPipeline:
         skip = done = 0
         if sought is not None:
             skip, done = self._source.go_to(sought.place)
-        if self._mode is Mode.TRAIN and plan.fixed_updates is not None:
+        if self._job.mode is Mode.TRAIN and plan.fixed_updates is not None:
             count = plan.fixed_updates * plan.micro_batches_per_update
             if self._open is None:
                 number = epoch if sought is None else sought.place.number
@@ -135,14 +145,14 @@ class BatchPipeline:
             skip: batches at its beginning that are read, but not wanted.
             done: batches that the source itself leaves out.
         """
-        stream = DataStream(self._seed, self._domain, number)
-        key = stream_key(self._seed, self._domain, "order", number)
+        stream = DataStream(self._job.seed, self._job.domain, number)
+        key = stream_key(self._job.seed, self._job.domain, "order", number)
         read, generators = done, self._source.generator_states()
         self._place = DataCursor(number, read, generators)
         portion = self._portion = self._portion_of(plan, stream, self._place)
         if self._process is not None:
             # Whatever is drawn for the samples themselves is drawn anew in each process.
-            stream = DataStream(self._seed, self._domain, number, "process", self._process)
+            stream = DataStream(self._job.seed, self._job.domain, number, "process", self._process)
         skip = skip if portion is None else portion.count(skip)
         with contextlib.ExitStack() as skipping:
             if skip:
@@ -250,7 +260,7 @@ class BatchPipeline:
                 can't take.
         """
         prepared = self._prepared(epoch, self._read_by(plan), stage)
-        groups = fetch_ahead(prepared, self._prefetch, self._source.give_up)
+        groups = fetch_ahead(prepared, self._job.prefetch, self._source.give_up)
         with contextlib.closing(groups):
             yield from groups
 
@@ -267,7 +277,7 @@ class BatchPipeline:
         if batches is None or self._ahead_epoch != epoch:
             batches = self._start(epoch, plan)
         check = None
-        if self._mode is Mode.TRAIN and self._process is None:
+        if self._job.mode is Mode.TRAIN and self._process is None:
             check = functools.partial(refuse_zero_update, role=self._source.role)
 
         def coming() -> int:
@@ -291,7 +301,7 @@ class BatchPipeline:
                 yield batch if stage is None else stage(batch)
                 del batch
         finally:
-            if self._mode is not Mode.TRAIN or plan.fixed_updates is None:
+            if self._job.mode is not Mode.TRAIN or plan.fixed_updates is None:
                 self._close_open()
         if not done:
             raise self._source.no_batches(epoch)
@@ -308,7 +318,7 @@ class BatchPipeline:
 
     def _until_cut(self, plan: Plan, done: int) -> int:
         """Updates of the next execution at most, after so many of its epoch."""
-        bounds = [every - self._updates % every for every in self._cut_every]
+        bounds = [every - self._updates % every for every in self._job.cut_every]
         if plan.fixed_updates is not None and (plan.fixed_updates > done or self._ledger):
             bounds.append(plan.fixed_updates - done)
         return min([plan.device_iterations, *bounds])

@@ -18,7 +18,7 @@ from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig, check_interval
 from ipufit.data.batches import is_weighted
 from ipufit.data.casting import Casting
-from ipufit.data.pipeline import BatchPipeline
+from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.source import DataAdapter
 from ipufit.engines.ipu_settings import IpuSettings
 from ipufit.engines.program import Engine, Program, ProgramSpec
@@ -49,37 +49,7 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.preflight.report import PreflightReport
     from ipufit.planner.planning import PartitionEstimator
 
-__all__ = ["JobSpec", "Session", "require_single_process"]
-
-
-@dataclasses.dataclass(frozen=True)
-class JobSpec:
-    """Description of a job: what is run, on which data, and how that is read.
-
-    Attributes:
-        source: the data.
-        plan: its batch algebra.
-        mode: train, evaluate or predict.
-        seed: of all random numbers.
-        domain: keeps them apart from those of other jobs.
-        epoch: the first one.
-        wants_outputs: whether somebody looks at the outputs of training.
-        cut_every: an execution ends wherever the count of this job's updates is a multiple of one
-            of these.
-        prefetch: executions to prepare ahead.
-        profile_folder: where the engine puts a profile that its own tools read, if it can.
-    """
-
-    source: DataAdapter
-    plan: Plan
-    mode: Mode
-    seed: int
-    domain: str
-    epoch: int = 0
-    wants_outputs: bool = False
-    cut_every: Sequence[int] = ()
-    prefetch: int = 0
-    profile_folder: Optional[str] = None
+__all__ = ["Session", "require_single_process"]
 
 
 class Session:
@@ -276,16 +246,7 @@ class Session:
         """
         if job.mode is Mode.TRAIN:
             check_interval(self.config.outputs, job.plan.device_iterations)
-        pipeline = BatchPipeline(
-            job.source,
-            job.mode,
-            self.loss.in_module,
-            job.seed,
-            job.domain,
-            job.cut_every,
-            job.prefetch,
-            self.casting,
-        )
+        pipeline = BatchPipeline(job, self.loss.in_module, self.casting)
         try:
             with pipeline.watched():
                 first = pipeline.peek(job.epoch, job.plan)

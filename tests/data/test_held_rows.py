@@ -17,7 +17,7 @@ from torch.utils.data import (
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.in_memory import ArrayLoader, EpochOrder, RowBatches, rows_in_memory
-from ipufit.data.pipeline import BatchPipeline
+from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.prefetch import fetch_ahead
 from ipufit.data.source import DataAdapter
 from ipufit.utils import tree
@@ -150,7 +150,8 @@ def feed(samples, cut_every=(), limit=None, mode=Mode.PREDICT):
     source = DataAdapter(ArrayLoader([reads.x], ["x"], 2, "data"), "data", reads.rows)
     if limit is not None:
         source.limit(limit)
-    return BatchPipeline(source, mode, True, 0, "train", cut_every), reads.spans
+    job = JobSpec(source, plan(1), mode, 0, "train", cut_every=cut_every)
+    return BatchPipeline(job, True), reads.spans
 
 
 def plan(device_iterations, fixed_updates=None):

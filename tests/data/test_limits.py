@@ -13,7 +13,7 @@ from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.in_memory import EpochOrder
 from ipufit.data.limits import batch_count
-from ipufit.data.pipeline import BatchPipeline
+from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.testing import RecordingEngine
@@ -415,7 +415,8 @@ def test_executions_end_at_every_kth_update_of_the_fit(cut_every, sizes, prefetc
         [(TEN[i : i + 1], TEN[i : i + 1]) for i in [*range(10), *range(4)]], "data"
     )
     plan = Plan.make(micro_batch_size=1, device_iterations=4, gradient_accumulation=2)
-    feed = BatchPipeline(source, Mode.TRAIN, False, 0, "train", cut_every, prefetch)
+    job = JobSpec(source, plan, Mode.TRAIN, 0, "train", cut_every=cut_every, prefetch=prefetch)
+    feed = BatchPipeline(job, False)
     executions = [e for epoch in range(2) for e in feed.executions(epoch, plan)]
     assert [len(e.micro_batches) // 2 for e in executions] == sizes
     order = [b.leaves[0].item() for e in executions for b in e.micro_batches]
