@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Optional, Protocol, Set, Tuple
+from typing import TYPE_CHECKING, Mapping, Optional, Sequence, Set, Tuple
 
+import torch
 from torch import nn
 
 from ipufit.core.batch import MicroBatch, Mode
+from ipufit.core.compile_arguments import TRAINING
 from ipufit.core.plan import Plan, check_filling
+from ipufit.core.train_config import TrainConfig
 from ipufit.data.batches import BatchValidator
 from ipufit.data.casting import Casting
 from ipufit.data.source import DataAdapter
+from ipufit.engines.ipu_settings import IpuSettings
 from ipufit.errors import PartitionError
 from ipufit.losses import Loss
 from ipufit.partition.own_blocks import OwnBlocks, UncountedError
@@ -22,183 +26,243 @@ from ipufit.utils.random_streams import isolated
 if TYPE_CHECKING:
     from ipufit.planner.planning import PartitionEstimator
 
-__all__ = ["DeferredPartitioner", "DividedSession", "replan", "with_stage_count"]
+__all__ = ["DividedModule", "replan", "with_stage_count"]
 
 
-class DividedSession(Protocol):
-    """The part of a compiled model that its partition depends on."""
+class DividedModule:
+    """A compiled module and where it lies on IPUs, stages included that show with a micro-batch.
 
-    @property
-    def module(self) -> nn.Module:
-        """The user's module."""
-        ...
-
-    @property
-    def loss(self) -> Loss:
-        """The loss in its normal form."""
-        ...
-
-    @property
-    def casting(self) -> Casting:
-        """Dtypes to which batches are brought."""
-        ...
-
-    @property
-    def partitions(self) -> Partitions:
-        """Where the module lies on the IPUs of a replica."""
-        ...
-
-    def recomputes(self, strategy: str, stages: int) -> bool:
-        """Return True if training has PopTorch compute activations again."""
-        ...
-
-    def estimator(
-        self, sample: MicroBatch, partition: Optional[Partition] = None
-    ) -> PartitionEstimator:
-        """Follow a micro-batch through module and loss, for estimates of its divisions."""
-        ...
-
-    def poptorch_strategy(self, training: bool) -> Any:
-        """Return the execution strategy of PopTorch's options of a mode; None for none."""
-        ...
-
-
-class DeferredPartitioner:
-    """Finds open stages, counts a module's own blocks, and holds a plan's stages to its memory.
-
-    It does so again where training has micro-batches of another shape. Inference takes the
-    partition that there is.
+    It finds open stages, counts the module's own blocks, and holds a plan's stages to its memory,
+    again where training has micro-batches of another shape. Inference takes the partition that
+    there is.
 
     Args:
-        memory: bytes per IPU of the plan that ``compile`` was given; None where it was none.
+        module: the user's module.
+        optimizer: torch's optimizer over its parameters; None to evaluate and predict only.
+        loss: normal form.
+        config: how an update is made.
+        options: settings of the engine's own, by the argument of ``compile``.
+        partitions: how the module lies on the IPUs of a replica.
+        fixed: arguments of later calls that ``compile`` has fixed; none by default.
+        planned_memory: bytes per IPU of a plan that ``compile`` was given; None where it was none.
+
+    Attributes:
+        module, loss, config, partitions, fixed: as given, or as it shows later.
+        casting: dtypes to which batches are brought.
     """
 
-    def __init__(self, memory: Optional[int] = None) -> None:
-        self._memory = memory
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optional[torch.optim.Optimizer],
+        loss: Loss,
+        config: TrainConfig,
+        options: Optional[Mapping[str, object]],
+        partitions: Partitions,
+        fixed: Optional[IpuSettings],
+        planned_memory: Optional[int],
+    ) -> None:
+        self.module = module
+        self.loss = loss
+        self.config = config
+        self.casting = Casting(module, loss, config.precision)
+        self.partitions = partitions
+        self.fixed = fixed or IpuSettings()
+        self._optimizer = optimizer
+        self._options = options or {}
+        self._planned_memory = planned_memory
         self._shapes: Optional[Tuple[object, ...]] = None
         self._counted: Set[bool] = set()
         self._searched: Set[bool] = set()
 
-    def divide(self, session: DividedSession, first: MicroBatch, training: bool) -> Partitions:
-        """The partitions for jobs that begin with this micro-batch.
+    def divide(self, first: MicroBatch, training: bool) -> None:
+        """Find out the partitions for jobs that begin with this micro-batch.
 
         Raises:
             PartitionError: the stages don't fit.
         """
-        partitions = session.partitions
+        partitions = self.partitions
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in first.leaves)
         is_new = training and shapes != self._shapes
         if partitions.open is None and not is_new:
-            return partitions
+            return
         both = (partitions.training, partitions.inference)
         automatic = next((p for p in both if p is not None and p.is_automatic), None)
         with defer_sigint():
             if automatic is not None and automatic.stages > 1:
-                partitions = _find_stages(session, first, automatic)
-            elif self._memory is not None:
-                _check_memory(session, first, partitions.training, self._memory)
+                self._find_stages(first, automatic)
+            elif self._planned_memory is not None:
+                self._check_memory(first, self._planned_memory)
         # Those that an inference has found are found again for training.
         self._shapes = shapes if training else None
-        return partitions
 
-    def count_own_stages(
-        self, session: DividedSession, first: MicroBatch, training: bool
-    ) -> Partitions:
-        """The partitions, with the stages of a module that divides itself, which show now.
+    def _find_stages(self, first: MicroBatch, partition: Partition) -> None:
+        recompute = self.recomputes(partition.strategy, partition.ipus)
+        how = (partition.ipus, partition.strategy, recompute)
+        begins, places = self.estimator(first).divide_automatically(*how)
+        training, inference = (
+            dataclasses.replace(p, begins=(), stages=p.ipus, places=())
+            if p is not None and p.is_automatic
+            else p
+            for p in (self.partitions.training, self.partitions.inference)
+        )
+        opened = dataclasses.replace(self.partitions, training=training, inference=inference)
+        self.partitions = opened.with_stages(begins, places)
+
+    def _check_memory(self, first: MicroBatch, memory: int) -> None:
+        """Refuse micro-batches with which a plan's stages take more than it was made for."""
+        # Imported here, as below: few models are divided.
+        from ipufit.planner.costs import by_ipu, memory_of
+        from ipufit.planner.planning import schedule_of
+        from ipufit.planner.rendering import size
+
+        partition = self.partitions.training
+        stages = 1 if partition is None else partition.stages
+        strategy = "pipelined" if partition is None else partition.strategy
+        costs = self.estimator(first, partition).estimate(partition)
+        taken = memory_of(costs, schedule_of(strategy), self.recomputes(strategy, stages))
+        most = max(by_ipu(taken, () if partition is None else partition.places))
+        if most > memory:
+            raise PartitionError(
+                f"planned stages must fit in the memory that they were planned for, {size(memory)} "
+                f"per IPU, but with micro-batches of {first.size} samples the largest takes about "
+                f"{size(most)}. Plan with such a batch, or use a smaller one, or pass "
+                "stages=plan.stages, which are not held against the estimate."
+            )
+
+    def count_stages(self, first: MicroBatch, training: bool) -> None:
+        """Look how many stages the module's own blocks make, where they divide it.
 
         Raises:
             PartitionError: its blocks contradict the partition.
         """
-        partitions = session.partitions
-        partition = partitions.of(training)
-        if partition is None or not partition.is_own:
-            return partitions
-        if training not in self._counted:
-            with defer_sigint():
-                stages = _count_stages(session, partition, first, training)
-            partitions = partitions.with_stage_count(training, stages)
-            self._counted.add(training)
-        return partitions
+        partition = self.partitions.of(training)
+        if partition is None or not partition.is_own or training in self._counted:
+            return
+        with defer_sigint():
+            stages = self._stages_of_blocks(first, training)
+        self.partitions = self.partitions.with_stage_count(training, stages)
+        self._counted.add(training)
 
-    def count_own_ipus(
-        self, session: DividedSession, source: DataAdapter, training: bool
-    ) -> Partitions:
+    def _stages_of_blocks(self, batch: MicroBatch, training: bool) -> int:
+        from ipufit.planner.measure import stages_of_blocks
+
+        partition = self.partitions.of(training)
+        return stages_of_blocks(partition, self.module, self.loss, batch, training)
+
+    def count_own_ipus(self, source: DataAdapter, training: bool) -> None:
         """Count the IPUs of the module's own blocks before a plan shares IPUs out to replicas.
 
-        A forward pass of a sample shows them, where the data can be looked at beforehand.
+        A forward pass of a sample shows them, where nobody has set the IPUs and the data can be
+        looked at beforehand.
 
         Args:
-            session: with the partitions of which nobody may have set the IPUs.
             source: the data.
             training: the mode of the pass.
         """
-        partitions = session.partitions
-        is_one = partitions.of(training) is None
-        if partitions.is_ipus_set or training in self._searched or not OwnBlocks(None).can_hear:
-            return partitions
-        if not training and is_one and True in self._searched:
-            return partitions  # there are none
+        is_one = self.partitions.of(training) is None
+        if (
+            self.partitions.is_ipus_set
+            or training in self._searched
+            or not OwnBlocks(None).can_hear
+            or (not training and is_one and True in self._searched)  # there are none
+        ):
+            return
         self._searched.add(training)
         for mode in (Mode.TRAIN if training else Mode.EVALUATE, Mode.PREDICT):
-            example = _example(session, source, mode)
+            example = self._example(source, mode)
             if example is None:
                 continue
             try:
                 with defer_sigint():
-                    _count_stages(session, partitions.of(training), example, training)
+                    self._stages_of_blocks(example, training)
             except UncountedError as error:
-                return self.follow_blocks(session, error, training)
-            break
-        return partitions
+                self.follow_blocks(error, training)
+            return
 
-    def follow_blocks(
-        self, session: DividedSession, error: UncountedError, training: bool
-    ) -> Partitions:
+    def _example(self, source: DataAdapter, mode: Mode) -> Optional[MicroBatch]:
+        """A micro-batch like those of a source; None where none can be made of it beforehand."""
+        try:
+            with isolated():
+                raw = source.preview()
+                unpack = BatchValidator(source, mode, self.loss.in_module, self.casting)
+                return unpack(raw[0], 0) if raw else None
+        except Exception:
+            return None  # whoever reads the data says what is wrong with it
+
+    def follow_blocks(self, error: UncountedError, training: bool) -> None:
         """Divide the module as its own blocks do, which have shown now.
 
         Inference follows training until blocks of its own show.
 
         Args:
-            session: of the module.
             error: says what the blocks take.
             training: in which mode they have shown.
 
         Raises:
             UncountedError: the error, where the user has set how many IPUs a replica has.
         """
-        partitions = session.partitions
+        partitions = self.partitions
         if partitions.is_ipus_set:
             raise error
-        # Imported here, as below: few models are divided.
         from ipufit.partition.layers_per_ipu import check_splits
 
         for mode in (True, False) if training and partitions.inference is None else (training,):
             partition = None
             if error.ipus > 1:
-                before = partitions.of(mode) or _undivided(session, mode, partitions.training)
+                before = partitions.of(mode) or self._undivided(mode, partitions.training)
                 partition = dataclasses.replace(before, stages=error.stages, ipus=error.ipus)
             strategy = "" if partition is None else partition.strategy
-            check_splits(session.module, strategy, error.ipus, mode)
+            check_splits(self.module, strategy, error.ipus, mode)
             partitions = partitions.replaced(mode, partition)
         self._counted.add(training)
-        return partitions
+        self.partitions = partitions
 
+    def _undivided(self, training: bool, followed: Optional[Partition]) -> Partition:
+        """One IPU, with the strategy that options of PopTorch's have for more of them.
 
-def _undivided(session: DividedSession, training: bool, followed: Optional[Partition]) -> Partition:
-    """One IPU, with the strategy that options of PopTorch's have for more of them.
+        Args:
+            training: whether for training.
+            followed: the partition of training, whose strategy inference has by default.
+        """
+        from ipufit.partition.request import kind_of
 
-    Args:
-        session: with the options.
-        training: whether for training.
-        followed: the partition of training, whose strategy inference has by default.
-    """
-    from ipufit.partition.request import kind_of
+        setting = self.fixed.of(training).strategy
+        strategy = None if setting is None else setting.value
+        if strategy is None and not training and followed is not None:
+            return dataclasses.replace(followed, is_chosen=False)
+        name = kind_of(strategy) or "pipelined"
+        return Partition((), 1, name, strategy is not None, 1, strategy)
 
-    strategy = session.poptorch_strategy(training)
-    if strategy is None and not training and followed is not None:
-        return dataclasses.replace(followed, is_chosen=False)
-    name = kind_of(strategy) or "pipelined"
-    return Partition((), 1, name, strategy is not None, 1, strategy)
+    def estimator(
+        self,
+        sample: MicroBatch,
+        partition: Optional[Partition] = None,
+        recompute: Optional[Sequence[str]] = None,
+    ) -> PartitionEstimator:
+        """Says what divisions of the module take; see :class:`PartitionEstimator`.
+
+        Args:
+            sample: a micro-batch.
+            partition: whose rules are checked on the way.
+            recompute: layers from whose outputs recomputation starts; None is those of ``compile``.
+        """
+        from ipufit.planner.planning import PartitionEstimator
+
+        names = self.config.recompute if recompute is None else recompute
+        how = (self._optimizer, self.config, sample, partition, names)
+        return PartitionEstimator(self.module, self.loss, *how)
+
+    def recomputes(self, strategy: str, stages: int) -> bool:
+        """Return True if training, as compiled, has PopTorch compute activations again.
+
+        It does so in a pipeline, unless the options of its compiler say otherwise.
+        """
+        if self._optimizer is None:
+            return False
+        popart = getattr(self._options.get(TRAINING), "_Popart", None)
+        chosen = getattr(popart, "options", {}).get("autoRecomputation")
+        return strategy == "pipelined" and stages > 1 if chosen is None else bool(chosen)
 
 
 def replan(
@@ -227,25 +291,6 @@ def replan(
     return dataclasses.replace(plan, stages=stages, reserved_ipus=checked.reserved_ipus)
 
 
-def _example(session: DividedSession, source: DataAdapter, mode: Mode) -> Optional[MicroBatch]:
-    """A micro-batch like those of a source; None where none can be made of it beforehand."""
-    try:
-        with isolated():
-            raw = source.preview()
-            unpack = BatchValidator(source, mode, session.loss.in_module, session.casting)
-            return unpack(raw[0], 0) if raw else None
-    except Exception:
-        return None  # whoever reads the data says what is wrong with it
-
-
-def _count_stages(
-    session: DividedSession, partition: Optional[Partition], batch: MicroBatch, training: bool
-) -> int:
-    from ipufit.planner.measure import stages_of_blocks
-
-    return stages_of_blocks(partition, session.module, session.loss, batch, training)
-
-
 def with_stage_count(plan: Plan, partition: Optional[Partition]) -> Plan:
     """The plan, when all stages are known, with their number where there are more than IPUs.
 
@@ -259,39 +304,3 @@ def with_stage_count(plan: Plan, partition: Optional[Partition]) -> Plan:
         work = (plan.gradient_accumulation, plan.device_iterations, plan.training)
         check_filling(*work, partition.stages)
     return dataclasses.replace(plan, depth=partition.depth)
-
-
-def _find_stages(session: DividedSession, first: MicroBatch, partition: Partition) -> Partitions:
-    recompute = session.recomputes(partition.strategy, partition.ipus)
-    how = (partition.ipus, partition.strategy, recompute)
-    begins, places = session.estimator(first).divide_automatically(*how)
-    training, inference = (
-        dataclasses.replace(p, begins=(), stages=p.ipus, places=())
-        if p is not None and p.is_automatic
-        else p
-        for p in (session.partitions.training, session.partitions.inference)
-    )
-    opened = dataclasses.replace(session.partitions, training=training, inference=inference)
-    return opened.with_stages(begins, places)
-
-
-def _check_memory(
-    session: DividedSession, first: MicroBatch, partition: Optional[Partition], memory: int
-) -> None:
-    """Refuse micro-batches with which a plan's stages take more than it was made for."""
-    from ipufit.planner.costs import by_ipu, memory_of
-    from ipufit.planner.planning import schedule_of
-    from ipufit.planner.rendering import size
-
-    stages = 1 if partition is None else partition.stages
-    strategy = "pipelined" if partition is None else partition.strategy
-    costs = session.estimator(first, partition).estimate(partition)
-    taken = memory_of(costs, schedule_of(strategy), session.recomputes(strategy, stages))
-    most = max(by_ipu(taken, () if partition is None else partition.places))
-    if most > memory:
-        raise PartitionError(
-            f"planned stages must fit in the memory that they were planned for, {size(memory)} "
-            f"per IPU, but with micro-batches of {first.size} samples the largest takes about "
-            f"{size(most)}. Plan with such a batch, or use a smaller one, or pass "
-            "stages=plan.stages, which are not held against the estimate."
-        )

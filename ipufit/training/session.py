@@ -12,12 +12,11 @@ from torch import nn
 
 from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.core.compile_arguments import TRAINING, role_of
+from ipufit.core.compile_arguments import role_of
 from ipufit.core.logged_values import merge_rules
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig, check_interval
 from ipufit.data.batches import is_weighted
-from ipufit.data.casting import Casting
 from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.source import DataAdapter
 from ipufit.engines.ipu_settings import IpuSettings
@@ -28,7 +27,7 @@ from ipufit.metrics import MetricSet
 from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.processes import Processes, current
-from ipufit.training.deferred_partition import DeferredPartitioner, replan, with_stage_count
+from ipufit.training.deferred_partition import DividedModule, replan, with_stage_count
 from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.sanity_check import (
     FailureExplainer,
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["Session", "require_single_process"]
 
 
-class Session:
+class Session(DividedModule):
     """The life of a model between two calls of ``compile``.
 
     Args:
@@ -89,15 +88,11 @@ class Session:
         fixed: Optional[IpuSettings] = None,
         planned_memory: Optional[int] = None,
     ) -> None:
-        self.fixed = fixed or IpuSettings()
-        self._options = options or {}
-        self.partitions = partitions
-        self._partitioner = DeferredPartitioner(planned_memory)
+        super().__init__(
+            module, optimizer, loss, config, options, partitions, fixed, planned_memory
+        )
         self._ipus: Dict[bool, Optional[int]] = {}
-        self.module = module
         self.engine = engine
-        self.loss = loss
-        self.casting = Casting(module, loss, config.precision)
         self.metrics = metrics
         self.updates = 0
         self.last_plan: Optional[Plan] = None
@@ -105,8 +100,6 @@ class Session:
         self.is_retired = False
         self._runs = self._swaps = 0
         self._seed: Optional[int] = None
-        self._optimizer = optimizer
-        self.config = config
         self.auto_round_ipus = auto_round_ipus
         self._training: Optional[Program] = None
         self._left_out = self._outside_optimizer()
@@ -186,7 +179,7 @@ class Session:
             PlanError: an argument disagrees with what is fixed.
         """
         if arguments["ipus"] is not None or "ipus" in self.fixed.names(training):
-            self.partitions = self._partitioner.count_own_ipus(self, source, training)
+            self.count_own_ipus(source, training)
         return self.fixed.resolve(training, self.partitions.of(training), **arguments)
 
     def plan(
@@ -299,7 +292,7 @@ class Session:
         check_call(self.module, first, self.loss, job.source)
         if training and job.source.class_weights is not None:
             check_class_weights(job.source.class_weights, self.module, first, self.loss)
-        self.partitions = self._partitioner.divide(self, first, training)
+        self.divide(first, training)
         try:
             return self._prepare_program(pipeline, first, job)
         except UncountedError as error:
@@ -417,26 +410,6 @@ class Session:
         where = (role, device_of(self.module).type == "cuda", self.processes.is_distributed)
         return FailureExplainer(self.module, self.loss, mode, self.config.precision, *where)
 
-    def estimator(
-        self,
-        sample: MicroBatch,
-        partition: Optional[Partition] = None,
-        recompute: Optional[Sequence[str]] = None,
-    ) -> PartitionEstimator:
-        """Says what divisions of the module take; see :class:`PartitionEstimator`.
-
-        Args:
-            sample: a micro-batch.
-            partition: whose rules are checked on the way.
-            recompute: layers from whose outputs recomputation starts; None is those of ``compile``.
-        """
-        # Imported here, as below: few models are looked at like this.
-        from ipufit.planner.planning import PartitionEstimator
-
-        names = self.config.recompute if recompute is None else recompute
-        how = (self._optimizer, self.config, sample, partition, names)
-        return PartitionEstimator(self.module, self.loss, *how)
-
     def plan_estimator(
         self, sample: MicroBatch, partition: Optional[Partition], recompute: Sequence[str]
     ) -> PartitionEstimator:
@@ -457,35 +430,6 @@ class Session:
         from ipufit.engines.ipu.preflight.evaluate import preflight
 
         return preflight(self.module, self.loss, self._optimizer, self.config, sample)
-
-    def recomputes(self, strategy: str, stages: int) -> bool:
-        """Return True if training, as compiled, has PopTorch compute activations again.
-
-        It does so in a pipeline, unless the options of its compiler say otherwise.
-        """
-        if self._optimizer is None:
-            return False
-        popart = getattr(self._options.get(TRAINING), "_Popart", None)
-        chosen = getattr(popart, "options", {}).get("autoRecomputation")
-        return strategy == "pipelined" and stages > 1 if chosen is None else bool(chosen)
-
-    def follow_blocks(self, error: UncountedError, training: bool) -> None:
-        """Divide the module as its own blocks do, which a recording has shown.
-
-        Args:
-            error: that the recording ended with; raised again where the user has set the IPUs.
-            training: what was recorded.
-        """
-        self.partitions = self._partitioner.follow_blocks(self, error, training)
-
-    def count_stages(self, first: MicroBatch, training: bool) -> None:
-        """Look how many stages the module's own blocks make, where they divide it."""
-        self.partitions = self._partitioner.count_own_stages(self, first, training)
-
-    def poptorch_strategy(self, training: bool) -> Any:
-        """The execution strategy that was set in PopTorch's options of a mode; None for none."""
-        strategy = self.fixed.of(training).strategy
-        return None if strategy is None else strategy.value
 
     def explain(self) -> str:
         """How the program of this session runs, in one or two lines."""
