@@ -141,8 +141,10 @@ def _run(
     session.processes.run_on_all_ranks(lambda: _check(session, job, config, validation))
     # Those that prefetch may be further on; all have looked at the first update.
     refuse_other_order(session.processes.gather(job.pipeline.order, "order of samples"))
-    updates = _updates_to_come(job, config)
+    updates = _updates_per_epoch(job.plan, config.source)
     if updates is not None:
+        # In all epochs, from the beginning of the first one.
+        updates *= len(config.epochs)
         job.program.expect(updates)
     session.last_plan, session.sample = job.plan, stripped(job.first)
     callbacks = _fit_callbacks(model, session, config, job, validation)
@@ -153,11 +155,24 @@ def _run(
     if session.processes.is_distributed:
         may_stop = any(map(_may_stop, config.callbacks))
         observers.append(_StopAgreement(model, session.processes, may_stop))
-    manager = None
+    checkpoints: Optional[CheckpointManager] = None
     if config.checkpoint is not None:
-        manager = _checkpoint_manager(model, session, config, callbacks, run)
-        observers.append(manager)
-        run = manager.run
+        from ipufit.checkpoint import configuration, manager
+
+        held_out = None if config.held_out is None else config.held_out.source
+        checkpoints = manager.CheckpointManager(
+            model,
+            session,
+            config.checkpoint,
+            config.restored,
+            config.restarts,
+            configuration.RunData(config.source, held_out, config.plan.fixed_updates),
+            callbacks,
+            config.callbacks,
+            run,
+        )
+        observers.append(checkpoints)
+        run = checkpoints.run
     if recorder is not None:
         recorder.begin(job, model.history, updates)
         observers.append(recorder)
@@ -176,7 +191,7 @@ def _run(
     )
     is_within_epoch = config.restored is not None and config.restored.in_epoch
     try:
-        with contextlib.nullcontext() if manager is None else manager.listening():
+        with contextlib.nullcontext() if checkpoints is None else checkpoints.listening():
             callbacks.check_monitors()
             trainer.run(config.epochs, is_within_epoch)
     finally:
@@ -231,33 +246,6 @@ class _StopAgreement(Observer):
         self._model.stop_training = any(wishes)
 
 
-def _checkpoint_manager(
-    model: CallbackModel,
-    session: Session,
-    config: FitConfig,
-    callbacks: CallbackList,
-    run: Dict[str, Any],
-) -> CheckpointManager:
-    from ipufit.checkpoint import configuration, manager
-
-    assert config.checkpoint is not None
-    return manager.CheckpointManager(
-        model,
-        session,
-        config.checkpoint,
-        config.restored,
-        config.restarts,
-        configuration.RunData(
-            config.source,
-            None if config.held_out is None else config.held_out.source,
-            config.plan.fixed_updates,
-        ),
-        callbacks,
-        config.callbacks,
-        run,
-    )
-
-
 def describe_run(session: Session, plan: Plan, seed: int, dropped: int = 0) -> Dict[str, Any]:
     """How a run is made, for History.
 
@@ -286,12 +274,6 @@ def _cuts(config: FitConfig) -> List[int]:
     cuts = [callback.every_updates for callback in config.callbacks]
     cuts += [] if config.checkpoint is None else [config.checkpoint.every_updates]
     return [every for every in cuts if every]
-
-
-def _updates_to_come(job: Job, config: FitConfig) -> Optional[int]:
-    """In all epochs, from the beginning of the first one; None if nobody knows."""
-    updates = _updates_per_epoch(job.plan, config.source)
-    return None if updates is None else updates * len(config.epochs)
 
 
 def _jit(session: Session) -> str:
