@@ -38,6 +38,7 @@ __all__ = [
     "fit_indices",
     "fit_values",
     "is_running_metric",
+    "keyword_names",
     "shape_advice",
 ]
 
@@ -162,6 +163,16 @@ def _parameters(call: Callable[..., object]) -> Iterator[List[inspect.Parameter]
         chosen += [p for p in every if p.kind is _BY_NAME and p.default is p.empty]
         if len(chosen) >= 2:
             yield chosen[:2]
+
+
+def keyword_names(call: Callable[..., object]) -> Tuple[str, ...]:
+    """List the parameters that can be passed by name; () where the signature can't be read."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, _BY_NAME)
+    return tuple(p.name for p in parameters if p.kind in by_name)
 
 
 def _role(name: str) -> Optional[_Role]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Literal, Mapping, S
 
 from torch import nn
 
-from ipufit.core.objective_arguments import argument_order, is_running_metric
+from ipufit.core.objective_arguments import argument_order, is_running_metric, keyword_names
 from ipufit.core.outputs import Key, label
 from ipufit.errors import ConfigurationError, LossError
 from ipufit.losses.loss import Loss, WholeBatch
@@ -117,7 +117,7 @@ def _one(loss: object) -> Loss:
         reduction = _reduction(name, getattr(loss, "reduction", None))
         _check_parameters(name, loss.forward)
         order = argument_order(loss, f"loss {name!r}", LossError)
-        takes = _takes(loss.forward)
+        takes = "sample_weight" in keyword_names(loss.forward)
         return Loss(name, module=loss, reduction=reduction, takes_weight=takes, order=order)
     if callable(loss) and not isinstance(loss, type):
         keywords = loss.keywords if isinstance(loss, functools.partial) else {}
@@ -131,7 +131,7 @@ def _one(loss: object) -> Loss:
             )
         _check_parameters(name, loss)
         order = argument_order(loss, f"loss {name!r}", LossError)
-        takes = "sample_weight" not in keywords and _takes(loss)
+        takes = "sample_weight" not in keywords and "sample_weight" in keyword_names(loss)
         reduction = _reduction(name, keywords.get("reduction"))
         if _is_keras_loss(loss):
             reduction, takes = _keras_reduction(loss, takes)
@@ -154,18 +154,6 @@ def _keras_reduction(loss: Any, takes_weight: bool) -> Tuple[Literal["mean", "su
         # It gives one value per sample, which are weighted and averaged like a function's.
         return "mean", False
     return "sum" if loss.reduction == "sum" else "mean", takes_weight
-
-
-def _takes(call: Callable[..., Any]) -> bool:
-    """True if it has a parameter called sample_weight that can be passed by name."""
-    try:
-        parameter = inspect.signature(call).parameters.get("sample_weight")
-    except (TypeError, ValueError):
-        return False
-    return parameter is not None and parameter.kind in (
-        parameter.POSITIONAL_OR_KEYWORD,
-        parameter.KEYWORD_ONLY,
-    )
 
 
 def _check_parameters(name: str, call: Callable[..., object]) -> None:

@@ -125,6 +125,8 @@ class Classification(TaskMetric):
     # The end of the names of torchmetrics' classes, after "Binary" and the like.
     _kind: ClassVar[str]
     _needs_probabilities: ClassVar[bool] = False
+    # Whether several columns, where prediction and target have one shape, are one class each.
+    _columns_are_classes: ClassVar[bool] = False
     _averages: ClassVar[Sequence[str]] = ("macro", "micro", "weighted")
 
     def __post_init__(self) -> None:
@@ -143,10 +145,6 @@ class Classification(TaskMetric):
         """Name the arguments that mean nothing for a task."""
         return ("average", "num_classes") if task == "binary" else ()
 
-    def _usual_task(self, columns: int) -> str:
-        """Name the task where prediction and target have one shape."""
-        return "binary"
-
     def form_of(self, shown: str, prediction: Tensor, target: Tensor) -> MetricForm:
         """Read task and number of classes from prediction and target."""
         target = fit_indices(prediction, target)
@@ -154,8 +152,8 @@ class Classification(TaskMetric):
             task = self.task or "multiclass"
         else:
             same_shape(shown, prediction, target)
-            columns = prediction.shape[1] if prediction.dim() > 1 else 1
-            task = self.task or self._usual_task(columns)
+            are_classes = self._columns_are_classes and math.prod(prediction.shape[1:2]) != 1
+            task = self.task or ("multiclass" if are_classes else "binary")
         size = prediction.shape[1] if prediction.dim() > 1 and task != "binary" else 1
         is_sized = task == "binary" or (size > 1 and self.num_classes in (None, size))
         is_possible = takes_indices(prediction, target) is False or task == "multiclass"
@@ -191,14 +189,9 @@ class Classification(TaskMetric):
                 prediction = self._probabilities(shown, prediction, form)
             return prediction, target.long() if is_index else target.argmax(1)
         prediction, target = self._probabilities(shown, prediction, form), (target > 0.5).long()
-        return (
-            (prediction.reshape(-1), target.reshape(-1))
-            if form.task == "binary"
-            else (
-                prediction,
-                target,
-            )
-        )
+        if form.task == "binary":
+            return prediction.reshape(-1), target.reshape(-1)
+        return prediction, target
 
     def _probabilities(self, shown: str, prediction: Tensor, form: MetricForm) -> Tensor:
         if self.from_logits:
@@ -325,9 +318,7 @@ class F1Score(Thresholded):
 
     name: ClassVar[str] = "f1_score"
     _kind: ClassVar[str] = "F1Score"
-
-    def _usual_task(self, columns: int) -> str:
-        return "binary" if columns == 1 else "multiclass"
+    _columns_are_classes: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,13 +403,11 @@ class MeanIoU(Thresholded):
     """
 
     name: ClassVar[str] = "mean_io_u"
+    _columns_are_classes: ClassVar[bool] = True
 
     def _idle(self, task: str) -> Sequence[str]:
         # Yes and no are classes here, over which there is a mean.
         return [name for name in super()._idle(task) if name != "average"]
-
-    def _usual_task(self, columns: int) -> str:
-        return "binary" if columns == 1 else "multiclass"
 
     def arrange(
         self, shown: str, form: MetricForm, prediction: Tensor, target: Tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import (
     Any,
     Callable,
@@ -15,11 +14,10 @@ from typing import (
     Optional,
     Sequence,
     Set,
-    Tuple,
     Union,
 )
 
-from ipufit.core.objective_arguments import argument_order, is_running_metric
+from ipufit.core.objective_arguments import argument_order, is_running_metric, keyword_names
 from ipufit.core.outputs import Key, label
 from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.metrics.by_task import BY_TASK, TaskMetric, TaskMetricAdapter
@@ -153,14 +151,12 @@ def _items(
                 yield from _of_output(key if position else _check_key(key, argument), entry)
             else:
                 yield _Item(None, _check_key(key, argument), entry)
-    elif isinstance(metrics, (list, tuple)):
-        yield from (_Item(None, None, metric) for metric in metrics)
     else:
-        yield _Item(None, None, metrics)
+        yield from _of_output(None, metrics)
 
 
-def _of_output(output: Key, entry: object) -> Iterator[_Item]:
-    """The metrics of one output: none, one, a list, or a dict by name."""
+def _of_output(output: Optional[Key], entry: object) -> Iterator[_Item]:
+    """The metrics of one output, or of all: none, one, a list, or a dict by name."""
     if entry is None:
         return
     if isinstance(entry, Mapping) and not _is_object(entry):
@@ -228,7 +224,7 @@ def _build(item: _Item, weighted: bool, prefix: str, names: Set[str]) -> Metric:
         if not weighted:
             plain = functools.partial(sum_of_samples, ordered, prefix + name)
             return Mean(name, prefix + name, plain, float, False, better)
-        takes = "sample_weight" in _parameters(metric)
+        takes = "sample_weight" in keyword_names(getattr(metric, "forward", metric))
         part = functools.partial(sum_of_weighted_samples, ordered, takes, prefix + name)
         return Mean(name, prefix + name, part, float, weighted, better)
     if isinstance(metric, type):
@@ -258,22 +254,12 @@ def _is_object(metric: object) -> bool:
     )
 
 
-def _parameters(call: Callable[..., object]) -> Tuple[str, ...]:
-    """Names of the parameters that can be given by name."""
-    inner = getattr(call, "forward", call)
-    try:
-        parameters = inspect.signature(inner).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(p.name for p in parameters if p.kind in named)
-
-
 def _weight_name(metric: Any, shown: str) -> str:
-    for name in _parameters(metric.update):
+    names = keyword_names(metric.update)
+    for name in names:
         if name in _WEIGHT_NAMES:
             return name
-    came = ", ".join(_parameters(metric.update)) or "none of these"
+    came = ", ".join(names) or "none of these"
     raise ConfigurationError(
         f"weighted metric {shown!r} must take sample_weight, weight or weights in its update, got "
         f"{came}. Pass it under metrics, or a callable that "
