@@ -260,22 +260,13 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Worker:
-    """Facts that torch has of a worker, under its names."""
-
-    id: int
-    num_workers: int
-    seed: int
-    dataset: object
-
-
 @contextlib.contextmanager
 def as_worker(dataset: object, process: int, processes: int) -> Iterator[None]:
     """Within the block the data that is read in this process takes it for a worker of its own."""
     before = _torchs_worker._worker_info
-    worker = _Worker(process, processes, torch.initial_seed(), dataset)
-    _torchs_worker._worker_info = worker
+    _torchs_worker._worker_info = _torchs_worker.WorkerInfo(
+        id=process, num_workers=processes, seed=torch.initial_seed(), dataset=dataset
+    )
     try:
         yield
     finally:
@@ -302,8 +293,8 @@ class AsWorkerOfAll:
         assert info is not None
         number, count = self.process * info.num_workers + info.id, info.num_workers
         # torch has no other place for it.
-        _torchs_worker._worker_info = _Worker(
-            number, self.processes * count, info.seed, info.dataset
+        _torchs_worker._worker_info = _torchs_worker.WorkerInfo(
+            id=number, num_workers=self.processes * count, seed=info.seed, dataset=info.dataset
         )
         if self.then is not None:
             self.then(worker)
