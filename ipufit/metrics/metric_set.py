@@ -17,7 +17,7 @@ from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import fork_rng
 from ipufit.utils.tree import flatten, map_leaves
 
-__all__ = ["MetricInputs", "MetricSet", "PendingBatches", "concatenate"]
+__all__ = ["MetricInputs", "MetricSet", "concatenate"]
 
 # What metrics get of a micro-batch: prediction, target, size and sample_weight.
 MetricInputs = Tuple[object, object, int, object]
@@ -50,54 +50,6 @@ def _as_one(batches: Sequence[MetricInputs]) -> JoinedBatches:
     return torch.cat(predictions), torch.cat(targets), sum(sizes), None
 
 
-class PendingBatches:
-    """Executions whose metrics nobody has asked for yet.
-
-    After the update of a network a metric finds nothing of its own in the processor's caches: what
-    is computed of several executions at once costs hardly more than of one.
-    """
-
-    def __init__(self) -> None:
-        self._taken_form: object = None
-        self._pending: List[JoinedBatches] = []
-        self._elements = 0
-
-    def learn(self, one: JoinedBatches) -> None:
-        """Remember the form of a micro-batch that the metrics took, if its target is class indices.
-
-        They then take every other micro-batch of that form.
-        """
-        if one[0].shape != one[1].shape:
-            self._taken_form = _form(one)
-
-    def takes(self, one: JoinedBatches) -> bool:
-        """Let a micro-batch wait, if the metrics are sure to take it; return True if it waits.
-
-        Args:
-            one: copies, as :func:`concatenate` makes them.
-        """
-        if _form(one) != self._taken_form:
-            return False
-        self._pending.append(one)
-        self._elements += one[0].numel() + one[1].numel()
-        return True
-
-    @property
-    def are_many(self) -> bool:
-        """True if the batches should wait no longer."""
-        return self._elements > _MOST
-
-    def pop_all(self) -> Optional[JoinedBatches]:
-        """Remove all batches that wait, and return them as one; None if none do."""
-        pending = self._pending
-        self.forget()
-        return _as_one(pending) if pending else None
-
-    def forget(self) -> None:
-        """Drop all batches that wait, without a look at them."""
-        self._pending, self._elements = [], 0
-
-
 def _form(one: JoinedBatches) -> object:
     prediction, target, _, _ = one
     return prediction.shape[1:], target.shape[1:], prediction.dtype, target.dtype
@@ -112,7 +64,13 @@ class MetricSet:
     def __init__(self, metrics: Sequence[Metric] = ()) -> None:
         """Hold metrics that nobody else holds."""
         self._metrics = list(metrics)
-        self._waiting = PendingBatches()
+        # Executions whose metrics nobody has asked for yet. After the update of a network a metric
+        # finds nothing of its own in the processor's caches: what is computed of several at once
+        # costs hardly more than of one. They wait if the metrics are sure to take them: those that
+        # took class indices of one form take every other micro-batch of it.
+        self._pending: List[JoinedBatches] = []
+        self._elements = 0
+        self._accepted_form: object = None
 
     def __bool__(self) -> bool:
         """True if there is any metric."""
@@ -141,7 +99,7 @@ class MetricSet:
 
     def reset(self) -> None:
         """Forget everything seen, at the start of an epoch."""
-        self._waiting.forget()
+        self._drop_pending()
         for metric in self._metrics:
             metric.reset()
 
@@ -172,16 +130,18 @@ class MetricSet:
         one = concatenate(batches) if counting else None
         if one is None:
             counted: Sequence[Metric] = ()
-        elif self._waiting.takes(one):
+        elif _form(one) == self._accepted_form:
+            self._pending.append(one)
+            self._elements += one[0].numel() + one[1].numel()
             counted = counting
         else:
             counted = [metric for metric in counting if self._counted(metric, one)]
-            if len(counted) == len(counting):
-                self._waiting.learn(one)
+            if len(counted) == len(counting) and one[0].shape != one[1].shape:
+                self._accepted_form = _form(one)
         rest = [metric for metric in self._metrics if metric not in counted]
         for batch in batches if rest else ():
             self._update(rest, batch)
-        if self._waiting.are_many:
+        if self._elements > _MOST:
             self._catch_up()
 
     def _counted(self, metric: Metric, one: MetricInputs) -> bool:
@@ -197,9 +157,14 @@ class MetricSet:
 
     def _catch_up(self) -> None:
         """Add the micro-batches that wait."""
-        one = self._waiting.pop_all()
-        if one is not None:
-            self._update([metric for metric in self._metrics if metric.counts], one)
+        pending = self._pending
+        self._drop_pending()
+        if pending:
+            counting = [metric for metric in self._metrics if metric.counts]
+            self._update(counting, _as_one(pending))
+
+    def _drop_pending(self) -> None:
+        self._pending, self._elements = [], 0
 
     def _update(self, metrics: Sequence[Metric], inputs: MetricInputs) -> None:
         prediction, target, size, sample_weight = inputs
@@ -273,7 +238,7 @@ class MetricSet:
 
     def load_state_dict(self, state: Sequence[object]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self._waiting.forget()
+        self._drop_pending()
         for metric, metric_state in zip(self._metrics, state):
             metric.load_state_dict(metric_state)
 

@@ -294,7 +294,7 @@ def test_what_waits_is_bounded():
     lengths = []
     for _ in range(200):
         metrics.update_all([(logits, classes, 1000, None)])
-        lengths.append(len(metrics._waiting._pending))
+        lengths.append(len(metrics._pending))
     assert max(lengths) == 2**18 // 6000
     assert lengths.count(0) > 3
 
