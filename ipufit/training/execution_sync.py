@@ -23,7 +23,7 @@ __all__ = ["ExecutionSync", "refuse_other_order"]
 class ExecutionSync:
     """One program in each process, which run the same executions.
 
-    With one process everything is handed through.
+    With one process everything but :meth:`run`, which only several need, is handed through.
 
     Args:
         processes: all of them.
@@ -85,8 +85,6 @@ class ExecutionSync:
             NonFiniteLossError: in all processes, if it is in one.
             ProcessError: they do not read the same order of samples.
         """
-        if not self.processes.is_distributed:
-            return program.run(batch)
         if self._weighted is not None:
             self._refuse_zero_update(batch, self._weighted)
         lost: Optional[NonFiniteLossError] = None
