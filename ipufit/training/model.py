@@ -611,7 +611,7 @@ class Model(InspectionMixin):
         """
         one_of("return_dict", return_dict, (True, False))
         session = self._compiled("test_on_batch")
-        values = on_batch.test_on_batch(session, on_batch.as_batch(x, y, sample_weight), 0)
+        values = on_batch.test_on_batch(session, on_batch.as_batch(x, y, sample_weight))
         return on_batch.as_keras_returns(values, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
@@ -627,7 +627,7 @@ class Model(InspectionMixin):
             DataError: a batch that can't be fed.
         """
         session = self._compiled("predict_on_batch")
-        return on_batch.predict_on_batch(session, x if session.loss.in_module else (x,), 0)
+        return on_batch.predict_on_batch(session, x if session.loss.in_module else (x,))
 
     def find_lr(
         self,

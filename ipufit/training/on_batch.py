@@ -40,8 +40,10 @@ def _running(
             yield job, CombinedBatch([job.first])
 
 
-def _measured(job: Job, only: CombinedBatch) -> Dict[str, float]:
-    with defer_sigint():
+def _measured(
+    session: Session, batch: object, mode: Mode, seed: int, class_weight: object = None
+) -> Dict[str, float]:
+    with _running(session, batch, mode, seed, class_weight) as (job, only), defer_sigint():
         job.meter.add(only, job.program.run(only))
         return dict(job.meter.values())
 
@@ -54,8 +56,7 @@ def train_on_batch(
     Random numbers depend on the count of updates, so each call draws others.
     """
     _refuse_unseen_outputs(session)
-    with _running(session, batch, Mode.TRAIN, seed, class_weight) as (job, only):
-        return _measured(job, only)
+    return _measured(session, batch, Mode.TRAIN, seed, class_weight)
 
 
 def _refuse_unseen_outputs(session: Session) -> None:
@@ -68,15 +69,14 @@ def _refuse_unseen_outputs(session: Session) -> None:
         )
 
 
-def test_on_batch(session: Session, batch: object, seed: int) -> Dict[str, float]:
+def test_on_batch(session: Session, batch: object) -> Dict[str, float]:
     """Loss and metrics of one batch."""
-    with _running(session, batch, Mode.EVALUATE, seed) as (job, only):
-        return _measured(job, only)
+    return _measured(session, batch, Mode.EVALUATE, 0)
 
 
-def predict_on_batch(session: Session, batch: object, seed: int) -> Any:
+def predict_on_batch(session: Session, batch: object) -> Any:
     """The module's outputs for one batch."""
-    with _running(session, batch, Mode.PREDICT, seed) as (job, only):
+    with _running(session, batch, Mode.PREDICT, 0) as (job, only):
         (outputs,) = job.program.run(only).outputs
         return outputs
 
