@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
@@ -200,25 +199,23 @@ class Session(DividedModule):
         is_pipeline = partition is not None and partition.pipelines(training, device_iterations)
         # How many stages the module's own blocks make shows with the first micro-batch.
         is_own = partition is not None and partition.is_own
-        make = functools.partial(
-            Plan.make,
-            stages=partition.ipus if partition is not None else 1,
-            depth=partition.depth if partition is not None else 0,
-            pipelined=is_pipeline and not is_own,
-            micro_batch_size=source.micro_batch_size or 1,
-            ipus=ipus,
-            device_iterations=device_iterations,
-            gradient_accumulation=gradient_accumulation,
-            samples=None if passes else source.samples,
-            dropped=source.dropped,
-            training=training,
-            auto_round_ipus=self.auto_round_ipus,
-            fixed_updates=fixed_updates,
-            processes=processes.num_processes,
-            process=processes.process_id,
-        )
         try:
-            plan = make()
+            plan = Plan.make(
+                stages=partition.ipus if partition is not None else 1,
+                depth=partition.depth if partition is not None else 0,
+                pipelined=is_pipeline and not is_own,
+                micro_batch_size=source.micro_batch_size or 1,
+                ipus=ipus,
+                device_iterations=device_iterations,
+                gradient_accumulation=gradient_accumulation,
+                samples=None if passes else source.samples,
+                dropped=source.dropped,
+                training=training,
+                auto_round_ipus=self.auto_round_ipus,
+                fixed_updates=fixed_updates,
+                processes=processes.num_processes,
+                process=processes.process_id,
+            )
         except PlanError as error:
             raise _told_of_compile(error) from error
         if is_pipeline and is_own:
