@@ -116,10 +116,6 @@ class SeveralLosses(Loss):
             count = total(hide_padding(as_weights(sample_weight, LossError), valid))
         return self._sum(terms, count)
 
-    def of_micro_batches(self, prediction: object, target: object, count: int) -> Optional[Tensor]:
-        """None: several losses are computed one micro-batch after another."""
-        return None
-
     def _arguments(
         self, part: OutputLoss, prediction: object, target: object
     ) -> Tuple[object, object]:
