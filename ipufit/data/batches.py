@@ -34,6 +34,9 @@ class BatchValidator:
         own_loss: whether the module computes its own loss, so that a batch holds only its
             arguments; "whole" where it is one argument.
         casting: chooses dtypes by the first batch; None leaves all as they are.
+
+    Attributes:
+        micro_batch_size: of the loader, or that of the first batch that was read.
     """
 
     def __init__(

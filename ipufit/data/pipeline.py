@@ -235,16 +235,6 @@ class BatchPipeline:
         """Tells the order of the samples that were looked at so far from another one, if it can."""
         return 0 if self._ledger is None else self._ledger.latest
 
-    @property
-    def role(self) -> str:
-        """Name the purpose of the batches, such as "training data"."""
-        return self._source.role
-
-    @property
-    def micro_batch_size(self) -> Optional[int]:
-        """Batch size of the loader, or that of the first batch that was read."""
-        return self.unpacker.micro_batch_size
-
     def executions(
         self, epoch: int, plan: Plan, stage: Optional[Stage] = None
     ) -> Generator[CombinedBatch, None, None]:

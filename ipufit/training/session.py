@@ -303,7 +303,8 @@ class Session(DividedModule):
         explainer = self.explainer(mode, job.source.role)
         self.count_stages(first, mode is Mode.TRAIN)
         plan = with_stage_count(job.plan, self.partitions.of(mode is Mode.TRAIN))
-        plan = dataclasses.replace(plan, micro_batch_size=pipeline.micro_batch_size or first.size)
+        size = pipeline.unpacker.micro_batch_size or first.size
+        plan = dataclasses.replace(plan, micro_batch_size=size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
         metrics.check_joined(self.processes.num_processes)
         wants_outputs = bool(metrics) or job.wants_outputs
