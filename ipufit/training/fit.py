@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Tuple, Union
 
 from ipufit.callbacks import Callback, CallbackList
 from ipufit.callbacks.callback_list import CallbackObserver, Observer
@@ -147,7 +147,7 @@ def _run(
         updates *= len(config.epochs)
         job.program.expect(updates)
     session.last_plan, session.sample = job.plan, stripped(job.first)
-    callbacks = _fit_callbacks(model, session, config, job, validation)
+    callbacks = _callbacks(model, session, config, job, validation)
     _describe(model.history, callbacks, session, config, job)
     if config.level and session.processes.is_rank_zero:
         say_dev_run(config.notes, validation is not None)
@@ -392,75 +392,48 @@ def _may_stop(callback: Callback) -> bool:
     return hook is not Callback.on_train_batch_end and not callback.only_reports
 
 
-def _fit_callbacks(
-    model: CallbackModel,
-    session: Session,
-    config: FitConfig,
-    job: Job,
-    validation: Optional[ValidationRunner],
-) -> CallbackList:
-    """List the callbacks of a fit, with what they are told of it: the history is one of them."""
-    names, directions = _monitored(job)
-    if validation is not None:
-        names += validation.names(job.meter.names)
-        directions.update(validation.directions(job.meter.names, directions))
-    added = [] if model.history in config.callbacks else [model.history]
-    return _callbacks(
-        model,
-        session,
-        config,
-        job,
-        added,
-        epochs=config.epochs.stop,
-        resumes=config.restored is not None,
-        metrics=names,
-        directions=directions,
-    )
-
-
 def _callbacks(
     model: CallbackModel,
     session: Session,
     config: Union[FitConfig, InferenceConfig],
     job: Job,
-    added: Sequence[Callback] = (),
-    **about: object,
+    validation: Optional[ValidationRunner] = None,
 ) -> CallbackList:
-    """List the user's callbacks, then History, then the progress bar, as Keras does.
+    """List the user's callbacks, then a fit's History, then the progress bar, as Keras does.
 
     Args:
         model: that they are of.
         session: of the model.
         config: has the user's; a bar or a history among them is enough.
         job: what is run.
-        added: further ones.
-        about: what they are told of the run, where it is not that of every run.
+        validation: of a fit, whose values they are told of too; None for none.
     """
     is_first = session.processes.is_rank_zero
-    users = [callback for callback in config.callbacks if is_first or not callback.only_reports]
-    listed = [*users, *added]
+    listed = [callback for callback in config.callbacks if is_first or not callback.only_reports]
+    epochs, resumes = 1, False
+    if isinstance(config, FitConfig):
+        epochs, resumes = config.epochs.stop, config.restored is not None
+        listed += [] if model.history in config.callbacks else [model.history]
     if config.level and is_first:
         # Imported here: nobody needs it who sees nothing.
         from ipufit.callbacks.progbar_logger import ProgbarLogger
 
         if not any(isinstance(callback, ProgbarLogger) for callback in config.callbacks):
             listed.append(ProgbarLogger(config.level))
-    names, directions = _monitored(job)
+    names = [] if job.mode is Mode.PREDICT else [*job.meter.names, *job.meter.settings]
+    # "min" or "max", whichever is best, where that is known.
+    directions = {name: way for name, way in job.meter.directions.items() if name in names}
+    if validation is not None:
+        names += validation.names(job.meter.names)
+        directions.update(validation.directions(job.meter.names, directions))
     params = {
-        "epochs": 1,
+        "epochs": epochs,
         "verbose": config.level,
         "updates": _updates_per_epoch(job.plan, config.source),
         "samples": job.plan.samples,
-        "resumes": False,
+        "resumes": resumes,
         "metrics": names,
         "directions": directions,
         "adds": sorted({name for callback in config.callbacks for name in callback.adds or ()}),
-        **about,
     }
     return CallbackList(listed, model, params)
-
-
-def _monitored(job: Job) -> Tuple[List[str], Dict[str, str]]:
-    """Name the values of a job, and "min" or "max", whichever is best, where that is known."""
-    names = [] if job.mode is Mode.PREDICT else [*job.meter.names, *job.meter.settings]
-    return names, {name: way for name, way in job.meter.directions.items() if name in names}
