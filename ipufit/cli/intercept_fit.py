@@ -139,10 +139,15 @@ def check_fit_arguments(
         arguments: its arguments by name.
         instead: arguments in the place of these.
     """
-    names = [field.name for field in dataclasses.fields(FitRequest)]
+    names = [field.name for field in dataclasses.fields(FitRequest) if field.name != "data"]
     writes: Dict[str, Any] = {"checkpoint": None, "callbacks": ()}
     values = {**{name: arguments[name] for name in names}, **writes, **instead}
-    return FitConfig.check(session, FitRequest(**values))
+    return FitConfig.check(session, FitRequest(_data_of(arguments), **values))
+
+
+def _data_of(arguments: Mapping[str, Any]) -> DataArguments:
+    names = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
+    return DataArguments("training data", *(arguments[name] for name in names))
 
 
 def first_micro_batch(session: Session, arguments: Mapping[str, Any]) -> MicroBatch:
@@ -155,11 +160,8 @@ def first_micro_batch(session: Session, arguments: Mapping[str, Any]) -> MicroBa
     Raises:
         DataError: there is none, or it can't be fed.
     """
-    names = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
     own_loss = session.loss.in_module
-    source = get_data_adapter(
-        DataArguments("training data", *(arguments[name] for name in names)), Mode.TRAIN, own_loss
-    )
+    source = get_data_adapter(_data_of(arguments), Mode.TRAIN, own_loss)
     with isolated():
         batch = next(iter(source.loader), None)
     if batch is None:

@@ -34,17 +34,12 @@ __all__ = [
 class FitRequest:
     """The arguments of ``fit``, as they came."""
 
-    x: object
-    y: object
-    batch_size: object
+    data: DataArguments
     epochs: object
     verbose: Any
     callbacks: object
     validation_split: Any
     validation_data: object
-    shuffle: object
-    class_weight: object
-    sample_weight: object
     steps_per_epoch: object
     ipus: object
     device_iterations: object
@@ -95,16 +90,8 @@ class FitData:
         """Training and validation data, whatever forms they have."""
         request, faults = self._request, self._faults
         own_loss = self._session.loss.in_module
-        given = DataArguments(
-            "training data",
-            request.x,
-            request.y,
-            request.sample_weight,
-            request.class_weight,
-            request.batch_size,
-            request.shuffle,
-            shuffles=self._loading.overfit_batches is None,
-        )
+        shuffles = self._loading.overfit_batches is None
+        given = dataclasses.replace(request.data, shuffles=shuffles)
         with faults.collect():
             self.source = get_data_adapter(given, Mode.TRAIN, own_loss)
         with faults.collect():
@@ -153,7 +140,7 @@ class FitData:
                 self._steps = at_least("steps_per_epoch", request.steps_per_epoch, 1, " or None")
         with faults.collect():
             refuse_rivals(request.steps_per_epoch, loading, self.validation)
-            if loading.overfit_batches is not None and request.shuffle is True:
+            if loading.overfit_batches is not None and request.data.shuffle is True:
                 raise ConfigurationError(
                     "overfit_batches reads the same batches in every epoch, but shuffle=True asks "
                     "for others. Leave one out."

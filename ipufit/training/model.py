@@ -384,18 +384,16 @@ class Model(InspectionMixin):
         """
         later = "Start the second one when the first has returned."
         session = self._trainable("fit", later)
+        data = DataArguments(
+            "training data", x, y, sample_weight, class_weight, batch_size, shuffle
+        )
         request = FitRequest(
-            x=x,
-            y=y,
-            batch_size=batch_size,
+            data,
             epochs=epochs,
             verbose=verbose,
             callbacks=callbacks,
             validation_split=validation_split,
             validation_data=validation_data,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            sample_weight=sample_weight,
             steps_per_epoch=steps_per_epoch,
             ipus=ipus,
             device_iterations=device_iterations,
