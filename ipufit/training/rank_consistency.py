@@ -85,8 +85,7 @@ def _restore_on_all_ranks(processes: Processes, given: FitConfig) -> Optional[Re
         from ipufit.checkpoint.manager import find
 
         restored.extend(each for each in [find(given.checkpoint)] if each is not None)
-        names = [field.name for each in restored for field in dataclasses.fields(each)]
-        return [{name: getattr(each, name) for name in names} for each in restored]
+        return [dict(vars(each)) for each in restored]
 
     told = processes.run_on_rank_zero(read)
     if told and not restored:
