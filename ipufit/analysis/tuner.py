@@ -25,14 +25,13 @@ from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import Outputs
 from ipufit.data.adapters import DataArguments, comes_in_samples, get_data_adapter
-from ipufit.data.pipeline import JobSpec
 from ipufit.data.source import DataAdapter
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError, NonFiniteLossError
 from ipufit.metrics import MetricSet
 from ipufit.optim.schedules import Schedule, resolve_schedule
 from ipufit.training.arguments import checked_seed
-from ipufit.training.session import Session, require_single_process
+from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.trainer import Job, Trainer
 from ipufit.utils.figures import new_figure, save_figure
 from ipufit.utils.random_streams import draw_seed

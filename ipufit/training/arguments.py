@@ -14,7 +14,6 @@ from ipufit.checkpoint.settings import Checkpoint, resolve_checkpoint
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.adapters import get_data_adapter
-from ipufit.data.pipeline import JobSpec
 from ipufit.data.settings import Loading, resolve_loading, validation_epochs
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
@@ -27,7 +26,7 @@ from ipufit.training.fit_data import (
     refuse_unused,
     resolve_prefetch,
 )
-from ipufit.training.session import Session, require_single_process
+from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.utils.console import resolve_verbose
 from ipufit.utils.error_collector import ErrorCollector, at_least
 

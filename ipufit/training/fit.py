@@ -13,7 +13,6 @@ from ipufit.callbacks.history import History
 from ipufit.callbacks.running_fit import CallbackModel
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
-from ipufit.data.pipeline import JobSpec
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError, RecoverableDeviceError
 from ipufit.processes import Processes
@@ -21,7 +20,7 @@ from ipufit.training.arguments import FitConfig, InferenceConfig
 from ipufit.training.execution_sync import refuse_other_order
 from ipufit.training.fit_data import FitRequest, InferenceRequest
 from ipufit.training.rank_consistency import sync_inference_config, sync_run_config
-from ipufit.training.session import Session
+from ipufit.training.session import JobSpec, Session
 from ipufit.training.summary import stripped
 from ipufit.training.trainer import Job, PredictionObserver, Trainer, join_outputs
 from ipufit.training.validation import ValidationRunner

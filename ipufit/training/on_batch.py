@@ -7,9 +7,8 @@ from typing import Any, Dict, Iterator, List, Tuple, Union
 
 from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.data.adapters import DataArguments, get_data_adapter
-from ipufit.data.pipeline import JobSpec
 from ipufit.errors import ConfigurationError
-from ipufit.training.session import Session, require_single_process
+from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.trainer import Job
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.state import eval_mode, train_mode

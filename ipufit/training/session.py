@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.preflight.report import PreflightReport
     from ipufit.planner.planning import PartitionEstimator
 
-__all__ = ["Session", "require_single_process"]
+__all__ = ["JobSpec", "Session", "require_single_process"]
 
 
 class Session(DividedModule):

@@ -9,10 +9,9 @@ from ipufit.callbacks import CallbackList
 from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.data.batches import BatchValidator
-from ipufit.data.pipeline import JobSpec
 from ipufit.data.source import DataAdapter
 from ipufit.errors import DataError, IpufitError
-from ipufit.training.session import Session
+from ipufit.training.session import JobSpec, Session
 from ipufit.training.trainer import Trainer
 from ipufit.utils.names import in_validation
 from ipufit.utils.random_streams import isolated

@@ -21,13 +21,12 @@ from ipufit.core.compile_arguments import GRAPH, INDUCTOR, OFF
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import Outputs, Precision
 from ipufit.data.adapters import DataArguments, get_data_adapter
-from ipufit.data.pipeline import JobSpec
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
 from ipufit.tracing.comparison import Comparison, Tolerance, distance
-from ipufit.training.session import Session, require_single_process
+from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.summary import batch_of, sample_of
 from ipufit.utils import tree
 from ipufit.utils.error_collector import ErrorCollector, one_of
