@@ -216,8 +216,8 @@ def _repeat(step: Step, sample: MicroBatch) -> Tuple[Optional[Exception], _Opera
     whole = ModuleWithLoss(step.module, step.loss)
     parameters, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
     tensors = [*parameters.values(), *buffers.values()]
-    arguments = (whole, list(parameters), list(buffers), sample, step.with_loss)
-    micro = GradStep(*arguments, False, None, step.precision, False)
+    names = (list(parameters), list(buffers))
+    micro = GradStep(whole, *names, sample, step.with_loss, precision=step.precision)
     last = _LastOperator()
     with fork_rng(), preserve_attributes(whole), for_this_engine(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

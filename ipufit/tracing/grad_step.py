@@ -142,6 +142,14 @@ class ModuleWithLoss(StepModule):
         self.called = called_objects(loss)
         self.functions = () if loss is None else loss.functions
 
+    def state_names(self, trained: Sequence[str]) -> List[str]:
+        """Names of all parameters and buffers, these parameters first."""
+        tensors = (*self.named_parameters(), *self.named_buffers())
+        others = dict.fromkeys(name for name, _ in tensors)
+        for name in trained:
+            del others[name]
+        return [*trained, *others]
+
     def forward(
         self, batch: Sequence[tree.Tree], tensors: Mapping[str, Tensor], with_loss: bool
     ) -> Tuple[tree.Tree, Optional[LossTerm]]:
@@ -300,6 +308,7 @@ def capture_step(
         capture(traced, [*map(stand_in, named.values()), *leaves], **options)
 
 
+@dataclasses.dataclass(eq=False)
 class GradStep:
     """The function that is recorded for micro-batches of one shape.
 
@@ -322,9 +331,6 @@ class GradStep:
             when no gradient is wanted. Asked once.
 
     Attributes:
-        trained: names of the parameters that come first.
-        fixed: those of what comes next.
-        precision: in which the module computes.
         outputs: how the output tensors become the module's outputs.
         with_gradient: names of the parameters that a gradient reached.
         blocks: what their gradients are packed into.
@@ -332,32 +338,21 @@ class GradStep:
         labels: class indices that the loss takes; None before the first call with a loss.
     """
 
-    def __init__(
-        self,
-        step: ModuleWithLoss,
-        trained: Sequence[str],
-        fixed: Sequence[str],
-        example: MicroBatch,
-        with_loss: bool,
-        want_outputs: bool,
-        layout: Optional[Callable[[Sequence[str]], Sequence[FlatBlock]]],
-        precision: Precision,
-        scaled: bool,
-        partition: Optional[Partition] = None,
-        recompute: Sequence[str] = (),
-    ) -> None:
-        self._step = step
-        self._partition = partition
-        self._recompute = recompute
-        self.trained = list(trained)
-        self.fixed = list(fixed)
+    step: ModuleWithLoss
+    trained: Sequence[str]
+    fixed: Sequence[str]
+    example: dataclasses.InitVar[MicroBatch]
+    with_loss: bool
+    want_outputs: bool = False
+    layout: Optional[Callable[[Sequence[str]], Sequence[FlatBlock]]] = None
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    scaled: bool = False
+    partition: Optional[Partition] = None
+    recompute: Sequence[str] = ()
+
+    def __post_init__(self, example: MicroBatch) -> None:
         self._structure = example.structure
-        self._with_loss = with_loss
-        self._want_outputs = want_outputs
-        self._trains = layout is not None
-        self._layout = layout
-        self.precision = precision
-        self._scaled = scaled
+        self._trains = self.layout is not None
         self.hints: Dict[str, None] = {}
         self.reported = ReportedScalars()
         self.labels: Optional[Tuple[LabelRange, ...]] = None
@@ -374,35 +369,33 @@ class GradStep:
             self._keep_hooks(weights)
         state = dict(zip(self.trained, weights))
         state.update(zip(self.fixed, tensors[count:end]))
-        scale = tensors[-1] if self._scaled else None
-        leaves = tensors[end:-1] if self._scaled else tensors[end:]
+        scale = tensors[-1] if self.scaled else None
+        leaves = tensors[end:-1] if self.scaled else tensors[end:]
         batch = tree.unflatten(leaves, self._structure)
         result: List[Tensor] = []
         gradients: List[Tensor] = []
         with torch.set_grad_enabled(self._trains):
-            marked = mark_layers(self._step.net, self._recompute)
+            marked = mark_layers(self.step.net, self.recompute)
             precision = computing_in(self.precision, tensors[-1].device)
             with collecting() as entries, precision, marked:
                 batch = with_inputs_in(self.precision, batch)
-                with record_hints(batch, self.hints), follow_stages(
-                    self._partition, self._step.net
-                ):
-                    arguments = (batch, state, self._with_loss)
-                    outputs, term = call_with(self._step, state, arguments)
+                with record_hints(batch, self.hints), follow_stages(self.partition, self.step.net):
+                    arguments = (batch, state, self.with_loss)
+                    outputs, term = call_with(self.step, state, arguments)
             if term is not None:
                 if self.labels is None:
-                    self.labels = self._step.label_ranges(outputs, batch[2])
+                    self.labels = self.step.label_ranges(outputs, batch[2])
                 self.reported, numbers = ReportedScalars.of(term, entries)
                 result.append(numbers)
             if self._trains:
                 gradients = self._gradients(term.value, state, scale)
-        if self._want_outputs:
+        if self.want_outputs:
             result += self._detached_outputs(outputs, tensors)
         return result + gradients
 
     def _keep_hooks(self, weights: Sequence[Tensor]) -> None:
         """Hooks that the user has put on a parameter see the gradient of every micro-batch."""
-        parameters = dict(self._step.named_parameters())
+        parameters = dict(self.step.named_parameters())
         for name, weight in zip(self.trained, weights):
             if getattr(parameters[name], "_post_accumulate_grad_hooks", None):
                 raise CaptureError(
@@ -413,7 +406,7 @@ class GradStep:
                 weight.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _where(self) -> str:
-        return type(self._step.net).__name__
+        return type(self.step.net).__name__
 
     def _gradients(
         self, loss: Tensor, state: Mapping[str, Tensor], scale: Optional[Tensor]
@@ -442,9 +435,9 @@ class GradStep:
 
     def _refuse_bypass(self, loss: Tensor) -> None:
         """A parameter reached by a reference from outside the module would get no gradient."""
-        parameter_names = {id(p): name for name, p in self._step.named_parameters()}
+        parameter_names = {id(p): name for name, p in self.step.named_parameters()}
         # Those are looked for once: it takes longer than the rest.
-        overlooked = {} if self.with_gradient else find_unregistered(self._step.net)
+        overlooked = {} if self.with_gradient else find_unregistered(self.step.net)
         todo, visited = [loss.grad_fn], set()
         while todo:
             node = todo.pop()
@@ -468,7 +461,7 @@ class GradStep:
             todo += [following for following, _ in node.next_functions]
 
     def _lay_out(self, gradients: Mapping[str, Tensor]) -> None:
-        assert self._layout is not None
+        assert self.layout is not None
         if not self.trained:
             raise LossError(
                 f"{self._where()} must have a trainable parameter, but none that the optimizer "
@@ -488,9 +481,9 @@ class GradStep:
                     f"{gradient.layout}. Build the layer with sparse=False."
                 )
         self.with_gradient = tuple(name for name in self.trained if name in gradients)
-        self.blocks = self._layout(self.with_gradient)
+        self.blocks = self.layout(self.with_gradient)
         # It belongs to a program, which what is recorded outlives.
-        self._layout = None
+        self.layout = None
 
     def _detached_outputs(self, outputs: object, inputs: Sequence[Tensor]) -> List[Tensor]:
         refuse_hidden_tensors(outputs)

@@ -161,19 +161,10 @@ def record_alone(
     """
     tensors = {**dict(step.named_parameters()), **dict(step.named_buffers())}
     trained = [name for name, tensor in tensors.items() if trains and tensor.requires_grad]
-    names = [*trained, *(name for name in tensors if name not in trained)]
+    names = step.state_names(trained)
     layout = (lambda with_gradient: ()) if trains else None
-    micro = GradStep(
-        step,
-        trained,
-        names[len(trained) :],
-        example,
-        with_loss,
-        not trains,
-        layout,
-        precision,
-        False,
-    )
+    fixed = names[len(trained) :]
+    micro = GradStep(step, trained, fixed, example, with_loss, not trains, layout, precision)
     state: List[Tensor] = [tensors[name].detach() for name in names]
     with for_this_engine():
         return capture(micro, [*state, *example.leaves])

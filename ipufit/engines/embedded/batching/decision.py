@@ -263,7 +263,6 @@ class Merger:
             spec.want_outputs,
             lambda names: micro.blocks,
             spec.config.precision,
-            False,
         )
         with _explained("the gradient of forward is not that of its operators"):
             graph = capture(again, [*self.state, *self.example.leaves])
