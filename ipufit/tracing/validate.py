@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from ipufit.tracing.flat_storage import storage_id
 
 __all__ = [
     "find_unregistered",
+    "line_of",
     "public_name",
     "rebound",
     "refuse_rebinding",
@@ -27,6 +28,9 @@ __all__ = [
     "refuse_unregistered",
     "storages",
 ]
+
+# File, line, function.
+Line = Tuple[str, int, str]
 
 # Containers of Python, and what torch has in their place: for layers, and for parameters.
 _CONTAINERS = (
@@ -205,7 +209,8 @@ def _rebound(module: nn.Module, name: str, new: bool) -> CaptureError:
     path, _, attribute = name.rpartition(".")
     parts = path.split(".")
     owners = [module.get_submodule(".".join(parts[:i])) for i in range(len(parts), 0, -1)]
-    file, line, function = _assignment([type(owner) for owner in owners], attribute)
+    place = _assignment([type(owner) for owner in owners], attribute)
+    file, line, function = place or (None, None, None)
     if new:
         what = "registered"
         instead = "Register it in __init__, and change it in place in forward"
@@ -228,25 +233,37 @@ def _rebound(module: nn.Module, name: str, new: bool) -> CaptureError:
     )
 
 
-def _assignment(
-    owners: Sequence[type], attribute: str
-) -> Tuple[Optional[str], Optional[int], Optional[str]]:
-    """File, line and function where the user sets the attribute, or else where forward begins."""
+def line_of(function: Any, pattern: str = "") -> Optional[Line]:
+    """Find the first line in the source of a function or class that a pattern fits.
+
+    Args:
+        function: or class; anything else has no line.
+        pattern: regular expression; the empty one fits the line where it begins.
+    """
+    try:
+        function = inspect.unwrap(function)
+        file = inspect.getsourcefile(function) or ""
+        lines, first = inspect.getsourcelines(function)
+    except (OSError, TypeError):
+        return None
+    for number, line in enumerate(lines, first):
+        if re.search(pattern, line):
+            return file, number, function.__name__
+    return None
+
+
+def _assignment(owners: Sequence[type], attribute: str) -> Optional[Line]:
+    """The line where the user sets the attribute, or else where forward begins."""
     name = re.escape(attribute)
-    setting = re.compile(rf"\.{name}(\.data)?\s*=(?!=)|[\"']{name}[\"']")
-    begin: Tuple[Optional[str], Optional[int], Optional[str]] = (None, None, None)
+    setting = rf"\.{name}(\.data)?\s*=(?!=)|[\"']{name}[\"']"
+    begin: Optional[Line] = None
     for owner in owners:
         for function in _methods(owner):
-            try:
-                file = inspect.getsourcefile(function)
-                lines, first = inspect.getsourcelines(function)
-            except (OSError, TypeError):
-                continue
-            for number, line in enumerate(lines, first):
-                if setting.search(line):
-                    return file, number, function.__name__
-            if begin[0] is None and function.__name__ == "forward":
-                begin = file, first, "forward"
+            place = line_of(function, setting)
+            if place is not None:
+                return place
+            if begin is None and function.__name__ == "forward":
+                begin = line_of(function)
     return begin
 
 

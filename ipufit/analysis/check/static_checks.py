@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from torch import nn
 
@@ -12,6 +11,7 @@ from ipufit.analysis.check.findings import Finding
 from ipufit.tracing.capture import Frame
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.user_lines import users_module
+from ipufit.tracing.validate import line_of
 
 __all__ = ["defined_at", "mode_findings", "untrained_findings"]
 
@@ -112,17 +112,7 @@ def _depends_on_mode(part: nn.Module) -> bool:
         return bool(part.dropout)
     if not users_module(type(part)):
         return False
-    return "self.training" in (_source(type(part).forward) or ("", 0, ""))[0]
-
-
-def _source(function: Any) -> Optional[Tuple[str, int, str]]:
-    """Return text, first line and file of a function."""
-    try:
-        function = inspect.unwrap(function)
-        lines, first = inspect.getsourcelines(function)
-        return "".join(lines), first, inspect.getsourcefile(function) or ""
-    except (OSError, TypeError):
-        return None
+    return line_of(type(part).forward, r"self\.training") is not None
 
 
 def defined_at(step: nn.Module, path: str) -> Optional[Frame]:
@@ -131,26 +121,16 @@ def defined_at(step: nn.Module, path: str) -> Optional[Frame]:
     modules: Dict[str, nn.Module] = dict(step.named_modules())
     for count in range(len(parts) - 1, 0, -1):
         owner = type(modules.get(".".join(parts[:count]), step))
-        for base in owner.__mro__:
-            assignment = _assignment(base, parts[count]) if users_module(base) else None
+        name = re.escape(parts[count])
+        setting = rf"self\.{name}\b[^=(]*=(?!=)|[\"']{name}[\"']"
+        for base in filter(users_module, owner.__mro__):
+            assignment = line_of(vars(base).get("__init__"), setting)
             if assignment is not None:
                 return assignment
     for count in range(len(parts), 0, -1):
         part = modules.get(".".join(parts[:count]))
         if part is not None and users_module(type(part)):
-            source = _source(type(part))
-            if source is not None:
-                return source[2], source[1], type(part).__name__
-    return None
-
-
-def _assignment(owner: type, attribute: str) -> Optional[Frame]:
-    source = _source(owner.__dict__.get("__init__"))
-    if source is None:
-        return None
-    name = re.escape(attribute)
-    setting = re.compile(rf"self\.{name}\b[^=(]*=(?!=)|[\"']{name}[\"']")
-    for offset, line in enumerate(source[0].splitlines()):
-        if setting.search(line):
-            return source[2], source[1] + offset, "__init__"
+            begin = line_of(type(part))
+            if begin is not None:
+                return begin
     return None
