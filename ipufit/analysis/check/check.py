@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import traceback
 import types
 from typing import Dict, Iterator, List, Optional, Sequence
@@ -49,6 +50,7 @@ __all__ = ["checked", "checked_sample", "run_check"]
 _KEY = 0x1F17
 
 
+@dataclasses.dataclass
 class CheckSuite:
     """Runs a module in one mode and compares the runs.
 
@@ -59,17 +61,15 @@ class CheckSuite:
         is_training: with gradients.
     """
 
-    def __init__(
-        self,
-        tested: ModuleUnderTest,
-        pristine: Dict[str, Tensor],
-        findings: Findings,
-        is_training: bool,
-    ) -> None:
-        self._tested = tested
-        self._pristine = pristine
-        self._findings = findings
-        self._is_training = is_training
+    tested: ModuleUnderTest
+    pristine: Dict[str, Tensor]
+    findings: Findings
+    is_training: bool
+
+    def __post_init__(self) -> None:
+        self._snapshot = PythonSnapshot(self.tested.step)
+        self._changes: List[Change] = []
+        self._drawn: List[str] = []
 
     def run(self) -> Optional[Sequence[str]]:
         """Run the module in all the ways that find something, and collect the findings.
@@ -80,16 +80,14 @@ class CheckSuite:
         Raises:
             Exception: of the module's own, which can't take the batch.
         """
-        snapshot = PythonSnapshot(self._tested.step)
         try:
-            return self._run(snapshot)
+            return self._run()
         finally:
-            snapshot.restore()
+            self._snapshot.restore()
 
-    def _run(self, snapshot: PythonSnapshot) -> Optional[Sequence[str]]:
-        first = self._recorded(snapshot)
-        changes, drawn = snapshot.changes(), snapshot.interpreter.drawn()
-        snapshot.restore()
+    def _run(self) -> Optional[Sequence[str]]:
+        first = self._recorded()
+        self._undo()
         if first.error is None or isinstance(first.error, IpufitError):
             self._add_findings(first)
         has_values = False
@@ -97,47 +95,46 @@ class CheckSuite:
         foreign = only_on_ipus(first.error)
         if first.error is not None and foreign is not None:
             text, _, cure = foreign.rpartition(". ")
-            self._findings.add(_unrecordable(first.error, text, cure))
+            self.findings.add(_unrecordable(first.error, text, cure))
             return None
         if first.error is not None and not _is_about_gradients(first.error):
             read: List[CaptureError] = []
-            valued = self._valued(snapshot, read)
-            changes += snapshot.changes()
-            drawn += snapshot.interpreter.drawn()
-            snapshot.restore()
+            valued = self._valued(read)
+            self._undo()
             has_values = True
             # With values, others may be reached with the next batch.
             with_gradient = None if first.needs_values else valued.with_gradient
             if not self._is_recordable(first, valued):
                 return None
             if first.needs_values:
-                self._findings.add(*map(error_at, _after(read, first.error)))
+                self.findings.add(*map(error_at, _after(read, first.error)))
             self._add_findings(valued)
             first = valued
-        second = self._valued(snapshot) if has_values else self._recorded(snapshot, rolled=True)
-        changes += snapshot.changes()
-        drawn += snapshot.interpreter.drawn()
-        snapshot.restore()
-        for difference in differences(first.operations, second.operations):
-            self._findings.add(differs_at(difference, ()))
-        if changes or drawn:
-            self._follow(snapshot, changes, tuple(dict.fromkeys(drawn)))
-        return None if drawn else with_gradient
+        second = self._valued() if has_values else self._recorded(rolled=True)
+        self._undo()
+        for difference in differences(first.recorder.operations, second.recorder.operations):
+            self.findings.add(differs_at(difference, ()))
+        if self._changes or self._drawn:
+            self._follow()
+        return None if self._drawn else with_gradient
 
-    def _recorded(self, snapshot: PythonSnapshot, rolled: bool = False) -> CheckRun:
-        seed_generators(_KEY, self._tested.device)
-        return self._tested.recorded(snapshot.titles(), self._is_training, rolled)
+    def _recorded(self, rolled: bool = False) -> CheckRun:
+        seed_generators(_KEY, self.tested.device)
+        return self.tested.recorded(self._snapshot.titles(), self.is_training, rolled)
 
     def _valued(
-        self,
-        snapshot: PythonSnapshot,
-        read: Optional[List[CaptureError]] = None,
-        around: Optional[Lines] = None,
+        self, read: Optional[List[CaptureError]] = None, around: Optional[Lines] = None
     ) -> CheckRun:
-        seed_generators(_KEY, self._tested.device)
+        seed_generators(_KEY, self.tested.device)
         note = None if read is None else read.append
-        state = self._pristine
-        return self._tested.ran(snapshot.titles(), self._is_training, state, note, around)
+        titles = self._snapshot.titles()
+        return self.tested.ran(titles, self.is_training, self.pristine, note, around)
+
+    def _undo(self) -> None:
+        """Set back what a run has changed, and note it."""
+        self._changes += self._snapshot.changes()
+        self._drawn += self._snapshot.interpreter.drawn()
+        self._snapshot.restore()
 
     def _is_recordable(self, recorded: CheckRun, valued: CheckRun) -> bool:
         """Return False if nothing can be found out, because the module itself fails.
@@ -147,76 +144,75 @@ class CheckSuite:
         """
         error = valued.error
         if error is not None and not isinstance(error, IpufitError):
-            if not self._is_training:
+            if not self.is_training:
                 return False
             raise error
         is_torchs = recorded.error is not None and not isinstance(recorded.error, IpufitError)
         # Older versions of torch can't record a generator.
-        if recorded.error is not None and is_torchs and not valued.generators:
+        if recorded.error is not None and is_torchs and not valued.recorder.generators:
             first_line = str(recorded.error).partition("\n")[0].rstrip(".")
             text = (
                 "the module runs, but can't be recorded: "
                 f"{type(recorded.error).__name__}: {first_line}"
             )
             cure = "Write it with other operators, or use compile(..., run_eagerly=True)."
-            self._findings.add(_unrecordable(recorded.error, text, cure))
+            self.findings.add(_unrecordable(recorded.error, text, cure))
         return True
 
     def _add_findings(self, run: CheckRun) -> None:
         """Add the findings of one run: what ended it, and what it came upon before."""
-        self._findings.add(*map(error_at, run.rebound))
-        self._findings.add(*map(generator_at, run.generators))
-        if self._is_training:
-            named = {id(p): public_name(n) for n, p in self._tested.step.named_parameters()}
-            for tensor, frame in run.outside:
-                self._findings.add(outside_at(named.get(id(tensor)), frame))
+        self.findings.add(*map(error_at, run.rebound))
+        self.findings.add(*map(generator_at, run.recorder.generators))
+        if self.is_training:
+            named = {id(p): public_name(n) for n, p in self.tested.step.named_parameters()}
+            for tensor, frame in run.recorder.outside:
+                self.findings.add(outside_at(named.get(id(tensor)), frame))
         error = run.error
         if isinstance(error, CaptureError):
-            if error.file is not None or not run.outside:
-                self._findings.add(error_at(error))
-        elif isinstance(error, LossError) and run.operations:
+            if error.file is not None or not run.recorder.outside:
+                self.findings.add(error_at(error))
+        elif isinstance(error, LossError) and run.recorder.operations:
             what, _, cure = str(error).partition(". ")
             kind = "unused" if "no gradient reached" in what else "capture"
-            self._findings.add(Finding(kind, "error", None, None, None, what, cure))
+            self.findings.add(Finding(kind, "error", None, None, None, what, cure))
         elif isinstance(error, IpufitError):
             raise error
 
-    def _follow(
-        self, snapshot: PythonSnapshot, changes: List[Change], drawn: Sequence[str]
-    ) -> None:
+    def _follow(self) -> None:
         """Run without recording several times, and find the lines at which values change."""
-        probes = {_name(change.place): snapshot.probe(change) for change in changes}
+        snapshot, drawn = self._snapshot, dict.fromkeys(self._drawn)
+        probes = {_name(change.place): snapshot.probe(change) for change in self._changes}
         probes.update((name, snapshot.interpreter.probes[name]) for name in drawn)
         lines = Lines(probes)
         runs: List[CheckRun] = []
         by_run: List[List[Change]] = []
         before = snapshot
         for _ in range(3):
-            runs.append(self._valued(snapshot, around=lines))
+            runs.append(self._valued(around=lines))
             by_run.append(before.changes())
             if runs[-1].error is not None and not isinstance(runs[-1].error, IpufitError):
                 break
             snapshot.restore_generators()
-            before = PythonSnapshot(self._tested.step)
+            before = PythonSnapshot(self.tested.step)
         repeated = by_run[1:] if len(by_run) > 1 else by_run
         again = _by_place([c for part in repeated for c in part])
         # A generator was set back between the runs.
         again.update(_by_place([c for c in by_run[0] if c.how == "drawn"]))
         titles = titles_of(list(again.values()))
-        unlike = differences(runs[-2].operations, runs[-1].operations) if len(runs) > 1 else []
-        unlike = unlike if len(runs) == 3 else []
+        programs = [run.recorder.operations for run in runs]
+        unlike = differences(*programs[1:]) if len(runs) == 3 else []
         if not unlike and len(runs) > 1 and not same_results(runs[0].results, runs[1].results):
             # What the first call alone does, such as a start from data.
-            unlike = differences(runs[0].operations, runs[1].operations)[:1]
+            unlike = differences(*programs[:2])[:1]
             again = {**_by_place(by_run[0]), **again}
             titles = titles_of(list(again.values()))
-        self._findings.add(*(differs_at(difference, titles) for difference in unlike))
+        self.findings.add(*(differs_at(difference, titles) for difference in unlike))
         for name, change in again.items():
             frames: Sequence[Optional[Frame]] = list(lines.lines.get(name, ())) or [None]
-            self._findings.add(*(changed_at(change, frame) for frame in frames))
+            self.findings.add(*(changed_at(change, frame) for frame in frames))
         for name in drawn:
             frames = list(lines.lines[name]) or [None]
-            self._findings.add(*(drawn_at(name, frame) for frame in frames))
+            self.findings.add(*(drawn_at(name, frame) for frame in frames))
 
 
 def _after(read: Sequence[CaptureError], first: Optional[BaseException]) -> List[CaptureError]:
@@ -231,7 +227,7 @@ def _after(read: Sequence[CaptureError], first: Optional[BaseException]) -> List
 
 
 def _name(place: OwnedName) -> str:
-    return f"{place.kind} {place.title} {id(place.owner)}"
+    return f"{place.owner.kind} {place.title} {id(place.owner.thing)}"
 
 
 def _by_place(changes: Sequence[Change]) -> Dict[str, Change]:

@@ -249,10 +249,10 @@ def changed_at(change: Change, frame: Optional[Frame]) -> Finding:
     place = change.place
     where = frame or _NOWHERE
     if change.how == "drawn":
-        if isinstance(change.after, torch.Generator):
+        if isinstance(change.value, torch.Generator):
             return generator_at(frame)
         return drawn_at(place.title, frame)
-    if place.name == "training" and place.kind == "attribute":
+    if place.name == "training" and place.owner.kind == "attribute":
         text = f"forward switches {place.title}, which then stays as it was when it was recorded"
         cure = "Leave train and eval mode to fit, and read self.training."
         return Finding("mode", "error", *where, text, cure)
@@ -263,7 +263,8 @@ def changed_at(change: Change, frame: Optional[Frame]) -> Finding:
         )
         cure = "Register it as a buffer: self.register_buffer(name, tensor)."
         return Finding("folded", "error", *where, text, cure)
-    title = f"the global {place.title}" if place.kind == "global" else place.title
+    is_global = place.owner.kind == "global"
+    title = f"the global {place.title}" if is_global else place.title
     if change.how == "grown":
         text = f"forward changes what is in {title}, but runs once, to be recorded"
         cure = (
@@ -271,7 +272,7 @@ def changed_at(change: Change, frame: Optional[Frame]) -> Finding:
             "the next call needs belong into a buffer."
         )
         return Finding("container", "warning", *where, text, cure)
-    kind = "global" if place.kind == "global" else "attribute"
+    kind = "global" if is_global else "attribute"
     text = f"forward sets {title} anew in every call, but runs once, to be recorded"
     cure = (
         "To carry a value from one micro-batch to the next, register a buffer and change it in "

@@ -33,32 +33,13 @@ DEEP = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnedName:
-    """A name in the namespace of an owner.
-
-    Attributes:
-        title: for people, such as "Net.step" or "global COUNT".
-        kind: "attribute", "global" or "members".
-        owner: the object that has the name.
-        name: the name.
-        is_torchs: whether the owner is a module of torch's own.
-    """
-
-    title: str
-    kind: str
-    owner: object
-    name: str
-    is_torchs: bool = False
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class ValueOwner:
     """Something with names: an object, a class, or the globals of a file.
 
     Attributes:
         thing: the object that has the names.
         title: of it, for people.
-        kind: of its names, as of :class:`OwnedName`.
+        kind: of its names: "attribute", "global" or "members".
         is_torchs: whether it is a module of torch's own.
         mapping: where its names are, if not in its ``__dict__``.
     """
@@ -71,9 +52,7 @@ class ValueOwner:
 
     def namespace(self) -> Dict[str, object]:
         """Return the values that are bound now, without those that do not count."""
-        if self.mapping is not None:
-            return {k: v for k, v in list(self.mapping.items()) if self._counts(k, v)}
-        return {k: v for k, v in list(vars(self.thing).items()) if self._counts(k, v)}
+        return {k: v for k, v in list(self._names().items()) if self._counts(k, v)}
 
     def _counts(self, name: str, value: object) -> bool:
         if self.kind == "members":
@@ -84,11 +63,6 @@ class ValueOwner:
                 or generator_state(value) is not None
             )
         return name not in _MEMBERS
-
-    def place(self, name: str) -> OwnedName:
-        """Return the place of a name."""
-        title = f"{self.title}.{name}" if self.title else name
-        return OwnedName(title, self.kind, self.thing, name, self.is_torchs)
 
     def assign(self, name: str, value: object) -> None:
         """Bind a name to a value."""
@@ -106,6 +80,19 @@ class ValueOwner:
 
     def _names(self) -> MutableMapping[str, object]:
         return self.mapping if self.mapping is not None else vars(self.thing)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnedName:
+    """A name in the namespace of an owner."""
+
+    owner: ValueOwner
+    name: str
+
+    @property
+    def title(self) -> str:
+        """The name for people, such as "Net.step" or "COUNT" of a global."""
+        return f"{self.owner.title}.{self.name}" if self.owner.title else self.name
 
 
 class _Cells(Dict[str, object]):
@@ -196,13 +183,12 @@ class Change:
     Attributes:
         place: where.
         how: "set", "grown", "written" (a tensor in place) or "drawn" (a generator).
-        before, after: values.
+        value: that is there now.
     """
 
     place: OwnedName
     how: str
-    before: object
-    after: object
+    value: object
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
@@ -222,19 +208,19 @@ class PythonSnapshot:
     def __init__(self, step: ModuleWithLoss) -> None:
         self._saved: List[Tuple[ValueOwner, Dict[str, object]]] = []
         self._contents: Dict[int, Tuple[OwnedName, object, object]] = {}
-        self._tensors: Dict[int, Tuple[OwnedName, Tensor, int, Tensor]] = {}
+        self._tensors: Dict[int, Tuple[OwnedName, Tensor, Tensor]] = {}
         self._generators: Dict[int, Tuple[OwnedName, object, object]] = {}
         for owner in owners_of(step):
             names = owner.namespace()
             self._saved.append((owner, names))
             for name, value in names.items():
-                self._keep(owner.place(name), value, DEEP)
+                self._keep(OwnedName(owner, name), value, DEEP)
         self.interpreter = Generators()
 
     def _keep(self, place: OwnedName, value: object, depth: int) -> None:
         if isinstance(value, Tensor):
-            if place.kind != "members" and not value.is_meta:
-                self._tensors[id(value)] = (place, value, value._version, value.detach().clone())
+            if place.owner.kind != "members" and not value.is_meta:
+                self._tensors[id(value)] = (place, value, value.detach().clone())
         elif isinstance(value, CONTAINERS):
             if id(value) not in self._contents:
                 self._contents[id(value)] = (place, value, _copied(value))
@@ -248,34 +234,33 @@ class PythonSnapshot:
 
     def titles(self) -> Dict[int, str]:
         """Return, by storage, where tensors lie that are no state of the module."""
-        return {storage_id(tensor): place.title for place, tensor, _, _ in self._tensors.values()}
+        return {storage_id(tensor): place.title for place, tensor, _ in self._tensors.values()}
 
     def changes(self) -> List[Change]:
         """List the values that have changed, without those of torch's own modules."""
         changes: List[Change] = []
         for owner, before in self._saved:
             now = owner.namespace()
-            for name in (*before, *(name for name in now if name not in before)):
+            for name in dict.fromkeys((*before, *now)):
                 old, new = before.get(name, _NOTHING), now.get(name, _NOTHING)
-                place = owner.place(name)
-                if place.kind == "members" or (place.is_torchs and name != "training"):
+                if owner.kind == "members" or (owner.is_torchs and name != "training"):
                     continue
-                if old is not new and not _equal(old, new):
-                    changes.append(Change(place, "set", old, new))
+                if not _equal(old, new):
+                    changes.append(Change(OwnedName(owner, name), "set", new))
         for place, container, copy in self._contents.values():
-            if not place.is_torchs and not _equal(copy, container):
-                changes.append(Change(place, "grown", copy, container))
-        for place, tensor, version, value in self._tensors.values():
-            if not place.is_torchs and not same_values(tensor, value):
-                changes.append(Change(place, "written", version, tensor._version))
+            if not place.owner.is_torchs and not _equal(copy, container):
+                changes.append(Change(place, "grown", container))
+        for place, tensor, value in self._tensors.values():
+            if not place.owner.is_torchs and not same_values(tensor, value):
+                changes.append(Change(place, "written", tensor))
         for place, generator, state in self._generators.values():
             if not same_state(generator_state(generator), state):
-                changes.append(Change(place, "drawn", generator, generator))
+                changes.append(Change(place, "drawn", generator))
         return changes
 
     def restore(self) -> None:
         """Set all attributes, globals and generators to the values that they had."""
-        for _, tensor, _, value in self._tensors.values():
+        for _, tensor, value in self._tensors.values():
             if not same_values(tensor, value):
                 with torch.no_grad():
                     tensor.copy_(value)
@@ -300,10 +285,9 @@ class PythonSnapshot:
     def probe(self, change: Change) -> Callable[[], object]:
         """Return a function whose result differs once a change has happened."""
         place = change.place
-        owner = next(o for o, _ in self._saved if o.thing is place.owner and o.kind == place.kind)
 
         def look() -> object:
-            value = owner.namespace().get(place.name, _NOTHING)
+            value = place.owner.namespace().get(place.name, _NOTHING)
             if change.how == "drawn":
                 return hashable(generator_state(value))
             if isinstance(value, PLAIN):
@@ -323,8 +307,14 @@ def _content(value: object) -> object:
         return None
     if len(value) > _MOST:
         return len(value)
-    items = [part for item in value.items() for part in item] if isinstance(value, dict) else value
-    return [repr(item) if isinstance(item, PLAIN) else id(item) for item in items]
+    return [repr(item) if isinstance(item, PLAIN) else id(item) for item in _items(value)]
+
+
+def _items(container: Any) -> List[object]:
+    """List what is in a container, keys and values of a dict."""
+    if isinstance(container, dict):
+        return [part for item in container.items() for part in item]
+    return list(container)
 
 
 def _copied(value: Any) -> Any:
@@ -335,27 +325,14 @@ def _copied(value: Any) -> Any:
 
 
 def _refill(container: Any, copy: Any) -> None:
-    if isinstance(container, dict):
-        if dict(container) is not copy and not _identical(list(container.items()), copy.items()):
-            container.clear()
-            container.update(copy)
-    elif isinstance(container, set):
-        if container != copy:
-            container.clear()
-            container.update(copy)
-    elif not _identical(container, copy):
+    """Put back what is in the copy of a container, if something else is in it now."""
+    if isinstance(container, set):
+        is_same = container == copy
+    else:
+        is_same = [*map(id, _items(container))] == [*map(id, _items(copy))]
+    if not is_same:
         container.clear()
-        container.extend(copy)
-
-
-def _identical(one: Any, other: Any) -> bool:
-    if len(one) != len(other):
-        return False
-    for a, b in zip(one, other):
-        same = a is b or (isinstance(a, tuple) and all(x is y for x, y in zip(a, b)))
-        if not same:
-            return False
-    return True
+        (container.extend if isinstance(copy, list) else container.update)(copy)
 
 
 def _equal(old: object, new: object) -> bool:

@@ -27,6 +27,7 @@ from ipufit.tracing.grad_step import GradStep
 from ipufit.tracing.interpreter import Listener, OperatorCall
 from ipufit.tracing.user_lines import is_installed, is_users, users_frame
 from ipufit.utils import tree
+from ipufit.utils.state import replaced
 
 __all__ = [
     "Operation",
@@ -60,12 +61,6 @@ class Operation:
     frame: Optional[Frame]
     constants: List[Tuple[int, Tensor]]
     titles: List[str] = dataclasses.field(default_factory=list)
-
-    def seal(self) -> None:
-        """Replace tensors by fingerprints, before the next run may change them."""
-        for place, tensor in self.constants:
-            self.values[place] = digest(tensor)
-        self.constants = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +130,13 @@ class OperationRecorder(Listener):
             self._register(tensor)
             self.tainted.add(storage_id(tensor))
 
-    def sealed(self) -> List[Operation]:
-        """Return the operations with all fingerprints, and free the tensors of the run."""
+    def seal(self) -> None:
+        """Replace tensors by fingerprints, before the next run may change them."""
         for operation in self.operations:
-            operation.seal()
+            for place, tensor in operation.constants:
+                operation.values[place] = digest(tensor)
+            operation.constants.clear()
         self._alive.clear()
-        return self.operations
 
     def before(self, call: OperatorCall) -> None:
         """Record the operator, and whether it reads values that the program computes."""
@@ -337,7 +333,6 @@ _SEEDS = ((torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed")
 def quiet(events: OutputEvents) -> Iterator[None]:
     """Record output and seeds of the block instead of showing them."""
     sink = _Sink(events, threading.get_ident())
-    handle = logging.Logger.handle
 
     def handle_record(self: logging.Logger, record: logging.LogRecord) -> None:
         events.out("logs")
@@ -360,18 +355,12 @@ def quiet(events: OutputEvents) -> Iterator[None]:
 
         return seed
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(sink))
-        stack.enter_context(contextlib.redirect_stderr(sink))
-        stack.enter_context(warnings.catch_warnings())
+    seeds = [(owner, name, seeding(getattr(owner, name))) for owner, name in _SEEDS]
+    watched = replaced((logging.Logger, "handle", handle_record), *seeds)
+    outputs = contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink)
+    with outputs[0], outputs[1], warnings.catch_warnings(), watched:
         warnings.simplefilter("always")
         warnings.showwarning = warned  # type: ignore[assignment]
-        stack.callback(setattr, logging.Logger, "handle", handle)
-        logging.Logger.handle = handle_record  # type: ignore[method-assign]
-        for owner, name in _SEEDS:
-            original = getattr(owner, name)
-            stack.callback(setattr, owner, name, original)
-            setattr(owner, name, seeding(original))
         yield
 
 

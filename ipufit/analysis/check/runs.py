@@ -9,14 +9,13 @@ from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from ipufit.analysis.check.recorders import Operation, OperationRecorder, Reads
+from ipufit.analysis.check.recorders import OperationRecorder, Reads
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError
 from ipufit.losses import LabelRange, Loss
-from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
-from ipufit.tracing.capture import Frame, capture, recordable
-from ipufit.tracing.flat_storage import FlatBlock
+from ipufit.partition.partition import NOT_DIVIDED, Partitions
+from ipufit.tracing.capture import capture, recordable
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.interpreter import watch_functions, watch_operators
 from ipufit.tracing.ipu_only import for_this_engine
@@ -31,20 +30,16 @@ class CheckRun:
     """Operations, findings and results that one run of the module under test left behind.
 
     Attributes:
-        operations: the program.
+        recorder: has recorded the program.
         error: what ended it early, or None.
         rebound: parameters and buffers that forward replaced.
-        outside: parameters of the user's that are no part of the program, with the line.
-        generators: lines that draw from a generator of their own.
         with_gradient: names of the parameters that got a gradient; None where that is unknown.
         results: the numbers, outputs, gradients and buffers of a run on values.
     """
 
-    operations: List[Operation] = dataclasses.field(default_factory=list)
+    recorder: OperationRecorder
     error: Optional[BaseException] = None
-    rebound: List[CaptureError] = dataclasses.field(default_factory=list)
-    outside: List[Tuple[Tensor, Optional[Frame]]] = dataclasses.field(default_factory=list)
-    generators: List[Optional[Frame]] = dataclasses.field(default_factory=list)
+    rebound: Sequence[CaptureError] = ()
     with_gradient: Optional[Tuple[str, ...]] = None
     results: Tuple[Tensor, ...] = ()
 
@@ -68,8 +63,8 @@ class ModuleUnderTest:
 
     Attributes:
         step: module and loss.
-        state: the tensors of both, by name.
-        trained: names of those that get a gradient.
+        trained: names of the parameters that get a gradient.
+        state: the tensors of both, by name, those first.
         labels: class indices that the loss takes, once a run has computed it.
     """
 
@@ -91,8 +86,9 @@ class ModuleUnderTest:
         named = dict(self.step.named_parameters())
         wanted = {id(p) for p in (named.values() if owned is None else owned)}
         self.trained = [n for n, p in named.items() if p.requires_grad and id(p) in wanted]
-        self.state: Dict[str, Tensor] = {**named, **dict(self.step.named_buffers())}
-        self.device = next((t.device for t in self.state.values()), torch.device("cpu"))
+        tensors: Dict[str, Tensor] = {**named, **dict(self.step.named_buffers())}
+        self.state = {name: tensors[name] for name in self.step.state_names(self.trained)}
+        self.device = next((t.device for t in tensors.values()), torch.device("cpu"))
         # Copies: one tensor in two places is two inputs of a program.
         leaves = tuple(leaf.detach().to(self.device, copy=True) for leaf in sample.leaves)
         self.sample = dataclasses.replace(sample, leaves=leaves)
@@ -106,7 +102,7 @@ class ModuleUnderTest:
             rolled: of other data, the rows of the batch in another order.
         """
         leaves = [_rolled(leaf) for leaf in self.sample.leaves] if rolled else self.sample.leaves
-        state = [tensor.detach() for tensor in self._ordered()]
+        state = [tensor.detach() for tensor in self.state.values()]
 
         def record(call: Callable[..., Sequence[Tensor]]) -> None:
             with for_this_engine():
@@ -131,7 +127,7 @@ class ModuleUnderTest:
             note: told where a value is asked for.
             around: entered for the run.
         """
-        state = [pristine[name].clone() for name in self._names()]
+        state = [pristine[name].clone() for name in self.state]
         leaves = [leaf.clone() for leaf in self.sample.leaves]
         results: List[Tensor] = []
 
@@ -144,21 +140,9 @@ class ModuleUnderTest:
                     with time_steps():
                         results.extend(call(*state, *leaves))
 
-        run = self._done(titles, training, execute, note or _nobody)
+        run = self._done(titles, training, execute, note or (lambda error: None))
         run.results = (*(result.detach() for result in results), *state)
         return run
-
-    def _partition(self, training: bool) -> Optional[Partition]:
-        """Return the partition of a mode; None if fit is yet to search for one."""
-        partition = self._partitions.of(training)
-        return None if partition is None or partition.is_open else partition
-
-    def _names(self) -> List[str]:
-        trained = set(self.trained)
-        return [*self.trained, *(name for name in self.state if name not in trained)]
-
-    def _ordered(self) -> List[Tensor]:
-        return [self.state[name] for name in self._names()]
 
     def _done(
         self,
@@ -167,10 +151,15 @@ class ModuleUnderTest:
         execute: Callable[[Callable[..., Sequence[Tensor]]], object],
         note: Optional[Callable[[CaptureError], None]] = None,
     ) -> CheckRun:
-        run = CheckRun()
+        run = CheckRun(OperationRecorder((), titles))
         self._rebound.clear()
-        fixed = self._names()[len(self.trained) :]
+        fixed = list(self.state)[len(self.trained) :]
         with_gradients = training and bool(self.trained)
+        # Gradients need no storage of their own.
+        layout = (lambda names: ()) if with_gradients else None
+        partition = self._partitions.of(training)
+        if partition is not None and partition.is_open:
+            partition = None  # fit is yet to search for one
         micro = GradStep(
             self.step,
             self.trained,
@@ -178,21 +167,17 @@ class ModuleUnderTest:
             self.sample,
             True,
             True,
-            _no_blocks if with_gradients else None,
+            layout,
             self._precision,
-            False,
-            self._partition(training),
+            partition=partition,
         )
-        recorders: List[OperationRecorder] = []
 
         def call(*tensors: Tensor) -> Sequence[Tensor]:
-            recorders.append(OperationRecorder(tensors, titles, note))
-            reads = (
-                contextlib.nullcontext()
-                if note is None
-                else watch_functions(Reads(note, recorders[-1]))
-            )
-            with watch_operators(recorders[-1]), reads:
+            recorder = run.recorder = OperationRecorder(tensors, titles, note)
+            with contextlib.ExitStack() as watched:
+                watched.enter_context(watch_operators(recorder))
+                if note is not None:
+                    watched.enter_context(watch_functions(Reads(note, recorder)))
                 return micro(*tensors)
 
         try:
@@ -200,23 +185,11 @@ class ModuleUnderTest:
         except Exception as error:
             run.error = error
         self.labels = micro.labels or self.labels
-        if recorders:
-            recorder = recorders[-1]
-            run.outside, run.generators = recorder.outside, recorder.generators
-            run.operations = recorder.sealed()
+        run.recorder.seal()
         run.rebound = list(self._rebound)
         if with_gradients and run.error is None:
             run.with_gradient = micro.with_gradient
         return run
-
-
-def _no_blocks(names: Sequence[str]) -> Sequence[FlatBlock]:
-    """Return no blocks: gradients need no storage of their own."""
-    return ()
-
-
-def _nobody(error: CaptureError) -> None:
-    """Ignore a value that is read, as in a run that has values."""
 
 
 def _rolled(leaf: Tensor) -> Tensor:
