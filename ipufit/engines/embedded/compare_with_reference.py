@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import operator
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -161,7 +162,7 @@ class ReferenceComparison:
             *self._buffers(own_state, state),
         ]:
             prefix = f"{what} " if kind and what != "loss" else ""
-            self._add(_result(kind or what, f"{prefix}{name}"), (one, other))
+            self._add(functools.partial(Difference, kind or what, f"{prefix}{name}"), (one, other))
 
     def _gradients(
         self, traced_results: Sequence[Tensor], results: Sequence[Tensor]
@@ -199,12 +200,6 @@ def _as(tensor: Tensor, dtype: Optional[torch.dtype]) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def _result(kind: str, name: str) -> Measured:
-    return lambda absolute, relative, tolerance: Difference(
-        kind, name, absolute, relative, tolerance
-    )
-
-
 class _NodeComparison(Listener):
     """Holds the value of each node of a recorded graph against that of an eager run."""
 
@@ -235,36 +230,20 @@ class _NodeComparison(Listener):
             return
         worst = max(range(len(pairs)), key=lambda place: distance(*pairs[place]).absolute)
         origin = eager.origin
-
-        def at_operator(absolute: float, relative: float, tolerance: float) -> Difference:
-            return Difference(
-                "operator",
-                call.operator,
-                absolute,
-                relative,
-                tolerance,
-                origin.module,
-                origin.kind,
-                node,
-                origin.is_backward,
-                origin.file,
-                origin.line,
-                origin.source,
-            )
-
+        at_operator = functools.partial(
+            Difference,
+            "operator",
+            call.operator,
+            module=origin.module,
+            module_kind=origin.kind,
+            node=node,
+            is_backward=origin.is_backward,
+            file=origin.file,
+            line=origin.line,
+            source=origin.source,
+        )
         self._add(at_operator, pairs[worst])
         for returned, place in eager.returned:
             if place < len(pairs):
-
-                def at_module(
-                    absolute: float,
-                    relative: float,
-                    tolerance: float,
-                    name: str = returned.name,
-                    kind: str = returned.kind,
-                ) -> Difference:
-                    return Difference(
-                        "module", name, absolute, relative, tolerance, module_kind=kind
-                    )
-
-                self._add(at_module, pairs[place])
+                module = functools.partial(Difference, "module", returned.name)
+                self._add(functools.partial(module, module_kind=returned.kind), pairs[place])
