@@ -35,12 +35,14 @@ class OptimizerRule:
         counted: whether torch keeps a "step" for every parameter. False: it keeps none, and a
             parameter has been updated before if it has a state tensor.
         by_parameter: whether what happens to an element depends on others of its parameter.
+        switched: settings that must stay on, or off, while a program lives.
         tensors: names of the state tensors that have the parameter's shape, as torch names them.
         decay, maximize: whether weights decay, whether the gradient is climbed.
     """
 
     counted = True
     by_parameter = False
+    switched: Tuple[str, ...] = ("weight_decay", "maximize")
 
     def __init__(self, group: Group) -> None:
         self.tensors = self.state_names(group)
@@ -50,7 +52,7 @@ class OptimizerRule:
     @classmethod
     def switches(cls, group: Group) -> Tuple[object, ...]:
         """Settings that must stay as they are while a program lives."""
-        return (bool(group["weight_decay"]), bool(group.get("maximize")))
+        return tuple(bool(group.get(name)) for name in cls.switched)
 
     @classmethod
     def state_names(cls, group: Group) -> Tuple[str, ...]:
@@ -80,16 +82,12 @@ class SGDRule(OptimizerRule):
     """Update rule of torch.optim.SGD."""
 
     counted = False
+    switched = (*OptimizerRule.switched, "momentum", "dampening", "nesterov")
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.dampening = bool(group["dampening"])
         self.nesterov = bool(group["nesterov"])
-
-    @classmethod
-    def switches(cls, group: Group) -> Tuple[object, ...]:
-        sgd_switches = tuple(bool(group[name]) for name in ("momentum", "dampening", "nesterov"))
-        return (*super().switches(group), *sgd_switches)
 
     @classmethod
     def state_names(cls, group: Group) -> Tuple[str, ...]:
@@ -120,15 +118,11 @@ class AdamRule(OptimizerRule):
     """torch.optim.Adam, with L2 or decoupled weight decay."""
 
     decoupled = False
+    switched = (*OptimizerRule.switched, "amsgrad", "decoupled_weight_decay")
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.decoupled = self.decoupled or bool(group.get("decoupled_weight_decay"))
-
-    @classmethod
-    def switches(cls, group: Group) -> Tuple[object, ...]:
-        adam_switches = (bool(group.get("amsgrad")), bool(group.get("decoupled_weight_decay")))
-        return (*super().switches(group), *adam_switches)
 
     @classmethod
     def state_names(cls, group: Group) -> Tuple[str, ...]:
@@ -217,10 +211,7 @@ class RMSpropRule(OptimizerRule):
     """
 
     tensorflow = False
-
-    @classmethod
-    def switches(cls, group: Group) -> Tuple[object, ...]:
-        return (*super().switches(group), bool(group["momentum"]), bool(group["centered"]))
+    switched = (*OptimizerRule.switched, "momentum", "centered")
 
     @classmethod
     def state_names(cls, group: Group) -> Tuple[str, ...]:

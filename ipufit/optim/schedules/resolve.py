@@ -53,7 +53,6 @@ class CallableSchedule(Schedule):
     ) -> None:
         super().__init__(optimizer, per_update)
         self._parts = parts
-        self._expected: List[Dict[settings.Target, object]] = []
         groups, kind = settings.read(optimizer), type(optimizer).__name__
         self._targets = [
             (group, settings.target(name, groups[group], kind, group), name)
@@ -134,12 +133,6 @@ class CallableSchedule(Schedule):
             self._wanted = list(wanted)
 
         return restore
-
-    def _own_state(self) -> object:
-        return None
-
-    def _load_own(self, state: object) -> None:
-        """Nothing: the functions depend on the position alone."""
 
 
 _SPELLINGS = (

@@ -276,12 +276,11 @@ class Schedule(abc.ABC):
     def _keep(self) -> Callable[[], None]:
         """Remember what is the schedule's own; the result puts it back."""
 
-    @abc.abstractmethod
     def _own_state(self) -> object:
-        """Return the part of its state that goes into a checkpoint."""
+        """Return the part of its state that goes into a checkpoint, besides settings and place."""
+        return None
 
-    @abc.abstractmethod
-    def _load_own(self, state: object) -> None:
+    def _load_own(self, state: object) -> None:  # noqa: B027 - there may be none
         """Take it from a checkpoint."""
 
     def _at_epoch_end(self, logs: Mapping[str, float]) -> Callable[[], None]:
