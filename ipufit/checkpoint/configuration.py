@@ -17,7 +17,6 @@ import re
 import sys
 import types
 from typing import (
-    TYPE_CHECKING,
     Callable,
     Collection,
     Dict,
@@ -37,31 +36,27 @@ from torch import Tensor, nn
 from torch.nn.modules import activation, dropout
 from torch.utils.data import DataLoader
 
+from ipufit.callbacks.running_fit import Measurement, ObservedSession
+from ipufit.checkpoint.training_state import RestoredState
+from ipufit.core.train_config import HyperparameterSchedule
 from ipufit.data.batches import is_weighted
 from ipufit.data.in_memory import ReadAhead, RowBatches, rows_in_memory
 from ipufit.data.loaders import reads_as_torch
+from ipufit.data.source import DataAdapter
 from ipufit.errors import UnknownNameError
+from ipufit.losses import Loss
 from ipufit.optim.schedules import settings
 from ipufit.utils import tree
-
-if TYPE_CHECKING:
-    from ipufit.core.batch import MicroBatch
-    from ipufit.core.train_config import HyperparameterSchedule, TrainConfig
-    from ipufit.data.source import DataAdapter
-    from ipufit.losses import Loss
-    from ipufit.metrics import MetricSet
+from ipufit.utils.console import warn_user
 
 __all__ = [
     "CHANGEABLE",
     "ConfigurationChange",
+    "RunConfiguration",
     "RunData",
-    "changes_between",
-    "compiled_configuration",
+    "changeable_names",
     "configuration_name",
-    "data_configuration",
-    "is_changeable",
     "lines_of",
-    "mutable_configuration",
     "resolve_resume_changes",
 ]
 
@@ -149,26 +144,17 @@ def resolve_resume_changes(
         UnknownNameError: nothing with that name can change; with the nearest that can.
     """
     names = (names,) if isinstance(names, str) else names or ()
-    changeable = CHANGEABLE | _hyperparameter_names(groups)
+    changeable = changeable_names(groups)
     for name in sorted(names):
         if name not in changeable:
             raise UnknownNameError("name in resume_changes", name, changeable)
     return frozenset(names)
 
 
-def _hyperparameter_names(groups: Sequence[Mapping[str, object]]) -> FrozenSet[str]:
+def changeable_names(groups: Sequence[Mapping[str, object]]) -> FrozenSet[str]:
+    """Names that ``resume_changes`` may have, with an optimizer of these groups."""
     names = frozenset(name for group in groups for name in group)
-    return names - _NO_NUMBERS - _WITH_STATE - {*settings.NOTES}
-
-
-def is_changeable(change: ConfigurationChange, groups: Sequence[Mapping[str, object]]) -> bool:
-    """Say whether ``resume_changes`` can allow a change.
-
-    Args:
-        change: what differs.
-        groups: of the optimizer.
-    """
-    return change.name in CHANGEABLE or change.name in _hyperparameter_names(groups)
+    return CHANGEABLE | (names - _NO_NUMBERS - _WITH_STATE - {*settings.NOTES})
 
 
 def configuration_name(name: str) -> str:
@@ -193,47 +179,88 @@ class RunData:
     updates: Optional[int]
 
 
-def compiled_configuration(config: TrainConfig, loss: Loss, metrics: MetricSet) -> Configuration:
-    """Return the part of the configuration that ``compile`` fixed, as plain JSON."""
-    schedule = config.schedule
-    # First the arguments of ``compile`` that were given, then those that are always there.
-    return {
-        **{name: value for name, value in config.describe().items() if name not in _SAME_NUMBERS},
-        **_loss(loss),
-        "metrics": {name: _described(each) for name, each in metrics.fresh().by_name().items()},
-        "lr_scheduler": None if schedule is None else _described(schedule.configuration),
-    }
+@dataclasses.dataclass
+class RunConfiguration:
+    """The configuration that a run began with, as its checkpoints hold it.
 
-
-def data_configuration(data: RunData, first: MicroBatch) -> Configuration:
-    """Return the part of the configuration that describes the data, as plain JSON.
-
-    Args:
-        data: of the run.
-        first: the first micro-batch.
+    Attributes:
+        begin: by the names of the arguments of ``compile`` and ``fit``.
+        changes: what was changed on purpose where the run went on.
     """
-    class_weights = data.training.class_weights
-    return {
-        "class_weight": None if class_weights is None else _described(class_weights.by_class),
-        "sample_weight": class_weights is None and is_weighted(first),
-        "shuffle": _order(data.training),
-        "data": {**_data(data.training), "steps_per_epoch": data.updates},
-        "validation_data": None if data.validation is None else _data(data.validation),
-    }
+
+    begin: Configuration = dataclasses.field(default_factory=dict)
+    changes: List[Dict[str, object]] = dataclasses.field(default_factory=list)
+
+    @staticmethod
+    def of(session: ObservedSession, data: RunData, job: Measurement) -> RunConfiguration:
+        """Return the configuration of a run that begins.
+
+        Args:
+            session: what ``compile`` fixed.
+            data: what ``fit`` reads.
+            job: the training, with its first micro-batch, and its metrics: of those of a
+                LightningModule the session would begin an epoch.
+        """
+        schedule, class_weights = session.config.schedule, data.training.class_weights
+        arguments = session.config.describe().items()
+        metrics = job.meter.metrics.fresh().by_name()
+        # First the arguments of ``compile`` that were given, then those that are always there.
+        begin = {
+            **{name: value for name, value in arguments if name not in _SAME_NUMBERS},
+            **_loss(session.loss),
+            "metrics": {name: _described(each) for name, each in metrics.items()},
+            "lr_scheduler": None if schedule is None else _described(schedule.configuration),
+            "class_weight": None if class_weights is None else _described(class_weights.by_class),
+            "sample_weight": class_weights is None and is_weighted(job.first),
+            "shuffle": _order(data.training),
+            "data": {**_data(data.training), "steps_per_epoch": data.updates},
+            "validation_data": None if data.validation is None else _data(data.validation),
+            **_mutable(session),
+        }
+        return RunConfiguration(begin)
+
+    def document(self, session: ObservedSession) -> Configuration:
+        """Return the part of a checkpoint that says how its run is configured, as plain JSON.
+
+        It has the configuration at the beginning, and what callbacks have changed since then.
+        """
+        now = _mutable(session)
+        last = {name: value for name, value in now.items() if value != self.begin.get(name)}
+        return {"configuration": {"begin": self.begin, "last": last}, "changes": self.changes}
+
+    def changes_since(self, checkpoint: RestoredState) -> List[ConfigurationChange]:
+        """Return how this run's configuration differs from the one that wrote a checkpoint."""
+        stored = checkpoint.document.get("configuration")
+        if stored is None:
+            warn_user(
+                f"the checkpoint {checkpoint.name!r} is of an older ipufit and does not say how "
+                "its run was configured: that loss, optimizer settings, data and module are the "
+                "same is not checked, and the optimizer settings are those of the checkpoint.",
+            )
+            return []
+        same_torch = checkpoint.document["torch"] == torch.__version__
+        return _changes_between(stored["begin"], stored["last"], self.begin, same_torch)
+
+    def adopt(self, checkpoint: RestoredState, changes: Sequence[ConfigurationChange]) -> None:
+        """Go on with the configuration of a checkpoint, but for what has changed on purpose."""
+        stored = checkpoint.document.get("configuration")
+        names = {configuration_name(change.name) for change in changes}
+        if stored is not None:
+            carried = {n: value for n, value in stored["begin"].items() if n not in names}
+            self.begin = {**self.begin, **carried}
+        entries = [{"update": checkpoint.done, "change": line} for line in lines_of(changes)]
+        self.changes = [*checkpoint.document.get("changes", []), *entries]
 
 
-def mutable_configuration(
-    module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Optional[HyperparameterSchedule]
-) -> Configuration:
+def _mutable(session: ObservedSession) -> Configuration:
     """Return the part of the configuration that callbacks may change while a run goes on.
 
-    Args:
-        module: the user's.
-        optimizer: with its present settings.
-        schedule: computes some of these, which are left out; None for none.
+    Settings of the optimizer that a schedule computes are left out.
     """
+    module, optimizer = session.module, session.optimizer
+    assert optimizer is not None
     return {
-        "hyperparameters": _hyperparameters(optimizer, schedule),
+        "hyperparameters": _hyperparameters(optimizer, session.config.schedule),
         "modules": {name: _module(each) for name, each in module.named_modules()},
         "requires_grad": {name: p.requires_grad for name, p in module.named_parameters()},
     }
@@ -269,20 +296,20 @@ def _module(module: nn.Module) -> Configuration:
     kinds = [k for k in type(module).__mro__ if not k.__module__.startswith(_IN_PLACE_OF_OTHERS)]
     attributes: Configuration = {}
     if kinds[0] is type(module):
-        attributes = _attributes(module, plain=True)
+        attributes = _attributes(module)
         if type(module).extra_repr is not nn.Module.extra_repr:
             attributes["extra_repr"] = _described(module.extra_repr())
     return {"class": kinds[0].__name__, **attributes}
 
 
-def _attributes(value: object, plain: bool, depth: int = 0) -> Configuration:
-    """Return an object's public attributes, described; of an object of ipufit's, the others too."""
+def _attributes(value: object, depth: int = 0) -> Configuration:
+    """Describe an object's public attributes that are plain; of one of ipufit's, all of them."""
     is_own = type(value).__module__.partition(".")[0] == _OWN
     result = {}
     for name, each in getattr(value, "__dict__", {}).items():
         if (name.startswith("_") and not is_own) or name == "training":
             continue
-        if not plain or _is_plain(each):
+        if is_own or _is_plain(each):
             result[name.lstrip("_")] = _described(each, depth + 1)
     return result
 
@@ -335,10 +362,8 @@ def _object(value: object, depth: int) -> object:
 
 
 def _instance(value: object, depth: int = 0) -> Configuration:
-    """Describe an object by its class and attributes: plain ones, or all of one of ipufit's."""
-    is_own = type(value).__module__.partition(".")[0] == _OWN
-    attributes = _attributes(value, plain=not is_own, depth=depth)
-    return {"class": type(value).__name__, **attributes}
+    """Describe an object by its class and attributes."""
+    return {"class": type(value).__name__, **_attributes(value, depth)}
 
 
 def _function(value: Callable[..., object], depth: int) -> object:
@@ -432,7 +457,7 @@ def _tensor_digest(leaves: Iterable[object]) -> str:
     return digest.hexdigest()[:16]
 
 
-def changes_between(
+def _changes_between(
     begin: Mapping[str, object],
     last: Mapping[str, object],
     now: Mapping[str, object],

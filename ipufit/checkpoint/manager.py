@@ -9,24 +9,24 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import Dict, Iterator, List, Optional, Sequence
+from typing import ContextManager, Dict, Iterator, List, Optional, Sequence
 
 from ipufit.callbacks import Callback, CallbackList
 from ipufit.callbacks.callback import missing_value
 from ipufit.callbacks.callback_list import Observer
 from ipufit.callbacks.history import direction_of
 from ipufit.callbacks.running_fit import CallbackModel, ObservedSession, RunningFit
-from ipufit.checkpoint.configuration import ConfigurationChange, RunData, resolve_resume_changes
+from ipufit.checkpoint.configuration import (
+    ConfigurationChange,
+    RunConfiguration,
+    RunData,
+    resolve_resume_changes,
+)
 from ipufit.checkpoint.files import Document
 from ipufit.checkpoint.restore import restore
 from ipufit.checkpoint.settings import Checkpoint
 from ipufit.checkpoint.store import Store, name_of
-from ipufit.checkpoint.training_state import (
-    RestoredState,
-    RunConfiguration,
-    checkpoint_contents,
-    loop_state,
-)
+from ipufit.checkpoint.training_state import RestoredState, checkpoint_contents, loop_state
 from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.processes import Processes, common
 from ipufit.utils.codec import encode
@@ -163,6 +163,7 @@ class _Best:
     value: Optional[float] = None
 
 
+@dataclasses.dataclass(eq=False)
 class CheckpointManager(Observer):
     """Writes the checkpoints of one ``fit``.
 
@@ -176,50 +177,33 @@ class CheckpointManager(Observer):
         callbacks: of the fit.
         stateful: callbacks of the user, whose state is stored.
         run: what belongs to the run as a whole; it comes back from a checkpoint.
-
-    Attributes:
-        restored: what ``fit`` goes on from, or None.
-        run: of the whole run, once it has begun.
     """
+
+    model: CallbackModel
+    session: ObservedSession
+    settings: Checkpoint
+    restored: Optional[RestoredState]
+    restarts: int
+    data: RunData
+    callbacks: CallbackList
+    stateful: Sequence[Callback]
+    run: Document
 
     phase = "checkpoint"
 
-    def __init__(
-        self,
-        model: CallbackModel,
-        session: ObservedSession,
-        settings: Checkpoint,
-        restored: Optional[RestoredState],
-        restarts: int,
-        data: RunData,
-        callbacks: CallbackList,
-        stateful: Sequence[Callback],
-        run: Document,
-    ) -> None:
-        self._restarts = restarts
-        self._data = data
+    def __post_init__(self) -> None:
+        self.run = dict(self.run)
+        folder = self.settings.folder
+        self._store = None if folder is None else Store(folder)
+        self._processes = self.session.processes
         self._begun = RunConfiguration()
-        self._processes = session.processes
-        self._model = model
-        self._session = session
-        self._settings = settings
-        self._store = None if settings.folder is None else Store(settings.folder)
-        self.restored = restored
-        self._callbacks = callbacks
-        self._stateful = list(stateful)
-        self.run = dict(run)
         self._best = _Best()
         self._signals = PreemptionHandler()
         self._direction: Optional[str] = None
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> ContextManager[None]:
         """Within the block SIGINT and SIGTERM wait for the checkpoint."""
-        if self._store is None:
-            yield
-            return
-        with self._signals.listening():
-            yield
+        return contextlib.nullcontext() if self._store is None else self._signals.listening()
 
     def begin_fit(self, fit: RunningFit) -> None:
         """Find out, before any work, whether everything can be written down; go on if asked to.
@@ -232,18 +216,18 @@ class CheckpointManager(Observer):
         if self._store is not None:
             fit.pipeline.tells_place = True
             self._find_direction()
-            encode(loop_state(fit, self._stateful))
-        restarts = self._settings.max_restarts > 0
-        self._begun = RunConfiguration.of(self._session, self._data, fit.job)
+            encode(loop_state(fit, self.stateful))
+        restarts = self.settings.max_restarts > 0
+        self._begun = RunConfiguration.of(self.session, self.data, fit.job)
         if self.restored is None:
             if restarts:
                 self._write(self.run["first_epoch"] - 1, in_epoch=False)
             return
         if self.restored.in_epoch:
-            self._callbacks.call("on_epoch_begin", self.restored.epoch, {})
+            self.callbacks.call("on_epoch_begin", self.restored.epoch, {})
         changes = self._compare()
-        allowed = resolve_resume_changes(self._settings.resume_changes, self._session.groups)
-        restore(self.restored, fit, self._session, self._stateful, changes, allowed)
+        allowed = resolve_resume_changes(self.settings.resume_changes, self.session.groups)
+        restore(self.restored, fit, self.session, self.stateful, changes, allowed)
         self._begun.adopt(self.restored, changes)
         if self._begun.changes or allowed:
             unchanged = sorted(allowed - {change.name for change in changes})
@@ -252,7 +236,7 @@ class CheckpointManager(Observer):
         self.run.update(self.restored.run)
         best = self.restored.best
         self._best = _Best(best["name"], best["value"])
-        self._model.stop_training = False
+        self.model.stop_training = False
         if changes and restarts:
             # A device that fails before the next one would go on without the changes.
             document = self.restored.document
@@ -263,7 +247,7 @@ class CheckpointManager(Observer):
         """Return the configuration's changes since the checkpoint, found by the first process."""
         checkpoint = self.restored
         assert checkpoint is not None
-        if self._restarts:
+        if self.restarts:
             return []  # This very call has begun it.
         changes = self._processes.run_on_rank_zero(
             lambda: [dataclasses.asdict(each) for each in self._begun.changes_since(checkpoint)]
@@ -271,15 +255,13 @@ class CheckpointManager(Observer):
         return [ConfigurationChange(**change) for change in changes]
 
     def _find_direction(self) -> None:
-        settings = self._settings
+        settings = self.settings
         if settings.monitor is None:
             return
-        metrics = self._callbacks.params["metrics"]
+        metrics = self.callbacks.params["metrics"]
         if settings.monitor not in metrics:
             raise missing_value(settings, settings.monitor, metrics)
-        direction = direction_of(
-            settings.monitor, self._callbacks.params["directions"], guess=False
-        )
+        direction = direction_of(settings.monitor, self.callbacks.params["directions"], guess=False)
         self._direction = direction if settings.mode == "auto" else settings.mode
         if self._direction is None:
             raise ConfigurationError(
@@ -295,7 +277,7 @@ class CheckpointManager(Observer):
         """
         if self._store is None or self._fit.ending():
             return
-        every = self._settings.every_updates
+        every = self.settings.every_updates
         came = self._signals.agree(self._processes)
         if came or (every is not None and not self._done() % every):
             self._write(epoch, in_epoch=True)
@@ -310,7 +292,7 @@ class CheckpointManager(Observer):
         if self._store is None:
             return
         name = self._name(in_epoch=False)
-        monitor = self._settings.monitor
+        monitor = self.settings.monitor
         value = None if monitor is None else logs.get(monitor)
         if value is not None and self._is_better(float(value)):
             self._best = _Best(name, float(value))
@@ -339,16 +321,16 @@ class CheckpointManager(Observer):
             "stopped": self._fit.ending(),
             "run": self.run,
             "best": dataclasses.asdict(self._best),
-            **self._begun.document(self._session),
+            **self._begun.document(self.session),
         }
         document, tensors = checkpoint_contents(
-            self._fit, self._session, self._stateful, epoch, in_epoch, about
+            self._fit, self.session, self.stateful, epoch, in_epoch, about
         )
         if not self._processes.is_rank_zero:
             return
         self._store.write(name, document, tensors)
         also: List[str] = [] if self._best.name is None else [self._best.name]
-        self._store.rotate(self._settings.keep, also)
+        self._store.rotate(self.settings.keep, also)
 
     def _end_if_asked(self, epoch: int) -> None:
         if self._signals.agreed_on is None:
@@ -357,7 +339,7 @@ class CheckpointManager(Observer):
         self._processes.gather(None)
         message = (
             f"{self._signals.agreed_on.name}: fit ends after update {self._done()}, in epoch "
-            f"{epoch}, which is written down in {self._settings.folder!r}. Call it again with "
+            f"{epoch}, which is written down in {self.settings.folder!r}. Call it again with "
             "Checkpoint(..., resume='auto') to go on."
         )
         if self._processes.is_rank_zero:

@@ -13,8 +13,8 @@ from ipufit.callbacks import Callback
 from ipufit.callbacks.running_fit import ObservedSession, RunningFit
 from ipufit.checkpoint.configuration import (
     ConfigurationChange,
+    changeable_names,
     configuration_name,
-    is_changeable,
     lines_of,
 )
 from ipufit.checkpoint.files import Document
@@ -135,7 +135,7 @@ def _check_fits(
     if faults:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         lines = "\n".join(f"  {line}" for line in [*faults[:_SHOWN], *more])
-        changeable = {change.name for change in refused if is_changeable(change, session.groups)}
+        changeable = {change.name for change in refused} & changeable_names(session.groups)
         meant = f"resume_changes={{{', '.join(map(repr, sorted(changeable)))}}}"
         advice = f" To go on with other settings from here, pass {meant}." if changeable else ""
         raise CheckpointError(
@@ -255,12 +255,9 @@ def _settings_after(
         {
             name: copy.deepcopy(value) if name in taken_over or name not in stored else stored[name]
             for name, value in group.items()
-            if name != "params"
         }
-        for stored, group in zip(optimizer["param_groups"], session.groups)
+        for stored, group in zip(optimizer["param_groups"], live)
     ]
-    for stored, group in zip(optimizer["param_groups"], groups):
-        group["params"] = stored["params"]
     return {**optimizer, "param_groups": groups}, state
 
 

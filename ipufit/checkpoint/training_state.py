@@ -1,4 +1,4 @@
-"""The state of a training run in a checkpoint, and the configuration of its run beside it."""
+"""The state of a training run in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,18 +10,7 @@ from torch import Tensor, nn
 
 from ipufit._version import __version__
 from ipufit.callbacks import Callback
-from ipufit.callbacks.running_fit import Measurement, ObservedSession, RunningFit
-from ipufit.checkpoint.configuration import (
-    Configuration,
-    ConfigurationChange,
-    RunData,
-    changes_between,
-    compiled_configuration,
-    configuration_name,
-    data_configuration,
-    lines_of,
-    mutable_configuration,
-)
+from ipufit.callbacks.running_fit import ObservedSession, RunningFit
 from ipufit.checkpoint.files import Contents, Document
 from ipufit.checkpoint.store import Store
 from ipufit.engines.program import TrainState
@@ -29,14 +18,12 @@ from ipufit.errors import CheckpointError
 from ipufit.metrics import MetricSet
 from ipufit.processes import Processes
 from ipufit.utils.codec import decode, encode
-from ipufit.utils.console import warn_user
 from ipufit.utils.state import generator_states
 
 __all__ = [
     "NUMBERS",
     "Named",
     "RestoredState",
-    "RunConfiguration",
     "checkpoint_contents",
     "loop_state",
     "merge",
@@ -331,74 +318,6 @@ def _check_configuration(document: Document) -> None:
         isinstance(each["change"], str) for each in changes
     ):
         raise ValueError("what was changed in its run is no list of texts")
-
-
-@dataclasses.dataclass
-class RunConfiguration:
-    """The configuration that a run began with, as its checkpoints hold it.
-
-    Attributes:
-        begin: see :mod:`ipufit.checkpoint.configuration`.
-        changes: what was changed on purpose where the run went on.
-    """
-
-    begin: Configuration = dataclasses.field(default_factory=dict)
-    changes: List[Dict[str, object]] = dataclasses.field(default_factory=list)
-
-    @staticmethod
-    def of(session: ObservedSession, data: RunData, job: Measurement) -> RunConfiguration:
-        """Return the configuration of a run that begins.
-
-        Args:
-            session: what ``compile`` fixed.
-            data: what ``fit`` reads.
-            job: the training, with its first micro-batch, and its metrics: of those of a
-                LightningModule the session would begin an epoch.
-        """
-        begin = {
-            **compiled_configuration(session.config, session.loss, job.meter.metrics),
-            **data_configuration(data, job.first),
-            **_mutable(session),
-        }
-        return RunConfiguration(begin)
-
-    def document(self, session: ObservedSession) -> Document:
-        """Return the part of a checkpoint that says how its run is configured, as plain JSON.
-
-        It has the configuration at the beginning, and what callbacks have changed since then.
-        """
-        now = _mutable(session)
-        last = {name: value for name, value in now.items() if value != self.begin.get(name)}
-        return {"configuration": {"begin": self.begin, "last": last}, "changes": self.changes}
-
-    def changes_since(self, checkpoint: RestoredState) -> List[ConfigurationChange]:
-        """Return how this run's configuration differs from the one that wrote a checkpoint."""
-        stored = checkpoint.document.get("configuration")
-        if stored is None:
-            warn_user(
-                f"the checkpoint {checkpoint.name!r} is of an older ipufit and does not say how "
-                "its run was configured: that loss, optimizer settings, data and module are the "
-                "same is not checked, and the optimizer settings are those of the checkpoint.",
-            )
-            return []
-        same_torch = checkpoint.document["torch"] == torch.__version__
-        return changes_between(stored["begin"], stored["last"], self.begin, same_torch)
-
-    def adopt(self, checkpoint: RestoredState, changes: Sequence[ConfigurationChange]) -> None:
-        """Go on with the configuration of a checkpoint, but for what has changed on purpose."""
-        stored = checkpoint.document.get("configuration")
-        names = {configuration_name(change.name) for change in changes}
-        if stored is not None:
-            carried = {n: value for n, value in stored["begin"].items() if n not in names}
-            self.begin = {**self.begin, **carried}
-        entries = [{"update": checkpoint.done, "change": line} for line in lines_of(changes)]
-        self.changes = [*checkpoint.document.get("changes", []), *entries]
-
-
-def _mutable(session: ObservedSession) -> Configuration:
-    optimizer = session.optimizer
-    assert optimizer is not None
-    return mutable_configuration(session.module, optimizer, session.config.schedule)
 
 
 def _check_optimizer(state: Document) -> None:
