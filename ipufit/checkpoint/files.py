@@ -31,23 +31,24 @@ from torch import Tensor
 
 from ipufit.errors import CheckpointError
 from ipufit.utils import files
-from ipufit.utils.codec import MAX_DEPTH, UnfitError, advice_of, apart, reason_of, shown
+from ipufit.utils.codec import (
+    MAX_DEPTH,
+    UnfitError,
+    advice_of,
+    apart,
+    reason_of,
+    shown,
+    why_not_stored,
+)
 from ipufit.utils.fault_injection import check_disk
 
 __all__ = [
     "MANIFEST",
-    "MOST_STATE_BYTES",
-    "STATE",
-    "SUFFIX",
     "Contents",
     "Document",
     "Files",
-    "ManifestEntry",
-    "check_group",
-    "dump",
-    "parse",
     "read_contents",
-    "write_manifest",
+    "write_contents",
 ]
 
 T = TypeVar("T")
@@ -165,15 +166,6 @@ class ManifestEntry(NamedTuple):
 
     size: int
     sha256: str
-
-
-def check_group(group: str) -> None:
-    """Raise UnfitError if no file can be named like this."""
-    if not _GROUP.fullmatch(group):
-        raise UnfitError(
-            f"a group of its tensors is called {shown(group)}",
-            "Name groups with letters, digits, '_', '.' and '-'.",
-        )
 
 
 def write_manifest(entries: Mapping[str, ManifestEntry]) -> bytes:
@@ -366,6 +358,54 @@ class Contents:
 
     document: Document
     tensors: Dict[str, Dict[str, Tensor]]
+
+
+def write_contents(
+    disk: Files, path: str, document: Document, tensors: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Write a checkpoint into this folder, which is empty; the manifest last.
+
+    Args:
+        disk: writes.
+        path: of the folder.
+        document: plain JSON.
+        tensors: by name, by group.
+
+    Raises:
+        UnfitError, OSError: it can't be written.
+    """
+    for group, members in tensors.items():
+        _check_tensors(group, members)
+    try:
+        data = dump(document, MOST_STATE_BYTES)
+    except UnfitError as error:
+        raise UnfitError(
+            f"its document is refused: {error.reason}", "Make it with ipufit.checkpoint.encode."
+        ) from error
+    disk.write(os.path.join(path, STATE), data)
+    entries = {STATE: ManifestEntry(len(data), hashlib.sha256(data).hexdigest())}
+    for group, members in tensors.items():
+        file = os.path.join(path, group + SUFFIX)
+        disk.write_tensors(file, members)
+        size = disk.size_of(file)
+        entries[group + SUFFIX] = ManifestEntry(size, disk.sha256_of(file, size))
+    disk.write(os.path.join(path, MANIFEST), write_manifest(entries))
+    disk.sync_folder(path)
+
+
+def _check_tensors(group: str, members: Mapping[str, Tensor]) -> None:
+    if not _GROUP.fullmatch(group):
+        raise UnfitError(
+            f"a group of its tensors is called {shown(group)}",
+            "Name groups with letters, digits, '_', '.' and '-'.",
+        )
+    for name, tensor in members.items():
+        fault = why_not_stored(tensor)
+        if fault is not None:
+            raise UnfitError(
+                f"{shown(name)} of {group!r} is {fault}",
+                "Convert it to a dense tensor with values.",
+            )
 
 
 def read_contents(disk: Files, path: str) -> Contents:

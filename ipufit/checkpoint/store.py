@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
@@ -17,20 +16,14 @@ from torch import Tensor
 
 from ipufit.checkpoint.files import (
     MANIFEST,
-    MOST_STATE_BYTES,
-    STATE,
-    SUFFIX,
     Contents,
     Document,
     Files,
-    ManifestEntry,
-    check_group,
-    dump,
     read_contents,
-    write_manifest,
+    write_contents,
 )
 from ipufit.errors import CheckpointError
-from ipufit.utils.codec import UnfitError, advice_of, reason_of, shown, why_not_stored
+from ipufit.utils.codec import UnfitError, advice_of, reason_of, shown
 from ipufit.utils.console import warn_user
 from ipufit.utils.files import part_of
 
@@ -165,7 +158,7 @@ class Store:
     ) -> None:
         try:
             self._files.make_folder(hidden)
-            self._fill(hidden, document, tensors)
+            write_contents(self._files, hidden, document, tensors)
             self._files.rename(hidden, target)
             try:
                 self._files.sync_folder(self.folder)
@@ -177,23 +170,6 @@ class Store:
             with contextlib.suppress(OSError):
                 self._files.remove_tree(hidden)
             raise
-
-    def _fill(
-        self, hidden: str, document: Document, tensors: Mapping[str, Mapping[str, Tensor]]
-    ) -> None:
-        for group, members in tensors.items():
-            _check_tensors(group, members)
-        entries = {}
-        data = _state(document)
-        self._files.write(os.path.join(hidden, STATE), data)
-        entries[STATE] = ManifestEntry(len(data), hashlib.sha256(data).hexdigest())
-        for group, members in tensors.items():
-            path = os.path.join(hidden, group + SUFFIX)
-            self._files.write_tensors(path, members)
-            size = self._files.size_of(path)
-            entries[group + SUFFIX] = ManifestEntry(size, self._files.sha256_of(path, size))
-        self._files.write(os.path.join(hidden, MANIFEST), write_manifest(entries))
-        self._files.sync_folder(hidden)
 
     def prepare(self) -> None:
         """Make the folder, so that one that can't be is known before any work.
@@ -265,14 +241,6 @@ class Store:
             raise self._missing(name)
         return read_contents(self._files, path)
 
-    def readable(self, name: str) -> Optional[str]:
-        """Why a checkpoint can't be read; None if it can."""
-        try:
-            self.read(name)
-        except CheckpointError as error:
-            return str(error)
-        return None
-
     def newest(self) -> Tuple[Optional[Tuple[str, Contents]], List[str]]:
         """The newest checkpoint that can be read, with its name, and why those after it can't."""
         faults: List[str] = []
@@ -282,11 +250,6 @@ class Store:
             except CheckpointError as error:
                 faults.append(str(error))
         return None, faults
-
-    def newest_readable(self) -> Tuple[Optional[str], List[str]]:
-        """Its name, or None; and why those after it can't be read."""
-        checkpoint, faults = self.newest()
-        return None if checkpoint is None else checkpoint[0], faults
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint: as a whole, whatever happens.
@@ -379,26 +342,6 @@ class Store:
             with contextlib.suppress(OSError):
                 if is_left_over(path):
                     self._files.remove_tree(path)
-
-
-def _state(document: Document) -> bytes:
-    try:
-        return dump(document, MOST_STATE_BYTES)
-    except UnfitError as error:
-        raise UnfitError(
-            f"its document is refused: {error.reason}", "Make it with ipufit.checkpoint.encode."
-        ) from error
-
-
-def _check_tensors(group: str, members: Mapping[str, Tensor]) -> None:
-    check_group(group)
-    for name, tensor in members.items():
-        fault = why_not_stored(tensor)
-        if fault is not None:
-            raise UnfitError(
-                f"{shown(name)} of {group!r} is {fault}",
-                "Convert it to a dense tensor with values.",
-            )
 
 
 LOCK = ".lock"

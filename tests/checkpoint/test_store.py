@@ -18,6 +18,7 @@ from tests.checkpoint.written import (
     assert_whole,
     content,
     listed,
+    newest,
     place,
     put,
     refused,
@@ -31,14 +32,13 @@ pytestmark = pytest.mark.both_engines
 def test_what_was_written_is_read(store, tmp_path):
     """In a folder that was made for it; older ones stay."""
     assert store.names() == [ONE, TWO]
-    assert store.newest_readable() == (TWO, [])
-    assert store.readable(ONE) is None
+    assert newest(store) == (TWO, [])
     for name in store.names():
         assert_whole(store.folder, name)
     assert sorted(os.listdir(store.folder)) == [ONE, TWO]
     assert store.write(name_of(3), {}, {}) == place(store, name_of(3))
     assert Store(tmp_path / "none").names() == []
-    assert Store(tmp_path / "none").newest_readable() == (None, [])
+    assert Store(tmp_path / "none").newest() == (None, [])
 
 
 def test_the_files_are_what_other_programs_read(store):
@@ -138,7 +138,6 @@ def test_names_that_lead_elsewhere_are_refused(store, name):
     )
     for call in (store.read, store.remove, lambda name: store.write(name, {}, {})):
         refused(lambda call=call: call(name), text)
-    assert store.readable(name) == text
 
 
 CANT = "a checkpoint must be written as a whole, but 'update-000000003' can't be written to {!r}: "

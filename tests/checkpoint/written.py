@@ -72,6 +72,12 @@ def assert_whole(folder, name):
     assert same(weights, {"head.weight": torch.full((2, 2), float(updates))})
 
 
+def newest(store):
+    """The name of the newest checkpoint that can be read, and why those after it can't."""
+    (name, _), faults = store.newest()
+    return name, faults
+
+
 def place(store, *parts):
     """A path in its folder."""
     return os.path.join(store.folder, *parts)

@@ -131,9 +131,9 @@ class Drill:
             found.kills += 1
             entries = os.listdir(folder / "run") if (folder / "run").exists() else []
             found.saving += any(name.endswith(".part") for name in entries)
-            name, faults = Store(folder / "run").newest_readable()
+            checkpoint, faults = Store(folder / "run").newest()
             assert not faults, faults
-            found.unbegun += name is None
+            found.unbegun += checkpoint is None
 
 
 def _wait_for(path: Path, process: int) -> Optional[int]:
