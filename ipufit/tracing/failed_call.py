@@ -28,7 +28,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.core.objective_arguments import describe, describe_tensor
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, DataError, DeviceError, IpufitError, LossError
-from ipufit.losses import Loss, check_labels
+from ipufit.losses import check_labels
 from ipufit.losses.named import check_torch_loss
 from ipufit.tracing.capture import Frame, frame_of
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
@@ -38,7 +38,7 @@ from ipufit.tracing.validate import find_unregistered
 from ipufit.utils.console import PACKAGE
 from ipufit.utils.state import fork_rng
 
-__all__ = ["Step", "explain"]
+__all__ = ["explain"]
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _FUNCTIONAL = os.path.join(_TORCH, "nn", "functional.py")
@@ -54,31 +54,6 @@ class _Mismatch(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """Module and loss of a micro-batch that failed.
-
-    Attributes:
-        module: the user's.
-        loss: normal form; None where there is none.
-        with_loss: whether it was computed.
-        precision: in which the module computes.
-    """
-
-    module: nn.Module
-    loss: Optional[Loss]
-    with_loss: bool = True
-    precision: Precision = dataclasses.field(default_factory=Precision)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Operator:
-    """A function of torch and the tensors that it was called with."""
-
-    name: str = ""
-    tensors: Tuple[Tensor, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class _Failure:
     """The innermost call of a module that an exception came out of.
 
@@ -89,7 +64,7 @@ class _Failure:
         args, kwargs: of the call.
         functional: function of ``torch.nn.functional`` with its local variables, if one failed.
         frame: the user's line.
-        operator: that failed, where it was watched.
+        operator: the call of a function of torch's that failed, where it was watched.
     """
 
     error: Exception
@@ -99,7 +74,7 @@ class _Failure:
     kwargs: Dict[str, object]
     functional: Optional[Tuple[str, Dict[str, Any]]]
     frame: Optional[Frame]
-    operator: _Operator = _Operator()
+    operator: Optional[OperatorCall] = None
 
     @property
     def text(self) -> str:
@@ -127,13 +102,18 @@ class _Failure:
 
 
 def explain(
-    error: Exception, step: Step, batches: Sequence[MicroBatch], where: Callable[[int], str]
+    error: Exception,
+    step: ModuleWithLoss,
+    precision: Precision,
+    batches: Sequence[MicroBatch],
+    where: Callable[[int], str],
 ) -> Optional[IpufitError]:
     """Find out which layer or line can't take which micro-batch.
 
     Args:
         error: raised while a program was recorded for the micro-batches, or computed them.
-        step: module and loss.
+        step: module and the loss that was computed.
+        precision: in which the module computes.
         batches: the micro-batches.
         where: begin of the message, for the index of one of them.
 
@@ -151,7 +131,7 @@ def explain(
         # What a device refuses may run here, or fail for another reason.
         return fault
     for index, batch in enumerate(batches):
-        repeated, operator = _repeat(step, batch)
+        repeated, operator = _repeat(step, precision, batch)
         if isinstance(repeated, IpufitError):
             return repeated
         if repeated is not None:
@@ -180,7 +160,9 @@ def _is_users_own(error: Exception) -> bool:
     return not is_ours and code.co_code[entry.tb_lasti] in _RAISES
 
 
-def _read(error: Exception, step: Step, operator: _Operator = _Operator()) -> _Failure:
+def _read(
+    error: Exception, step: ModuleWithLoss, operator: Optional[OperatorCall] = None
+) -> _Failure:
     """Look through a traceback for the innermost module that was called."""
     names: Dict[int, str] = {}
     module: Optional[nn.Module] = None
@@ -194,7 +176,7 @@ def _read(error: Exception, step: Step, operator: _Operator = _Operator()) -> _F
             functional = (code.co_name, dict(local))
         if not isinstance(called, nn.Module):
             continue
-        if not names and type(called) is type(step.module):
+        if not names and type(called) is type(step.net):
             names = {id(part): name for name, part in called.named_modules()}
         if names and code.co_name == "_call_impl":
             module, functional = called, None
@@ -203,50 +185,49 @@ def _read(error: Exception, step: Step, operator: _Operator = _Operator()) -> _F
     return _Failure(error, module, name, args, kwargs, functional, frame_of(error), operator)
 
 
-def _repeat(step: Step, sample: MicroBatch) -> Tuple[Optional[Exception], _Operator]:
+def _repeat(
+    step: ModuleWithLoss, precision: Precision, sample: MicroBatch
+) -> Tuple[Optional[Exception], Optional[OperatorCall]]:
     """Run a micro-batch once, eagerly and on copies, and leave nothing of it behind.
 
     Args:
         step: module and loss.
+        precision: in which the module computes.
         sample: the micro-batch.
 
     Returns:
         What module or loss raise, and torch's operator that did; None where they run.
     """
-    whole = ModuleWithLoss(step.module, step.loss)
-    parameters, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
+    parameters, buffers = dict(step.named_parameters()), dict(step.named_buffers())
     tensors = [*parameters.values(), *buffers.values()]
     names = (list(parameters), list(buffers))
-    micro = GradStep(whole, *names, sample, step.with_loss, precision=step.precision)
+    micro = GradStep(step, *names, sample, step.loss is not None, precision=precision)
     last = _LastOperator()
-    with fork_rng(), preserve_attributes(whole), for_this_engine(), warnings.catch_warnings():
+    with fork_rng(), preserve_attributes(step), for_this_engine(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             copies = [tensor.detach().clone() for tensor in tensors]
             leaves = sample.to(tensors[0].device).clone().leaves if tensors else sample.leaves
         except RuntimeError:
             # A device that has failed can't be read any more.
-            return None, _Operator()
+            return None, None
         try:
             with torch.no_grad(), watch_functions(last):
                 micro(*copies, *leaves)
         except Exception as error:
-            return error, last.operator
-    return None, _Operator()
+            return error, last.call
+    return None, None
 
 
 class _LastOperator(Listener):
     """Remembers the function of torch that was called last."""
 
-    def __init__(self) -> None:
-        self.operator = _Operator()
+    call: Optional[OperatorCall] = None
 
     def before(self, call: OperatorCall) -> None:
         """Remember a function that takes tensors."""
-        tensors = tuple(call.inputs)
-        if tensors:
-            name = getattr(call.operator, "__name__", call.operator)
-            self.operator = _Operator(str(name).strip("_"), tensors)
+        if call.inputs:
+            self.call = call
 
 
 # ---- what layers need ---------------------------------------------------------------------------
@@ -425,7 +406,7 @@ def _type_mismatch(layer: nn.Module, x: Tensor) -> Optional[_Mismatch]:
 # ---- rules --------------------------------------------------------------------------------------
 
 
-def _fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
+def _fault(failure: _Failure, step: ModuleWithLoss, where: str) -> Optional[IpufitError]:
     """Find the first rule that explains the failure."""
     for rule in (_unregistered_fault, _layer_fault, _loss_fault, _operator_fault):
         fault = rule(failure, step, where)
@@ -434,17 +415,19 @@ def _fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
     return None
 
 
-def _unregistered_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
+def _unregistered_fault(
+    failure: _Failure, step: ModuleWithLoss, where: str
+) -> Optional[IpufitError]:
     """Explain a tensor that the module has not registered, and that no device holds."""
     if "IPU tensor" in failure.text:
-        for attribute in find_unregistered(step.module).values():
+        for attribute in find_unregistered(step.net).values():
             return CaptureError(
                 f"{attribute.text}, and a device has nothing of them. {attribute.cure}"
             )
     return None
 
 
-def _layer_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
+def _layer_fault(failure: _Failure, step: ModuleWithLoss, where: str) -> Optional[IpufitError]:
     """Explain an input that one of torch's layers can't take."""
     layer = failure.module
     if layer is None or not type(layer).forward.__module__.startswith("torch.nn"):
@@ -462,7 +445,7 @@ def _layer_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitEr
     return _data_error(where + what + failure.where, mismatch.cure, failure)
 
 
-def _loss_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
+def _loss_fault(failure: _Failure, step: ModuleWithLoss, where: str) -> Optional[IpufitError]:
     """Explain a prediction and a target that don't go together in one of torch's losses."""
     if failure.functional is None:
         return None
@@ -483,17 +466,19 @@ def _loss_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitErr
     return None
 
 
-def _operator_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
+def _operator_fault(failure: _Failure, step: ModuleWithLoss, where: str) -> Optional[IpufitError]:
     """An operator in the user's own code got tensors that don't go together."""
-    if not isinstance(failure.error, (RuntimeError, IndexError)) or not failure.operator.name:
+    operator = failure.operator
+    if not isinstance(failure.error, (RuntimeError, IndexError)) or operator is None:
         return None
     rule = next((rest for pattern, *rest in _TEXTS if pattern.search(failure.text)), None)
     if rule is None:
         return None
     needs, cure = rule
     owner = "the loss" if failure.module is None else type(failure.module).__name__
-    came = " and ".join(map(describe_tensor, failure.operator.tensors))
-    what = f"{failure.operator.name} in {owner} needs {needs}, got {came}"
+    name = str(getattr(operator.operator, "__name__", operator.operator)).strip("_")
+    came = " and ".join(map(describe_tensor, operator.inputs))
+    what = f"{name} in {owner} needs {needs}, got {came}"
     return _data_error(where + what + failure.where, cure, failure)
 
 

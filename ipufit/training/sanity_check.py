@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from typing import Any, Iterator, Optional, Sequence, Tuple
 
@@ -101,7 +102,8 @@ class FailureExplainer:
         if isinstance(error, IpufitError) and type(error) is not DeviceError:
             return None
         # Imported here: few runs fail.
-        from ipufit.tracing.failed_call import Step, explain
+        from ipufit.tracing.failed_call import explain
+        from ipufit.tracing.grad_step import ModuleWithLoss
 
         try:
             self.check_labels(batches, first)
@@ -110,11 +112,12 @@ class FailureExplainer:
         loss = self.loss
         if loss is not None and self.mode is Mode.PREDICT and not loss.in_module:
             loss = None
-        step = Step(self.module, loss, loss is not None, self.precision)
+        step = ModuleWithLoss(self.module, loss)
         # The block may have put back the modes in which its error came up.
         mode = train_mode if self.mode is Mode.TRAIN else eval_mode
         with mode(self.module, loss.module if loss is not None else None):
-            return explain(error, step, batches, lambda index: self._where(first, index))
+            where = functools.partial(self._where, first)
+            return explain(error, step, self.precision, batches, where)
 
     def check_labels(self, batches: Sequence[MicroBatch], first: Optional[int] = 0) -> None:
         """Compare the labels of micro-batches with the classes of the prediction.
