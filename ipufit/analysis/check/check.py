@@ -33,7 +33,7 @@ from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.train_config import Precision
 from ipufit.data.source import DataAdapter
 from ipufit.errors import CaptureError, IpufitError, LossError
-from ipufit.partition.partition import NOT_DIVIDED, Partitions
+from ipufit.partition.partition import NOT_DIVIDED
 from ipufit.tracing.capture import Frame
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.ipu_only import only_on_ipus
@@ -44,7 +44,7 @@ from ipufit.training.summary import no_batch, sample_of
 from ipufit.utils.random_streams import isolated, seed_generators
 from ipufit.utils.state import eval_mode, train_mode
 
-__all__ = ["checked", "checked_sample", "run_check"]
+__all__ = ["checked", "checked_sample"]
 
 # Where torch's generator starts in every run: only then may results be compared.
 _KEY = 0x1F17
@@ -255,12 +255,11 @@ def _frame_of(error: BaseException) -> Optional[Frame]:
     return innermost
 
 
-def run_check(
+def _run_check(
     explainer: FailureExplainer,
     sample: MicroBatch,
-    optimizer: Optional[torch.optim.Optimizer],
+    session: Optional[Session],
     caller: Optional[Frame],
-    partitions: Partitions = NOT_DIVIDED,
 ) -> CheckReport:
     """Run the module a few times, and report what a recorded program would not repeat.
 
@@ -270,19 +269,20 @@ def run_check(
         explainer: module, loss and precision; its loss is None where there is none, or no target
             for it.
         sample: a micro-batch.
-        optimizer: None where every parameter counts as trained.
+        session: None before ``compile``, where every parameter counts as trained.
         caller: the line that stands for what has none of its own.
-        partitions: of the module over IPUs.
 
     Raises:
         Exception: of the module's own, which can't take the batch.
         DataError: a label is no class.
     """
     module, loss = explainer.module, explainer.loss
+    optimizer = None if session is None else session.optimizer
     owned = None
     if optimizer is not None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
-    tested = ModuleUnderTest(module, loss, sample, explainer.precision, owned, partitions)
+    partitions = NOT_DIVIDED if session is None else session.partitions
+    tested = ModuleUnderTest(explainer, sample, owned, partitions)
     findings = Findings(caller)
     events = OutputEvents()
     with isolated(tested.device), _put_back(tested) as pristine:
@@ -366,12 +366,10 @@ def checked_sample(
         if not loss.in_module and sample.unpack()[2] is None:
             loss = None
     precision = session.config.precision if session is not None else Precision()
-    optimizer = session.optimizer if session is not None else None
     caller = users_frame(frame, everywhere=True)
-    partitions = session.partitions if session is not None else NOT_DIVIDED
     explainer = FailureExplainer(module, loss, Mode.TRAIN, precision, "check")
     with wrap_batch_errors(explainer, sample):
-        return run_check(explainer, sample, optimizer, caller, partitions)
+        return _run_check(explainer, sample, session, caller)
 
 
 def _random(leaf: torch.Tensor) -> torch.Tensor:

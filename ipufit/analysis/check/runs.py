@@ -7,19 +7,19 @@ import dataclasses
 from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ipufit.analysis.check.recorders import OperationRecorder, Reads
 from ipufit.core.batch import MicroBatch
-from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError
 from ipufit.losses import LabelRange, Loss
-from ipufit.partition.partition import NOT_DIVIDED, Partitions
+from ipufit.partition.partition import Partitions
 from ipufit.tracing.capture import capture, recordable
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.interpreter import watch_functions, watch_operators
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
+from ipufit.training.sanity_check import FailureExplainer
 from ipufit.utils import tree
 
 __all__ = ["CheckRun", "ModuleUnderTest"]
@@ -53,11 +53,9 @@ class ModuleUnderTest:
     """Module with its loss and a micro-batch, to be run as often as needed.
 
     Args:
-        module: the user's.
-        loss: normal form; None where the batch has no target for it: gradients are then those of
-            all outputs.
+        explainer: module, loss and precision; its loss is None where there is none, or no target
+            for it: gradients are then those of all outputs.
         sample: the micro-batch.
-        precision: in which it computes.
         owned: the parameters that the optimizer has; None for all.
         partitions: of the module over IPUs, whose rules are checked on the way.
 
@@ -70,19 +68,17 @@ class ModuleUnderTest:
 
     def __init__(
         self,
-        module: nn.Module,
-        loss: Optional[Loss],
+        explainer: FailureExplainer,
         sample: MicroBatch,
-        precision: Precision,
         owned: Optional[Sequence[Tensor]],
-        partitions: Partitions = NOT_DIVIDED,
+        partitions: Partitions,
     ) -> None:
         self._partitions = partitions
         self._rebound: List[CaptureError] = []
         self.labels: Tuple[LabelRange, ...] = ()
-        self._loss = loss if loss is not None else Loss("outputs", function=_all_outputs)
-        self._precision = precision
-        self.step = ModuleWithLoss(module, self._loss, self._rebound.append)
+        self._precision = explainer.precision
+        loss = explainer.loss or Loss("outputs", function=_all_outputs)
+        self.step = ModuleWithLoss(explainer.module, loss, self._rebound.append)
         named = dict(self.step.named_parameters())
         wanted = {id(p) for p in (named.values() if owned is None else owned)}
         self.trained = [n for n, p in named.items() if p.requires_grad and id(p) in wanted]
