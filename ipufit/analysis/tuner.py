@@ -13,14 +13,12 @@ import math
 import os
 import time
 from collections.abc import Iterator as IteratorType
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 
-from ipufit.callbacks import Callback, CallbackList
-from ipufit.callbacks.callback_list import CallbackObserver
+from ipufit.callbacks.callback_list import Observer
 from ipufit.callbacks.epoch_metrics import EpochMetrics
-from ipufit.callbacks.running_fit import CallbackModel
 from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import Outputs
@@ -56,6 +54,7 @@ _SMOOTHING = 0.9
 _DIVERGED = 4.0
 
 
+@dataclasses.dataclass(frozen=True)
 class Trial:
     """Trains for a while, and restores everything.
 
@@ -65,12 +64,9 @@ class Trial:
         jit: how it runs; None is as compiled.
     """
 
-    def __init__(
-        self, session: Session, make_engine: Callable[[], Engine], jit: Optional[str] = None
-    ) -> None:
-        self.session = session
-        self._jit = jit
-        self._make_engine = make_engine
+    session: Session
+    make_engine: Callable[[], Engine]
+    jit: Optional[str] = None
 
     @contextlib.contextmanager
     def running(
@@ -104,14 +100,14 @@ class Trial:
                 ema=None,
                 schedule=schedule(optimizer),
                 outputs=Outputs(),
-                jit=session.config.jit if self._jit is None else self._jit,
+                jit=session.config.jit if self.jit is None else self.jit,
             )
             trial = Session(
                 session.module,
                 optimizer,
                 session.loss,
                 MetricSet(),
-                self._make_engine(),
+                self.make_engine(),
                 config,
                 session.auto_round_ipus,
             )
@@ -227,7 +223,7 @@ def exponential_range(first: float, last: float, count: int) -> List[float]:
     return [first * (last / first) ** (i / (count - 1)) for i in range(count)]
 
 
-class RangeTest(Callback):
+class RangeTest(Observer):
     """Watches the losses, and ends the test when they diverge.
 
     Args:
@@ -239,7 +235,6 @@ class RangeTest(Callback):
     """
 
     def __init__(self, rates: List[float], meter: EpochMetrics) -> None:
-        super().__init__()
         self.done = False
         self._rates = rates
         self._meter = meter
@@ -248,7 +243,7 @@ class RangeTest(Callback):
         self._average = 0.0
         self._diverged = False
 
-    def on_train_batch_end(self, batch: int, logs: Optional[Mapping[str, float]] = None) -> None:
+    def end_execution(self, epoch: int, outputs: List[Any]) -> None:
         """Record the loss of the update and end the test if it diverged."""
         self._losses.append(self._meter.last_loss)
         self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * self._losses[-1]
@@ -272,7 +267,6 @@ class RangeTest(Callback):
 
 
 def find_lr(
-    model: CallbackModel,
     trial: Trial,
     data: DataArguments,
     rates: Tuple[float, float, int],
@@ -283,7 +277,6 @@ def find_lr(
     """Train for a moment with a learning rate that grows with every update.
 
     Args:
-        model: for the callback.
         trial: where.
         data: read as often as needed.
         rates: the first one, the last one, and the number of updates.
@@ -315,10 +308,9 @@ def find_lr(
         source, plan, trial_seed, lambda optimizer: resolve_schedule(tables, optimizer)
     ) as job:
         watch = RangeTest(sequence, job.meter)
-        observers = [CallbackObserver(CallbackList([watch], model, {}), job)]
         blew_up = False
         try:
-            trainer = Trainer(job, observers, stopped=lambda: watch.done)
+            trainer = Trainer(job, [watch], stopped=lambda: watch.done)
             trainer.run(range(len(sequence)))
         except NonFiniteLossError:
             blew_up = True

@@ -672,7 +672,7 @@ class Model(InspectionMixin):
         data = DataArguments("training data", x, y, batch_size=batch_size, shuffles=True)
         rates = (min_lr, max_lr, updates)
         trial = tuner.Trial(session, self._make_engine)
-        return tuner.find_lr(self, trial, data, rates, ipus, gradient_accumulation, seed)
+        return tuner.find_lr(trial, data, rates, ipus, gradient_accumulation, seed)
 
     def find_batch_size(
         self,

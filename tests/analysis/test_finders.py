@@ -260,10 +260,10 @@ def test_rates_of_groups_keep_their_ratios(rates, expected, monkeypatch):
     moved = []
 
     class Moved(tuner.RangeTest):
-        def on_train_batch_end(self, batch, logs=None):
+        def end_execution(self, epoch, outputs):
             moved.append([(p.weight - s).abs().max().item() for p, s in zip(net, starts)])
             seen.append([group["lr"] for group in model._session._optimizer.param_groups])
-            super().on_train_batch_end(batch, logs)
+            super().end_execution(epoch, outputs)
 
     monkeypatch.setattr(tuner, "RangeTest", Moved)
     found = model.find_lr(loader(), min_lr=1e-3, max_lr=1e-1, updates=4)
