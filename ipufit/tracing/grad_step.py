@@ -405,9 +405,6 @@ class GradStep:
             for hook in (parameters[name]._backward_hooks or {}).values():
                 weight.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _where(self) -> str:
-        return type(self.step.net).__name__
-
     def _gradients(
         self, loss: Tensor, state: Mapping[str, Tensor], scale: Optional[Tensor]
     ) -> List[Tensor]:
@@ -462,16 +459,17 @@ class GradStep:
 
     def _lay_out(self, gradients: Mapping[str, Tensor]) -> None:
         assert self.layout is not None
+        owner = type(self.step.net).__name__
         if not self.trained:
             raise LossError(
-                f"{self._where()} must have a trainable parameter, but none that the optimizer "
+                f"{owner} must have a trainable parameter, but none that the optimizer "
                 "holds requires gradients any more. Unfreeze one with requires_grad_(True), and "
                 "call compile again if it was frozen then."
             )
         if not gradients:
             raise LossError(
                 "the loss must depend on at least one trainable parameter, but no gradient reached "
-                f"any of the {len(self.trained)} of {self._where()}. Look for .detach(), "
+                f"any of the {len(self.trained)} of {owner}. Look for .detach(), "
                 "torch.no_grad() or a loss computed from the targets alone."
             )
         for name, gradient in gradients.items():

@@ -56,7 +56,7 @@ class Memories:
                 for other, writes in _aliased(node):
                     if writes:
                         written.append((node, other))
-                    if not writes or _returns(node, other):
+                    if not writes or _returns_alias(node):
                         self._join(node, other)
         self.members: Dict[fx.Node, List[fx.Node]] = {}
         for node in graph.nodes:
@@ -121,7 +121,7 @@ def _aliased(node: fx.Node) -> Iterator[Tuple[fx.Node, bool]]:
             yield other, bool(argument.alias_info.is_write)
 
 
-def _returns(node: fx.Node, other: fx.Node) -> bool:
+def _returns_alias(node: fx.Node) -> bool:
     """Tell whether an operator that writes to an argument returns it."""
     schema = schema_of(node)
     return schema is not None and any(result.alias_info is not None for result in schema.returns)

@@ -61,10 +61,10 @@ def _as_fixed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @functools.lru_cache(maxsize=None)
-def _reads_repeats() -> bool:
-    """Tell whether torch reads a whole number of repeats off a tensor; one on "meta" has none."""
+def _reads_values(function: Callable[[Tensor, int], Tensor]) -> bool:
+    """Tell whether a function of torch's reads a tensor's values; one on "meta" has none."""
     try:
-        torch.repeat_interleave(torch.empty(1, device="meta"), 2)
+        function(torch.empty(1, dtype=torch.int64, device="meta"), 2)
     except RuntimeError:
         return True
     return False
@@ -76,17 +76,7 @@ def _one_hot_by_comparison(input: Tensor, num_classes: int) -> Tensor:
     return (input.unsqueeze(-1) == classes).to(torch.int64)
 
 
-@functools.lru_cache(maxsize=None)
-def _compares_classes() -> bool:
-    """Tell whether torch holds classes against their number; those on "meta" have no values."""
-    try:
-        functional.one_hot(torch.empty(1, dtype=torch.int64, device="meta"), 2)
-    except RuntimeError:
-        return True
-    return False
-
-
-_one_hot = functional.one_hot
+_one_hot, _repeat = functional.one_hot, torch.repeat_interleave
 
 
 def _call_one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
@@ -108,7 +98,8 @@ def without_values(rewrites_one_hot: bool) -> List[Tuple[object, str, object]]:
     Returns:
         Owner, name and replacement of each.
     """
-    is_fixed = rewrites_one_hot and _compares_classes()
+    # An old torch holds classes against their number.
+    is_fixed = rewrites_one_hot and _reads_values(_one_hot)
     readers: List[Tuple[object, str, object]] = [
         (functional, "one_hot", _call_fixed_one_hot if is_fixed else _call_one_hot)
     ]
@@ -119,7 +110,7 @@ def without_values(rewrites_one_hot: bool) -> List[Tuple[object, str, object]]:
         readers.append((_Encoder, "forward", _encode_as_said))
     # Before torch 2.1 a number of repeats becomes a tensor, and the shape of the result one of its
     # values. A mode of torch's functions would switch off its fused layers.
-    if _reads_repeats():
+    if _reads_values(_repeat):
         for owner in (torch, Tensor):
             readers.append((owner, "repeat_interleave", _as_fixed(owner.repeat_interleave)))
     return readers

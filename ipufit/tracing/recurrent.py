@@ -84,12 +84,8 @@ class _Steps:
 @contextlib.contextmanager
 def time_steps() -> Iterator[None]:
     """Within it recurrent layers are recorded as the operators of their time steps."""
-    with LOCK:
-        before, _Steps.wanted = _Steps.wanted, True
-        try:
-            yield
-        finally:
-            _Steps.wanted = before
+    with LOCK, replaced((_Steps, "wanted", True)):
+        yield
 
 
 class SecondGradientError(Exception):
