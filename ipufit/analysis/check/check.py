@@ -42,7 +42,7 @@ from ipufit.training.sanity_check import FailureExplainer, check_call, wrap_batc
 from ipufit.training.session import Session
 from ipufit.training.summary import no_batch, sample_of
 from ipufit.utils.random_streams import isolated, seed_generators
-from ipufit.utils.state import eval_mode, train_mode
+from ipufit.utils.state import eval_mode, replaced, train_mode
 
 __all__ = ["checked", "checked_sample"]
 
@@ -291,7 +291,8 @@ def _run_check(
             loss_module = loss.module if loss is not None else None
             with train_mode(module, loss_module):
                 with_gradient = CheckSuite(tested, pristine, findings, True).run()
-            with eval_mode(module, loss_module), findings.with_note(" in eval mode"):
+            notes = replaced((findings, "note", " in eval mode"))
+            with eval_mode(module, loss_module), notes:
                 CheckSuite(tested, pristine, findings, False).run()
         findings.add(*untrained_findings(tested.step, tested.trained, with_gradient))
     explainer.labels = tested.labels

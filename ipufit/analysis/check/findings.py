@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import linecache
 import re
@@ -154,12 +153,15 @@ class Findings:
 
     Args:
         caller: the line that stands for what has none of its own.
+
+    Attributes:
+        note: appended to the texts of findings that are new.
     """
 
     def __init__(self, caller: Optional[Frame]) -> None:
         self._caller = caller
         self._by_place: Dict[Tuple[object, ...], Finding] = {}
-        self._note = ""
+        self.note = ""
 
     def add(self, *findings: Finding) -> None:
         """Add findings that are new; one without a line gets the line of the caller."""
@@ -168,20 +170,11 @@ class Findings:
             key = (finding.kind, finding.file, finding.line, what)
             if key in self._by_place:
                 continue
-            with_note = dataclasses.replace(finding, text=f"{finding.text}{self._note}")
+            with_note = dataclasses.replace(finding, text=f"{finding.text}{self.note}")
             if with_note.file is None and self._caller is not None:
                 file, line, function = self._caller
                 with_note = dataclasses.replace(with_note, file=file, line=line, function=function)
             self._by_place[key] = with_note
-
-    @contextlib.contextmanager
-    def with_note(self, note: str) -> Iterator[None]:
-        """Append a note to findings that are new in this block."""
-        self._note = note
-        try:
-            yield
-        finally:
-            self._note = ""
 
     def sorted(self) -> Tuple[Finding, ...]:
         """Return the findings, errors first, by file and line."""

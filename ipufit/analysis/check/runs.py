@@ -97,7 +97,9 @@ class ModuleUnderTest:
             training: with gradients.
             rolled: of other data, the rows of the batch in another order.
         """
-        leaves = [_rolled(leaf) for leaf in self.sample.leaves] if rolled else self.sample.leaves
+        leaves = self.sample.leaves
+        if rolled:
+            leaves = tuple(leaf.roll(1, 0) if leaf.dim() else leaf for leaf in leaves)
         state = [tensor.detach() for tensor in self.state.values()]
 
         def record(call: Callable[..., Sequence[Tensor]]) -> None:
@@ -186,10 +188,6 @@ class ModuleUnderTest:
         if with_gradients and run.error is None:
             run.with_gradient = micro.with_gradient
         return run
-
-
-def _rolled(leaf: Tensor) -> Tensor:
-    return leaf.roll(1, 0) if leaf.dim() else leaf
 
 
 def _all_outputs(prediction: object, target: object) -> Tensor:

@@ -65,7 +65,13 @@ def compare(session: Session, sample: object, reference: str, tolerances: Tolera
     with faults.collect():
         tolerance.check()
     faults.raise_all()
-    beside = _beside(session)
+    beside = session.engine.beside()
+    if beside is None:
+        raise ConfigurationError(
+            "compare runs the recorded program operator by operator, which needs "
+            f"engine='embedded', got engine {session.engine.name!r}. Make the model with "
+            "ipufit.Model(module, engine='embedded')."
+        )
     batch = batch_of(sample, session.loss.in_module, "compare")
     source = get_data_adapter(DataArguments("sample", [batch]), Mode.TRAIN, session.loss.in_module)
     plan = session.plan(source, None, 1, 1, training=True)
@@ -74,17 +80,6 @@ def compare(session: Session, sample: object, reference: str, tolerances: Tolera
     trial = Trial(session, lambda: beside, jit)
     with trial.running(source, plan, 0, lambda _: None) as job, defer_sigint():
         return job.program.compare(job.first, reference, tolerance)
-
-
-def _beside(session: Session) -> Engine:
-    beside = session.engine.beside()
-    if beside is None:
-        raise ConfigurationError(
-            "compare runs the recorded program operator by operator, which needs "
-            f"engine='embedded', got engine {session.engine.name!r}. Make the model with "
-            "ipufit.Model(module, engine='embedded')."
-        )
-    return beside
 
 
 # So that two device iterations have two executions.
