@@ -38,7 +38,6 @@ from torch.utils.data import DataLoader
 
 from ipufit.callbacks.running_fit import Measurement, ObservedSession
 from ipufit.checkpoint.training_state import RestoredState
-from ipufit.core.train_config import HyperparameterSchedule
 from ipufit.data.batches import is_weighted
 from ipufit.data.in_memory import ReadAhead, RowBatches, rows_in_memory
 from ipufit.data.loaders import reads_as_torch
@@ -257,19 +256,18 @@ def _mutable(session: ObservedSession) -> Configuration:
 
     Settings of the optimizer that a schedule computes are left out.
     """
-    module, optimizer = session.module, session.optimizer
-    assert optimizer is not None
+    module = session.module
     return {
-        "hyperparameters": _hyperparameters(optimizer, session.config.schedule),
+        "hyperparameters": _hyperparameters(session),
         "modules": {name: _module(each) for name, each in module.named_modules()},
         "requires_grad": {name: p.requires_grad for name, p in module.named_parameters()},
     }
 
 
-def _hyperparameters(
-    optimizer: torch.optim.Optimizer, schedule: Optional[HyperparameterSchedule]
-) -> List[Configuration]:
+def _hyperparameters(session: ObservedSession) -> List[Configuration]:
     """Return the settings of each parameter group, without those that a schedule computes."""
+    optimizer, schedule = session.optimizer, session.config.schedule
+    assert optimizer is not None
     result = []
     for group in settings.read(optimizer):
         if schedule is not None:

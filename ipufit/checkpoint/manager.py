@@ -88,22 +88,6 @@ class PreemptionHandler:
             self.agreed_on = signal.Signals(numbers[0])
         return bool(numbers)
 
-    def end(self, saved: str) -> None:
-        """Leave as the signal wants it, if one came.
-
-        Raises:
-            KeyboardInterrupt: after SIGINT.
-            SystemExit: after SIGTERM, with the exit code of a process that it has ended.
-        """
-        if self.agreed_on is None:
-            return
-        text = f"{self.agreed_on.name}: {saved}"
-        error: BaseException = SystemExit(128 + int(self.agreed_on))
-        if self.agreed_on is signal.SIGINT:
-            error = KeyboardInterrupt(text)
-        # All processes end here.
-        raise common(error)
-
 
 def find(checkpoint: Checkpoint) -> Optional[RestoredState]:
     """The checkpoint that ``fit`` goes on from; None to begin.
@@ -148,7 +132,7 @@ def find(checkpoint: Checkpoint) -> Optional[RestoredState]:
     name, contents = newest
     for damaged in names[names.index(name) + 1 :]:
         store.set_aside(damaged)
-    return RestoredState.from_contents(store, name, contents)
+    return RestoredState.of(store, name, contents)
 
 
 def _is_in(store: Optional[Store], folder: str) -> bool:
@@ -333,15 +317,26 @@ class CheckpointManager(Observer):
         self._store.rotate(self.settings.keep, also)
 
     def _end_if_asked(self, epoch: int) -> None:
-        if self._signals.agreed_on is None:
+        """Leave as the signal wants it, if one came.
+
+        Raises:
+            KeyboardInterrupt: after SIGINT.
+            SystemExit: after SIGTERM, with the exit code of a process that it has ended.
+        """
+        came = self._signals.agreed_on
+        if came is None:
             return
         # Whoever ends first may end the others: not before it is written.
         self._processes.gather(None)
         message = (
-            f"{self._signals.agreed_on.name}: fit ends after update {self._done()}, in epoch "
+            f"{came.name}: fit ends after update {self._done()}, in epoch "
             f"{epoch}, which is written down in {self.settings.folder!r}. Call it again with "
             "Checkpoint(..., resume='auto') to go on."
         )
         if self._processes.is_rank_zero:
             print(f"ipufit: {message}", file=sys.stderr)
-        self._signals.end(message)
+        error: BaseException = SystemExit(128 + int(came))
+        if came is signal.SIGINT:
+            error = KeyboardInterrupt(f"{came.name}: {message}")
+        # All processes end here.
+        raise common(error)

@@ -131,21 +131,18 @@ class RestoredState:
     tree: Document
 
     @staticmethod
-    def of(store: Store, name: str) -> RestoredState:
+    def of(store: Store, name: str, contents: Optional[Contents] = None) -> RestoredState:
         """Read and check a checkpoint.
+
+        Args:
+            store: has it.
+            name: of it.
+            contents: where they were read already.
 
         Raises:
             CheckpointError: it can't be read, or is no checkpoint of a training run.
         """
-        return RestoredState.from_contents(store, name, store.read(name))
-
-    @staticmethod
-    def from_contents(store: Store, name: str, contents: Contents) -> RestoredState:
-        """Make one of contents that were read already.
-
-        Raises:
-            CheckpointError: it is no checkpoint of a training run.
-        """
+        contents = store.read(name) if contents is None else contents
         document = contents.document
         try:
             if document["kind"] != _KIND:
