@@ -7,6 +7,7 @@ import dataclasses
 from typing import (
     Any,
     Callable,
+    ContextManager,
     Dict,
     FrozenSet,
     Hashable,
@@ -22,13 +23,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.fx.experimental import proxy_tensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ipufit.partition.own_blocks import EnteredBlocks, Entry
 from ipufit.poptorch._logging import error
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.recording import current_graph, current_tracer
+from ipufit.utils.state import watch_modules
 
 __all__ = [
     "Activations",
@@ -116,8 +117,7 @@ class Activations:
         self._counts: Dict[str, int] = {}
         self._graph: object = None
 
-    @contextlib.contextmanager
-    def named_by(self, model: nn.Module, enabled: bool) -> Iterator[None]:
+    def named_by(self, model: nn.Module, enabled: bool) -> ContextManager[None]:
         """Name tensors after the modules of a model while its forward is recorded.
 
         Args:
@@ -125,19 +125,13 @@ class Activations:
             enabled: whether they do.
         """
         self._graph = current_graph()
+        if not enabled:
+            return contextlib.nullcontext()
         names = {m: name.rpartition(".")[2] for name, m in model.named_modules() if name}
-        with contextlib.ExitStack() as hooks:
-            if enabled:
-                # Hooks of the modules themselves would switch off torch's fused layers.
-                before = register_module_forward_pre_hook(
-                    lambda module, args: self.enter(names.get(module))
-                )
-                after = register_module_forward_hook(
-                    lambda module, args, result: self.leave(names.get(module))
-                )
-                hooks.callback(before.remove)
-                hooks.callback(after.remove)
-            yield
+        return watch_modules(
+            lambda module, args: self.enter(names.get(module)),
+            lambda module, args, result: self.leave(names.get(module)),
+        )
 
     def enter(self, name: Optional[str]) -> None:
         """Add a scope to the names of operators from here on; None adds nothing."""
