@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ipufit.poptorch._arguments import Arguments
-from ipufit.poptorch._device import Device, Group, ReplicaGrouping, outside_inference_mode
+from ipufit.poptorch._device import Device, Group, ReplicaGrouping
 from ipufit.poptorch._execution import (
     AnchoredTensors,
     CallShape,
@@ -259,7 +259,8 @@ class Compiled:
         Error: the model, or an option, is not supported.
     """
 
-    @outside_inference_mode
+    # Its tensors are changed later.
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: nn.Module,
@@ -392,7 +393,7 @@ class Compiled:
         """Return the initial gradient of the loss."""
         return 1.0 if self.device.updates is None else self.device.updates.loss_scaling
 
-    @outside_inference_mode
+    @torch.inference_mode(False)
     def run(self, arguments: Arguments, seed: int) -> Any:
         """Run one call.
 

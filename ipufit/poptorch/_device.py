@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from typing import (
     Any,
@@ -14,8 +13,6 @@ from typing import (
     Optional,
     Sequence,
     Tuple,
-    TypeVar,
-    cast,
 )
 
 import torch
@@ -32,7 +29,6 @@ __all__ = [
     "Group",
     "ParameterProxy",
     "ReplicaGrouping",
-    "outside_inference_mode",
 ]
 
 
@@ -224,20 +220,6 @@ for _name in (
     *("__int__", "__array__", "__hash__", "__contains__", "__format__"),
 ):
     setattr(ParameterProxy, _name, _operator(_name))
-
-
-_Function = TypeVar("_Function", bound=Callable[..., object])
-
-
-def outside_inference_mode(function: _Function) -> _Function:
-    """Run a function outside of inference mode, so that its tensors can be changed later."""
-
-    @functools.wraps(function)
-    def called(*args: object, **kwargs: object) -> object:
-        with torch.inference_mode(False):
-            return function(*args, **kwargs)
-
-    return cast(_Function, called)
 
 
 def narrowed(tensor: Tensor, wide: bool) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ipufit.poptorch import optim
 from ipufit.poptorch._compiled import Compiled
-from ipufit.poptorch._device import outside_inference_mode
 from ipufit.poptorch._host_weights import HostWeights
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._loss_scale import AutomaticLossScale, ScalingSettings
@@ -268,7 +267,8 @@ class OptimizerLink:
         """The parameters of each group."""
         return [group["params"] for group in self._optimizer.param_groups]
 
-    @outside_inference_mode
+    # Its tensors are changed later.
+    @torch.inference_mode(False)
     def bind(self, program: Compiled, trained: Sequence[Sequence[str]], host: HostWeights) -> None:
         """Create the device's optimizer for a program that was just compiled.
 
