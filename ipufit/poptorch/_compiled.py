@@ -246,7 +246,8 @@ class Compiled:
 
     Attributes:
         arguments: the arguments that later ones must match.
-        anchors: tensors that were anchored, as they were in the last call.
+        anchored: finds the tensors that are anchored.
+        anchors: the anchored tensors as they were in the last call.
         counters: times of the last call.
         placement: on which IPUs the blocks would be.
         recorded: the program.
@@ -308,16 +309,20 @@ class Compiled:
         changed = {*recorded.changed_state, *recorded.statistics}
         self.device.separate([name for name in buffers if name in changed])
         self._check_updatable(buffers)
-        self._anchored = self._find_anchored(len(leaves))
-        self._execution = self._make_execution()
+        wanted = [anchor[0] for anchor in options.anchored_tensors.values()]
+        self.anchored = AnchoredTensors(wanted, recorded, len(leaves), self.device)
+        reduction = options.Training.accumulation_and_replication_reduction_type
+        self._execution = MicroBatchRunner(
+            recorded,
+            self.device,
+            shape,
+            self.group,
+            reduction == ReductionType.Mean,
+            self.counters,
+            self.anchored,
+            options._Popart.options.get("enableFloatingPointChecks", False),
+        )
         self.anchors: Dict[str, Tensor] = {}
-
-    def _find_anchored(self, inputs: int) -> AnchoredTensors:
-        wanted = [anchor[0] for anchor in self._options.anchored_tensors.values()]
-        return AnchoredTensors(wanted, self.recorded, inputs, self.device, self._numbers)
-
-    def _numbers(self) -> Dict[str, float]:
-        return {} if self.device.updates is None else self.device.updates.anchors()
 
     def check_anchors(self) -> None:
         """Refuse names of anchors that do not exist, once the optimizer's names are there.
@@ -325,27 +330,11 @@ class Compiled:
         Raises:
             Error: the name, and where to find those there are.
         """
-        self._anchored.check()
+        self.anchored.check()
         for name, _, mode, period in self._options.anchored_tensors.values():
             # The mode that was asked for, which a device does not heed either.
             shown = "Sum" if mode == OutputMode.Sum else OutputMode(mode).name.upper()
             logger.debug("Anchored tensor %s %s/%d", name, shown, period)
-
-    def _make_execution(self) -> MicroBatchRunner:
-        options = self._options
-        reduction = options.Training.accumulation_and_replication_reduction_type
-        popart = options._Popart.options
-        return MicroBatchRunner(
-            self.recorded,
-            self.device,
-            self._shape,
-            self.group,
-            reduction == ReductionType.Mean,
-            self.scale,
-            self.counters,
-            self._anchored,
-            popart.get("enableFloatingPointChecks", False),
-        )
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         if tensor.is_inference():
@@ -389,10 +378,6 @@ class Compiled:
                     f"{', '.join(sorted(buffers)) or 'none'}. Name one of them."
                 )
 
-    def scale(self) -> float:
-        """Return the initial gradient of the loss."""
-        return 1.0 if self.device.updates is None else self.device.updates.loss_scaling
-
     @torch.inference_mode(False)
     def run(self, arguments: Arguments, seed: int) -> Any:
         """Run one call.
@@ -406,7 +391,14 @@ class Compiled:
         inputs = [self._on_device(tensor) for tensor in arguments.tensors(self.arguments)]
         if self.is_synthetic:
             inputs = [_made_up(tensor) for tensor in inputs]
-        self._begin_together(inputs)
+        shape = self._shape
+        self.group.begin(
+            self.device,
+            device_iterations=shape.iterations,
+            gradient_accumulation=shape.accumulation,
+            replication_factor=shape.replicas,
+            inputs=[[*tensor.shape] for tensor in inputs],
+        )
         changed = self.recorded.changed_inputs
         for place in changed:
             inputs[place] = inputs[place].clone()
@@ -423,20 +415,6 @@ class Compiled:
         if not self.wide:
             outputs = [narrowed_output(tensor) for tensor in outputs]
         return self.recorded.outputs.rebuild(outputs)
-
-    def _begin_together(self, inputs: Sequence[Tensor]) -> None:
-        shape = self._shape
-        self.group.begin(
-            self.device,
-            device_iterations=shape.iterations,
-            gradient_accumulation=shape.accumulation,
-            replication_factor=shape.replicas,
-            inputs=[[*tensor.shape] for tensor in inputs],
-        )
-
-    def tensor_names(self) -> List[str]:
-        """Return the names that can be anchored."""
-        return self._anchored.available_names()
 
 
 def _made_up(tensor: Tensor) -> Tensor:
@@ -506,7 +484,7 @@ class Inspection:
                 "Model must be compiled before calling getTensorNames: call it with inputs, or "
                 "call compile(), first."
             )
-        return self._executable.tensor_names()
+        return self._executable.anchored.available_names()
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
         """Return the tensor anchored under this name, as it was in the last call.

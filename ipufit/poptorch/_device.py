@@ -310,6 +310,15 @@ class Device:
         """Return the parameters and buffers of replica 0 by name."""
         return dict(zip(self.names, self.state(0)))
 
+    @property
+    def loss_scaling(self) -> float:
+        """Initial gradient of the loss."""
+        return 1.0 if self.updates is None else self.updates.loss_scaling
+
+    def settings(self) -> Dict[str, float]:
+        """Return the numbers of the optimizer that can be anchored, by name."""
+        return {} if self.updates is None else self.updates.anchors()
+
     def accumulator(self, weight: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of a weight of this dtype are added up."""
         return weight if self.updates is None else self.updates.accumulator(weight)

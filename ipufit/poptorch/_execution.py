@@ -105,23 +105,16 @@ class AnchoredTensors:
         names: names of the anchored tensors.
         recorded: the program.
         inputs: its number of inputs.
-        device: its tensors.
-        settings: returns the numbers that the device has of the optimizer, by name.
+        device: its tensors, and its numbers of the optimizer.
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        recorded: RecordedProgram,
-        inputs: int,
-        device: Device,
-        settings: Callable[[], Mapping[str, float]],
+        self, names: Sequence[str], recorded: RecordedProgram, inputs: int, device: Device
     ) -> None:
         self.names = list(names)
         self._recorded = recorded
         self._inputs = ["input" if i == 0 else f"input/{i}" for i in range(inputs)]
         self._device = device
-        self._settings = settings
 
     def check(self) -> None:
         """Refuse a name that the program does not have.
@@ -146,7 +139,7 @@ class AnchoredTensors:
             *(["loss"] if self._recorded.trace.training else []),
             *(f"{_GRADIENT}{name}" for name in with_gradient),
             *(f"{_UPDATED}{name}" for name in with_gradient),
-            *self._settings(),
+            *self._device.settings(),
             *self._recorded.activations,
         ]
 
@@ -165,7 +158,9 @@ class AnchoredTensors:
         tensors.update((f"{_GRADIENT}{n}", g) for n, g in returned.gradients.items())
         if returned.loss is not None:
             tensors["loss"] = returned.loss
-        tensors.update((name, torch.tensor(value)) for name, value in self._settings().items())
+        tensors.update(
+            (name, torch.tensor(value)) for name, value in self._device.settings().items()
+        )
         return {name: tensors[name].clone() for name in self.names if name in tensors}
 
     def complete(self, replica: int, values: Mapping[str, Tensor]) -> List[Tensor]:
@@ -280,7 +275,6 @@ class MicroBatchRunner:
         shape: number of micro-batches.
         group: the processes whose replicas make an update together.
         mean: average gradients over accumulation steps and replicas instead of adding them up.
-        scale: returns the initial gradient of the loss.
         counters: records when inputs and outputs are there.
         anchored: further tensors that come back.
         check_floats: stop at the first operator whose result is no finite number.
@@ -293,7 +287,6 @@ class MicroBatchRunner:
         shape: CallShape,
         group: Group,
         mean: bool,
-        scale: Callable[[], float],
         counters: Counters,
         anchored: AnchoredTensors,
         check_floats: bool = False,
@@ -303,7 +296,6 @@ class MicroBatchRunner:
         self._shape = shape
         self._group = group
         self._mean = mean
-        self._scale = scale
         self._counters = counters
         self._anchored = anchored
         self._inner = anchored.activations()
@@ -367,7 +359,7 @@ class MicroBatchRunner:
         seed_generators(micro_batch_key(seed + iteration, within))
 
     def _micro_batch(self, replica: int, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-        scale = torch.tensor(self._scale(), dtype=torch.float64)
+        scale = torch.tensor(self._device.loss_scaling, dtype=torch.float64)
         return self._run(*self._device.state(replica), *leaves, scale)
 
     def _accumulate(
