@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import importlib
 import os
 from types import ModuleType
-from typing import Callable, ContextManager, Dict, Optional, Protocol, Type, Union
+from typing import Callable, ContextManager, Dict, Optional, Type
 
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ class MissingError(Exception):
     """The implementation is not on this machine, for the reason in the text."""
 
 
-class Implementation(Protocol):
-    """Interface that runs scenarios.
+class Implementation(abc.ABC):
+    """Base class of what runs scenarios.
 
     Attributes:
         name: the name on the command line.
@@ -48,43 +49,38 @@ class Implementation(Protocol):
     name: str
     dtype: torch.dtype
     tolerance: float
-    poptorch: Optional[ModuleType]
+    poptorch: Optional[ModuleType] = None
 
+    @abc.abstractmethod
     def versions(self) -> Dict[str, str]:
         """Return versions and the device, for the head of the table."""
-        ...
 
     def computing(self) -> ContextManager[None]:
         """Return a context manager for the run of a case."""
-        ...
+        return contextlib.nullcontext()
 
     def can(self, scenario: Scenario) -> bool:
         """Return True if the implementation supports the scenario."""
-        ...
+        return True
 
+    @abc.abstractmethod
     def observe(self, scenario: Scenario) -> Observed:
         """Run a scenario."""
-        ...
 
 
 _MODES = {"All": "all", "Default": "final", "Final": "final", "Sum": "sum", "EveryN": "every_n"}
 
 
-class Embedded:
+class Embedded(Implementation):
     """Programs in plain torch, in float64."""
 
     name = "embedded"
     dtype = torch.float64
     tolerance = 1e-10
-    poptorch: Optional[ModuleType] = None
 
     def versions(self) -> Dict[str, str]:
         """Return the device, as ipufit's version is in the table anyway."""
         return {"device": "CPU"}
-
-    def computing(self) -> ContextManager[None]:
-        """Return an empty context manager."""
-        return contextlib.nullcontext()
 
     def can(self, scenario: Scenario) -> bool:
         """Refuse partial results of inference, grouped inputs, and optimizers of PopTorch."""
@@ -103,7 +99,10 @@ class Embedded:
         for x, y in scenario.data():
             size = scenario.micro_batch
             parts = zip(torch.split(x, size), torch.split(y, size))
-            batch = [_micro_batch(scenario, x, y) for x, y in parts]
+            batch = [
+                MicroBatch.of(each if scenario.training else each[:1], {}, None, size)
+                for each in parts
+            ]
             program.prepare(batch[0])
             anchors = program.run(CombinedBatch(batch))
             results = {"out": torch.cat(list(map(_first, anchors.outputs)))}
@@ -121,11 +120,6 @@ def _first(output: object) -> Tensor:
     return first
 
 
-def _micro_batch(scenario: Scenario, x: Tensor, y: Tensor) -> MicroBatch:
-    inputs = (x, y) if scenario.training else (x,)
-    return MicroBatch.of(inputs, {}, None, scenario.micro_batch)
-
-
 def _spec(scenario: Scenario, net: Net) -> ProgramSpec:
     """Return the program that runs the scenario."""
     every = scenario.period if scenario.mode == "EveryN" else None
@@ -133,7 +127,7 @@ def _spec(scenario: Scenario, net: Net) -> ProgramSpec:
         gradient_reduction=scenario.reduction.lower(),
         outputs=Outputs(_MODES[scenario.mode], every),
     )
-    optimizer = _embedded_optimizer(scenario.optimizer, net) if scenario.training else None
+    optimizer = optimizer_of(ipufit, scenario.optimizer, net) if scenario.training else None
     return ProgramSpec(
         module=net,
         loss=resolve_loss(None) if scenario.training else None,
@@ -152,15 +146,7 @@ def _spec(scenario: Scenario, net: Net) -> ProgramSpec:
     )
 
 
-def _embedded_optimizer(wanted: OptimizerSpec, net: Net) -> torch.optim.Optimizer:
-    home = torch.optim if wanted.home == "torch" else ipufit.optim
-    optimizer: torch.optim.Optimizer = getattr(home, wanted.name)(
-        net.parameters(), **dict(wanted.arguments)
-    )
-    return optimizer
-
-
-class PopTorch:
+class PopTorch(Implementation):
     """The package of the Poplar SDK, on hardware or on its IPU Model.
 
     Raises:
@@ -173,8 +159,7 @@ class PopTorch:
     tolerance = 1e-4
 
     def __init__(self) -> None:
-        self._package = self._import()
-        self.poptorch: Optional[ModuleType] = self._package
+        self._package = self.poptorch = self._import()
 
     def _import(self) -> ModuleType:
         try:
@@ -202,14 +187,6 @@ class PopTorch:
             device = f"IPU, version {package.ipuHardwareVersion()}"
         sdk = os.environ.get("POPLAR_SDK_ENABLED", "unknown")
         return {"poptorch": str(package.__version__), "device": device, "SDK": sdk}
-
-    def computing(self) -> ContextManager[None]:
-        """Return an empty context manager."""
-        return contextlib.nullcontext()
-
-    def can(self, scenario: Scenario) -> bool:
-        """Return True: PopTorch supports every scenario."""
-        return True
 
     def observe(self, scenario: Scenario) -> Observed:
         """Wrap the net, call it, and read its results."""
@@ -263,10 +240,15 @@ class StandIn(PopTorch):
         return keep_float64()
 
 
-def optimizer_of(poptorch: ModuleType, wanted: OptimizerSpec, net: torch.nn.Module) -> object:
-    """Make the optimizer over the net's parameters."""
-    home = torch.optim if wanted.home == "torch" else poptorch.optim
-    return getattr(home, wanted.name)(net.parameters(), **dict(wanted.arguments))
+def optimizer_of(
+    package: ModuleType, wanted: OptimizerSpec, net: torch.nn.Module
+) -> torch.optim.Optimizer:
+    """Make the optimizer over the net's parameters, torch's or that of a package."""
+    home = torch.optim if wanted.home == "torch" else package.optim
+    optimizer: torch.optim.Optimizer = getattr(home, wanted.name)(
+        net.parameters(), **dict(wanted.arguments)
+    )
+    return optimizer
 
 
 def _options(poptorch: ModuleType, scenario: Scenario) -> object:
@@ -317,8 +299,6 @@ def _parts(poptorch: ModuleType, scenario: Scenario) -> Callable[[int], ContextM
     return lambda index: poptorch.Block(str(index), ipu_id=index if several else None)
 
 
-IMPLEMENTATIONS: Dict[str, Union[Type[Embedded], Type[PopTorch]]] = {
-    "embedded": Embedded,
-    "standin": StandIn,
-    "poptorch": PopTorch,
+IMPLEMENTATIONS: Dict[str, Type[Implementation]] = {
+    each.name: each for each in (Embedded, StandIn, PopTorch)
 }
