@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
 
@@ -14,6 +15,7 @@ from ipufit.poptorch._logging import error
 from ipufit.poptorch._precision import device_dtype, half_computed, makes_half
 from ipufit.poptorch._tracing import Trace, define, tracing
 from ipufit.tracing.flat_storage import storage_id
+from ipufit.tracing.graph_analysis import Memories
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.tracing.recording import current_tracer
 
@@ -52,9 +54,9 @@ class Body:
     def __init__(self, graph: fx.GraphModule, results: Sequence[Union[Tensor, TensorSpec]]) -> None:
         self.graph = graph
         self.results = [TensorSpec(result.shape, result.dtype) for result in results]
-        self.number = _number()
+        self.number = next(_numbers)
         self._half = makes_half(graph)
-        self._writes = any(_writes(node) for node in graph.graph.nodes)
+        self._writes = bool(Memories(graph.graph).writes)
 
     def run(self, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> List[Tensor]:
         """Compute the results without changing the inputs or the captured tensors.
@@ -71,11 +73,7 @@ class Body:
 
 # Held by the recording that made them, so that they go with it.
 _BODIES: weakref.WeakValueDictionary[int, Body] = weakref.WeakValueDictionary()
-_NUMBERS = iter(range(1, 1 << 62))
-
-
-def _number() -> int:
-    return next(_NUMBERS)
+_numbers = itertools.count(1)
 
 
 def body_of(number: int) -> Body:
@@ -147,17 +145,6 @@ BRANCH = define(
     _run_branch,
     _shape_branch,
 )
-
-
-def _writes(node: fx.Node) -> bool:
-    """Return True if a node changes one of its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    # These change their running statistics without saying so.
-    if schema.name.endswith("batch_norm"):
-        return True
-    return any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
 
 
 class _Lift(Listener):
@@ -380,52 +367,47 @@ def for_loop(count: int, body: Callable[..., object], inputs: List[Tensor]) -> L
             state = _listed(body(*[tensor.clone() for tensor in state]))
         return state
     _inference_only(trace, "for_loop")
-    recorded, captured = record(
-        _checked_loop_body(body, inputs), inputs, "the body of poptorch.for_loop"
+    checked = _checked(
+        body,
+        inputs,
+        "the body of poptorch.for_loop must return as many tensors as it takes, expected {}, got "
+        "{}. Return every input, changed or not.",
+        "the body of poptorch.for_loop must return tensors like its inputs: expected {} at index "
+        "{position}, got {}. Convert or reshape it where the body ends.",
     )
+    recorded, captured = record(checked, inputs, "the body of poptorch.for_loop")
     with torch.no_grad():
         return list(REPEAT(inputs, captured, count, recorded.number))
 
 
-def _checked_loop_body(
-    body: Callable[..., object], inputs: Sequence[Tensor]
+def _checked(
+    body: Callable[..., object],
+    expected: Sequence[Union[Tensor, TensorSpec]],
+    number: str,
+    likeness: str,
 ) -> Callable[..., object]:
-    """Wrap the body of a loop to check and convert its results, so that they can be its inputs."""
+    """Wrap a body to check its results, and to convert them to the dtypes that are expected.
+
+    Args:
+        body: returns a tensor, or a list or tuple of them.
+        expected: shape and dtype of each result; dtypes that are one on the device are alike.
+        number: text about another number of results, with places for both numbers.
+        likeness: text about another shape or dtype, with places for both and for ``position``.
+    """
 
     def checked(*arguments: Tensor) -> List[object]:
         results = _listed(body(*arguments))
-        if len(results) != len(inputs):
-            raise error(
-                f"the body of poptorch.for_loop must return as many tensors as it takes, expected "
-                f"{len(inputs)}, got {len(results)}. Return every input, changed or not."
-            )
-        return [
-            _like(
-                result,
-                TensorSpec(expected.shape, expected.dtype),
-                "the body of poptorch.for_loop must return tensors like its inputs: expected {} at "
-                f"index {position}, got {{}}.",
-                "Convert or reshape it where the body ends.",
-            )
-            for position, (result, expected) in enumerate(zip(results, inputs))
-        ]
+        if len(results) != len(expected):
+            raise error(number.format(len(expected), len(results)))
+        for position, (result, spec) in enumerate(zip(results, expected)):
+            if isinstance(result, Tensor):
+                specs = [f"{tuple(t.shape)} {device_dtype(t.dtype)}" for t in (spec, result)]
+                if specs[0] != specs[1]:
+                    raise error(likeness.format(*specs, position=position))
+                results[position] = result.to(spec.dtype)
+        return results
 
     return checked
-
-
-def _like(result: object, expected: TensorSpec, rule: str, advice: str) -> object:
-    """Return a result of a body in the dtype that is expected of it.
-
-    Raises:
-        Error: it is a tensor of another shape, or of another dtype on the device.
-    """
-    if not isinstance(result, Tensor):
-        return result
-    specs = [(tuple(each.shape), device_dtype(each.dtype)) for each in (expected, result)]
-    if specs[0] != specs[1]:
-        first, second = (f"{shape} {dtype}" for shape, dtype in specs)
-        raise error(f"{rule.format(first, second)} {advice}")
-    return result.to(expected.dtype)
 
 
 def cond(
@@ -470,9 +452,15 @@ def cond(
             "Reduce it with torch.all or torch.any."
         )
     then_recorded, then_captured = record(then_body, then_inps, "then_body of poptorch.cond")
-    else_recorded, else_captured = record(
-        _checked_else_body(else_body, then_recorded), else_inps, "else_body of poptorch.cond"
+    checked = _checked(
+        else_body,
+        then_recorded.results,
+        "then_body and else_body of poptorch.cond must return the same number of tensors, got {} "
+        "and {}. Return a tensor unchanged where one of them has nothing to compute.",
+        "then_body and else_body of poptorch.cond must return tensors of the same shape and dtype, "
+        "got {} and {} at index {position}. Convert or reshape one of them at the end of its body.",
     )
+    else_recorded, else_captured = record(checked, else_inps, "else_body of poptorch.cond")
     with torch.no_grad():
         return list(
             BRANCH(
@@ -485,28 +473,3 @@ def cond(
                 else_recorded.number,
             )
         )
-
-
-def _checked_else_body(body: Callable[..., object], then_recorded: Body) -> Callable[..., object]:
-    """Wrap a branch's second body to check its results and convert them to the first's dtypes."""
-
-    def checked(*arguments: Tensor) -> List[object]:
-        results = _listed(body(*arguments))
-        if len(results) != len(then_recorded.results):
-            raise error(
-                "then_body and else_body of poptorch.cond must return the same number of "
-                f"tensors, got {len(then_recorded.results)} and {len(results)}. Return a tensor "
-                "unchanged where one of them has nothing to compute."
-            )
-        return [
-            _like(
-                result,
-                expected,
-                "then_body and else_body of poptorch.cond must return tensors of the same shape "
-                f"and dtype, got {{}} and {{}} at index {position}.",
-                "Convert or reshape one of them at the end of its body.",
-            )
-            for position, (result, expected) in enumerate(zip(results, then_recorded.results))
-        ]
-
-    return checked
