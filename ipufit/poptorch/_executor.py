@@ -27,7 +27,7 @@ from ipufit.poptorch._program_files import Path
 from ipufit.poptorch._saving import check_fits, check_state, read
 from ipufit.poptorch._tracing import tensors_in, untraced
 from ipufit.poptorch._version import __version__
-from ipufit.poptorch._wrapping import check_not_wrapped
+from ipufit.poptorch._wrapping import check_not_wrapped, quietly
 from ipufit.poptorch.enums import ConnectionType
 from ipufit.poptorch.optim import SGD, StateSync
 from ipufit.poptorch.options import Options
@@ -197,7 +197,7 @@ class PoplarExecutor(Inspection):
         bar = self._options._progress_bar
         shown = self._options._show_compilation_progress_bar and saved is None
         span = self._profiling.tracepoint("modelCompilation")
-        with span, bar.around() if shown else contextlib.nullcontext(), self._host.being_recorded():
+        with span, bar.around() if shown else contextlib.nullcontext(), quietly():
             program = Compiled(
                 self._model,
                 self._host.parameters(),

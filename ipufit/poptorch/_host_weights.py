@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from typing import Any, Dict, Iterator, List, Sequence
+from typing import Dict, List, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +10,11 @@ from torch import Tensor, nn
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._wrapping import (
-    WeightFollower,
+    ExecutorLink,
     WeightSource,
-    WeightSync,
     host_tensors,
     quietly,
-    syncs_of,
+    sharing_links,
     unwrap,
     wrap,
 )
@@ -39,10 +36,6 @@ def check_module(model: object) -> None:
         )
 
 
-def _nobody() -> None:
-    """Replace the reference to an executor in copies, which have none."""
-
-
 class HostWeights:
     """Parameters and buffers of the user's module.
 
@@ -54,40 +47,32 @@ class HostWeights:
 
     def __init__(self, owner: WeightSource, model: nn.Module, training: bool) -> None:
         # Weak: an executor goes as soon as its last user lets go of it.
-        self._owner = weakref.ref(owner)
+        self._link = ExecutorLink(owner)
         self._model = model
         self._training = training
-        self._sync = WeightSync()
-        self._follower = WeightFollower()
+        # Versions of the host's weights that inference was given, by who trains them.
+        self._uploaded: Dict[ExecutorLink, int] = {}
         if training:
-            wrap(model, owner, self._sync)
-
-    def __getstate__(self) -> Dict[str, Any]:
-        """Return the state without the executor, because nobody owns the weights of a copy."""
-        return {**vars(self), "_owner": _nobody}
+            wrap(model, self._link)
 
     @property
     def is_dirty(self) -> bool:
         """True if the device has trained since its weights were last copied to the host."""
-        return self._sync.dirty
+        return self._link.dirty
 
     def trained(self) -> None:
         """Record that the device has changed its weights."""
-        self._sync.trained()
+        self._link.dirty = True
 
     def parameters(self) -> Dict[str, Tensor]:
         """Return the host's parameters by name, without asking the device."""
-        names = self._names()
-        return {name: t for name, t in host_tensors(self._model).items() if name in names}
+        with quietly():
+            return {name: tensor.detach() for name, tensor in self._model.named_parameters()}
 
     def buffers(self) -> Dict[str, Tensor]:
         """Return the host's buffers by name, without asking the device."""
-        names = self._names()
-        return {name: t for name, t in host_tensors(self._model).items() if name not in names}
-
-    def _names(self) -> List[str]:
         with quietly():
-            return [name for name, _ in self._model.named_parameters()]
+            return {name: tensor.detach() for name, tensor in self._model.named_buffers()}
 
     def trainable(self, groups: Sequence[Sequence[Tensor]]) -> List[List[str]]:
         """Return names of the optimizer's parameters that require a gradient, by group.
@@ -111,23 +96,17 @@ class HostWeights:
                 names.append([names_by_pointer[p.data_ptr()] for p in group if p.requires_grad])
             return names
 
-    @contextlib.contextmanager
-    def being_recorded(self) -> Iterator[None]:
-        """Let forward read the module's tensors without asking the device."""
-        with quietly():
-            yield
-
     def pull(self, device: Device) -> None:
         """Copy the weights from the device to the host."""
-        self._sync.pulled()
+        self._link.pulled()
         logger.debug("Writing weights from IPU to host")
         device.read(host_tensors(self._model))
 
     def push(self, device: Device) -> None:
         """Copy the weights from the host to the device."""
-        self._sync.pushed()
+        self._link.dirty = False
         if not self._training:
-            self._follower.uploaded(syncs_of(self._model))
+            self._uploaded = {link: link.version for link in sharing_links(self._model)}
         logger.debug("Writing weights from host to IPU memory")
         device.write(host_tensors(self._model))
 
@@ -139,12 +118,19 @@ class HostWeights:
         self.push(device)
 
     def is_behind(self) -> bool:
-        """Return True if an inference device has older weights than one that trains them."""
-        return self._follower.is_behind(syncs_of(self._model))
+        """Return True if weights were read back from a training device since the last upload.
+
+        Each device that shares them is asked first for what it has newer, and one that was
+        destroyed since still counts. A change on the host alone does not: ``copyWeightsToDevice``
+        is for that.
+        """
+        for link in sharing_links(self._model):
+            self._uploaded.setdefault(link, link.first_version)
+        return any(link.version != version for link, version in self._uploaded.items())
 
     def push_buffers(self, device: Device, names: Sequence[str]) -> None:
         """Copy only these buffers from the host to the device."""
-        self._sync.pushed()
+        self._link.dirty = False
         buffers = self.buffers()
         device.write({name: buffers[name] for name in names})
 
@@ -152,4 +138,4 @@ class HostWeights:
         """Restore the user's module as it was before it was wrapped."""
         if self._training:
             with torch.no_grad():
-                unwrap(self._model, self._owner())
+                unwrap(self._model, self._link.source())

@@ -18,7 +18,6 @@ from typing import (
     Any,
     Callable,
     Dict,
-    Iterable,
     Iterator,
     List,
     MutableMapping,
@@ -39,9 +38,7 @@ from ipufit.poptorch._logging import error
 
 __all__ = [
     "ExecutorLink",
-    "WeightFollower",
     "WeightSource",
-    "WeightSync",
     "WrappedModel",
     "WrappedTensor",
     "as_plain",
@@ -55,8 +52,8 @@ __all__ = [
     "reduced_as_plain",
     "rewrapModelIfNecessary",
     "set_links",
+    "sharing_links",
     "subclass",
-    "syncs_of",
     "tensors_of",
     "unwrap",
     "unwrapModelIfNecessary",
@@ -116,67 +113,35 @@ class WeightSource(Protocol):
         ...
 
 
-class WeightSync:
-    """Synchronisation state of the weights of one training executor.
+def _nobody() -> None:
+    """Replace the reference to an executor in copies, which have none."""
+
+
+class ExecutorLink:
+    """Weak link from wrapped objects to their executor, and who of both has newer weights.
 
     Attributes:
+        source: returns the executor, or None if it is gone.
+        tensors: returns of each tensor that was wrapped for it.
         dirty: the device trained since the host's weights were last equal to its own.
         version: number of the host's weights, which changes with each reading.
         first_version: the number before any reading.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: WeightSource) -> None:
+        self.source: Callable[[], Optional[WeightSource]] = weakref.ref(source)
+        self.tensors: List[weakref.ref[Tensor]] = []
         self.dirty = False
         self.version = self.first_version = next(_versions)
 
-    def trained(self) -> None:
-        """Record that the device has changed its weights."""
-        self.dirty = True
+    def __getstate__(self) -> Dict[str, Any]:
+        """Return the state without the executor, because nobody owns the weights of a copy."""
+        return {**vars(self), "source": _nobody, "tensors": []}
 
     def pulled(self) -> None:
         """Record that the host is about to get the device's weights: reading them is no access."""
         self.dirty = False
         self.version = next(_versions)
-
-    def pushed(self) -> None:
-        """Record that the host's weights are about to overwrite what the device has trained."""
-        self.dirty = False
-
-
-class WeightFollower:
-    """Versions of the host's weights that an inference executor has uploaded."""
-
-    def __init__(self) -> None:
-        self._versions: Optional[Dict[WeightSync, int]] = None
-
-    def uploaded(self, syncs: Iterable[WeightSync]) -> None:
-        """Record that the device has got the host's weights as they are now."""
-        self._versions = {sync: sync.version for sync in syncs}
-
-    def is_behind(self, syncs: Iterable[WeightSync]) -> bool:
-        """Return True if weights were read back from a training device since the upload.
-
-        A change on the host alone does not count: ``copyWeightsToDevice`` is for that.
-
-        Args:
-            syncs: of the training executors that share weights now, after each has been asked for
-                what it has newer. One that was destroyed since is still looked at.
-        """
-        if self._versions is None:
-            return False
-        for sync in syncs:
-            self._versions.setdefault(sync, sync.first_version)
-        return any(sync.version != version for sync, version in self._versions.items())
-
-
-class ExecutorLink:
-    """Weak link from a wrapped object to its executor."""
-
-    def __init__(self, source: WeightSource, sync: WeightSync) -> None:
-        self.source = weakref.ref(source)
-        self.sync = sync
-        self.model: Optional[weakref.ref[nn.Module]] = None
-        self.tensors: List[weakref.ref[Tensor]] = []
 
 
 class _Quiet(threading.local):
@@ -423,21 +388,19 @@ def check_not_wrapped(model: nn.Module) -> None:
         )
 
 
-def wrap(model: nn.Module, source: WeightSource, sync: WeightSync) -> None:
-    """Make the module, its parameters and its buffers call ``source`` back when they are read.
+def wrap(model: nn.Module, link: ExecutorLink) -> None:
+    """Make the module, its parameters and its buffers call the executor back when they are read.
 
-    Called again for the same source, it takes in the tensors that were put in since.
+    Called again for the same link, it takes in the tensors that were put in since.
 
     Raises:
         RuntimeError: another executor has wrapped the module.
         Error: a buffer is of a subclass of Tensor, or a parameter has no shape yet.
     """
-    link = next((link for link in links_of(model) if link.source() is source), None)
-    if link is None:
+    if link not in links_of(model):
         check_not_wrapped(model)
         if isWrapped(model):
             unwrap(model)
-        link = ExecutorLink(source, sync)
     with quietly():
         parameters: List[Tuple[str, Tensor]] = list(model.named_parameters())
         buffers = list(model.named_buffers())
@@ -449,7 +412,6 @@ def wrap(model: nn.Module, source: WeightSource, sync: WeightSync) -> None:
         _wrap_tensor(tensor, link)
     if not isWrapped(model):
         plain = type(model)
-        link.model = weakref.ref(model)
         model.__class__ = subclass(f"Poptorch{plain.__name__}", WrappedModel, plain, (link,))
 
 
@@ -493,17 +455,17 @@ def _wrap_tensor(tensor: Tensor, link: ExecutorLink) -> None:
     link.tensors.append(weakref.ref(tensor))
 
 
-def syncs_of(model: nn.Module) -> List[WeightSync]:
-    """Return the weight syncs of the training executors that share weights with a module.
+def sharing_links(model: nn.Module) -> List[ExecutorLink]:
+    """Return the links to the training executors that share weights with a module.
 
     The module need not be wrapped itself. Each executor reads newer weights back first.
     """
-    links_by_sync: Dict[WeightSync, ExecutorLink] = {}
+    links: Dict[ExecutorLink, None] = {}
     for value in [model, *(tensor for _, tensor in tensors_of(model))]:
-        if isWrapped(value):
-            links_by_sync.update({link.sync: link for link in type(value)._poptorch_links})  # type: ignore[attr-defined]
-    pull(tuple(links_by_sync.values()))
-    return list(links_by_sync)
+        if isinstance(value, _Wrapped):
+            links.update(dict.fromkeys(type(value)._poptorch_links))
+    pull(tuple(links))
+    return list(links)
 
 
 def host_tensors(model: nn.Module) -> Dict[str, Tensor]:

@@ -481,11 +481,11 @@ def _first_group(original):
 
 @mutant(
     "stale weights in inference after training",
-    "ipufit.poptorch._wrapping:WeightFollower.is_behind",
+    "ipufit.poptorch._host_weights:HostWeights.is_behind",
     "weights/inference*",
 )
 def _stale(original):
-    return lambda self, syncs: False
+    return lambda self: False
 
 
 @mutant("an evaluation takes training back", EXECUTOR + "__call__", "weights/training goes on*")

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ipufit import poptorch
 from ipufit.poptorch import _wrapping as wrapping
+from ipufit.poptorch._host_weights import HostWeights
 from ipufit.poptorch._recording import check_not_replaced, module_tensors
-from ipufit.poptorch._wrapping import WeightFollower, WeightSync, isWrapped, quietly, unwrap
+from ipufit.poptorch._wrapping import ExecutorLink, isWrapped, quietly, unwrap
 from ipufit.poptorch.poptorch_core import Error
 
 
@@ -20,10 +21,10 @@ class Device:
 
     def __init__(self, model):
         self.model = model
-        self.sync = WeightSync()
+        self.link = ExecutorLink(self)
         self.copies = 0
         self.on_device = None
-        wrapping.wrap(model, self, self.sync)
+        wrapping.wrap(model, self.link)
 
     def train(self):
         if self.on_device is None:
@@ -31,12 +32,12 @@ class Device:
             self.on_device = {name: tensor.clone() for name, tensor in held.items()}
         for tensor in self.on_device.values():
             tensor += 1
-        self.sync.trained()
+        self.link.dirty = True
 
     def copyWeightsToHostIfNeeded(self):
-        if not self.sync.dirty:
+        if not self.link.dirty:
             return False
-        self.sync.pulled()
+        self.link.pulled()
         self.copies += 1
         for name, tensor in wrapping.host_tensors(self.model).items():
             tensor.copy_(self.on_device[name])
@@ -329,7 +330,7 @@ def test_an_executor_that_is_gone_does_not_block_the_model(net):
 def test_wrapping_again_for_the_same_executor_takes_in_new_tensors(net, device):
     net.offset = torch.zeros(2)
     assert type(net.offset) is Tensor
-    wrapping.wrap(net, device, device.sync)
+    wrapping.wrap(net, device.link)
     assert type(net.offset).__name__ == "PoptorchBuffer"
     device.destroy()
     assert type(net.offset) is Tensor
@@ -400,60 +401,74 @@ def test_a_parameter_without_a_shape_is_refused():
     )
 
 
-def test_the_dirty_flag_and_the_version_follow_readings_and_uploads():
-    sync = WeightSync()
-    assert (sync.dirty, sync.version) == (False, sync.first_version)
-    sync.trained()
-    assert sync.dirty
-    sync.pushed()
-    assert (sync.dirty, sync.version) == (False, sync.first_version)
-    sync.trained()
-    sync.pulled()
-    assert not sync.dirty
-    assert sync.version > sync.first_version
+class Memory:
+    """A device in so far as the host's weights go there and back."""
+
+    def read(self, into):
+        pass
+
+    def write(self, values):
+        pass
+
+
+def test_the_dirty_flag_and_the_version_follow_readings_and_uploads(net):
+    memory = Memory()
+    host = HostWeights(Device(nn.Module()), net, True)
+    (link,) = wrapping.links_of(net)
+    assert (host.is_dirty, link.version) == (False, link.first_version)
+    host.trained()
+    assert host.is_dirty
+    host.push(memory)
+    assert (host.is_dirty, link.version) == (False, link.first_version)
+    host.trained()
+    host.pull(memory)
+    assert not host.is_dirty
+    assert link.version > link.first_version
 
 
 def test_an_inference_side_uploads_once_per_reading(net, device):
-    follower = WeightFollower()
-    assert not follower.is_behind(wrapping.syncs_of(net))
-    follower.uploaded(wrapping.syncs_of(net))
-    assert not follower.is_behind(wrapping.syncs_of(net))
+    memory = Memory()
+    follower = HostWeights(Device(nn.Module()), net, False)
+    assert not follower.is_behind()
+    follower.push(memory)
+    assert not follower.is_behind()
     for copies in (1, 2):
         device.train()
         device.train()
-        assert follower.is_behind(wrapping.syncs_of(net))
+        assert follower.is_behind()
         assert device.copies == copies
-        follower.uploaded(wrapping.syncs_of(net))
-        assert not follower.is_behind(wrapping.syncs_of(net))
+        follower.push(memory)
+        assert not follower.is_behind()
     with torch.no_grad():
         net.weight.add_(1)
-    assert not follower.is_behind(wrapping.syncs_of(net))
+    assert not follower.is_behind()
 
 
 def test_an_inference_side_notices_readings_by_others_and_the_last_one(net, device):
-    follower = WeightFollower()
-    follower.uploaded(wrapping.syncs_of(net))
+    memory = Memory()
+    follower = HostWeights(Device(nn.Module()), net, False)
+    follower.push(memory)
     device.train()
     str(net.weight)
-    assert follower.is_behind(wrapping.syncs_of(net))
-    follower.uploaded(wrapping.syncs_of(net))
+    assert follower.is_behind()
+    follower.push(memory)
     device.train()
     device.destroy()
-    assert wrapping.syncs_of(net) == []
-    assert follower.is_behind([])
-    follower.uploaded([])
+    assert wrapping.sharing_links(net) == []
+    assert follower.is_behind()
+    follower.push(memory)
     again = Device(net)
-    assert not follower.is_behind(wrapping.syncs_of(net))
+    assert not follower.is_behind()
     again.train()
-    assert follower.is_behind(wrapping.syncs_of(net))
+    assert follower.is_behind()
 
 
 def test_a_part_or_a_container_of_a_trained_module_follows_too(net, device):
     for model in (net.lin, nn.Sequential(net, nn.ReLU())):
-        assert wrapping.syncs_of(model) == [device.sync]
+        assert wrapping.sharing_links(model) == [device.link]
         device.train()
         before = device.copies
-        wrapping.syncs_of(model)
+        wrapping.sharing_links(model)
         assert device.copies == before + 1
 
 
