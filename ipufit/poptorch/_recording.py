@@ -33,7 +33,7 @@ from ipufit.tracing.capture import capture, uses_random_numbers
 from ipufit.tracing.graph_analysis import Memories, operator_name
 from ipufit.utils.state import call_with
 
-__all__ = ["MicroBatchResults", "Outputs", "RecordedProgram", "Writes", "find_writes", "record"]
+__all__ = ["MicroBatchResults", "Outputs", "RecordedProgram", "record"]
 
 
 @dataclasses.dataclass
@@ -128,21 +128,13 @@ class RecordedProgram:
         )
 
 
-class Writes(NamedTuple):
-    """Positions of the placeholders that a graph changes in place.
+def _changed_inputs(graph: fx.GraphModule) -> Tuple[List[int], List[int]]:
+    """Find the placeholders that a graph changes in place, directly or through views.
 
-    Attributes:
-        changed: changed by operators whose purpose is to write into them.
-        statistics: running statistics that batch normalisation updates, and that no operator
-            writes into otherwise.
+    Returns:
+        Positions of those that operators write into whose purpose it is, and of running statistics
+        that batch normalisation alone updates.
     """
-
-    changed: Tuple[int, ...]
-    statistics: Tuple[int, ...]
-
-
-def find_writes(graph: fx.GraphModule) -> Writes:
-    """Find the placeholders that a graph changes in place, directly or through views."""
     memories = Memories(graph.graph)
     changed: List[int] = []
     statistics: List[int] = []
@@ -150,27 +142,26 @@ def find_writes(graph: fx.GraphModule) -> Writes:
         writers = memories.writes[memories.of(memories.inputs[place])]
         normalises = all("batch_norm" in operator_name(node) for node in writers)
         (statistics if normalises else changed).append(place)
-    return Writes(tuple(changed), tuple(statistics))
+    return changed, statistics
 
 
 # Their running statistics may be rebound; the program has them under their names all the same.
 _EXEMPT = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class ModuleTensors(NamedTuple):
-    """Parameters and buffers of a module by name, as the very objects."""
-
-    buffers: Dict[str, Tensor]
-    parameters: Dict[str, Tensor]
+# The very objects by kind, "Buffer" or "Parameter", and name.
+ModuleTensors = Dict[Tuple[str, str], Tensor]
 
 
 def module_tensors(model: nn.Module) -> ModuleTensors:
     """Return parameters and buffers of a module, without the buffers of batch normalisation."""
-    buffers: Dict[str, Tensor] = {}
+    tensors: ModuleTensors = {}
     for path, module in model.named_modules():
         if not isinstance(module, _EXEMPT):
-            buffers.update(module.named_buffers(prefix=path, recurse=False))
-    return ModuleTensors(buffers, dict(model.named_parameters()))
+            for name, buffer in module.named_buffers(prefix=path, recurse=False):
+                tensors["Buffer", name] = buffer
+    tensors.update({("Parameter", name): each for name, each in model.named_parameters()})
+    return tensors
 
 
 def check_not_replaced(before: ModuleTensors, after: ModuleTensors) -> None:
@@ -181,23 +172,18 @@ def check_not_replaced(before: ModuleTensors, after: ModuleTensors) -> None:
     Raises:
         Error: one was removed, or replaced by another tensor.
     """
-    for what, old, new in [
-        ("Buffer", before.buffers, after.buffers),
-        ("Parameter", before.parameters, after.parameters),
-    ]:
-        for name, tensor in old.items():
-            if name not in new:
-                raise error(
-                    f"{what} {name} is removed from the model when calling the forward method. "
-                    "Keep it, and change its values in place."
-                )
-            if new[name] is not tensor:
-                raise error(
-                    f"{what} {name} is reassigned within the model when calling the forward "
-                    "method. This is not supported. Consider using "
-                    f"self.{name}.copy_(src) to copy data from a source tensor, where src is the "
-                    "name of the source tensor."
-                )
+    for (kind, name), tensor in before.items():
+        if (kind, name) not in after:
+            raise error(
+                f"{kind} {name} is removed from the model when calling the forward method. Keep "
+                "it, and change its values in place."
+            )
+        if after[kind, name] is not tensor:
+            raise error(
+                f"{kind} {name} is reassigned within the model when calling the forward method. "
+                f"This is not supported. Consider using self.{name}.copy_(src) to copy data from a "
+                "source tensor, where src is the name of the source tensor."
+            )
 
 
 class _Forward(nn.Module):
@@ -214,64 +200,64 @@ class _Forward(nn.Module):
         return result
 
 
-class _Step:
-    """The function that is recorded: forward, and when training its backward."""
+# Makes the arguments of forward of the inputs.
+ArgumentMaker = Callable[[Sequence[Tensor]], Tuple[Sequence[object], Mapping[str, object]]]
 
-    def __init__(
-        self,
-        model: nn.Module,
-        names: Sequence[str],
-        trained: Sequence[str],
-        call: Callable[[Sequence[Tensor]], Tuple[Sequence[Any], Mapping[str, Any]]],
-        trace: Trace,
-        wide: bool,
-        scoped: bool,
-    ) -> None:
-        self._scoped = scoped
-        self._forward = _Forward(model)
-        self._model = model
-        self._names = list(names)
-        self._parameters = {name for name, _ in model.named_parameters()}
-        self._trained = list(trained)
-        self._call = call
-        self._trace = trace
-        self._wide = wide
-        self.outputs = Outputs(None, [], [])
-        self.with_gradient: Tuple[str, ...] = ()
+
+@dataclasses.dataclass(eq=False)
+class _Step:
+    """The function that is recorded: forward, and when training its backward.
+
+    Attributes:
+        model, trained, make_arguments, wide, scoped: as for ``record``.
+        names: of the device's parameters and buffers.
+        trace: the recording.
+        outputs, with_gradient: as in a ``RecordedProgram``, after the call.
+    """
+
+    model: nn.Module
+    names: Sequence[str]
+    trained: Sequence[str]
+    make_arguments: ArgumentMaker
+    trace: Trace
+    wide: bool
+    scoped: bool
+    outputs: Outputs = dataclasses.field(default_factory=lambda: Outputs(None, [], []))
+    with_gradient: Tuple[str, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
-        count, training = len(self._names), self._trace.training
-        state = dict(zip(self._names, tensors[:count]))
+        count, training = len(self.names), self.trace.training
+        state = dict(zip(self.names, tensors[:count]))
         scale = tensors[-1]
-        for name in self._trained:
+        for name in self.trained:
             state[name] = state[name].detach().requires_grad_()
-        for name in self._parameters.intersection(state):
+        for name in {name for name, _ in self.model.named_parameters()}.intersection(state):
             # What stands for a parameter is one for isinstance, and so for get_parameter.
             state[name]._is_param = True
-        args, kwargs = self._call([leaf.detach() for leaf in tensors[count:-1]])
+        args, kwargs = self.make_arguments([leaf.detach() for leaf in tensors[count:-1]])
         before = {name: tensor._version for name, tensor in state.items()}
-        with torch.set_grad_enabled(training), traced(self._trace):
-            scopes = self._trace.activations.named_by(self._model, self._scoped)
-            with watched(self._trace, _constants(self._model), self._wide), scopes:
+        with torch.set_grad_enabled(training), traced(self.trace):
+            scopes = self.trace.activations.named_by(self.model, self.scoped)
+            with watched(self.trace, _constants(self.model), self.wide), scopes:
                 in_place = {f"model.{name}": tensor for name, tensor in state.items()}
-                result = call_with(self._forward, in_place, (args, kwargs))
+                result = call_with(_Forward(self.model), in_place, (args, kwargs))
             outputs = flattenTensorStructure(result) if result is not None else []
             changed = [t for name, t in state.items() if t._version != before[name]]
             gradients: List[Tensor] = []
             final = None
             if training:
-                final = self._trace.final_loss([*outputs, *changed])
+                final = self.trace.final_loss([*outputs, *changed])
                 gradients = self._gradients(final, state, scale)
         computed = self._note(result, outputs, final)
         return [*computed, *([] if final is None else [final.detach()]), *gradients]
 
     def _gradients(self, loss: Tensor, state: Mapping[str, Tensor], scale: Tensor) -> List[Tensor]:
-        weights = [state[name] for name in self._trained]
+        weights = [state[name] for name in self.trained]
         if not loss.requires_grad or not weights:
             return []
         seed = torch.ones_like(loss) * scale.to(loss.dtype)
         gradients = torch.autograd.grad([loss], weights, grad_outputs=[seed], allow_unused=True)
-        self.with_gradient = tuple(n for n, g in zip(self._trained, gradients) if g is not None)
+        self.with_gradient = tuple(n for n, g in zip(self.trained, gradients) if g is not None)
         return [gradient for gradient in gradients if gradient is not None]
 
     def _note(
@@ -284,7 +270,7 @@ class _Step:
         for is_computed, tensor in zip(computed, outputs):
             if not is_computed:
                 continue
-            inner = self._trace.is_inner_reduced(tensor, final)
+            inner = self.trace.is_inner_reduced(tensor, final)
             tensors.append((tensor.reshape(1) if inner else tensor).detach())
         self.outputs = Outputs(result, computed, constants)
         return tensors
@@ -323,7 +309,7 @@ def record(
     model: nn.Module,
     state: Mapping[str, Tensor],
     trained: Sequence[str],
-    call: Callable[[Sequence[Tensor]], Tuple[Sequence[object], Mapping[str, object]]],
+    make_arguments: ArgumentMaker,
     leaves: Sequence[Tensor],
     training: bool,
     wide: bool = False,
@@ -336,7 +322,7 @@ def record(
         model: the user's, in the mode in which it is to be recorded.
         state: the device's parameters and buffers by name.
         trained: names of the parameters that get a gradient.
-        call: makes the arguments of forward of the inputs.
+        make_arguments: makes the arguments of forward of the inputs.
         leaves: one micro-batch of inputs; their values are not looked at.
         training: whether there is a loss to be followed.
         wide: let float64 be.
@@ -347,7 +333,7 @@ def record(
         Error: forward does what a program of the device can't.
     """
     trace = Trace(training)
-    step = _Step(model, list(state), trained, call, trace, wide, scoped)
+    step = _Step(model, list(state), trained, make_arguments, trace, wide, scoped)
     tensors = [*state.values(), *leaves, torch.ones((), dtype=torch.float64)]
     try:
         with _attributes_kept(model):
@@ -361,21 +347,21 @@ def record(
     step.outputs.forget()
     _own_constants(graph)
     overlaps = _overlaps(graph, len(state), len(leaves), sum(step.outputs.computed))
-    writes = find_writes(graph)
+    changed, statistics = _changed_inputs(graph)
     names = list(state)
     counted = 0 if scaling is None else count_large(graph, scaling, len(step.with_gradient))
     return RecordedProgram(
         graph,
         step.outputs,
         step.with_gradient,
-        tuple(i - len(names) for i in writes.changed if len(names) <= i < len(tensors) - 1),
-        tuple(names[i] for i in writes.changed if i < len(names)),
+        tuple(i - len(names) for i in changed if len(names) <= i < len(tensors) - 1),
+        tuple(names[i] for i in changed if i < len(names)),
         any(uses_random_numbers(each) for each in everywhere(graph)),
         bool(overlaps.inputs or overlaps.outputs),
         trace,
         counted,
         trace.activations.names_in(graph),
-        tuple(names[i] for i in writes.statistics if i < len(names)),
+        tuple(names[i] for i in statistics if i < len(names)),
     )
 
 
