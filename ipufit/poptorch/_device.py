@@ -61,16 +61,6 @@ class ReplicaGrouping(NamedTuple):
             return replica % self.groups(replicas)
         return replica // self.size(replicas)
 
-    def members(self, group: int, replicas: int) -> List[int]:
-        """Return the replicas of a group; the first one's value is read back as the group's."""
-        return [r for r in range(replicas) if self.group_of(r, replicas) == group]
-
-    def rows(self, replicas: int) -> int:
-        """Return the first dimension of the tensor that is read back."""
-        if self.retrieval == VariableRetrievalMode.AllReplicas:
-            return replicas
-        return self.groups(replicas)
-
     def check(self, name: str, tensor: Tensor, replicas: int) -> None:
         """Refuse a parameter that can't be grouped like this on this number of replicas.
 
@@ -97,7 +87,7 @@ class ReplicaGrouping(NamedTuple):
                 f"replicaGrouping makes of {replicas} replicas ({groups}), got shape "
                 f"{list(tensor.shape)}. Stack one value for each group."
             )
-        if self.rows(replicas) != groups:
+        if self.retrieval == VariableRetrievalMode.AllReplicas and groups != replicas:
             raise error(
                 f"VariableRetrievalMode.AllReplicas reads {replicas} values of {name!r} back, and "
                 f"the parameter holds {groups}, one for each group. Use OnePerGroup, or "
@@ -341,7 +331,8 @@ class Device:
         """
         with torch.no_grad():
             for name, host in self._floating(into).items():
-                host.copy_(self._stacked(name))
+                parts = self._parts[name]
+                host.copy_(torch.stack(parts) if name in self._groupings else parts[0])
 
     def _floating(self, values: Mapping[str, Tensor]) -> Dict[str, Tensor]:
         """Return those of the host's tensors that are copied; all of them fit the device's."""
@@ -358,15 +349,6 @@ class Device:
                     "the model is compiled: call destroy() on it before you replace or add one."
                 )
         return floating
-
-    def _stacked(self, name: str) -> Tensor:
-        parts = self._parts[name]
-        grouping = self._groupings.get(name)
-        if grouping is None:
-            return parts[0]
-        if grouping.retrieval == VariableRetrievalMode.AllReplicas:
-            return torch.stack([parts[self.group_of(name, r)] for r in range(self._replicas)])
-        return torch.stack(parts)
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Copy floating-point tensors from the host; all others are part of the program.

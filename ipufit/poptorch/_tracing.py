@@ -10,7 +10,6 @@ from typing import (
     ContextManager,
     Dict,
     FrozenSet,
-    Hashable,
     Iterator,
     List,
     Mapping,
@@ -25,7 +24,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ipufit.partition.own_blocks import EnteredBlocks, Entry
+from ipufit.partition.own_blocks import EnteredBlocks
 from ipufit.poptorch._logging import error
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.recording import current_graph, current_tracer
@@ -193,25 +192,10 @@ def returning(graph: fx.GraphModule, nodes: Sequence[str]) -> fx.GraphModule:
 
 
 class RecordedBlocks(EnteredBlocks):
-    """The blocks of a recording, and those of them in which something is computed.
-
-    Attributes:
-        computing: the entries in which something is computed, in order; None first where that
-            happens before any block, on IPU 0.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.computing: List[Optional[Entry]] = []
-        self._is_counted = False
-
-    def enter(self, user_id: Optional[Hashable], ipu_id: Optional[int]) -> None:
-        """Start a block, which lasts until the next one starts, or until it is left."""
-        super().enter(user_id, ipu_id)
-        self._is_counted = False
+    """The blocks of a recording, in one of which every operator has to be."""
 
     def on_operator(self) -> None:
-        """Assign an operator that is about to be recorded to the current block.
+        """Refuse an operator that is about to be recorded outside of any block.
 
         Raises:
             Error: the last block was left, and no other one entered.
@@ -223,9 +207,6 @@ class RecordedBlocks(EnteredBlocks):
                 f"after the block {name!r} was left. Put it into a poptorch.Block, or begin blocks "
                 "with poptorch.Block.start or poptorch.BeginBlock, which don't end."
             )
-        if not self._is_counted:
-            self.computing.append(self.entered[-1] if self.entered else None)
-            self._is_counted = True
 
 
 @dataclasses.dataclass(frozen=True)

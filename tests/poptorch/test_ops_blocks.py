@@ -108,20 +108,6 @@ def test_an_operator_after_a_block_was_left_is_refused():
     blocks.on_operator()
 
 
-def test_blocks_that_compute_something_are_known():
-    blocks = RecordedBlocks()
-    blocks.on_operator()
-    blocks.enter("empty", 5)
-    blocks.enter("a", 0)
-    for _ in range(2):
-        blocks.on_operator()
-    blocks.enter("b", 1)
-    blocks.on_operator()
-    blocks.enter("a", 0)
-    blocks.on_operator()
-    assert blocks.computing == [None, ("a", 0), ("b", 1), ("a", 0)]
-
-
 def test_blocks_are_removed_at_any_depth_and_other_hooks_stay():
     inner = torch.nn.ReLU()
     model = torch.nn.Sequential(torch.nn.Sequential(inner))

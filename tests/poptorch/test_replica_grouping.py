@@ -23,13 +23,6 @@ def test_every_replica_has_its_group(kind, shards, groups):
     made = grouping(kind, shards, ONE_PER_GROUP)
     assert [made.group_of(replica, 6) for replica in range(6)] == groups
     assert made.groups(6) == max(groups) + 1
-    assert made.rows(6) == max(groups) + 1
-    for group in set(groups):
-        assert made.members(group, 6) == [r for r in range(6) if groups[r] == group]
-
-
-def test_all_replicas_are_read_back_where_asked_for():
-    assert ReplicaGrouping(CommGroupType.Consecutive, 2, ALL_REPLICAS).rows(6) == 6
 
 
 def proxy(parameter):
