@@ -36,7 +36,7 @@ from ipufit.poptorch._execution import (
 )
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._loss_scale import ScalingSettings
-from ipufit.poptorch._placement import placed
+from ipufit.poptorch._placement import place_on_ipus
 from ipufit.poptorch._precision import check_input, keeps_float64, narrowed, narrowed_output
 from ipufit.poptorch._program_files import through_cache
 from ipufit.poptorch._recording import RecordedProgram, record
@@ -249,7 +249,7 @@ class Compiled:
         anchored: finds the tensors that are anchored.
         anchors: the anchored tensors as they were in the last call.
         counters: times of the last call.
-        placement: on which IPUs the blocks would be.
+        ipus: how many are reserved for it.
         recorded: the program.
         device: the device's memory.
         group: the processes that the program runs in.
@@ -304,7 +304,7 @@ class Compiled:
             recorded = through_cache(recorded, state, options)
         self.recorded = recorded
         entered = self.recorded.trace.blocks.entered
-        self.placement = placed(options, entered, training, self.recorded.overlapped)
+        self.ipus = place_on_ipus(options, entered, training, self.recorded.overlapped)
         self._check_buffers(buffers)
         changed = {*recorded.changed_state, *recorded.statistics}
         self.device.separate([name for name in buffers if name in changed])

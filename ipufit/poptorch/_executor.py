@@ -436,7 +436,7 @@ class PoplarExecutor(Inspection):
     def _attach(self) -> None:
         program = self._program()
         program.group.check(program.device)
-        self._allocation = acquire(self._options, program.placement.ipus)
+        self._allocation = acquire(self._options, program.ipus)
         self.copyWeightsToDevice()
         self._state_sync.attach()
 

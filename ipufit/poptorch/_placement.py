@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import threading
@@ -24,11 +23,11 @@ from ipufit.poptorch.enums import ConnectionType
 __all__ = [
     "DeviceAllocation",
     "PlacedBlock",
-    "Placement",
     "acquire",
     "ipuHardwareIsAvailable",
     "ipuHardwareVersion",
-    "placed",
+    "place_on_ipus",
+    "placed_blocks",
     "reserved",
     "uses_ipu_model",
 ]
@@ -87,7 +86,11 @@ def reserved(options: Options, needed: int) -> int:
         Error: more than a process can have, not a power of two of hardware's IPUs, or options
             that the kind of device does not have.
     """
-    _check_most(needed)
+    if needed > _MOST:
+        raise error(
+            f"Too many IPUs requested ({needed}). Experiments that need more than {_MOST} IPUs "
+            "require distributed execution. Use fewer replicas, or several processes."
+        )
     offline = options.connection_type == enums.ConnectionType.Never
     model = uses_ipu_model(options)
     if options.exists("use_model"):
@@ -115,14 +118,6 @@ def reserved(options: Options, needed: int) -> int:
             )
         return needed
     return _power_of_two(options, needed)
-
-
-def _check_most(needed: int) -> None:
-    if needed > _MOST:
-        raise error(
-            f"Too many IPUs requested ({needed}). Experiments that need more than {_MOST} IPUs "
-            "require distributed execution. Use fewer replicas, or several processes."
-        )
 
 
 def _power_of_two(options: Options, needed: int) -> int:
@@ -235,31 +230,10 @@ class PlacedBlock(NamedTuple):
     ipu: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Placement of a model on IPUs.
-
-    Attributes:
-        strategy: ``"pipelined"``, ``"sharded"`` or ``"phased"``.
-        blocks: the blocks in the order in which they were entered.
-        stages: pipeline stages, of the backward pass too; 1 for another strategy.
-        ipus_per_replica: IPUs of one replica.
-        ipus: IPUs that are reserved for all replicas.
-        unused: reserved IPUs that no replica uses.
-    """
-
-    strategy: str
-    blocks: Tuple[PlacedBlock, ...]
-    stages: int
-    ipus_per_replica: int
-    ipus: int
-    unused: int
-
-
-def placed(
+def place_on_ipus(
     options: Options, entered: Entered, training: bool, overlapped: bool = False
-) -> Placement:
-    """Place the blocks of a recording.
+) -> int:
+    """Place the blocks of a recording, and return how many IPUs are reserved for all replicas.
 
     Args:
         options: the model's own, with the output mode picked.
@@ -275,35 +249,22 @@ def placed(
     pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(
         strategy, ShardedExecution
     )
-    blocks = _blocks(strategy, entered)
+    blocks = placed_blocks(strategy, entered)
     for block in blocks:
         logger.debug(
             "block %s: stage %d, phase %d, IPU %d", block.block, block.stage, block.phase, block.ipu
         )
     if overlapped:
         _check_overlap(options, pipelined)
-    stages = 1
     # What comes before the first block is on IPU 0.
     per_replica = 1 + max((block.ipu for block in blocks), default=0)
-    needed = per_replica * options.replication_factor
-    ipus = reserved(options, needed)
+    ipus = reserved(options, per_replica * options.replication_factor)
     if pipelined:
-        stages = _pipeline_stages(blocks, training)
-        _check_pipeline(options, stages, training)
-    return Placement(
-        "phased" if isinstance(strategy, _IPhasedExecution) else _NAMES[pipelined],
-        tuple(blocks),
-        stages,
-        per_replica,
-        ipus,
-        ipus - needed,
-    )
+        _check_pipeline(options, _pipeline_stages(blocks, training), training)
+    return ipus
 
 
-_NAMES = {True: "pipelined", False: "sharded"}
-
-
-def _blocks(strategy: _IExecutionStrategy, entered: Entered) -> List[PlacedBlock]:
+def placed_blocks(strategy: _IExecutionStrategy, entered: Entered) -> List[PlacedBlock]:
     """Return each entry into a block with its stage, phase and IPU."""
     stages: Dict[Hashable, Stage] = {}
     blocks = []

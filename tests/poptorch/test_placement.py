@@ -4,7 +4,7 @@ import pytest
 
 import ipufit.poptorch as poptorch
 from ipufit.poptorch._options.compiler import model_options
-from ipufit.poptorch._placement import PlacedBlock, placed, uses_ipu_model
+from ipufit.poptorch._placement import PlacedBlock, place_on_ipus, placed_blocks, uses_ipu_model
 from tests.poptorch.option_texts import exactly
 
 
@@ -20,7 +20,7 @@ def inference(entered, strategy=None, iterations=64, overlapped=False, change=la
     if strategy is not None:
         options.setExecutionStrategy(strategy)
     change(options)
-    return placed(model_options(options, False), entered, False, overlapped)
+    return place_on_ipus(model_options(options, False), entered, False, overlapped)
 
 
 def training(entered, accumulation, strategy=None):
@@ -28,12 +28,13 @@ def training(entered, accumulation, strategy=None):
     options.Training.gradientAccumulation(accumulation)
     if strategy is not None:
         options.setExecutionStrategy(strategy)
-    return placed(model_options(options, True), entered, True)
+    return place_on_ipus(model_options(options, True), entered, True)
 
 
-def where(placement):
+def where(entered, strategy=None):
     """Block: (stage, phase, IPU), of the last entry into it."""
-    return {block: tuple(place) for block, *place in placement.blocks}
+    strategy = strategy or poptorch.Options()._execution_strategy
+    return {block: tuple(place) for block, *place in placed_blocks(strategy, entered)}
 
 
 def refused(call):
@@ -44,44 +45,37 @@ def refused(call):
 
 
 def test_a_model_without_blocks_is_on_one_ipu():
-    placement = inference([])
-    assert placement.strategy == "pipelined"
-    assert placement.blocks == ()
-    assert (placement.stages, placement.ipus_per_replica, placement.ipus, placement.unused) == (
-        1,
-        1,
-        1,
-        0,
-    )
+    assert inference([], iterations=1) == training([], 1) == 1
 
 
 def test_by_default_a_block_has_the_stage_of_its_ipu():
-    placement = inference([("0", 0), ("1", 1), ("2", 0)])
-    assert placement.blocks == (
+    entered = [("0", 0), ("1", 1), ("2", 0)]
+    assert placed_blocks(poptorch.Options()._execution_strategy, entered) == [
         PlacedBlock("0", 0, -1, 0),
         PlacedBlock("1", 1, -1, 1),
         PlacedBlock("2", 0, -1, 0),
-    )
-    assert placement.ipus == 2
+    ]
+    assert inference(entered) == 2
 
 
 def test_stages_can_be_counted_up_instead():
     """From 1: what comes before the first block is stage 0."""
     strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)
-    placement = inference([("0", 0), ("1", 1), ("0", 0), ("2", None)], strategy)
-    assert where(placement) == {"0": (1, -1, 0), "1": (2, -1, 1), "2": (3, -1, 3)}
+    entered = [("0", 0), ("1", 1), ("0", 0), ("2", None)]
+    assert inference(entered, strategy) == 4
+    assert where(entered, strategy) == {"0": (1, -1, 0), "1": (2, -1, 1), "2": (3, -1, 3)}
 
 
 def test_named_stages_give_blocks_their_stage_and_maybe_their_ipu():
     strategy = poptorch.PipelinedExecution("A", poptorch.Stage("B", "C").ipu(3), ["D"])
-    placement = inference([("A", None), ("B", 1), ("C", None), ("D", 1)], strategy)
-    assert where(placement) == {
+    entered = [("A", None), ("B", 1), ("C", None), ("D", 1)]
+    assert where(entered, strategy) == {
         "A": (0, -1, 0),  # its stage's number
         "B": (1, -1, 3),  # the strategy's word comes before the block's
         "C": (1, -1, 3),
         "D": (2, -1, 1),
     }
-    assert placement.ipus_per_replica == 4
+    assert inference(entered, strategy) == 4
 
 
 @pytest.mark.parametrize(
@@ -100,8 +94,13 @@ def test_named_stages_give_blocks_their_stage_and_maybe_their_ipu():
 def test_every_change_of_ipu_is_a_stage_and_training_goes_back_through_all_but_one(ipus, forward):
     entered = [(str(number), ipu) for number, ipu in enumerate(ipus)]
     change = lambda options: options.autoRoundNumIPUs()  # noqa: E731
-    assert inference(entered, iterations=forward, change=change).stages == forward
-    assert training(entered, 2 * forward - 1).stages == 2 * forward - 1
+    inference(entered, iterations=forward, change=change)
+    training(entered, 2 * forward - 1)
+    if forward > 1:
+        text = refused(lambda: inference(entered, iterations=forward - 1, change=change))
+        assert f"pipeline stages ({forward}) to fill a pipeline" in text
+        text = refused(lambda: training(entered, 2 * forward - 2))
+        assert f"the number of pipeline stages ({2 * forward - 1}) when" in text
 
 
 def test_a_pipeline_needs_a_micro_batch_for_every_stage():
@@ -120,16 +119,11 @@ def test_a_pipeline_needs_a_micro_batch_for_every_stage():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "name"),
-    [
-        (poptorch.ShardedExecution(), "sharded"),
-        (poptorch.SerialPhasedExecution("A", "B"), "phased"),
-    ],
+    "strategy", [poptorch.ShardedExecution(), poptorch.SerialPhasedExecution("A", "B")]
 )
-def test_without_a_pipeline_one_micro_batch_is_enough(strategy, name):
+def test_without_a_pipeline_one_micro_batch_is_enough(strategy):
     entered = [("A", 0), ("B", 1)]
-    for placement in (training(entered, 1, strategy), inference(entered, strategy, 1)):
-        assert (placement.strategy, placement.stages, placement.ipus) == (name, 1, 2)
+    assert training(entered, 1, strategy) == inference(entered, strategy, 1) == 2
 
 
 def test_phases_are_placed_by_their_stages():
@@ -139,7 +133,8 @@ def test_phases_are_placed_by_their_stages():
     strategy.phase(0).ipus(0, 2)
     strategy.phase(1).ipus(1, 3)
     entered = [(name, None) for name in "ABCED"]
-    assert where(training(entered, 1, strategy)) == {
+    assert training(entered, 1, strategy) == 4
+    assert where(entered, strategy) == {
         "A": (-1, 0, 0),
         "B": (-1, 0, 2),
         "C": (-1, 1, 1),
@@ -154,7 +149,9 @@ def test_parallel_phases_alternate_between_even_and_odd_ipus():
         "When phases are executed in parallel, even phases need even IPUs and odd phases odd ones: "
         "the block 'B' is of phase 1 and on IPU 2. Use strategy.phase(1).ipus(...)."
     )
-    assert where(training([("A", 2), ("B", 3)], 1, strategy)) == {"A": (-1, 0, 2), "B": (-1, 1, 3)}
+    entered = [("A", 2), ("B", 3)]
+    assert training(entered, 1, strategy) == 4
+    assert where(entered, strategy) == {"A": (-1, 0, 2), "B": (-1, 1, 3)}
 
 
 def test_a_block_of_a_phase_needs_an_ipu():
@@ -197,7 +194,7 @@ def test_the_stage_of_an_ipu_needs_an_ipu():
 
 def test_a_block_entered_again_needs_no_ipu_where_its_stage_is_known():
     """Its stage is that of its first entry, and stands for the IPU too."""
-    assert where(inference([("A", 1), ("A", None)])) == {"A": (1, -1, 1)}
+    assert where([("A", 1), ("A", None)]) == {"A": (1, -1, 1)}
 
 
 def test_hardware_gives_powers_of_two(caplog):
@@ -208,8 +205,7 @@ def test_hardware_gives_powers_of_two(caplog):
         "of 64 IPUs per process. Please reconfigure your model to use a different number of IPUs "
         "or set poptorch.Options().autoRoundNumIPUs(True)."
     )
-    placement = inference(entered, change=lambda options: options.autoRoundNumIPUs(True))
-    assert (placement.ipus_per_replica, placement.ipus, placement.unused) == (3, 4, 1)
+    assert inference(entered, change=lambda options: options.autoRoundNumIPUs(True)) == 4
     assert [record.getMessage() for record in caplog.records] == [
         "Reserving 4 IPUs for a model that uses 3, because PopTorch must reserve a power of 2 or "
         "maximum of 64 IPUs per process; 1 stay unused"
@@ -217,8 +213,7 @@ def test_hardware_gives_powers_of_two(caplog):
 
 
 def test_replicas_multiply_the_ipus():
-    placement = inference([("A", 0), ("B", 1)], change=lambda options: options.replicationFactor(4))
-    assert (placement.ipus_per_replica, placement.ipus) == (2, 8)
+    assert inference([("A", 0), ("B", 1)], change=lambda o: o.replicationFactor(4)) == 8
 
 
 @pytest.mark.parametrize("rounding", [True, False])
@@ -230,7 +225,7 @@ def test_no_process_has_more_than_64_ipus(rounding):
         "Too many IPUs requested (65). Experiments that need more than 64 IPUs require distributed "
         "execution. Use fewer replicas, or several processes."
     )
-    assert inference([], change=lambda options: options.replicationFactor(64)).ipus == 64
+    assert inference([], change=lambda options: options.replicationFactor(64)) == 64
 
 
 @pytest.mark.parametrize(
@@ -242,8 +237,7 @@ def test_no_process_has_more_than_64_ipus(rounding):
     ],
 )
 def test_the_model_and_offline_targets_have_any_number_of_ipus(change):
-    placement = inference([("A", 0), ("B", 1), ("C", 2)], change=change)
-    assert (placement.ipus, placement.unused) == (3, 0)
+    assert inference([("A", 0), ("B", 1), ("C", 2)], change=change) == 3
 
 
 @pytest.mark.parametrize("name", ["POPTORCH_IPU_MODEL", "POPTORCH_SMALL_IPU_MODEL"])
@@ -306,7 +300,7 @@ def test_transfers_overlap_in_sharded_and_phased_execution():
                 tiles(options)
                 options.outputMode(mode)
 
-            assert inference([("A", 0)], strategy, overlapped=True, change=change).ipus == 1
+            assert inference([("A", 0)], strategy, overlapped=True, change=change) == 1
 
 
 @pytest.mark.parametrize(
