@@ -17,6 +17,7 @@ from typing import (
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._optimizer import CompiledOptimizer
@@ -184,13 +185,9 @@ class ParameterProxy:
 
 
 def _unproxied(value: object) -> Any:
-    if isinstance(value, ParameterProxy):
-        return value.__dict__["_parameter"]
-    if isinstance(value, dict):
-        return {key: _unproxied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_make"):
-        return type(value)([_unproxied(item) for item in value])
-    return value
+    return tree_map(
+        lambda v: v.__dict__["_parameter"] if isinstance(v, ParameterProxy) else v, value
+    )
 
 
 def _operator(name: str) -> Any:

@@ -16,6 +16,7 @@ from typing import (
     Dict,
     Iterable,
     Iterator,
+    List,
     Mapping,
     Optional,
     Sequence,
@@ -33,6 +34,7 @@ from ipufit.poptorch._logging import error
 from ipufit.poptorch._tracing import tensors_in, written_tensors
 from ipufit.poptorch.poptorch_core import UnrecoverableError
 from ipufit.tracing.interpreter import Listener, OperatorCall
+from ipufit.utils import tree
 
 __all__ = [
     "DEVICE_DTYPES",
@@ -151,7 +153,7 @@ class FloatCheck(Listener):
 
     def before(self, call: OperatorCall) -> None:
         """Look at the arguments, which the operator may change."""
-        inputs = list(_values((call.args, call.kwargs)))
+        inputs = _values((call.args, call.kwargs))
         self._nan, self._infinite = _any(torch.isnan, inputs), _any(torch.isinf, inputs)
 
     def after(self, call: OperatorCall, result: object) -> None:
@@ -163,7 +165,7 @@ class FloatCheck(Listener):
         schema = getattr(call.operator, "_schema", None)
         if schema is None:
             return
-        exception = _exception(schema.name, self._nan, self._infinite, list(_values(result)))
+        exception = _exception(schema.name, self._nan, self._infinite, _values(result))
         if exception is not None:
             raise UnrecoverableError(
                 f"a floating-point exception: {call.operator} {exception}. Look at its inputs, or "
@@ -172,7 +174,7 @@ class FloatCheck(Listener):
             )
 
 
-def _exception(name: str, nan: bool, infinite: bool, results: Sequence[object]) -> Optional[str]:
+def _exception(name: str, nan: bool, infinite: bool, results: Sequence[Tensor]) -> Optional[str]:
     """Describe the exception that an operator has raised, or return None."""
     if nan and name.startswith(_ORDERING):
         return "compared a NaN"
@@ -185,28 +187,18 @@ def _exception(name: str, nan: bool, infinite: bool, results: Sequence[object]) 
     return None
 
 
-def _any(question: Callable[[Tensor], Tensor], values: Sequence[object]) -> bool:
-    return any(
-        bool(question(value).any())
-        if isinstance(value, Tensor)
-        else bool(question(torch.tensor(value)))
-        for value in values
-    )
+def _any(question: Callable[[Tensor], Tensor], values: Sequence[Tensor]) -> bool:
+    return any(bool(question(value).any()) for value in values)
 
 
-def _values(value: object) -> Iterator[Any]:
-    """Yield the floating-point tensors, and the numbers that are not finite, in a structure."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _values(each)
-    elif isinstance(value, dict):
-        yield from _values(list(value.values()))
+def _values(value: object) -> List[Tensor]:
+    """Return the floating-point tensors in a structure, and numbers that are not finite."""
+    return [
+        torch.as_tensor(leaf)
+        for leaf in tree.flatten(value)[0]
+        if (isinstance(leaf, Tensor) and leaf.is_floating_point())
+        or (isinstance(leaf, float) and not math.isfinite(leaf))
+    ]
 
 
 _HALF = torch.float16

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules import transformer
 
-__all__ = ["reads_classes", "without_values"]
+__all__ = ["one_hot_by_comparison", "reads_classes", "without_values"]
 
 
 def _as_said(
@@ -70,8 +70,8 @@ def _reads_values(function: Callable[[Tensor, int], Tensor]) -> bool:
     return False
 
 
-def _one_hot_by_comparison(input: Tensor, num_classes: int) -> Tensor:
-    """Put a one where the class is, as ``torch.nn.functional.one_hot`` does."""
+def one_hot_by_comparison(input: Tensor, num_classes: int) -> Tensor:
+    """Put a one where the class is, as torch's one_hot does; what is no class gives zeros."""
     classes = torch.arange(num_classes, dtype=input.dtype, device=input.device)
     return (input.unsqueeze(-1) == classes).to(torch.int64)
 
@@ -85,7 +85,7 @@ def _call_one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
 
 def _call_fixed_one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
     is_fixed = isinstance(num_classes, int) and num_classes > 0 and input.dtype is torch.int64
-    return (_one_hot_by_comparison if is_fixed else _call_one_hot)(input, num_classes)
+    return (one_hot_by_comparison if is_fixed else _call_one_hot)(input, num_classes)
 
 
 def without_values(rewrites_one_hot: bool) -> List[Tuple[object, str, object]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ipufit.poptorch._tracing import define, tensors_in, tracing
 from ipufit.tracing import recurrent
+from ipufit.tracing.mask_rewrites import one_hot_by_comparison
 
 __all__ = ["REPLACED"]
 
@@ -220,12 +221,6 @@ def bincount(input: Tensor, weights: Optional[Tensor] = None, minlength: int = 0
     return sums.scatter_add(0, places, weights)[:minlength]
 
 
-def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
-    """Encode classes as one-hot vectors; a number that is no class gives zeros."""
-    classes = torch.arange(num_classes, dtype=input.dtype, device=input.device)
-    return (input.unsqueeze(-1) == classes).to(torch.int64)
-
-
 def _single(value: Optional[Tensor]) -> Optional[Tensor]:
     return None if value is None else value.float()
 
@@ -340,7 +335,7 @@ REPLACED: Dict[object, Callable[..., object]] = {
     **{getattr(torch, kind): _whole(kind) for kind in recurrent.KINDS},
     torch.bincount: bincount,
     Tensor.bincount: bincount,
-    F.one_hot: one_hot,
+    F.one_hot: one_hot_by_comparison,
     F.ctc_loss: ctc_loss,
     torch.ctc_loss: ctc_loss,
     F.batch_norm: batch_norm,
