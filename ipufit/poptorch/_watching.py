@@ -21,13 +21,6 @@ from ipufit.tracing.flat_storage import storage_id
 __all__ = ["watched"]
 
 
-class _Kept:
-    """One tensor that backward needs, in a box of its own, so that it can be replaced."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 class KeptValues:
     """Preserves what autograd saves while forward is recorded, also if it is overwritten.
 
@@ -36,23 +29,24 @@ class KeptValues:
     """
 
     def __init__(self) -> None:
-        self._of: Dict[int, List[_Kept]] = {}
+        # Each tensor in a list of its own, so that it can be replaced.
+        self._of: Dict[int, List[List[Tensor]]] = {}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record the tensors that autograd saves inside the block."""
-        with saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
+        with saved_tensors_hooks(self._pack, lambda saved: saved[0]):
             yield
 
-    def _pack(self, tensor: Tensor) -> _Kept:
-        saved = _Kept(tensor)
+    def _pack(self, tensor: Tensor) -> List[Tensor]:
+        saved = [tensor]
         self._of.setdefault(storage_id(tensor), []).append(saved)
         return saved
 
     def before_change(self, tensor: Tensor) -> None:
         """Copy the saved tensors in this memory, which is about to be written to."""
         for saved in self._of.pop(storage_id(tensor), ()):
-            saved.tensor = saved.tensor.clone()
+            saved[0] = saved[0].clone()
 
 
 _HOST = torch.device("cpu")
