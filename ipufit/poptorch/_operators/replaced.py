@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ipufit.poptorch._tracing import define, tensors_in, tracing
 from ipufit.tracing import recurrent
@@ -221,27 +222,36 @@ def bincount(input: Tensor, weights: Optional[Tensor] = None, minlength: int = 0
     return sums.scatter_add(0, places, weights)[:minlength]
 
 
-def _single(value: Optional[Tensor]) -> Optional[Tensor]:
-    return None if value is None else value.float()
-
-
-def _normalised(
-    function: Callable[..., Tensor],
-    input: Tensor,
-    running: Sequence[Optional[Tensor]],
-    *rest: object,
-) -> Tensor:
-    """Normalise half-precision input in float32, and update the running statistics."""
-    single = [_single(statistic) for statistic in running]
-    result = function(input.float(), *single, *[_widened(value) for value in rest])
-    for statistic, value in zip(running, single):
-        if statistic is not None and value is not None and value is not statistic:
-            statistic.copy_(value)
-    return result.to(input.dtype)
+_RUNNING = ("running_mean", "running_var")
 
 
 def _widened(value: object) -> object:
     return value.float() if isinstance(value, Tensor) else value
+
+
+def _in_single(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute a function of half-precision input in float32, because torch 2.0 can't record it.
+
+    Tensors among its other arguments are widened too. Running statistics, which it may change, are
+    the first two of these, if it has any.
+    """
+
+    def computed(input: Tensor, *args: object, **kwargs: object) -> object:
+        if input.dtype not in (torch.float16, torch.bfloat16):
+            return function(input, *args, **kwargs)
+        wide, named = tree_map(_widened, (args, kwargs))
+        results = function(input.float(), *wide, **named)
+        statistics = [*zip(args[:2], wide)]
+        statistics += [(kwargs[name], named[name]) for name in _RUNNING if name in kwargs]
+        for statistic, value in statistics:
+            if isinstance(statistic, Tensor) and value is not statistic:
+                statistic.copy_(value)
+        if isinstance(results, Tensor):
+            return results.to(input.dtype)
+        values, places = results
+        return values.to(input.dtype), places
+
+    return computed
 
 
 def batch_norm(
@@ -263,41 +273,8 @@ def batch_norm(
     if training and trace is not None and not trace.training:
         running_mean = running_var = None
     rest = (weight, bias, training, momentum, eps)
-    if input.dtype in (torch.float16, torch.bfloat16):
-        return _normalised(F.batch_norm, input, (running_mean, running_var), *rest)
-    return F.batch_norm(input, running_mean, running_var, *rest)
-
-
-def instance_norm(
-    input: Tensor,
-    running_mean: Optional[Tensor] = None,
-    running_var: Optional[Tensor] = None,
-    weight: Optional[Tensor] = None,
-    bias: Optional[Tensor] = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Compute ``torch.nn.functional.instance_norm``, also in half precision."""
-    rest = (weight, bias, use_input_stats, momentum, eps)
-    if input.dtype in (torch.float16, torch.bfloat16):
-        return _normalised(F.instance_norm, input, (running_mean, running_var), *rest)
-    return F.instance_norm(input, running_mean, running_var, *rest)
-
-
-def _in_single(function: Callable[..., Any]) -> Callable[..., object]:
-    """Compute a function of half-precision input in float32, because torch 2.0 can't record it."""
-
-    def computed(input: Tensor, *args: object, **kwargs: object) -> object:
-        if input.dtype not in (torch.float16, torch.bfloat16):
-            return function(input, *args, **kwargs)
-        results = function(input.float(), *args, **kwargs)
-        if isinstance(results, Tensor):
-            return results.to(input.dtype)
-        values, places = results
-        return values.to(input.dtype), places
-
-    return computed
+    normalised: Tensor = _in_single(F.batch_norm)(input, running_mean, running_var, *rest)
+    return normalised
 
 
 def mse_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -339,7 +316,7 @@ REPLACED: Dict[object, Callable[..., object]] = {
     F.ctc_loss: ctc_loss,
     torch.ctc_loss: ctc_loss,
     F.batch_norm: batch_norm,
-    F.instance_norm: instance_norm,
+    F.instance_norm: _in_single(F.instance_norm),
     F.max_pool3d: _in_single(F.max_pool3d),
     F.max_pool3d_with_indices: _in_single(F.max_pool3d_with_indices),
     F.mse_loss: mse_loss,
