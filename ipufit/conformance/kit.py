@@ -16,7 +16,6 @@ from ipufit.conformance.scenario import Scenario
 __all__ = [
     "CASES",
     "Case",
-    "FunctionModule",
     "Kit",
     "Regression",
     "SkippedError",
@@ -225,15 +224,19 @@ class Kit:
             options.randomSeed(settings["seed"])
         return options
 
-    def inference(self, module: object, options: object = None, **settings: object) -> Any:
+    def inference(
+        self, module: Callable[..., Any], options: object = None, **settings: object
+    ) -> Any:
         """Wrap a module for inference; it is destroyed when the case ends.
 
         Args:
-            module: what is called.
+            module: what is called; a function of tensors is made one.
             options: None for those of the settings.
             settings: those of ``options``.
         """
         used = self.options(**settings) if options is None else options
+        if not isinstance(module, torch.nn.Module):
+            module = FunctionModule(module)
         return self._kept(self.poptorch.inferenceModel(module, used))
 
     def training(self, module: object, optimizer: object = None, **settings: object) -> Any:

@@ -11,15 +11,15 @@ from torch.utils.data import TensorDataset
 from ipufit.conformance.kit import Kit, judged
 
 
+def _doubled_in_place(x):
+    x *= 2
+    return x + 1
+
+
 @judged("inputs/a change in place comes back to the caller")
 def _written(kit: Kit) -> None:
-    class Doubling(nn.Module):
-        def forward(self, x):
-            x *= 2
-            return x + 1
-
     x, before = kit.rows(4), kit.rows(4)
-    model = kit.inference(Doubling(), device_iterations=2)
+    model = kit.inference(_doubled_in_place, device_iterations=2)
     kit.close("output", model(x), 2 * before + 1)
     kit.close("input", x, 2 * before)
 
@@ -41,12 +41,8 @@ def _nested(kit: Kit) -> None:
 
 @judged("inputs/rows of every input belong together")
 def _together(kit: Kit) -> None:
-    class Both(nn.Module):
-        def forward(self, x, y):
-            return torch.cat([x, y], 1).sum(0)
-
     x, y = kit.rows(8), kit.rows(8, 2, 40)
-    model = kit.inference(Both(), device_iterations=4)
+    model = kit.inference(lambda x, y: torch.cat([x, y], 1).sum(0), device_iterations=4)
     wanted = torch.cat([x, y], 1).view(4, 2, 5).sum(1)
     kit.close("sums of micro-batches", model(x, y), wanted.flatten())
 
@@ -62,16 +58,11 @@ def _fresh(kit: Kit) -> None:
 
 @judged("inputs/compiling computes nothing of their values")
 def _compile(kit: Kit) -> None:
-    class InPlaceDoubling(nn.Module):
-        def forward(self, x):
-            x *= 2
-            return x + 0
-
     x = kit.rows(2)
-    model = kit.inference(InPlaceDoubling())
+    model = kit.inference(_doubled_in_place)
     model.compile(x)
     kit.close("input", x, kit.rows(2))
-    kit.close("output", model(x), 2 * kit.rows(2))
+    kit.close("output", model(x), 2 * kit.rows(2) + 1)
 
 
 def _loader(kit: Kit, count: int, options, **settings):
@@ -137,12 +128,8 @@ def _shuffled_processes(kit: Kit) -> None:
 
 @judged("data/a model takes what the loader gives")
 def _model(kit: Kit) -> None:
-    class Pass(torch.nn.Module):
-        def forward(self, x):
-            return x + 0
-
     options = kit.options(device_iterations=4)
     x = kit.rows(16)
     loader = kit.poptorch.DataLoader(options, TensorDataset(x), batch_size=2)
-    model = kit.inference(Pass(), options)
+    model = kit.inference(lambda x: x + 0, options)
     kit.close("all rows", torch.cat([model(batch) for (batch,) in loader]), x)

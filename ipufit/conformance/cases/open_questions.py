@@ -88,12 +88,7 @@ def _anchor(kit: Kit) -> None:
     "Do replicas draw the same random numbers? And the iterations of a call?",
 )
 def _draws(kit: Kit) -> None:
-    class Drawing(nn.Module):
-        def forward(self, x):
-            return torch.rand_like(x)
-
-    options = kit.options(device_iterations=2, replicas=2, seed=1)
-    model = kit.inference(Drawing(), options)
-    out = model(torch.zeros(4, 8, dtype=kit.dtype))
+    zeros = torch.zeros(4, 8, dtype=kit.dtype)
+    out = kit.infer(torch.rand_like, zeros, device_iterations=2, replicas=2, seed=1)
     kit.note(f"replicas alike: {bool(torch.equal(out[0], out[1]))}")
     kit.note(f"iterations alike: {bool(torch.equal(out[0], out[2]))}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ipufit.conformance.kit import FunctionModule, Kit, judged, open_question
+from ipufit.conformance.kit import Kit, judged, open_question
 
 # Of what is computed in float32 on purpose.
 SINGLE = 1e-6
@@ -135,7 +135,7 @@ def _dropout(kit: Kit) -> None:
 
 @judged("random/normal numbers have mean 0 and deviation 1")
 def _normal(kit: Kit) -> None:
-    out = kit.infer(lambda x: torch.randn_like(x), torch.zeros(1, 40000, dtype=kit.dtype), seed=3)
+    out = kit.infer(torch.randn_like, torch.zeros(1, 40000, dtype=kit.dtype), seed=3)
     kit.close("mean", out.double().mean(), 0.0, 0.03)
     kit.close("deviation", out.double().std(), 1.0, 0.03)
 
@@ -143,7 +143,7 @@ def _normal(kit: Kit) -> None:
 @judged("random/the same seed draws the same numbers, call by call")
 def _seed(kit: Kit) -> None:
     def two_calls():
-        model = kit.inference(FunctionModule(lambda x: x + torch.rand_like(x)), seed=11)
+        model = kit.inference(lambda x: x + torch.rand_like(x), seed=11)
         drawn = [model(kit.rows(2)).clone() for _ in range(2)]
         model.destroy()
         return drawn
@@ -170,7 +170,7 @@ def _cond(kit: Kit) -> None:
         return kit.poptorch.cond(which, *branches)[0]
 
     x = kit.rows(2)
-    model = kit.inference(FunctionModule(body))
+    model = kit.inference(body)
     for which, wanted in ((True, x + 1), (False, x * 3)):
         kit.close(str(which), model(torch.tensor([which]), x), wanted)
 
