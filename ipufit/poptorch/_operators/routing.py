@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Callable, Dict, Mapping, Sequence, Tuple
 
 import torch
@@ -94,21 +95,18 @@ def _class_weights(operator: str) -> Callable[[Arguments], None]:
     return check
 
 
-def _embedding(arguments: Arguments) -> None:
-    for name in ("scale_grad_by_freq", "sparse"):
-        if arguments.get(name):
-            raise error(f"Unsupported aten::embedding operation: {name}=True. Leave it out.")
+def _embedding(operator: str) -> Callable[[Arguments], None]:
+    def check(arguments: Arguments) -> None:
+        for name in ("scale_grad_by_freq", "sparse"):
+            if arguments.get(name):
+                raise error(f"Unsupported aten::{operator} operation: {name}=True. Leave it out.")
+        if operator == "embedding_bag" and arguments.get("padding_idx") is not None:
+            raise error(
+                "Unsupported aten::embedding_bag operation: padding_idx parameter is unsupported. "
+                "Keep the row at zero yourself."
+            )
 
-
-def _embedding_bag(arguments: Arguments) -> None:
-    for name in ("scale_grad_by_freq", "sparse"):
-        if arguments.get(name):
-            raise error(f"Unsupported aten::embedding_bag operation: {name}=True. Leave it out.")
-    if arguments.get("padding_idx") is not None:
-        raise error(
-            "Unsupported aten::embedding_bag operation: padding_idx parameter is unsupported. "
-            "Keep the row at zero yourself."
-        )
+    return check
 
 
 def _matrix_norm(arguments: Arguments) -> None:
@@ -133,7 +131,11 @@ def _lstm(arguments: Arguments) -> None:
             raise error(text)
 
 
-_INTERPOLATE = ("input", "size", "scale_factor", "mode", "align_corners")
+def _names_of(function: Callable[..., object]) -> Sequence[str]:
+    return tuple(inspect.signature(function).parameters)
+
+
+# Built-in functions have no signature.
 _CTC = (
     "log_probs",
     "targets",
@@ -143,42 +145,19 @@ _CTC = (
     "reduction",
     "zero_infinity",
 )
-_NLL = ("input", "target", "weight")
-_EMBEDDING = (
-    "input",
-    "weight",
-    "padding_idx",
-    "max_norm",
-    "norm_type",
-    "scale_grad_by_freq",
-    "sparse",
-)
-_BAG = (
-    "input",
-    "weight",
-    "offsets",
-    "max_norm",
-    "norm_type",
-    "scale_grad_by_freq",
-    "mode",
-    "sparse",
-    "per_sample_weights",
-    "include_last_offset",
-    "padding_idx",
-)
 
 _CHECKS: Dict[object, Tuple[Sequence[str], Callable[[Arguments], None]]] = {
-    F.interpolate: (_INTERPOLATE, _upsampling),
-    F.upsample: (_INTERPOLATE, _upsampling),
+    F.interpolate: (_names_of(F.interpolate), _upsampling),
+    F.upsample: (_names_of(F.upsample), _upsampling),
     torch.bincount: (("input", "weights", "minlength"), _bincount),
     Tensor.bincount: (("input", "weights", "minlength"), _bincount),
     F.one_hot: (("input", "num_classes"), _one_hot),
     F.ctc_loss: (_CTC, _ctc),
     torch.ctc_loss: (_CTC, _ctc),
-    F.nll_loss: (_NLL, _class_weights("nll_loss_nd")),
-    F.cross_entropy: (_NLL, _class_weights("cross_entropy_loss")),
-    F.embedding: (_EMBEDDING, _embedding),
-    F.embedding_bag: (_BAG, _embedding_bag),
+    F.nll_loss: (_names_of(F.nll_loss), _class_weights("nll_loss_nd")),
+    F.cross_entropy: (_names_of(F.cross_entropy), _class_weights("cross_entropy_loss")),
+    F.embedding: (_names_of(F.embedding), _embedding("embedding")),
+    F.embedding_bag: (_names_of(F.embedding_bag), _embedding("embedding_bag")),
     torch.linalg.matrix_norm: (("input", "ord"), _matrix_norm),
     torch.lstm: (recurrent.ARGUMENTS, _lstm),
 }
