@@ -508,7 +508,7 @@ class Inspection:
             time of every micro-batch.
         """
         if self._executable is None:
-            return {e: [[]] for e in ("input", "input_complete", "output", "output_complete")}
+            return Counters().times()
         return self._executable.counters.times()
 
     def _latency(self, start: str, first: Any, end: str) -> Latency:

@@ -41,31 +41,28 @@ class Counters:
 
     def __init__(self) -> None:
         self.enabled = True
-        self._times: Times = {event: [] for event in _EVENTS}
+        self.begin(0, 0)
 
     def begin(self, inputs: int, outputs: int) -> None:
         """Start a call with this many tensors."""
-        counts = (inputs, inputs, outputs, outputs)
-        self._times = {event: [[] for _ in range(n)] for event, n in zip(_EVENTS, counts)}
+        # All tensors of a micro-batch are there at once.
+        self._tensors = (inputs, inputs, outputs, outputs)
+        self._times: Dict[str, List[float]] = {event: [] for event in _EVENTS}
 
-    def input(self, requested: float, complete: float) -> None:
-        """Record when the inputs of a micro-batch were requested, and when they were there."""
-        self._note("input", requested)
-        self._note("input_complete", complete)
+    def record(self, kind: str, begun: float, complete: float) -> None:
+        """Record when inputs of a micro-batch were requested, or outputs ready, and when there.
 
-    def output(self, ready: float, complete: float) -> None:
-        """Record when the outputs of a micro-batch were ready, and when they were on the host."""
-        self._note("output", ready)
-        self._note("output_complete", complete)
-
-    def _note(self, event: str, time: float) -> None:
+        Args:
+            kind: "input" or "output".
+        """
         if self.enabled:
-            for times in self._times[event]:
-                times.append(time)
+            self._times[kind].append(begun)
+            self._times[f"{kind}_complete"].append(complete)
 
     def times(self) -> Times:
         """Return copies of the times by event; ``[[]]`` where there is no tensor."""
-        return {event: [list(t) for t in self._times[event]] or [[]] for event in _EVENTS}
+        counts = zip(_EVENTS, self._tensors)
+        return {event: [list(self._times[event]) for _ in range(n)] or [[]] for event, n in counts}
 
 
 def latency(
@@ -331,7 +328,7 @@ class MicroBatchRunner:
             for place in shape.places():
                 started = time.perf_counter()
                 leaves = [each[shape.input_place(*place)] for each in parts]
-                self._counters.input(started, time.perf_counter())
+                self._counters.record("input", started, time.perf_counter())
                 if recorded.random:
                     self._start_random_numbers(seed, place)
                 tensors = self._micro_batch(place[2], leaves)
@@ -339,7 +336,7 @@ class MicroBatchRunner:
                 returned, inner = recorded.returned(tensors[:count]), tensors[count:]
                 ready = time.perf_counter()
                 if results.add(place, returned.outputs):
-                    self._counters.output(ready, time.perf_counter())
+                    self._counters.record("output", ready, time.perf_counter())
                 if returned.large is not None:
                     large.append(returned.large)
                 self._accumulate(total, place[2], returned.gradients)
