@@ -57,7 +57,6 @@ __all__ = [
     "tensors_of",
     "unwrap",
     "unwrapModelIfNecessary",
-    "unwrap_tensor",
     "wrap",
 ]
 
@@ -272,9 +271,9 @@ class WrappedModel(_Wrapped, nn.Module):
         return result
 
 
-def links_of(model: nn.Module) -> Tuple[ExecutorLink, ...]:
-    """Return the links of a module to the executors that have wrapped it; empty of a plain one."""
-    return type(model)._poptorch_links if isinstance(model, WrappedModel) else ()
+def links_of(value: object) -> Tuple[ExecutorLink, ...]:
+    """Return the links to the executors that have wrapped an object; empty of a plain one."""
+    return type(value)._poptorch_links if isinstance(value, _Wrapped) else ()
 
 
 def isWrapped(value: object) -> bool:
@@ -287,7 +286,10 @@ def living(links: Tuple[ExecutorLink, ...]) -> Tuple[ExecutorLink, ...]:
 
 
 def set_links(tensor: Tensor, links: Tuple[ExecutorLink, ...]) -> None:
-    """Wrap a plain tensor for these executors; without any it stays plain."""
+    """Wrap a tensor for these executors and no others; without any it is plain."""
+    if isinstance(tensor, WrappedTensor):
+        with quietly():
+            tensor.__class__ = type(tensor)._poptorch_plain
     if not links:
         return
     plain = type(tensor)
@@ -314,13 +316,6 @@ def subclass(name: str, mixin: type, plain: type, links: Tuple[ExecutorLink, ...
     return wrapped
 
 
-def unwrap_tensor(tensor: Tensor, link: ExecutorLink) -> None:
-    kind = type(tensor)
-    if issubclass(kind, WrappedTensor) and link in kind._poptorch_links:
-        tensor.__class__ = kind._poptorch_plain
-        set_links(tensor, tuple(other for other in kind._poptorch_links if other is not link))
-
-
 def unwrap(model: nn.Module, source: Optional[WeightSource] = None) -> None:
     """Make the module, its parameters and its buffers plain again, without reading weights back.
 
@@ -336,8 +331,8 @@ def unwrap(model: nn.Module, source: Optional[WeightSource] = None) -> None:
         for link in links:
             tensors = [reference() for reference in link.tensors]
             for tensor in [*tensors, *(tensor for _, tensor in tensors_of(model))]:
-                if tensor is not None:
-                    unwrap_tensor(tensor, link)
+                if tensor is not None and link in links_of(tensor):
+                    set_links(tensor, tuple(each for each in links_of(tensor) if each is not link))
         if links and isWrapped(model):
             model.__class__ = type(model)._poptorch_plain  # type: ignore[attr-defined]
 
@@ -381,7 +376,7 @@ def check_not_wrapped(model: nn.Module) -> None:
     Raises:
         RuntimeError: the module is wrapped.
     """
-    if isWrapped(model) and type(model)._poptorch_links[0].source() is not None:  # type: ignore[attr-defined]
+    if living(links_of(model)[:1]):
         raise RuntimeError(
             "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on "
             "the model to unwrap before wrapping again."
@@ -409,7 +404,11 @@ def wrap(model: nn.Module, link: ExecutorLink) -> None:
     for name, tensor in buffers:
         _check_buffer(name, tensor, link)
     for _, tensor in [*parameters, *buffers]:
-        _wrap_tensor(tensor, link)
+        links = links_of(tensor)
+        if link not in links:
+            # A parameter may be in several models that are trained: each is asked.
+            set_links(tensor, (*living(links), link))
+            link.tensors.append(weakref.ref(tensor))
     if not isWrapped(model):
         plain = type(model)
         model.__class__ = subclass(f"Poptorch{plain.__name__}", WrappedModel, plain, (link,))
@@ -441,20 +440,6 @@ def _check_buffer(name: str, buffer: Tensor, link: ExecutorLink) -> None:
     )
 
 
-def _wrap_tensor(tensor: Tensor, link: ExecutorLink) -> None:
-    kind = type(tensor)
-    links: Tuple[ExecutorLink, ...] = ()
-    if issubclass(kind, WrappedTensor):
-        links = kind._poptorch_links
-        if link in links:
-            return
-        with quietly():
-            tensor.__class__ = kind._poptorch_plain
-    # A parameter may be in several models that are trained: each is asked.
-    set_links(tensor, (*living(links), link))
-    link.tensors.append(weakref.ref(tensor))
-
-
 def sharing_links(model: nn.Module) -> List[ExecutorLink]:
     """Return the links to the training executors that share weights with a module.
 
@@ -462,8 +447,7 @@ def sharing_links(model: nn.Module) -> List[ExecutorLink]:
     """
     links: Dict[ExecutorLink, None] = {}
     for value in [model, *(tensor for _, tensor in tensors_of(model))]:
-        if isinstance(value, _Wrapped):
-            links.update(dict.fromkeys(type(value)._poptorch_links))
+        links.update(dict.fromkeys(links_of(value)))
     pull(tuple(links))
     return list(links)
 
