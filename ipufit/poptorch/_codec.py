@@ -22,10 +22,10 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from ipufit.poptorch._logging import error
+from ipufit.poptorch._operators.custom import CALL_CPU
 from ipufit.utils.codec import MALFORMED, Codec, ValueType
 
 __all__ = [
-    "CALL_CPU",
     "InvalidContent",
     "Values",
     "class_path",
@@ -217,8 +217,6 @@ _REFUSED = {
     "set",
     "set_",
 }
-# A Python function of the process that recorded it.
-CALL_CPU = "ipufit_poptorch::call_cpu"
 
 
 def _is_name(text: object) -> bool:
@@ -278,7 +276,8 @@ def _function_name(target: object) -> str:
         overload = target._schema.overload_name or "default"
         if space in _NAMESPACES and name not in _REFUSED:
             return f"{space}.{name}.{overload}"
-        if target._schema.name == CALL_CPU:
+        # A Python function of the process that recorded it.
+        if target is CALL_CPU:
             raise error(
                 "the recorded program calls poptorch.CPU, a Python function, which a file can't "
                 "hold: nothing in a file is ever run. Compile such a model where it is used."

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, fx
 
-from ipufit.poptorch._codec import CALL_CPU, InvalidContent, Values, make_codec, refuse_malformed
+from ipufit.poptorch._codec import InvalidContent, Values, make_codec, refuse_malformed
 from ipufit.poptorch._logging import Error, error, logger
 from ipufit.poptorch._operators.control import (
     Body,
@@ -25,6 +25,7 @@ from ipufit.poptorch._operators.control import (
     register,
     renumber,
 )
+from ipufit.poptorch._operators.custom import CALL_CPU
 from ipufit.poptorch._placement import uses_ipu_model
 from ipufit.poptorch._recording import Outputs, RecordedProgram
 from ipufit.poptorch._tracing import Trace
@@ -255,12 +256,7 @@ def _bodies(entries: Any, graph: fx.GraphModule) -> List[Body]:
 
 
 def _calls_python(graph: fx.GraphModule) -> bool:
-    schemas = (
-        getattr(node.target, "_schema", None)
-        for each in everywhere(graph)
-        for node in each.graph.nodes
-    )
-    return any(schema is not None and schema.name == CALL_CPU for schema in schemas)
+    return any(node.target is CALL_CPU for each in everywhere(graph) for node in each.graph.nodes)
 
 
 def through_cache(

@@ -13,6 +13,7 @@ from ipufit.poptorch._tracing import define, tracing, untraced
 from ipufit.tracing.ipu_only import is_for_this_engine
 
 __all__ = [
+    "CALL_CPU",
     "CPU",
     "attributes_lists",
     "custom_op",
@@ -61,7 +62,7 @@ def _call_site(call: int) -> _CallSite:
     return site
 
 
-_CALL_CPU = define("call_cpu(Tensor[] inputs, int call) -> Tensor[]", _run, _shapes)
+CALL_CPU = define("call_cpu(Tensor[] inputs, int call) -> Tensor[]", _run, _shapes)
 
 
 class CPU:
@@ -135,7 +136,7 @@ class CPU:
         _CALLS[id(call)] = call
         trace.keep_alive.append(call)
         with torch.no_grad():
-            outputs = _CALL_CPU(list(input), id(call))
+            outputs = CALL_CPU(list(input), id(call))
         return outputs[0] if isinstance(returned, Tensor) else outputs
 
     def _try(self, inputs: Sequence[Tensor]) -> object:

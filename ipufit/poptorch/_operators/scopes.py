@@ -215,11 +215,8 @@ _open: weakref.WeakKeyDictionary[Trace, int] = weakref.WeakKeyDictionary()
 
 
 def _is_convolution(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.name != "aten::convolution":
-        return False
     # A transposed one is another operator on the device.
-    return not node.args[6]
+    return node.target is torch.ops.aten.convolution.default and not node.args[6]
 
 
 class MultiConv:

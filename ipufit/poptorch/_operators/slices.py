@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._precision import device_dtype
 from ipufit.poptorch._tracing import node_of, tracing
+from ipufit.tracing.graph_analysis import schema_of
 from ipufit.tracing.recording import current_tracer
 
 __all__ = ["dynamic_slice", "dynamic_update", "getitem", "has_tensor_bounds"]
@@ -281,8 +282,8 @@ def _sum_of(node: fx.Node) -> Tuple[fx.Node, int]:
     """Return the node to which numbers are added to get a bound, and the sum of the numbers."""
     total = 0
     while node.op == "call_function":
-        name = getattr(node.target, "_schema", None)
-        kind = name.name.partition("::")[2].rstrip("_") if name else ""
+        schema = schema_of(node)
+        kind = schema.name.partition("::")[2].rstrip("_") if schema else ""
         if kind in _KEEPS:
             node = node.all_input_nodes[0]
         elif kind in ("add", "sub"):
