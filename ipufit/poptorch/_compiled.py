@@ -13,7 +13,6 @@ from typing import (
     Iterator,
     List,
     Mapping,
-    NamedTuple,
     Optional,
     Protocol,
     Sequence,
@@ -44,7 +43,6 @@ from ipufit.poptorch.enums import CommGroupType, OutputMode, ReductionType
 from ipufit.poptorch.options import Options
 
 __all__ = [
-    "BatchDivision",
     "Compiled",
     "Inspection",
     "_OverwriteContextManager",
@@ -157,61 +155,6 @@ class _OverwriteContextManager:
             cls._subsitution_manager_types.append(type)
 
 
-class BatchDivision(NamedTuple):
-    """Numbers by which dimension 0 of a combined batch is divided."""
-
-    device_iterations: int = 1
-    replication_factor: int = 1
-    input_group_size: int = 1
-    gradient_accumulation: int = 1
-
-    @property
-    def groups(self) -> int:
-        """Number of groups of replicas; all replicas of one read the same micro-batch."""
-        return self.replication_factor // self.input_group_size
-
-    @property
-    def factor(self) -> int:
-        """Number of micro-batches in one call."""
-        return self.device_iterations * self.groups * self.gradient_accumulation
-
-    def check(self, tensor: Tensor, name: str) -> int:
-        """Return the micro-batch size of an input; a 0-dim tensor counts as a batch of 1.
-
-        Args:
-            name: what the input is called in a message.
-        Raises:
-            AssertionError: its dimension 0 does not divide evenly.
-        """
-        size = tensor.shape[0] if tensor.dim() else 1
-        if self.factor < 1 or size % self.factor:
-            raise AssertionError(
-                f"Invalid batch dimension: in the input {name} of shape {list(tensor.shape)}, the "
-                f"batch dimension ({size}) must be a multiple of "
-                f"Options.deviceIterations({self.device_iterations}) * "
-                f"(Options.replicationFactor({self.replication_factor}) / "
-                f"Options.inputReplicaGrouping.input_group_size({self.input_group_size})) * "
-                f"Options.Training.gradientAccumulation({self.gradient_accumulation}) = "
-                f"{self.factor}, {self._advice(size)}"
-            )
-        return size // self.factor
-
-    def _advice(self, size: int) -> str:
-        if self.factor < 1:
-            return "which must be at least 1. Set each of these numbers to 1 or more."
-        below = size // self.factor * self.factor
-        sizes = f"{below} or {below + self.factor}" if below else f"{self.factor}"
-        return (
-            f"so that each micro-batch has the same size. Pass {sizes} samples, or use "
-            "poptorch.DataLoader, which loads the right number."
-        )
-
-    def first(self, tensor: Tensor, name: str) -> Tensor:
-        """Return the first micro-batch of an input as a view, with which forward is recorded."""
-        size = self.check(tensor, name)
-        return tensor.narrow(0, 0, size) if tensor.dim() else tensor
-
-
 def shape_of(options: Options) -> CallShape:
     """Return number and order of the micro-batches of a call."""
     replicas, size = options.replication_factor, options.input_group_size
@@ -227,6 +170,7 @@ def shape_of(options: Options) -> CallShape:
         members,
         OutputMode(options.output_mode),
         options.output_return_period,
+        size,
     )
 
 
@@ -343,18 +287,11 @@ class Compiled:
 
     def _micro_batch(self, arguments: Arguments) -> List[Tensor]:
         """Return the inputs of the first micro-batch, with which the model is recorded."""
-        options = self._options
-        combined = BatchDivision(
-            options.device_iterations,
-            options.replication_factor,
-            options.input_group_size,
-            options.Training.gradient_accumulation,
-        )
         leaves = []
         for tensor, name in zip(arguments.tensors(), arguments.tensor_names()):
             if not self.wide or not tensor.numel():
                 check_input(tensor, name)
-            leaves.append(self._on_device(combined.first(tensor, name)))
+            leaves.append(self._on_device(self._shape.first(tensor, name)))
         return leaves
 
     def _check_buffers(self, buffers: Mapping[str, Tensor]) -> None:

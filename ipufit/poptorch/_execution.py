@@ -180,6 +180,7 @@ class CallShape:
         input_group: for each replica, the group whose input it reads.
         output_mode: any mode but Default, which is resolved before.
         period: the period of EveryN, in device iterations.
+        input_group_size: replicas that read the same input.
     """
 
     iterations: int
@@ -188,6 +189,7 @@ class CallShape:
     input_group: Tuple[int, ...]
     output_mode: OutputMode
     period: int = 1
+    input_group_size: int = 1
 
     @property
     def groups(self) -> int:
@@ -198,6 +200,35 @@ class CallShape:
     def micro_batches(self) -> int:
         """Number of micro-batches in a combined batch."""
         return self.iterations * self.accumulation * self.groups
+
+    def check(self, tensor: Tensor, name: str) -> int:
+        """Return the micro-batch size of an input; a 0-dim tensor counts as a batch of 1.
+
+        Args:
+            name: what the input is called in a message.
+        Raises:
+            AssertionError: its dimension 0 does not divide evenly.
+        """
+        size = tensor.shape[0] if tensor.dim() else 1
+        # Not always that of micro-batches: the number of replicas may be set after their groups.
+        groups = self.replicas // self.input_group_size
+        factor = self.iterations * self.accumulation * groups
+        if factor < 1 or size % factor:
+            raise AssertionError(
+                f"Invalid batch dimension: in the input {name} of shape {list(tensor.shape)}, the "
+                f"batch dimension ({size}) must be a multiple of "
+                f"Options.deviceIterations({self.iterations}) * "
+                f"(Options.replicationFactor({self.replicas}) / "
+                f"Options.inputReplicaGrouping.input_group_size({self.input_group_size})) * "
+                f"Options.Training.gradientAccumulation({self.accumulation}) = "
+                f"{factor}, {_advice(size, factor)}"
+            )
+        return size // factor
+
+    def first(self, tensor: Tensor, name: str) -> Tensor:
+        """Return the first micro-batch of an input as a view, with which forward is recorded."""
+        size = self.check(tensor, name)
+        return tensor.narrow(0, 0, size) if tensor.dim() else tensor
 
     @property
     def last(self) -> Tuple[int, int]:
@@ -222,6 +253,17 @@ class CallShape:
         if self.output_mode == OutputMode.EveryN:
             return (iteration + 1) % self.period == 0
         return self.output_mode == OutputMode.Final and (iteration, step) == self.last
+
+
+def _advice(size: int, factor: int) -> str:
+    if factor < 1:
+        return "which must be at least 1. Set each of these numbers to 1 or more."
+    below = size // factor * factor
+    sizes = f"{below} or {below + factor}" if below else f"{factor}"
+    return (
+        f"so that each micro-batch has the same size. Pass {sizes} samples, or use "
+        "poptorch.DataLoader, which loads the right number."
+    )
 
 
 class _Results:

@@ -8,7 +8,7 @@ from torch import nn
 
 from ipufit.poptorch import _parsers as parsers
 from ipufit.poptorch._arguments import ArgumentParser
-from ipufit.poptorch._compiled import BatchDivision
+from ipufit.poptorch._execution import CallShape
 from ipufit.poptorch._precision import (
     DEVICE_DTYPES,
     check_input,
@@ -16,6 +16,7 @@ from ipufit.poptorch._precision import (
     narrowed_output,
     output_dtype,
 )
+from ipufit.poptorch.enums import OutputMode
 from ipufit.poptorch.poptorch_core import Error
 
 ADVICE = (
@@ -313,23 +314,30 @@ def test_a_dict_is_warned_about_once_when_compiling(caplog, fast_path):
     ])  # fmt: skip
 
 
+def division(iterations=1, replicas=1, group=1, accumulation=1):
+    """The shape of a call in so far as it divides a batch."""
+    members = tuple(replica // group for replica in range(replicas))
+    mode = OutputMode.All
+    return CallShape(iterations, accumulation, replicas, members, mode, input_group_size=group)
+
+
 def test_the_factor_counts_groups_instead_of_replicas():
-    assert BatchDivision(3, 4, 2, 5).factor == 3 * 2 * 5
-    assert BatchDivision().factor == 1
+    assert division(3, 4, 2, 5).micro_batches == 3 * 2 * 5
+    assert division().micro_batches == 1
 
 
 def test_the_first_micro_batch_is_a_view():
-    batch = BatchDivision(device_iterations=2, gradient_accumulation=3)
+    batch = division(iterations=2, accumulation=3)
     x = torch.arange(24.0).reshape(12, 2)
     first = batch.first(x, "x")
     assert first.shape == (2, 2)
     assert first.data_ptr() == x.data_ptr()
     assert batch.check(x, "x") == 2
-    assert BatchDivision().first(torch.tensor(3.0), "x").shape == ()
+    assert division().first(torch.tensor(3.0), "x").shape == ()
 
 
 def test_an_uneven_batch_names_all_numbers_and_the_next_sizes():
-    batch = BatchDivision(3, 4, 2, 2)
+    batch = division(3, 4, 2, 2)
     text = (
         "Options.deviceIterations(3) * (Options.replicationFactor(4) / "
         "Options.inputReplicaGrouping.input_group_size(2)) * "
@@ -347,14 +355,14 @@ def test_an_uneven_batch_names_all_numbers_and_the_next_sizes():
 
 def test_a_scalar_counts_as_a_batch_of_one():
     with pytest.raises(AssertionError, match=r"^Invalid batch dimension: .*dimension \(1\)"):
-        BatchDivision(2).first(torch.tensor(1.0), "x")
+        division(2).first(torch.tensor(1.0), "x")
 
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_factor_below_one_is_refused(number):
     """Options accept any whole number; a division by zero would say nothing."""
     with pytest.raises(AssertionError, match=r"which must be at least 1\. Set each of these"):
-        BatchDivision(number).check(ONE, "x")
+        division(number).check(ONE, "x")
 
 
 @pytest.mark.parametrize("dtype", sorted(DEVICE_DTYPES, key=str))
