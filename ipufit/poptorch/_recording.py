@@ -25,7 +25,7 @@ from ipufit.errors import CaptureError
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._loss_scale import ScalingSettings, count_large
 from ipufit.poptorch._operators.control import everywhere
-from ipufit.poptorch._operators.identities import Overlaps, resolve_overlaps
+from ipufit.poptorch._operators.identities import resolve_overlaps
 from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorStructure
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
@@ -346,7 +346,7 @@ def record(
         raise
     step.outputs.forget()
     _own_constants(graph)
-    overlaps = _overlaps(graph, len(state), len(leaves), sum(step.outputs.computed))
+    overlapped = _overlaps(graph, len(state), len(leaves), sum(step.outputs.computed))
     changed, statistics = _changed_inputs(graph)
     names = list(state)
     counted = 0 if scaling is None else count_large(graph, scaling, len(step.with_gradient))
@@ -357,7 +357,7 @@ def record(
         tuple(i - len(names) for i in changed if len(names) <= i < len(tensors) - 1),
         tuple(names[i] for i in changed if i < len(names)),
         any(uses_random_numbers(each) for each in everywhere(graph)),
-        bool(overlaps.inputs or overlaps.outputs),
+        overlapped,
         trace,
         counted,
         trace.activations.names_in(graph),
@@ -380,7 +380,7 @@ def _own_constants(graph: fx.GraphModule) -> None:
                 copies[id(copy)] = (copy, copy)
 
 
-def _overlaps(graph: fx.GraphModule, state: int, inputs: int, outputs: int) -> Overlaps:
+def _overlaps(graph: fx.GraphModule, state: int, inputs: int, outputs: int) -> bool:
     nodes = list(graph.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     returned = [node for node in nodes[-1].args[0][:outputs] if isinstance(node, fx.Node)]

@@ -354,9 +354,9 @@ def test_overlaps_are_found_and_taken_out():
         c = a + parts["b"]
         return c, *poptorch.set_overlap_for_output((c + 1, c * 2), LOOP)
 
-    recorded, overlaps = resolved(model, X, X)
-    assert overlaps.inputs == {1: "no_overlap"}
-    assert overlaps.outputs == dict.fromkeys([1, 2], "overlap_accumulation_loop")
+    recorded, are_there = resolved(model, X, X)
+    assert are_there
+    assert not resolved(lambda a, b: a + b, X, X)[1]
     assert not any("overlap" in name for name in recorded.operators)
     torch.testing.assert_close(recorded(X, X), [2 * X, 2 * X + 1, 4 * X], rtol=1e-15, atol=0)
 
@@ -398,7 +398,8 @@ def test_a_marked_output_may_be_used_before_and_after():
         marked = poptorch.set_overlap_for_output(y, LOOP)
         return marked, y * 2, marked * 3
 
-    recorded, overlaps = resolved(model, X)
-    assert overlaps.outputs == {0: "overlap_accumulation_loop"}
+    recorded, are_there = resolved(model, X)
+    assert are_there
+    assert not any("overlap" in name for name in recorded.operators)
     y = X + 1
     torch.testing.assert_close(recorded(X), [y, y * 2, y * 3], rtol=1e-15, atol=0)

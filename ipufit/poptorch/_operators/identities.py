@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Sequence, TypeVar
+from typing import Any, Callable, FrozenSet, Sequence, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,6 @@ from ipufit.tracing.ipu_only import report_hint
 
 __all__ = [
     "LOSSES",
-    "Overlaps",
     "identity_loss",
     "nop",
     "recomputationCheckpoint",
@@ -196,17 +195,10 @@ def set_overlap_for_output(output_tensors: T, mode: enums.OverlapMode) -> T:
     return _mark(output_tensors, mode, _OUTPUT, "output")
 
 
-class Overlaps(NamedTuple):
-    """Overlap modes of the marked inputs and outputs, by position."""
-
-    inputs: Dict[int, str]
-    outputs: Dict[int, str]
-
-
 def resolve_overlaps(
     graph: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
-) -> Overlaps:
-    """Remove the marks from a recorded graph, and return them.
+) -> bool:
+    """Remove the marks from a recorded graph, and return True if there were any.
 
     Args:
         graph: changed in place.
@@ -216,8 +208,8 @@ def resolve_overlaps(
     Raises:
         Error: a mark stands elsewhere than first on an input or last before an output.
     """
-    overlaps = Overlaps({}, {})
     marks = [node for node in graph.graph.nodes if node.target in (_INPUT, _OUTPUT)]
+    is_marked = bool(marks)
     for position, node in enumerate(inputs):
         marked = [user for user in node.users if user.target is _INPUT]
         if marked and len(node.users) > 1:
@@ -227,11 +219,10 @@ def resolve_overlaps(
                 "input was used."
             )
         if marked:
-            overlaps.inputs[position] = str(marked[0].args[1])
             marks.remove(marked[0])
             _erase(graph, marked[0])
     returned = list(outputs)
-    for position, node in enumerate(outputs):
+    for node in outputs:
         if node.target is not _OUTPUT:
             continue
         if returned.count(node) + returned.count(node.all_input_nodes[0]) > 1:
@@ -240,7 +231,6 @@ def resolve_overlaps(
                 "twice. Please check all returned tensors including those nested in "
                 "tuples/lists."
             )
-        overlaps.outputs[position] = str(node.args[1])
         marks.remove(node)
         _erase(graph, node)
     for node in marks:
@@ -251,7 +241,7 @@ def resolve_overlaps(
             f"the model. Call it {place}, on the {kind} itself."
         )
     graph.recompile()
-    return overlaps
+    return is_marked
 
 
 def _erase(graph: fx.GraphModule, node: fx.Node) -> None:
