@@ -159,7 +159,7 @@ class PopTorch(Implementation):
     tolerance = 1e-4
 
     def __init__(self) -> None:
-        self._package = self.poptorch = self._import()
+        self.poptorch: ModuleType = self._import()
 
     def _import(self) -> ModuleType:
         try:
@@ -178,7 +178,7 @@ class PopTorch(Implementation):
 
     def versions(self) -> Dict[str, str]:
         """Return PopTorch's version and its device."""
-        package = self._package
+        package = self.poptorch
         on_hardware = package.ipuHardwareIsAvailable()
         device = "no IPU found"
         if os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0"):
@@ -190,7 +190,7 @@ class PopTorch(Implementation):
 
     def observe(self, scenario: Scenario) -> Observed:
         """Wrap the net, call it, and read its results."""
-        poptorch = self._package
+        poptorch = self.poptorch
         net = Net(scenario, poptorch, _parts(poptorch, scenario)).to(self.dtype)
         options = _options(poptorch, scenario)
         if scenario.training:
@@ -230,7 +230,7 @@ class StandIn(PopTorch):
 
     def versions(self) -> Dict[str, str]:
         """Return the version of PopTorch that it stands in for."""
-        package = self._package
+        package = self.poptorch
         return {"poptorch": f"stand-in for {package.__version__}", "device": "CPU"}
 
     def computing(self) -> ContextManager[None]:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from types import ModuleType
-from typing import Any, Callable, List, NoReturn, Optional, Protocol, Type, TypeVar
+from typing import Any, Callable, List, NoReturn, Optional, Type
 
 import torch
 from torch import Tensor
@@ -73,17 +73,6 @@ def open_question(name: str, question: str, narrow: bool = False) -> Callable[[B
 def scenario(name: str, question: str = "", **attributes: Any) -> None:
     """Register a scenario as a case."""
     CASES.append(Case(name, question, Scenario(**attributes)))
-
-
-class Destroyable(Protocol):
-    """A wrapped model."""
-
-    def destroy(self) -> None:
-        """Free the program and its device."""
-        ...
-
-
-Model = TypeVar("Model", bound=Destroyable)
 
 
 class FunctionModule(torch.nn.Module):
@@ -237,13 +226,13 @@ class Kit:
         used = self.options(**settings) if options is None else options
         if not isinstance(module, torch.nn.Module):
             module = FunctionModule(module)
-        return self._kept(self.poptorch.inferenceModel(module, used))
+        model = self.poptorch.inferenceModel(module, used)
+        self._models.callback(model.destroy)
+        return model
 
     def training(self, module: object, optimizer: object = None, **settings: object) -> Any:
         """Wrap a module for training; it is destroyed when the case ends."""
-        return self._kept(self.poptorch.trainingModel(module, self.options(**settings), optimizer))
-
-    def _kept(self, model: Model) -> Model:
+        model = self.poptorch.trainingModel(module, self.options(**settings), optimizer)
         self._models.callback(model.destroy)
         return model
 
