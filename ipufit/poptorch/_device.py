@@ -245,12 +245,9 @@ class Device:
         self.names: Tuple[str, ...] = (*parameters, *buffers)
         self.parameters: Tuple[str, ...] = tuple(parameters)
         self.writes = 0
-        self._shapes = {name: t.shape for name, t in (*parameters.items(), *buffers.items())}
-        self._parts: Dict[str, List[Tensor]] = {}
-        for name, tensor in parameters.items():
-            self._parts[name] = self._cut(name, tensor)
-        for name, tensor in buffers.items():
-            self._parts[name] = [narrowed(tensor, wide)]
+        tensors = {**parameters, **buffers}
+        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self._parts = {name: self._cut(name, tensor) for name, tensor in tensors.items()}
         self.updates: Optional[CompiledOptimizer] = None
 
     def separate(self, names: Sequence[str]) -> None:

@@ -118,7 +118,10 @@ def read_file(path: Path) -> Values:
     try:
         with open(name, "rb") as raw, zipfile.ZipFile(raw) as file:
             metadata, tensors = _parts(file, os.fstat(raw.fileno()).st_size)
-        return _values(metadata, tensors)
+        values = make_codec().decode(metadata.get("values"), tensors)
+        if not isinstance(values, dict):
+            raise InvalidContent("it has no values")
+        return values
     except InvalidContent as reason:
         raise invalid(name, str(reason)) from reason
     except OSError as reason:
@@ -161,13 +164,6 @@ def _parts(file: zipfile.ZipFile, size: int) -> Tuple[Values, Dict[str, torch.Te
     except (safetensors.SafetensorError, KeyError, ValueError) as reason:
         raise InvalidContent(f"its {_TENSORS} can't be read: {reason}") from reason
     return metadata, tensors
-
-
-def _values(metadata: Values, tensors: Dict[str, torch.Tensor]) -> Values:
-    values = make_codec().decode(metadata.get("values"), tensors)
-    if not isinstance(values, dict):
-        raise InvalidContent("it has no values")
-    return values
 
 
 def program_to_values(recorded: RecordedProgram) -> Values:

@@ -253,9 +253,7 @@ def _check_attributes(attributes: Dict[str, object]) -> None:
                         "The types in a list/tuple attribute must all be the same. Got "
                         f"{type(value[0]).__name__} and {type(element).__name__} for {key!r}."
                     )
-    for text in attributes:
-        _check_ascii(text)
-    for value in attributes.values():
+    for value in [*attributes, *attributes.values()]:
         _check_ascii(value)
 
 

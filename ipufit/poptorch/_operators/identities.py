@@ -271,15 +271,13 @@ _NAMES = (
 )
 
 
-def _spellings() -> FrozenSet[object]:
-    functions = set()
-    for place in (F, torch, torch._C._nn):
-        functions |= {getattr(place, name) for name in _NAMES if hasattr(place, name)}
-    return frozenset(functions)
-
-
 # Functions whose result is a loss, as they are called: torch.nn.functional's, torch's own.
-LOSSES = _spellings()
+LOSSES: FrozenSet[object] = frozenset(
+    getattr(place, name)
+    for place in (F, torch, torch._C._nn)
+    for name in _NAMES
+    if hasattr(place, name)
+)
 
 
 def identity_loss(x: Tensor, reduction: str) -> Tensor:

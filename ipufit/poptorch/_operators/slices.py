@@ -7,6 +7,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._precision import device_dtype
@@ -334,7 +335,5 @@ def _number(operand: object) -> Any:
 
 
 def _read(value: Tensor) -> object:
-    from torch.utils._python_dispatch import _disable_current_modes
-
     with _disable_current_modes():
         return value.item()
