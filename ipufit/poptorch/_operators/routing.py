@@ -179,26 +179,18 @@ Call = Tuple[Tuple[object, ...], Dict[str, object]]
 
 # Function: where its weights stand, and their names. The input always comes first.
 CASTS: Dict[object, Dict[int, str]] = {
-    F.group_norm: {2: "weight", 3: "bias"},
     torch.group_norm: {2: "weight", 3: "bias"},
-    F.layer_norm: {2: "weight", 3: "bias"},
     torch.layer_norm: {2: "weight", 3: "bias"},
-    F.batch_norm: {3: "weight", 4: "bias"},
     torch.batch_norm: {1: "weight", 2: "bias"},
-    F.instance_norm: {3: "weight", 4: "bias"},
     torch.instance_norm: {1: "weight", 2: "bias"},
-    F.multi_head_attention_forward: {
-        5: "in_proj_weight",
-        6: "in_proj_bias",
-        7: "bias_k",
-        8: "bias_v",
-        11: "out_proj_weight",
-        12: "out_proj_bias",
-        18: "q_proj_weight",
-        19: "k_proj_weight",
-        20: "v_proj_weight",
-    },
 }
+_NORMS = (F.group_norm, F.layer_norm, F.batch_norm, F.instance_norm)
+for _function in (*_NORMS, F.multi_head_attention_forward):
+    CASTS[_function] = {
+        place: name
+        for place, name in enumerate(_names_of(_function))
+        if name.endswith("weight") or "bias" in name
+    }
 for _place in (F, torch, torch._C._nn):
     for _name in (
         "linear",
