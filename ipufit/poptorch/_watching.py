@@ -63,17 +63,11 @@ def _is_device(value: object) -> bool:
     return isinstance(value, str) and value.partition(":")[0] == "ipu"
 
 
-def _narrow(dtype: object) -> object:
-    return torch.float32 if dtype == torch.float64 else dtype
-
-
 def _on_device(value: object, wide: bool) -> object:
     """Convert an argument that names the IPU or float64 to what the engine computes with."""
     if _is_device(value):
         return _HOST
-    if isinstance(value, torch.dtype) and not wide:
-        return _narrow(value)
-    return value
+    return torch.float32 if value is torch.float64 and not wide else value
 
 
 class _Calls(TorchFunctionMode):
@@ -120,8 +114,8 @@ class _Calls(TorchFunctionMode):
                 f"Zero-sized tensors are unsupported (Got shape {list(result.shape)}). Leave out "
                 "what is computed from it, or pad it."
             )
-        if not self._wide:
-            result = _narrowed(result)
+        if isinstance(result, FakeTensor) and result.dtype == torch.float64 and not self._wide:
+            return result.to(torch.float32)
         return result
 
     def _refuse_gradients(self, args: Tuple[object, ...]) -> None:
@@ -135,12 +129,6 @@ class _Calls(TorchFunctionMode):
 
     def _is_host(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, FakeTensor) or self._trace.is_on_host(tensor)
-
-
-def _narrowed(result: object) -> object:
-    if isinstance(result, FakeTensor) and result.dtype == torch.float64:
-        return result.to(torch.float32)
-    return result
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
