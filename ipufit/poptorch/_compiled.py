@@ -448,25 +448,25 @@ class Inspection:
             return Counters().times()
         return self._executable.counters.times()
 
-    def _latency(self, start: str, first: Any, end: str) -> Latency:
+    def _latency(self, start: str, end: str) -> Latency:
         times = self.getPerfCounters()
-        return latency(times[start], times[end], first, max)
+        return latency(times[start][0], times[end][0])
 
     def getHostIpuLatency(self) -> Latency:
         """Return smallest, largest and mean seconds from requesting inputs to having them."""
-        return self._latency("input", min, "input_complete")
+        return self._latency("input", "input_complete")
 
     def getComputeLatency(self) -> Latency:
         """Return smallest, largest and mean seconds from having inputs to having outputs."""
-        return self._latency("input_complete", max, "output")
+        return self._latency("input_complete", "output")
 
     def getIpuHostLatency(self) -> Latency:
         """Return smallest, largest and mean seconds from having outputs to their arrival."""
-        return self._latency("output", min, "output_complete")
+        return self._latency("output", "output_complete")
 
     def getLatency(self) -> Latency:
         """Return smallest, largest and mean seconds from requesting inputs to having outputs."""
-        return self._latency("input", min, "output_complete")
+        return self._latency("input", "output_complete")
 
     def _debugGetPopartIR(self) -> str:
         raise error(

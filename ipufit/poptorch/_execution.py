@@ -65,27 +65,18 @@ class Counters:
         return {event: [list(self._times[event]) for _ in range(n)] or [[]] for event, n in counts}
 
 
-def latency(
-    starts: Sequence[Sequence[float]],
-    ends: Sequence[Sequence[float]],
-    first: Callable[[Sequence[float]], float],
-    last: Callable[[Sequence[float]], float],
-) -> Tuple[float, float, float]:
+def latency(starts: Sequence[float], ends: Sequence[float]) -> Tuple[float, float, float]:
     """Return smallest, largest and mean seconds between two events; zeros without one of them.
 
     Args:
-        starts: for every tensor, when it began; a multiple of the number of ends.
-        ends: for every tensor, when it ended.
-        first: of the tensors' beginnings, which counts.
-        last: of the tensors' ends, which counts.
+        starts: when the one happened; a multiple of the number of ends.
+        ends: when the other one did.
     """
-    begun = [first(step) for step in zip(*starts)]
-    ended = [last(step) for step in zip(*ends)]
-    if not begun or not ended:
+    if not starts or not ends:
         return 0.0, 0.0, 0.0
     # Several inputs may go into one output.
-    share = len(begun) // len(ended)
-    took = [end - min(begun[i * share : (i + 1) * share]) for i, end in enumerate(ended)]
+    share = len(starts) // len(ends)
+    took = [end - min(starts[i * share : (i + 1) * share]) for i, end in enumerate(ends)]
     return min(took), max(took), sum(took) / len(took)
 
 
