@@ -148,43 +148,24 @@ def reconstructTensorStructure(
     Raises:
         Error: there are fewer values than tensors.
     """
-    return _rebuilt(structure, _Values(values), filter_fn)
-
-
-class _Values:
-    """An iterator that ends with an explanatory error."""
-
-    def __init__(self, values: Iterable[object]) -> None:
-        self._values = iter(values)
-        self._count = 0
-
-    def __iter__(self) -> _Values:
-        return self
-
-    def __next__(self) -> Any:
-        for value in self._values:
-            self._count += 1
-            return value
-        raise self.used_up()
-
-    def used_up(self) -> Exception:
-        """Return the error for a structure with more tensors than values."""
-        return error(
-            f"a structure holds more tensors than there are values for it, which are {self._count}."
+    count = itertools.count()
+    counted = zip(values, count)
+    try:
+        return _rebuilt(structure, (value for value, _ in counted), filter_fn)
+    except StopIteration:
+        raise error(
+            f"a structure holds more tensors than there are values for it, which are {next(count)}."
             " Pass one value for each tensor; a custom parser's reconstruct() takes as many as its "
             "yieldTensors() yields."
-        )
+        ) from None
 
 
-def _rebuilt(value: object, values: _Values, wanted: Callable[[Tensor], bool]) -> object:
+def _rebuilt(value: object, values: Iterator[object], wanted: Callable[[Tensor], bool]) -> object:
     parser = parser_of(value)
     if parser is not None:
         # Its own tensors and no others: a parser may take all that its iterator holds.
-        tensors = iter([next(values) for _ in parser.yieldTensors(value)])
-        try:
-            return parser.reconstruct(value, tensors)
-        except StopIteration:
-            raise values.used_up() from None
+        tensors: Any = iter([next(values) for _ in parser.yieldTensors(value)])
+        return parser.reconstruct(value, tensors)
     if isinstance(value, dict):
         items = {key: _rebuilt(item, values, wanted) for key, item in value.items()}
         if type(value) is dict:

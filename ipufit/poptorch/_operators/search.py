@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-import struct
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -193,8 +193,7 @@ _FPS = define(
 
 
 def _single(value: float) -> float:
-    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    return rounded
+    return ctypes.c_float(value).value
 
 
 def fps(src: Tensor, ptr: List[int], ratio: float = 0.5, random_start: bool = False) -> Tensor:
