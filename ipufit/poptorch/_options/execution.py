@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from types import TracebackType
-from typing import Any, ClassVar, Dict, List, Optional, Sequence, Type, TypeVar, Union
+from typing import Any, ClassVar, Dict, List, Mapping, Optional, Sequence, Type, TypeVar, Union
 
 import torch
 
 from ipufit.poptorch import enums
 from ipufit.poptorch._logging import logger
-from ipufit.poptorch._options.group import OptionGroup, _PopartOptions, need_type
+from ipufit.poptorch._options.group import OptionGroup, need_type
 
 __all__ = [
     "Attribute",
@@ -149,6 +149,8 @@ class Attribute:
 class _IExecutionStrategy:
     """A mapping of blocks to stages; empty where the stages follow from the blocks."""
 
+    _backend_options: ClassVar[Mapping[str, Union[int, bool]]] = {}
+
     def __init__(self, block_map: Dict[BlockId, Stage]) -> None:
         self._block_map = block_map
 
@@ -173,7 +175,7 @@ class _IExecutionStrategy:
 
     def backendOptions(self) -> Dict[str, Union[int, bool]]:
         """Return the compiler's options for this strategy."""
-        return {}
+        return dict(self._backend_options)
 
     def _add(self, stage: Stage) -> None:
         """Add a stage and its blocks."""
@@ -210,6 +212,8 @@ class PipelinedExecution(_IExecutionStrategy):
         AssertionError: something else, or a block in two stages.
     """
 
+    _backend_options: ClassVar[Mapping[str, Union[int, bool]]] = {"execution_mode": 0}
+
     def __init__(self, *args: object) -> None:
         super().__init__({})
         self._auto_stage = enums.AutoStage.SameAsIpu
@@ -219,17 +223,11 @@ class PipelinedExecution(_IExecutionStrategy):
         for stage_id, arg in enumerate(args):
             self._add(_stage_of(arg)._setStage(stage_id))
 
-    def backendOptions(self) -> Dict[str, Union[int, bool]]:
-        """Return the compiler's options for this strategy."""
-        return {"execution_mode": 0}
-
 
 class ShardedExecution(PipelinedExecution):
     """Stages that run one after the other, with the arguments of ``PipelinedExecution``."""
 
-    def backendOptions(self) -> Dict[str, Union[int, bool]]:
-        """Return the compiler's options for this strategy."""
-        return {"execution_mode": 1}
+    _backend_options: ClassVar[Mapping[str, Union[int, bool]]] = {"execution_mode": 1}
 
 
 class _IPhasedExecution(_IExecutionStrategy):
@@ -292,15 +290,14 @@ class _IPhasedExecution(_IExecutionStrategy):
             "execution_mode": 2,
             "separate_backward_phase": self._separate_backward_phase,
             "tensors_liveness": self._tensors_liveness.value,
+            **super().backendOptions(),
         }
 
 
 class ParallelPhasedExecution(_IPhasedExecution):
     """Phases that alternate between the even and the odd IPUs."""
 
-    def backendOptions(self) -> Dict[str, Union[int, bool]]:
-        """Return the compiler's options for this strategy."""
-        return {**super().backendOptions(), "serial_phases_execution": False}
+    _backend_options: ClassVar[Mapping[str, Union[int, bool]]] = {"serial_phases_execution": False}
 
     def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> ParallelPhasedExecution:
         """Store tensors off the chip between the forward and the backward pass.
@@ -318,6 +315,8 @@ class ParallelPhasedExecution(_IPhasedExecution):
 class SerialPhasedExecution(_IPhasedExecution):
     """Phases that follow each other on the same IPUs."""
 
+    _backend_options: ClassVar[Mapping[str, Union[int, bool]]] = {"serial_phases_execution": True}
+
     def setTensorsLiveness(self, liveness: enums.Liveness) -> SerialPhasedExecution:
         """Set when tensors leave the chip.
 
@@ -328,10 +327,6 @@ class SerialPhasedExecution(_IPhasedExecution):
         self._tensors_liveness = liveness
         return self
 
-    def backendOptions(self) -> Dict[str, Union[int, bool]]:
-        """Return the compiler's options for this strategy."""
-        return {**super().backendOptions(), "serial_phases_execution": True}
-
 
 Self = TypeVar("Self", bound="ExecutionOptions")
 
@@ -339,18 +334,15 @@ Self = TypeVar("Self", bound="ExecutionOptions")
 class ExecutionOptions(OptionGroup):
     """Options on which the results of a run depend."""
 
-    _popart: _PopartOptions
     _execution_strategy: _IExecutionStrategy
 
     def deviceIterations(self: Self, device_iterations: int) -> Self:
         """Set the number of steps of one run, each with its own micro-batches."""
-        self.set(device_iterations=device_iterations)
-        return self
+        return self._with(device_iterations=device_iterations)
 
     def replicationFactor(self: Self, replication_factor: int) -> Self:
         """Set the number of copies of the model, each with its own micro-batches."""
-        self.set(replication_factor=replication_factor)
-        return self
+        return self._with(replication_factor=replication_factor)
 
     def inputReplicaGrouping(
         self: Self, input_group_size: int, input_group_type: enums.CommGroupType
@@ -386,13 +378,11 @@ class ExecutionOptions(OptionGroup):
                 f"The size of a group must divide the {replicas} replicas, got {input_group_size}. "
                 f"Use one of {sizes}."
             )
-        self.set(input_group_size=input_group_size, input_cgt=input_group_type)
-        return self
+        return self._with(input_group_size=input_group_size, input_cgt=input_group_type)
 
     def broadcastBuffers(self: Self, broadcast_buffers: bool = True) -> Self:
         """Require equal buffers on all replicas; False gives each replica its own."""
-        self.set(broadcast_buffers=broadcast_buffers)
-        return self
+        return self._with(broadcast_buffers=broadcast_buffers)
 
     def outputMode(
         self: Self, output_mode: enums.OutputMode, output_return_period: Optional[int] = None
@@ -423,8 +413,9 @@ class ExecutionOptions(OptionGroup):
                 output_mode.name,
             )
             output_return_period = None
-        self.set(output_mode=output_mode.value, output_return_period=output_return_period or 1)
-        return self
+        return self._with(
+            output_mode=output_mode.value, output_return_period=output_return_period or 1
+        )
 
     def defaultOutputMode(self) -> bool:
         """Return True while the output mode depends on the kind of model."""
@@ -466,8 +457,7 @@ class ExecutionOptions(OptionGroup):
         self.checkIsFrozen()
         need_type("random_seed", random_seed, int)
         torch.manual_seed(random_seed)
-        self.createOrSet(random_seed=random_seed)
-        return self
+        return self._with(random_seed=random_seed)
 
     def setExecutionStrategy(self: Self, strategy: _IExecutionStrategy) -> Self:
         """Set how the model is distributed over IPUs.
@@ -494,8 +484,7 @@ class ExecutionOptions(OptionGroup):
         need_type("updatableNamedBuffers", buffers, list, tuple)
         for name in buffers:
             need_type("updatableNamedBuffers", name, str)
-        self._popart.set("updatableNamedBuffers", list(buffers))
-        return self
+        return self._with_compiler("updatableNamedBuffers", list(buffers))
 
     def enableSyntheticData(self: Self, enabled: Union[bool, int]) -> Self:
         """Compute on synthetic inputs and return no useful results, to measure speed.
@@ -506,11 +495,9 @@ class ExecutionOptions(OptionGroup):
         """
         need_type("enableSyntheticData", enabled, bool, int)
         # The compiler's numbers: 0 for off, 2 for normally distributed.
-        self._popart.set("syntheticDataMode", 2 if enabled else 0)
-        return self
+        return self._with_compiler("syntheticDataMode", 2 if enabled else 0)
 
     def enableStableNorm(self: Self, enabled: bool) -> Self:
         """Compute norms more exactly. torch's norms are exact already."""
         need_type("enableStableNorm", enabled, bool)
-        self._popart.set("enableStableNorm", enabled)
-        return self
+        return self._with_compiler("enableStableNorm", enabled)

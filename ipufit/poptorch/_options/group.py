@@ -27,6 +27,7 @@ __all__ = [
 
 
 Self = TypeVar("Self", bound="Freezable")
+Group = TypeVar("Group", bound="OptionGroup")
 
 _FROZEN = (
     "Can't modify frozen Options: they belong to a model or a DataLoader. "
@@ -96,6 +97,8 @@ class OptionGroup(Freezable):
     ``options("device_iterations")``), or all at once (``toDict``).
     """
 
+    _popart: _PopartOptions
+
     def __init__(self, **default_values: object) -> None:
         self._warnings: Dict[str, str] = {}
         self._warnings_disabled: Set[str] = set()
@@ -127,6 +130,16 @@ class OptionGroup(Freezable):
                 self.set(**{option: value})
             else:
                 self._values[option] = value
+
+    def _with(self: Group, **options: object) -> Group:
+        """Set options like ``createOrSet``, and return this group, so that calls can be chained."""
+        self.createOrSet(**options)
+        return self
+
+    def _with_compiler(self: Group, option: str, value: object) -> Group:
+        """Set an option of the compiler by its own name, and return this group."""
+        self._popart.set(option, value)
+        return self
 
     def exists(self, option: str) -> bool:
         """Return True if the option has a value."""
@@ -252,7 +265,7 @@ class _TrainingOptions(OptionGroup):
     """Options of how gradients are reduced: ``options.Training``. Not for inference models."""
 
     def __init__(self, popart_options: _PopartOptions) -> None:
-        self._popart_options = popart_options
+        self._popart = popart_options
         super().__init__(
             gradient_accumulation=1,
             accumulation_and_replication_reduction_type=enums.ReductionType.Mean,
@@ -261,8 +274,7 @@ class _TrainingOptions(OptionGroup):
 
     def gradientAccumulation(self, gradient_accumulation: int) -> _TrainingOptions:
         """Set the number of micro-batches whose gradients make one update of the weights."""
-        self.set(gradient_accumulation=gradient_accumulation)
-        return self
+        return self._with(gradient_accumulation=gradient_accumulation)
 
     def accumulationAndReplicationReductionType(
         self, reduction_type: enums.ReductionType
@@ -281,8 +293,7 @@ class _TrainingOptions(OptionGroup):
                 "accumulationAndReplicationReductionType must be poptorch.ReductionType.Mean or "
                 f"poptorch.ReductionType.Sum, got {reduction_type!r}."
             )
-        self.set(accumulation_and_replication_reduction_type=reduction_type)
-        return self
+        return self._with(accumulation_and_replication_reduction_type=reduction_type)
 
     def setMeanAccumulationAndReplicationReductionStrategy(
         self, mean_reduction_strategy: enums.MeanReductionStrategy
@@ -291,14 +302,12 @@ class _TrainingOptions(OptionGroup):
 
         An optimizer whose ``accum_type`` is float16 chooses ``Running`` by itself.
         """
-        self.set(meanAccumulationAndReplicationReductionStrategy=mean_reduction_strategy)
-        return self
+        return self._with(meanAccumulationAndReplicationReductionStrategy=mean_reduction_strategy)
 
     def setAutomaticLossScaling(self, enabled: bool) -> _TrainingOptions:
         """Let the loss scale follow the size of half-precision gradients."""
         need_type("setAutomaticLossScaling", enabled, bool)
-        self._popart_options.set("automaticLossScalingSettings.enabled", enabled)
-        return self
+        return self._with_compiler("automaticLossScalingSettings.enabled", enabled)
 
     def setConvolutionDithering(self, enabled: bool) -> _TrainingOptions:
         """Spread convolutions over the tiles of an IPU. Nothing is spread on this engine.
@@ -306,8 +315,7 @@ class _TrainingOptions(OptionGroup):
         It replaces what ``Precision.setPartialsType`` has set for convolutions.
         """
         need_type("setConvolutionDithering", enabled, bool)
-        self._popart_options.set("convolutionOptions", {"enableConvDithering": enabled})
-        return self
+        return self._with_compiler("convolutionOptions", {"enableConvDithering": enabled})
 
 
 def _withdrawn(call: str, reason: str) -> None:
@@ -336,7 +344,7 @@ class _PrecisionOptions(OptionGroup):
     """Number formats and floating-point exceptions: ``options.Precision``."""
 
     def __init__(self, popart_options: _PopartOptions) -> None:
-        self._popart_options = popart_options
+        self._popart = popart_options
         super().__init__()
 
     def halfFloatCasting(
@@ -372,14 +380,12 @@ class _PrecisionOptions(OptionGroup):
             raise AssertionError(
                 f"enableFloatingPointExceptions needs to be set to a bool, got {enabled!r}."
             )
-        self._popart_options.set("enableFloatingPointChecks", enabled)
-        return self
+        return self._with_compiler("enableFloatingPointChecks", enabled)
 
     def enableStochasticRounding(self, enabled: bool) -> _PrecisionOptions:
         """Round to half at random, right on average. This engine rounds to nearest."""
         need_type("enableStochasticRounding", enabled, bool)
-        self._popart_options.set("enableStochasticRounding", enabled)
-        return self
+        return self._with_compiler("enableStochasticRounding", enabled)
 
     def setPartialsType(self, dtype: torch.dtype) -> _PrecisionOptions:
         """Set the type of partial sums in products and convolutions; torch chooses it here.
@@ -395,9 +401,8 @@ class _PrecisionOptions(OptionGroup):
                 "parameter to setPartialsType should be either torch.float or torch.half, "
                 f"got {dtype!r}."
             )
-        self._popart_options.set("partialsTypeMatMuls", names[dtype])
-        self._popart_options.set("convolutionOptions", {"partialsType": names[dtype]})
-        return self
+        self._popart.set("partialsTypeMatMuls", names[dtype])
+        return self._with_compiler("convolutionOptions", {"partialsType": names[dtype]})
 
 
 class TensorLocationSettings(OptionGroup):
@@ -435,8 +440,7 @@ class TensorLocationSettings(OptionGroup):
 
     def _keep(self, option: str, value: object, kind: type) -> TensorLocationSettings:
         need_type(option, value, kind)
-        self.createOrSet(**{option: int(value)})  # type: ignore[call-overload]  # a bool or an int
-        return self
+        return self._with(**{option: int(value)})  # type: ignore[call-overload]  # a bool or an int
 
 
 class _TensorLocationOptions(OptionGroup):
@@ -458,8 +462,7 @@ class _TensorLocationOptions(OptionGroup):
                 "numIOTiles must be an even number between 32 and 192. "
                 f"Got {num_tiles}; the nearest is {2 * round(min(max(num_tiles, 32), 192) / 2)}."
             )
-        self.createOrSet(numIOTiles=num_tiles)
-        return self
+        return self._with(numIOTiles=num_tiles)
 
     def setActivationLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
         """Set the memory of activations."""
@@ -480,8 +483,7 @@ class _TensorLocationOptions(OptionGroup):
     def _place(self, option: str, location: object) -> _TensorLocationOptions:
         need_type(option, location, TensorLocationSettings)
         assert isinstance(location, TensorLocationSettings)
-        self.createOrSet(**{option: location.toDict()})
-        return self
+        return self._with(**{option: location.toDict()})
 
 
 def _number(variable: str, default: int) -> int:
@@ -509,8 +511,7 @@ class _DistributedOptions(OptionGroup):
 
     def disable(self) -> _DistributedOptions:
         """Use one process, whatever the environment says."""
-        self.set(num_distributed_processes=1, distributed_process_id=0)
-        return self
+        return self._with(num_distributed_processes=1, distributed_process_id=0)
 
     def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> _DistributedOptions:
         """Read both numbers from these environment variables; unset means one process.
@@ -535,8 +536,9 @@ class _DistributedOptions(OptionGroup):
                 f"process_id must be in 0 ... num_processes - 1, got process_id={process_id} and "
                 f"num_processes={num_processes}. Number the processes from 0."
             )
-        self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
-        return self
+        return self._with(
+            distributed_process_id=process_id, num_distributed_processes=num_processes
+        )
 
     @property
     def processId(self) -> int:

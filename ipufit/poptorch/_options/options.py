@@ -50,7 +50,6 @@ class ProgressBar:
         self.compilation_time: Optional[datetime.timedelta] = None
         self._start_time: Optional[datetime.datetime] = None
         self._bar: Any = None
-        self._last = 0
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -69,15 +68,13 @@ class ProgressBar:
     def __call__(self, progress: int, total: int) -> None:
         if self._start_time is None:
             self._start_time = datetime.datetime.now()
-            self._last = 0
             self._bar = tqdm.tqdm(
                 desc="Graph compilation",
                 total=total,
                 bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]",
                 file=sys.stderr,
             )
-        self._bar.update(progress - self._last)
-        self._last = progress
+        self._bar.update(progress - self._bar.n)
         self.compilation_time = datetime.datetime.now() - self._start_time
         if progress >= total:
             self._bar.close()
@@ -98,29 +95,23 @@ _NO_LIMIT = (1 << 64) - 1
 class ReportOptions(OptionGroup):
     """Options on which no result depends."""
 
-    _popart: _PopartOptions
-
     def logDir(self: _Reports, log_dir: str) -> _Reports:
         """Set the folder for the compiler's logs."""
-        self.set(log_dir=log_dir)
-        return self
+        return self._with(log_dir=log_dir)
 
     def maxRepeatLogs(self: _Reports, max_lines: Optional[int]) -> _Reports:
         """Set how often the compiler may repeat a line of its log; None for no limit."""
-        self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
-        return self
+        return self._with(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
 
     def modelName(self: _Reports, name: str) -> _Reports:
         """Set the model's name in profiles; the default is "training" or "inference"."""
         need_type("model_name", name, str)
-        self.createOrSet(model_name=name)
-        return self
+        return self._with(model_name=name)
 
     def logCycleCount(self: _Reports, log_cycle_count: bool) -> _Reports:
         """Count the device's cycles. Only hardware has any."""
         need_type("logCycleCount", log_cycle_count, bool)
-        self._popart.set("instrumentWithHardwareCycleCounter", log_cycle_count)
-        return self
+        return self._with_compiler("instrumentWithHardwareCycleCounter", log_cycle_count)
 
     def enableProfiling(self: _Reports, profile_dir: Optional[str] = None) -> _Reports:
         """Write a profile into a folder; None is the current one."""
@@ -177,12 +168,9 @@ _Device = TypeVar("_Device", bound="DeviceOptions")
 class DeviceOptions(OptionGroup):
     """Options that say where a model runs."""
 
-    _popart: _PopartOptions
-
     def autoRoundNumIPUs(self: _Device, auto_round_num_ipus: bool = True) -> _Device:
         """Take the next power of two where a model needs another number of IPUs."""
-        self.set(auto_round_num_ipus=auto_round_num_ipus)
-        return self
+        return self._with(auto_round_num_ipus=auto_round_num_ipus)
 
     def useIpuModel(self: _Device, use_model: bool) -> _Device:
         """Follow the rules of the IPU Model instead of hardware's.
@@ -190,8 +178,7 @@ class DeviceOptions(OptionGroup):
         It comes before the environment variable ``POPTORCH_IPU_MODEL``.
         """
         need_type("use_model", use_model, bool)
-        self.createOrSet(use_model=use_model)
-        return self
+        return self._with(use_model=use_model)
 
     def connectionType(self: _Device, connection_type: enums.ConnectionType) -> _Device:
         """When a model takes its device.
@@ -200,8 +187,7 @@ class DeviceOptions(OptionGroup):
             AssertionError: not a ``ConnectionType``.
         """
         need_type("connectionType", connection_type, enums.ConnectionType)
-        self.set(connection_type=connection_type.value)
-        return self
+        return self._with(connection_type=connection_type.value)
 
     def syncPattern(self: _Device, sync_pattern: enums.SyncPattern) -> _Device:
         """Which IPUs wait for each other.
@@ -210,8 +196,7 @@ class DeviceOptions(OptionGroup):
             AssertionError: not a ``SyncPattern``.
         """
         need_type("syncPattern", sync_pattern, enums.SyncPattern)
-        self.set(sync_pattern=sync_pattern.value)
-        return self
+        return self._with(sync_pattern=sync_pattern.value)
 
     def useIpuId(self: _Device, ipu_id: int) -> _Device:
         """Take this device of the system.
@@ -220,15 +205,13 @@ class DeviceOptions(OptionGroup):
             AssertionError: not an int.
         """
         need_type("ipu_id", ipu_id, int)
-        self.createOrSet(ipu_id=ipu_id)
-        return self
+        return self._with(ipu_id=ipu_id)
 
     def useOfflineIpuTarget(self: _Device, ipu_version: int = 2) -> _Device:
         """Only compile, for a kind of IPU: 1, 2 or 21. It sets ``ConnectionType.Never``."""
         need_type("ipu_version", ipu_version, int)
         self.connectionType(enums.ConnectionType.Never)
-        self.createOrSet(ipu_version=ipu_version)
-        return self
+        return self._with(ipu_version=ipu_version)
 
     def setAvailableMemoryProportion(
         self: _Device, available_memory_proportion: Dict[str, float]
@@ -252,20 +235,16 @@ class DeviceOptions(OptionGroup):
                     f"The available memory of {key} must be in 0 ... 1, got {proportion}."
                 )
             by_ipu[int(key[3:])] = float(proportion)
-        self.createOrSet(available_memory_proportion=by_ipu)
-        return self
+        return self._with(available_memory_proportion=by_ipu)
 
     def enableExecutableCaching(
         self: _Device, path: Optional[Union[str, os.PathLike[str]]]
     ) -> _Device:
         """Keep compiled programs in a folder and take them from there; None for no longer."""
-        if path is None:
-            self._popart.set("enableEngineCaching", False)
-            return self
-        need_type("enableExecutableCaching", path, str, os.PathLike)
-        self._popart.set("cachePath", os.fspath(path))
-        self._popart.set("enableEngineCaching", True)
-        return self
+        if path is not None:
+            need_type("enableExecutableCaching", path, str, os.PathLike)
+            self._popart.set("cachePath", os.fspath(path))
+        return self._with_compiler("enableEngineCaching", path is not None)
 
 
 class Options(ExecutionOptions, DeviceOptions, ReportOptions):
