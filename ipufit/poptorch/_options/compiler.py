@@ -244,22 +244,27 @@ def _accumulation_in_inference(options: Options) -> str:
     return f"{text} Got {options.Training.gradient_accumulation}."
 
 
-# An option's key: the setter, and the value that says nothing.
-_OPTIONS: Dict[str, Tuple[str, object]] = {
+# Of an option without an effect here, by its key: the setter, and the value that says nothing.
+_SETTERS: Dict[str, Tuple[str, object]] = {
     "available_memory_proportion": ("setAvailableMemoryProportion", {}),
+    "enableStableNorm": ("enableStableNorm", False),
+    "enableStochasticRounding": ("Precision.enableStochasticRounding", False),
+    "engineOptions": ("_Popart.setEngineOptions", None),
+    "location_accumulator": ("TensorLocations.setAccumulatorLocation", {}),
+    "location_activation": ("TensorLocations.setActivationLocation", {}),
+    "location_optimizer": ("TensorLocations.setOptimizerLocation", {}),
+    "location_weight": ("TensorLocations.setWeightLocation", {}),
     "log_dir": ("logDir", "."),
     "max_repeat_logs": ("maxRepeatLogs", 4),
     "model_name": ("modelName", None),
+    "numIOTiles": ("TensorLocations.numIOTiles", None),
+    "partialsTypeMatMuls": ("Precision.setPartialsType", None),
+    "patterns": ("_Popart.setPatterns", None),
+    "patterns_level": ("_Popart.setPatterns", None),
+    "rearrangeAnchorsOnHost": ('_Popart.set("rearrangeAnchorsOnHost")', False),
     "sync_pattern": ("syncPattern", 0),
 }
-_LOCATIONS = {
-    "location_accumulator": "TensorLocations.setAccumulatorLocation",
-    "location_activation": "TensorLocations.setActivationLocation",
-    "location_optimizer": "TensorLocations.setOptimizerLocation",
-    "location_weight": "TensorLocations.setWeightLocation",
-    "numIOTiles": "TensorLocations.numIOTiles",
-}
-# Of the compiler's options: those with an effect here, and the setters of some others.
+# Of the compiler's options: those with an effect here.
 _HONOURED = frozenset(
     (
         "automaticLossScalingSettings.binEdgeLocation",
@@ -276,15 +281,6 @@ _HONOURED = frozenset(
         "updatableNamedBuffers",
     )
 )
-_SETTERS = {
-    "enableStableNorm": "enableStableNorm",
-    "enableStochasticRounding": "Precision.enableStochasticRounding",
-    "engineOptions": "_Popart.setEngineOptions",
-    "partialsTypeMatMuls": "Precision.setPartialsType",
-    "patterns": "_Popart.setPatterns",
-    "patterns_level": "_Popart.setPatterns",
-    "rearrangeAnchorsOnHost": '_Popart.set("rearrangeAnchorsOnHost")',
-}
 # Set by a setter with one of these fields.
 _FIELDS = {
     "autoReport.directory": "enableProfiling",
@@ -311,30 +307,27 @@ def ignored(options: Options) -> List[str]:
     ``useIpuModel``, ``useIpuId`` and ``connectionType`` are not among them: what they forbid is
     forbidden here.
     """
+    groups = {**options._values, **options.TensorLocations._values}
+    used = {key: value for key, value in groups.items() if key in _SETTERS}
+    used.update(options._Popart.options)
     names = {
-        setter
-        for key, (setter, default) in _OPTIONS.items()
-        if options._values.get(key, default) != default
+        _setter_of(key, value)
+        for key, value in used.items()
+        if key not in _HONOURED and (key not in _SETTERS or value != _SETTERS[key][1])
     }
-    locations = options.TensorLocations._values
-    names.update(setter for key, setter in _LOCATIONS.items() if locations.get(key))
     if tuple(options._source_location_excludes) != DEFAULT_EXCLUDES:
         names.add("sourceLocationExcludes")
-    for key, value in options._Popart.options.items():
-        # False is the default of every setter's option.
-        if key not in _HONOURED and not (key in _SETTERS and value is False):
-            names.add(_setter_of(key, value))
     names.update(name for name in _ENVIRONMENT if os.environ.get(name))
     return sorted(names)
 
 
 def _setter_of(key: str, value: object) -> str:
-    """Return the setter of an option of the compiler."""
+    """Return the setter of an option."""
     if isinstance(value, dict):
         for field, setter in _FIELDS.items():
             if field in value:
                 return setter
-    return _SETTERS.get(key, f'_Popart.set("{key}")')
+    return _SETTERS[key][0] if key in _SETTERS else f'_Popart.set("{key}")'
 
 
 def report_ignored(options: Options) -> None:
