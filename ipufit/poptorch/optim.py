@@ -27,7 +27,6 @@ __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttr
 
 # Tensors by their names on the device, under "ipu_state" and "ipu_param".
 DeviceState = Mapping[str, Optional[Mapping[str, Tensor]]]
-
 _DEVICE = ("ipu_state", "ipu_param")
 
 
@@ -83,8 +82,9 @@ class Optimizer:
         variable_attrs: which hyper-parameters may change after compilation.
     """
 
-    _child_vars: ClassVar[List[str]] = []
-    _child_only: ClassVar[List[str]] = []
+    _child_vars: ClassVar[List[str]] = ["loss_scaling"]
+    # Arguments that torch's class does not have, with their defaults.
+    _child_only: ClassVar[Mapping[str, object]] = {}
     _group_vars: ClassVar[List[str]] = []
     variable_attrs: VariableAttributes
     bias_correction: bool
@@ -151,13 +151,25 @@ class Optimizer:
         state["host_state_is_dirty"] = False
         return state
 
-    def _settle(self, explicit: Mapping[str, object], **defaults: object) -> None:
+    def _begin(self, arguments: Mapping[str, object]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+        """Set up the device's half, from the ``locals()`` of a constructor.
+
+        Returns:
+            The arguments that were passed explicitly, and those of them that torch's class has.
+        """
+        Optimizer.__init__(self)
+        explicit = {k: v for k, v in arguments.items() if v is not None and k != "self"}
+        return explicit, {k: v for k, v in explicit.items() if k not in self._child_only}
+
+    def _settle(self, explicit: Mapping[str, object]) -> None:
         """Set the global settings, and mark the arguments that were passed explicitly as variable.
 
         Raises:
             AssertionError: a type of accumulator that is neither float16 nor float32.
         """
-        for name, default in defaults.items():
+        for name, default in self._child_only.items():
+            if name in self._group_vars:
+                continue
             value = explicit.get(name, default)
             if name.endswith("accum_type") and value not in (torch.float16, torch.float32):
                 raise AssertionError(
@@ -265,15 +277,6 @@ def _counted(state: DeviceState) -> str:
     return f"{tensors} state tensors, {numbers} numbers"
 
 
-def explicit_arguments(arguments: Mapping[str, object]) -> Dict[str, Any]:
-    """Return a constructor's arguments that are not None, from its ``locals()``."""
-    return {
-        name: value
-        for name, value in arguments.items()
-        if value is not None and name not in ("self", "__class__")
-    }
-
-
 def _check_state(state: Mapping[str, object]) -> None:
     if not state:
         raise RuntimeError(
@@ -288,16 +291,12 @@ def _check_state(state: Mapping[str, object]) -> None:
         )
 
 
-_MOMENTS: Dict[str, object] = {
+_MOMENTS: Mapping[str, object] = {
+    "loss_scaling": 1.0,
     "accum_type": torch.float32,
     "first_order_momentum_accum_type": torch.float32,
     "second_order_momentum_accum_type": torch.float32,
 }
-
-
-def _torchs(explicit: Dict[str, Any], device_only: Iterable[str]) -> Dict[str, Any]:
-    """Return the explicit arguments that torch's constructor accepts."""
-    return {name: value for name, value in explicit.items() if name not in device_only}
 
 
 class SGD(Optimizer, torch.optim.SGD):
@@ -320,15 +319,14 @@ class SGD(Optimizer, torch.optim.SGD):
         AssertionError: another dtype than float16 and float32.
     """
 
-    _child_vars: ClassVar[List[str]] = ["loss_scaling"]
-    _child_only: ClassVar[List[str]] = [
-        *_child_vars,
-        "velocity_scaling",
-        "use_combined_accum",
-        "accum_type",
-        "velocity_accum_type",
-        "max_grad_norm",
-    ]
+    _child_only: ClassVar[Mapping[str, object]] = {
+        "loss_scaling": 1.0,
+        "velocity_scaling": None,
+        "use_combined_accum": False,
+        "accum_type": torch.float32,
+        "velocity_accum_type": torch.float32,
+        "max_grad_norm": math.inf,
+    }
     _group_vars: ClassVar[List[str]] = [
         "lr",
         "momentum",
@@ -356,9 +354,8 @@ class SGD(Optimizer, torch.optim.SGD):
         velocity_accum_type: Optional[torch.dtype] = None,
         max_grad_norm: Optional[float] = None,
     ) -> None:
-        explicit = explicit_arguments(locals())
-        Optimizer.__init__(self)
-        torch.optim.SGD.__init__(self, **_torchs(explicit, SGD._child_only))
+        explicit, plain = self._begin(locals())
+        torch.optim.SGD.__init__(self, **plain)
         if use_combined_accum:
             scaling = 1.0 if velocity_scaling is None else velocity_scaling
             self.defaults["velocity_scaling"] = scaling
@@ -370,14 +367,7 @@ class SGD(Optimizer, torch.optim.SGD):
                 "use_combined_accum=True: the separate velocity is scaled with loss_scaling. Leave "
                 "it out."
             )
-        self._settle(
-            explicit,
-            loss_scaling=1.0,
-            use_combined_accum=False,
-            accum_type=torch.float32,
-            velocity_accum_type=torch.float32,
-            max_grad_norm=math.inf,
-        )
+        self._settle(explicit)
 
 
 class Adam(Optimizer, torch.optim.Adam):
@@ -394,8 +384,7 @@ class Adam(Optimizer, torch.optim.Adam):
         AssertionError: another dtype than float16 and float32.
     """
 
-    _child_vars: ClassVar[List[str]] = ["loss_scaling"]
-    _child_only: ClassVar[List[str]] = [*_child_vars, *_MOMENTS, "max_grad_norm"]
+    _child_only: ClassVar[Mapping[str, object]] = {**_MOMENTS, "max_grad_norm": math.inf}
     _group_vars: ClassVar[List[str]] = ["lr", "betas", "eps", "weight_decay", "amsgrad"]
 
     def __init__(
@@ -417,10 +406,9 @@ class Adam(Optimizer, torch.optim.Adam):
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
         max_grad_norm: Optional[float] = None,
     ) -> None:
-        explicit = explicit_arguments(locals())
-        Optimizer.__init__(self)
-        torch.optim.Adam.__init__(self, **_torchs(explicit, Adam._child_only))
-        self._settle(explicit, loss_scaling=1.0, **_MOMENTS, max_grad_norm=math.inf)
+        explicit, plain = self._begin(locals())
+        torch.optim.Adam.__init__(self, **plain)
+        self._settle(explicit)
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
@@ -438,8 +426,11 @@ class AdamW(Optimizer, torch.optim.AdamW):
         AssertionError: another dtype than float16 and float32.
     """
 
-    _child_vars: ClassVar[List[str]] = ["loss_scaling"]
-    _child_only: ClassVar[List[str]] = [*_child_vars, "bias_correction", *_MOMENTS, "max_grad_norm"]
+    _child_only: ClassVar[Mapping[str, object]] = {
+        **_MOMENTS,
+        "bias_correction": True,
+        "max_grad_norm": math.inf,
+    }
     _group_vars: ClassVar[List[str]] = ["lr", "betas", "weight_decay", "eps", "amsgrad"]
 
     def __init__(
@@ -462,12 +453,9 @@ class AdamW(Optimizer, torch.optim.AdamW):
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
         max_grad_norm: Optional[float] = None,
     ) -> None:
-        explicit = explicit_arguments(locals())
-        Optimizer.__init__(self)
-        torch.optim.AdamW.__init__(self, **_torchs(explicit, AdamW._child_only))
-        self._settle(
-            explicit, loss_scaling=1.0, bias_correction=True, **_MOMENTS, max_grad_norm=math.inf
-        )
+        explicit, plain = self._begin(locals())
+        torch.optim.AdamW.__init__(self, **plain)
+        self._settle(explicit)
 
 
 class RMSprop(Optimizer, torch.optim.RMSprop):
@@ -487,8 +475,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         AssertionError: another dtype than float16 and float32.
     """
 
-    _child_vars: ClassVar[List[str]] = ["loss_scaling"]
-    _child_only: ClassVar[List[str]] = [*_child_vars, *_MOMENTS, "use_tf_variant"]
+    _child_only: ClassVar[Mapping[str, object]] = {**_MOMENTS, "use_tf_variant": False}
     _group_vars: ClassVar[List[str]] = [
         "lr",
         "momentum",
@@ -516,10 +503,9 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
         use_tf_variant: Optional[bool] = None,
     ) -> None:
-        explicit = explicit_arguments(locals())
-        Optimizer.__init__(self)
-        torch.optim.RMSprop.__init__(self, **_torchs(explicit, RMSprop._child_only))
-        self._settle(explicit, loss_scaling=1.0, **_MOMENTS, use_tf_variant=False)
+        explicit, plain = self._begin(locals())
+        torch.optim.RMSprop.__init__(self, **plain)
+        self._settle(explicit)
 
 
 class LAMB(Optimizer, torch.optim.Optimizer):
@@ -537,8 +523,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         AssertionError: another dtype than float16 and float32.
     """
 
-    _child_vars: ClassVar[List[str]] = ["loss_scaling"]
-    _child_only: ClassVar[List[str]] = [*_child_vars, "bias_correction", *_MOMENTS]
+    _child_only: ClassVar[Mapping[str, object]] = {**_MOMENTS, "bias_correction": True}
     _group_vars: ClassVar[List[str]] = ["lr", "weight_decay", "betas", "eps", "max_weight_norm"]
 
     def __init__(
@@ -555,19 +540,19 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         first_order_momentum_accum_type: Optional[torch.dtype] = None,
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
     ) -> None:
-        explicit = explicit_arguments(locals())
-        Optimizer.__init__(self)
+        explicit, plain = self._begin(locals())
         defaults = {
             "lr": 1e-3,
             "betas": (0.9, 0.999),
             "eps": 1e-8,
             "weight_decay": 1e-2,
             "max_weight_norm": 65500.0,
+            **plain,
         }
-        defaults.update({name: explicit[name] for name in defaults if name in explicit})
+        del defaults["params"]
         torch.optim.Optimizer.__init__(self, params, defaults)
         self.max_weight_norm = defaults["max_weight_norm"]
-        self._settle(explicit, loss_scaling=1.0, bias_correction=True, **_MOMENTS)
+        self._settle(explicit)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
