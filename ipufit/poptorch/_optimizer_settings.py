@@ -182,19 +182,23 @@ _NAMES = (
 )
 
 
+# AdamW before Adam, from which it is derived in new versions of torch.
+_FRONT_END: Dict[type, Type[optim.Optimizer]] = {
+    torch.optim.SGD: optim.SGD,
+    torch.optim.AdamW: optim.AdamW,
+    torch.optim.Adam: optim.Adam,
+    torch.optim.RMSprop: optim.RMSprop,
+    optim.LAMB: optim.LAMB,
+}
+# Optimizers that a device runs, of torch and of the front end; subclasses are others.
+OPTIMIZERS = frozenset((*_FRONT_END, *_FRONT_END.values()))
+
+
 def class_of(optimizer: object) -> Optional[Type[optim.Optimizer]]:
     """Return the front end's class for an optimizer; None for one that is not supported."""
-    # AdamW before Adam, from which it is derived in new versions of torch.
-    for theirs, ours in (
-        (torch.optim.SGD, optim.SGD),
-        (torch.optim.AdamW, optim.AdamW),
-        (torch.optim.Adam, optim.Adam),
-        (torch.optim.RMSprop, optim.RMSprop),
-        (optim.LAMB, optim.LAMB),
-    ):
-        if isinstance(optimizer, theirs):
-            return ours
-    return None
+    return next(
+        (ours for theirs, ours in _FRONT_END.items() if isinstance(optimizer, theirs)), None
+    )
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind:
@@ -351,20 +355,6 @@ def settings_of(
         and bool(read.attribute("use_tf_variant", False)),
         max_grad_norm=math.inf if norm is None else _number("max_grad_norm", norm),
     )
-
-
-# Optimizers that a device runs, of torch and of the front end; subclasses are others.
-OPTIMIZERS = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.RMSprop,
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.RMSprop,
-    optim.LAMB,
-)
 
 
 def check_replacement(old: OptimizerSettings, new: OptimizerSettings) -> None:
