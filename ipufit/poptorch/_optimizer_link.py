@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ipufit.poptorch._optimizer_settings import (
     settings_of,
 )
 from ipufit.poptorch.enums import MeanReductionStrategy, ReductionType
-from ipufit.poptorch.optim import DeviceState, StateSync
+from ipufit.poptorch.optim import DEVICE, DeviceState, StateSync
 from ipufit.poptorch.options import Options
 
 __all__ = [
@@ -43,7 +43,10 @@ _TORCHS = {
     "state",
     "param_groups",
     "variable_attrs",
+    "_state_dict",
     "_sync",
+    "ipu_state_is_dirty",
+    "host_state_is_dirty",
     "maximize",
     "foreach",
     "capturable",
@@ -83,16 +86,12 @@ class AttributeTracker:
             )
         self._look_at_values(optimizer)
         front_end_class = class_of(optimizer)
-        allowed = {
-            *(front_end_class._child_only if front_end_class else ()),
-            *_state_of_class(optimizer),
-        }
-        self._find("optimizer attribute", self._own | allowed, optimizer.__dict__, self._own)
-        groups = [("default group variable", optimizer.defaults)]
+        allowed = front_end_class._child_only if front_end_class else ()
+        attributes = [name for name in optimizer.__dict__ if name not in allowed]
+        self._find("optimizer attribute", attributes, self._own)
+        self._find("default group variable", optimizer.defaults, self._grouped)
         for index, group in enumerate(optimizer.param_groups):
-            groups.append((f"group {index} attribute", group))
-        for kind, group in groups:
-            self._find(kind, self._grouped, group, self._grouped)
+            self._find(f"group {index} attribute", group, self._grouped)
         self._has_first = True
 
     def _look_at_values(self, optimizer: torch.optim.Optimizer) -> None:
@@ -108,12 +107,10 @@ class AttributeTracker:
                 warn=True,
             )
 
-    def _find(
-        self, kind: str, allowed: Set[str], attributes: Mapping[str, object], into: Set[str]
-    ) -> None:
-        new = [name for name in attributes if name not in allowed]
+    def _find(self, kind: str, attributes: Iterable[str], present: Set[str]) -> None:
+        new = [name for name in attributes if name not in present]
         if not self._has_first:
-            into.update(new)
+            present.update(new)
         elif new:
             self._say(
                 f"Ignoring unexpected {kind} {new}: it was not there when the model got its first "
@@ -124,12 +121,6 @@ class AttributeTracker:
         if text not in self._reported:
             self._reported.add(text)
             (logger.warning if warn else self._log)(text)
-
-
-def _state_of_class(optimizer: torch.optim.Optimizer) -> List[str]:
-    """Return the attributes, beside its settings, that the class gives to every optimizer."""
-    names = ["_state_dict", "ipu_state_is_dirty", "host_state_is_dirty"]
-    return names if isinstance(optimizer, optim.Optimizer) else []
 
 
 def select_mean_strategy(optimizer: torch.optim.Optimizer, options: Any, compiled: bool) -> None:
@@ -166,53 +157,41 @@ def select_mean_strategy(optimizer: torch.optim.Optimizer, options: Any, compile
 Copies = Mapping[str, Sequence[str]]
 
 
-def _renamed(name: str, copies: Copies) -> Dict[str, Sequence[str]]:
-    """Map the merged name of a state tensor to its parts' names, if this is the first part."""
-    for parameter, parts in copies.items():
-        if name.endswith(f"___{parts[0]}"):
-            prefix = name[: -len(parts[0])]
-            return {prefix + parameter: [prefix + part for part in parts]}
-    return {}
-
-
 def merge_parts(state: DeviceState, copies: Copies) -> DeviceState:
     """Stack the state of a parameter's copies along a new first dimension, as the parameter has it.
 
     Hyper-parameters are equal for all copies, so that one of them is returned.
     """
-    tensors = _merge(state["ipu_state"] or {}, copies, True)
-    return {"ipu_state": tensors, "ipu_param": _merge(state["ipu_param"] or {}, copies, False)}
+    return {kind: _merge(state[kind] or {}, copies, kind == "ipu_state") for kind in DEVICE}
 
 
 def _merge(values: Mapping[str, Tensor], copies: Copies, every: bool) -> Dict[str, Tensor]:
-    result: Dict[str, Tensor] = dict(values)
-    for name in values:
-        for whole, names in _renamed(name, copies).items():
-            parts = [result.pop(each) for each in names]
-            result[whole] = torch.stack(parts) if every else parts[0]
+    result = dict(values)
+    for whole, parts in copies.items():
+        for prefix in _prefixes(result, parts[0]):
+            tensors = [result.pop(prefix + part) for part in parts]
+            result[prefix + whole] = torch.stack(tensors) if every else tensors[0]
     return result
 
 
 def split_parts(state: DeviceState, copies: Copies) -> DeviceState:
     """Split the result of :func:`merge_parts` into the state of each copy."""
-    return {
-        "ipu_state": _split_values(state.get("ipu_state") or {}, copies, True),
-        "ipu_param": _split_values(state.get("ipu_param") or {}, copies, False),
-    }
+    return {kind: _split(state.get(kind) or {}, copies, kind == "ipu_state") for kind in DEVICE}
 
 
-def _split_values(values: Mapping[str, Tensor], copies: Copies, every: bool) -> Dict[str, Tensor]:
-    result: Dict[str, Tensor] = {}
-    for name, value in values.items():
-        for whole, parts in copies.items():
-            if name.endswith(f"___{whole}"):
-                prefix = name[: -len(whole)]
-                for place, part in enumerate(parts):
-                    result[prefix + part] = value[place] if every else value
-                break
-        else:
-            result[name] = value
+def _split(values: Mapping[str, Tensor], copies: Copies, every: bool) -> Dict[str, Tensor]:
+    result = dict(values)
+    for whole, parts in copies.items():
+        for prefix in _prefixes(result, whole):
+            value = result.pop(prefix + whole)
+            for place, part in enumerate(parts):
+                result[prefix + part] = value[place] if every else value
     return result
+
+
+def _prefixes(values: Mapping[str, Tensor], parameter: str) -> List[str]:
+    """Return what the names of a parameter's values begin with."""
+    return [name[: -len(parameter)] for name in values if name.endswith(f"___{parameter}")]
 
 
 def _nothing() -> None:
@@ -235,6 +214,7 @@ class OptimizerLink:
         optimizer: torch's, or the front end's.
 
     Attributes:
+        optimizer: the one in use.
         sync: synchronises the optimizer's state with the device's.
 
     Raises:
@@ -244,18 +224,13 @@ class OptimizerLink:
 
     def __init__(self, options: Options, optimizer: torch.optim.Optimizer) -> None:
         self._options = options
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._exchange_weights: Callable[[], None] = _nothing
         self._tracker = AttributeTracker(options._relax_optimizer_checks)
         self._device: Optional[CompiledOptimizer] = None
         self._settings = self._read(optimizer)
         self.sync = IDLE
         self._parts: Dict[str, List[str]] = {}
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer in use."""
-        return self._optimizer
 
     def _read(self, optimizer: torch.optim.Optimizer) -> OptimizerSettings:
         settings = settings_of(optimizer, ScalingSettings.enabled(self._options._Popart.options))
@@ -265,7 +240,7 @@ class OptimizerLink:
 
     def groups(self) -> List[Sequence[Tensor]]:
         """The parameters of each group."""
-        return [group["params"] for group in self._optimizer.param_groups]
+        return [group["params"] for group in self.optimizer.param_groups]
 
     # Its tensors are changed later.
     @torch.inference_mode(False)
@@ -306,7 +281,7 @@ class OptimizerLink:
 
     def _new_sync(self) -> StateSync:
         assert self._device is not None
-        return StateSync(self._optimizer, self._read_state, self._write_along)
+        return StateSync(self.optimizer, self._read_state, self._write_along)
 
     def _read_state(self) -> DeviceState:
         assert self._device is not None
@@ -327,15 +302,15 @@ class OptimizerLink:
             Error: the program can't. Nothing has changed then.
         """
         settings = self._read(optimizer)
-        if optimizer is not self._optimizer:
+        if optimizer is not self.optimizer:
             # What the old one goes away with are its own numbers.
             self.sync.refresh()
         if self._device is not None:
             self._device.set(settings)
         self._settings = settings
-        if optimizer is not self._optimizer:
+        if optimizer is not self.optimizer:
             self.sync.close()
-            self._optimizer = optimizer
+            self.optimizer = optimizer
             if self._device is not None:
                 self.sync = self._new_sync()
                 self.sync.attach()

@@ -27,7 +27,7 @@ __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttr
 
 # Tensors by their names on the device, under "ipu_state" and "ipu_param".
 DeviceState = Mapping[str, Optional[Mapping[str, Tensor]]]
-_DEVICE = ("ipu_state", "ipu_param")
+DEVICE = ("ipu_state", "ipu_param")
 
 
 class VariableAttributes:
@@ -111,7 +111,7 @@ class Optimizer:
             RuntimeError: the dict is empty, or holds nothing of a device. Nothing has changed then.
         """
         _check_state(state)
-        torch_state = {key: value for key, value in state.items() if key not in _DEVICE}
+        torch_state = {key: value for key, value in state.items() if key not in DEVICE}
         torch.optim.Optimizer.load_state_dict(self, torch_state)  # type: ignore[arg-type]
         self.set_state_dict(state)
 
@@ -129,15 +129,13 @@ class Optimizer:
             RuntimeError: the dict is empty, or holds nothing of a device.
         """
         _check_state(state)
-        self._state_dict = {
-            key: None if state[key] is None else dict(state[key]) for key in _DEVICE
-        }
+        self._state_dict = {key: None if state[key] is None else dict(state[key]) for key in DEVICE}
         self.ipu_state_is_dirty = True
         self.host_state_is_dirty = False
 
     def has_state(self) -> bool:
         """Return True if the host has state of a device."""
-        return all(self._state_dict.get(key) is not None for key in _DEVICE)
+        return all(self._state_dict.get(key) is not None for key in DEVICE)
 
     def __getstate__(self) -> Dict[str, Any]:
         """Return everything but the link to the executor, for copies and pickles."""
@@ -273,7 +271,7 @@ class StateSync:
 
 
 def _counted(state: DeviceState) -> str:
-    tensors, numbers = (len(state[key] or ()) for key in _DEVICE)
+    tensors, numbers = (len(state[key] or ()) for key in DEVICE)
     return f"{tensors} state tensors, {numbers} numbers"
 
 
@@ -283,7 +281,7 @@ def _check_state(state: Mapping[str, object]) -> None:
             "Cannot load optimizer state dictionary because it is empty. Pass what state_dict() of "
             "an optimizer of poptorch.optim gave."
         )
-    if not all(key in state for key in _DEVICE):
+    if not all(key in state for key in DEVICE):
         raise RuntimeError(
             "Only IPU optimizer states can be loaded onto the IPU. This one has no "
             "'ipu_state' and 'ipu_param', as that of an optimizer of torch.optim; pass what "
