@@ -295,7 +295,7 @@ class Device:
 
     def accumulator(self, weight: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of a weight of this dtype are added up."""
-        return weight if self.updates is None else self.updates.accumulator(weight)
+        return weight if self.updates is None else self.updates.settings.accumulator(weight)
 
     def observe(self, large: Tensor) -> None:
         """Record how many elements of a micro-batch's gradients are large."""

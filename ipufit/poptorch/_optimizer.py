@@ -116,6 +116,9 @@ class CompiledOptimizer:
         factors: of how many micro-batches a gradient is made.
         automatic: the loss scaling follows the gradients.
 
+    Attributes:
+        settings: the settings in use; :meth:`set` changes them.
+
     Raises:
         Error: a hyper-parameter that a device can't compute with.
     """
@@ -129,7 +132,7 @@ class CompiledOptimizer:
         automatic: Optional[AutomaticLossScale] = None,
     ) -> None:
         settings.check()
-        self._settings = settings
+        self.settings = settings
         self._factors = factors or Factors()
         self._automatic = automatic
         self._scales = automatic is not None or settings.loss_scaling != Value(1.0, True)
@@ -148,32 +151,23 @@ class CompiledOptimizer:
         self._log()
 
     @property
-    def settings(self) -> OptimizerSettings:
-        """The settings in use."""
-        return self._settings
-
-    @property
     def loss_scaling(self) -> float:
         """Factor by which the loss of the coming update is multiplied."""
-        scaling = self._written.get(LOSS_SCALING, self._settings.loss_scaling.value)
+        scaling = self._written.get(LOSS_SCALING, self.settings.loss_scaling.value)
         return scaling * (1.0 if self._automatic is None else self._automatic.factor)
-
-    def accumulator(self, weight: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a weight of this dtype are added up."""
-        return self._settings.accumulator(weight)
 
     def _member(self, name: str, group: int, weight: Tensor) -> WeightState:
         numbers = self._numbers(name, group)
         state = {
-            key: initial(self._settings, key, weight, numbers) for key in self._rules[group].tensors
+            key: initial(self.settings, key, weight, numbers) for key in self._rules[group].tensors
         }
         return WeightState(name, group, weight, 0.0, numbers, state)
 
     def _numbers(self, name: str, group: int) -> Dict[str, float]:
-        return imported(self._settings, group, name, self._factors, self._written)
+        return imported(self.settings, group, name, self._factors, self._written)
 
     def _log(self) -> None:
-        for line in self._settings.lines():
+        for line in self.settings.lines():
             logger.debug(line)
 
     def _lay_out(self) -> None:
@@ -187,17 +181,17 @@ class CompiledOptimizer:
                 has changed then.
         """
         settings.check()
-        check_replacement(self._settings, settings)
-        if settings == self._settings:
+        check_replacement(self.settings, settings)
+        if settings == self.settings:
             return
-        for index, (old, new) in enumerate(zip(self._settings.groups, settings.groups)):
+        for index, (old, new) in enumerate(zip(self.settings.groups, settings.groups)):
             if "nesterov" in new and old["nesterov"].value != new["nesterov"].value:
                 logger.warning(
                     f"nesterov of group {index} is part of the compiled program and stays "
                     f"{bool(self._rules[index].nesterov)}. "  # type: ignore[attr-defined]
                     "Call destroy() and wrap the model again to change it."
                 )
-        self._settings = settings
+        self.settings = settings
         self._written = {}
         for member in self._members:
             member.numbers = self._numbers(member.name, member.group)
@@ -239,7 +233,7 @@ class CompiledOptimizer:
         rows = []
         for part in self._parts:
             first = part.members[0]
-            group = group_of(self._settings, first.numbers)
+            group = group_of(self.settings, first.numbers)
             row = part.rule.coefficients(group, first.updates + 1)
             row.append(first.numbers["unscaling"] / factor)
             weight = first.weight
@@ -256,7 +250,7 @@ class CompiledOptimizer:
             # Gradients of half precision are unscaled where small numbers are not lost.
             wide = gradient.to(torch.promote_types(flat.dtype, torch.float32))
             gradients.append(wide * row[-1] if self._scales else wide)
-        largest = self._settings.max_grad_norm
+        largest = self.settings.max_grad_norm
         if math.isfinite(largest):
             blocks = [part.block for part in self._parts]
             gradients = clipped(gradients, blocks, Clip(global_norm=largest))
@@ -274,7 +268,7 @@ class CompiledOptimizer:
         for member in self._members:
             for name, tensor in self._named(member).items():
                 tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            if counts_steps(self._settings.kind):
+            if counts_steps(self.settings.kind):
                 tensors[f"Step___{member.name}"] = _single(member.updates)
         numbers = {name: _single(number) for name, number in self.numbers().items()}
         return {"ipu_state": tensors, "ipu_param": numbers}
@@ -291,15 +285,15 @@ class CompiledOptimizer:
         return {**self.numbers(), **scales}
 
     def _named(self, member: WeightState) -> Dict[str, Tensor]:
-        prefixes = PREFIXES[self._settings.kind]
+        prefixes = PREFIXES[self.settings.kind]
         return {prefixes[key] + member.name: tensor for key, tensor in member.state.items()}
 
     def _exported(self) -> Dict[str, float]:
         result = {}
         for member in self._members:
-            result.update(exported(self._settings, member.group, member.name, self._factors))
-        if not self._settings.loss_scaling.constant:
-            result[LOSS_SCALING] = self._settings.loss_scaling.value
+            result.update(exported(self.settings, member.group, member.name, self._factors))
+        if not self.settings.loss_scaling.constant:
+            result[LOSS_SCALING] = self.settings.loss_scaling.value
         return result
 
     def load_state(self, state: DeviceState) -> None:
@@ -339,7 +333,7 @@ class CompiledOptimizer:
                 _warn_of_missing("state", UPDATE_FACTOR)
         for member in self._members:
             name = f"Step___{member.name}"
-            if not counts_steps(self._settings.kind):
+            if not counts_steps(self.settings.kind):
                 continue
             if name in tensors:
                 member.updates = float(tensors[name])
