@@ -150,11 +150,10 @@ def _class(settings: OptimizerSettings, values: Values) -> Type[OptimizerRule]:
     if settings.kind in (OptimizerKind.SGD_COMBINED, OptimizerKind.SGD_SEPARATE):
         if not settings.has_velocity(values):
             return DeviceSGDRule
-        if settings.kind is OptimizerKind.SGD_SEPARATE and values["velocity_scaling"] == Value(
-            1.0, True
-        ):
-            return DeviceSGDRule
-        return CombinedRule if settings.kind is OptimizerKind.SGD_COMBINED else VelocityRule
+        if settings.kind is OptimizerKind.SGD_COMBINED:
+            return CombinedRule
+        is_plain = values["velocity_scaling"] == Value(1.0, True)
+        return DeviceSGDRule if is_plain else VelocityRule
     if settings.kind in (OptimizerKind.RMSPROP, OptimizerKind.RMSPROP_CENTERED):
         return TensorFlowRMSpropRule if settings.tensorflow else RMSpropRule
     kinds: Dict[OptimizerKind, Type[OptimizerRule]] = {
@@ -206,11 +205,8 @@ def initial(
         return torch.ones_like(weight, dtype=dtype)
     if settings.kind is OptimizerKind.SGD_COMBINED:
         decay = numbers["weight_decay"] * numbers["velocity_scaling"] * (1 - numbers["dampening"])
-        return weight.detach() * decay if math.isfinite(decay) and decay else _zeros(weight, dtype)
-    return _zeros(weight, dtype)
-
-
-def _zeros(weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if decay and math.isfinite(decay):
+            return weight.detach() * decay
     return torch.zeros_like(weight, dtype=dtype)
 
 
@@ -269,7 +265,7 @@ class _Scalar:
     prefix: str
     of: Tuple[str, ...]
     value: Callable[[Numbers], float]
-    back: Callable[[float, Numbers], Dict[str, float]]
+    back: Callable[[float, Numbers], Dict[str, float]] = lambda x, n: {}
 
 
 def _plain(prefix: str, name: str) -> _Scalar:
@@ -343,25 +339,19 @@ def _with_velocity(factors: Factors, combined: bool, nesterov: bool) -> List[_Sc
     # The rest of these are made of what the others give already.
     return [
         *result,
-        _Scalar("sgdMomentum", ("momentum",), lambda n: n["momentum"], _nothing),
-        _Scalar("sgdWeightDecay", ("weight_decay",), lambda n: n["weight_decay"], _nothing),
+        _Scalar("sgdMomentum", ("momentum",), lambda n: n["momentum"]),
+        _Scalar("sgdWeightDecay", ("weight_decay",), lambda n: n["weight_decay"]),
         _Scalar(
             f"nesterovGradScaleFactor{variant}",
             ("velocity_scaling",),
             lambda n: n["velocity_scaling"] * scale,
-            _nothing,
         ),
         _Scalar(
             f"nesterovDampeningScaleFactor{variant}",
             ("dampening", "velocity_scaling", "loss_scaling"),
             lambda n: 1 / ((1 - n["dampening"]) * n["velocity_scaling"] * share),
-            _nothing,
         ),
     ]
-
-
-def _nothing(x: float, n: Numbers) -> Dict[str, float]:
-    return {}
 
 
 def _scalars(settings: OptimizerSettings, values: Values, factors: Factors) -> List[_Scalar]:
