@@ -227,7 +227,10 @@ class ArgumentParser:
                 _Kind("args", _Kind.VAR_POSITIONAL),
                 _Kind("kwargs", _Kind.VAR_KEYWORD),
             ]
-        self._kinds = {parameter.kind for parameter in self._parameters}
+        kinds = {parameter.name: parameter.kind for parameter in self._parameters}
+        by_keyword = (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)
+        self._by_keyword = {name for name, kind in kinds.items() if kind in by_keyword}
+        self._takes_any_keyword = _Kind.VAR_KEYWORD in kinds.values()
         self._warned_contiguous = False
 
     def __call__(
@@ -273,10 +276,10 @@ class ArgumentParser:
     def _bound(
         self, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Tuple[List[str], List[object], Dict[str, object]]:
-        self._check_names(args, kwargs)
         names: List[str] = []
         positional: List[object] = []
         named: Dict[str, Any] = {}
+        missing: List[str] = []
         left = dict(kwargs)
         for parameter in self._parameters:
             name, kind = parameter.name, parameter.kind
@@ -284,54 +287,39 @@ class ArgumentParser:
                 rest = args[len(positional) :]
                 names += [f"*{name}[{i}]" for i in range(len(rest))]
                 positional += rest
-            elif kind is _Kind.VAR_KEYWORD:
+            if kind in (_Kind.VAR_POSITIONAL, _Kind.VAR_KEYWORD):
                 continue
-            elif kind is _Kind.KEYWORD_ONLY:
-                named[name] = left.pop(name) if name in left else _default(parameter)
+            value = parameter.default
+            if kind is not _Kind.KEYWORD_ONLY and len(positional) < len(args):
+                value = args[len(positional)]
+            elif name in left and kind is not _Kind.POSITIONAL_ONLY:
+                value = left.pop(name)
+            elif value is _Kind.empty:
+                missing.append(name)
+            if kind is _Kind.KEYWORD_ONLY:
+                named[name] = value
             else:
                 names.append(name)
-                if len(positional) < len(args):
-                    positional.append(args[len(positional)])
-                elif name in left and kind is not _Kind.POSITIONAL_ONLY:
-                    positional.append(left.pop(name))
-                else:
-                    positional.append(_default(parameter))
-        named.update(left)
-        return names, positional, named
-
-    def _check_names(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        by_position = [
-            parameter.name
-            for parameter in self._parameters
-            if parameter.kind in (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
-        ]
-        all_names = [parameter.name for parameter in self._parameters]
-        if _Kind.VAR_POSITIONAL not in self._kinds and len(args) > len(by_position):
+                positional.append(value)
+        if len(args) > len(positional):
             raise AssertionError(
-                f"Too many arguments provided: expected {', '.join(by_position) or 'none'} "
-                f"({len(by_position)}) but got {len(args)} by position. Pass what forward takes."
+                f"Too many arguments provided: expected {', '.join(names) or 'none'} "
+                f"({len(names)}) but got {len(args)} by position. Pass what forward takes."
             )
-        by_keyword = {
-            parameter.name
-            for parameter in self._parameters
-            if parameter.kind in (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)
-        }
-        for name in kwargs:
-            if name not in by_keyword and _Kind.VAR_KEYWORD not in self._kinds:
-                raise AssertionError(
-                    f"{name} is not a valid parameter. Allowed values are "
-                    f"{', '.join(all_names) or 'none'}."
-                )
-            if name in by_position[: len(args)] and name in by_keyword:
+        for name in left:
+            if name in self._by_keyword:
                 raise AssertionError(
                     f"Parameter {name} was passed more than once. Pass it by position or by name."
                 )
-
-
-def _default(parameter: inspect.Parameter) -> object:
-    if parameter.default is _Kind.empty:
-        raise error(f"Mandatory parameter {parameter.name} missing. Pass a value for it.")
-    return parameter.default
+            if not self._takes_any_keyword:
+                allowed = ", ".join(parameter.name for parameter in self._parameters)
+                raise AssertionError(
+                    f"{name} is not a valid parameter. Allowed values are {allowed or 'none'}."
+                )
+        if missing:
+            raise error(f"Mandatory parameter {missing[0]} missing. Pass a value for it.")
+        named.update(left)
+        return names, positional, named
 
 
 def _warn_of_dicts(structure: Any) -> None:
