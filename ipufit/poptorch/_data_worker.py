@@ -54,7 +54,8 @@ _ADVICE = (
     "object whose type has a parser (registerCustomArgParser, where the module is imported). Leave "
     "the rest out in the dataset or in collate_fn, or use DataLoaderMode.Sync."
 )
-_NAMES = {"tensor": "a tensor", "list": "a list or tuple", "dict": "a dict", "object": "an object"}
+# The kinds of batches, as messages call them.
+_TENSOR, _LIST, _DICT, _OBJECT = "a tensor", "a list or tuple", "a dict", "an object"
 
 
 class Layout:
@@ -63,22 +64,17 @@ class Layout:
     A tuple comes back as a list, and a dict in the order of the first batch's keys.
 
     Args:
-        data: the first batch.
+        data: the first batch, which :meth:`take_apart` checks too.
     Raises:
-        AssertionError: there is more in it than tensors.
+        AssertionError: it is of a type that can't be taken apart.
     """
 
     def __init__(self, data: Any) -> None:
-        self._kind = _kind_of(data)
-        self._keys = list(data) if self._kind == "dict" else []
+        self._kind, self._keys, parts = _parts(data)
         self._template: object = None
-        self._count = 0
-        self._count = len(self.take_apart(data))
-        if self._kind == "object":
-            parser = parser_of(data)
-            assert parser is not None
+        if self._kind == _OBJECT:
             # Its tensors are in the ring buffer; what travels is everything else.
-            empty = [tensor.new_empty(0) for tensor in parser.yieldTensors(data)]
+            empty = [tensor.new_empty(0) for tensor in parts]
             self._template = reconstructTensorStructure(data, empty)
 
     def take_apart(self, data: Any) -> List[Tensor]:
@@ -87,68 +83,53 @@ class Layout:
         Raises:
             AssertionError: it is not like the first one, or there is more in it than tensors.
         """
-        kind = _kind_of(data)
+        kind, keys, parts = _parts(data)
         if kind != self._kind:
             raise AssertionError(
-                f"The first batch of the dataset is {_NAMES[self._kind]}, and a later one is "
-                f"{_NAMES[kind]} ({type(data).__name__}). Make all batches alike."
+                f"The first batch of the dataset is {self._kind}, and a later one is {kind} "
+                f"({type(data).__name__}). Make all batches alike."
             )
-        if kind == "tensor":
-            return [data]
-        if kind == "dict":
-            return self._values(data)
-        if kind == "object":
-            parser = parser_of(data)
-            assert parser is not None
-            return self._counted(list(parser.yieldTensors(data)))
-        return self._counted(_only_tensors(list(data), range(len(data))))
-
-    def put_together(self, tensors: Sequence[Tensor]) -> Any:
-        """A batch of these tensors."""
-        if self._kind == "tensor":
-            return tensors[0]
-        if self._kind == "dict":
-            return dict(zip(self._keys, tensors))
-        if self._kind == "object":
-            return reconstructTensorStructure(self._template, tensors)
-        return list(tensors)
-
-    def _values(self, data: Any) -> List[Tensor]:
-        if len(data) != len(self._keys) or any(key not in data for key in self._keys):
+        if kind == _DICT and set(keys) != set(self._keys):
             raise AssertionError(
                 f"The first batch of the dataset has the keys {self._keys}, and a later one has "
                 f"{list(data)}. Make all batches alike."
             )
-        return _only_tensors([data[key] for key in self._keys], self._keys)
-
-    def _counted(self, tensors: List[Tensor]) -> List[Tensor]:
-        if self._count and len(tensors) != self._count:
+        for key in keys:
+            if not isinstance(parts[key], Tensor):
+                raise AssertionError(
+                    f"Element {key!r} of a batch is of type {type(parts[key]).__name__}. {_ADVICE}"
+                )
+        if len(keys) != len(self._keys):
             raise AssertionError(
-                f"The first batch of the dataset has {self._count} tensors, and a later one has "
-                f"{len(tensors)}. Make all batches alike."
+                f"The first batch of the dataset has {len(self._keys)} tensors, and a later one "
+                f"has {len(keys)}. Make all batches alike."
             )
-        return tensors
+        return [parts[key] for key in self._keys]
+
+    def put_together(self, tensors: Sequence[Tensor]) -> Any:
+        """A batch of these tensors."""
+        if self._kind == _TENSOR:
+            return tensors[0]
+        if self._kind == _DICT:
+            return dict(zip(self._keys, tensors))
+        if self._kind == _OBJECT:
+            return reconstructTensorStructure(self._template, tensors)
+        return list(tensors)
 
 
-def _kind_of(data: object) -> str:
+def _parts(data: Any) -> Tuple[str, Sequence[Any], Any]:
+    """Return the kind of a batch, its keys or places, and what is in it, to be indexed by these."""
     if isinstance(data, Tensor):
-        return "tensor"
+        return _TENSOR, (0,), (data,)
     if isinstance(data, dict):
-        return "dict"
-    if parser_of(data) is not None:
-        return "object"
+        return _DICT, list(data), data
+    parser = parser_of(data)
+    if parser is not None:
+        tensors = list(parser.yieldTensors(data))
+        return _OBJECT, range(len(tensors)), tensors
     if isinstance(data, (list, tuple)):
-        return "list"
+        return _LIST, range(len(data)), data
     raise AssertionError(f"A batch of the dataset is of type {type(data).__name__}. {_ADVICE}")
-
-
-def _only_tensors(values: List[Any], names: Sequence[object]) -> List[Tensor]:
-    for name, value in zip(names, values):
-        if not isinstance(value, Tensor):
-            raise AssertionError(
-                f"Element {name!r} of a batch is of type {type(value).__name__}. {_ADVICE}"
-            )
-    return values
 
 
 class CombiningLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as in old torch
@@ -161,16 +142,15 @@ class CombiningLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  #
 
     rebatched_drop_last: Optional[bool] = None
     _accessor: Optional[object]
+    _combined_batch_size: Optional[int]
     _is_user_batch_sampler_set: bool
+    # Whose order the next iteration uses.
+    _next_epoch = 1
 
     @property
     def combinedBatchSize(self) -> Optional[int]:
-        """Number of samples in a combined batch; None where the dataset makes batches itself."""
-        raise NotImplementedError
-
-    def _set_next_epoch(self, epoch: int) -> None:
-        """Use the order of this epoch in the next iteration; the first one is 1."""
-        raise NotImplementedError
+        """Samples that one run of the model takes; None with ``batch_size=None``."""
+        return self._combined_batch_size
 
 
 class FiledDataset:
@@ -202,7 +182,11 @@ class FiledDataset:
             return pickle.load(file)
 
 
-def rebatched(batches: Iterable[List[Tensor]], rows: int) -> Iterator[Tuple[int, List[Tensor]]]:
+# Rows of an epoch, and the row of a slot where they belong; None for a whole batch.
+_Piece = Tuple[Optional[int], List[Tensor]]
+
+
+def rebatched(batches: Iterable[List[Tensor]], rows: int) -> Iterator[_Piece]:
     """Cut batches where a batch of ``rows`` rows is full.
 
     Yields:
@@ -317,7 +301,8 @@ class DataWorker:
         if first is None:
             self._tell(WorkerEvent.EMPTY, None)
             raise Stopped
-        self._set_up(first[1])
+        self._ring = RingBufferWriter(first[1], self._settings.slots, self._settings.rows)
+        self._tell(WorkerEvent.READY, (self._layout, self._ring.memory, self._ring.indices_mem))
         self._put(*first)
         while True:
             try:
@@ -330,13 +315,10 @@ class DataWorker:
                 self._tell(WorkerEvent.RESTARTED, epoch)
             pieces = self._pieces(epoch)
 
-    def _set_up(self, tensors: List[Tensor]) -> None:
-        self._ring = RingBufferWriter(tensors, self._settings.slots, self._settings.rows)
-        self._tell(WorkerEvent.READY, (self._layout, self._ring.memory, self._ring.indices_mem))
-
-    def _load(self, pieces: Iterator[Tuple[int, List[Tensor]]], epoch: int) -> None:
+    def _load(self, pieces: Iterator[_Piece], epoch: int) -> None:
         while True:
-            self._listen()
+            while self._commands.poll():
+                self._obey()
             self._wait_for(epoch)
             piece = next(pieces, None)
             if piece is None:
@@ -356,21 +338,18 @@ class DataWorker:
     def _ahead(self) -> int:
         return int(self._settings.loads_on if self._begun else self._settings.loads_first)
 
-    def _pieces(self, epoch: int) -> Iterator[Tuple[int, List[Tensor]]]:
-        """Yield the rows of an epoch, each with the row of the slot where they belong."""
+    def _pieces(self, epoch: int) -> Iterator[_Piece]:
         self._filled = 0
-        if self._settings.rows is not None:
-            yield from rebatched(self._batches(epoch), self._settings.rows)
-            return
-        for tensors in self._batches(epoch):
-            yield 0, tensors
+        if self._settings.rows is None:
+            return ((None, tensors) for tensors in self._batches(epoch))
+        return rebatched(self._batches(epoch), self._settings.rows)
 
     def _batches(self, epoch: int) -> Iterator[List[Tensor]]:
         self._seed(epoch)
         if isinstance(self._dataset, CombiningLoader):
             # Its order depends on how often it has been iterated over. The epochs
             # that count are the reader's, not those that were begun here and given up.
-            self._dataset._set_next_epoch(epoch)
+            self._dataset._next_epoch = epoch
         for batch in _iterated(self._dataset):
             if self._layout is None:
                 self._layout = Layout(batch)
@@ -385,13 +364,10 @@ class DataWorker:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
 
-    def _put(self, start: int, tensors: List[Tensor]) -> None:
-        if self._settings.rows is None:
-            self._ring.write(tensors)
-            self._publish(None)
-            return
+    def _put(self, start: Optional[int], tensors: List[Tensor]) -> None:
         self._ring.write(tensors, start)
-        self._filled = (start + len(tensors[0])) % self._settings.rows
+        if start is not None and self._settings.rows is not None:
+            self._filled = (start + len(tensors[0])) % self._settings.rows
         if self._filled == 0:
             self._publish(None)
 
@@ -410,10 +386,6 @@ class DataWorker:
             self._obey()
             if pause:
                 time.sleep(pause)
-
-    def _listen(self) -> None:
-        while self._commands.poll():
-            self._obey()
 
     def _obey(self) -> None:
         try:
