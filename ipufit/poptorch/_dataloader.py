@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.utils.data
@@ -67,7 +67,7 @@ class ProcessShare:
         seed: Optional[int] = None,
     ) -> None:
         self._dataset = dataset
-        self._begin, self._size = share_bounds(len(dataset), processes, process, step, drop_last)
+        begin, self._size = share_bounds(len(dataset), processes, process, step, drop_last)
         if drop_last and not self._size:
             raise error(
                 f"With drop_last=True {processes} processes need at least {processes} combined "
@@ -75,18 +75,18 @@ class ProcessShare:
                 f"{len(dataset)}. Use smaller combined batches, or fewer processes."
             )
         # As PopTorch counts them: by one process's samples, not by those of all.
-        self._shift = len(dataset) % self._size if shuffle and drop_last else 0
+        shift = len(dataset) % self._size if shuffle and drop_last else 0
+        # Of even epochs, and of odd ones.
+        self._offsets = begin, begin + shift
         self._seed = seed if shuffle else None
         self._drawn = 0
         # The state, as generators can't be sent to other processes by all versions of torch.
         self._state: Optional[Tensor] = None
-        self._order: Optional[Tensor] = None
-        self._offset = self._begin
+        self._positions: Union[range, Tensor] = range(begin, begin + self._size)
 
     def set_epoch(self, epoch: int) -> None:
         """Use the order of an epoch; the first one is 1."""
-        self._offset = self._begin + (self._shift if epoch % 2 else 0)
-        if self._seed is None:
+        if self._seed is None or epoch == self._drawn:
             return
         if epoch < self._drawn:
             self._drawn, self._state = 0, None
@@ -95,15 +95,16 @@ class ProcessShare:
         if self._state is not None:
             generator.set_state(self._state)
         for _ in range(self._drawn, epoch):
-            self._order = torch.randperm(len(self._dataset), generator=generator)
-        self._drawn, self._state = max(self._drawn, epoch), generator.get_state()
+            order = torch.randperm(len(self._dataset), generator=generator)
+        self._drawn, self._state = epoch, generator.get_state()
+        begin = self._offsets[epoch % 2]
+        self._positions = order[begin : begin + self._size]
 
-    def positions(self) -> List[int]:
+    def positions(self) -> Sequence[int]:
         """Return the positions in the dataset of the share's samples, in the order of the epoch."""
-        span = slice(self._offset, self._offset + self._size)
-        if self._order is None:
-            return list(range(span.start, span.stop))
-        positions: List[int] = self._order[span].tolist()
+        positions: Sequence[int] = (
+            self._positions.tolist() if isinstance(self._positions, Tensor) else self._positions
+        )
         return positions
 
     def __len__(self) -> int:
@@ -128,8 +129,7 @@ class ProcessShare:
                 f"index {index} is not in the share of this process, which has {self._size} "
                 "samples of the dataset."
             )
-        place = self._offset + index % self._size
-        return place if self._order is None else int(self._order[place])
+        return int(self._positions[index])
 
 
 class ShuffledShare(Sampler):  # type: ignore[type-arg]  # generic in new versions of torch alone
@@ -313,7 +313,6 @@ class DataLoader(CombiningLoader):
         **kwargs: Any,
     ) -> None:
         self._accessor: Optional[AsynchronousDataAccessor] = None
-        self._next_epoch = 1
         self._share: Optional[ProcessShare] = None
         self._is_iterable = isinstance(dataset, IterableDataset)
         self._is_user_batch_sampler_set = batch_sampler is not None
@@ -375,7 +374,7 @@ class DataLoader(CombiningLoader):
 
     def _set_sizes(self, options: Options, batch_size: Optional[int]) -> None:
         self._num_batches_to_combine: Optional[int] = None
-        self._combined_batch_size: Optional[int] = None
+        self._combined_batch_size = None
         if batch_size is None:
             return
         groups = options.replication_factor // options.input_group_size
@@ -452,11 +451,6 @@ class DataLoader(CombiningLoader):
         return Channel("poptorch.DataLoader")
 
     @property
-    def combinedBatchSize(self) -> Optional[int]:
-        """Samples that one run of the model takes; None with ``batch_size=None``."""
-        return self._combined_batch_size
-
-    @property
     def options(self) -> Options:
         """The options that it was made with; unset with ``batch_size=None``."""
         return self._options
@@ -482,9 +476,6 @@ class DataLoader(CombiningLoader):
             assert self._num_batches_to_combine is not None
             return combined(batches, self._num_batches_to_combine, self.batch_sampler_drop_last)
         return batches
-
-    def _set_next_epoch(self, epoch: int) -> None:
-        self._next_epoch = epoch
 
 
 def _check_options(options: object) -> None:
