@@ -198,12 +198,8 @@ def _nothing() -> None:
     """Exchange no weights, because there is no program."""
 
 
-def _unwritten(state: DeviceState) -> None:
-    """Write no state, because there is no device."""
-
-
 # Of a model that has no program, or no optimizer.
-IDLE = StateSync(None, dict, _unwritten)
+IDLE = StateSync(None, dict, lambda state: None)
 
 
 class OptimizerLink:

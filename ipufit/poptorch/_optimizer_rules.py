@@ -386,11 +386,6 @@ def _name(scalar: _Scalar, parameter: str) -> str:
     return f"{scalar.prefix}___specific___{parameter}"
 
 
-def _variable(settings: OptimizerSettings, values: Values, scalar: _Scalar) -> bool:
-    all_values = {**values, "loss_scaling": settings.loss_scaling}
-    return any(not all_values[name].constant for name in scalar.of)
-
-
 def _numbers(settings: OptimizerSettings, values: Values) -> Dict[str, float]:
     scaling = settings.loss_scaling.value
     numbers = {name: value.value for name, value in values.items()}
@@ -410,10 +405,11 @@ def exported(
     """
     values = settings.groups[group]
     numbers = _numbers(settings, values)
+    all_values = {**values, "loss_scaling": settings.loss_scaling}
     return {
         _name(scalar, parameter): scalar.value(numbers)
         for scalar in _scalars(settings, values, factors)
-        if _variable(settings, values, scalar)
+        if not all(all_values[name].constant for name in scalar.of)
     }
 
 
