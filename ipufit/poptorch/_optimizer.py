@@ -64,40 +64,6 @@ class UpdateBucket:
     state: Dict[str, Tensor]
 
 
-def lay_out(
-    members: Sequence[WeightState], rules: Sequence[OptimizerRule]
-) -> Tuple[FlatStorage, List[UpdateBucket]]:
-    """Make weights that are updated with the same numbers contiguous, which moves their memory.
-
-    Args:
-        members: the weights.
-        rules: that of each group.
-    """
-    alike: Dict[Tuple[object, ...], List[WeightState]] = {}
-    for member in members:
-        weight, numbers = member.weight, tuple(member.numbers.values())
-        # NaN, which may have been written, is not equal to itself.
-        same = tuple("nan" if math.isnan(number) else number for number in numbers)
-        key = (member.group, member.updates, weight.dtype, weight.device, same)
-        alike.setdefault(key, []).append(member)
-    blocks = [
-        FlatBlock.of([(m.name, m.weight) for m in bucket], bucket[0].group, bucket[0].updates)
-        for bucket in alike.values()
-    ]
-    storage = FlatStorage(blocks)
-    parts: List[UpdateBucket] = []
-    for bucket, block in zip(alike.values(), storage.blocks):
-        rule = rules[block.group]
-        state = {
-            name: block.gather({member.name: member.state[name] for member in bucket})
-            for name in rule.tensors
-        }
-        for member, slot in zip(bucket, block.slots):
-            member.state = {name: slot.view(whole) for name, whole in state.items()}
-        parts.append(UpdateBucket(bucket, block, rule, state))
-    return storage, parts
-
-
 def differ(members: Sequence[WeightState]) -> bool:
     """Return True if weights can't be updated with the same numbers any more."""
     first = members[0]
@@ -171,7 +137,28 @@ class CompiledOptimizer:
             logger.debug(line)
 
     def _lay_out(self) -> None:
-        self._storage, self._parts = lay_out(self._members, self._rules)
+        """Make weights updated with the same numbers contiguous, which moves their memory."""
+        alike: Dict[Tuple[object, ...], List[WeightState]] = {}
+        for member in self._members:
+            weight, numbers = member.weight, tuple(member.numbers.values())
+            # NaN, which may have been written, is not equal to itself.
+            same = tuple("nan" if math.isnan(number) else number for number in numbers)
+            key = (member.group, member.updates, weight.dtype, weight.device, same)
+            alike.setdefault(key, []).append(member)
+        blocks = [
+            FlatBlock.of([(m.name, m.weight) for m in bucket], bucket[0].group, bucket[0].updates)
+            for bucket in alike.values()
+        ]
+        self._storage, self._parts = FlatStorage(blocks), []
+        for bucket, block in zip(alike.values(), self._storage.blocks):
+            rule = self._rules[block.group]
+            state = {
+                name: block.gather({member.name: member.state[name] for member in bucket})
+                for name in rule.tensors
+            }
+            for member, slot in zip(bucket, block.slots):
+                member.state = {name: slot.view(whole) for name, whole in state.items()}
+            self._parts.append(UpdateBucket(bucket, block, rule, state))
 
     def set(self, settings: OptimizerSettings) -> None:
         """Use other settings; numbers that were written to the device are dropped.
