@@ -242,12 +242,10 @@ def _argument(node: ast.AST) -> Reading:
     if isinstance(node, ast.Call):
         return _call(node, "poptorch")
     if isinstance(node, ast.Attribute):
-        names = _poptorch_names(node)
-        members = ENUMS[names[0]].__members__ if len(names) == 2 and names[0] in ENUMS else {}
-        if not names or names[-1] not in members:
+        named = _enum_member(".".join(_poptorch_names(node)))
+        if isinstance(named, str):
             raise _Unreadable
-        enum_member = members[names[-1]]
-        return lambda options: enum_member
+        return lambda options: named
     try:
         literal = ast.literal_eval(node)
     except ValueError:

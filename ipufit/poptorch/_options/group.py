@@ -172,13 +172,10 @@ class OptionGroup(Freezable):
         """Return the values by name."""
         return self.update({})
 
-    def _freeze(self) -> None:
-        self._set_frozen(True)
-
     def _unfreeze(self) -> None:
-        self._set_frozen(False)
+        self._freeze(False)
 
-    def _set_frozen(self, frozen: bool) -> None:
+    def _freeze(self, frozen: bool = True) -> None:
         """Freeze or unfreeze this group and the groups inside it."""
         self._is_frozen = frozen
         for value in self.__dict__.values():
