@@ -50,8 +50,8 @@ class ProcessShare:
     in odd ones, of which the first is one. Plain indices are those of the share.
 
     Args:
-        seed: of the first epoch's shuffling; those of later epochs continue its random numbers.
-        shuffle: whether there is one.
+        seed: of the first epoch's shuffling, whose random numbers those of later epochs continue;
+            None for no shuffling.
     Raises:
         Error: the samples make less than one combined batch for each process.
     """
@@ -63,7 +63,6 @@ class ProcessShare:
         process: int,
         step: int,
         drop_last: bool,
-        shuffle: bool = False,
         seed: Optional[int] = None,
     ) -> None:
         self._dataset = dataset
@@ -75,10 +74,10 @@ class ProcessShare:
                 f"{len(dataset)}. Use smaller combined batches, or fewer processes."
             )
         # As PopTorch counts them: by one process's samples, not by those of all.
-        shift = len(dataset) % self._size if shuffle and drop_last else 0
+        shift = len(dataset) % self._size if seed is not None and drop_last else 0
         # Of even epochs, and of odd ones.
         self._offsets = begin, begin + shift
-        self._seed = seed if shuffle else None
+        self._seed = seed
         self._drawn = 0
         # The state, as generators can't be sent to other processes by all versions of torch.
         self._state: Optional[Tensor] = None
@@ -404,7 +403,6 @@ class DataLoader(CombiningLoader):
             options.Distributed.processId,
             step,
             drop_last,
-            shuffle,
             options.random_seed if shuffle else None,
         )
         if drop_last:

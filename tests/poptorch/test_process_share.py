@@ -50,7 +50,7 @@ def test_shuffled_shares_are_blocks_of_one_permutation_shifted_in_odd_epochs():
     generator.manual_seed(7)
     permutations = [torch.randperm(n, generator=generator).tolist() for _ in range(4)]
     for process in range(processes):
-        share = ProcessShare(Numbers(n), processes, process, step, True, True, 7)
+        share = ProcessShare(Numbers(n), processes, process, step, True, 7)
         for epoch, permutation in enumerate(permutations, 1):
             share.set_epoch(epoch)
             begin = process * 10 + (3 if epoch % 2 else 0)
@@ -59,7 +59,7 @@ def test_shuffled_shares_are_blocks_of_one_permutation_shifted_in_odd_epochs():
 
 
 def test_an_epoch_has_its_order_whenever_it_is_asked_for():
-    share = ProcessShare(Numbers(30), 3, 1, 2, True, True, 1)
+    share = ProcessShare(Numbers(30), 3, 1, 2, True, 1)
     share.set_epoch(1)
     order = {1: samples(share)}
     for epoch in (2, 3):
@@ -71,7 +71,7 @@ def test_an_epoch_has_its_order_whenever_it_is_asked_for():
 
 
 def test_an_iterator_keeps_its_order_when_the_next_epoch_begins():
-    share = ProcessShare(Numbers(12), 2, 0, 2, True, True, 0)
+    share = ProcessShare(Numbers(12), 2, 0, 2, True, 0)
     share.set_epoch(1)
     expected = samples(share)
     iterator = iter(ShuffledShare(share))
@@ -84,9 +84,7 @@ def test_without_drop_last_every_sample_is_in_one_process_in_every_epoch():
     rng = random.Random(3)
     for _ in range(30):
         n, processes = rng.randint(1, 40), rng.randint(1, 5)
-        shares = [
-            ProcessShare(Numbers(n), processes, p, 4, False, True, n) for p in range(processes)
-        ]
+        shares = [ProcessShare(Numbers(n), processes, p, 4, False, n) for p in range(processes)]
         for epoch in (1, 2, 3):
             seen = []
             for share in shares:
@@ -100,9 +98,7 @@ def test_with_drop_last_processes_never_read_the_same_sample():
     for _ in range(30):
         step, processes = rng.randint(1, 4), rng.randint(1, 4)
         n = rng.randint(step * processes, 60)
-        shares = [
-            ProcessShare(Numbers(n), processes, p, step, True, True, n) for p in range(processes)
-        ]
+        shares = [ProcessShare(Numbers(n), processes, p, step, True, n) for p in range(processes)]
         for epoch in (1, 2):
             seen = []
             for share in shares:
