@@ -12,7 +12,7 @@ from ipufit.cli.intercept_fit import check_fit_arguments, first_micro_batch, int
 from ipufit.core.plan import Plan
 from ipufit.partition.request import PartitionRequest
 from ipufit.planner.partition_plan import PartitionPlan
-from ipufit.planner.plan_partition import PlanWork, plan_partition
+from ipufit.planner.plan_partition import plan_partition
 from ipufit.training.model import Model
 from ipufit.training.session import Session
 from ipufit.training.summary import stripped
@@ -54,9 +54,9 @@ def plan_script(
             # What nobody has chosen: the least that fills the pipeline.
             accumulation = None
         session.sample = sample = stripped(sample)
-        work = PlanWork(fit_args["ipus"] if ipus is None else ipus, accumulation)
+        work = (fit_args["ipus"] if ipus is None else ipus, accumulation)
         division = PartitionRequest(ipus_per_replica=per_replica)
-        plans.append(plan_partition(session, lambda: sample, division, work))
+        plans.append(plan_partition(session, lambda: sample, division, *work))
 
     stream = sys.stderr if as_json else None
     failed = intercept_fit(execute, look, "plan", printing_to=stream, in_one_line=True)

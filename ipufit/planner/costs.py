@@ -121,17 +121,6 @@ def times_of(
     return [cost.forward_clocks for cost in costs], backward
 
 
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """A parameter or buffer: where it is used first, and what it takes."""
-
-    segment: int
-    values: int
-    weight: int
-    gradient: int
-    optimizer: int
-
-
 class Costs:
     """Adds up what segments of a trace take.
 
@@ -141,7 +130,7 @@ class Costs:
 
     Args:
         trace: of one micro-batch.
-        modules: the user's and that of the loss, by the prefix of their names in the trace.
+        step: the user's module and that of the loss, as the trace names what they hold.
         states: bytes of the optimizer's state by the id of the parameter.
         accumulation_dtype: of the gradients; None is that of the parameter.
     """
@@ -149,19 +138,14 @@ class Costs:
     def __init__(
         self,
         trace: CallTrace,
-        modules: Mapping[str, nn.Module],
+        step: nn.Module,
         states: Mapping[int, int],
         accumulation_dtype: Optional[torch.dtype] = None,
     ) -> None:
         self.trace = trace
-        self._states: List[_State] = []
-        named: Dict[str, Tensor] = {}
-        tensor_ids: Set[int] = set()
-        for prefix, module in modules.items():
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                if id(tensor) not in tensor_ids:
-                    tensor_ids.add(id(tensor))
-                    named[f"{prefix}.{name}"] = tensor
+        # What parameters and buffers take, behind the segment that uses each first.
+        self._states: List[Tuple[int, Dict[str, int]]] = []
+        named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
         first: Dict[str, int] = {}
         for number, segment in enumerate(trace.segments):
             for name in segment.state:
@@ -177,15 +161,13 @@ class Costs:
             size = tensor.element_size()
             wide = torch.empty((), dtype=accumulation_dtype or tensor.dtype).element_size()
             trained = id(tensor) in states
-            self._states.append(
-                _State(
-                    number,
-                    tensor.numel() if is_parameter else 0,
-                    tensor.numel() * size,
-                    tensor.numel() * wide if trained else 0,
-                    states.get(id(tensor), 0),
-                )
-            )
+            state = {
+                "parameters": tensor.numel() if is_parameter else 0,
+                "weight_bytes": tensor.numel() * size,
+                "gradient_bytes": tensor.numel() * wide if trained else 0,
+                "optimizer_bytes": states.get(id(tensor), 0),
+            }
+            self._states.append((number, state))
 
     def of(self, begin: int, end: int, name: str = "") -> StageCost:
         """The segments from one to before another, as one stage."""
@@ -194,7 +176,7 @@ class Costs:
     def ranges(self, begin: int, ends: Sequence[int], name: str = "") -> Iterator[StageCost]:
         """Yield the costs up to each of several ends, in ascending order, as they are needed."""
         tensors = _Tensors(self.trace, begin)
-        states = sorted((s for s in self._states if s.segment >= begin), key=lambda s: s.segment)
+        states = sorted((s for s in self._states if s[0] >= begin), key=lambda s: s[0])
         sums: Dict[str, Any] = dict.fromkeys(_SUMS, 0)
         at = begin
         for end in ends:
@@ -205,12 +187,9 @@ class Costs:
                 sums["forward_clocks"] += segment.forward.clocks
                 sums["backward_clocks"] += segment.backward.clocks
             at = end
-            while states and states[0].segment < end:
-                state = states.pop(0)
-                sums["parameters"] += state.values
-                sums["weight_bytes"] += state.weight
-                sums["gradient_bytes"] += state.gradient
-                sums["optimizer_bytes"] += state.optimizer
+            while states and states[0][0] < end:
+                for key, amount in states.pop(0)[1].items():
+                    sums[key] += amount
             yield StageCost(
                 name=name,
                 activation_bytes=tensors.saved,
@@ -304,9 +283,7 @@ def spans_of(
         module: the user's.
         end: segments from this one on don't count; None for all.
     """
-    calls: Dict[str, List[int]] = {}
-    for number, segment in enumerate(trace.segments):
-        calls.setdefault(segment.name, []).append(number)
+    calls = trace.calls()
     firsts = {id(part): name for name, part in module.named_modules()}
     used: Dict[int, Set[int]] = {}
     ids = {f"net.{name}": id(parameter) for name, parameter in module.named_parameters()}

@@ -68,9 +68,12 @@ class CallTrace:
     born: Dict[int, int]
     placed: Dict[int, int] = dataclasses.field(default_factory=dict)
 
-    def saved_bytes(self) -> int:
-        """Bytes that autograd keeps of the whole pass, each storage once."""
-        return sum(self.sizes[key] for key in set().union(*(s.saved for s in self.segments)))
+    def calls(self) -> Dict[str, List[int]]:
+        """Segments that each name begins, by the name."""
+        calls: Dict[str, List[int]] = {}
+        for number, segment in enumerate(self.segments):
+            calls.setdefault(segment.name, []).append(number)
+        return calls
 
 
 def measure(
@@ -134,7 +137,7 @@ def measure(
 
     # Time step by time step, where it is seen what torch keeps of each.
     capture_step(step, batch, run, True, _apart, whole_layers=False)
-    return CallTrace(weigher.segments, weigher.sizes, weigher.born, weigher.placed)
+    return weigher.trace
 
 
 def _apart(tensor: Tensor) -> Tensor:
@@ -154,15 +157,13 @@ class _Weigher(Listener):
     """Tells every operator, forward and backward, to the segment it belongs to.
 
     Attributes:
+        trace: the calls so far.
         trained: names of the parameters, in module and loss, that get a gradient.
     """
 
     def __init__(self, module: nn.Module, trained: Set[str]) -> None:
         self.trained = trained
-        self.segments = [Segment("")]
-        self.sizes: Dict[int, int] = {}
-        self.born: Dict[int, int] = {}
-        self.placed: Dict[int, int] = {}
+        self.trace = CallTrace([Segment("")], {}, {})
         self._modules = {id(part): name for name, part in module.named_modules()}
         self._owners: Dict[int, str] = {}
         self._nodes: Dict[object, int] = {}
@@ -208,18 +209,18 @@ class _Weigher(Listener):
 
     def begin(self, name: str) -> None:
         """Begin a segment of this name."""
-        self.segments.append(Segment(name))
-        self._at = len(self.segments) - 1
+        self.trace.segments.append(Segment(name))
+        self._at = len(self.trace.segments) - 1
 
     def on_part(self, block: str, ipu: Optional[int]) -> None:
         """A part of a serialised layer begins a block."""
         if ipu is not None:
             self.begin(block[len(BLOCK) :])
-            self.placed[self._at] = ipu
+            self.trace.placed[self._at] = ipu
 
     def after(self, call: OperatorCall, result: object) -> None:
         """Add the operator's work and tensors to its segment."""
-        segment = self.segments[self._at]
+        segment = self.trace.segments[self._at]
         work = work_of(call.operator, call.args, call.kwargs, result)
         (segment.forward if self._is_forward else segment.backward).add(work)
         if not self._is_forward:
@@ -228,7 +229,7 @@ class _Weigher(Listener):
             key = storage_id(tensor)
             if key in self._owners:
                 segment.state.add(self._owners[key])
-            elif key in self.sizes:
+            elif key in self.trace.sizes:
                 segment.reads.add(key)
                 if key in self._ended:
                     segment.resumes.add(key)
@@ -239,7 +240,7 @@ class _Weigher(Listener):
         """A layer has run from whose output recomputation starts."""
         keys = {storage_id(tensor) for tensor in tree.tensors(output)}
         self._ended |= keys
-        self.segments[self._at].ends |= keys
+        self.trace.segments[self._at].ends |= keys
 
     def _return_to(self, at: int) -> None:
         self._at = at
@@ -253,14 +254,14 @@ class _Weigher(Listener):
         key = storage_id(tensor)
         if key and key not in self._owners:
             self._note(tensor, self._at)
-            self.segments[self._at].saved.add(key)
+            self.trace.segments[self._at].saved.add(key)
         return tensor
 
     def _note(self, tensor: Tensor, at: int) -> None:
         key = storage_id(tensor)
-        if key and key not in self._owners and key not in self.sizes:
-            self.sizes[key] = tensor.untyped_storage().nbytes()
-            self.born[key] = at
+        if key and key not in self._owners and key not in self.trace.sizes:
+            self.trace.sizes[key] = tensor.untyped_storage().nbytes()
+            self.trace.born[key] = at
             # As long as it lives, no other storage has its address.
             self._alive.append(tensor.detach())
 

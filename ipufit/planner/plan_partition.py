@@ -22,32 +22,21 @@ from ipufit.planner.pipeline_schedule import SCHEDULES
 from ipufit.planner.planning import Divided, PartitionEstimator, schedule_of
 from ipufit.utils.error_collector import ErrorCollector, one_of
 
-__all__ = ["PlanWork", "plan_partition"]
+__all__ = ["plan_partition"]
 
 # IPUs of a replica that are looked for where nobody says how many there are: a whole POD64.
 _MOST = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanWork:
-    """Arguments of ``Model.plan`` that do not divide the module.
-
-    Attributes:
-        ipus, gradient_accumulation, schedule, recompute, ipu_memory: as ``Model.plan`` has them.
-    """
-
-    ipus: Optional[int] = None
-    gradient_accumulation: Optional[int] = None
-    schedule: str = SCHEDULES[0]
-    recompute: object = None
-    ipu_memory: Optional[int] = None
 
 
 def plan_partition(
     session: CompiledModule,
     read_sample: Callable[[], MicroBatch],
     request: PartitionRequest,
-    work: PlanWork,
+    ipus: Optional[int] = None,
+    gradient_accumulation: Optional[int] = None,
+    schedule: str = SCHEDULES[0],
+    recompute: object = None,
+    ipu_memory: Optional[int] = None,
 ) -> PartitionPlan:
     """Search for a partition, or take the one that is passed, and estimate its costs.
 
@@ -56,18 +45,17 @@ def plan_partition(
         read_sample: returns the micro-batch whose shapes the plan is for, once arguments are
             checked.
         request: the arguments that divide the module.
-        work: the other arguments.
+        ipus, gradient_accumulation, schedule, recompute, ipu_memory: as ``Model.plan`` has them.
 
     Raises:
         ConfigurationError: arguments that can't work.
     """
-    schedule, memory = _checked(work.schedule, work.ipu_memory)
-    recompute = _recomputation(session, work.recompute)
-    ipus, accumulation = work.ipus, work.gradient_accumulation
+    schedule, memory = _checked(schedule, ipu_memory)
+    checkpoints, recomputes = _recomputation(session, recompute)
     rounds = session.auto_round_ipus
     Plan.make(micro_batch_size=1, ipus=ipus, auto_round_ipus=rounds)
     wanted = _wanted(session, request, ipus)
-    _check_work(wanted, ipus, accumulation, rounds)  # before the work of a trace
+    _check_work(wanted, ipus, gradient_accumulation, rounds)  # before the work of a trace
     strategy = wanted.strategy
     if schedule != SCHEDULES[0] and strategy == "sharded":
         raise ConfigurationError(
@@ -76,23 +64,23 @@ def plan_partition(
         )
     schedule = schedule_of(strategy, schedule)
     sample = read_sample()
-    estimator = session.plan_estimator(sample, wanted.partition, recompute.checkpoints)
+    estimator = session.plan_estimator(sample, wanted.partition, checkpoints)
     if wanted.counts:
 
         def again(count: int) -> bool:
-            return recompute.of(strategy, count)
+            return recomputes(strategy, count)
 
         costs, places = _smallest(estimator, wanted.counts, schedule, again, memory)
     else:
         costs = estimator.estimate(wanted.partition)
         places = () if wanted.partition is None else wanted.partition.places
     count = len(costs)
-    if accumulation is None:
-        accumulation = 2 * count - 1 if strategy == "pipelined" else 1
+    if gradient_accumulation is None:
+        gradient_accumulation = 2 * count - 1 if strategy == "pipelined" else 1
     plan = Plan.make(
         micro_batch_size=sample.size,
         ipus=ipus,
-        gradient_accumulation=accumulation,
+        gradient_accumulation=gradient_accumulation,
         stages=1 + max(places) if places else count,
         depth=count,
         pipelined=strategy == "pipelined" and count > 1,
@@ -109,10 +97,10 @@ def plan_partition(
             replicas=plan.replicas,
             strategy=strategy,
             schedule=schedule,
-            recompute=recompute.of(strategy, count),
+            recompute=recomputes(strategy, count),
             memory=memory,
             unused=estimator.unused,
-            checkpoints=recompute.checkpoints,
+            checkpoints=checkpoints,
             fingerprint=fingerprint(session.module),
             places=places,
             with_loss=bool(session.loss.in_module) or sample.unpack()[2] is not None,
@@ -133,21 +121,14 @@ def _begins(costs: Sequence[StageCost], module: nn.Module) -> Tuple[Tuple[str, i
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Recomputation:
-    """Choice of the activations that are computed again.
-
-    Attributes:
-        checkpoints: layers from whose outputs it starts, besides the inputs of the stages.
-        of: whether there is any, by strategy and number of stages.
-    """
-
-    checkpoints: Tuple[str, ...]
-    of: Callable[[str, int], bool]
-
-
-def _recomputation(session: CompiledModule, recompute: object) -> _Recomputation:
+def _recomputation(
+    session: CompiledModule, recompute: object
+) -> Tuple[Tuple[str, ...], Callable[[str, int], bool]]:
     """Resolve the argument ``recompute``; None is what was compiled.
+
+    Returns:
+        The layers from whose outputs recomputation starts, besides the inputs of the stages; and
+        whether there is any, by strategy and number of stages.
 
     Raises:
         UnknownNameError: a layer that there is not.
@@ -155,11 +136,10 @@ def _recomputation(session: CompiledModule, recompute: object) -> _Recomputation
     """
     compiled = session.config.recompute
     if recompute is None:
-        return _Recomputation(compiled, session.recomputes)
+        return compiled, session.recomputes
     if isinstance(recompute, bool):
-        return _Recomputation(compiled if recompute else (), lambda strategy, count: recompute)
-    names = resolve_recompute(session.module, recompute, GRAPH)
-    return _Recomputation(names, lambda strategy, count: True)
+        return compiled if recompute else (), lambda strategy, count: recompute
+    return resolve_recompute(session.module, recompute, GRAPH), lambda strategy, count: True
 
 
 def _checked(schedule: str, memory: Optional[int]) -> Tuple[str, int]:

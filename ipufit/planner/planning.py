@@ -27,6 +27,7 @@ from ipufit.planner.costs import (
 from ipufit.planner.measure import CallTrace, measure
 from ipufit.planner.pipeline_schedule import SCHEDULES, in_flight
 from ipufit.planner.rendering import size
+from ipufit.tracing.grad_step import ModuleWithLoss
 
 __all__ = ["Divided", "PartitionEstimator", "best_cuts", "cuts_of", "schedule_of"]
 
@@ -95,9 +96,7 @@ def cuts_of(
         tail: what is a stage already, behind all others; None for nothing.
     """
     end = len(trace.segments) if tail is None else tail.cut.segment
-    calls: Dict[str, List[int]] = {}
-    for number, segment in enumerate(trace.segments):
-        calls.setdefault(segment.name, []).append(number)
+    calls = trace.calls()
     blocks = () if fine else tuple(layer for s in stacks_of(module) for layer in s.layers)
     inner = tuple(f"{block}." for block in blocks)
     spans = spans_of(trace, module, end)
@@ -312,14 +311,11 @@ class PartitionEstimator:
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
         precision, wide = config.precision, config.accumulation_dtype
         trace = measure(module, loss, sample, trained, precision, partition, recompute)
-        modules = {"net": module}
-        if loss.module is not None:
-            modules["loss_module"] = loss.module
         states = state_bytes(optimizer) if optimizer is not None else {}
         if config.offload_optimizer_state:
             states = dict.fromkeys(states, 0)
         self._module = module
-        self._costs = Costs(trace, modules, states, wide)
+        self._costs = Costs(trace, ModuleWithLoss(module, loss), states, wide)
 
     @property
     def unused(self) -> Tuple[str, ...]:
@@ -344,12 +340,10 @@ class PartitionEstimator:
                 "its own blocks. Pass stages={'name of a module': number of its stage}, or "
                 "stages='auto'."
             )
-        calls: Dict[str, int] = {}
-        for number, segment in enumerate(self._trace.segments):
-            calls.setdefault(segment.name, number)
+        calls = self._trace.calls()
         starts: Dict[int, SplitPoint] = {}
         for name, stage in partition.begins:
-            cut = SplitPoint(name, calls[name])
+            cut = SplitPoint(name, calls[name][0])
             if stage not in starts or cut.segment < starts[stage].segment:
                 starts[stage] = cut
         for number, stage in self._trace.placed.items():

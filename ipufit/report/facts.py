@@ -19,7 +19,7 @@ from ipufit.core.plan import Plan
 from ipufit.errors import IpufitError
 from ipufit.partition.request import PartitionRequest
 from ipufit.planner.partition_plan import PartitionPlan
-from ipufit.planner.plan_partition import PlanWork, plan_partition
+from ipufit.planner.plan_partition import plan_partition
 from ipufit.tracing.layers import layers_of, note_calls, output_shapes
 
 __all__ = ["CapturedWarnings", "environment", "layers", "partition", "totals"]
@@ -107,8 +107,8 @@ def partition(session: ObservedSession, plan: Plan) -> Dict[str, object]:
         # As it runs: on one IPU.
         request = PartitionRequest(ipus_per_replica=1)
     try:
-        work = PlanWork(gradient_accumulation=plan.gradient_accumulation)
-        partition_plan = plan_partition(session, lambda: sample, request, work)
+        accumulation = plan.gradient_accumulation
+        partition_plan = plan_partition(session, lambda: sample, request, None, accumulation)
     except IpufitError as error:
         return {"missing": str(error)}
     line = partition_plan.timeline()

@@ -180,13 +180,13 @@ class InspectionMixin:
             DataError: the batch can't be fed.
             CaptureError: the module can't be recorded.
         """
-        from ipufit.planner.plan_partition import PlanWork, plan_partition
+        from ipufit.planner.plan_partition import plan_partition
 
         session = self._compiled("plan")
         request = PartitionRequest(stages, layers_per_ipu, layers, strategy, ipus_per_replica)
-        work = PlanWork(ipus, gradient_accumulation, schedule, recompute, ipu_memory)
+        work = (ipus, gradient_accumulation, schedule, recompute, ipu_memory)
         read_sample = functools.partial(sample_for, session, x, "plan")
-        return plan_partition(session, read_sample, request, work)
+        return plan_partition(session, read_sample, request, *work)
 
     def preflight(self, x: Any = None) -> PreflightReport:
         """Say what the model needs changed before it can run on an IPU through PopTorch 3.4.
