@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterator, List, Optional, Sequence, Tuple
+from typing import Iterable, Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -83,8 +83,13 @@ def preflight(
     return PreflightReport(type(module).__name__, merged(findings), len(kinds), stopped)
 
 
-def _finding(fact: Fact, what: str, location: CodeLocation) -> List[PreflightFinding]:
-    return [] if fact.verdict == SUPPORTED else [PreflightFinding.at(fact, what, location)]
+def _findings(
+    facts: Iterable[Fact], location: CodeLocation, what: Optional[str] = None
+) -> Iterator[PreflightFinding]:
+    """Yield what facts say of something that ran at a location, None for what they are about."""
+    for fact in facts:
+        if fact.verdict != SUPPORTED:
+            yield PreflightFinding.at(fact, fact.key if what is None else what, location)
 
 
 def of_calls(table: Table, calls: Sequence[Call]) -> Iterator[PreflightFinding]:
@@ -97,18 +102,16 @@ def _of_call(table: Table, call: Call) -> Iterator[PreflightFinding]:
     if call.is_constant_result and call.is_whole and table.knows(_OPERATORS, CONSTANT):
         return
     facts = table.of(_OPERATORS, call.name, call)
-    for fact in facts:
-        yield from _finding(fact, fact.key, call.location)
     if call.is_whole and not facts:
-        yield PreflightFinding.at(unlisted(_OPERATORS, call.name), call.name, call.location)
+        facts = [unlisted(_OPERATORS, call.name)]
+    yield from _findings(facts, call.location)
 
 
 def _of_modules(table: Table, recording: Recording) -> Iterator[PreflightFinding]:
     for module, location in recording.modules.values():
         for kind in type(module).__mro__:
             if kind.__module__.startswith("torch.nn"):
-                for fact in table.of("layers", kind.__name__, module):
-                    yield from _finding(fact, fact.key, location)
+                yield from _findings(table.of("layers", kind.__name__, module), location)
                 break
 
 
@@ -118,25 +121,18 @@ def _of_failure(table: Table, recording: Recording) -> Iterator[PreflightFinding
         return
     location = CodeLocation(recording.failed_in, failure.file, failure.line)
     facts = table.of("control flow", str(failure.cause))
-    for fact in facts:
-        yield PreflightFinding.at(fact, fact.key, location)
-    if not facts:
-        fact = unlisted("control flow", cause=failure.brief)
-        yield PreflightFinding.at(fact, fact.key, location)
+    yield from _findings(facts or [unlisted("control flow", cause=failure.brief)], location)
 
 
 def _of_bodies(table: Table, recording: Recording) -> Iterator[PreflightFinding]:
     for name, location in recording.bodies.items():
-        for fact in table.of("control flow", name):
-            yield PreflightFinding.at(fact, fact.key, location)
+        yield from _findings(table.of("control flow", name), location)
 
 
 def _of_changes(table: Table, recording: Recording) -> Iterator[PreflightFinding]:
     for name, (dtype, location) in recording.changed.items():
-        for fact in table.of("dtypes", CHANGED, dtype):
-            yield PreflightFinding.at(
-                fact, f"{name!r} of {dtype_name(dtype)}, which forward changes", location
-            )
+        what = f"{name!r} of {dtype_name(dtype)}, which forward changes"
+        yield from _findings(table.of("dtypes", CHANGED, dtype), location, what)
 
 
 def _of_tensors(

@@ -20,7 +20,6 @@ from typing import (
     List,
     Mapping,
     Optional,
-    Protocol,
     Sequence,
     Set,
     Tuple,
@@ -42,7 +41,7 @@ from ipufit.tracing.grad_step import ModuleWithLoss, capture_step
 from ipufit.utils import tree
 from ipufit.utils.state import call_with, watch_modules
 
-__all__ = ["Operators", "Recording", "Watcher", "record"]
+__all__ = ["Recording", "record"]
 
 
 # What has no form but the one that changes its argument.
@@ -94,31 +93,12 @@ def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 _IMPLICIT, _EXPLICIT = "CompositeImplicitAutograd", "CompositeExplicitAutograd"
 
 
-class Watcher(Protocol):
-    """Interface of a listener to operators.
-
-    Attributes:
-        knows: whether there are facts about an operator.
-    """
-
-    knows: Callable[[str], bool]
-
-    def looked(self) -> CodeLocation:
-        """Called before an operator that may make no tensor; returns its location."""
-
-    def note(self, operator: OpOverload, arguments: Dict[str, object], is_whole: bool) -> Call:
-        """Called before an operator that makes tensors."""
-
-    def ran(self, call: Call, result: object) -> None:
-        """Called with the result of an operator."""
-
-
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode below autograd that takes operators apart as far as PopTorch has them."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, recorder: _Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watcher = watcher
+        self._recorder = recorder
 
     def __torch_dispatch__(
         self,
@@ -132,7 +112,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # What torch.tensor makes of Python numbers: its parts would leave it a real tensor.
             return func(*args, **kwargs)
         if func.namespace == "prim" or not _makes_tensors(func):
-            self._watcher.looked()
+            self._recorder.looked()
             parts = _parts(func, _IMPLICIT)
             if parts is None:
                 return func(*args, **kwargs)
@@ -140,14 +120,14 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return parts(*args, **kwargs)
         parts = self._parts(func)
         arguments = _bound(func, args, kwargs)
-        call = self._watcher.note(func, arguments, parts is None)
+        call = self._recorder.note(func, arguments, parts is None)
         result: object = shaped_by_poptorch(call.name, arguments)
         if result is None and parts is None:
             result = func(*args, **kwargs)
         elif result is None and parts is not None:
             with self:
                 result = parts(*args, **kwargs)
-        self._watcher.ran(call, result)
+        self._recorder.ran(call, result)
         return result
 
     def _parts(self, func: OpOverload) -> Optional[Callable[..., object]]:
@@ -160,7 +140,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         implicit = _parts(func, _IMPLICIT)
         if implicit is not None:
             return implicit
-        if self._watcher.knows(outplace(func._schema.name)):
+        if self._recorder.knows(outplace(func._schema.name)):
             return None
         return _parts(func, _EXPLICIT)
 
@@ -335,7 +315,10 @@ class _Recorder:
         return frozenset(names)
 
     def looked(self) -> CodeLocation:
-        """Return where an operator is about to run, and record a body of control flow."""
+        """Return where an operator is about to run, and record a body of control flow.
+
+        Also called before an operator that makes no tensor.
+        """
         frame = sys._getframe(1)
         location = self._location(frame)
         self._note_body(frame, location)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Dict, List, Optional, Tuple
 
@@ -169,7 +170,5 @@ class PreflightReport:
 
 def merged(findings: List[PreflightFinding]) -> Tuple[PreflightFinding, ...]:
     """Merge equal findings, and count each."""
-    counted: Dict[PreflightFinding, int] = {}
-    for finding in findings:
-        counted[finding] = counted.get(finding, 0) + 1
+    counted = collections.Counter(findings)
     return tuple(dataclasses.replace(one, times=times) for one, times in counted.items())
