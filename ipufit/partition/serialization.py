@@ -30,6 +30,7 @@ __all__ = [
     "SplitProjection",
     "has_serialized_layers",
     "parts_of",
+    "side_by_side",
 ]
 
 MODES = ("output_channels", "reducing_dim", "input_channels")
@@ -164,29 +165,22 @@ def _splits(layer: str, splits: object) -> Tuple[int, ...]:
         raise refused(
             "be a list of numbers of at least 0, one for each IPU", "Pass for example [2, 2]."
         )
-    used = [ipu for ipu, count in enumerate(splits) if count]
-    if not used:
+    if not any(splits):
         raise refused("have at least one part on some IPU", "Leave the layer out to keep it whole.")
-    if used[-1] - used[0] + 1 != len(used):
+    moved = side_by_side(splits)
+    if moved != list(splits):
         raise refused(
             "stand on IPUs side by side, without a zero between them",
-            f"Move them together, such as {_together(splits, used[0])}.",
+            f"Move them together, such as {moved}.",
         )
     return tuple(splits)
 
 
-def _together(splits: Sequence[int], first: int) -> List[int]:
+def side_by_side(splits: Sequence[int]) -> List[int]:
+    """Move the parts on each IPU together, to where the first ones are."""
     counts = [count for count in splits if count]
+    first = splits.index(counts[0])
     return [0] * first + counts + [0] * (len(splits) - first - len(counts))
-
-
-class SerializedModule(nn.Module):
-    """Base class of all serialised layers."""
-
-
-def has_serialized_layers(module: nn.Module) -> bool:
-    """True if a layer of the module is serialised."""
-    return any(isinstance(layer, SerializedModule) for layer in module.modules())
 
 
 _MODES = {
@@ -196,7 +190,7 @@ _MODES = {
 }
 
 
-class Serialized(SerializedModule):
+class Serialized(nn.Module):
     """Base class of serialised layers, with the parts that each is cut into.
 
     Attributes:
@@ -259,6 +253,11 @@ class Serialized(SerializedModule):
             if parts.begins(part):
                 begin_block(f"{BLOCK}{self.title}/{part}", parts.ipu_of(part))
             yield part, next(weights)
+
+
+def has_serialized_layers(module: nn.Module) -> bool:
+    """True if a layer of the module is serialised."""
+    return any(isinstance(layer, Serialized) for layer in module.modules())
 
 
 def _in_parts(pieces: Sequence[Tensor], dim: int, parts: Parts) -> Iterator[Tensor]:

@@ -180,22 +180,6 @@ _TWINS = {
     "device_iterations": _SAME,
     "layers_per_ipu": (EXACT, "the same for inference, which is sharded"),
     "ipus_per_replica": (EXACT, "the IPUs of one copy in inference"),
-    "embedding_serialization_factor": (
-        APPROXIMATED,
-        f"Memory.inference_serialize of {_EMBEDDING}",
-    ),
-    "projection_serialization_factor": (
-        APPROXIMATED,
-        f"Memory.inference_serialize of {_PROJECTION}",
-    ),
-    "serialized_embedding_splits_per_ipu": (
-        APPROXIMATED,
-        f"Memory.inference_serialize of {_EMBEDDING}",
-    ),
-    "serialized_projection_splits_per_ipu": (
-        APPROXIMATED,
-        f"Memory.inference_serialize of {_PROJECTION}",
-    ),
 }
 
 
@@ -212,8 +196,9 @@ def parameter_effects(names: Iterable[str], engine: str) -> Dict[str, Row]:
     rows: Dict[str, Row] = {}
     for name in names:
         base = name[len("inference_") :] if name.startswith("inference_") else name
-        row = table[base]
-        rows[name] = _TWINS.get(base, row) if base != name else row
+        kind, why = table[base]
+        twin = _TWINS.get(base, (kind, why.replace("Memory.", "Memory.inference_")))
+        rows[name] = (kind, why) if base == name else twin
     return rows
 
 

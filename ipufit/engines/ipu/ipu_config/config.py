@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-from typing import Any, ClassVar, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
+import os
+from typing import Any, ClassVar, Dict, FrozenSet, List, Mapping, Optional, Sequence, Union
 
 from ipufit.engines.ipu.effects import ENGINES
+from ipufit.engines.ipu.ipu_config import serialization
 from ipufit.engines.ipu.ipu_config.parameters import (
     PARAMETERS,
     IpuLayout,
@@ -23,76 +24,17 @@ from ipufit.engines.ipu.ipu_config.reading import (
     check_values,
     filled,
     incoherent,
+    parse_changes,
     raise_faults,
     read,
 )
-from ipufit.engines.ipu.ipu_config.serialization import Path, SerializationMixin
+from ipufit.engines.ipu.ipu_config.serialization import Path, Token
 from ipufit.engines.ipu.ipu_config.settings import changed_parameters, effects_of, to_options
 from ipufit.engines.ipu.sdk import load_standin, sdk_or_none
 from ipufit.errors import ConfigurationError
+from ipufit.utils.files import write_text
 
 __all__ = ["IPUConfig"]
-
-
-_TRUE = ("true", "1", "y", "yes")
-_FALSE = ("false", "0", "n", "no")
-_NONE = ("none", "null")
-# A comma that is not inside of brackets.
-_BETWEEN = re.compile(r",(?![^\[]*\])")
-
-
-def parse_changes(text: str, faults: List[str]) -> Dict[str, object]:
-    """The values by name; what can't be read is noted.
-
-    Args:
-        text: ``name=value`` separated by commas. Lists are ``[a b c]`` or ``[a,b,c]``.
-        faults: sentences are added here.
-    """
-    if not isinstance(text, str):
-        faults.append(
-            f"update_from_string needs a string such as 'seed=1,device_iterations=4', got "
-            f"{shown(text)}. Use update(...) for a dict."
-        )
-        return {}
-    changes: Dict[str, object] = {}
-    for part in _BETWEEN.split(text) if text.strip() else []:
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals:
-            faults.append(
-                f"every change must be name=value, got {part!r}. Separate changes by commas, and "
-                "the entries of a list by spaces: layers_per_ipu=[2 2]."
-            )
-        elif name in changes:
-            faults.append(f"every change must be said once, got {name!r} again. Leave one out.")
-        elif name not in PARAMETERS:
-            faults.append(f"IPUConfig has no parameter {name!r}. {nearest(name)}")
-        else:
-            changes[name], fault = _read(name, value)
-            faults += [] if fault is None else [fault]
-    return changes
-
-
-def _read(name: str, text: str) -> Tuple[object, Optional[str]]:
-    """A value from its text, and a fault or None; whether it fits is looked at later."""
-    parameter = PARAMETERS[name]
-    words = text.lower()
-    if parameter.optional and words in _NONE:
-        return None, None
-    if isinstance(parameter.default, bool):
-        if words in _TRUE + _FALSE:
-            return words in _TRUE, None
-        accepted = ", ".join(_TRUE + _FALSE)
-        return parameter.default, (
-            f"IPUConfig.{name} must be one of {accepted} in a string, got {text!r}. Try true."
-        )
-    if isinstance(parameter.default, str):
-        return text, None
-    if text.startswith("[") and text.endswith("]"):
-        text = "[" + ",".join(text[1:-1].replace(",", " ").split()) + "]"
-    try:
-        return json.loads(text), None
-    except ValueError:
-        return text, None
 
 
 Memory = Union[float, Sequence[float]]
@@ -102,7 +44,7 @@ _MODES = ("training", "inference")
 _NOT_BY_MODE = ("replication_factor", "device_iterations")
 
 
-class IPUConfig(ParameterValues, SerializationMixin):
+class IPUConfig(ParameterValues):
     """How a model runs on IPUs: parameters, names and defaults are those of optimum-graphcore.
 
     Every parameter is an attribute, too. Values are looked at one by one when they are set, and
@@ -200,19 +142,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
         named = {name: value for name, value in locals().items() if name in PARAMETERS}
         # An older name must not lose against the default of the newer one.
         changed = {name: value for name, value in named.items() if not is_default(name, value)}
-        self._take({**changed, **others})
-
-    def _take(
-        self, arguments: Mapping[str, object], pod_type: Optional[str] = None, where: str = ""
-    ) -> None:
-        reading = read(arguments, pod_type, where)
-        state = self.__dict__
-        state.update(reading.values)
-        # A configuration for one pod has one value of everything.
-        state["_by_pod"] = reading.by_pod if pod_type is None else {}
-        state["_passed"] = reading.passed
-        state["notes"] = reading.notes
-        state["_mode"] = _MODES[0]
+        self.__dict__.update(read({**changed, **others}), _mode=_MODES[0])
 
     @classmethod
     def _build(
@@ -224,14 +154,12 @@ class IPUConfig(ParameterValues, SerializationMixin):
     ) -> IPUConfig:
         config = cls.__new__(cls)
         faults: List[str] = []
-        checked = check_changes(changes, faults)
         try:
-            config._take(arguments, pod_type, where)
+            config.__dict__.update(read(arguments, pod_type, where), _mode=_MODES[0])
         except ConfigurationError as error:
             # Together with what is wrong with the changes.
-            faults.insert(0, str(error))
-        raise_faults(faults)
-        config._change(checked, faults)
+            faults.append(str(error))
+        config._change(changes, faults)
         return config
 
     def update(self, changes: Mapping[str, object]) -> None:
@@ -243,8 +171,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
         Raises:
             ConfigurationError: with every fault.
         """
-        faults: List[str] = []
-        self._change(check_changes(changes, faults), faults)
+        self._change(changes, [])
 
     def update_from_string(self, update_str: str) -> None:
         """Set several parameters from one string; all of them or, if something is wrong, none.
@@ -262,13 +189,13 @@ class IPUConfig(ParameterValues, SerializationMixin):
         (0, [2, -1])
         """
         faults: List[str] = []
-        changes = parse_changes(update_str, faults)
-        self._change(check_changes(changes, faults), faults)
+        self._change(parse_changes(update_str, faults), faults)
 
     def _change(self, changes: Mapping[str, object], faults: List[str]) -> None:
+        checked = check_changes(changes, faults)
         before = dict(self.__dict__)
         if not faults:
-            self._set(changes)
+            self._set(checked)
             faults = incoherent(self.__dict__)
         if faults:
             self.__dict__.update(before)
@@ -405,6 +332,242 @@ class IPUConfig(ParameterValues, SerializationMixin):
                 "'embedded'."
             )
         return effects_of(self, engine).in_full()
+
+    @classmethod
+    def from_dict(
+        cls,
+        config_dict: Mapping[str, object],
+        pod_type: Optional[str] = None,
+        **changes: object,
+    ) -> IPUConfig:
+        """A configuration from values by name, as a file has them.
+
+        Args:
+            config_dict: values; also those of earlier releases, and values by pod type.
+            pod_type: "pod4", "pod8", "pod16", "pod32", "pod64", "pod128" or "pod256", to choose
+                among values by pod type. None takes those named "default" and keeps the others for
+                :meth:`for_pod_type`.
+            changes: parameters that are set afterwards. What follows from others is not derived
+                anew.
+
+        Raises:
+            ConfigurationError: with every fault.
+        """
+        if not isinstance(config_dict, Mapping):
+            raise ConfigurationError(
+                f"from_dict needs values by name, got {shown(config_dict)}. Pass a dict, or use "
+                "from_pretrained for a path."
+            )
+        return cls._build(config_dict, pod_type, changes)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: Path,
+        pod_type: Optional[str] = None,
+        *,
+        revision: Optional[str] = None,
+        cache_dir: Optional[Path] = None,
+        local_files_only: bool = False,
+        token: Token = None,
+        subfolder: str = "",
+        **changes: object,
+    ) -> IPUConfig:
+        """A configuration from a file, a folder or the Hugging Face Hub.
+
+        Args:
+            source: a file; a folder with an ``ipu_config.json``; or the name of a repository on the
+                Hub, for which huggingface_hub is needed (``pip install ipufit[hub]``).
+            pod_type: as for :meth:`from_dict`.
+            revision: branch, tag or commit on the Hub.
+            cache_dir: where huggingface_hub keeps what it downloads.
+            local_files_only: take from there alone.
+            token: for the Hub; True is that of the login, and so is None where it is needed.
+            subfolder: of the folder or the repository, in which the file is.
+            changes: as for :meth:`from_dict`.
+
+        Raises:
+            ConfigurationError: nothing is found, or it can't be read; with every fault.
+        """
+        unknown: List[str] = []
+        check_changes({n: None for n in changes if n not in PARAMETERS}, unknown)
+        # Before anything is downloaded for nothing.
+        raise_faults(unknown if not os.path.exists(source) else [])
+        hub_arguments: Dict[str, object] = {
+            "revision": revision,
+            "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+        }
+        if token is not None:
+            hub_arguments["token"] = token
+        path = serialization.find_file(source, subfolder, hub_arguments)
+        return cls._build(serialization.read_file(path), pod_type, changes, repr(path))
+
+    @classmethod
+    def from_json_file(cls, path: Path, pod_type: Optional[str] = None) -> IPUConfig:
+        """A configuration from a file of JSON.
+
+        Args:
+            path: of the file.
+            pod_type: as for :meth:`from_dict`.
+
+        Raises:
+            ConfigurationError: it can't be read; with every fault.
+        """
+        return cls._build(
+            serialization.read_file(os.fspath(path)), pod_type, {}, repr(os.fspath(path))
+        )
+
+    @classmethod
+    def from_json_string(cls, text: str, pod_type: Optional[str] = None) -> IPUConfig:
+        """A configuration from JSON.
+
+        Args:
+            text: a JSON object.
+            pod_type: as for :meth:`from_dict`.
+
+        Raises:
+            ConfigurationError: it can't be read; with every fault.
+        """
+        return cls._build(serialization.parse_json(text, "the text"), pod_type, {}, "the text")
+
+    def to_dict(self) -> Dict[str, Any]:
+        """All parameters by name, ready for JSON.
+
+        With values by pod type, those that were given: what follows from them is left out.
+        """
+        copied = json.loads(self.to_json_string())
+        assert isinstance(copied, dict)
+        return copied
+
+    def to_json_string(self) -> str:
+        """Write the values as JSON, sorted by name.
+
+        Raises:
+            ConfigurationError: ``parallelize_kwargs`` hold what JSON has not.
+        """
+        try:
+            return json.dumps(self._said(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                "IPUConfig.parallelize_kwargs must hold only what JSON has, but "
+                f"{str(error).rstrip('.')}. Take that entry out to save the configuration."
+            ) from error
+
+    def to_json_file(self, path: Path) -> None:
+        """Write it to a file, which appears under its name only when it is complete.
+
+        Args:
+            path: of the file; its folder exists.
+
+        Raises:
+            ConfigurationError: it can't be written, or the values don't fit together.
+        """
+        self.check()
+        text = self.to_json_string()
+        try:
+            write_text(os.fspath(path), text)
+        except OSError as error:
+            raise ConfigurationError(
+                f"a configuration is written to a file in a folder that exists, but {error}. "
+                "Choose another path."
+            ) from error
+
+    def save_pretrained(
+        self,
+        folder: Path,
+        push_to_hub: bool = False,
+        repo_id: Optional[str] = None,
+        *,
+        commit_message: Optional[str] = None,
+        private: Optional[bool] = None,
+        token: Token = None,
+        revision: Optional[str] = None,
+    ) -> Optional[str]:
+        """Write ``ipu_config.json`` into a folder, which is made if need be.
+
+        ``IPUConfig.from_pretrained(folder)`` reads it, and so does optimum-graphcore, if no value
+        is by pod type.
+
+        Args:
+            folder: of the file.
+            push_to_hub: write it to the Hugging Face Hub too.
+            repo_id: of the repository there; None is the name of the folder.
+            commit_message: as for :meth:`push_to_hub`.
+            private: as for :meth:`push_to_hub`.
+            token: as for :meth:`push_to_hub`.
+            revision: as for :meth:`push_to_hub`.
+
+        Returns:
+            The URL of the commit; None where nothing was written to the Hub.
+
+        Raises:
+            ConfigurationError: it can't be written, or the values don't fit together.
+        """
+        for_hub = {
+            "repo_id": repo_id,
+            "commit_message": commit_message,
+            "private": private,
+            "token": token,
+            "revision": revision,
+        }
+        hub_names = [name for name, value in for_hub.items() if value is not None]
+        if hub_names and not push_to_hub:
+            raise ConfigurationError(
+                f"{', '.join(hub_names)} of save_pretrained "
+                f"{'are' if len(hub_names) > 1 else 'is'} for the Hugging Face Hub, but "
+                "push_to_hub is False. Pass push_to_hub=True, or leave out what is for it."
+            )
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"save_pretrained needs a folder, but {error}. Choose another one, or write a file "
+                "with to_json_file."
+            ) from error
+        self.to_json_file(os.path.join(folder, serialization.FILE_NAME))
+        if not push_to_hub:
+            return None
+        name = os.path.basename(os.path.abspath(folder)) if repo_id is None else repo_id
+        return self.push_to_hub(
+            name,
+            commit_message=commit_message,
+            private=private,
+            token=token,
+            revision=revision,
+        )
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: Optional[str] = None,
+        private: Optional[bool] = None,
+        token: Token = None,
+        revision: Optional[str] = None,
+    ) -> str:
+        """Write ``ipu_config.json`` to a repository on the Hugging Face Hub.
+
+        The repository is made if need be, and so is the branch. It needs huggingface_hub
+        (``pip install ipufit[hub]``).
+
+        Args:
+            repo_id: of the repository, such as "someone/some-ipu"; without an owner it is yours.
+            commit_message: of the commit; None for one that names the file.
+            private: whether a repository that is made is private; None is the Hub's default.
+            token: for the Hub; None is that of the login.
+            revision: branch to write to; None is the main one.
+
+        Returns:
+            The URL of the commit.
+
+        Raises:
+            ConfigurationError: the values don't fit together, there is no huggingface_hub, or the
+                Hub refuses.
+        """
+        self.check()
+        text = self.to_json_string()
+        return serialization.upload(text, repo_id, commit_message, private, token, revision)
 
     def __getattr__(self, name: str) -> Any:
         # Only asked for what is not there; while a copy is made that is everything.

@@ -10,6 +10,8 @@ import os
 import reprlib
 from typing import Any, Callable, Dict, Iterable, List, Optional, SupportsIndex, Tuple, Union
 
+from ipufit.partition.serialization import side_by_side
+
 __all__ = [
     "OUTPUT_MODES",
     "PARAMETERS",
@@ -52,16 +54,17 @@ class Parameter:
     """One parameter.
 
     Attributes:
-        name: as optimum-graphcore has it.
         default: its value where nothing was said; None where it follows from others.
         kind: which values it takes.
-        optional: whether None is one of them.
     """
 
-    name: str
     default: object
     kind: Kind
-    optional: bool = False
+
+    @property
+    def optional(self) -> bool:
+        """True if None is one of the values."""
+        return self.default is None
 
 
 def _whole(value: object, least: int) -> int:
@@ -112,12 +115,10 @@ def _proportions(value: object) -> Union[float, List[float]]:
 
 def _splits(value: object) -> List[int]:
     splits = _wholes(value, 0)
-    used = [i for i, count in enumerate(splits) if count]
-    if not used:
+    if not any(splits):
         raise _UnfitError(f"{_SPLITS.words}, at least one in all", "None")
-    if used != list(range(used[0], used[-1] + 1)):
-        counts = [splits[i] for i in used]
-        moved = [0] * used[0] + counts + [0] * (len(splits) - used[0] - len(counts))
+    moved = side_by_side(splits)
+    if moved != splits:
         raise _UnfitError(f"{_SPLITS.words}, with no 0 between two others", str(moved))
     return splits
 
@@ -167,39 +168,54 @@ _FOLDER = Kind("the path of a folder as a string, '' for none", "''", _folder)
 _KEYWORDS = Kind("a dict by names of arguments", "{}", _keywords)
 
 
-def _all() -> Iterable[Parameter]:
-    yield Parameter("replication_factor", 1, _COUNT)
-    yield Parameter("inference_replication_factor", 1, _COUNT)
-    yield Parameter("gradient_accumulation_steps", 1, _COUNT)
-    yield Parameter("layers_per_ipu", (-1,), _LAYERS)
-    yield Parameter("inference_layers_per_ipu", None, _LAYERS, optional=True)
-    yield Parameter("ipus_per_replica", None, _COUNT, optional=True)
-    yield Parameter("inference_ipus_per_replica", None, _COUNT, optional=True)
-    yield Parameter("optimizer_state_offchip", False, _FLAG)
-    yield Parameter("replicated_tensor_sharding", False, _FLAG)
-    yield Parameter("matmul_proportion", 0.2, _MEMORY)
-    yield Parameter("inference_matmul_proportion", None, _MEMORY, optional=True)
-    yield Parameter("enable_half_partials", True, _FLAG)
-    for layer in ("embedding", "projection"):
-        yield Parameter(f"{layer}_serialization_factor", None, _COUNT, optional=True)
-        yield Parameter(f"inference_{layer}_serialization_factor", None, _COUNT, optional=True)
-        yield Parameter(f"serialized_{layer}_splits_per_ipu", None, _SPLITS, optional=True)
-        yield Parameter(
-            f"inference_serialized_{layer}_splits_per_ipu", None, _SPLITS, optional=True
-        )
-    yield Parameter("recompute_checkpoint_every_layer", False, _FLAG)
-    yield Parameter("device_iterations", 1, _COUNT)
-    yield Parameter("inference_device_iterations", 1, _COUNT)
-    yield Parameter("output_mode", "final", _MODE)
-    yield Parameter("seed", None, _SEED, optional=True)
-    yield Parameter("auto_loss_scaling", False, _FLAG)
-    yield Parameter("executable_cache_dir", "", _FOLDER)
-    yield Parameter("explicit_ir_inference", False, _FLAG)
-    yield Parameter("parallelize_kwargs", None, _KEYWORDS, optional=True)
-    yield Parameter("inference_parallelize_kwargs", None, _KEYWORDS, optional=True)
+def _parameter(default: object, kind: Kind) -> Any:
+    """Describe a parameter in the place of its value, as ``dataclasses.field`` does."""
+    return Parameter(default, kind)
 
 
-PARAMETERS: Dict[str, Parameter] = {parameter.name: parameter for parameter in _all()}
+class ParameterValues:
+    """The values of all parameters of one configuration, in normal form, and their table.
+
+    Attributes:
+        notes: what was left aside or read differently, one sentence each.
+    """
+
+    replication_factor: int = _parameter(1, _COUNT)
+    inference_replication_factor: int = _parameter(1, _COUNT)
+    gradient_accumulation_steps: int = _parameter(1, _COUNT)
+    layers_per_ipu: List[int] = _parameter((-1,), _LAYERS)
+    inference_layers_per_ipu: List[int] = _parameter(None, _LAYERS)
+    ipus_per_replica: int = _parameter(None, _COUNT)
+    inference_ipus_per_replica: int = _parameter(None, _COUNT)
+    optimizer_state_offchip: bool = _parameter(False, _FLAG)
+    replicated_tensor_sharding: bool = _parameter(False, _FLAG)
+    matmul_proportion: Union[float, List[float]] = _parameter(0.2, _MEMORY)
+    inference_matmul_proportion: Union[float, List[float]] = _parameter(None, _MEMORY)
+    enable_half_partials: bool = _parameter(True, _FLAG)
+    embedding_serialization_factor: Optional[int] = _parameter(None, _COUNT)
+    inference_embedding_serialization_factor: Optional[int] = _parameter(None, _COUNT)
+    serialized_embedding_splits_per_ipu: Optional[List[int]] = _parameter(None, _SPLITS)
+    inference_serialized_embedding_splits_per_ipu: Optional[List[int]] = _parameter(None, _SPLITS)
+    projection_serialization_factor: Optional[int] = _parameter(None, _COUNT)
+    inference_projection_serialization_factor: Optional[int] = _parameter(None, _COUNT)
+    serialized_projection_splits_per_ipu: Optional[List[int]] = _parameter(None, _SPLITS)
+    inference_serialized_projection_splits_per_ipu: Optional[List[int]] = _parameter(None, _SPLITS)
+    recompute_checkpoint_every_layer: bool = _parameter(False, _FLAG)
+    device_iterations: int = _parameter(1, _COUNT)
+    inference_device_iterations: int = _parameter(1, _COUNT)
+    output_mode: str = _parameter("final", _MODE)
+    seed: Optional[int] = _parameter(None, _SEED)
+    auto_loss_scaling: bool = _parameter(False, _FLAG)
+    executable_cache_dir: str = _parameter("", _FOLDER)
+    explicit_ir_inference: bool = _parameter(False, _FLAG)
+    parallelize_kwargs: Dict[str, Any] = _parameter(None, _KEYWORDS)
+    inference_parallelize_kwargs: Dict[str, Any] = _parameter(None, _KEYWORDS)
+    notes: Tuple[str, ...]
+
+
+PARAMETERS: Dict[str, Parameter] = {
+    name: value for name, value in vars(ParameterValues).items() if isinstance(value, Parameter)
+}
 
 
 def is_default(name: str, value: object) -> bool:
@@ -213,29 +229,28 @@ def twin(name: str) -> Optional[str]:
     return _TWIN + name if _TWIN + name in PARAMETERS else None
 
 
-def check_value(name: str, value: object, title: str = "") -> Tuple[object, Optional[str]]:
-    """Bring a value into normal form, or say what is wrong with it.
+def check_value(name: str, value: object, faults: List[str], title: str = "") -> object:
+    """Return a value in normal form; the default where something is wrong with it.
 
     Args:
         name: of the parameter.
         value: what came.
+        faults: a sentence about what is wrong is added here.
         title: the name as the user wrote it, if it differs.
-
-    Returns:
-        The value and None, or the default and a sentence.
     """
     parameter = PARAMETERS[name]
     if value is None and parameter.optional:
-        return None, None
+        return None
     try:
-        return parameter.kind.read(value), None
+        return parameter.kind.read(value)
     except _UnfitError as error:
         or_none = ", or None" if parameter.optional else ""
         words, example = error.args or (parameter.kind.words, parameter.kind.example)
-        return parameter.default, (
+        faults.append(
             f"IPUConfig.{title or name} must be {words}{or_none}, got {shown(value)}. Try "
             f"{example}."
         )
+        return parameter.default
 
 
 def shown(value: object) -> str:
@@ -250,46 +265,6 @@ def nearest(name: str, names: Iterable[str] = PARAMETERS) -> str:
     """Return a hint at the name that was probably meant."""
     close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.6)
     return f"Did you mean {close[0]!r}?" if close else "Leave it out."
-
-
-class ParameterValues:
-    """The values of all parameters of one configuration, in normal form.
-
-    Attributes:
-        notes: what was left aside or read differently, one sentence each.
-    """
-
-    replication_factor: int
-    inference_replication_factor: int
-    gradient_accumulation_steps: int
-    layers_per_ipu: List[int]
-    inference_layers_per_ipu: List[int]
-    ipus_per_replica: int
-    inference_ipus_per_replica: int
-    optimizer_state_offchip: bool
-    replicated_tensor_sharding: bool
-    matmul_proportion: Union[float, List[float]]
-    inference_matmul_proportion: Union[float, List[float]]
-    enable_half_partials: bool
-    embedding_serialization_factor: Optional[int]
-    inference_embedding_serialization_factor: Optional[int]
-    serialized_embedding_splits_per_ipu: Optional[List[int]]
-    inference_serialized_embedding_splits_per_ipu: Optional[List[int]]
-    projection_serialization_factor: Optional[int]
-    inference_projection_serialization_factor: Optional[int]
-    serialized_projection_splits_per_ipu: Optional[List[int]]
-    inference_serialized_projection_splits_per_ipu: Optional[List[int]]
-    recompute_checkpoint_every_layer: bool
-    device_iterations: int
-    inference_device_iterations: int
-    output_mode: str
-    seed: Optional[int]
-    auto_loss_scaling: bool
-    executable_cache_dir: str
-    explicit_ir_inference: bool
-    parallelize_kwargs: Dict[str, Any]
-    inference_parallelize_kwargs: Dict[str, Any]
-    notes: Tuple[str, ...]
 
 
 def values_of(config: ParameterValues) -> Dict[str, Any]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import AbstractSet, Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Set, Tuple
+import json
+import re
+from typing import AbstractSet, Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, check_value, nearest, shown
 from ipufit.errors import ConfigurationError
 
 __all__ = [
     "PODS",
-    "Reading",
     "check_changes",
     "check_values",
     "filled",
     "incoherent",
     "migrate_parameters",
+    "parse_changes",
     "raise_faults",
     "read",
 ]
@@ -148,26 +149,9 @@ _DEFAULT = "default"
 _LAYERS = ("embedding", "projection")
 
 
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """Checked values of all parameters.
-
-    Attributes:
-        values: of all parameters, those that follow from others filled in.
-        by_pod: the values by pod type, of the parameters that came with such.
-        passed: names of the parameters that were passed.
-        notes: what was left aside or read differently, one sentence each.
-    """
-
-    values: Dict[str, object]
-    by_pod: Dict[str, Dict[str, object]]
-    passed: FrozenSet[str]
-    notes: Tuple[str, ...]
-
-
 def read(
     arguments: Mapping[str, object], pod_type: Optional[str] = None, where: str = ""
-) -> Reading:
+) -> Dict[str, object]:
     """Check all values that were passed and derive the others.
 
     Args:
@@ -175,10 +159,16 @@ def read(
         pod_type: which of the values by pod type to take; None for those named "default".
         where: the file they came from, for the message.
 
+    Returns:
+        The attributes of a configuration: values of all parameters, ``notes`` on what was left
+        aside or read differently, ``_passed`` with the names of the parameters that were passed,
+        and ``_by_pod`` with the values by pod type.
+
     Raises:
         ConfigurationError: with every fault.
     """
     faults: List[str] = []
+    by_pod: Dict[str, Dict[str, object]] = {}
     if pod_type is not None and pod_type not in PODS:
         faults.append(
             f"pod_type must be one of {', '.join(map(repr, PODS))}, or None for the values named "
@@ -187,26 +177,26 @@ def read(
         pod_type = None
     migrated, notes = migrate_parameters(arguments, faults)
     values: Dict[str, object] = {}
-    by_pod: Dict[str, Dict[str, object]] = {}
     bad: Set[str] = set()
     for name, value in migrated.items():
         if name not in PARAMETERS:
             faults.append(f"IPUConfig has no parameter {name!r}. {nearest(name)}")
             continue
         value_faults: List[str] = []
-        if isinstance(value, dict) and _is_by_pod(name, value):
+        if isinstance(value, dict) and value and not name.endswith("parallelize_kwargs"):
             by_pod[name], value = _of_pod(name, value, pod_type, value_faults)
         else:
-            value, fault = check_value(name, value)
-            value_faults += [] if fault is None else [fault]
+            value = check_value(name, value, value_faults)
         values[name] = value
         bad |= {name} if value_faults else set()
         faults += value_faults
-    given_names = frozenset(values)
+    passed = frozenset(values)
     values = filled(values)
     faults += incoherent(values, bad)
     raise_faults(faults, where)
-    return Reading(values, by_pod, given_names, tuple(notes))
+    # A configuration for one pod has one value of everything.
+    by_pod = by_pod if pod_type is None else {}
+    return {**values, "_by_pod": by_pod, "_passed": passed, "notes": tuple(notes)}
 
 
 def raise_faults(faults: Sequence[str], where: str = "") -> None:
@@ -226,11 +216,10 @@ def check_changes(changes: Mapping[str, object], faults: List[str]) -> Dict[str,
     """Bring new values of some parameters into normal form; faults are collected."""
     values = {}
     for name, value in changes.items():
-        if name not in PARAMETERS:
+        if name in PARAMETERS:
+            values[name] = check_value(name, value, faults)
+        else:
             faults.append(f"IPUConfig has no parameter {name!r}. {nearest(name)}")
-            continue
-        values[name], fault = check_value(name, value)
-        faults += [] if fault is None else [fault]
     return values
 
 
@@ -239,15 +228,70 @@ def check_values(values: Mapping[str, object]) -> Tuple[List[str], Set[str]]:
     faults: List[str] = []
     bad: Set[str] = set()
     for name, value in values.items():
-        value_faults: List[str] = []
-        check_changes({name: value}, value_faults)
-        faults += value_faults
-        bad |= {name} if value_faults else set()
+        before = len(faults)
+        check_value(name, value, faults)
+        bad |= {name} if len(faults) > before else set()
     return faults, bad
 
 
-def _is_by_pod(name: str, value: Mapping[str, object]) -> bool:
-    return bool(value) and not name.endswith("parallelize_kwargs")
+_TRUE = ("true", "1", "y", "yes")
+_FALSE = ("false", "0", "n", "no")
+_NONE = ("none", "null")
+# A comma that is not inside of brackets.
+_BETWEEN = re.compile(r",(?![^\[]*\])")
+
+
+def parse_changes(text: str, faults: List[str]) -> Dict[str, object]:
+    """The values by name; what can't be read is noted.
+
+    Args:
+        text: ``name=value`` separated by commas. Lists are ``[a b c]`` or ``[a,b,c]``.
+        faults: sentences are added here.
+    """
+    if not isinstance(text, str):
+        faults.append(
+            f"update_from_string needs a string such as 'seed=1,device_iterations=4', got "
+            f"{shown(text)}. Use update(...) for a dict."
+        )
+        return {}
+    changes: Dict[str, object] = {}
+    for part in _BETWEEN.split(text) if text.strip() else []:
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            faults.append(
+                f"every change must be name=value, got {part!r}. Separate changes by commas, and "
+                "the entries of a list by spaces: layers_per_ipu=[2 2]."
+            )
+        elif name in changes:
+            faults.append(f"every change must be said once, got {name!r} again. Leave one out.")
+        elif name not in PARAMETERS:
+            faults.append(f"IPUConfig has no parameter {name!r}. {nearest(name)}")
+        else:
+            changes[name] = _read(name, value, faults)
+    return changes
+
+
+def _read(name: str, text: str, faults: List[str]) -> object:
+    """A value from its text; whether it fits is looked at later."""
+    parameter = PARAMETERS[name]
+    words = text.lower()
+    if parameter.optional and words in _NONE:
+        return None
+    if isinstance(parameter.default, bool):
+        if words not in _TRUE + _FALSE:
+            accepted = ", ".join(_TRUE + _FALSE)
+            faults.append(
+                f"IPUConfig.{name} must be one of {accepted} in a string, got {text!r}. Try true."
+            )
+        return words in _TRUE
+    if isinstance(parameter.default, str):
+        return text
+    if text.startswith("[") and text.endswith("]"):
+        text = "[" + ",".join(text[1:-1].replace(",", " ").split()) + "]"
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _of_pod(
@@ -265,8 +309,7 @@ def _of_pod(
                 f"{', '.join(map(repr, names))}, got {shown(pod)}. {cure}"
             )
             continue
-        checked[pod], fault = check_value(name, part, f"{name}[{pod!r}]")
-        faults += [] if fault is None else [fault]
+        checked[pod] = check_value(name, part, faults, f"{name}[{pod!r}]")
     wanted = _DEFAULT if pod_type is None else pod_type
     if faults and wanted not in checked:
         return checked, PARAMETERS[name].default
