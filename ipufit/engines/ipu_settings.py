@@ -54,6 +54,16 @@ class Setting(Generic[T]):
         says = self.says or f"which is {self.value!r}"
         return f"{argument} must agree with {self.source}, {says}, got {passed!r}. {self.cure}"
 
+    def agreed(self, argument: str, passed: object) -> T:
+        """Return the value, which stands for an argument that is None.
+
+        Raises:
+            ConfigurationError: the argument says something else.
+        """
+        if passed is not None and passed != self.value:
+            raise ConfigurationError(self.conflict(argument, passed))
+        return self.value
+
 
 @dataclasses.dataclass(frozen=True)
 class IpuArguments:
@@ -204,8 +214,4 @@ class IpuSettings:
             ConfigurationError: they disagree.
         """
         setting = self.of(is_training).seed
-        if setting is None:
-            return seed
-        if seed not in (None, setting.value):
-            raise ConfigurationError(setting.conflict("seed", seed))
-        return setting.value
+        return seed if setting is None else setting.agreed("seed", seed)

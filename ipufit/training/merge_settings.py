@@ -348,8 +348,7 @@ def _divide_mode(
     if request.layers_per_ipu is not None and list(request.layers_per_ipu) != layers.value:
         name = request.name("layers_per_ipu")
         raise ConfigurationError(layers.conflict(name, request.layers_per_ipu))
-    if request.ipus_per_replica not in (None, ipus.value):
-        raise ConfigurationError(ipus.conflict("ipus_per_replica", request.ipus_per_replica))
+    ipus.agreed("ipus_per_replica", request.ipus_per_replica)
     if request.stages is not None or (follows and layers.value == [-1]):
         return dataclasses.replace(request, ipus_per_replica=ipus.value, ipus_said_by=ipus.source)
     # On one IPU a list of layers says nothing.
