@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Hashable, List, Mapping, Tuple, Type, Union
 
+import torch
 from torch import Tensor, nn
 
 from ipufit.errors import CaptureError, ConfigurationError
@@ -12,6 +13,7 @@ from ipufit.utils import tree
 
 __all__ = [
     "Key",
+    "accumulator_of",
     "children",
     "describe_value",
     "drop_ignored_outputs",
@@ -47,6 +49,15 @@ def drop_ignored_outputs(module: nn.Module, outputs: tree.Tree) -> tree.Tree:
         return outputs
     kind: Any = type(outputs)
     return rest if kind is dict else kind(rest)
+
+
+def accumulator_of(output: Tensor) -> Tensor:
+    """A copy of an output to which others can be added.
+
+    Of integers it is one in which the sum does not overflow, as ``torch.sum`` has it.
+    """
+    is_number = output.is_floating_point() or output.is_complex()
+    return output.clone() if is_number else output.to(torch.int64, copy=True)
 
 
 def refuse_hidden_tensors(outputs: object) -> None:

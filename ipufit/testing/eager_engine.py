@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, List, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, split_by_update
 from ipufit.core.compile_arguments import OFF
-from ipufit.core.logged_values import LogRule, collecting, merge_rules
+from ipufit.core.logged_values import collecting
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.program import (
     Engine,
@@ -23,7 +23,7 @@ from ipufit.engines.program import (
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.losses import Loss
 from ipufit.partition.partition import Partitions
-from ipufit.tracing.grad_step import ModuleWithLoss, ReportedScalars, public_name
+from ipufit.tracing.grad_step import ModuleWithLoss, ReportedScalars, public_name, unpack_reported
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated, micro_batch_key, seed_generators, update_key
 from ipufit.utils.state import copy_optimizer_state, device_of, preserve_state
@@ -135,18 +135,11 @@ class EagerProgram(Program):
         self._engine.log.append(
             f"{self._spec.mode.value}: {len(results)} micro-batches, {batch.samples} samples"
         )
-        numbers = [result.numbers.tolist() for result in results if len(result.numbers)]
-        logged = [dict(zip(r.reported.rules, row[1:])) for r, row in zip(results, numbers)]
-        rules: Dict[str, LogRule] = {}
-        for result in results:
-            rules = merge_rules(rules, result.reported.rules)
-        return ExecutionResult(
-            torch.tensor([row[0] for row in numbers], dtype=torch.float64),
-            [result.outputs for result in results] if self._spec.want_outputs else [],
-            range(len(results)),
-            logged=logged if rules else (),
-            rules=rules,
-        )
+        kinds = [result.reported for result in results]
+        numbers = torch.cat([result.numbers.to("cpu", torch.float64) for result in results])
+        losses, counts, logged, rules = unpack_reported(kinds, numbers)
+        outputs = [result.outputs for result in results] if self._spec.want_outputs else []
+        return ExecutionResult(losses, outputs, range(len(results)), counts, logged, rules)
 
     def _update(self, micro_batches: Sequence[MicroBatch]) -> List[_Result]:
         """Make one update, whose gradient is that of the mean loss over all its samples."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import MicroBatch
-from ipufit.core.logged_values import Entries, LogRule, collecting
+from ipufit.core.logged_values import Entries, LogRule, collecting, merge_rules
 from ipufit.core.outputs import drop_ignored_outputs, refuse_hidden_tensors
 from ipufit.core.precision import computing_in, with_inputs_in
 from ipufit.core.train_config import Precision
@@ -39,6 +39,7 @@ __all__ = [
     "follow_stages",
     "preserve_attributes",
     "public_name",
+    "unpack_reported",
 ]
 
 _PLAIN = (bool, int, float, complex, str, bytes)
@@ -111,6 +112,29 @@ class ReportedScalars:
         if reported.is_loss_alone:
             return reported, loss
         return reported, torch.stack([v.reshape(()).to(torch.float64) for v in values])
+
+
+def unpack_reported(
+    kinds: Sequence[ReportedScalars], values: Tensor
+) -> Tuple[Tensor, Optional[Tensor], Sequence[Dict[str, float]], Dict[str, LogRule]]:
+    """Losses, counts, logged values and how these are reduced, of several micro-batches.
+
+    Args:
+        kinds: of the numbers of each.
+        values: these numbers one after the other, float64, on the host.
+    """
+    if not [kind for kind in kinds if kind.counted or kind.rules]:
+        return values, None, (), {}
+    losses, counts, logged = [], [], []
+    rules: Dict[str, LogRule] = {}
+    numbers = iter(values.tolist())
+    for kind in kinds:
+        losses.append(next(numbers))
+        counts += [next(numbers)] if kind.counted else []
+        logged.append({name: next(numbers) for name in kind.rules})
+        rules = merge_rules(rules, kind.rules)
+    as_tensor = torch.tensor(counts, dtype=torch.float64) if counts else None
+    return torch.tensor(losses, dtype=torch.float64), as_tensor, logged, rules
 
 
 class ModuleWithLoss(StepModule):

@@ -5,20 +5,20 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard
-from ipufit.core.logged_values import LogRule, merge_rules
+from ipufit.core.outputs import accumulator_of
 from ipufit.engines.embedded.flat_optimizer import Rows
 from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.program import ExecutionResult
+from ipufit.tracing.grad_step import ReportedScalars, unpack_reported
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
-    from ipufit.tracing.grad_step import ReportedScalars
 
 __all__ = ["ExecutionOutputs", "ExecutionWork", "UpdateWay", "WholeUpdates"]
 
@@ -135,7 +135,7 @@ class ExecutionOutputs:
             self.outputs.append((recorded, tensors))
             self.places.append(place)
         elif place < self._replicas:
-            self.outputs.append((recorded, [_to_add_to(tensor) for tensor in tensors]))
+            self.outputs.append((recorded, [accumulator_of(tensor) for tensor in tensors]))
         else:
             for total, tensor in zip(self.outputs[place % self._replicas][1], tensors):
                 # A smaller last micro-batch adds to the rows that it has.
@@ -184,7 +184,8 @@ class ExecutionOutputs:
             recorded.outputs.rebuild(list(itertools.islice(host, len(tensors))))
             for recorded, tensors in self.outputs
         ]
-        losses, counts, logged, rules = self._unpack(values)
+        kinds = [kind for several, _ in self.numbers for kind in several]
+        losses, counts, logged, rules = unpack_reported(kinds, values)
         return (
             ExecutionResult(
                 losses, outputs, self.places, counts, logged, rules, settings or {}, self.skipped
@@ -192,30 +193,6 @@ class ExecutionOutputs:
             finite,
         )
 
-    def _unpack(
-        self, values: Tensor
-    ) -> Tuple[Tensor, Optional[Tensor], Sequence[Dict[str, float]], Dict[str, LogRule]]:
-        """Losses, counts, logged values and how these are reduced."""
-        kinds = [kind for several, _ in self.numbers for kind in several]
-        if not [kind for kind in kinds if kind.counted or kind.rules]:
-            return values, None, (), {}
-        losses, counts, logged = [], [], []
-        rules: Dict[str, LogRule] = {}
-        numbers = iter(values.tolist())
-        for kind in kinds:
-            losses.append(next(numbers))
-            counts += [next(numbers)] if kind.counted else []
-            logged.append({name: next(numbers) for name in kind.rules})
-            rules = merge_rules(rules, kind.rules)
-        as_tensor = torch.tensor(counts, dtype=torch.float64) if counts else None
-        return torch.tensor(losses, dtype=torch.float64), as_tensor, logged, rules
-
 
 def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _to_add_to(tensor: Tensor) -> Tensor:
-    """A copy; of integers, in which a sum of them does not overflow, as torch.sum has it."""
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.clone() if is_number else tensor.to(torch.int64, copy=True)
