@@ -1,5 +1,6 @@
 """What PopTorch is told in one of several processes; nobody is spoken to."""
 
+import dataclasses
 import sys
 import types
 
@@ -42,7 +43,7 @@ def spec_of(processes=SECOND, module=None, loss=None, mode=Mode.TRAIN, **plan):
 
 
 def options_for(spec, given=None):
-    return make_options(poptorch, given, spec, Size.of(spec.plan))
+    return make_options(poptorch, dataclasses.replace(spec, options=given), Size.of(spec.plan))
 
 
 def group_of(options):
@@ -59,7 +60,7 @@ def test_poptorch_has_what_is_called_for_it():
     recorder = Recorder()
     with recorder.watching():
         spec = spec_of()
-        make_options(recorder, None, spec, Size.of(spec.plan))
+        make_options(recorder, spec, Size.of(spec.plan))
     owner = "poptorch.options._DistributedOptions"
     called = [call for call in recorder.calls if call.owner == owner]
     assert [(call.name, call.args) for call in called] == [("configureProcessId", (1, 2))]

@@ -63,7 +63,18 @@ class IpuEngine(IpuContext, Engine):
         """
         for role, role_options in options.items():
             check_options(self.sdk, role_options, role)
-        _check_request(module, optimizer, loss, config, self.wide)
+        faults = ErrorCollector()
+        for name, fact in refused_arguments(config):
+            with faults.collect():
+                raise ConfigurationError(
+                    f"an IPU can't run {name}: {fact.says}. {fact.cure}, or use engine='embedded'."
+                )
+        with faults.collect():
+            if optimizer is not None:
+                check_optimizer(optimizer, config)
+        with faults.collect():
+            _check_tensors(module, loss, self.wide)
+        faults.raise_all()
 
     def options_of(self, config: IPUConfig) -> Dict[str, Any]:
         """Options that a configuration asks for, by the argument of ``compile``."""
@@ -107,36 +118,6 @@ class IpuEngine(IpuContext, Engine):
             if names:
                 lines.append(f"Of {role}, these change nothing on {self.name}: {', '.join(names)}.")
         return lines
-
-
-def _check_request(
-    module: nn.Module,
-    optimizer: Optional[torch.optim.Optimizer],
-    loss: Loss,
-    config: TrainConfig,
-    wide: bool,
-) -> None:
-    """Make sure that ``compile`` asks for nothing that an IPU can't do.
-
-    Args:
-        module, optimizer, loss, config: as ``compile`` resolved them.
-        wide: whether float64 is kept.
-
-    Raises:
-        ConfigurationError: it does; several faults as one error.
-    """
-    faults = ErrorCollector()
-    for name, fact in refused_arguments(config):
-        with faults.collect():
-            raise ConfigurationError(
-                f"an IPU can't run {name}: {fact.says}. {fact.cure}, or use engine='embedded'."
-            )
-    with faults.collect():
-        if optimizer is not None:
-            check_optimizer(optimizer, config)
-    with faults.collect():
-        _check_tensors(module, loss, wide)
-    faults.raise_all()
 
 
 def _check_ipus(plan: Plan) -> None:

@@ -15,19 +15,25 @@ import torch
 from torch import Tensor, fx, nn
 
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.core.logged_values import LogRule, merge_rules
+from ipufit.core.outputs import accumulator_of
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.external_changes import changed_shape, refuse_replaced
 from ipufit.engines.ipu.optimizers import DeviceOptimizer
 from ipufit.engines.ipu.sdk import OWNER, Executor, translate_errors
 from ipufit.engines.ipu.size import Size
-from ipufit.engines.ipu.step import Form, IpuStep, Traced
-from ipufit.engines.program import ExecutionResult, ProgramSpec
+from ipufit.engines.ipu.step import IpuStep, Traced
+from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import DataError
 from ipufit.losses import Loss
 from ipufit.processes import Processes
 from ipufit.tracing.fingerprint import note_writes
-from ipufit.tracing.grad_step import ModuleWithLoss, ReportedScalars, preserve_attributes
+from ipufit.tracing.grad_step import (
+    ModuleWithLoss,
+    ReportedScalars,
+    preserve_attributes,
+    public_name,
+    unpack_reported,
+)
 from ipufit.tracing.untraced_random import record_alone, refuse_draws
 from ipufit.utils import tree
 from ipufit.utils.console import warn_user
@@ -38,8 +44,6 @@ __all__ = [
     "Result",
     "Trained",
     "anchors_of",
-    "cut_rows",
-    "plain",
     "unwrapped",
 ]
 
@@ -85,6 +89,14 @@ class Executable:
     def traced(self) -> Traced:
         """The facts about the step that its compilation has shown."""
         return self.step.traced
+
+    def prepared(self, samples: int) -> Prepared:
+        """Describe the results for a micro-batch with so many samples that count."""
+        traced, outputs = self.traced, None
+        if self.step.wants_outputs:
+            tensors = _cut_rows(traced.outputs.tensors, self.size.micro_batch, samples)
+            outputs = traced.outputs.rebuild(tensors)
+        return Prepared(outputs, traced.reported.rules, traced.labels)
 
     def compile(self, example: MicroBatch) -> None:
         """Compile for micro-batches like this one; attributes that forward sets stay as they were.
@@ -180,7 +192,7 @@ class Executable:
             cut = [_cut(*each, count) for each in zip(returned, self.traced.shapes)]
             for place, result in enumerate(results):
                 tensors = [pieces[place] for pieces in cut]
-                tensors = cut_rows(tensors, self.size.micro_batch, sizes[place])
+                tensors = _cut_rows(tensors, self.size.micro_batch, sizes[place])
                 result.outputs = self.traced.outputs.rebuild(tensors)
         return results
 
@@ -193,7 +205,7 @@ def _cut(tensor: Tensor, shape: Tuple[int, ...], count: int) -> List[Tensor]:
     return [piece.reshape(shape) for piece in tensor.chunk(count)]
 
 
-def cut_rows(tensors: Sequence[Tensor], rows: int, samples: int) -> List[Tensor]:
+def _cut_rows(tensors: Sequence[Tensor], rows: int, samples: int) -> List[Tensor]:
     """The first samples of outputs that have a row for each."""
     if samples == rows:
         return list(tensors)
@@ -222,28 +234,10 @@ def anchors_of(
         settings: what the program says of itself.
     """
     outputs, places = _outputs(results, spec)
-    has_loss = spec.mode is not Mode.PREDICT
-    logged: List[Dict[str, float]] = []
-    rules: Dict[str, LogRule] = {}
-    if any(result.reported.rules for result in results):
-        logged = [_logged(result) for result in results]
-        for result in results:
-            rules = merge_rules(rules, result.reported.rules)
-    counted = any(result.reported.counted for result in results)
-    return ExecutionResult(
-        torch.tensor([r.numbers[0] for r in results] if has_loss else [], dtype=torch.float64),
-        outputs,
-        places,
-        torch.tensor([r.numbers[1] for r in results], dtype=torch.float64) if counted else None,
-        logged,
-        rules,
-        dict(settings),
-    )
-
-
-def _logged(result: Result) -> Dict[str, float]:
-    first = 2 if result.reported.counted else 1
-    return dict(zip(result.reported.rules, result.numbers[first:]))
+    numbers = torch.tensor([n for each in results for n in each.numbers], dtype=torch.float64)
+    kinds = [result.reported for result in results]
+    losses, counts, logged, rules = unpack_reported(kinds, numbers)
+    return ExecutionResult(losses, outputs, places, counts, logged, rules, dict(settings))
 
 
 def _outputs(results: Sequence[Result], spec: ProgramSpec) -> Tuple[List[object], List[int]]:
@@ -264,7 +258,7 @@ def _outputs(results: Sequence[Result], spec: ProgramSpec) -> Tuple[List[object]
 def _sum(outputs: Sequence[object]) -> object:
     """Added up; a smaller last micro-batch adds to the rows that it has."""
     leaves, structure = tree.flatten(outputs[0])
-    totals = [_to_add_to(leaf) for leaf in leaves]
+    totals = [accumulator_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     for each in outputs[1:]:
         for total, leaf in zip(totals, tree.flatten(each)[0]):
             if isinstance(total, Tensor):
@@ -273,14 +267,7 @@ def _sum(outputs: Sequence[object]) -> object:
     return tree.unflatten(totals, structure)
 
 
-def _to_add_to(leaf: object) -> object:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    is_number = leaf.is_floating_point() or leaf.is_complex()
-    return leaf.clone() if is_number else leaf.to(torch.int64, copy=True)
-
-
-def plain(tensor: Tensor) -> Tensor:
+def _plain(tensor: Tensor) -> Tensor:
     """A copy on the host that is no more than a tensor."""
     copied = torch.empty(tensor.shape, dtype=tensor.dtype)
     with torch.no_grad():
@@ -293,17 +280,18 @@ class Host:
 
     Args:
         spec: what is built.
+
+    Attributes:
+        whole: the two as one module.
+        parameters: of both, by the names that programs have for them.
+        trained: those of them that the optimizer holds and that require gradients.
     """
 
     def __init__(self, spec: ProgramSpec) -> None:
-        self._modules: Dict[str, Optional[nn.Module]] = {
-            "net": spec.module,
-            "loss_module": spec.loss.module if spec.loss is not None else None,
-        }
-        self._whole = ModuleWithLoss(spec.module, spec.loss)
+        self.whole = ModuleWithLoss(spec.module, spec.loss)
         groups = spec.optimizer.param_groups if spec.optimizer is not None else []
         owned = {id(p) for group in groups for p in group["params"]}
-        self.parameters: Dict[str, nn.Parameter] = dict(self._named("named_parameters"))
+        self.parameters: Dict[str, nn.Parameter] = dict(self.whole.named_parameters())
         self.trained = {
             name: p for name, p in self.parameters.items() if p.requires_grad and id(p) in owned
         }
@@ -316,22 +304,13 @@ class Host:
             if not buffer.is_floating_point()
         }
 
-    def _named(self, how: str) -> List[Any]:
-        ids, named = set(), []
-        for prefix, module in self._modules.items():
-            for name, tensor in getattr(module, how)() if module is not None else ():
-                if id(tensor) not in ids:
-                    ids.add(id(tensor))
-                    named.append((f"{prefix}.{name}", tensor))
-        return named
-
     def refuse_changes(self) -> None:
         """Make sure that what was there at the start is there, and as it was.
 
         Raises:
             ConfigurationError: a parameter or buffer was replaced, or changed its shape or dtype.
         """
-        refuse_replaced(self._whole, self._at_start)
+        refuse_replaced(self.whole, self._at_start)
         for name, form in self._forms.items():
             if _form(self.parameters[name]) != form:
                 raise changed_shape(name)
@@ -342,12 +321,12 @@ class Host:
 
     def buffers(self) -> Dict[str, Tensor]:
         """The buffers as they are now."""
-        return dict(self._named("named_buffers"))
+        return dict(self.whole.named_buffers())
 
     def share_buffers(self, processes: Processes) -> None:
         """Give all processes the floating-point buffers of process 0; others are counted alike."""
         floating = [buffer for buffer in self.buffers().values() if buffer.is_floating_point()]
-        common = [plain(buffer) for buffer in floating]
+        common = [_plain(buffer) for buffer in floating]
         processes.broadcast(common)
         if not processes.is_rank_zero:
             with torch.no_grad():
@@ -358,6 +337,22 @@ class Host:
         """Parameters and buffers by the names that programs have for them."""
         return {**self.parameters, **self.buffers()}
 
+    def copies(self) -> Tuple[Dict[str, Tensor], Dict[str, Tensor]]:
+        """Copies of the parameters and of the buffers, by the user's names."""
+        weights, buffers = (
+            {public_name(name): _plain(tensor) for name, tensor in named.items()}
+            for named in (self.parameters, self.buffers())
+        )
+        return weights, buffers
+
+    def overwrite(self, state: TrainState) -> None:
+        """Take over the weights of a state, and the buffers of its first replica, in place."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(state.weights[public_name(name)])
+            for name, buffer in self.buffers().items():
+                buffer.copy_(state.buffers[0][public_name(name)])
+
     def versions(self) -> List[int]:
         """Other numbers after any change in place. Does not bring weights back to look."""
         return [_version(parameter) for parameter in self.parameters.values()]
@@ -367,7 +362,7 @@ class Host:
         return [*self.versions(), *map(_version, self.buffers().values())]
 
 
-class Trained:
+class Trained(Executable):
     """A compiled training program with its module, loss and optimizer.
 
     Args:
@@ -382,7 +377,6 @@ class Trained:
         wide: whether float64 is kept.
 
     Attributes:
-        unit: runs it.
         optimizer: PopTorch's.
         copies_module: as passed.
     """
@@ -406,7 +400,7 @@ class Trained:
         loss: Optional[Loss] = spec.loss
         if copies_module:
             net, loss = copy.deepcopy((net, loss))
-        step = IpuStep(sdk, net, loss, spec, Form.of(example, size.padding))
+        step = IpuStep(sdk, net, loss, spec, example, size.padding)
         step.original = (spec.module,) if copies_module else ()
         step.training = spec.module.training
         parameters = dict(step.named_parameters())
@@ -419,17 +413,11 @@ class Trained:
             executor = sdk.trainingModel(
                 step, options=options, optimizer=self.optimizer.poptorch_optimizer
             )
-        self.unit = Executable(sdk, step, executor, size, wide)
-        self._sdk = sdk
-
-    @property
-    def executor(self) -> Executor:
-        """PopTorch's."""
-        return self.unit.executor
+        super().__init__(sdk, step, executor, size, wide)
 
     def compile(self, example: MicroBatch) -> None:
         """Compile for micro-batches like this one."""
-        self.unit.compile(example)
+        super().compile(example)
         self.optimizer.load()
 
     def load(self) -> None:
@@ -439,8 +427,7 @@ class Trained:
         self.optimizer.load()
 
     def _tensors(self) -> Dict[str, Tensor]:
-        step = self.unit.step
-        return {**dict(step.named_parameters()), **dict(step.named_buffers())}
+        return {**dict(self.step.named_parameters()), **dict(self.step.named_buffers())}
 
     def store(self, updates: int) -> None:
         """Give all back to the user's module and torch's optimizer, and the device to others."""

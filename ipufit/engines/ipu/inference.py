@@ -6,22 +6,21 @@ What compiles and keeps them holds what all programs of one engine share: PopTor
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import OrderedDict
 from types import ModuleType
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
-
-import torch
+from typing import Dict, Iterator, List, Optional, Tuple
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, counts_by_rank
-from ipufit.engines.ipu.executable import Executable, Host, Result, anchors_of, plain, unwrapped
+from ipufit.engines.ipu.executable import Executable, Host, Result, anchors_of, unwrapped
 from ipufit.engines.ipu.options import fixes_replicas, make_options, seed_of
 from ipufit.engines.ipu.sdk import OWNER, alone, keeps_float64, translate_errors
 from ipufit.engines.ipu.size import Size, padded
-from ipufit.engines.ipu.step import Form, IpuStep
+from ipufit.engines.ipu.step import IpuStep
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
 from ipufit.tracing.fingerprint import fingerprint
-from ipufit.tracing.grad_step import ModuleWithLoss, public_name
+from ipufit.tracing.grad_step import ModuleWithLoss
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 __all__ = ["IpuContext", "PoptorchInferenceProgram"]
@@ -83,8 +82,8 @@ class IpuContext:
         return self._inference[key][0]
 
     def _compiled(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Executable:
-        options = make_options(self.sdk, spec.options, spec, size)
-        step = IpuStep(self.sdk, spec.module, spec.loss, spec, Form.of(example, size.padding))
+        options = make_options(self.sdk, spec, size)
+        step = IpuStep(self.sdk, spec.module, spec.loss, spec, example, size.padding)
         step.training = spec.module.training
         with self.timed(), translate_errors(self.sdk, "wrapping the module"):
             executor = self.sdk.inferenceModel(step, options=options)
@@ -161,63 +160,47 @@ class PoptorchInferenceProgram(Program):
             if not OWNER.take(unit.executor):
                 unit.executor.copyWeightsToDevice()
         self._versions = self._host.all_versions()
-        traced = unit.traced
-        outputs = traced.outputs.rebuild(traced.outputs.tensors)
-        outputs = outputs if self._spec.want_outputs else None
-        return Prepared(outputs, traced.reported.rules, traced.labels)
+        return unit.prepared(example.size)
 
     @alone
     def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution."""
-        if batch.layout is not None:
-            return self._run_together(batch)
-        results: List[Result] = []
-        work = list(batch.micro_batches)
-        while work:
-            count = 1
-            while count < len(work) and work[count].size == work[0].size:
-                count += 1
-            alike, work = work[:count], work[count:]
-            unit = self._unit(alike[0])
-            results += self._run_alike(unit, alike)
-        return anchors_of(results, self._spec, {})
-
-    def _run_together(self, batch: CombinedBatch) -> ExecutionResult:
-        """Micro-batches of one size after those of another, as often as any process needs it."""
-        plan, work, layout = self._spec.plan, batch.micro_batches, batch.layout or ()
+        work = batch.micro_batches
         results_by_place: Dict[int, Result] = {}
-        for size in sorted({each for update in layout for each in update if each}, reverse=True):
-            columns = zip(*(counts_by_rank(update, plan, size) for update in layout))
-            counts = [sum(column) for column in columns]
-            places = [place for place, each in enumerate(work) if each.size == size]
-            alike = [work[place] for place in places]
-            unit = self._unit(alike[0] if alike else self._example_of(size))
+        for size, places, counts in self._groups(batch):
+            unit = self._unit(work[places[0]] if places else self._example_of(size))
             self._take(unit)
             per_call = unit.size.micro_batches
             for first in range(0, max(counts), per_call):
-                part = alike[first : first + per_call]
+                now = places[first : first + per_call]
+                part = [work[place] for place in now]
                 rest = [part[-1] if part else self._example_of(size)] * (per_call - len(part))
                 results = unit.run([*part, *rest], seed_of(self._spec, self._passes))
-                results_by_place.update(zip(places[first : first + per_call], results))
+                results_by_place.update(zip(now, results))
                 self._passes += sum(max(0, min(per_call, each - first)) for each in counts)
         return anchors_of([results_by_place[place] for place in range(len(work))], self._spec, {})
+
+    def _groups(self, batch: CombinedBatch) -> Iterator[Tuple[int, List[int], List[int]]]:
+        """Yield micro-batches of one program: samples of each, places, and number by process.
+
+        Those of several processes are grouped by their size, as all make the same calls.
+        """
+        sizes, layout = [each.size for each in batch.micro_batches], batch.layout
+        if layout is None:
+            for size, group in itertools.groupby(range(len(sizes)), sizes.__getitem__):
+                places = list(group)
+                yield size, places, [len(places)]
+            return
+        for size in sorted({each for update in layout for each in update if each}, reverse=True):
+            columns = zip(*(counts_by_rank(update, self._spec.plan, size) for update in layout))
+            places = [place for place, each in enumerate(sizes) if each == size]
+            yield size, places, [sum(column) for column in columns]
 
     def _example_of(self, size: int) -> MicroBatch:
         """A micro-batch to repeat, in a process that has none of this size."""
         assert self._example is not None
         example = padded(self._example, max(size, self._example.size))
         return example if example.size == size else example.head(size)
-
-    def _run_alike(self, unit: Executable, work: Sequence[MicroBatch]) -> List[Result]:
-        count = unit.size.micro_batches
-        results: List[Result] = []
-        self._take(unit)
-        for first in range(0, len(work), count):
-            part = list(work[first : first + count])
-            full = part + [part[-1]] * (count - len(part))
-            results += unit.run(full, seed_of(self._spec, self._passes))[: len(part)]
-            self._passes += len(part)
-        return results
 
     def _take(self, unit: Executable) -> None:
         versions = self._host.all_versions()
@@ -229,18 +212,13 @@ class PoptorchInferenceProgram(Program):
 
     def read_state(self) -> TrainState:
         """The module's weights and buffers."""
-        weights = {public_name(name): plain(p) for name, p in self._host.parameters.items()}
-        buffers = {public_name(name): plain(b) for name, b in self._host.buffers().items()}
+        weights, buffers = self._host.copies()
         return TrainState(weights, [buffers], {}, self._spec.seed, self.updates)
 
     @alone
     def write_state(self, state: TrainState) -> None:
         """Other weights and buffers, in place; the device gets them with the next program."""
-        with torch.no_grad():
-            for name, parameter in self._host.parameters.items():
-                parameter.copy_(state.weights[public_name(name)])
-            for name, buffer in self._host.buffers().items():
-                buffer.copy_(state.buffers[0][public_name(name)])
+        self._host.overwrite(state)
         self._engine.release_inference()
 
     def close(self) -> None:

@@ -48,10 +48,6 @@ _SETTINGS: Dict[Type[torch.optim.Optimizer], Dict[str, object]] = {
 _NO_LIMIT = float(torch.finfo(torch.float32).max)
 
 
-def _names(kinds: Sequence[Type[torch.optim.Optimizer]]) -> str:
-    return ", ".join(kind.__name__ for kind in kinds)
-
-
 def check_optimizer(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
     """Make sure that a device can do what this optimizer does.
 
@@ -60,8 +56,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: TrainConfig) -> No
     """
     kind = type(optimizer)
     if kind not in _SETTINGS:
+        names = ", ".join(kind.__name__ for kind in _SETTINGS)
         raise OptimizerError(
-            f"an IPU runs the updates of {_names(list(_SETTINGS))} only, got {kind.__name__}. "
+            f"an IPU runs the updates of {names} only, got {kind.__name__}. "
             "Choose one of these, or engine='embedded'."
         )
     for index, group in enumerate(optimizer.param_groups):

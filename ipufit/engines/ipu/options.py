@@ -25,7 +25,6 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
 from ipufit.partition.own_blocks import OwnBlocks
 from ipufit.partition.partition import BLOCK, Partition
-from ipufit.processes import Processes
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import update_key
 
@@ -34,7 +33,6 @@ __all__ = [
     "block_of",
     "check_options",
     "fixes_replicas",
-    "ipu_of",
     "make_options",
     "new_options",
     "place",
@@ -51,28 +49,24 @@ def new_options(sdk: ModuleType, ipus_per_replica: int) -> Any:
     return sdk.Options() if popdist is None else popdist.Options(ipus_per_replica=ipus_per_replica)
 
 
-def set_replicas(
-    sdk: ModuleType, options: Any, replicas: int, stages: int, processes: Processes, role: str
-) -> None:
+def set_replicas(sdk: ModuleType, options: Any, replicas: int, spec: ProgramSpec) -> None:
     """Say how many replicas this process has, and which of all it is.
 
     Args:
         sdk: PopTorch.
         options: PopTorch's, which are changed.
         replicas: of this process.
-        stages: IPUs of a replica.
-        processes: those of the run.
-        role: name of the options, for messages.
+        spec: what is built.
 
     Raises:
         ConfigurationError: the options, or PopRun, say something else.
     """
     popdist = _popdist(sdk)
     if popdist is not None:
-        _check_popdist(sdk, popdist, options, replicas, stages, processes, role)
+        _check_popdist(sdk, popdist, options, replicas, spec)
         return
     options.replicationFactor(replicas)
-    group = options.Distributed
+    group, processes = options.Distributed, spec.processes
     configured = (group.processId, group.numProcesses)
     actual = (processes.process_id, processes.num_processes)
     if configured == actual:
@@ -81,7 +75,7 @@ def set_replicas(
     fresh = sdk.Options().Distributed
     if configured[1] > 1 and configured != (fresh.processId, fresh.numProcesses):
         raise ConfigurationError(
-            f"{role} must be for the processes that ipufit finds, of which this is "
+            f"{role_of(spec.mode)} must be for the processes that ipufit finds, of which this is "
             f"{actual[0]} of {actual[1]}, but they are for process {configured[0]} of "
             f"{configured[1]}. Leave Distributed.configureProcessId out, and start the "
             "processes with torchrun, mpirun or PopRun, or call ipufit.distributed."
@@ -93,18 +87,13 @@ def set_replicas(
 
 
 def _check_popdist(
-    sdk: ModuleType,
-    popdist: ModuleType,
-    options: Any,
-    replicas: int,
-    stages: int,
-    processes: Processes,
-    role: str,
+    sdk: ModuleType, popdist: ModuleType, options: Any, replicas: int, spec: ProgramSpec
 ) -> None:
+    stages, processes = spec.plan.stages, spec.processes
     if not isinstance(options, popdist.Options):
         raise ConfigurationError(
-            f"{role} must be popdist.poptorch.Options in a process that PopRun has started, got "
-            f"{sdk.__name__}.Options. Make them with "
+            f"{role_of(spec.mode)} must be popdist.poptorch.Options in a process that PopRun has "
+            f"started, got {sdk.__name__}.Options. Make them with "
             f"popdist.poptorch.Options(ipus_per_replica={stages}), or leave them out."
         )
     group = options.Distributed
@@ -146,12 +135,6 @@ def _popdist(sdk: ModuleType) -> Optional[ModuleType]:
 def block_of(stage: int) -> str:
     """The name of a stage's block."""
     return f"{BLOCK}stage {stage}"
-
-
-def ipu_of(partition: Optional[Partition], stage: int) -> int:
-    """The IPU of a replica on which a stage or phase runs."""
-    assert partition is not None
-    return partition.ipu_of(stage)
 
 
 def begin_loss(sdk: ModuleType, partition: Optional[Partition], user_blocks: OwnBlocks) -> None:
@@ -205,7 +188,7 @@ def _strategy(sdk: ModuleType, partition: Partition) -> Any:
     if partition.strategy == "parallel_phased":
         kind = sdk.ParallelPhasedExecution
     phases = range(partition.stages)
-    return kind(*(sdk.Phase(sdk.Stage(block_of(p)).ipu(ipu_of(partition, p))) for p in phases))
+    return kind(*(sdk.Phase(sdk.Stage(block_of(p)).ipu(partition.ipu_of(p))) for p in phases))
 
 
 _VARIABLE = "POPLAR_ENGINE_OPTIONS"
@@ -227,12 +210,11 @@ def set_profile(options: Any, spec: ProgramSpec, size: Size) -> None:
         options.enableProfiling(os.path.join(_folder(spec), *_beside(spec, size)))
 
 
-def place_of_profile(sdk: ModuleType, options: object, spec: ProgramSpec) -> Optional[str]:
+def place_of_profile(sdk: ModuleType, spec: ProgramSpec) -> Optional[str]:
     """The folder that the profile is written to; None where none is.
 
     Args:
         sdk: PopTorch, of which the stand-in writes none.
-        options: the user's own, or None.
         spec: what is built.
 
     Warns:
@@ -240,7 +222,7 @@ def place_of_profile(sdk: ModuleType, options: object, spec: ProgramSpec) -> Opt
     """
     if spec.profile_folder is None:
         return None
-    profile_settings, requested = _profile_settings(options), _folder(spec)
+    profile_settings, requested = _profile_settings(spec.options), _folder(spec)
     if not profile_settings:
         return None if is_standin(sdk) else requested
     who = _VARIABLE if _profile_settings(None) else TRAINING
@@ -318,24 +300,23 @@ def seed_of(spec: ProgramSpec, updates: int) -> int:
     return update_key(spec.seed, spec.domain, updates)
 
 
-def make_options(sdk: ModuleType, user_options: Any, spec: ProgramSpec, size: Size) -> Any:
+def make_options(sdk: ModuleType, spec: ProgramSpec, size: Size) -> Any:
     """Options of a program of this size; the user's own object stays as it is.
 
     Args:
         sdk: PopTorch.
-        given: ``poptorch.Options`` or None.
         spec: what is built.
         size: of one call.
     """
-    if user_options is not None:
-        options = user_options.clone()
+    options: Any = spec.options
+    if options is not None:
+        options = options.clone()
     else:
         # PopTorch's bar would be drawn into logs, and whatever verbose says.
         options = new_options(sdk, spec.plan.stages).showCompilationProgressBar(False)
     training = spec.mode is Mode.TRAIN
     options.deviceIterations(size.iterations)
-    given_to = (spec.plan.stages, spec.processes, role_of(spec.mode))
-    set_replicas(sdk, options, size.replicas, *given_to)
+    set_replicas(sdk, options, size.replicas, spec)
     options.outputMode(sdk.OutputMode.All)
     if training:
         options.Training.gradientAccumulation(size.accumulation)

@@ -49,7 +49,6 @@ class ProgramCache:
         self._engine = engine
         self._spec = spec
         self._host = host
-        self._optimizer = optimizer
         self._scheduled = _scheduled(spec)
         self.updates = spec.first_update
         self.example: Optional[MicroBatch] = None
@@ -75,7 +74,7 @@ class ProgramCache:
         self.leave()
         self._meet()
         engine, spec = self._engine, self._spec
-        options = make_options(engine.sdk, spec.options, spec, size)
+        options = make_options(engine.sdk, spec, size)
         with engine.timed():
             program = Trained(
                 engine.sdk,
@@ -99,8 +98,8 @@ class ProgramCache:
 
     def _refuse_shared_count(self, program: Trained) -> None:
         processes = self._spec.processes.num_processes
-        count = program.unit.size.per_update * processes
-        if program.unit.traced.reported.counted and count > 1:
+        count = program.size.per_update * processes
+        if program.traced.reported.counted and count > 1:
             sources = "gradient_accumulation and ipus"
             if processes > 1:
                 sources = f"gradient_accumulation, ipus and {processes} processes"
@@ -170,7 +169,7 @@ class ProgramCache:
     @property
     def changes_buffers(self) -> bool:
         """True where forward changes floating-point buffers, which replicas have apart."""
-        all_traced = [program.unit.traced for program in self._programs.values()]
+        all_traced = [program.traced for program in self._programs.values()]
         # The statistics of a BatchNorm change unseen, beside its counter.
         return any(traced.changed or traced.counters for traced in all_traced)
 
@@ -319,7 +318,7 @@ class ProgramSelector:
         """Tell whether such padding changes nothing."""
         if need == "none":
             return True
-        traced = self._programs.built(self._size).unit.traced
+        traced = self._programs.built(self._size).traced
         if traced.changed or traced.counters:
             return False
         if need == "micro-batches":
@@ -351,7 +350,7 @@ class ProgramSelector:
             shares = self.shares(sizes, smaller, False)
             plain = all(abs(share - 1) < 1e-12 for share in shares)
             return smaller if plain else dataclasses.replace(smaller, padding="micro-batches")
-        traced = self._programs.built(self._size).unit.traced
+        traced = self._programs.built(self._size).traced
         if traced.changed or traced.counters:
             which = public_name(sorted([*traced.changed, *traced.counters])[0])
             why = f"forward changes the buffer {which!r}, which padding would change too"

@@ -14,7 +14,7 @@ from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.logged_values import Entries, collecting
 from ipufit.core.outputs import drop_ignored_outputs, refuse_hidden_tensors
 from ipufit.core.precision import with_inputs_in
-from ipufit.engines.ipu.options import begin_loss, block_of, ipu_of
+from ipufit.engines.ipu.options import begin_loss, block_of
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.losses import LabelRange, Loss, LossTerm
@@ -31,7 +31,7 @@ from ipufit.tracing.validate import refuse_rebinding, storages
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import trace_with
 
-__all__ = ["Form", "IpuStep", "Traced", "counts_batches"]
+__all__ = ["IpuStep", "Traced", "counts_batches"]
 
 
 class Attributes:
@@ -104,27 +104,6 @@ def in_place_of(original: Optional[nn.Module], copied: nn.Module) -> Iterator[No
             there.update(before)
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """The layout of a step's tensors.
-
-    Attributes:
-        structure: of a micro-batch.
-        scalars: places of the leaves without dimensions, which a combined batch holds as vectors.
-        padding: as in :class:`ipufit.engines.ipu.size.Size`.
-    """
-
-    structure: tree.Structure
-    scalars: Tuple[int, ...]
-    padding: str
-
-    @staticmethod
-    def of(example: MicroBatch, padding: str) -> Form:
-        """The form of micro-batches like this one."""
-        scalars = tuple(i for i, leaf in enumerate(example.leaves) if not leaf.dim())
-        return Form(example.structure, scalars, padding)
-
-
 @dataclasses.dataclass
 class Traced:
     """Facts that tracing the step has shown; empty before.
@@ -159,7 +138,8 @@ class IpuStep(StepModule):
         net: the user's module.
         loss: normal form; None when only outputs are wanted.
         spec: says what comes back.
-        form: of the tensors.
+        example: a micro-batch, whose layout that of the others is.
+        padding: as in :class:`ipufit.engines.ipu.size.Size`.
 
     Attributes:
         net, loss_module: the two modules, whose tensors are those of the program.
@@ -171,7 +151,13 @@ class IpuStep(StepModule):
     """
 
     def __init__(
-        self, sdk: ModuleType, net: nn.Module, loss: Optional[Loss], spec: ProgramSpec, form: Form
+        self,
+        sdk: ModuleType,
+        net: nn.Module,
+        loss: Optional[Loss],
+        spec: ProgramSpec,
+        example: MicroBatch,
+        padding: str,
     ) -> None:
         super().__init__()
         self.net = net
@@ -184,7 +170,10 @@ class IpuStep(StepModule):
         self.wants_outputs = spec.want_outputs
         self.precision = spec.config.precision
         self._recompute = spec.config.recompute
-        self._form = form
+        self._structure = example.structure
+        # Places of the leaves without dimensions, which a combined batch holds as vectors.
+        self._scalars = [i for i, leaf in enumerate(example.leaves) if not leaf.dim()]
+        self._padding = padding
         self._partition = spec.partition
         # In a tuple: it is no part of this module.
         self.original: Tuple[nn.Module, ...] = ()
@@ -206,7 +195,7 @@ class IpuStep(StepModule):
     def forward(self, *tensors: Tensor) -> Tuple[Tensor, ...]:
         """One micro-batch."""
         leaves, share, valid = self._taken_apart(tensors)
-        batch = tree.unflatten(leaves, self._form.structure)
+        batch = tree.unflatten(leaves, self._structure)
         batch = with_inputs_in(self.precision, batch)
         tensors_by_name = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         versions, places = self._versions(), storages(tensors_by_name)
@@ -243,11 +232,11 @@ class IpuStep(StepModule):
         self, tensors: Sequence[Tensor]
     ) -> Tuple[List[Tensor], Optional[Tensor], Optional[Tensor]]:
         leaves, share, valid = list(tensors), None, None
-        if self._form.padding == "samples":
+        if self._padding == "samples":
             valid = leaves.pop()
-        if self._form.padding != "none":
+        if self._padding != "none":
             share = leaves.pop().reshape(())
-        for place in self._form.scalars:
+        for place in self._scalars:
             leaves[place] = leaves[place].reshape(())
         return leaves, share, valid
 
@@ -263,24 +252,23 @@ class IpuStep(StepModule):
     def _with_loss(
         self, result: Any, target: Any, sample_weight: Any, valid: Optional[Tensor]
     ) -> Tuple[Any, Optional[LossTerm]]:
-        if self._loss is None:
-            return result, None
-        with_loss = self._mode is not Mode.PREDICT
-        if self._loss.in_module:
-            if with_loss or carries_loss(result):
-                outputs, term = self._loss.split(result)
-                return outputs, term if with_loss else None
-            return result, None
-        if not with_loss:
-            return result, None
-        if valid is None:
-            return result, self._loss(result, target, sample_weight)
-        counting = self._loss.without_padding(result, target, sample_weight, valid)
-        assert counting is not None, "only a loss of samples gets samples that do not count"
-        return result, counting
+        loss, outputs, term = self._loss, result, None
+        if loss is None:
+            return outputs, None
+        if loss.in_module:
+            if self.reports or carries_loss(result):
+                outputs, term = loss.split(result)
+        elif self.reports:
+            if valid is None:
+                term = loss(result, target, sample_weight)
+            else:
+                term = loss.without_padding(result, target, sample_weight, valid)
+            assert term is not None, "only a loss of samples gets samples that do not count"
+        return outputs, term if self.reports else None
 
     def _begin(self, stage: int) -> None:
-        self._sdk.Block.start(block_of(stage), ipu_id=ipu_of(self._partition, stage))
+        assert self._partition is not None
+        self._sdk.Block.start(block_of(stage), ipu_id=self._partition.ipu_of(stage))
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -6,20 +6,9 @@ import dataclasses
 import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-import torch
-
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.precision import check_precision, warn_of_vanishing_eps
-from ipufit.engines.ipu.executable import (
-    Executable,
-    Host,
-    Result,
-    Trained,
-    anchors_of,
-    cut_rows,
-    plain,
-    unwrapped,
-)
+from ipufit.engines.ipu.executable import Host, Result, Trained, anchors_of, unwrapped
 from ipufit.engines.ipu.inference import IpuContext
 from ipufit.engines.ipu.options import place_of_profile, seed_of
 from ipufit.engines.ipu.program_cache import ProgramCache, ProgramSelector
@@ -30,7 +19,7 @@ from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
 from ipufit.optim.resolve import refuse_step_hooks
 from ipufit.optim.rules import rule_for
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
-from ipufit.tracing.grad_step import ModuleWithLoss, public_name
+from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.validate import refuse_shared_memory
 from ipufit.utils.state import copy_optimizer_state
 
@@ -85,20 +74,19 @@ class PoptorchTrainingProgram(Program):
         refuse_shared_memory(list(self._host.trained), self._host.parameters, self._host.buffers())
         check_precision(spec.config.precision, spec.module)
         warn_of_vanishing_eps(spec.optimizer)
-        # What it does depends on all that these hold.
-        self._whole = ModuleWithLoss(spec.module, spec.loss)
         self._size = Size.of(spec.plan)
         schedule = spec.config.schedule
         if schedule is not None and schedule.per_update:
             # Settings change between calls only.
             self._size = dataclasses.replace(self._size, iterations=1)
-        self.popvision = place_of_profile(engine.sdk, spec.options, spec)
+        self.popvision = place_of_profile(engine.sdk, spec)
         self._programs = ProgramCache(engine, spec, self._host, spec.optimizer)
         self._shapes = ProgramSelector(spec, self._size, self._programs)
         self._closed = False
         self._lost: Optional[Tuple[int, float]] = None
         self._frozen: object = None
-        self._frozen_values = FrozenValues(self._whole)
+        # What it does depends on all that module and loss hold.
+        self._frozen_values = FrozenValues(self._host.whole)
         self._held: object = None
 
     @property
@@ -134,23 +122,23 @@ class PoptorchTrainingProgram(Program):
             program = self._prepared_main()
             shapes.check_last()
             if example.size == self._size.micro_batch:
-                return _prepared(program.unit, example.size)
+                return program.prepared(example.size)
         sizes = shapes.last_sizes()
         if sizes is None and self._spec.processes.is_distributed:
             # Not all of them may have begun with a smaller one, and they compile together.
-            return _prepared(programs.built(self._size).unit, example.size)
+            return programs.built(self._size).prepared(example.size)
         if sizes is None or sizes[-1] != example.size:
             sizes = (example.size,)
-        return _prepared(shapes.program_for(sizes).unit, example.size)
+        return shapes.program_for(sizes).prepared(example.size)
 
     def _prepared_main(self) -> Trained:
         self._refuse_frozen()
-        if self._frozen is not None and unwrapped(fingerprint(self._whole)[0]) != self._frozen:
+        if self._frozen is not None and unwrapped(fingerprint(self._host.whole)[0]) != self._frozen:
             self._drop()
         if self._size in self._programs.sizes:
             self._programs.take_over_changes()
         program = self._programs.built(self._size)
-        frozen, self._held = fingerprint(self._whole)
+        frozen, self._held = fingerprint(self._host.whole)
         self._frozen = unwrapped(frozen)
         self._frozen_values.note()
         return program
@@ -208,7 +196,7 @@ class PoptorchTrainingProgram(Program):
                 micro_batches = [
                     micro_batch for update in group for micro_batch in update.micro_batches
                 ]
-                results += self._done(main, main.unit.run(micro_batches, self._seed()), len(group))
+                results += self._done(main, main.run(micro_batches, self._seed()), len(group))
                 continue
             for index, update in enumerate(group, first):
                 results += self._run_one(update, rows[index])
@@ -217,17 +205,17 @@ class PoptorchTrainingProgram(Program):
     def _run_one(self, update: _Update, row: OptimizerRow) -> List[Result]:
         """One update that does not fill the main program, or stands beside one that does not."""
         program, share = self._shapes.program_for(update.layout), update.share
-        size = program.unit.size
+        size = program.size
         self._programs.turn_to(program)
         program.send(row)
         assert self._programs.example is not None
         batch, valid = filled(update.micro_batches, size, self._programs.example)
-        counted = program.unit.traced.reported.counted
+        counted = program.traced.reported.counted
         shares = self._shapes.shares(share.sizes, size, counted)
         shares = [shares[i] for i in share.indices] + [0.0] * (
             len(batch) - len(update.micro_batches)
         )
-        results = program.unit.run(batch, self._seed(), shares, valid)[: len(update.micro_batches)]
+        results = program.run(batch, self._seed(), shares, valid)[: len(update.micro_batches)]
         results = self._done(program, results, 1)
         if program.copies_module:
             # The user's module, which callbacks look at, belongs to the main program.
@@ -243,9 +231,9 @@ class PoptorchTrainingProgram(Program):
         Raises:
             NonFiniteLossError: one is no finite number, in one process.
         """
-        size, first = program.unit.size, self.updates
+        size, first = program.size, self.updates
         self._programs.count(updates)
-        for name, times in program.unit.traced.counters.items():
+        for name, times in program.traced.counters.items():
             self._host.count(name, times * updates * size.accumulation)
         for place, result in enumerate(results):
             if not math.isfinite(result.numbers[0]) and self._lost is None:
@@ -294,11 +282,11 @@ class PoptorchTrainingProgram(Program):
         Of several processes it is that of process 0, and all of them call this.
         """
         self.publish()
-        buffers = {public_name(name): plain(b) for name, b in self._host.buffers().items()}
+        weights, buffers = self._host.copies()
         self._spec.processes.broadcast(list(buffers.values()))
         schedule, scale = self._spec.config.schedule, self._spec.config.loss_scale
         return TrainState(
-            {public_name(name): plain(p) for name, p in self._host.parameters.items()},
+            weights,
             [buffers],
             copy_optimizer_state(self._optimizer),
             self._spec.seed,
@@ -311,11 +299,7 @@ class PoptorchTrainingProgram(Program):
     def write_state(self, state: TrainState) -> None:
         """Continue from another state; all replicas begin with the buffers of the first."""
         self._programs.leave()
-        with torch.no_grad():
-            for name, parameter in self._host.parameters.items():
-                parameter.copy_(state.weights[public_name(name)])
-            for name, buffer in self._host.buffers().items():
-                buffer.copy_(state.buffers[0][public_name(name)])
+        self._host.overwrite(state)
         self._optimizer.load_state_dict(state.optimizer)
         if self._spec.config.schedule is not None and state.schedule is not None:
             self._spec.config.schedule.load_state_dict(state.schedule)
@@ -339,12 +323,3 @@ class PoptorchTrainingProgram(Program):
         if not self._closed:
             self._closed = True
             self._drop()
-
-
-def _prepared(unit: Executable, samples: int) -> Prepared:
-    """Describe the results for a micro-batch with so many samples that count."""
-    traced = unit.traced
-    if not unit.step.wants_outputs:
-        return Prepared(None, traced.reported.rules, traced.labels)
-    tensors = cut_rows(traced.outputs.tensors, unit.size.micro_batch, samples)
-    return Prepared(traced.outputs.rebuild(tensors), traced.reported.rules, traced.labels)
