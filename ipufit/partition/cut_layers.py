@@ -20,6 +20,7 @@ from ipufit.partition.serialization import (
     SerializedLookup,
     SplitProjection,
     parts_of,
+    serialized_layers,
 )
 from ipufit.utils.error_collector import ErrorCollector
 
@@ -111,19 +112,14 @@ def to_dense(module: nn.Module) -> nn.Module:
     Returns:
         The module.
     """
-    for layer in module.modules():
-        if isinstance(layer, Serialized):
-            _join(layer)
+    for layer in serialized_layers(module):
+        _join(layer)
     return module
 
 
 def ipus_of(module: nn.Module, training: bool = True) -> int:
     """Number of IPUs that the parts of serialised layers need; 0 where none has a place."""
-    placed = [
-        layer.parts_in(training).per_ipu or ()
-        for layer in module.modules()
-        if isinstance(layer, Serialized)
-    ]
+    placed = (layer.parts_in(training).per_ipu or () for layer in serialized_layers(module))
     return max(map(len, placed), default=0)
 
 
@@ -188,8 +184,7 @@ def _present(module: nn.Module) -> List[_Work]:
             by_config=layer.by_config,
             cuts_weight=isinstance(layer, CutWeight),
         )
-        for layer in module.modules()
-        if isinstance(layer, Serialized)
+        for layer in serialized_layers(module)
     ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ipufit.utils import tree
 
-__all__ = ["OperatorWork", "bytes_of", "flops_of", "work_of"]
+__all__ = ["OperatorWork", "bytes_of", "flops_of", "is_view", "work_of"]
 
 # What a tile can do per clock at best: FLOPs of a matrix product in 32 and in 16 bits, and bytes
 # between its memory and its registers. Only the ratio of two operators' times is ever used.
@@ -51,7 +51,7 @@ def work_of(
 
     An operator takes the longer of computing its matrix product and of moving its tensors.
     """
-    if _is_view(operator):
+    if is_view(operator):
         return OperatorWork()
     inputs, outputs = tree.tensors((args, kwargs)), tree.tensors(result)
     flops = flops_of(operator, args, result)
@@ -60,7 +60,7 @@ def work_of(
     return OperatorWork(flops, max(flops / rate, moved / _BYTES))
 
 
-def _is_view(operator: torch._ops.OpOverload) -> bool:
+def is_view(operator: torch._ops.OpOverload) -> bool:
     """True if the operator returns a view of its argument, without a copy."""
     if operator is torch.ops.aten.detach.default:
         return True
@@ -95,7 +95,7 @@ def bytes_of(
     up in a table is read as often as it is wanted, and no more of the table.
     """
     name = _name(operator)
-    if _is_view(operator) or name in _ONLY_MAKE:
+    if is_view(operator) or name in _ONLY_MAKE:
         return 0
     outputs = tree.tensors(result)
     written = sum(map(_held, outputs))

@@ -17,7 +17,7 @@ from ipufit.errors import PartitionError, UnknownNameError
 from ipufit.partition.cut_layers import ipus_of
 from ipufit.partition.partition import AFTER, first_called, is_called
 from ipufit.partition.request import PartitionRequest, count_of
-from ipufit.partition.serialization import Serialized
+from ipufit.partition.serialization import serialized_layers
 
 __all__ = [
     "Division",
@@ -66,12 +66,8 @@ def _stacks_in(
     if not isinstance(part, kinds) or not _are_alike(blocks) or not all(map(is_called, blocks)):
         return inside
     longest = max((len(stack.layers) for stack in inside), default=0)
-    return inside if longest > len(blocks) else [_stack(name, part)]
-
-
-def _stack(name: str, part: nn.Module) -> Stack:
     layers = tuple(f"{name}.{key}" if name else key for key, _ in part.named_children())
-    return Stack(name, layers, type(next(part.children())))
+    return inside if longest > len(blocks) else [Stack(name, layers, type(blocks[0]))]
 
 
 def _are_alike(blocks: Sequence[nn.Module]) -> bool:
@@ -290,7 +286,7 @@ def check_splits(module: nn.Module, strategy: str, ipus: int, is_training: bool)
 
 
 def _misplaced(module: nn.Module, wanted: int, ipus: int, is_training: bool) -> PartitionError:
-    by_config = any(isinstance(layer, Serialized) and layer.by_config for layer in module.modules())
+    by_config = any(layer.by_config for layer in serialized_layers(module))
     if is_training:
         cure = "Divide the module with stages, or pass ipus_per_replica="
         cure = f"{cure}{wanted}." if not by_config else f"Set IPUConfig.ipus_per_replica={wanted}."
@@ -309,11 +305,9 @@ def _misplaced(module: nn.Module, wanted: int, ipus: int, is_training: bool) -> 
 
 def _check_places(module: nn.Module) -> None:
     """Refuse a parameter that inference, which has those of training, needs on several IPUs."""
-    for layer in module.modules():
-        places = layer.places(training=False) if isinstance(layer, Serialized) else {}
-        for name, ipus in places.items():
+    for layer in serialized_layers(module):
+        for name, ipus in layer.places(training=False).items():
             if len(ipus) > 1:
-                assert isinstance(layer, Serialized)
                 before, parts = layer.parts.describe(), layer.inference_parts
                 kind = "embedding" if isinstance(layer, nn.Embedding) else "projection"
                 cure = "splits_per_ipu in Memory.serialize"
@@ -329,8 +323,7 @@ def _check_places(module: nn.Module) -> None:
 
 def ipus_with_parts(module: nn.Module) -> AbstractSet[int]:
     """The IPUs of a replica on which parts of serialised layers lie."""
-    layers = (part for part in module.modules() if isinstance(part, Serialized))
-    return {0, *(ipu for layer in layers for ipu in layer.parts.ipus)}
+    return {0, *(ipu for layer in serialized_layers(module) for ipu in layer.parts.ipus)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,7 +99,8 @@ class OwnBlocks:
             return ipu
         if stage is not None:
             return int(stage._stage_id)
-        return number if _increments(strategy) else None
+        automatic = getattr(strategy, "_auto_stage", None)
+        return number if getattr(automatic, "name", "") == "AutoIncrement" else None
 
     def place(self) -> Optional[int]:
         """The IPU of the last block that was entered; None before the first."""
@@ -204,11 +205,6 @@ def blocks_without_end() -> Iterator[None]:
 
 def _go_on(block: object, *error: object) -> None:
     """Leave a block open."""
-
-
-def _increments(strategy: object) -> bool:
-    automatic = getattr(strategy, "_auto_stage", None)
-    return getattr(automatic, "name", "") == "AutoIncrement"
 
 
 def _check_names(strategy: Any, entered: Sequence[str]) -> None:

@@ -41,7 +41,8 @@ def resolve_partitions(
     first = second = None
     with faults.collect():
         first = resolve_partition(module, training)
-        second = _inherited(first)
+        # A strategy that was named for training does not bind inference, which has the rest.
+        second = None if first is None else dataclasses.replace(first, is_chosen=False)
         if inference.is_empty:
             ipus = 1 if second is None else second.ipus
             check_splits(module, "" if second is None else second.strategy, ipus, False)
@@ -55,11 +56,6 @@ def resolve_partitions(
             second = resolve_partition(module, inference, is_training=False)
     faults.raise_all()
     return Partitions(first, second, training.sets_ipus)
-
-
-def _inherited(partition: Optional[Partition]) -> Optional[Partition]:
-    """Training's for inference, which a strategy that was named for training does not bind."""
-    return None if partition is None else dataclasses.replace(partition, is_chosen=False)
 
 
 def resolve_partition(

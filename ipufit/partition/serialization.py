@@ -28,8 +28,8 @@ __all__ = [
     "SerializedLinear",
     "SerializedLookup",
     "SplitProjection",
-    "has_serialized_layers",
     "parts_of",
+    "serialized_layers",
     "side_by_side",
 ]
 
@@ -255,9 +255,9 @@ class Serialized(nn.Module):
             yield part, next(weights)
 
 
-def has_serialized_layers(module: nn.Module) -> bool:
-    """True if a layer of the module is serialised."""
-    return any(isinstance(layer, Serialized) for layer in module.modules())
+def serialized_layers(module: nn.Module) -> Iterator[Serialized]:
+    """Yield the layers of a module that are serialised."""
+    return (layer for layer in module.modules() if isinstance(layer, Serialized))
 
 
 def _in_parts(pieces: Sequence[Tensor], dim: int, parts: Parts) -> Iterator[Tensor]:

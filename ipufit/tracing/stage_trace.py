@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ipufit.errors import PartitionError
 from ipufit.partition.cut_layers import ipus_of
+from ipufit.partition.flops import is_view
 from ipufit.partition.own_blocks import OwnBlocks, UncountedError
 from ipufit.partition.partition import AFTER, Partition, begun_by
 from ipufit.partition.serialization import Serialized
@@ -106,13 +107,10 @@ def _computes(operator: torch._ops.OpOverload, result: object) -> bool:
         return False
     if operator.namespace != "aten":
         return True
-    if operator.overloadpacket in _NAMES_ANEW:
-        return False
-    aliases = [one.alias_info for one in operator._schema.returns]
-    return not any(alias is not None and not alias.is_write for alias in aliases)
+    return operator.overloadpacket not in _NAMES_ANEW and not is_view(operator)
 
 
-_NAMES_ANEW = {torch.ops.aten.detach, torch.ops.aten.lift_fresh, torch.ops.aten._unsafe_view}
+_NAMES_ANEW = {torch.ops.aten.lift_fresh, torch.ops.aten._unsafe_view}
 
 
 class Walk:

@@ -29,7 +29,7 @@ from ipufit.partition.own_blocks import annotated_ipus
 from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.partition.recomputation import resolve_recompute
 from ipufit.partition.request import Parallel, PartitionRequest
-from ipufit.partition.serialization import has_serialized_layers
+from ipufit.partition.serialization import serialized_layers
 from ipufit.tracing.validate import refuse_unregistered
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, one_of
@@ -213,7 +213,7 @@ def _partitions(module: nn.Module, request: CompileConfig) -> Partitions:
         PartitionError: the arguments can't work, or not together; with every fault.
     """
     first, second = request.partition, request.inference_partition
-    if first.is_absent and second.is_absent and not has_serialized_layers(module):
+    if first.is_absent and second.is_absent and not any(serialized_layers(module)):
         return NOT_DIVIDED
     from ipufit.partition.resolve import resolve_partitions
 
