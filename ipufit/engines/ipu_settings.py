@@ -16,7 +16,15 @@ from ipufit.errors import ConfigurationError, PlanError
 from ipufit.partition.partition import Partition
 from ipufit.partition.request import PartitionRequest
 
-__all__ = ["IpuArguments", "IpuSettings", "LayerCut", "ModeSettings", "Setting", "Strategy"]
+__all__ = [
+    "IpuArguments",
+    "IpuSettings",
+    "LayerCut",
+    "ModeSettings",
+    "Setting",
+    "Strategy",
+    "times",
+]
 
 T = TypeVar("T", covariant=True)
 
@@ -63,6 +71,19 @@ class Setting(Generic[T]):
         if passed is not None and passed != self.value:
             raise ConfigurationError(self.conflict(argument, passed))
         return self.value
+
+
+def times(setting: Setting[int], factor: int, by: str) -> Setting[int]:
+    """Multiply a number that is fixed.
+
+    Args:
+        setting: the number.
+        factor: by which it is multiplied.
+        by: name of the factor.
+    """
+    count = setting.value * factor
+    source = f"{setting.source} x {by}"
+    return dataclasses.replace(setting, value=count, source=source, says=f"which says {count}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +152,7 @@ class ModeSettings:
         replicas = self.replicas
         if replicas is None or partition is None or partition.ipus == 1:
             return replicas
-        count = replicas.value * partition.ipus
-        source = f"{replicas.source} x {partition.ipus} IPUs of a replica"
-        return dataclasses.replace(replicas, value=count, source=source, says=f"which says {count}")
+        return times(replicas, partition.ipus, f"{partition.ipus} IPUs of a replica")
 
 
 # What holds where neither an argument nor a configuration says anything.

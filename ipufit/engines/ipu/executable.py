@@ -117,7 +117,13 @@ class Executable:
             self._sdk, "compiling"
         ):
             OWNER.compile(self.executor, arguments)
-        _warn_of_attributes(self.traced.attributes)
+        if self.traced.attributes:
+            warn_user(
+                f"forward sets {', '.join(self.traced.attributes)}, but it runs once, to be "
+                "traced, and the attribute keeps the value that it had. To carry a value from one "
+                "micro-batch to the next, register a buffer of floating point and change it in "
+                "place.",
+            )
 
     def run(
         self,
@@ -210,15 +216,6 @@ def _cut_rows(tensors: Sequence[Tensor], rows: int, samples: int) -> List[Tensor
     if samples == rows:
         return list(tensors)
     return [t[:samples] if t.dim() and t.shape[0] == rows else t for t in tensors]
-
-
-def _warn_of_attributes(changed: Sequence[str]) -> None:
-    if changed:
-        warn_user(
-            f"forward sets {', '.join(changed)}, but it runs once, to be traced, and "
-            "the attribute keeps the value that it had. To carry a value from one micro-batch to "
-            "the next, register a buffer of floating point and change it in place.",
-        )
 
 
 def anchors_of(

@@ -63,11 +63,6 @@ def _has_core(origin: Optional[str]) -> bool:
     )
 
 
-def _is_sdk(module: types.ModuleType) -> bool:
-    """Tell whether a module that was imported as ``poptorch`` is the SDK's."""
-    return module.__name__ == "poptorch" and _has_core(getattr(module, "__file__", None))
-
-
 def why_no_sdk() -> Optional[str]:
     """Why PopTorch can't be imported here; None if it can, and then it is imported."""
     if find_sdk() is None:
@@ -81,7 +76,7 @@ def why_no_sdk() -> Optional[str]:
             f"torch {torch.__version__} and Python {platform.python_version()}: "
             f"{type(error).__name__}: {text}"
         )
-    if not _is_sdk(module):
+    if module.__name__ != "poptorch" or not _has_core(getattr(module, "__file__", None)):
         return "what `import poptorch` finds is the stand-in, not the SDK's PopTorch"
     return None
 

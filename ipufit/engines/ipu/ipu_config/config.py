@@ -13,6 +13,7 @@ from ipufit.engines.ipu.ipu_config.parameters import (
     PARAMETERS,
     IpuLayout,
     ParameterValues,
+    check_value,
     is_default,
     nearest,
     shown,
@@ -21,7 +22,6 @@ from ipufit.engines.ipu.ipu_config.parameters import (
 )
 from ipufit.engines.ipu.ipu_config.reading import (
     check_changes,
-    check_values,
     filled,
     incoherent,
     parse_changes,
@@ -208,7 +208,12 @@ class IPUConfig(ParameterValues):
             ConfigurationError: with every fault.
         """
         # What a list holds may have been changed without being looked at.
-        faults, bad = check_values(values_of(self))
+        faults: List[str] = []
+        bad = set()
+        for name, value in values_of(self).items():
+            before = len(faults)
+            check_value(name, value, faults)
+            bad |= {name} if len(faults) > before else set()
         raise_faults([*faults, *incoherent(self.__dict__, bad)])
 
     @property

@@ -12,7 +12,6 @@ from ipufit.errors import ConfigurationError
 __all__ = [
     "PODS",
     "check_changes",
-    "check_values",
     "filled",
     "incoherent",
     "migrate_parameters",
@@ -223,17 +222,6 @@ def check_changes(changes: Mapping[str, object], faults: List[str]) -> Dict[str,
     return values
 
 
-def check_values(values: Mapping[str, object]) -> Tuple[List[str], Set[str]]:
-    """Return the faults of single values, and the names of their parameters."""
-    faults: List[str] = []
-    bad: Set[str] = set()
-    for name, value in values.items():
-        before = len(faults)
-        check_value(name, value, faults)
-        bad |= {name} if len(faults) > before else set()
-    return faults, bad
-
-
 _TRUE = ("true", "1", "y", "yes")
 _FALSE = ("false", "0", "n", "no")
 _NONE = ("none", "null")
@@ -311,22 +299,16 @@ def _of_pod(
             continue
         checked[pod] = check_value(name, part, faults, f"{name}[{pod!r}]")
     wanted = _DEFAULT if pod_type is None else pod_type
-    if faults and wanted not in checked:
-        return checked, PARAMETERS[name].default
-    if wanted in checked:
-        return checked, checked[wanted]
-    came = ", ".join(map(repr, value))
-    if pod_type is None:
+    if not faults and wanted not in checked:
+        came = ", ".join(map(repr, value))
         faults.append(
             f"IPUConfig.{name} must have a value named 'default' where no pod_type is chosen, got "
             f"values for {came}. Pass one of these as pod_type."
+            if pod_type is None
+            else f"IPUConfig.{name} must have a value for pod_type={pod_type!r}, got values for "
+            f"{came}. Choose one of these, or add the value."
         )
-    else:
-        faults.append(
-            f"IPUConfig.{name} must have a value for pod_type={pod_type!r}, got values for {came}. "
-            "Choose one of these, or add the value."
-        )
-    return checked, PARAMETERS[name].default
+    return checked, checked.get(wanted, PARAMETERS[name].default)
 
 
 def filled(arguments: Mapping[str, object]) -> Dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import ModuleType
 from typing import Any, Dict, List
 
@@ -18,7 +17,7 @@ from ipufit.engines.ipu.effects import (
 from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, ParameterValues, shown, values_of
 from ipufit.engines.ipu.options import new_options
 from ipufit.engines.ipu.sdk import is_standin
-from ipufit.engines.ipu_settings import IpuSettings, LayerCut, ModeSettings, Setting
+from ipufit.engines.ipu_settings import IpuSettings, LayerCut, ModeSettings, Setting, times
 from ipufit.errors import ConfigurationError
 from ipufit.partition.embedding_layers import KINDS
 from ipufit.processes import current
@@ -83,14 +82,8 @@ def _mode_settings(config: ParameterValues, prefix: str) -> ModeSettings:
     ipus = Setting(
         values[f"{prefix}ipus_per_replica"], f"IPUConfig.{prefix}ipus_per_replica", _CHANGE
     )
-    count = replicas.value * ipus.value
     return ModeSettings(
-        ipus=dataclasses.replace(
-            replicas,
-            value=count,
-            source=f"{replicas.source} x {prefix}ipus_per_replica",
-            says=f"which says {count}",
-        ),
+        ipus=times(replicas, ipus.value, f"{prefix}ipus_per_replica"),
         device_iterations=work(f"{prefix}device_iterations"),
         gradient_accumulation=None if prefix else work("gradient_accumulation_steps"),
         seed=None
@@ -204,10 +197,10 @@ def engine_options(sdk: ModuleType, config: ParameterValues, for_inference: bool
         for_inference: for inference.
     """
     prefix = "inference_" if for_inference else ""
-    options = new_options(sdk, getattr(config, f"{prefix}ipus_per_replica"))
+    ipus = getattr(config, f"{prefix}ipus_per_replica")
+    options = new_options(sdk, ipus)
     options.autoRoundNumIPUs(True)
     memory = getattr(config, f"{prefix}matmul_proportion")
-    ipus = getattr(config, f"{prefix}ipus_per_replica")
     by_ipu = memory if isinstance(memory, list) else [memory] * ipus
     options.setAvailableMemoryProportion({f"IPU{i}": share for i, share in enumerate(by_ipu)})
     replicas = getattr(config, f"{prefix}replication_factor")

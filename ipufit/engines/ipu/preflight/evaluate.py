@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Iterable, Iterator, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import TrainConfig
@@ -153,18 +153,14 @@ def _device_tensors(
 ) -> Iterator[Tuple[str, Optional[str], DeviceTensor]]:
     for prefix, part in (("", module), ("loss.", loss.module)):
         if part is not None:
-            for name, tensor in (*part.named_parameters(), *_counted_buffers(part)):
+            for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+                if name.rpartition(".")[2] == "num_batches_tracked":
+                    # A counter of batches, which nothing reads.
+                    continue
                 owner = (prefix + name).rpartition(".")[0]
                 yield repr(prefix + name), owner, DeviceTensor(tensor, in_module=True)
     for leaf in batch.leaves:
         yield f"an input of shape {tuple(leaf.shape)}", None, DeviceTensor(leaf, in_module=False)
-
-
-def _counted_buffers(module: nn.Module) -> Iterator[Tuple[str, Tensor]]:
-    """Yield buffers without counters of batches, which nothing reads."""
-    for name, tensor in module.named_buffers():
-        if name.rpartition(".")[2] != "num_batches_tracked":
-            yield name, tensor
 
 
 def _of_optimizer(table: Table, optimizer: torch.optim.Optimizer) -> Iterator[PreflightFinding]:
