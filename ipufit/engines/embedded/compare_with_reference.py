@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import functools
 import operator
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -21,15 +20,13 @@ from ipufit.errors import ConfigurationError
 from ipufit.tracing.comparison import Comparison, Difference, Tolerance, distance
 from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes, public_name
 from ipufit.tracing.interpreter import InstrumentedInterpreter, Listener, OperatorCall
-from ipufit.tracing.source_map import CallRecorder, TracedCall, trace_calls
+from ipufit.tracing.source_map import CallRecorder, Origin, TracedCall, trace_calls
 from ipufit.utils import tree
 
 __all__ = ["ReferenceComparison"]
 
 _DETACH = "aten.detach.default"
-
-# Makes a difference of its absolute and relative size and the tolerance.
-Measured = Callable[[float, float, float], Difference]
+_NOWHERE = Origin()
 
 
 @dataclasses.dataclass
@@ -139,13 +136,31 @@ class ReferenceComparison:
                     pairs[name] = (call, same)
         return pairs
 
-    def _add(self, difference: Measured, pair: Tuple[Tensor, Tensor]) -> bool:
-        """Measure a pair of tensors; whether they agree."""
-        one, other = pair
-        away = distance(one, other)
-        tolerance = self.tolerance.of(one.dtype, away.scale)
-        self.found.append(difference(away.absolute, away.relative, tolerance))
-        return self.found[-1].ok
+    def _add(
+        self,
+        pair: Tuple[Tensor, Tensor],
+        kind: str,
+        name: str,
+        origin: Origin = _NOWHERE,
+        node: Optional[str] = None,
+    ) -> None:
+        """Measure a pair of tensors; those of an operator or a module come with their origin."""
+        away = distance(*pair)
+        difference = Difference(
+            kind,
+            name,
+            away.absolute,
+            away.relative,
+            self.tolerance.of(pair[0].dtype, away.scale),
+            origin.module,
+            origin.kind,
+            node,
+            origin.is_backward,
+            origin.file,
+            origin.line,
+            origin.source,
+        )
+        self.found.append(difference)
 
     def _add_results(
         self,
@@ -162,7 +177,7 @@ class ReferenceComparison:
             *self._buffers(own_state, state),
         ]:
             prefix = f"{what} " if kind and what != "loss" else ""
-            self._add(functools.partial(Difference, kind or what, f"{prefix}{name}"), (one, other))
+            self._add((one, other), kind or what, f"{prefix}{name}")
 
     def _gradients(
         self, traced_results: Sequence[Tensor], results: Sequence[Tensor]
@@ -207,7 +222,7 @@ class _NodeComparison(Listener):
         self,
         graph: fx.Graph,
         pairs: Dict[str, Tuple[TracedCall, TracedCall]],
-        add: Callable[[Measured, Tuple[Tensor, Tensor]], bool],
+        add: Callable[..., None],
     ) -> None:
         self._pairs = pairs
         self._add = add
@@ -228,22 +243,8 @@ class _NodeComparison(Listener):
         pairs = list(zip(tree.tensors(result), eager.outputs))
         if not pairs or "empty" in call.operator:
             return
-        worst = max(range(len(pairs)), key=lambda place: distance(*pairs[place]).absolute)
-        origin = eager.origin
-        at_operator = functools.partial(
-            Difference,
-            "operator",
-            call.operator,
-            module=origin.module,
-            module_kind=origin.kind,
-            node=node,
-            is_backward=origin.is_backward,
-            file=origin.file,
-            line=origin.line,
-            source=origin.source,
-        )
-        self._add(at_operator, pairs[worst])
+        worst = max(pairs, key=lambda pair: distance(*pair).absolute)
+        self._add(worst, "operator", call.operator, eager.origin, node)
         for returned, place in eager.returned:
             if place < len(pairs):
-                module = functools.partial(Difference, "module", returned.name)
-                self._add(functools.partial(module, module_kind=returned.kind), pairs[place])
+                self._add(pairs[place], "module", returned.name, Origin(kind=returned.kind))
