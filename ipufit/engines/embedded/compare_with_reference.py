@@ -95,11 +95,8 @@ class ReferenceComparison:
 
     def _arguments(self, dtype: Optional[torch.dtype] = None) -> List[Tensor]:
         """The state, of its own so that it may change, and the batch."""
-        state = [_as(tensor, dtype).clone() for tensor in self.live.states[0]]
-        leaves = [_as(leaf, dtype).clone() for leaf in self.batch.leaves]
-        scaler = self.live.scaler
-        scale = [] if scaler is None else [scaler.tensor(leaves[0].device)]
-        return [*state, *leaves, *scale]
+        arguments = self.live.call_arguments(self.live.states[0], self.batch.leaves)
+        return [_as(tensor, dtype).clone() for tensor in arguments]
 
     def _eagerly(self, double: bool) -> Tuple[List[TracedCall], List[Tensor], List[Tensor]]:
         """The operators of the reference, what it returned, and its state afterwards."""

@@ -93,9 +93,7 @@ class Replay:
         self, recorded: TracedStep, state: Sequence[Tensor], batch: MicroBatch, as_recorded: bool
     ) -> Tuple[Optional[NonFiniteValue], List[Tensor]]:
         """The cause, if something is not finite, and the gradients."""
-        scaler = self.live.scaler
-        scale = [] if scaler is None else [scaler.tensor(batch.leaves[0].device)]
-        arguments = [*state, *batch.leaves, *scale]
+        arguments = self.live.call_arguments(state, batch.leaves)
         names = [*recorded.micro.trained, *recorded.micro.fixed]
         tensors = dict(zip(names, state))
         if as_recorded and recorded.graph is not None:
@@ -112,7 +110,7 @@ class Replay:
         loss = numbers[0] if numbers.dim() else numbers
         if not bool(loss.isfinite()):
             return search.cause_of(numbers) or NonFiniteValue("unknown"), flats
-        if scaler is not None:
+        if self.live.scaler is not None:
             # An update with such a gradient is skipped.
             return None, flats
         for flat in flats:

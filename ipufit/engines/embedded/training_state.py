@@ -383,6 +383,11 @@ class TrainingState:
         tensors = [views[n] if n in views else parameters[n].detach() for n in names]
         return [*tensors, *buffers.values()]
 
+    def call_arguments(self, state: Sequence[Tensor], leaves: Sequence[Tensor]) -> List[Tensor]:
+        """All that a recording takes: the state, a batch's leaves and the loss scale, if any."""
+        scale = [] if self.scaler is None else [self.scaler.tensor(leaves[0].device)]
+        return [*state, *leaves, *scale]
+
     def bind(self, with_gradient: Tuple[str, ...]) -> None:
         """Take over parameters and optimizer state.
 

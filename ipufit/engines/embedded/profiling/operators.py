@@ -15,7 +15,6 @@ from typing import (
     List,
     Mapping,
     Optional,
-    Protocol,
     Sequence,
     Tuple,
 )
@@ -48,59 +47,41 @@ __all__ = [
 ]
 
 
-class CallTimer(Protocol):
-    """Times calls by name, round after round; of each name the shortest time is kept.
+class HostTimer:
+    """Times calls by name, by the host's clock, where a call that returns is over.
+
+    There may be several rounds, in each of which everything is called once; of each name the
+    shortest time is kept.
 
     Attributes:
         method: how, in half a sentence.
     """
-
-    method: str
-
-    def begin(self) -> Any:
-        """Begin a call, and return what :meth:`end` takes."""
-        ...
-
-    def end(self, name: str, begun: Any) -> None:
-        """End the call of a name that :meth:`begin` has begun."""
-        ...
-
-    def end_round(self) -> None:
-        """End a round, in which everything was called once."""
-        ...
-
-    def seconds(self, name: str) -> float:
-        """Shortest time of a name; 0 for one that was never called."""
-        ...
-
-
-class HostTimer:
-    """Times calls by the host's clock, where a call that returns is over."""
 
     method = "by the clock of the host"
 
     def __init__(self) -> None:
         self._best: Dict[str, float] = {}
 
-    def begin(self) -> float:
-        """Read the clock."""
+    def begin(self) -> Any:
+        """Begin a call, and return what :meth:`end` takes."""
         return time.perf_counter()
 
-    def end(self, name: str, begun: float) -> None:
-        """Compare with the best so far."""
-        seconds = time.perf_counter() - begun
-        if seconds < self._best.get(name, math.inf):
-            self._best[name] = seconds
+    def end(self, name: str, begun: Any) -> None:
+        """End the call of a name that :meth:`begin` has begun."""
+        self._keep(name, time.perf_counter() - begun)
+
+    def _keep(self, name: str, seconds: float) -> None:
+        self._best[name] = min(self._best.get(name, math.inf), seconds)
 
     def end_round(self) -> None:
-        """Do nothing: times are kept as they come."""
+        """End a round."""
 
     def seconds(self, name: str) -> float:
-        """Shortest time of a name."""
+        """Shortest time of a name; 0 for one that was never called."""
         return self._best.get(name, 0.0)
 
 
-class DeviceTimer:
+class DeviceTimer(HostTimer):
     """Times calls by events on the stream of a GPU, so that the host need not wait for each.
 
     Args:
@@ -110,37 +91,29 @@ class DeviceTimer:
     method = "by events on the GPU"
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
-        self._best: Dict[str, float] = {}
         self._pairs: List[Tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
-    def begin(self) -> Any:
+    def begin(self) -> torch.cuda.Event:
         """An event that is reached when all before it is done."""
-        return self._event()
-
-    def end(self, name: str, begun: Any) -> None:
-        """Record the event that ends the call."""
-        self._pairs.append((name, begun, self._event()))
-
-    def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def end(self, name: str, begun: Any) -> None:
+        """Record the event that ends the call."""
+        self._pairs.append((name, begun, self.begin()))
 
     def end_round(self) -> None:
         """Wait, and look at the events."""
         torch.cuda.synchronize(self._device)
         for name, begun, ended in self._pairs:
-            seconds = begun.elapsed_time(ended) / 1e3
-            self._best[name] = min(self._best.get(name, math.inf), seconds)
+            self._keep(name, begun.elapsed_time(ended) / 1e3)
         self._pairs = []
 
-    def seconds(self, name: str) -> float:
-        """Shortest time of a name."""
-        return self._best.get(name, 0.0)
 
-
-def timer_for(device: torch.device) -> CallTimer:
+def timer_for(device: torch.device) -> HostTimer:
     """Make the timer for calls on a device."""
     return DeviceTimer(device) if device.type == "cuda" else HostTimer()
 
@@ -211,7 +184,7 @@ class NodeTimes(Listener):
         timer: is told of each call by the name of its node.
     """
 
-    def __init__(self, timer: CallTimer) -> None:
+    def __init__(self, timer: HostTimer) -> None:
         self._timer = timer
         self._begun: object = None
 
@@ -256,7 +229,7 @@ class NodeWork(Listener):
 
 
 def profile_graph(
-    graph: fx.GraphModule, timer: CallTimer, arguments: Sequence[Tensor]
+    graph: fx.GraphModule, timer: HostTimer, arguments: Sequence[Tensor]
 ) -> Tuple[NodeWork, Sequence[Tensor]]:
     """Run a graph once, and time and weigh every node.
 
@@ -324,35 +297,22 @@ def rows_of(
     """
     rows: Dict[object, Dict[str, Any]] = {}
     for name, each in records.items():
-        place = places[name]
-        row = rows.setdefault(_key(each.operator, place), _empty(each.operator, place))
+        place, origin = places[name], places[name].origin
+        whose = {
+            "operator": each.operator,
+            "direction": place.direction,
+            "module": place.module,
+            "kind": origin.kind,
+            "file": origin.file,
+            "line": origin.line,
+        }
+        sums = {"calls": 0, "seconds": 0.0, "flops": 0, "bytes": 0}
+        row = rows.setdefault(tuple(whose.values()), {**whose, "source": origin.source, **sums})
         row["calls"] += 1
         row["seconds"] += seconds(name)
         row["flops"] += each.flops
         row["bytes"] += each.bytes
     return sorted(rows.values(), key=lambda row: -row["seconds"])
-
-
-def _key(operator: str, place: OperatorSource) -> Tuple[object, ...]:
-    origin = place.origin
-    return operator, place.direction, place.module, origin.kind, origin.file, origin.line
-
-
-def _empty(operator: str, place: OperatorSource) -> Dict[str, object]:
-    origin = place.origin
-    return {
-        "operator": operator,
-        "direction": place.direction,
-        "module": place.module,
-        "kind": origin.kind,
-        "file": origin.file,
-        "line": origin.line,
-        "source": origin.source,
-        "calls": 0,
-        "seconds": 0.0,
-        "flops": 0,
-        "bytes": 0,
-    }
 
 
 # Of what lowering puts there, what computes a value that was recorded: by which operators.

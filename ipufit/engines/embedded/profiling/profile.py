@@ -7,16 +7,15 @@ import functools
 import math
 import time
 import warnings
-from typing import TYPE_CHECKING, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
-from ipufit.core.compile_arguments import INDUCTOR
+from ipufit.core.compile_arguments import CUDAGRAPH, INDUCTOR
 from ipufit.core.precision import without_autocast
 from ipufit.core.train_config import outputs_wanted
-from ipufit.engines.embedded.execution import UpdateWay
 from ipufit.engines.embedded.profiling.operators import (
     GRADIENTS,
     NodeTimes,
@@ -50,68 +49,6 @@ Point = Tuple[str, str, str, int]
 
 # A curve of more points is drawn through the highest of several.
 _MOST = 2000
-
-
-def fixed_bytes(
-    spec: ProgramSpec,
-    live: TrainingState,
-    tensors: Sequence[Tensor],
-    batch: MicroBatch,
-    outputs: Sequence[Tensor],
-    runs: int,
-    at_once: bool,
-) -> Dict[str, int]:
-    """Bytes that are there all the time, by what they are.
-
-    Args:
-        spec: of the program.
-        live: what training changes.
-        tensors: parameters and buffers of the module and the loss.
-        batch: a micro-batch.
-        outputs: of the module, for it.
-        runs: how often gradients are computed in an update.
-        at_once: whether losses are looked at as they come.
-    """
-    storage, plan = live.storage, spec.plan
-    buffers = bytes_in([t for replica in live.replicas for t in replica.values()])
-    in_replicas = {id(t) for replica in live.replicas for t in replica.values()}
-    apart = [t for t in tensors if id(t) not in in_replicas and flat_of(t, storage.flats) is None]
-    weights = bytes_in([*storage.flats, *apart])
-    optimizer = bytes_in(live.updater.state_tensors())
-    averages = 0 if live.averages is None else bytes_in(live.averages.state_tensors())
-    count = plan.own_micro_batches_per_update * plan.device_iterations
-    wanted = 0
-    if spec.want_outputs:
-        chosen, per_update = spec.config.outputs, plan.own_micro_batches_per_update
-        wanted = len(outputs_wanted(chosen, count, per_update, plan.replicas))
-        # Those that are added up are added to the first ones.
-        wanted = min(wanted, plan.replicas) if chosen.mode == "sum" else wanted
-    # What an update goes back to where a loss is not finite; or an execution, where the host
-    # looks at losses behind it.
-    snapshot = buffers
-    if not at_once or spec.config.detect_nan:
-        snapshot = 2 * buffers if spec.config.detect_nan else buffers
-        snapshot += bytes_in(storage.flats) + optimizer + averages
-    return {
-        "weights": weights,
-        "buffers": buffers,
-        "gradients": _gradient_bytes(spec, storage.flats) if runs > 1 else 0,
-        "optimizer": optimizer + averages,
-        "snapshot": snapshot,
-        # The first micro-batch of all is kept to look at.
-        "batch": (1 + count) * sum(leaf.numel() * leaf.element_size() for leaf in batch.leaves),
-        "outputs": wanted * sum(t.numel() * t.element_size() for t in outputs),
-    }
-
-
-def _gradient_bytes(spec: ProgramSpec, flats: Sequence[Tensor]) -> int:
-    """Bytes of the tensors that gradients are added up in."""
-    dtype = spec.config.accumulation_dtype
-    return sum(flat.numel() * _size(dtype or flat.dtype) for flat in flats)
-
-
-def _size(dtype: torch.dtype) -> int:
-    return int(torch.empty(0, dtype=dtype).element_size())
 
 
 def thin_curve(points: Sequence[Point]) -> List[List[object]]:
@@ -163,13 +100,17 @@ def _products(dtype: torch.dtype, device: torch.device) -> Optional[float]:
 
 def _copies(dtype: torch.dtype, device: torch.device) -> Optional[float]:
     size = _COPIED.get(device.type, _COPIED["cpu"])
-    count = size // torch.empty(0, dtype=dtype).element_size()
+    count = size // _size(dtype)
     try:
         source, target = (torch.ones(count, dtype=dtype, device=device) for _ in range(2))
         seconds = _shortest(lambda: target.copy_(source), device)
     except RuntimeError:
         return None
     return 2 * size / seconds
+
+
+def _size(dtype: torch.dtype) -> int:
+    return int(torch.empty(0, dtype=dtype).element_size())
 
 
 def _shortest(call: Callable[[], object], device: torch.device) -> float:
@@ -218,11 +159,10 @@ class OperatorProfiler:
         live: the state.
         recorded: what runs a micro-batch.
         batch: a full one, on its device.
-        way: runs executions.
+        jit: the value that stands for how updates run; None where they run as recorded.
         merged: takes several micro-batches at once, where an update is made of such; None: never.
         seed: starts the random numbers of the micro-batch.
         at_once: whether losses are looked at as they come.
-        captured: whether executions are CUDA graphs.
     """
 
     spec: ProgramSpec
@@ -230,11 +170,10 @@ class OperatorProfiler:
     live: TrainingState
     recorded: TracedStep
     batch: MicroBatch
-    way: UpdateWay
+    jit: Optional[str]
     merged: Optional[BatchedStep]
     seed: Callable[[], None]
     at_once: bool
-    captured: bool
 
     def run(self) -> Dict[str, object]:
         """Return the entry ``operators`` of :mod:`ipufit.report.files`."""
@@ -255,7 +194,10 @@ class OperatorProfiler:
         assert graph is not None
         device = self.batch.leaves[0].device
         timer = timer_for(device)
-        arguments = self._arguments()
+        arguments = [
+            tensor.clone()
+            for tensor in self.live.call_arguments(self.live.states[0], self.batch.leaves)
+        ]
         self.seed()
         start = time.perf_counter()
         work, results = profile_graph(graph, timer, arguments)
@@ -278,30 +220,22 @@ class OperatorProfiler:
             "way": recorded.lowered.way,
             "device": str(device),
             "timed": f"node by node, {timer.method}; the shortest time of {rounds} rounds",
-            "note": " ".join(self._notes()),
+            "note": self._note(),
             "rows": rows + self._optimizer_rows(results),
             "peak": peak_of(self._dtype(), device),
             "memory": self._memory(work, places, results),
         }
 
-    def _arguments(self) -> List[Tensor]:
-        """The state, of its own so that it may change, and the batch."""
-        leaves = [leaf.clone() for leaf in self.batch.leaves]
-        scaler = self.live.scaler
-        scale = [] if scaler is None else [scaler.tensor(leaves[0].device)]
-        return [*(tensor.clone() for tensor in self.live.states[0]), *leaves, *scale]
-
     def _dtype(self) -> torch.dtype:
         """Dtype in which most of the graph is computed."""
         return self.spec.config.precision.autocast or self.live.storage.flats[0].dtype
 
-    def _notes(self) -> Iterator[str]:
-        if self.captured:
-            yield _CAPTURED
-        elif self.way.jit == INDUCTOR:
-            yield _COMPILED
-        elif self.merged is not None:
-            yield _MERGED.format(self.merged.count)
+    def _note(self) -> str:
+        if self.jit == CUDAGRAPH:
+            return _CAPTURED
+        if self.jit == INDUCTOR:
+            return _COMPILED
+        return "" if self.merged is None else _MERGED.format(self.merged.count)
 
     def _memory(
         self,
@@ -330,21 +264,60 @@ class OperatorProfiler:
         update = self.live.updater.recorded()
         during = 0 if update is None else peak_bytes(update)
         points.append((_name_of(self.spec), "", "optimizer", during + (runs == 1) * gradients))
-        fixed = fixed_bytes(
-            self.spec,
-            self.live,
-            [*self.step.parameters(), *self.step.buffers()],
-            self.batch,
-            results[: len(results) - blocks][1:],
-            runs,
-            self.at_once,
-        )
+        fixed = self._fixed_bytes(results[: len(results) - blocks][1:], runs)
         peak = max(point[3] for point in points)
         return {
             "fixed": fixed,
             "curve": thin_curve(points),
             "peak": peak,
             "total": sum(fixed.values()) + peak,
+        }
+
+    def _fixed_bytes(self, outputs: Sequence[Tensor], runs: int) -> Dict[str, int]:
+        """Bytes that are there all the time, by what they are.
+
+        Args:
+            outputs: of the module, for a micro-batch.
+            runs: how often gradients are computed in an update.
+        """
+        live, config, plan = self.live, self.spec.config, self.spec.plan
+        flats, leaves = live.storage.flats, self.batch.leaves
+        in_replicas = [t for replica in live.replicas for t in replica.values()]
+        ids = {id(t) for t in in_replicas}
+        apart = [
+            t
+            for t in (*self.step.parameters(), *self.step.buffers())
+            if id(t) not in ids and flat_of(t, flats) is None
+        ]
+        buffers = bytes_in(in_replicas)
+        optimizer = bytes_in(live.updater.state_tensors())
+        averages = 0 if live.averages is None else bytes_in(live.averages.state_tensors())
+        count = plan.own_micro_batches_per_update * plan.device_iterations
+        wanted = 0
+        if self.spec.want_outputs:
+            chosen, per_update = config.outputs, plan.own_micro_batches_per_update
+            wanted = len(outputs_wanted(chosen, count, per_update, plan.replicas))
+            # Those that are added up are added to the first ones.
+            wanted = min(wanted, plan.replicas) if chosen.mode == "sum" else wanted
+        # What an update goes back to where a loss is not finite; or an execution, where the host
+        # looks at losses behind it.
+        snapshot = buffers
+        if not self.at_once or config.detect_nan:
+            snapshot = 2 * buffers if config.detect_nan else buffers
+            snapshot += bytes_in(flats) + optimizer + averages
+        # Of the tensors that gradients are added up in.
+        gradients = sum(
+            flat.numel() * _size(config.accumulation_dtype or flat.dtype) for flat in flats
+        )
+        return {
+            "weights": bytes_in([*flats, *apart]),
+            "buffers": buffers,
+            "gradients": gradients if runs > 1 else 0,
+            "optimizer": optimizer + averages,
+            "snapshot": snapshot,
+            # The first micro-batch of all is kept to look at.
+            "batch": (1 + count) * sum(leaf.numel() * leaf.element_size() for leaf in leaves),
+            "outputs": wanted * sum(t.numel() * t.element_size() for t in outputs),
         }
 
     def _merged_work(self, merged: BatchedStep, graph: fx.GraphModule) -> NodeWork:

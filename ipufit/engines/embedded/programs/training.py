@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
-from ipufit.core.compile_arguments import AUTO, CUDAGRAPH, INDUCTOR, KERNELS
+from ipufit.core.compile_arguments import AUTO, INDUCTOR, KERNELS
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs import graph_maker
 from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
@@ -280,9 +280,8 @@ class TrainingProgram(BaseProgram):
 
         # Forward runs once more to be recorded, and may draw from any of them.
         with LOCK, fork_rng(), torch.no_grad():
-            args = (self._spec, self._step, self.state, recorded, batch, self.way, merged, seed)
-            at_once, captured = self._runner.at_once, self.way.jit == CUDAGRAPH
-            return OperatorProfiler(*args, at_once=at_once, captured=captured).run()
+            args = (self._spec, self._step, self.state, recorded, batch, self.way.jit, merged, seed)
+            return OperatorProfiler(*args, at_once=self._runner.at_once).run()
 
     def read_state(self) -> TrainState:
         """Copies of everything that training has changed, whichever weights are in the module."""
