@@ -247,7 +247,7 @@ class UpdateRunner(UpdateWay):
         if not self._spec.config.clip:
             # The weights' dtype may hold less than the sum; bounded gradients fit.
             used_gradients = [g.to(flat.dtype) for g, flat in zip(gradients, state.storage.flats)]
-        if state.placement.weights is not None:
+        if state.weights is not None:
             used_gradients = [self._lost_anywhere(used_gradients)]
         return state.scaler.judge(used_gradients, left_out, results.finite, state.updates)
 
@@ -334,7 +334,7 @@ class UpdateRunner(UpdateWay):
         """Begin sums over processes by buckets; whether they go along with the backward pass."""
         if self.overlap is None:
             return None, False
-        cuts = self._state.placement.cuts
+        cuts = self._state.cuts
         sums = BucketSums(self._processes, self.overlap.order, total, cuts)
         return sums, self.overlap.begin()
 
@@ -348,7 +348,7 @@ class UpdateRunner(UpdateWay):
         results: ExecutionOutputs,
     ) -> List[Tensor]:
         """Compute the gradient of an update of which other processes have micro-batches as well."""
-        state, divided = self._state, self._state.placement.weights
+        state, divided = self._state, self._state.weights
         sums, goes_along = self._begin_sums(total)
         reported = len(results.numbers)
         scale, loss_scale = self._scale() if self._is_scaled else ([], 1.0)
@@ -413,16 +413,16 @@ class UpdateRunner(UpdateWay):
         """
         losses: List[float] = results.losses(reported).tolist() if self.at_once else []
         is_lost = not all(map(math.isfinite, losses))
-        placement, flats = self._state.placement, self._state.storage.flats
+        state, flats = self._state, self._state.storage.flats
         if sums is not None:
             assert self.overlap is not None
             sums.finish(flats)
             self.overlap.end()
-        if sums is not None or placement.weights is not None:
+        if sums is not None or state.weights is not None:
             # The gradients have met those of the others already.
             total.add_facts(self._processes, flats[0], self.counted, is_lost)
         else:
-            total.add_others(self._processes, flats, self.counted, is_lost, placement.cuts)
+            total.add_others(self._processes, flats, self.counted, is_lost, state.cuts)
         if self.at_once and total.is_suspect():
             self._refuse_common(losses, share)
 

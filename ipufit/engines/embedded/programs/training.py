@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Type
 
 import torch
 
@@ -18,7 +18,7 @@ from ipufit.engines.embedded.overlapped_reduction import Overlap
 from ipufit.engines.embedded.passes.select_kernels import Lowered
 from ipufit.engines.embedded.programs.base import BaseProgram
 from ipufit.engines.embedded.traced_step import TracedStep, Update, computing
-from ipufit.engines.embedded.training_state import StatePlacement, TrainingState
+from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError
@@ -55,9 +55,10 @@ class TrainingProgram(BaseProgram):
         assert spec.loss is not None
         self._optimizer = spec.optimizer
         graphs = graph_maker(spec, self._device, engine.tape)
-        placement = _choose_placement(engine, spec, self._device)
-        tabled = graphs is not None
-        self.state = TrainingState(spec, self._step, engine.carried, placement, tabled)
+        memory = state_memory(spec.config.offload_optimizer_state, self._device, engine.as_device)
+        self.state = _state_class(spec)(
+            spec, self._step, engine.carried, memory, self._device, graphs is not None
+        )
         on_host = self._device.type == "cpu" and not engine.as_device
         replay = None
         if spec.config.detect_nan:
@@ -126,7 +127,7 @@ class TrainingProgram(BaseProgram):
                 f"{example.size} samples {public_name(different)!r} differs. Remove the branch on "
                 "the batch size."
             )
-        state.placement.attach(recorded)
+        state.attach(recorded)
         return recorded
 
     def prepare(self, example: MicroBatch) -> Prepared:
@@ -139,7 +140,7 @@ class TrainingProgram(BaseProgram):
         """
         state = self.state
         if state.with_gradient:
-            if state.placement.must_take_over(state):
+            if state.must_take_over():
                 self._let_go()
             state.refuse_frozen()
             self._by_form = {}
@@ -175,7 +176,7 @@ class TrainingProgram(BaseProgram):
             plan.own_micro_batches_per_update == 1
             or example.size != plan.micro_batch_size
             or self._spec.config.jit not in (AUTO, KERNELS)
-            or state.placement.weights is not None
+            or state.weights is not None
         ):
             return None
         # Imported here: what few models need.
@@ -200,10 +201,10 @@ class TrainingProgram(BaseProgram):
             )
         if self._frozen_values is not None:
             self._frozen_values.look()
-        if state.with_gradient and state.placement.follow_the_optimizer(state):
+        if state.with_gradient and state.follow_the_optimizer():
             self._let_go()
         traced = self._trace(batch.micro_batches)
-        state.placement.follow_the_module(state)
+        state.follow_the_module()
         updates, shares = self._by_update([*zip(batch.micro_batches, traced.steps)], batch)
         merged = self._find_merged(batch.micro_batches[0]) if batch.micro_batches else None
         rows: Rows = [self._optimizer.param_groups] * len(updates)
@@ -222,7 +223,7 @@ class TrainingProgram(BaseProgram):
                 schedule.rows(state.updates - start, steps)
             if isinstance(error, NonFiniteLossError):
                 # All processes have it, at the same update.
-                state.placement.gather_weights()
+                state.gather_weights()
             raise
 
     def _by_update(
@@ -268,7 +269,7 @@ class TrainingProgram(BaseProgram):
         """
         from ipufit.engines.embedded.profiling.profile import DIVIDED, OperatorProfiler
 
-        if self.state.placement.weights is not None:
+        if self.state.weights is not None:
             # A micro-batch meets the other processes on its way.
             return {"missing": DIVIDED}
         batch = batch.to(self._device)
@@ -289,21 +290,21 @@ class TrainingProgram(BaseProgram):
 
     def write_state(self, state: TrainState) -> None:
         """Continue from another state. Replicas that it does not know start like its first."""
-        self.state.write(state, self._device)
+        self.state.write(state)
         self._forget()
 
     def share_buffers(self) -> None:
         """The module's buffers, and weights in parts, become in all processes the present ones."""
         self._spec.processes.broadcast(list(self._buffers.values()))
-        self.state.placement.gather_weights()
+        self.state.gather_weights()
 
     def gather_weights(self) -> None:
         """Bring the module's parameters up to date, where they lie in parts."""
-        self.state.placement.gather_weights()
+        self.state.gather_weights()
 
     def gather_optimizer(self) -> None:
         """Give torch's optimizer the whole state, where it lies in parts."""
-        self.state.placement.gather_optimizer(self.state)
+        self.state.gather_optimizer()
 
     def swap_averages(self) -> None:
         """Exchange weights and averages; without averages, nothing."""
@@ -348,18 +349,15 @@ class TrainingProgram(BaseProgram):
         self.way.forget()
 
 
-def _choose_placement(
-    engine: EngineContext, spec: ProgramSpec, device: torch.device
-) -> StatePlacement:
+def _state_class(spec: ProgramSpec) -> Type[TrainingState]:
     """Choose where weights and optimizer state of a training program lie."""
-    memory = state_memory(spec.config.offload_optimizer_state, device, engine.as_device)
     # Imported here: what few runs need.
     if spec.divides_weights:
-        from ipufit.engines.embedded.programs.fsdp import FSDPPlacement
+        from ipufit.engines.embedded.programs.fsdp import FSDPState
 
-        return FSDPPlacement(spec, engine.carried, memory, device)
+        return FSDPState
     if spec.config.shard_optimizer and spec.processes.is_distributed:
-        from ipufit.engines.embedded.programs.zero import ShardedPlacement
+        from ipufit.engines.embedded.programs.zero import ShardedState
 
-        return ShardedPlacement(spec, engine.carried, memory, device)
-    return StatePlacement(spec, engine.carried, memory, device)
+        return ShardedState
+    return TrainingState
