@@ -88,6 +88,13 @@ class OperatorPair:
             raise self.coupled()
         return state
 
+    def common(self, nodes: Sequence[fx.Node]) -> BatchDim:
+        """Batch dimension of several arguments that must all have this one."""
+        states = {self.along(node) for node in nodes}
+        if len(states) != 1:
+            raise self.coupled()
+        return states.pop()
+
     def fixed(self, *nodes: object) -> None:
         """Make sure that no sample is in these arguments."""
         if any(self.state(node) != NOT_MAPPED for node in nodes):
@@ -189,11 +196,6 @@ def _view(call: OperatorPair) -> State:
     return regroup(call.along(call.first), before, large.shape, call.samples[1])
 
 
-@_rule("view.dtype")
-def _reinterpreted(call: OperatorPair) -> State:
-    raise call.coupled()
-
-
 @_rule("expand", ("size",))
 def _expand(call: OperatorPair) -> State:
     if call.state(call.first) == NOT_MAPPED:
@@ -203,6 +205,7 @@ def _expand(call: OperatorPair) -> State:
     return along.moved(along.dim + small.dim() - len(call.shape(call.first)))
 
 
+@_rule("full new_full new_ones new_zeros ones zeros", ("size",))
 def _repeated_rows(call: OperatorPair) -> State:
     """The state of equal rows, whose number alone depends on that of the samples."""
     small, large = call.results
@@ -212,11 +215,6 @@ def _repeated_rows(call: OperatorPair) -> State:
     if len(differing) > 1 or small.shape[differing[0]] % call.samples[0]:
         raise call.coupled()
     return BatchDim(differing[0], 1, small.shape[differing[0]] // call.samples[0])
-
-
-@_rule("full new_full new_ones new_zeros ones zeros", ("size",))
-def _made(call: OperatorPair) -> State:
-    return _repeated_rows(call)
 
 
 @_rule("repeat", ("repeats",))
@@ -277,40 +275,23 @@ def _slice(call: OperatorPair) -> State:
     return along
 
 
-@_rule("select.int")
+@_rule("select.int unbind.int")
 def _select(call: OperatorPair) -> State:
     (gone,) = call.off(call["dim"], call.first)
     along = call.along(call.first)
-    return along.moved(along.dim - (gone < along.dim))
-
-
-@_rule("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes")
-def _split(call: OperatorPair) -> State:
-    call.off(call["dim"], call.first)
-    return (call.along(call.first),) * len(call.results[0])
-
-
-@_rule("unbind.int")
-def _unbind(call: OperatorPair) -> State:
-    return (_select(call),) * len(call.results[0])
+    return _all_results(call, along.moved(along.dim - (gone < along.dim)))
 
 
 @_rule("cat")
 def _cat(call: OperatorPair) -> State:
-    states = {call.along(node) for node in call.tensors}
     for node in call.tensors:
         call.off(call["dim"], node)
-    if len(states) != 1:
-        raise call.coupled()
-    return states.pop()
+    return call.common(call.tensors)
 
 
 @_rule("stack")
 def _stack(call: OperatorPair) -> State:
-    states = {call.along(node) for node in call.tensors}
-    if len(states) != 1:
-        raise call.coupled()
-    along = states.pop()
+    along = call.common(call.tensors)
     dim = call["dim"] % (len(call.shape(call.tensors[0])) + 1)
     return along.moved(along.dim + (dim <= along.dim))
 
@@ -337,18 +318,13 @@ def _triangle(call: OperatorPair) -> State:
 
 
 @_rule(
-    "_softmax _log_softmax cumsum cumprod logcumsumexp sort sort.stable topk glu cummax cummin",
+    "_softmax _log_softmax cumsum cumprod logcumsumexp sort sort.stable topk glu cummax cummin flip"
+    " roll split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes"
 )
 def _along_another(call: OperatorPair) -> State:
-    call.off(call["dim"], call.first)
-    return _all_results(call, call.along(call.first))
-
-
-@_rule("flip roll")
-def _turned(call: OperatorPair) -> State:
     # Without dimensions, roll turns all elements as one row.
-    call.off(call["dims"], call.first)
-    return call.along(call.first)
+    call.off(call["dims"] if call["dim"] is None else call["dim"], call.first)
+    return _all_results(call, call.along(call.first))
 
 
 def _all_results(call: OperatorPair, state: State) -> State:
@@ -374,7 +350,7 @@ def _log_sigmoid(call: OperatorPair) -> State:
     return (call.along(call.first), UNREAD)
 
 
-@_rule("all any dot max mean median min prod std std_mean sum var var_mean")
+@_rule("all any dot max mean median min prod std std_mean sum var var_mean view.dtype")
 def _joined(call: OperatorPair) -> State:
     raise call.coupled()
 
@@ -382,42 +358,27 @@ def _joined(call: OperatorPair) -> State:
 # Products.
 
 
-def _product(call: OperatorPair, first: fx.Node, second: fx.Node) -> BatchDim:
-    """The rule for products of matrices, or of stacks of them."""
+@_rule("mm bmm addmm baddbmm")
+def _product(call: OperatorPair) -> State:
+    """The rule for products of matrices, or of stacks of them, with a bias or without."""
+    *biases, first, second = call.tensors
     left, right = call.state(first), call.state(second)
     last = len(call.shape(first)) - 1
     if isinstance(left, BatchDim) and left.dim == last - 1 and right == NOT_MAPPED:
-        return left
-    if isinstance(right, BatchDim) and right.dim == last and left == NOT_MAPPED:
-        return right
-    if isinstance(left, BatchDim) and left == right and left.dim < last - 1:
-        return left
-    raise call.coupled()
-
-
-@_rule("mm bmm")
-def _mm(call: OperatorPair) -> State:
-    return _product(call, call["self"], call["mat2"])
-
-
-@_rule("addmm")
-def _addmm(call: OperatorPair) -> State:
-    return _with_bias(call, _product(call, call["mat1"], call["mat2"]), 2)
-
-
-@_rule("baddbmm")
-def _baddbmm(call: OperatorPair) -> State:
-    return _with_bias(call, _product(call, call["batch1"], call["batch2"]), 3)
-
-
-def _with_bias(call: OperatorPair, along: BatchDim, rank: int) -> BatchDim:
-    bias, state = call["self"], call.state(call["self"])
-    place = along.dim - rank + len(call.shape(bias))
-    if isinstance(state, BatchDim) and state == along.moved(place):
-        return along
-    if state == NOT_MAPPED and (place < 0 or call.shape(bias)[place] == 1):
-        return along
-    raise call.coupled()
+        along = left
+    elif isinstance(right, BatchDim) and right.dim == last and left == NOT_MAPPED:
+        along = right
+    elif isinstance(left, BatchDim) and left == right and left.dim < last - 1:
+        along = left
+    else:
+        raise call.coupled()
+    for bias in biases:
+        state, shape = call.state(bias), call.shape(bias)
+        place = along.dim - 1 - last + len(shape)
+        is_same = state == NOT_MAPPED and (place < 0 or shape[place] == 1)
+        if not is_same and state != along.moved(place):
+            raise call.coupled()
+    return along
 
 
 @_rule("mv")
@@ -469,10 +430,8 @@ def _index(call: OperatorPair) -> State:
 
 @_rule("gather scatter.src scatter.value scatter_add")
 def _picked(call: OperatorPair) -> State:
-    if len({call.along(node) for node in call.tensors}) != 1:
-        raise call.coupled()
     call.off(call["dim"], call.first)
-    return call.along(call.first)
+    return call.common(call.tensors)
 
 
 # Layers that take the samples along their first dimension.
@@ -511,20 +470,12 @@ for _rank, _names in _SPATIAL.items():
     _rule(_names)(_spatial(_rank))
 
 
-@_rule("native_layer_norm")
+@_rule("native_layer_norm _fused_rms_norm")
 def _layer_norm(call: OperatorPair) -> State:
     call.fixed(call["weight"], call["bias"])
     rank = len(call.shape(call["input"]))
     call.off(list(range(rank - len(call["normalized_shape"]), rank)), call["input"])
-    return (call.along(call["input"]),) * 3
-
-
-@_rule("_fused_rms_norm")
-def _rms_norm(call: OperatorPair) -> State:
-    call.fixed(call["weight"])
-    rank = len(call.shape(call["input"]))
-    call.off(list(range(rank - len(call["normalized_shape"]), rank)), call["input"])
-    return (call.along(call["input"]),) * 2
+    return _all_results(call, call.along(call["input"]))
 
 
 @_rule("native_group_norm", ("N",))
@@ -556,10 +507,10 @@ def _batch_norm(call: OperatorPair) -> State:
 def _recurrent(call: OperatorPair) -> State:
     behind = 1 + call["states"]
     call.fixed(*call["tensors"][behind:])
-    positions = {call.along(node) for node in call["tensors"][:behind]}
-    if len(positions) != 1 or next(iter(positions)).dim != 1:
+    along = call.common(call["tensors"][:behind])
+    if along.dim != 1:
         raise call.coupled()
-    return (*(positions.pop(),) * behind, UNREAD)
+    return (*(along,) * behind, UNREAD)
 
 
 @_rule(
@@ -567,12 +518,15 @@ def _recurrent(call: OperatorPair) -> State:
     " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )
 def _attention(call: OperatorPair) -> State:
-    states = {_leading(call, call[name], 4) for name in ("query", "key", "value")}
+    nodes = [call[name] for name in ("query", "key", "value")]
+    along = call.common(nodes)
+    for node in nodes:
+        _leading(call, node, 4)
     mask = call["attn_mask"] if call["attn_mask"] is not None else call["attn_bias"]
-    if len(states) != 1 or (mask is not None and not _fits(call, mask, next(iter(states)))):
+    if mask is not None and not _fits(call, mask, along):
         raise call.coupled()
     return tuple(
-        next(iter(states)) if _has_samples(call, small, large, next(iter(states))) else UNREAD
+        along if _has_samples(call, small, large, along) else UNREAD
         for small, large in zip(*call.results)
     )
 

@@ -76,7 +76,7 @@ ACCEPTED = {
         lambda p, x: (x * p[0])[:, None].expand(-1, 3, -1),
         lambda p, x: x * p[0].expand(x.shape[0], 4),
     ],
-    "_made": [
+    "_repeated_rows": [
         lambda p, x: x * p[0] + torch.ones(x.shape[0], 4, dtype=x.dtype),
         lambda p, x: x * p[0] + x.new_full((x.shape[0], 1), 2.0),
     ],
@@ -92,12 +92,7 @@ ACCEPTED = {
         lambda p, x: aten.squeeze.default((x * p[0]).reshape(-1, 1, 4)),
     ],
     "_slice": [lambda p, x: (x * p[0])[:, 1:3]],
-    "_select": [lambda p, x: (x * p[0])[:, 1]],
-    "_split": [
-        lambda p, x: torch.cat([part * row for part, row in zip(x.split(2, 1), p[:, :2])][::-1], 1),
-        lambda p, x: (x * p[0]).split([1, 3], 1)[1],
-    ],
-    "_unbind": [lambda p, x: (x * p[0]).unbind(1)[2]],
+    "_select": [lambda p, x: (x * p[0])[:, 1], lambda p, x: (x * p[0]).unbind(1)[2]],
     "_cat": [lambda p, x: torch.cat([x, x * p[0]], 1)],
     "_stack": [lambda p, x: torch.stack([x, x * p[0]], 1)],
     "_pad": [lambda p, x: functional.pad(x * p[0], (1, 2))],
@@ -108,8 +103,10 @@ ACCEPTED = {
         lambda p, x: (x * p[0]).cumsum(1) + (x * p[1]).cumprod(1) + (x * p[2]).cummax(1)[0],
         lambda p, x: (x * p[0]).logcumsumexp(1) + (x * p[1]).cummin(1)[0],
         lambda p, x: functional.glu(x * p[0], 1),
+        lambda p, x: torch.cat([part * row for part, row in zip(x.split(2, 1), p[:, :2])][::-1], 1),
+        lambda p, x: (x * p[0]).split([1, 3], 1)[1],
+        lambda p, x: (x * p[0]).flip(1) + (x * p[1]).roll(1, 1),
     ],
-    "_turned": [lambda p, x: (x * p[0]).flip(1) + (x * p[1]).roll(1, 1)],
     "_reduction": [
         lambda p, x: (x * p[0]).sum(1) + (x * p[1]).mean(1) + (x * p[2]).prod(1),
         lambda p, x: (x * p[0]).amax(1) + (x * p[1]).amin(1) + (x * p[2]).max(1)[0],
@@ -119,15 +116,13 @@ ACCEPTED = {
     ],
     "_log_sigmoid": [lambda p, x: functional.logsigmoid(x * p[0])],
     "_joined": [],
-    "_mm": [
+    "_product": [
         lambda p, x: x @ p[:4],
         lambda p, x: torch.bmm(x[:, :, None], x[:, None] * p[0]),
-    ],
-    "_addmm": [
         lambda p, x: torch.addmm(p[0], x, p[:4]),
         lambda p, x: torch.addmm(x, x, p[:4]),
+        lambda p, x: torch.baddbmm(p[:1, :, None], x[:, :, None], x[:, None]),
     ],
-    "_baddbmm": [lambda p, x: torch.baddbmm(p[:1, :, None], x[:, :, None], x[:, None])],
     "_mv": [lambda p, x: torch.mv(x, p[0])],
     "_embedding": [
         lambda p, x: functional.embedding(indices(x), p),
@@ -178,16 +173,14 @@ REFUSED = {
     "_elementwise": [lambda p, x: (x[:, :1] + x[:, :1].t() * p[0, 0]).square().sum(1)],
     "_view": [lambda p, x: (x * p[0]).t().reshape(-1, 4)],
     "_expand": [],
-    "_made": [],
+    "_repeated_rows": [],
     "_repeat": [lambda p, x: (x * p[0]).repeat(2, 1)[: x.shape[0]] + x.repeat(2, 1)[-1:]],
     "_permute": [],
     "_transpose": [],
     "_unsqueeze": [],
     "_squeeze": [],
     "_slice": [lambda p, x: x + x[:1] * p[0]],
-    "_select": [lambda p, x: x + x[0] * p[0]],
-    "_split": [lambda p, x: x * (x * p[0]).split(3)[0].sum(0)],
-    "_unbind": [lambda p, x: x + (x * p[0]).unbind()[0]],
+    "_select": [lambda p, x: x + x[0] * p[0], lambda p, x: x + (x * p[0]).unbind()[0]],
     "_cat": [lambda p, x: torch.cat([x, x * p[0]])[1 : x.shape[0] + 1]],
     "_stack": [
         lambda p, x: torch.stack(
@@ -200,8 +193,10 @@ REFUSED = {
         lambda p, x: (x * p[0]).softmax(0),
         lambda p, x: (x * p[0]).cumsum(0),
         lambda p, x: (x * p[0]).sort(0)[0],
+        lambda p, x: x * (x * p[0]).split(3)[0].sum(0),
+        lambda p, x: (x * p[0]).flip(0),
+        lambda p, x: (x * p[0]).roll(1, 0),
     ],
-    "_turned": [lambda p, x: (x * p[0]).flip(0), lambda p, x: (x * p[0]).roll(1, 0)],
     "_reduction": [
         lambda p, x: x + (x * p[0]).sum(0, keepdim=True),
         lambda p, x: x + (x * p[0]).amax(0),
@@ -209,9 +204,12 @@ REFUSED = {
     ],
     "_log_sigmoid": [],
     "_joined": [lambda p, x: x * (x * p[0]).sum(), lambda p, x: x * (x * p[0]).max()],
-    "_mm": [lambda p, x: x @ (x.t() @ x) * p[0], lambda p, x: x @ x.t() @ x * p[0]],
-    "_addmm": [lambda p, x: x @ torch.addmm(p[:4], x.t(), x)],
-    "_baddbmm": [lambda p, x: x @ torch.baddbmm(p[None, :4], x.t()[None], x[None])[0]],
+    "_product": [
+        lambda p, x: x @ (x.t() @ x) * p[0],
+        lambda p, x: x @ x.t() @ x * p[0],
+        lambda p, x: x @ torch.addmm(p[:4], x.t(), x),
+        lambda p, x: x @ torch.baddbmm(p[None, :4], x.t()[None], x[None])[0],
+    ],
     "_mv": [lambda p, x: x * torch.mv(x.t(), x[:, 0]) * p[0]],
     "_embedding": [
         lambda p, x: functional.embedding(indices(x), p, scale_grad_by_freq=True),
@@ -243,13 +241,9 @@ REFUSED = {
 
 # Refused though the numbers would be right: nobody has needed it.
 CAUTIOUS = {
-    "_reinterpreted": [lambda p, x: x.view(torch.int64)],
+    "_joined": [lambda p, x: x.view(torch.int64)],
     "_index": [lambda p, x: p[indices(x)[:, 0], indices(x)[:, 1] % 4]],
 }
-
-# Operators of GPUs alone.
-ELSEWHERE = {"_rms_norm"}
-
 
 # Attention has an operator of its own on CPUs since torch 2.1.
 UNFUSED = set() if hasattr(aten, "_scaled_dot_product_flash_attention_for_cpu") else {"_attention"}
@@ -352,6 +346,6 @@ def test_what_a_rule_refuses_out_of_caution(name, place, entered):
 
 def test_every_rule_has_its_cases():
     """A new rule comes with what it accepts and what it refuses."""
-    names = {rule.__name__ for rule in rules.BATCHING_RULES.values()} - ELSEWHERE
+    names = {rule.__name__ for rule in rules.BATCHING_RULES.values()}
     assert names == ACCEPTED.keys() | CAUTIOUS.keys()
     assert names == REFUSED.keys() | CAUTIOUS.keys()
