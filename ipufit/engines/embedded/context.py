@@ -142,9 +142,7 @@ class EngineContext:
             )
             self.hints.update(micro.hints)
             key = (fingerprint(step)[0], *key[1:])
-            self._traced[key] = TracedStep(
-                run, lowered, micro, micro.outputs, micro.with_gradient, random, held, graph
-            )
+            self._traced[key] = TracedStep(run, lowered, micro, micro.outputs, random, held, graph)
             if len(self._traced) > _KEPT:
                 self._traced.popitem(last=False)
         self._traced.move_to_end(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Collection, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ipufit.tracing.grad_step import ReportedScalars, unpack_reported
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
 
-__all__ = ["ExecutionOutputs", "ExecutionWork", "UpdateWay", "WholeUpdates"]
+__all__ = ["ExecutionOutputs", "ExecutionWork", "UpdateWay", "WholeUpdates", "losses_of"]
 
 
 class WholeUpdates(abc.ABC):
@@ -31,7 +31,7 @@ class WholeUpdates(abc.ABC):
         """Tell whether :meth:`make` can make an update."""
 
     @abc.abstractmethod
-    def make(self, update: Update, first: int, wanted: Set[int], results: ExecutionOutputs) -> None:
+    def make(self, update: Update, results: ExecutionOutputs) -> None:
         """One update, with its results like those of other updates.
 
         Raises:
@@ -110,6 +110,7 @@ class ExecutionOutputs:
     """Results of an execution, still on the device.
 
     Args:
+        wanted: places of the micro-batches whose outputs come back.
         replicas: outputs are added up for each of so many; 0 keeps them apart.
 
     Attributes:
@@ -121,13 +122,39 @@ class ExecutionOutputs:
         skipped: updates left out.
     """
 
-    def __init__(self, replicas: int = 0) -> None:
+    def __init__(self, wanted: Collection[int] = (), replicas: int = 0) -> None:
         self.numbers: List[Tuple[Sequence[ReportedScalars], Tensor]] = []
         self.outputs: List[Tuple[TracedStep, List[Tensor]]] = []
         self.places: List[int] = []
         self.finite: List[Tensor] = []
         self.skipped = 0
+        self._wanted = wanted
         self._replicas = replicas
+        # Place of the next micro-batch.
+        self._next = 0
+
+    def add(
+        self,
+        recorded: TracedStep,
+        kinds: Sequence[ReportedScalars],
+        numbers: Tensor,
+        outputs: List[Tensor],
+    ) -> None:
+        """Keep what the next micro-batches report, and of their outputs those that are wanted.
+
+        Args:
+            recorded: what runs one of them.
+            kinds: what the numbers of each are.
+            numbers: a row for each, or without rows for one.
+            outputs: of the first, the second, and so on; empty where nobody wants any.
+        """
+        self.numbers.append((kinds, numbers))
+        each = len(outputs) // len(kinds)
+        for index in range(len(kinds)) if self._wanted else ():
+            if self._next + index in self._wanted:
+                part = outputs[index * each : (index + 1) * each]
+                self.add_outputs(recorded, part, self._next + index)
+        self._next += len(kinds)
 
     def add_outputs(self, recorded: TracedStep, tensors: List[Tensor], place: int) -> None:
         """Keep the outputs of a micro-batch of this execution, or add them to its replica's sum."""
@@ -144,11 +171,11 @@ class ExecutionOutputs:
 
     def losses(self, begin: int) -> Tensor:
         """Return the losses of all micro-batches from an entry of ``numbers`` on."""
-        found = [
+        losses = [
             numbers.reshape(len(kinds), -1)[:, 0].to(torch.float64)
             for kinds, numbers in self.numbers[begin:]
         ]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.float64)
+        return torch.cat(losses) if losses else torch.empty(0, dtype=torch.float64)
 
     def tensors(self) -> List[Tensor]:
         """All that goes to the host."""
@@ -192,6 +219,19 @@ class ExecutionOutputs:
             ),
             finite,
         )
+
+
+def losses_of(numbers: Tensor, micro_batches: int) -> List[float]:
+    """Losses of micro-batches, on the host.
+
+    Args:
+        numbers: what they report, a row for each, or without rows for one.
+        micro_batches: how many there are.
+    """
+    if micro_batches == 1:
+        return [(numbers[0] if numbers.dim() else numbers).item()]
+    losses: List[float] = (numbers[:, 0] if numbers.dim() > 1 else numbers).tolist()
+    return losses
 
 
 def _without_values(tensor: Tensor) -> Tensor:

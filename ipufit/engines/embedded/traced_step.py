@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.passes.select_kernels import Lowered
-from ipufit.tracing.grad_step import GradStep, OutputShape, ReportedScalars
+from ipufit.tracing.grad_step import GradStep, OutputShape
 from ipufit.utils.random_streams import isolated
 
 __all__ = ["Seeding", "TracedStep", "Update", "computing"]
@@ -40,7 +40,6 @@ class TracedStep:
         lowered: how it does so.
         micro: what was recorded.
         outputs: how the output tensors become the module's outputs.
-        with_gradient: names of the parameters that a gradient reaches.
         random: whether it may draw random numbers.
         kept_alive: objects whose identity the recording depends on.
         graph: what ``run`` runs; None where it runs the module itself.
@@ -50,17 +49,9 @@ class TracedStep:
     lowered: Lowered
     micro: GradStep
     outputs: OutputShape
-    with_gradient: Tuple[str, ...]
     random: bool
     kept_alive: Tuple[object, ...]
     graph: Optional[fx.GraphModule]
-
-    def reported(self) -> ReportedScalars:
-        """Return what the numbers of the last run are.
-
-        The module itself, run without a recording, may report something else every time.
-        """
-        return self.micro.reported
 
 
 # The micro-batches of an update, each with the traced step that runs it.

@@ -12,7 +12,7 @@ from torch import Tensor
 from ipufit.core.batch import ProcessShard, local_indices
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.embedded.context import EngineContext
-from ipufit.engines.embedded.execution import ExecutionOutputs, ExecutionWork, UpdateWay
+from ipufit.engines.embedded.execution import ExecutionOutputs, ExecutionWork, UpdateWay, losses_of
 from ipufit.engines.embedded.non_finite import refuse_gradients, refuse_loss, refuse_weights
 from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update, computing
@@ -189,20 +189,19 @@ class UpdateRunner(UpdateWay):
         """
         state, compiled = self._state, execution.compiled
         is_sum = self._spec.config.outputs.mode == "sum"
-        results = ExecutionOutputs(self._spec.plan.replicas if is_sum else 0)
         wanted = self._places_wanted(execution) if self._spec.want_outputs else set()
-        has_buffers, first = bool(state.replicas[0]), 0
+        results = ExecutionOutputs(wanted, self._spec.plan.replicas if is_sum else 0)
+        has_buffers = bool(state.replicas[0])
         for index, update in enumerate(updates):
             if compiled is not None and compiled.fits(update):
-                compiled.make(update, first, wanted, results)
-                first += len(update)
+                compiled.make(update, results)
                 continue
             left = None if left_out is None else index in left_out
             # Where an update is known to be made, nobody needs this: what fails takes all back.
             saves = has_buffers and left is not False
             saved = [copy_of(buffers) for buffers in state.replicas] if saves else []
             try:
-                gradients = self._gradients(execution, index, first, wanted, results)
+                gradients = self._gradients(execution, index, results)
                 is_skipped = self._is_judged and self._judge(gradients, left, results)
             except BaseException:
                 for buffers, values in zip(state.replicas, saved):
@@ -220,7 +219,6 @@ class UpdateRunner(UpdateWay):
             state.updates += 1
             if state.averages is not None:
                 state.averages.after_update(state.storage.flats, state.updates, is_skipped)
-            first += len(update)
         return results
 
     def _places_wanted(self, execution: ExecutionWork) -> Set[int]:
@@ -259,20 +257,13 @@ class UpdateRunner(UpdateWay):
         return torch.where(count > 0, math.inf, 0.0)
 
     def _gradients(
-        self,
-        execution: ExecutionWork,
-        index: int,
-        first: int,
-        wanted: Set[int],
-        results: ExecutionOutputs,
+        self, execution: ExecutionWork, index: int, results: ExecutionOutputs
     ) -> List[Tensor]:
         """Compute the gradient of an update, one flat tensor per block.
 
         Args:
             execution: that the update belongs to.
             index: of the update in it.
-            first: place of the update's first micro-batch among those of the execution.
-            wanted: places whose outputs come back.
             results: takes what micro-batches report.
         """
         update, state = execution.updates[index], self._state
@@ -284,13 +275,14 @@ class UpdateRunner(UpdateWay):
         if merged is not None and alike and merged.takes([recorded for _, recorded in update]):
             sums = None if share is None else self._begin_sums(total)[0]
             reported = len(results.numbers)
-            self._add_merged(merged, total, update, first, wanted, results)
+            self._add_merged(merged, total, update, results)
             if share is not None:
                 self._add_others(total, share, results, reported, sums)
             return total.reduced(1.0)
         if share is not None:
-            return self._gradients_of_share(share, update, total, first, wanted, results)
+            return self._gradients_of_share(share, update, total, results)
         scale, loss_scale = self._scale() if self._is_scaled else ([], 1.0)
+        blocks = len(state.storage.blocks)
         for place, (batch, recorded) in enumerate(update):
             if recorded.random:
                 self._seed(recorded, state.updates, place)
@@ -300,7 +292,9 @@ class UpdateRunner(UpdateWay):
                 value = (numbers[0] if numbers.dim() else numbers).item()
                 if not math.isfinite(value):
                     refuse_loss(state, value)
-            total.add(*self._report(recorded, numbers, rest, first + place, wanted, results))
+            kind = recorded.micro.reported
+            results.add(recorded, [kind], numbers, rest[:-blocks])
+            total.add(rest[-blocks:], numbers[1] if kind.counted else None)
             # Not held while the next one is computed.
             del rest
         return total.reduced(loss_scale)
@@ -313,22 +307,6 @@ class UpdateRunner(UpdateWay):
         scaler = self._state.scaler
         assert scaler is not None
         return [scaler.tensor(self._device)], scaler.value
-
-    def _report(
-        self,
-        recorded: TracedStep,
-        numbers: Tensor,
-        rest: List[Tensor],
-        place: int,
-        wanted: Set[int],
-        results: ExecutionOutputs,
-    ) -> Tuple[List[Tensor], Optional[Tensor]]:
-        """Keep what a micro-batch reports; return its gradients, and what its loss counts."""
-        kind, gradients_at = recorded.micro.reported, len(rest) - len(self._state.storage.blocks)
-        results.numbers.append(([kind], numbers))
-        if place in wanted:
-            results.add_outputs(recorded, rest[:gradients_at], place)
-        return rest[gradients_at:], numbers[1] if kind.counted else None
 
     def _begin_sums(self, total: GradientSum) -> Tuple[Optional[BucketSums], bool]:
         """Begin sums over processes by buckets; whether they go along with the backward pass."""
@@ -343,13 +321,12 @@ class UpdateRunner(UpdateWay):
         share: ProcessShard,
         update: Update,
         total: GradientSum,
-        first: int,
-        wanted: Set[int],
         results: ExecutionOutputs,
     ) -> List[Tensor]:
         """Compute the gradient of an update of which other processes have micro-batches as well."""
         state, divided = self._state, self._state.weights
         sums, goes_along = self._begin_sums(total)
+        blocks = len(state.storage.blocks)
         reported = len(results.numbers)
         scale, loss_scale = self._scale() if self._is_scaled else ([], 1.0)
         for index, (batch, recorded) in enumerate(update):
@@ -362,7 +339,9 @@ class UpdateRunner(UpdateWay):
             meets = goes_along and is_last and recorded.lowered.meeting is not None
             with self._met(sums if meets else None, recorded, total):
                 numbers, *rest = recorded.run(*weights, *batch.leaves, *scale)
-            gradients, count = self._report(recorded, numbers, rest, first + index, wanted, results)
+            kind, gradients = recorded.micro.reported, rest[-blocks:]
+            count = numbers[1] if kind.counted else None
+            results.add(recorded, [kind], numbers, rest[:-blocks])
             if meets:
                 if count is not None:
                     total.note(count)
@@ -449,26 +428,19 @@ class UpdateRunner(UpdateWay):
             raise
 
     def _add_merged(
-        self,
-        merged: BatchedStep,
-        total: GradientSum,
-        update: Update,
-        first: int,
-        wanted: Set[int],
-        results: ExecutionOutputs,
+        self, merged: BatchedStep, total: GradientSum, update: Update, results: ExecutionOutputs
     ) -> None:
         """Add the gradients of one update, several micro-batches at once."""
+        kinds, looks = merged.step.reported, self.at_once and not self._processes.is_distributed
         for start in range(0, len(update), merged.count):
             batches = [batch for batch, _ in update[start : start + merged.count]]
-            result = merged(self._state.states[0], batches)
-            losses = result.losses() if self.at_once and not self._processes.is_distributed else []
+            numbers, outputs, gradients = merged(self._state.states[0], batches)
+            losses = losses_of(numbers, len(kinds)) if looks else []
             if not all(map(math.isfinite, losses)):
                 for value in losses:
                     refuse_loss(self._state, value)
-            results.numbers.append((result.kinds, result.numbers))
-            for place in range(len(batches)) if wanted else ():
-                if first + start + place in wanted:
-                    outputs = result.outputs_of(place)
-                    results.add_outputs(merged.base, outputs, first + start + place)
-            total.add_summed(result.gradients, result.count, merged.factor)
-            del result
+            results.add(merged.base, kinds, numbers, outputs)
+            count = numbers[:, 1].sum() if kinds[0].counted else None
+            total.add_summed(gradients, count, merged.factor)
+            # Not held while the next ones are computed.
+            del gradients

@@ -333,39 +333,6 @@ def _share(term: LossTerm, early: float) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchedResult:
-    """Results of several micro-batches that ran at once.
-
-    Attributes:
-        kinds: what the numbers of each are.
-        numbers: a row for each.
-        outputs: of the first, the second, and so on; empty where nobody wants them.
-        gradients: the sum of theirs, each times its count if it has one; a flat tensor per block.
-    """
-
-    kinds: Sequence[ReportedScalars]
-    numbers: Tensor
-    outputs: List[Tensor]
-    gradients: List[Tensor]
-
-    def losses(self) -> List[float]:
-        """Losses of the micro-batches, on the host."""
-        column = self.numbers if self.numbers.dim() == 1 else self.numbers[:, 0]
-        values: List[float] = column.tolist()
-        return values
-
-    def outputs_of(self, place: int) -> List[Tensor]:
-        """Return the outputs of one micro-batch."""
-        size = len(self.outputs) // len(self.kinds)
-        return self.outputs[place * size : (place + 1) * size]
-
-    @property
-    def count(self) -> Optional[Tensor]:
-        """The sum of what the losses are means over; None where that is the samples."""
-        return self.numbers[:, 1].sum() if self.kinds[0].counted else None
-
-
-@dataclasses.dataclass(frozen=True)
 class BatchedStep:
     """A recording of several micro-batches in one, ready to run.
 
@@ -394,8 +361,15 @@ class BatchedStep:
         whole = bool(recorded) and not len(recorded) % self.count
         return whole and all(each is self.base for each in recorded)
 
-    def __call__(self, state: Sequence[Tensor], batches: Sequence[MicroBatch]) -> BatchedResult:
-        """Run on as many micro-batches as it takes."""
+    def __call__(
+        self, state: Sequence[Tensor], batches: Sequence[MicroBatch]
+    ) -> Tuple[Tensor, List[Tensor], List[Tensor]]:
+        """Run on as many micro-batches as it takes.
+
+        Returns:
+            A row of numbers for each; the outputs of the first, the second, and so on, none where
+            nobody wants them; and the sum of their gradients, each times its count if it has one, a
+            flat tensor per block.
+        """
         numbers, *rest = self.run(*state, *self.step.arguments(batches))
-        outputs, gradients = rest[: len(rest) - self.blocks], rest[len(rest) - self.blocks :]
-        return BatchedResult(self.step.reported, numbers, outputs, gradients)
+        return numbers, rest[: -self.blocks], rest[-self.blocks :]

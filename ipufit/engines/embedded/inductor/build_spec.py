@@ -98,7 +98,7 @@ def describe(
         constants=len(constants),
         leaves=leaves,
         outputs=outputs,
-        counted=recorded.reported().counted,
+        counted=recorded.micro.reported.counted,
         micro_batches=len(sizes),
         replicas=plan.replicas,
         factors=tuple(factors),

@@ -13,13 +13,13 @@ import sys
 import time
 import weakref
 from pathlib import Path
-from typing import Any, Iterator, List, Optional, Set
+from typing import Any, Iterator, List, Optional
 
 from torch import Tensor
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import without_autocast
-from ipufit.engines.embedded.execution import ExecutionOutputs, WholeUpdates
+from ipufit.engines.embedded.execution import ExecutionOutputs, WholeUpdates, losses_of
 from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
 from ipufit.engines.embedded.inductor import worker
 from ipufit.engines.embedded.inductor.build_spec import (
@@ -321,7 +321,7 @@ class CompiledUpdates(WholeUpdates):
             and all(recorded is self._recorded for _, recorded in update)
         )
 
-    def make(self, update: Update, first: int, wanted: Set[int], results: ExecutionOutputs) -> None:
+    def make(self, update: Update, results: ExecutionOutputs) -> None:
         """Make one update, with its results in the form of other updates.
 
         Raises:
@@ -338,14 +338,9 @@ class CompiledUpdates(WholeUpdates):
         for batch, _ in update:
             inputs += batch.leaves
         numbers, *outputs = self._run(*inputs)
-        kind, each = recorded.reported(), described.form.outputs
-        for loss in _losses(numbers, len(update)):
+        for loss in losses_of(numbers, len(update)):
             refuse_loss(live, loss)
-        results.numbers.append(([kind] * len(update), numbers))
-        for place in range(len(update)):
-            if first + place in wanted:
-                own_outputs = outputs[place * each : (place + 1) * each]
-                results.add_outputs(recorded, own_outputs, first + place)
+        results.add(recorded, [recorded.micro.reported] * len(update), numbers, outputs)
         live.updater.count()
         live.updates += 1
         if live.averages is not None:
@@ -372,11 +367,3 @@ class CompiledUpdates(WholeUpdates):
         if self.origin is not None:
             return [f"Full updates run {self.origin}; smaller ones run as recorded."]
         return []
-
-
-def _losses(numbers: Tensor, micro_batches: int) -> List[float]:
-    """Losses of the micro-batches, on the host."""
-    if micro_batches == 1:
-        return [(numbers[0] if numbers.dim() else numbers).item()]
-    losses: List[float] = (numbers[:, 0] if numbers.dim() > 1 else numbers).tolist()
-    return losses

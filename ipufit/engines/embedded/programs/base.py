@@ -85,7 +85,7 @@ class BaseProgram(Program):
         """Record the program for micro-batches like this one."""
         recorded = self._recorded(example)
         outputs = recorded.outputs.rebuild(recorded.outputs.tensors)
-        return Prepared(outputs, recorded.reported().rules, recorded.micro.labels or ())
+        return Prepared(outputs, recorded.micro.reported.rules, recorded.micro.labels or ())
 
     def _seed(self, recorded: TracedStep, update: int, place: int = 0) -> None:
         if recorded.random:

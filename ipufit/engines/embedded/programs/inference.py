@@ -63,7 +63,7 @@ class InferenceProgram(BaseProgram):
                 self._seed(recorded, self._passes + numbers[place])
                 tensors = list(recorded.run(*self._state, *micro_batch.leaves))
                 if self._spec.mode is Mode.EVALUATE:
-                    results.numbers.append(([recorded.reported()], tensors.pop(0)))
+                    results.numbers.append(([recorded.micro.reported], tensors.pop(0)))
                 if self._spec.want_outputs:
                     results.add_outputs(recorded, tensors, place)
         self._passes += sum(map(len, batch.sizes(self._spec.plan)))

@@ -119,9 +119,9 @@ class TrainingProgram(BaseProgram):
         )
         if not state.with_gradient:
             with self._engine.timed():
-                state.bind(recorded.with_gradient)
-        if recorded.with_gradient != state.with_gradient:
-            different = sorted(set(recorded.with_gradient) ^ set(state.with_gradient))[0]
+                state.bind(recorded.micro.with_gradient)
+        if recorded.micro.with_gradient != state.with_gradient:
+            different = sorted(set(recorded.micro.with_gradient) ^ set(state.with_gradient))[0]
             raise CaptureError(
                 "the same parameters must get a gradient whatever the micro-batch's size, but with "
                 f"{example.size} samples {public_name(different)!r} differs. Remove the branch on "
@@ -156,7 +156,7 @@ class TrainingProgram(BaseProgram):
             self.way.enter(recorded, example)
         if is_full or self._runner.overlap is None:
             self._runner.overlap = self._find_overlap(recorded)
-        self._runner.counted = recorded.reported().counted
+        self._runner.counted = recorded.micro.reported.counted
         self._find_merged(example)
         return prepared
 
