@@ -155,15 +155,16 @@ class EngineContext:
             merger: of them.
             replicas: buffers of each.
         """
-        spec, total = merger.spec, merger.spec.plan.own_micro_batches_per_update
+        source, config = merger.source, merger.source.spec.config
+        total = source.spec.plan.own_micro_batches_per_update
 
         def make(
             merged: Callable[..., List[Tensor]], arguments: Sequence[Tensor]
         ) -> Tuple[Callable[..., List[Tensor]], Optional[fx.GraphModule]]:
-            run, _, lowered, _ = self._make(merged, merger.step, arguments, spec.config.jit, ())
+            run, _, lowered, _ = self._make(merged, source.step, arguments, config.jit, ())
             return run, lowered.graph
 
-        key = (merger.recorded, total, spec.config.accumulation_dtype)
+        key = (source.recorded, total, config.accumulation_dtype)
         if key not in self._decisions:
             with self.timed():
                 self._decisions[key] = merger.decide(make)

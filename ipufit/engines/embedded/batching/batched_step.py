@@ -12,28 +12,60 @@ from ipufit.core.batch import MicroBatch
 from ipufit.core.logged_values import Entries, collecting
 from ipufit.core.outputs import drop_ignored_outputs
 from ipufit.core.precision import with_inputs_in
-from ipufit.core.train_config import Precision
 from ipufit.engines.embedded.batching.batch_dim import BatchDim, RefusalError, State
 from ipufit.engines.embedded.traced_step import TracedStep
+from ipufit.engines.program import ProgramSpec
 from ipufit.losses import Loss, LossTerm
-from ipufit.tracing.flat_storage import FlatBlock, storage_id
+from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import ModuleWithLoss, OutputShape, ReportedScalars
 from ipufit.tracing.recording import mark_backward_pass
 from ipufit.utils import tree
 from ipufit.utils.state import call_with
 
-__all__ = ["BatchedGradStep", "BatchedStep", "Forward", "Replayed", "forward_leaves"]
+__all__ = ["BatchedGradStep", "BatchedStep", "Forward", "MergeSource", "Replayed"]
 
 
-def forward_leaves(batch: MicroBatch) -> int:
-    """Count the leaves of a micro-batch that forward gets; the loss gets the others."""
-    return sum(child.leaves for child in batch.structure.children[:2])
+@dataclasses.dataclass(frozen=True)
+class MergeSource:
+    """Micro-batches of an update that may be merged, and what is recorded for one of them.
 
+    Attributes:
+        spec: what is built.
+        step: the module with its loss.
+        example: a full micro-batch.
+        recorded: what is recorded for it.
+        trained: names of trained parameters.
+        fixed: names of all other state.
+    """
 
-def _trainable(tensors: Sequence[Tensor], trained: int) -> List[Tensor]:
-    """Weights as the roots of gradients, and the rest of the state."""
-    weights = [tensor.detach().requires_grad_() for tensor in tensors[:trained]]
-    return [*weights, *tensors[trained:]]
+    spec: ProgramSpec
+    step: ModuleWithLoss
+    example: MicroBatch
+    recorded: TracedStep
+    trained: Sequence[str]
+    fixed: Sequence[str]
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of the program."""
+        assert self.spec.loss is not None
+        return self.spec.loss
+
+    @property
+    def names(self) -> List[str]:
+        """Names of the state; those that are trained come first."""
+        return [*self.trained, *self.fixed]
+
+    @property
+    def forward_leaves(self) -> int:
+        """Number of leaves of a micro-batch that forward gets; the loss gets the others."""
+        return sum(child.leaves for child in self.example.structure.children[:2])
+
+    def state_of(self, tensors: Sequence[Tensor]) -> Dict[str, Tensor]:
+        """State by name, at the front of these tensors; weights as the roots of gradients."""
+        count = len(self.trained)
+        weights = [tensor.detach().requires_grad_() for tensor in tensors[:count]]
+        return dict(zip(self.names, [*weights, *tensors[count:]]))
 
 
 class _Net(ModuleWithLoss):
@@ -48,40 +80,27 @@ class Forward:
     """Forward of a module as a function of state and inputs.
 
     Args:
-        step: the module with its loss.
-        names: of the state; those that are trained come first.
-        trained: how many those are.
-        example: a micro-batch; only its structure matters.
+        source: of the module.
 
     Attributes:
         outputs: how the tensors become the module's outputs, after a call.
         has_logged: whether the module reported a value.
     """
 
-    def __init__(
-        self,
-        step: ModuleWithLoss,
-        loss: Loss,
-        names: Sequence[str],
-        trained: int,
-        example: MicroBatch,
-    ) -> None:
-        self._net = _Net(step.net, loss)
-        self._names = list(names)
-        self._trained = trained
-        self._structure = example.structure.children[:2]
+    def __init__(self, source: MergeSource) -> None:
+        self._source = source
+        self._net = _Net(source.step.net, source.loss)
         self.outputs = OutputShape(None)
         self.has_logged = False
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """Run forward, and return the tensors among the outputs."""
-        count = len(self._names)
-        state = dict(zip(self._names, _trainable(tensors[:count], self._trained)))
-        places = self._structure[0].leaves + count
-        args = tree.unflatten(tensors[count:places], self._structure[0])
-        kwargs = tree.unflatten(tensors[places:], self._structure[1])
+        structures, begin = self._source.example.structure.children, len(self._source.names)
+        places = structures[0].leaves + begin
+        args = tree.unflatten(tensors[begin:places], structures[0])
+        kwargs = tree.unflatten(tensors[places:], structures[1])
         with torch.enable_grad(), collecting() as entries:
-            outputs = call_with(self._net, state, (args, kwargs))
+            outputs = call_with(self._net, self._source.state_of(tensors), (args, kwargs))
         self.has_logged = bool(entries)
         self.outputs = OutputShape(outputs)
         tensors_out = [tensor.detach() for tensor in self.outputs.tensors]
@@ -93,15 +112,13 @@ class Replayed(ModuleWithLoss):
     """The user's loss behind a recording of the user's module.
 
     Args:
-        step: the module with its loss.
+        source: of module and loss.
         forward: the recording.
         outputs: how its results become the module's outputs.
     """
 
-    def __init__(
-        self, step: ModuleWithLoss, loss: Loss, forward: fx.GraphModule, outputs: OutputShape
-    ) -> None:
-        super().__init__(step.net, loss)
+    def __init__(self, source: MergeSource, forward: fx.GraphModule, outputs: OutputShape) -> None:
+        super().__init__(source.step.net, source.loss)
         # In a tuple it is no part of this module.
         self._recording = (forward,)
         self._outputs = outputs
@@ -186,19 +203,11 @@ class BatchedGradStep:
     each loss, times its count where it has one, or times a factor that is known before.
 
     Args:
-        step: the module with its loss.
-        loss: the loss.
+        source: of the micro-batches.
         forward: recorded for all samples.
         outputs: how its results become the module's outputs.
         along: where the samples are in each result.
-        names: of the state; those that are trained come first.
-        trained: how many those are.
-        example: a micro-batch.
-        count: how many there are.
-        want_outputs: return the module's outputs.
-        precision: in which the module computes.
-        with_gradient: names of the parameters that a gradient reaches.
-        blocks: to pack gradients into.
+        count: how many micro-batches there are.
         early: a factor for losses that have no count.
 
     Attributes:
@@ -208,31 +217,18 @@ class BatchedGradStep:
 
     def __init__(
         self,
-        step: ModuleWithLoss,
-        loss: Loss,
+        source: MergeSource,
         forward: fx.GraphModule,
         outputs: OutputShape,
         along: Sequence[State],
-        names: Sequence[str],
-        trained: int,
-        example: MicroBatch,
         count: int,
-        want_outputs: bool,
-        precision: Precision,
-        with_gradient: Sequence[str],
-        blocks: Sequence[FlatBlock],
-        early: float = 1.0,
+        early: float,
     ) -> None:
-        self._chunks = _Chunks(step, loss, forward, outputs)
+        self._source = source
+        self._chunks = _Chunks(source, forward, outputs)
         self._along = list(along)
-        self._names = list(names)
-        self._trained = trained
-        self._example = example
+        self._example = example = source.example
         self._count = count
-        self._want_outputs = want_outputs
-        self._precision = precision
-        self._with_gradient = set(with_gradient)
-        self._blocks = list(blocks)
         # Leaves with a row for each sample, which come in one tensor.
         self._rows = [i for i, leaf in enumerate(example.leaves) if _has_rows(leaf, example.size)]
         self.reported: List[ReportedScalars] = []
@@ -260,9 +256,9 @@ class BatchedGradStep:
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """Run the recording of forward, the losses, and autograd, on these tensors."""
-        state = dict(zip(self._names, _trainable(tensors[: len(self._names)], self._trained)))
-        batch_leaves = tensors[len(self._names) :]
-        forward_count = forward_leaves(self._example)
+        state = self._source.state_of(tensors)
+        batch_leaves = tensors[len(state) :]
+        forward_count = self._source.forward_leaves
         with torch.enable_grad():
             others = []
             for batch in zip(*self._parts(batch_leaves)):
@@ -287,7 +283,7 @@ class BatchedGradStep:
             losses = [term.value for _, term, _ in terms] if values is None else [values]
             gradients = self._gradients(losses, shares, state)
         outputs: List[Tensor] = []
-        if self._want_outputs:
+        if self._source.spec.want_outputs:
             storages = {storage_id(tensor) for tensor in tensors} - {0}
             for each, _, _ in terms:
                 for tensor in OutputShape(each).tensors:
@@ -299,26 +295,27 @@ class BatchedGradStep:
     def _is_plain(self) -> bool:
         """Tell whether the loss gets one tensor, a row for each sample, and no weights."""
         target, weight = self._example.structure.children[2:]
-        forward_count = forward_leaves(self._example)
-        return target.kind is None and not weight.leaves and forward_count in self._rows
+        is_tensor = target.kind is None and self._source.forward_leaves in self._rows
+        return is_tensor and not weight.leaves
 
     def _cast(self, value: object, weight: object) -> Tuple[tree.Tree, tree.Tree]:
         """In the precision's type, but for the weights of samples."""
-        cast = with_inputs_in(self._precision, (value, None, None, weight))
+        cast = with_inputs_in(self._source.spec.config.precision, (value, None, None, weight))
         return cast[0], cast[3]
 
     def _gradients(
         self, losses: Sequence[Tensor], shares: Sequence[Tensor], state: Dict[str, Tensor]
     ) -> List[Tensor]:
-        weights = [state[name] for name in self._names[: self._trained]]
+        micro, trained = self._source.recorded.micro, self._source.trained
+        weights = [state[name] for name in trained]
         with mark_backward_pass():
             gradients = torch.autograd.grad(losses, weights, shares, allow_unused=True)
         by_name = {
-            name: gradient for name, gradient in zip(self._names, gradients) if gradient is not None
+            name: gradient for name, gradient in zip(trained, gradients) if gradient is not None
         }
-        if set(by_name) != self._with_gradient:
+        if set(by_name) != set(micro.with_gradient):
             raise RefusalError("a gradient reaches other parameters")
-        return [block.gather(by_name) for block in self._blocks]
+        return [block.gather(by_name) for block in micro.blocks]
 
 
 def _has_rows(leaf: Tensor, size: int) -> bool:

@@ -10,24 +10,20 @@ from typing import Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, fx
 
-from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import autocast_state, computes_in_half, with_inputs_in
 from ipufit.engines.embedded.batching.batch_dim import NOT_MAPPED, BatchDim, RefusalError, State
 from ipufit.engines.embedded.batching.batched_step import (
     BatchedGradStep,
     BatchedStep,
     Forward,
+    MergeSource,
     Replayed,
-    forward_leaves,
 )
 from ipufit.engines.embedded.batching.proof import prove
-from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import same
 from ipufit.engines.gradient_reduction import GradientReduction
-from ipufit.engines.program import ProgramSpec
-from ipufit.losses import Loss
 from ipufit.tracing.capture import capture
-from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, OutputShape, preserve_attributes
+from ipufit.tracing.grad_step import GradStep, OutputShape, preserve_attributes
 from ipufit.tracing.graph_analysis import GraphSignature, peak_bytes
 from ipufit.tracing.validate import public_name
 from ipufit.utils.random_streams import Generators
@@ -101,21 +97,11 @@ class Merger:
     """Merges the micro-batches of an update, if that is proved to be the same mathematics.
 
     Attributes:
-        spec: what is built.
-        step: the module with its loss.
-        example: a full micro-batch.
-        recorded: what is recorded for it.
-        trained: names of trained parameters.
-        fixed: names of all other state.
-        state: the tensors of both, in their order.
+        source: of the micro-batches; what is merged holds on to it.
+        state: trained parameters and all other state, in the order of their names.
     """
 
-    spec: ProgramSpec
-    step: ModuleWithLoss
-    example: MicroBatch
-    recorded: TracedStep
-    trained: Sequence[str]
-    fixed: Sequence[str]
+    source: MergeSource
     state: Sequence[Tensor]
 
     def decide(self, make: Make) -> Decision:
@@ -124,33 +110,25 @@ class Merger:
         Args:
             make: records and lowers what runs.
         """
-        total = self.spec.plan.own_micro_batches_per_update
+        source = self.source
+        total = source.spec.plan.own_micro_batches_per_update
         try:
             self._check_request()
-            with warnings.catch_warnings(), preserve_attributes(self.step), _python_numbers():
+            with warnings.catch_warnings(), preserve_attributes(source.step), _python_numbers():
                 warnings.simplefilter("ignore")
                 merged = self._merged(total, make)
         except RefusalError as refusal:
             return Decision.against(total, str(refusal))
-        size = merged.count * self.example.size
+        size = merged.count * source.example.size
         how = f"one batch of {size} samples"
         if merged.count != total:
             how = f"{total // merged.count} batches of {size} samples, to bound the memory"
         return Decision(merged, f"The {total} micro-batches of an update run as {how}.")
 
-    @property
-    def _loss(self) -> Loss:
-        assert self.spec.loss is not None
-        return self.spec.loss
-
-    @property
-    def _names(self) -> List[str]:
-        return [*self.trained, *self.fixed]
-
     def _check_request(self) -> None:
         """Refuse what needs no look at the module."""
-        config = self.spec.config
-        if self._loss.in_module:
+        source, config, size = self.source, self.source.spec.config, self.source.example.size
+        if source.loss.in_module:
             raise RefusalError("the module computes its own loss, from a whole micro-batch")
         if config.loss_scale is not None:
             raise RefusalError("the loss is scaled")
@@ -158,19 +136,19 @@ class Merger:
             raise RefusalError("accumulation_dtype asks for a sum over micro-batches")
         if config.recompute:
             raise RefusalError("recompute asks for less memory, and a larger batch holds more")
-        tensors = [*self.state, *self.example.leaves]
+        tensors = [*self.state, *source.example.leaves]
         if (
             computes_in_half(tensors)
             or autocast_state(tensors[0].device)[0]
             or config.precision.autocast
         ):
             raise RefusalError("half precision rounds a larger batch to other numbers")
-        for name, parameter in self.step.named_parameters():
+        for name, parameter in source.step.named_parameters():
             if parameter._backward_hooks:
                 hooked = public_name(name)
                 raise RefusalError(f"a hook of {hooked!r} sees the gradient of every micro-batch")
-        for leaf in self.example.leaves[: forward_leaves(self.example)]:
-            if not leaf.dim() or leaf.shape[0] != self.example.size:
+        for leaf in source.example.leaves[: source.forward_leaves]:
+            if not leaf.dim() or leaf.shape[0] != size:
                 raise RefusalError("forward takes a tensor that is not one row for each sample")
 
     def _merged(self, total: int, make: Make) -> BatchedStep:
@@ -179,8 +157,9 @@ class Merger:
         Raises:
             RefusalError: none can be.
         """
-        assert self.recorded.graph is not None
-        written = GraphSignature.of(self.recorded.graph)
+        source, example = self.source, self.source.example
+        assert source.recorded.graph is not None
+        written = GraphSignature.of(source.recorded.graph)
         self._check_written(written)
         small, outputs = self._forward(1)
         whole = self._same_program(small, outputs, written)
@@ -188,39 +167,23 @@ class Merger:
         large, large_outputs = self._forward(count)
         if not outputs.equals(large_outputs):
             raise RefusalError("what forward returns besides tensors depends on the batch")
-        samples = (self.example.size, count * self.example.size)
-        along = prove(small, large, len(self._names), samples)
+        samples = (example.size, count * example.size)
+        along = prove(small, large, len(source.names), samples)
         _check_results(along)
-        micro = self.recorded.micro
-        step = BatchedGradStep(
-            self.step,
-            self._loss,
-            large,
-            outputs,
-            along,
-            self._names,
-            len(self.trained),
-            self.example,
-            count,
-            self.spec.want_outputs,
-            self.spec.config.precision,
-            micro.with_gradient,
-            micro.blocks,
-            self._early(total),
-        )
-        arguments = [*self.state, *step.arguments([self.example] * count)]
+        step = BatchedGradStep(source, large, outputs, along, count, self._early(total))
+        arguments = [*self.state, *step.arguments([example] * count)]
         with _explained("the loss can't be computed on parts of a larger batch"):
             run, graph = make(step, arguments)
         reads = self._buffers_read(whole)
-        blocks = len(micro.blocks)
-        return BatchedStep(run, step, self.recorded, count, blocks, reads, step.factor, graph)
+        blocks = len(source.recorded.micro.blocks)
+        return BatchedStep(run, step, source.recorded, count, blocks, reads, step.factor, graph)
 
     def _early(self, total: int) -> float:
         """The factor that gradients of an update may be multiplied with on the way."""
-        if self.spec.processes.is_distributed:
+        if self.source.spec.processes.is_distributed:
             # Others may not merge theirs.
             return 1.0
-        return GradientReduction(self.spec).early([self.example.size] * total)
+        return GradientReduction(self.source.spec).early([self.source.example.size] * total)
 
     def _check_written(self, written: GraphSignature) -> None:
         if written.drawn is not None:
@@ -229,18 +192,20 @@ class Merger:
             )
         if written.changed is None:
             return
-        if written.changed < len(self._names):
-            name = public_name(self._names[written.changed])
+        names = self.source.names
+        if written.changed < len(names):
+            name = public_name(names[written.changed])
             raise RefusalError(f"{name!r} is changed by every micro-batch")
         raise RefusalError("the batch itself is changed in place")
 
     def _forward(self, count: int) -> Tuple[fx.GraphModule, OutputShape]:
         """The module's forward for so many micro-batches, recorded."""
-        leaves = self.example.leaves[: forward_leaves(self.example)]
-        cast = with_inputs_in(self.spec.config.precision, (list(leaves), None, None, None))[0]
+        source = self.source
+        leaves = source.example.leaves[: source.forward_leaves]
+        cast = with_inputs_in(source.spec.config.precision, (list(leaves), None, None, None))[0]
         arguments = [*self.state, *(torch.cat([leaf] * count) for leaf in cast)]
-        forward = Forward(self.step, self._loss, self._names, len(self.trained), self.example)
-        with _explained(f"forward can't take {count * self.example.size} samples at once"):
+        forward = Forward(source)
+        with _explained(f"forward can't take {count * source.example.size} samples at once"):
             graph = capture(forward, arguments)
         if forward.has_logged:
             raise RefusalError("forward logs values of every micro-batch")
@@ -253,19 +218,19 @@ class Merger:
 
         Hooks, derivatives of one's own and layers whose gradient is left out are seen by this.
         """
-        spec, micro = self.spec, self.recorded.micro
+        source, micro = self.source, self.source.recorded.micro
         again = GradStep(
-            Replayed(self.step, self._loss, forward, outputs),
-            self.trained,
-            self.fixed,
-            self.example,
+            Replayed(source, forward, outputs),
+            source.trained,
+            source.fixed,
+            source.example,
             True,
-            spec.want_outputs,
+            source.spec.want_outputs,
             lambda names: micro.blocks,
-            spec.config.precision,
+            source.spec.config.precision,
         )
         with _explained("the gradient of forward is not that of its operators"):
-            graph = capture(again, [*self.state, *self.example.leaves])
+            graph = capture(again, [*self.state, *source.example.leaves])
         if again.with_gradient != micro.with_gradient or not GraphSignature.of(graph).equals(
             written
         ):
@@ -281,9 +246,10 @@ class Merger:
         return fitting[-1]
 
     def _buffers_read(self, graph: fx.GraphModule) -> Tuple[str, ...]:
-        buffers = {name for name, _ in self.step.named_buffers()}
+        buffers = {name for name, _ in self.source.step.named_buffers()}
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        return tuple(n for n, node in zip(self._names, placeholders) if n in buffers and node.users)
+        named = zip(self.source.names, placeholders)
+        return tuple(name for name, node in named if name in buffers and node.users)
 
 
 def _check_results(along: Sequence[State]) -> None:

@@ -180,11 +180,11 @@ class TrainingProgram(BaseProgram):
         ):
             return None
         # Imported here: what few models need.
-        from ipufit.engines.embedded.batching import Merger
+        from ipufit.engines.embedded.batching import Merger, MergeSource
 
         names, recorded = (state.trained, state.fixed), self._recorded(example)
-        merger = Merger(self._spec, self._step, example, recorded, *names, state.states[0])
-        self.merging = self._engine.merge(merger, state.replicas)
+        source = MergeSource(self._spec, self._step, example, recorded, *names)
+        self.merging = self._engine.merge(Merger(source, state.states[0]), state.replicas)
         return self.merging.merged
 
     def run(self, batch: CombinedBatch) -> ExecutionResult:
