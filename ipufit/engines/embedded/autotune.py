@@ -36,7 +36,7 @@ _CALL, _LARGEST_SHARE = 5e-6, 0.7
 Trial = Callable[[Optional["CompiledUpdates"]], float]
 
 
-class JitAutotuner:
+class JitAutotuner(UpdateWay):
     """Chooses between recorded and compiled updates of one training program.
 
     A library that was kept is looked for before the first update, and one that the training still
@@ -65,9 +65,9 @@ class JitAutotuner:
         self._failure = ""
 
     @property
-    def wins(self) -> bool:
-        """Say whether compiled updates have turned out to be faster."""
-        return self._choice == INDUCTOR
+    def jit(self) -> Optional[str]:
+        """INDUCTOR where compiled updates have turned out to be faster."""
+        return INDUCTOR if self._choice == INDUCTOR else None
 
     @property
     def is_undecided(self) -> bool:
@@ -101,7 +101,7 @@ class JitAutotuner:
         if self._choice is None and self._is_ready() and trial is not None:
             self._choice = self._judge(trial)
         self._start = self._clock()
-        return self.compiled if self.wins else None
+        return self.compiled if self.jit else None
 
     def after(self, updates: int) -> None:
         """Count an execution of so many updates as done, and compile if that pays now."""
@@ -157,7 +157,7 @@ class JitAutotuner:
             return [f"Updates run as recorded, uncompiled: {self._failure}"]
         if self._choice is None:
             return []
-        are = "are kept" if self.wins else "are not used"
+        are = "are kept" if self.jit else "are not used"
         if math.isinf(max(self._trials, default=math.inf)):
             return [f"Compiled updates {are}, as was measured before."]
         recorded, compiled = self._trials
@@ -203,65 +203,47 @@ class CompiledWay(UpdateWay):
         self.compiled.close()
 
 
-class AutotunedWay(UpdateWay):
+class AutotunedWay(JitAutotuner):
     """``jit="auto"``: updates run compiled where that turns out to be faster.
 
     Args:
-        autotuner: decides.
+        compiled: not yet started.
         runner: makes executions.
         state: what updates change.
         device: where.
-
-    Attributes:
-        autotuner: as given.
     """
 
     def __init__(
         self,
-        autotuner: JitAutotuner,
+        compiled: CompiledUpdates,
         runner: UpdateRunner,
         state: TrainingState,
         device: torch.device,
     ) -> None:
-        self.autotuner = autotuner
+        super().__init__(compiled)
         self._runner = runner
         self._state = state
         self._device = device
-
-    @property
-    def jit(self) -> Optional[str]:
-        """INDUCTOR where updates run compiled."""
-        return INDUCTOR if self.autotuner.wins else None
-
-    def explain(self) -> List[str]:
-        """Describe in sentences how updates run."""
-        return self.autotuner.explain()
-
-    def expect(self, updates: int) -> None:
-        """So many updates are to come; what pays in a long run is done for no short one."""
-        self.autotuner.expect(updates)
-
-    def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
-        """Look for a library of the program."""
-        self.autotuner.enter(recorded, example)
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
         """Run all updates in the way that is the faster one as far as is known."""
         execution.compiled = self._choose(execution)
         result = self._runner.run(execution)
-        self.autotuner.after(len(execution.updates))
+        self.after(len(execution.updates))
         return result
 
     def _choose(self, execution: ExecutionWork) -> Optional[CompiledUpdates]:
         """Ask what makes the full updates of an execution; the first of them is there to try."""
-        autotuner, state = self.autotuner, self._state
-        if not autotuner.is_undecided:
-            return autotuner.choose(None)
-        updates, fits = execution.updates, autotuner.compiled.fits
-        full = next((i for i, update in enumerate(updates) if fits(update)), None)
+        state, updates = self._state, execution.updates
+        full: Optional[int] = None
+        if self.is_undecided:
+            fits = self.compiled.fits
+            full = next((i for i, update in enumerate(updates) if fits(update)), None)
         if full is None:
-            return autotuner.choose(None)
+            return self.choose(None)
         batch = CombinedBatch([batch for batch, _ in updates[full]])
+        alone = ExecutionWork(batch, [updates[full]], [execution.rows[full]])
+        alone.merged = execution.merged
         is_random = any(recorded.random for _, recorded in updates[full])
         before: Optional[Snapshot] = None
 
@@ -269,8 +251,7 @@ class AutotunedWay(UpdateWay):
             nonlocal before
             # Not before it is needed: what was measured once in a process is not tried again.
             before = before or state.snapshot()
-            alone = ExecutionWork(batch, [updates[full]], [execution.rows[full]])
-            alone.merged, alone.compiled = execution.merged, compiled
+            alone.compiled = compiled
             state.updater.refresh(alone.rows)
             try:
                 with computing(self._device, is_random):
@@ -280,8 +261,8 @@ class AutotunedWay(UpdateWay):
             finally:
                 state.restore(before)
 
-        return autotuner.choose(trial)
+        return self.choose(trial)
 
     def close(self) -> None:
         """Stop compiling, and let go of the tensors; safe twice."""
-        self.autotuner.compiled.close()
+        self.compiled.close()

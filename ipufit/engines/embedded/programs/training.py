@@ -92,13 +92,13 @@ class TrainingProgram(BaseProgram):
         is_auto = is_auto and not several and not self._spec.config.detect_nan
         if jit != INDUCTOR and not is_auto:
             return
-        from ipufit.engines.embedded.autotune import AutotunedWay, CompiledWay, JitAutotuner
+        from ipufit.engines.embedded.autotune import AutotunedWay, CompiledWay
         from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 
         libraries = self._engine.libraries
         compiled = CompiledUpdates(self._spec, self.state, libraries, runner.at_once)
         if is_auto:
-            self.way = AutotunedWay(JitAutotuner(compiled), runner, self.state, self._device)
+            self.way = AutotunedWay(compiled, runner, self.state, self._device)
         else:
             self.way = CompiledWay(compiled, runner)
 
