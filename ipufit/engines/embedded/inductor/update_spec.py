@@ -28,7 +28,7 @@ from ipufit.optim import rules
 from ipufit.optim.rules import OptimizerRule
 from ipufit.tracing.flat_storage import FlatBlock, Slot
 
-__all__ = ["BlockSpec", "Request", "SlotSpec", "UpdateSpec", "update_of"]
+__all__ = ["BlockSpec", "Request", "SlotSpec", "UpdateFunction", "UpdateSpec"]
 
 # What the text of a graph refers to.
 _NAMES: Mapping[str, object] = {
@@ -130,28 +130,28 @@ class UpdateSpec:
     @staticmethod
     def of_json(values: Mapping[str, Any]) -> UpdateSpec:
         """Read what ``dataclasses.asdict`` and JSON have made of one."""
-        slots = (
-            SlotSpec(s["block"], s["place"], tuple(s["shape"]), tuple(s["order"]))
-            for s in values["slots"]
-        )
-        blocks = (BlockSpec(**block) for block in values["blocks"])
-        names = ("written", "factors", "clip")
-        lists = {name: tuple(values[name]) for name in names}
-        return UpdateSpec(**{**values, **lists, "slots": tuple(slots), "blocks": tuple(blocks)})
+        slots = tuple(SlotSpec(**_with_tuples(slot)) for slot in values["slots"])
+        blocks = tuple(BlockSpec(**block) for block in values["blocks"])
+        return UpdateSpec(**{**_with_tuples(values), "slots": slots, "blocks": blocks})
 
 
-def update_of(form: UpdateSpec) -> Callable[..., List[Tensor]]:
-    """Build the function of an update from its specification.
+def _with_tuples(values: Mapping[str, Any]) -> Dict[str, Any]:
+    """Values from JSON, which makes lists of tuples."""
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+class UpdateFunction:
+    """The function of an update, made of its specification.
 
     It takes, as one flat list: each slot's part of the flat parameters; each slot's states; for
     each replica the rest of its state; constants; for each block its coefficients; for each
     micro-batch its leaves. Parameters, states and buffers change in place, unless a loss is not
     finite. It returns what the micro-batches report, as one tensor, and the outputs of each.
+
+    Args:
+        form: the specification.
     """
-    return _Update(form)
 
-
-class _Update:
     def __init__(self, form: UpdateSpec) -> None:
         self._form = form
         self._micro_batch = _function(form.code)
@@ -163,7 +163,12 @@ class _Update:
         )
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
-        form, take = self._form, _Taker(tensors)
+        """Make the update."""
+        form, left = self._form, iter(tensors)
+
+        def take(count: int) -> List[Tensor]:
+            return [next(left) for _ in range(count)]
+
         flats = take(len(form.slots))
         states = [
             dict(zip(rule.tensors, take(len(rule.tensors))))
@@ -213,16 +218,6 @@ class _Update:
             total.add(gradients, numbers[1] if form.counted else None)
         blocks = [slot.alone() for slot in form.slots]
         return reported, outputs, self._finish(total.reduced(1.0), blocks, flats)
-
-
-class _Taker:
-    """Takes tensors off the front of a list."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._left = iter(tensors)
-
-    def __call__(self, count: int) -> List[Tensor]:
-        return [next(self._left) for _ in range(count)]
 
 
 def _function(code: str) -> Callable[..., List[Tensor]]:

@@ -53,14 +53,14 @@ def _compile(text: str, library: Path) -> None:
     import torch._inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from ipufit.engines.embedded.inductor.update_spec import Request, update_of
+    from ipufit.engines.embedded.inductor.update_spec import Request, UpdateFunction
 
     request = Request.of_json(text)
     torch.set_num_threads(request.threads)
     allow_any_weight()
     examples = request.examples()
     with torch.no_grad():
-        graph = make_fx(update_of(request.form), tracing_mode="fake")(*examples)
+        graph = make_fx(UpdateFunction(request.form), tracing_mode="fake")(*examples)
         options = {"aot_inductor.output_path": str(library)}
         torch._inductor.aot_compile(graph, tuple(examples), options=options)
 

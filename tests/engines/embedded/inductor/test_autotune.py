@@ -12,7 +12,7 @@ from ipufit.engines.embedded.autotune import JitAutotuner
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.inductor.compiled import CompiledUpdates, CompilerError
 from ipufit.engines.embedded.inductor.store import LibraryStore
-from ipufit.engines.embedded.inductor.update_spec import update_of
+from ipufit.engines.embedded.inductor.update_spec import UpdateFunction
 from ipufit.engines.embedded.programs import training
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
@@ -199,7 +199,7 @@ def described(monkeypatch):
     made = []
 
     def begin(self, request):
-        update = update_of(request.form)
+        update = UpdateFunction(request.form)
 
         def one(*tensors):
             made.append(1)

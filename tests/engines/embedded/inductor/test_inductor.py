@@ -14,7 +14,7 @@ import ipufit
 from ipufit.engines.embedded.inductor import build_spec, requirements
 from ipufit.engines.embedded.inductor import compiled as compiled_module
 from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
-from ipufit.engines.embedded.inductor.update_spec import Request, update_of
+from ipufit.engines.embedded.inductor.update_spec import Request, UpdateFunction
 from ipufit.errors import NonFiniteLossError
 from tests.fitting import PLANS, Plan, assert_close, assert_equal, compiled, fit
 from tests.nets import CNN, MLP, Running, Transformer, data
@@ -58,7 +58,7 @@ def described(monkeypatch):
     made = []
 
     def begin(self, request):
-        update = update_of(Request.of_json(request.to_json()).form)
+        update = UpdateFunction(Request.of_json(request.to_json()).form)
 
         def run(*tensors):
             assert [tuple(t.shape) for t in tensors] == [shape for shape, _, _ in request.inputs]
@@ -385,7 +385,7 @@ def test_a_choice_that_is_measured_decides_about_no_program_that_is_kept(describ
     def begin(self, request):
         parts.append(request.parts())
         codes.append(request.form.code)
-        self._run = update_of(request.form)
+        self._run = UpdateFunction(request.form)
 
     monkeypatch.setattr(CompiledUpdates, "_begin", begin)
     x, y = data(8)
