@@ -65,6 +65,10 @@ def _copied(state: Mapping[_Key, object]) -> Dict[_Key, object]:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
+def _tensor_keys(state: Mapping[_Key, object]) -> List[_Key]:
+    return [key for key, value in state.items() if isinstance(value, Tensor)]
+
+
 class TracedOptimizer:
     """Any other torch optimizer, through its own ``step``, recorded.
 
@@ -191,79 +195,62 @@ class TracedOptimizer:
             for name, value in twin.state[view].items()
         }
 
-    def _tensor_keys(self) -> List[_Key]:
-        return [key for key, value in self._state.items() if isinstance(value, Tensor)]
-
     def _record_first(self) -> None:
-        count = len(self._storage.flats)
-        new_state: Dict[_Key, Any] = {}
+        self._known_keys = _tensor_keys(self._state)
+        self._graphs[True], new_state = self._trace(self._known_keys, self._state, is_first=True)
         old_state = self._state
-        self._known_keys = self._tensor_keys()
-
-        def first(*tensors: Tensor) -> List[Tensor]:
-            state = {**old_state, **dict(zip(self._known_keys, tensors[2 * count :]))}
-            new_state.clear()
-            new_state.update(self._step(tensors[:count], tensors[count : 2 * count], state))
-            return [value for value in new_state.values() if isinstance(value, Tensor)]
-
-        flats = self._storage.flats
-        examples = self._finish.examples(flats)
-        fetched = self._fetched()
-        tensors = [fetched[key] for key in self._known_keys]
-        self._graphs[True] = _captured(first, [*flats, *examples, *tensors])
-        self._keys = [key for key, value in new_state.items() if isinstance(value, Tensor)]
-        numbers = {key: value for key, value in new_state.items() if not isinstance(value, Tensor)}
         # The state that the later graph starts from: same shapes, values of no meaning.
-        self._state = dict(numbers)
-        self._state.update(
-            (
-                key,
-                torch.zeros(
-                    new_state[key].shape, dtype=new_state[key].dtype, device=new_state[key].device
-                ),
-            )
-            for key in self._keys
-        )
+        tensors = {key: value for key, value in new_state.items() if isinstance(value, Tensor)}
+        numbers = {key: value for key, value in new_state.items() if key not in tensors}
+        self._state = {
+            **numbers,
+            **{
+                key: torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+                for key, value in tensors.items()
+            },
+        }
         self._record_later()
         self._numbers = numbers
         self._whole = set(self._state)
         self._state = old_state
 
     def _record_later(self) -> None:
-        self._keys = self._tensor_keys()
+        self._keys = _tensor_keys(self._state)
         numbers = {k: v for k, v in self._state.items() if not isinstance(v, Tensor)}
-        graph, after = self._trace_later(numbers)
-        self._growth = {k: v - numbers[k] for k, v in after.items() if v != numbers[k]}
+        graph, after = self._trace(self._keys, numbers)
+        self._growth = {k: after[k] - v for k, v in numbers.items() if after[k] != v}
         if self._growth:
             # A counter of Python's, such as Rprop's "step" on torch 2.0.1: harmless if nothing
             # reads it.
-            again, _ = self._trace_later(after)
+            again, _ = self._trace(self._keys, {key: after[key] for key in numbers})
             if again.code != graph.code:
                 raise RuntimeError("it computes with Python numbers that change at every step")
         self._graphs[False] = graph
 
-    def _trace_later(
-        self, numbers: Dict[_Key, object]
-    ) -> Tuple[fx.GraphModule, Dict[_Key, object]]:
-        """The graph for these Python numbers in the state, and what the step makes of them."""
+    def _trace(
+        self, keys: Sequence[_Key], others: Mapping[_Key, object], is_first: bool = False
+    ) -> Tuple[fx.GraphModule, Dict[_Key, Any]]:
+        """The graph of a step, and the state that it makes.
+
+        Args:
+            keys: of the state's tensors, which the graph takes and returns.
+            others: the state beside them, for good.
+            is_first: whether the step may add to the state; the graph returns all tensors of it.
+        """
         count = len(self._storage.flats)
         after: Dict[_Key, Any] = {}
 
-        def later(*tensors: Tensor) -> List[Tensor]:
-            state = dict(numbers)
-            state.update(zip(self._keys, tensors[2 * count :]))
+        def step(*tensors: Tensor) -> List[Tensor]:
+            state = {**others, **dict(zip(keys, tensors[2 * count :]))}
             after.clear()
             after.update(self._step(tensors[:count], tensors[count : 2 * count], state))
-            if set(after) != set(self._state):
+            if not is_first and set(after) != set(self._state):
                 raise RuntimeError("its state changes its form after the first step")
-            return [after[key] for key in self._keys]
+            return [after[key] for key in (_tensor_keys(after) if is_first else keys)]
 
-        flats = self._storage.flats
-        examples = self._finish.examples(flats)
-        fetched = self._fetched()
-        arguments = [*flats, *examples, *(fetched[key] for key in self._keys)]
-        graph = _captured(later, arguments)
-        return graph, {key: after[key] for key in numbers}
+        flats, state = self._storage.flats, self._fetched()
+        arguments = [*flats, *self._finish.examples(flats), *(state[key] for key in keys)]
+        return _captured(step, arguments), after
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update."""
