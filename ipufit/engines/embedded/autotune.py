@@ -6,8 +6,6 @@ import math
 import time
 from typing import TYPE_CHECKING, Callable, List, Optional
 
-import torch
-
 from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.compile_arguments import GRAPH, INDUCTOR
 from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
@@ -210,20 +208,14 @@ class AutotunedWay(JitAutotuner):
         compiled: not yet started.
         runner: makes executions.
         state: what updates change.
-        device: where.
     """
 
     def __init__(
-        self,
-        compiled: CompiledUpdates,
-        runner: UpdateRunner,
-        state: TrainingState,
-        device: torch.device,
+        self, compiled: CompiledUpdates, runner: UpdateRunner, state: TrainingState
     ) -> None:
         super().__init__(compiled)
         self._runner = runner
         self._state = state
-        self._device = device
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
         """Run all updates in the way that is the faster one as far as is known."""
@@ -254,7 +246,7 @@ class AutotunedWay(JitAutotuner):
             alone.compiled = compiled
             state.updater.refresh(alone.rows)
             try:
-                with computing(self._device, is_random):
+                with computing(state.device, is_random):
                     start = time.perf_counter()
                     self._runner.make(alone, alone.updates, None)
                     return time.perf_counter() - start

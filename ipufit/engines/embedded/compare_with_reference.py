@@ -18,7 +18,7 @@ from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.comparison import Comparison, Difference, Tolerance, distance
-from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes, public_name
+from ipufit.tracing.grad_step import preserve_attributes, public_name
 from ipufit.tracing.interpreter import InstrumentedInterpreter, Listener, OperatorCall
 from ipufit.tracing.source_map import CallRecorder, Origin, TracedCall, trace_calls
 from ipufit.utils import tree
@@ -34,7 +34,6 @@ class ReferenceComparison:
     """Holds a recording against the module that it was made of.
 
     Args:
-        step: the user's module with the loss.
         live: the state; it stays as it is.
         recorded: what runs a micro-batch.
         batch: the micro-batch.
@@ -42,7 +41,6 @@ class ReferenceComparison:
         tolerance: what is no difference.
     """
 
-    step: ModuleWithLoss
     live: TrainingState
     recorded: TracedStep
     batch: MicroBatch
@@ -74,7 +72,7 @@ class ReferenceComparison:
             )
         arguments = self._arguments()
         eager, results, state = self._eagerly(reference == "float64")
-        calls = trace_calls(recorded.micro, self.step, arguments)
+        calls = trace_calls(recorded.micro, self.live.step, arguments)
         comparison = _NodeComparison(recorded.graph.graph, self._pairs(calls, eager), self._add)
         run = InstrumentedInterpreter(recorded.graph, [comparison]).run
         self.seed()
@@ -105,12 +103,12 @@ class ReferenceComparison:
             micro = copy.copy(micro)
             micro.precision = Precision()
         arguments = self._arguments(torch.float64 if double else None)
-        calls = CallRecorder(self.step, keeps=True)
+        calls = CallRecorder(self.live.step, keeps=True)
         self.seed()
         run: Callable[..., Sequence[Tensor]] = micro
         if double:
             run = without_autocast(micro, arguments)
-        with preserve_attributes(self.step), calls.listed():
+        with preserve_attributes(self.live.step), calls.listed():
             results = list(run(*arguments))
         return calls.calls, results, arguments
 
@@ -193,7 +191,7 @@ class ReferenceComparison:
     def _buffers(
         self, traced_state: Sequence[Tensor], other: Sequence[Tensor]
     ) -> Iterator[Tuple[str, str, Tensor, Tensor]]:
-        names = {id(buffer): name for name, buffer in self.step.named_buffers()}
+        names = {id(buffer): name for name, buffer in self.live.step.named_buffers()}
         micro = self.recorded.micro
         buffers = set(names.values())
         for name, one, two in zip([*micro.trained, *micro.fixed], traced_state, other):

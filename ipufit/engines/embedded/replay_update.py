@@ -12,10 +12,9 @@ from ipufit.core.precision import without_autocast
 from ipufit.engines.embedded.non_finite import STATE_IS_FROM_BEFORE, first_non_finite
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update
 from ipufit.engines.embedded.training_state import TrainingState
-from ipufit.engines.program import ProgramSpec
 from ipufit.errors import NonFiniteLossError, NonFiniteValue
 from ipufit.tracing.find_nonfinite import NonFiniteSearch
-from ipufit.tracing.grad_step import ModuleWithLoss, preserve_attributes
+from ipufit.tracing.grad_step import preserve_attributes
 from ipufit.tracing.interpreter import InstrumentedInterpreter, watch_operators
 from ipufit.tracing.source_map import NodeOrigins, SourceTracker, trace_calls
 
@@ -27,14 +26,10 @@ class Replay:
     """Finds the first value of an update that is not finite.
 
     Args:
-        spec: of the program.
-        step: the user's module with the loss.
         live: the state from before the update; it stays as it is.
         seed: starts the random numbers of a micro-batch.
     """
 
-    spec: ProgramSpec
-    step: ModuleWithLoss
     live: TrainingState
     seed: Seeding
 
@@ -97,14 +92,14 @@ class Replay:
         names = [*recorded.micro.trained, *recorded.micro.fixed]
         tensors = dict(zip(names, state))
         if as_recorded and recorded.graph is not None:
-            origins = NodeOrigins(trace_calls(recorded.micro, self.step, arguments))
+            origins = NodeOrigins(trace_calls(recorded.micro, self.live.step, arguments))
             search = NonFiniteSearch(origins.now, batch, tensors)
             run = InstrumentedInterpreter(recorded.graph, [origins, search]).run
             results = without_autocast(run, arguments)(*arguments)
         else:
-            where = SourceTracker(self.step)
+            where = SourceTracker(self.live.step)
             search = NonFiniteSearch(where.now, batch, tensors)
-            with preserve_attributes(self.step), where.followed(), watch_operators(search):
+            with preserve_attributes(self.live.step), where.followed(), watch_operators(search):
                 results = recorded.micro(*arguments)
         numbers, flats = results[0], results[len(results) - len(self.live.storage.blocks) :]
         loss = numbers[0] if numbers.dim() else numbers

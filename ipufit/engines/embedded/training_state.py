@@ -203,11 +203,10 @@ class TrainingState:
         tabled: whether hyper-parameters that change must reach an update as tensors.
 
     Attributes:
-        step: the user's module with the loss.
+        spec, step, memory, device: as given.
         parameters, buffers: of the step, by name.
         trained, frozen: names of the parameters that are trained, and of the others.
         with_gradient: names of those that a gradient reaches; empty while nothing is bound.
-        memory: where the optimizer's state is between two updates.
         cuts: of each block, where each process gets a part of its gradient; None: all get it whole.
         weights: the weights, where each process has a part of them; None: all have all.
         updater: applies the optimizer, and holds its state.
@@ -229,11 +228,11 @@ class TrainingState:
         tabled: bool,
     ) -> None:
         assert spec.optimizer is not None
-        self._spec = spec
+        self.spec = spec
         self.step = step
         self._carried = carried
         self.memory = memory
-        self._device = device
+        self.device = device
         self._optimizer = spec.optimizer
         self._version = OptimizerStateVersion(spec.optimizer)
         self.cuts: Optional[Sequence[Sequence[int]]] = None
@@ -263,7 +262,7 @@ class TrainingState:
     @property
     def scheduled(self) -> Optional[FrozenSet[str]]:
         """Hyper-parameters that change from update to update; None without a schedule."""
-        schedule = self._spec.config.schedule
+        schedule = self.spec.config.schedule
         return None if schedule is None else schedule.names
 
     def _make_updater(
@@ -274,7 +273,7 @@ class TrainingState:
         Raises:
             OptimizerError: a schedule for an optimizer whose hyper-parameters are constants.
         """
-        optimizer, config, scheduled = self._optimizer, self._spec.config, self.scheduled
+        optimizer, config, scheduled = self._optimizer, self.spec.config, self.scheduled
         finish = GradientTransform(config.clip, config.accumulation_dtype)
         if rule is not None:
             graphs, tabled = self._carried.optimizer_graphs, tabled and scheduled is not None
@@ -307,7 +306,7 @@ class TrainingState:
         """Divide these parameters into blocks that are updated alike."""
         named = [(name, self.parameters[name]) for name in names]
         layout = self.updater.layout
-        if not self._spec.processes.is_distributed:
+        if not self.spec.processes.is_distributed:
             return layout(named)
         return [block for bucket in buckets_of(named) for block in layout(bucket)]
 
@@ -333,12 +332,12 @@ class TrainingState:
         others = [(n, p) for n, p in self.parameters.items() if n not in set(with_gradient)]
         self.storage = self._make_storage(self.lay_out(with_gradient), others)
         try:
-            self.updater.bind(self.storage, self._spec.run_eagerly)
+            self.updater.bind(self.storage, self.spec.run_eagerly)
         except BaseException:
             self.storage.release()
             raise
         self.with_gradient = with_gradient
-        rule, storage = self._spec.config.ema, self.storage
+        rule, storage = self.spec.config.ema, self.storage
         if rule is not None:
             self.averages = MovingAverages(
                 rule, storage.blocks, storage.flats, self._carried.averages
@@ -458,17 +457,17 @@ class TrainingState:
                 self.swap_averages()
         self.gather_weights()
         weights = on_host(self.parameters)
-        gathered = self._spec.processes.gather(
+        gathered = self.spec.processes.gather(
             [on_host(replica) for replica in self.replicas], "buffers"
         )
         optimizer = self._read_optimizer()
         averages = self.averages.by_name() if self.averages is not None else {}
-        schedule = self._spec.config.schedule
+        schedule = self.spec.config.schedule
         return TrainState(
             weights,
             [replica for several in gathered for replica in several],
             optimizer,
-            self._spec.seed,
+            self.spec.seed,
             self.updates,
             on_host(averages),
             dataclasses.astuple(self.scaler.state) if self.scaler is not None else None,
@@ -480,11 +479,11 @@ class TrainingState:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state.weights[public_name(name)])
-            if not self._spec.processes.is_rank_zero:
+            if not self.spec.processes.is_rank_zero:
                 names = {public_name(name): name for name in self.buffers}
                 first = {names[name]: value for name, value in state.buffers[0].items()}
                 put_back(self.buffers, first)
-            begin = self._spec.plan.process * self._spec.plan.replicas
+            begin = self.spec.plan.process * self.spec.plan.replicas
             for replica, buffers in enumerate(self.replicas, begin):
                 source = replica if replica < len(state.buffers) else 0
                 put_back(
@@ -495,12 +494,12 @@ class TrainingState:
         self._forget()
         names = {public_name(name): name for name in self.parameters}
         self._carried.averages = {
-            names[name]: tensor.to(self._device) for name, tensor in state.averages.items()
+            names[name]: tensor.to(self.device) for name, tensor in state.averages.items()
         }
         if self.scaler is not None and state.loss_scale is not None:
             self.scaler.state = ScaleState(*state.loss_scale)
-        if self._spec.config.schedule is not None and state.schedule is not None:
-            self._spec.config.schedule.load_state_dict(state.schedule)
+        if self.spec.config.schedule is not None and state.schedule is not None:
+            self.spec.config.schedule.load_state_dict(state.schedule)
         self.updates = state.updates
 
     def _forget(self) -> None:
@@ -525,7 +524,7 @@ class TrainingState:
             rows: settings of the optimizer for each update of the execution.
         """
         described = {}
-        if self._spec.config.schedule is not None:
+        if self.spec.config.schedule is not None:
             described["learning_rate"] = float(rows[-1][0]["lr"])
         if self.scaler is not None:
             described["loss_scale"] = self.scaler.value

@@ -18,7 +18,7 @@ from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update, computing
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState, copy_of, put_back
 from ipufit.engines.gradient_reduction import GradientReduction, GradientSum
-from ipufit.engines.program import ExecutionResult, ProgramSpec
+from ipufit.engines.program import ExecutionResult
 from ipufit.errors import NonFiniteLossError
 from ipufit.processes import common
 
@@ -39,9 +39,7 @@ class UpdateRunner(UpdateWay):
 
     Args:
         engine: brings results to the host.
-        spec: what is built.
         state: what the updates change.
-        device: where.
         seed: starts the random numbers of a micro-batch.
         at_once: whether losses are looked at as they come, where the host need not wait for them.
         replay: finds out where a value that is not finite began; None: nobody asks.
@@ -58,9 +56,7 @@ class UpdateRunner(UpdateWay):
     def __init__(
         self,
         engine: EngineContext,
-        spec: ProgramSpec,
         state: TrainingState,
-        device: torch.device,
         seed: Seeding,
         at_once: bool,
         replay: Optional[Replay] = None,
@@ -70,9 +66,9 @@ class UpdateRunner(UpdateWay):
         self.counted = False
         self.overlap: Optional[Overlap] = None
         self._engine = engine
-        self._spec = spec
+        self._spec = spec = state.spec
         self._state = state
-        self._device = device
+        self._device = state.device
         self._seed = seed
         self._replay = replay
         self._scales = scales

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -19,9 +19,9 @@ from ipufit.engines.embedded.passes.simplify import simplify
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.gradient_reduction import GradientReduction
-from ipufit.engines.program import ProgramSpec
 from ipufit.tracing import recurrent
 from ipufit.tracing.graph_analysis import Memories
+from ipufit.utils import tree
 
 __all__ = ["CompilableUpdate", "UncompilableError", "describe"]
 
@@ -50,13 +50,10 @@ class CompilableUpdate:
     constants: Tuple[Tensor, ...]
 
 
-def describe(
-    spec: ProgramSpec, live: TrainingState, recorded: TracedStep, example: MicroBatch
-) -> CompilableUpdate:
+def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> CompilableUpdate:
     """The form of updates whose micro-batches are all like an example.
 
     Args:
-        spec: what is built.
         live: what updates change; parameters and state are the program's already.
         recorded: for the example.
         example: a full micro-batch.
@@ -64,9 +61,9 @@ def describe(
     Raises:
         UncompilableError: they can't be compiled.
     """
-    config, plan = spec.config, spec.plan
+    config, plan = live.spec.config, live.spec.plan
     updater, graph = live.updater, recorded.graph
-    _refuse_config(spec, live)
+    _refuse_config(live)
     assert isinstance(updater, RuleOptimizer)
     assert graph is not None
     if recorded.random:
@@ -86,7 +83,7 @@ def describe(
     rest = tuple(i for i in range(state) if i not in in_slots)
     written = Memories(graph.graph).changed
     sizes = [example.size] * plan.micro_batches_per_update
-    factors, share = GradientReduction(spec).shares(sizes)
+    factors, share = GradientReduction(live.spec).shares(sizes)
     dtype = config.accumulation_dtype
     form = UpdateSpec(
         source=source,
@@ -109,8 +106,8 @@ def describe(
     return CompilableUpdate(form, rest, constants)
 
 
-def _refuse_config(spec: ProgramSpec, live: TrainingState) -> None:
-    config, optimizer = spec.config, type(spec.optimizer).__name__
+def _refuse_config(live: TrainingState) -> None:
+    config, optimizer = live.spec.config, type(live.spec.optimizer).__name__
     if not isinstance(live.updater, RuleOptimizer):
         raise UncompilableError(f"{optimizer} runs through its own step")
     if config.loss_scale is not None:
@@ -136,7 +133,7 @@ def _refuse_operators(graph: fx.GraphModule) -> None:
             and node.target is not operator.getitem
         ):
             raise UncompilableError(f"it calls {node.target}, which another process does not know")
-        for value in _tensors(node.meta.get("val")):
+        for value in tree.tensors(node.meta.get("val")):
             if value.device.type != "cpu":
                 raise UncompilableError(
                     f"it computes on {value.device.type}, and this compiles for the CPU"
@@ -146,14 +143,6 @@ def _refuse_operators(graph: fx.GraphModule) -> None:
                 raise UncompilableError(
                     f"it computes in {kind}, of which the compiler rounds less often"
                 )
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _code(

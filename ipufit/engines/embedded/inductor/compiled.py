@@ -33,7 +33,6 @@ from ipufit.engines.embedded.inductor.update_spec import Request
 from ipufit.engines.embedded.non_finite import refuse_loss
 from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.embedded.training_state import TrainingState
-from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatStorage
 
@@ -149,7 +148,6 @@ class CompiledUpdates(WholeUpdates):
     graphs.
 
     Args:
-        spec: what is built.
         live: what the updates change.
         libraries: loaded before; takes what is loaded here.
         at_once: whether losses are looked at as they come, as they are here.
@@ -159,14 +157,8 @@ class CompiledUpdates(WholeUpdates):
         origin: where the library came from, in a sentence; None before there is one.
     """
 
-    def __init__(
-        self,
-        spec: ProgramSpec,
-        live: TrainingState,
-        libraries: Libraries,
-        at_once: bool,
-    ) -> None:
-        self._spec = spec
+    def __init__(self, live: TrainingState, libraries: Libraries, at_once: bool) -> None:
+        self._plan = live.spec.plan
         self._live = live
         self._libraries = libraries
         self._at_once = at_once
@@ -207,7 +199,7 @@ class CompiledUpdates(WholeUpdates):
                 raise UncompilableError(
                     "losses are looked at after an execution, which is then taken back"
                 )
-            self._described = describe(self._spec, self._live, recorded, example)
+            self._described = describe(self._live, recorded, example)
         except UncompilableError as unfit:
             self.reason = str(unfit)
             return
@@ -251,7 +243,7 @@ class CompiledUpdates(WholeUpdates):
             recorded: of a full micro-batch.
         """
         graphs = [self._live.updater.recorded()]
-        graphs += [recorded.graph] * self._spec.plan.micro_batches_per_update
+        graphs += [recorded.graph] * self._plan.micro_batches_per_update
         return sum(len(graph.graph.nodes) for graph in graphs if graph is not None)
 
     def may_be_there(self) -> bool:
@@ -317,7 +309,7 @@ class CompiledUpdates(WholeUpdates):
         """Tell whether :meth:`make` can make it: all micro-batches are there, and full ones."""
         return (
             self._run is not None
-            and len(update) == self._spec.plan.micro_batches_per_update
+            and len(update) == self._plan.micro_batches_per_update
             and all(recorded is self._recorded for _, recorded in update)
         )
 

@@ -40,7 +40,6 @@ from ipufit.tracing.source_map import Origin, trace_calls
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
-    from ipufit.tracing.grad_step import ModuleWithLoss
 
 __all__ = ["DIVIDED", "OperatorProfiler", "thin_curve"]
 
@@ -154,8 +153,6 @@ class OperatorProfiler:
     """Runs copies of a micro-batch and its state; nothing is changed.
 
     Args:
-        spec: of the program.
-        step: the user's module with the loss.
         live: the state.
         recorded: what runs a micro-batch.
         batch: a full one, on its device.
@@ -165,8 +162,6 @@ class OperatorProfiler:
         at_once: whether losses are looked at as they come.
     """
 
-    spec: ProgramSpec
-    step: ModuleWithLoss
     live: TrainingState
     recorded: TracedStep
     batch: MicroBatch
@@ -212,7 +207,7 @@ class OperatorProfiler:
         with warnings.catch_warnings():
             # Heard when the program was recorded.
             warnings.simplefilter("ignore")
-            calls = trace_calls(recorded.micro, self.step, arguments)
+            calls = trace_calls(recorded.micro, self.live.step, arguments)
         places = places_of(graph, recorded.graph, calls)
         rows = rows_of(work.records, places, timer.seconds)
         return {
@@ -228,7 +223,7 @@ class OperatorProfiler:
 
     def _dtype(self) -> torch.dtype:
         """Dtype in which most of the graph is computed."""
-        return self.spec.config.precision.autocast or self.live.storage.flats[0].dtype
+        return self.live.spec.config.precision.autocast or self.live.storage.flats[0].dtype
 
     def _note(self) -> str:
         if self.jit == CUDAGRAPH:
@@ -243,8 +238,8 @@ class OperatorProfiler:
         places: Dict[str, OperatorSource],
         results: Sequence[Tensor],
     ) -> Dict[str, object]:
-        config, merged = self.spec.config, self.merged
-        runs = self.spec.plan.own_micro_batches_per_update
+        config, merged = self.live.spec.config, self.merged
+        runs = self.live.spec.plan.own_micro_batches_per_update
         if merged is not None and merged.graph is not None:
             work, places = self._merged_work(merged, merged.graph), {}
             runs //= merged.count
@@ -263,7 +258,7 @@ class OperatorProfiler:
             points.append(("aten.add_.Tensor", GRADIENTS, "backward", gradients + bytes_in(added)))
         update = self.live.updater.recorded()
         during = 0 if update is None else peak_bytes(update)
-        points.append((_name_of(self.spec), "", "optimizer", during + (runs == 1) * gradients))
+        points.append((_name_of(self.live.spec), "", "optimizer", during + (runs == 1) * gradients))
         fixed = self._fixed_bytes(results[: len(results) - blocks][1:], runs)
         peak = max(point[3] for point in points)
         return {
@@ -280,13 +275,13 @@ class OperatorProfiler:
             outputs: of the module, for a micro-batch.
             runs: how often gradients are computed in an update.
         """
-        live, config, plan = self.live, self.spec.config, self.spec.plan
+        live, config, plan = self.live, self.live.spec.config, self.live.spec.plan
         flats, leaves = live.storage.flats, self.batch.leaves
         in_replicas = [t for replica in live.replicas for t in replica.values()]
         ids = {id(t) for t in in_replicas}
         apart = [
             t
-            for t in (*self.step.parameters(), *self.step.buffers())
+            for t in (*self.live.step.parameters(), *self.live.step.buffers())
             if id(t) not in ids and flat_of(t, flats) is None
         ]
         buffers = bytes_in(in_replicas)
@@ -294,7 +289,7 @@ class OperatorProfiler:
         averages = 0 if live.averages is None else bytes_in(live.averages.state_tensors())
         count = plan.own_micro_batches_per_update * plan.device_iterations
         wanted = 0
-        if self.spec.want_outputs:
+        if self.live.spec.want_outputs:
             chosen, per_update = config.outputs, plan.own_micro_batches_per_update
             wanted = len(outputs_wanted(chosen, count, per_update, plan.replicas))
             # Those that are added up are added to the first ones.
@@ -340,7 +335,7 @@ class OperatorProfiler:
             timer.end("", begun)
             timer.end_round()
         changed = bytes_in([*live.storage.flats, *live.updater.state_tensors()])
-        record = OpRecord(_name_of(self.spec), 0, 2 * changed + bytes_in(gradients))
+        record = OpRecord(_name_of(self.live.spec), 0, 2 * changed + bytes_in(gradients))
         return rows_of({"": record}, {"": OperatorSource(Origin(""), "optimizer")}, timer.seconds)
 
 

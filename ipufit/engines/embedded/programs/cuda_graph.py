@@ -32,7 +32,7 @@ from ipufit.engines.embedded.loss_scale import ScaleState
 from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner
-from ipufit.engines.program import ExecutionResult, ProgramSpec
+from ipufit.engines.program import ExecutionResult
 from ipufit.utils.console import warn_user
 
 __all__ = ["CapturedExecutions"]
@@ -90,9 +90,7 @@ class CapturedExecutions(UpdateWay):
 
     Args:
         engine: brings results to the host.
-        spec: what is built.
         live: what the updates change.
-        device: where.
         maker: captures.
         key_of: of random numbers.
         runner: makes executions that are not captured.
@@ -101,18 +99,16 @@ class CapturedExecutions(UpdateWay):
     def __init__(
         self,
         engine: EngineContext,
-        spec: ProgramSpec,
         live: TrainingState,
-        device: torch.device,
         maker: GraphMaker,
         key_of: KeyOf,
         runner: UpdateRunner,
     ) -> None:
         self._engine = engine
         self._runner = runner
-        self._spec = spec
+        self._spec = live.spec
         self._live = live
-        self._device = device
+        self._device = live.device
         self._key_of = key_of
         self._known: OrderedDict[Tuple[object, ...], Optional[_Captured]] = OrderedDict()
         # Where samples of one form go, whatever else sets executions apart.
@@ -284,15 +280,8 @@ class CapturedExecutions(UpdateWay):
                 if recorded.random:
                     draw(draws[update - first, place], self._key_of(update, place))
 
-            runner = UpdateRunner(
-                self._engine,
-                self._spec,
-                live,
-                self._device,
-                seed,
-                False,
-                scales=iter(scales[0]) if scales else None,
-            )
+            values = iter(scales[0]) if scales else None
+            runner = UpdateRunner(self._engine, live, seed, False, scales=values)
             for place, value in zip(saved.tensors(), live.snapshot().tensors()):
                 place.copy_(value)
             updater.take(rows, static.tensors[:blocks])

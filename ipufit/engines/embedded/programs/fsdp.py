@@ -34,12 +34,12 @@ class FSDPState(ShardedState):
         self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]]
     ) -> ShardedWeights:
         """Take over this process's parts of all parameters."""
-        processes = self._spec.processes
+        processes = self.spec.processes
         rest = _blocks(others)
         cuts = self.updater.cuts_of(blocks)
         cuts += [cuts_of(block, processes.num_processes, False) for block in rest]
-        dtype, count = self._spec.config.accumulation_dtype, len(blocks)
-        weights = ShardedWeights([*blocks, *rest], cuts, count, processes, self._device, dtype)
+        dtype, count = self.spec.config.accumulation_dtype, len(blocks)
+        weights = ShardedWeights([*blocks, *rest], cuts, count, processes, self.device, dtype)
         self.weights = self._carried.weights = weights
         return weights
 
@@ -56,7 +56,7 @@ class FSDPState(ShardedState):
         assert self.weights is not None
         refuse_replaced(self.step, {**self.parameters, **self.buffers})
         # Each sees the change of its own part.
-        if any(self._spec.processes.gather(self.weights.is_changed(), "weights")):
+        if any(self.spec.processes.gather(self.weights.is_changed(), "weights")):
             return True
         self.weights.note()
         return False

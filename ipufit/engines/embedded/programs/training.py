@@ -65,18 +65,14 @@ class TrainingProgram(BaseProgram):
             # Imported here, as below: what few runs need.
             from ipufit.engines.embedded.replay_update import Replay
 
-            replay = Replay(spec, self._step, self.state, self._seed)
+            replay = Replay(self.state, self._seed)
         at_once = on_host or replay is not None
-        self._runner = UpdateRunner(
-            engine, spec, self.state, self._device, self._seed, at_once, replay
-        )
+        self._runner = UpdateRunner(engine, self.state, self._seed, at_once, replay)
         self.way: UpdateWay = self._runner
         if graphs is not None:
             from ipufit.engines.embedded.programs.cuda_graph import CapturedExecutions
 
-            self.way = CapturedExecutions(
-                engine, spec, self.state, self._device, graphs, self._key, self._runner
-            )
+            self.way = CapturedExecutions(engine, self.state, graphs, self._key, self._runner)
         else:
             self._compile_updates()
         self.lowered: Optional[Lowered] = None
@@ -96,9 +92,9 @@ class TrainingProgram(BaseProgram):
         from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 
         libraries = self._engine.libraries
-        compiled = CompiledUpdates(self._spec, self.state, libraries, runner.at_once)
+        compiled = CompiledUpdates(self.state, libraries, runner.at_once)
         if is_auto:
-            self.way = AutotunedWay(compiled, runner, self.state, self._device)
+            self.way = AutotunedWay(compiled, runner, self.state)
         else:
             self.way = CompiledWay(compiled, runner)
 
@@ -258,8 +254,8 @@ class TrainingProgram(BaseProgram):
             self._seed(recorded, self.updates)
 
         with computing(self._device, recorded.random):
-            args = (self._step, self.state, recorded, batch, seed, tolerance)
-            return ReferenceComparison(*args).run(reference)
+            comparison = ReferenceComparison(self.state, recorded, batch, seed, tolerance)
+            return comparison.run(reference)
 
     def profile(self, batch: MicroBatch) -> Dict[str, Any]:
         """Time the operators of a micro-batch, on copies; nothing is trained.
@@ -281,8 +277,9 @@ class TrainingProgram(BaseProgram):
 
         # Forward runs once more to be recorded, and may draw from any of them.
         with LOCK, fork_rng(), torch.no_grad():
-            args = (self._spec, self._step, self.state, recorded, batch, self.way.jit, merged, seed)
-            return OperatorProfiler(*args, at_once=self._runner.at_once).run()
+            at_once, jit = self._runner.at_once, self.way.jit
+            args = (self.state, recorded, batch, jit, merged, seed, at_once)
+            return OperatorProfiler(*args).run()
 
     def read_state(self) -> TrainState:
         """Copies of everything that training has changed, whichever weights are in the module."""

@@ -26,7 +26,7 @@ class ShardedState(TrainingState):
     def _make_updater(self, rule: Optional[Type[OptimizerRule]], tabled: bool) -> ShardedOptimizer:
         """Return what applies the optimizer to this process's parts."""
         assert rule is not None
-        carried, optimizer, spec = self._carried, self._optimizer, self._spec
+        carried, optimizer, spec = self._carried, self._optimizer, self.spec
         parts = carried.state_parts
         if parts is None or parts.optimizer is not optimizer:
             parts = carried.state_parts = StateParts(optimizer, spec.processes)
@@ -56,7 +56,7 @@ class ShardedState(TrainingState):
             ProcessError: some have changed it, and others not.
         """
         changed = self._version.is_changed
-        self._spec.processes.assert_equal_across_ranks(
+        self.spec.processes.assert_equal_across_ranks(
             state_of_the_optimizer="changed" if changed else "as it was"
         )
         return changed
