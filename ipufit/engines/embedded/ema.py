@@ -24,6 +24,10 @@ class MovingAverages:
         blocks: the layout.
         flats: the weights.
         known: averages of an earlier program, by parameter name.
+
+    Attributes:
+        tensors: the averages.
+        fresh: True before the first update.
     """
 
     def __init__(
@@ -36,20 +40,15 @@ class MovingAverages:
         self._rule = rule
         self._blocks = list(blocks)
         self._weights: List[Tensor] = []
-        self._tensors = [
+        self.tensors = [
             flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True) for flat in flats
         ]
-        slots = [(slot, t) for block, t in zip(blocks, self._tensors) for slot in block.slots]
+        slots = [(slot, t) for block, t in zip(blocks, self.tensors) for slot in block.slots]
         # A parameter that was frozen so far starts at its weight.
-        self._fresh = not any(slot.name in known for slot, _ in slots)
+        self.fresh = not any(slot.name in known for slot, _ in slots)
         for slot, tensor in slots:
             if slot.name in known:
                 slot.view(tensor).copy_(known[slot.name])
-
-    @property
-    def fresh(self) -> bool:
-        """True before the first update."""
-        return self._fresh
 
     @property
     def swapped(self) -> bool:
@@ -71,16 +70,16 @@ class MovingAverages:
             self._overwrite(flats)
 
     def _follow(self, flats: Sequence[Tensor]) -> None:
-        for tensor, flat in zip(self._tensors, flats):
+        for tensor, flat in zip(self.tensors, flats):
             weight = flat.to(tensor.dtype)
-            if self._fresh:
+            if self.fresh:
                 tensor.copy_(weight)
             else:
                 tensor.lerp_(weight, 1 - self._rule.momentum)
-        self._fresh = False
+        self.fresh = False
 
     def _overwrite(self, flats: Sequence[Tensor]) -> None:
-        for tensor, flat in zip(self._tensors, flats):
+        for tensor, flat in zip(self.tensors, flats):
             flat.copy_(tensor)
 
     def swap(self, flats: Sequence[Tensor]) -> None:
@@ -96,29 +95,25 @@ class MovingAverages:
     def adopt(self, flats: Sequence[Tensor]) -> None:
         """The averages as weights, for good; before the first update, nothing."""
         self._weights = []
-        if not self._fresh:
+        if not self.fresh:
             self._overwrite(flats)
 
     def by_name(self) -> Dict[str, Tensor]:
         """Copies by parameter name; none before the first update."""
-        if self._fresh:
+        if self.fresh:
             return {}
         return {
             slot.name: slot.view(tensor).clone()
-            for block, tensor in zip(self._blocks, self._tensors)
+            for block, tensor in zip(self._blocks, self.tensors)
             for slot in block.slots
         }
 
-    def state_tensors(self) -> List[Tensor]:
-        """The tensors that they are in."""
-        return self._tensors
-
     def snapshot(self) -> List[Tensor]:
         """Copies of the averages."""
-        return [] if self._fresh else [tensor.clone() for tensor in self._tensors]
+        return [] if self.fresh else [tensor.clone() for tensor in self.tensors]
 
     def restore(self, snapshot: Sequence[Tensor]) -> None:
         """Go back to copies of the averages."""
-        self._fresh = not snapshot
-        for tensor, value in zip(self._tensors, snapshot):
+        self.fresh = not snapshot
+        for tensor, value in zip(self.tensors, snapshot):
             tensor.copy_(value)

@@ -286,7 +286,7 @@ class OperatorProfiler:
         ]
         buffers = bytes_in(in_replicas)
         optimizer = bytes_in(live.updater.state_tensors())
-        averages = 0 if live.averages is None else bytes_in(live.averages.state_tensors())
+        averages = 0 if live.averages is None else bytes_in(live.averages.tensors)
         count = plan.own_micro_batches_per_update * plan.device_iterations
         wanted = 0
         if self.live.spec.want_outputs:
