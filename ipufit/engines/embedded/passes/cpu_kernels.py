@@ -15,7 +15,7 @@ from typing import Callable, Dict, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, fx
 
-from ipufit.engines.embedded.passes.simplify import Flow, value_of
+from ipufit.engines.embedded.passes.simplify import Flow, elements, value_of
 from ipufit.engines.embedded.timing import fastest
 
 __all__ = ["to_channels_last", "use_onednn_matmul"]
@@ -45,7 +45,7 @@ def to_channels_last(graph: fx.Graph) -> int:
     """Rewrite a graph; how many operators work on pictures, 0 if it stays as it was."""
     nodes = [node for node in graph.nodes if _is_of_pictures(node)]
     flow = Flow(graph)
-    if _elements(nodes) <= _SMALLEST_PICTURE or not all(
+    if elements([node.args[0] for node in nodes]) <= _SMALLEST_PICTURE or not all(
         _allows(node, flow) for node in graph.nodes
     ):
         return 0
@@ -64,11 +64,6 @@ def to_channels_last(graph: fx.Graph) -> int:
             node.target = _aten.reshape.default
     _restore_outputs(graph)
     return len(nodes)
-
-
-def _elements(nodes: Sequence[fx.Node]) -> int:
-    values = [value_of(node.args[0]) for node in nodes]
-    return sum(value.numel() for value in values if value is not None)
 
 
 def channels_last(pictures: Tensor) -> Tensor:
@@ -260,17 +255,15 @@ def _ways(
 
     a, b = random_matrix(m, k, columns[0]), random_matrix(k, n, columns[1])
     bias = torch.zeros(n) if with_bias else None
-    if bias is not None:
-        return {
-            _BLAS: lambda: torch.addmm(bias, a, b),
-            _STRAIGHT: lambda: linear(a, b.t(), bias, "none", [], ""),
-        }
+    plain: Callable[..., Tensor] = (
+        torch.mm if bias is None else functools.partial(torch.addmm, bias)
+    )
     ways: Dict[str, Callable[[], object]] = {
-        _BLAS: lambda: torch.mm(a, b),
-        _STRAIGHT: lambda: linear(a, b.t(), None, "none", [], ""),
+        _BLAS: functools.partial(plain, a, b),
+        _STRAIGHT: lambda: linear(a, b.t(), bias, "none", [], ""),
     }
     # OneDNN wants the rows of its first factor in one piece. What is tried for nothing stays in
     # its cache, with half a megabyte.
-    if columns[0]:
+    if columns[0] and bias is None:
         ways[_TURNED] = lambda: linear(b.t(), a, None, "none", [], "")
     return ways

@@ -20,6 +20,7 @@ __all__ = [
     "Flow",
     "call_directly",
     "drop_unused",
+    "elements",
     "fuse_concats",
     "operator_called",
     "simplify",
@@ -31,6 +32,12 @@ def value_of(node: object) -> Optional[Tensor]:
     """The tensor without data that a node stands for; None where it is none."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
+
+
+def elements(nodes: Sequence[object]) -> int:
+    """Number of elements of the tensors that nodes stand for, together."""
+    values = [value_of(node) for node in nodes]
+    return sum(value.numel() for value in values if value is not None)
 
 
 class Flow:
@@ -252,7 +259,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, parts: Sequence[_Part]) -> None:
             rest.append(part.node)
         else:
             _join(graph, node, whole, begin, rest)
-            begin, rest = begin + _elements(rest), []
+            begin, rest = begin + elements(rest), []
             _redirect(graph, part.product, whole, begin)
             begin += part.size
     _join(graph, node, whole, begin, rest)
@@ -262,11 +269,6 @@ def _rewrite(graph: fx.Graph, node: fx.Node, parts: Sequence[_Part]) -> None:
         _drop_views(graph, part.node)
 
 
-def _elements(nodes: Sequence[fx.Node]) -> int:
-    values = [value_of(node) for node in nodes]
-    return sum(value.numel() for value in values if value is not None)
-
-
 def _join(
     graph: fx.Graph, before: fx.Node, whole: fx.Node, begin: int, nodes: Sequence[fx.Node]
 ) -> None:
@@ -274,7 +276,7 @@ def _join(
     if not nodes:
         return
     with graph.inserting_before(before):
-        place = graph.call_function(torch.narrow, (whole, 0, begin, _elements(nodes)))
+        place = graph.call_function(torch.narrow, (whole, 0, begin, elements(nodes)))
         if len(nodes) == 1:
             graph.call_function(_aten.copy_.default, (place, nodes[0]))
         else:
