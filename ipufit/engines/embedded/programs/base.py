@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Sequence
+from typing import Dict, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +21,7 @@ from ipufit.utils.random_streams import (
     update_key,
 )
 
-__all__ = ["BaseProgram", "TracedBatches"]
-
-
-class TracedBatches(NamedTuple):
-    """Micro-batches as they are about to run.
-
-    Attributes:
-        steps: what is recorded for each.
-        is_here: whether all are on the device.
-        is_random: whether any may draw random numbers.
-    """
-
-    steps: List[TracedStep]
-    is_here: bool
-    is_random: bool
+__all__ = ["BaseProgram"]
 
 
 class BaseProgram(Program):
@@ -66,8 +52,14 @@ class BaseProgram(Program):
             self._by_form[form] = self._record(batch.to(self._device))
         return self._by_form[form]
 
-    def _trace(self, batches: Sequence[MicroBatch]) -> TracedBatches:
-        """Find, or record, what runs each micro-batch."""
+    def _trace(
+        self, batches: Sequence[MicroBatch]
+    ) -> Tuple[List[Tuple[MicroBatch, TracedStep]], bool, bool]:
+        """Find, or record, what runs each micro-batch.
+
+        Returns:
+            Each with that; whether all are on the device; whether any may draw random numbers.
+        """
         steps: List[TracedStep] = []
         is_here, is_random = True, False
         for index, batch in enumerate(batches):
@@ -79,7 +71,7 @@ class BaseProgram(Program):
             is_random = is_random or steps[-1].random
             for leaf in batch.leaves:
                 is_here = is_here and leaf.device == self._device
-        return TracedBatches(steps, is_here, is_random)
+        return [*zip(batches, steps)], is_here, is_random
 
     def prepare(self, example: MicroBatch) -> Prepared:
         """Record the program for micro-batches like this one."""

@@ -51,15 +51,14 @@ class InferenceProgram(BaseProgram):
     def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution. Replicas share the module's buffers: inference does not set them apart."""
         results = ExecutionOutputs()
-        micro_batches = batch.micro_batches
-        traced = self._trace(micro_batches)
-        if not traced.is_here:
-            micro_batches = [micro_batch.to(self._device) for micro_batch in micro_batches]
-        with computing(self._device, traced.is_random):
-            numbers: Sequence[int] = range(len(micro_batches))
+        work, is_here, is_random = self._trace(batch.micro_batches)
+        if not is_here:
+            work = [(micro_batch.to(self._device), recorded) for micro_batch, recorded in work]
+        with computing(self._device, is_random):
+            numbers: Sequence[int] = range(len(work))
             if batch.layout is not None:
                 numbers = local_indices(batch.shares(self._spec.plan))
-            for place, (micro_batch, recorded) in enumerate(zip(micro_batches, traced.steps)):
+            for place, (micro_batch, recorded) in enumerate(work):
                 self._seed(recorded, self._passes + numbers[place])
                 tensors = list(recorded.run(*self._state, *micro_batch.leaves))
                 if self._spec.mode is Mode.EVALUATE:

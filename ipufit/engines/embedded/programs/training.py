@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Type
 
 import torch
@@ -199,18 +200,16 @@ class TrainingProgram(BaseProgram):
             self._frozen_values.look()
         if state.with_gradient and state.follow_the_optimizer():
             self._let_go()
-        traced = self._trace(batch.micro_batches)
+        work, is_here, is_random = self._trace(batch.micro_batches)
         state.follow_the_module()
-        updates, shares = self._by_update([*zip(batch.micro_batches, traced.steps)], batch)
+        updates, shares = self._by_update(work, batch)
         merged = self._find_merged(batch.micro_batches[0]) if batch.micro_batches else None
         rows: Rows = [self._optimizer.param_groups] * len(updates)
         start = state.updates
         if schedule is not None:
             before, steps = schedule.snapshot(), batch.accumulation_steps(self._spec.plan)
             rows = schedule.rows(len(updates), steps)
-        execution = ExecutionWork(
-            batch, updates, rows, shares, traced.is_here, traced.is_random, merged
-        )
+        execution = ExecutionWork(batch, updates, rows, shares, is_here, is_random, merged)
         try:
             return self.way.run(execution)
         except BaseException as error:
@@ -249,10 +248,7 @@ class TrainingProgram(BaseProgram):
 
         batch = batch.to(self._device)
         recorded = self._recorded(batch)
-
-        def seed() -> None:
-            self._seed(recorded, self.updates)
-
+        seed = functools.partial(self._seed, recorded, self.updates)
         with computing(self._device, recorded.random):
             comparison = ReferenceComparison(self.state, recorded, batch, seed, tolerance)
             return comparison.run(reference)
@@ -271,10 +267,7 @@ class TrainingProgram(BaseProgram):
         batch = batch.to(self._device)
         recorded = self._recorded(batch)
         merged = self._find_merged(batch)
-
-        def seed() -> None:
-            self._seed(recorded, self.updates)
-
+        seed = functools.partial(self._seed, recorded, self.updates)
         # Forward runs once more to be recorded, and may draw from any of them.
         with LOCK, fork_rng(), torch.no_grad():
             at_once, jit = self._runner.at_once, self.way.jit
