@@ -219,14 +219,9 @@ class RuleOptimizer:
         moved = [table.to(flat.device) for table, flat in zip(tables, self._storage.flats)]
         return list(zip(*(table.unbind() for table in moved)))
 
-    @property
-    def blocks(self) -> Sequence[FlatBlock]:
-        """The layout of the parameters."""
-        return self._storage.blocks
-
     def rules(self) -> List[Tuple[str, Dict[str, bool]]]:
         """For each block the name of its rule, and which settings of its group are on."""
-        groups = [self._optimizer.param_groups[block.group] for block in self.blocks]
+        groups = [self._optimizer.param_groups[block.group] for block in self._storage.blocks]
         named = [_numbers({**group, **self._always}) for group in groups]
         return [
             (type(rule).__name__, {name: bool(value) for name, value in settings.items()})
@@ -237,7 +232,7 @@ class RuleOptimizer:
         """For each parameter, in the order of the blocks, its part of each of its states."""
         return [
             whole[slot.start : slot.stop]
-            for block, state in zip(self.blocks, self._states)
+            for block, state in zip(self._storage.blocks, self._states)
             for slot in block.slots
             for whole in state.values()
         ]
@@ -368,21 +363,15 @@ class RuleOptimizer:
 
     def release(self) -> None:
         """Let go of the state; a torch optimizer that still looks into it gets its own."""
-        if self.memory.ended:
-            self._give_own_memory(self._storage, self._states)
-        self._storage, self._states, self._kept = FlatStorage([]), [], []
-        self.counts = []
-
-    def _give_own_memory(
-        self, storage: FlatStorage, states: Sequence[Mapping[str, Tensor]]
-    ) -> None:
-        for block, state in zip(storage.blocks, states):
+        for block, state in zip(self._storage.blocks, self._states) if self.memory.ended else ():
             flats = list(state.values())
             for slot in block.slots:
                 torch_state = self._optimizer.state.get(slot.parameter, {})
                 for name, value in torch_state.items():
                     if isinstance(value, Tensor) and flat_of(value, flats) is not None:
                         torch_state[name] = self.memory.for_torch(value)
+        self._storage, self._states, self._kept = FlatStorage([]), [], []
+        self.counts = []
 
     def recorded(self) -> Optional[fx.GraphModule]:
         """The graph of an update; None where it runs without one."""

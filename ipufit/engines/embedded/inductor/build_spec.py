@@ -62,7 +62,7 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
         UncompilableError: they can't be compiled.
     """
     config, plan = live.spec.config, live.spec.plan
-    updater, graph = live.updater, recorded.graph
+    updater, graph, blocks = live.updater, recorded.graph, live.storage.blocks
     _refuse_config(live)
     assert isinstance(updater, RuleOptimizer)
     assert graph is not None
@@ -72,11 +72,11 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
         )
     _refuse_operators(graph)
     state, leaves = len(live.states[0]), len(example.leaves)
-    source, code, constants, outputs = _code(graph, state + leaves, updater.blocks)
+    source, code, constants, outputs = _code(graph, state + leaves, blocks)
     places = {name: i for i, name in enumerate(recorded.micro.trained)}
     slots = [
         SlotSpec(b, places[slot.name], tuple(slot.parameter.shape), slot.order)
-        for b, block in enumerate(updater.blocks)
+        for b, block in enumerate(blocks)
         for slot in block.slots
     ]
     in_slots = {slot.place for slot in slots}
@@ -101,7 +101,7 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
         factors=tuple(factors),
         share=share,
         dtype=None if dtype is None else str(dtype).replace("torch.", ""),
-        clip=(config.clip.value, config.clip.norm, config.clip.global_norm),
+        clip=config.clip,
     )
     return CompilableUpdate(form, rest, constants)
 

@@ -14,7 +14,7 @@ import json
 import math
 import platform
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from ipufit.engines.embedded import clipping
 from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.gradient_reduction import GradientSum
 from ipufit.optim import rules
-from ipufit.optim.rules import OptimizerRule
 from ipufit.tracing.flat_storage import FlatBlock, Slot
 
 __all__ = ["BlockSpec", "Request", "SlotSpec", "UpdateFunction", "UpdateSpec"]
@@ -85,11 +84,6 @@ class BlockSpec:
     rule: str
     settings: Mapping[str, bool]
 
-    def build_rule(self) -> OptimizerRule:
-        """Build the update rule of the block."""
-        kind: Type[OptimizerRule] = getattr(rules, self.rule)
-        return kind(self.settings)
-
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSpec:
@@ -107,7 +101,7 @@ class UpdateSpec:
         micro_batches, replicas: of an update.
         factors, share: how the micro-batches share in the gradient.
         dtype: of their sum, by torch's name; None for that of the gradients.
-        clip: value, norm and global norm.
+        clip: bounds on it.
     """
 
     source: str
@@ -125,14 +119,15 @@ class UpdateSpec:
     factors: Tuple[float, ...]
     share: float
     dtype: Optional[str]
-    clip: Tuple[Optional[float], Optional[float], Optional[float]]
+    clip: Clip
 
     @staticmethod
     def of_json(values: Mapping[str, Any]) -> UpdateSpec:
         """Read what ``dataclasses.asdict`` and JSON have made of one."""
         slots = tuple(SlotSpec(**_with_tuples(slot)) for slot in values["slots"])
         blocks = tuple(BlockSpec(**block) for block in values["blocks"])
-        return UpdateSpec(**{**_with_tuples(values), "slots": slots, "blocks": blocks})
+        parts = {"slots": slots, "blocks": blocks, "clip": Clip(**values["clip"])}
+        return UpdateSpec(**{**_with_tuples(values), **parts})
 
 
 def _with_tuples(values: Mapping[str, Any]) -> Dict[str, Any]:
@@ -155,12 +150,11 @@ class UpdateFunction:
     def __init__(self, form: UpdateSpec) -> None:
         self._form = form
         self._micro_batch = _function(form.code)
-        self._rules = [block.build_rule() for block in form.blocks]
-        value, norm, global_norm = form.clip
+        self._rules: List[rules.OptimizerRule] = [
+            getattr(rules, block.rule)(block.settings) for block in form.blocks
+        ]
         self._dtype = None if form.dtype is None else getattr(torch, form.dtype)
-        self._finish = GradientTransform(
-            Clip(value=value, norm=norm, global_norm=global_norm), self._dtype
-        )
+        self._finish = GradientTransform(form.clip, self._dtype)
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """Make the update."""
