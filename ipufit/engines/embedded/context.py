@@ -199,7 +199,8 @@ class EngineContext:
             with for_this_engine(), note_writes(step), refuse_draws(step, record):
                 graph = record()
             if recompute:
-                self._recompute(graph)
+                before, repeated = peak_bytes(graph), recompute_layers(graph)
+                self.recomputed = (repeated, before, peak_bytes(graph))
         self.captures += 1
         if changed:
             warn_user(
@@ -223,11 +224,6 @@ class EngineContext:
         if (on_cpu and computes_in_half(values)) or mixes_double(arguments):
             try_out(run, arguments)
         return run, uses_random_numbers(graph), lowered, graph
-
-    def _recompute(self, graph: fx.GraphModule) -> None:
-        before = peak_bytes(graph)
-        repeated = recompute_layers(graph)
-        self.recomputed = (repeated, before, peak_bytes(graph))
 
     def fetch(
         self, results: ExecutionOutputs, settings: Optional[Mapping[str, float]] = None

@@ -64,15 +64,10 @@ class Decision:
             replicas: buffers of each.
             total: micro-batches of an update.
         """
-        if self.merged is None or _same_in_all(replicas, self.merged.reads):
+        reads, first = () if self.merged is None else self.merged.reads, replicas[0]
+        if all(same(first[name], other[name]) for other in replicas[1:] for name in reads):
             return self
         return Decision.against(total, "the replicas' buffers differ")
-
-
-def _same_in_all(replicas: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> bool:
-    """Tell whether all replicas have equal buffers of these names."""
-    first = replicas[0]
-    return all(same(first[name], other[name]) for other in replicas[1:] for name in names)
 
 
 @contextlib.contextmanager
@@ -170,20 +165,17 @@ class Merger:
         samples = (example.size, count * example.size)
         along = prove(small, large, len(source.names), samples)
         _check_results(along)
-        step = BatchedGradStep(source, large, outputs, along, count, self._early(total))
+        early = 1.0
+        # Others may not merge theirs.
+        if not source.spec.processes.is_distributed:
+            early = GradientReduction(source.spec).early([example.size] * total)
+        step = BatchedGradStep(source, large, outputs, along, count, early)
         arguments = [*self.state, *step.arguments([example] * count)]
         with _explained("the loss can't be computed on parts of a larger batch"):
             run, graph = make(step, arguments)
         reads = self._buffers_read(whole)
         blocks = len(source.recorded.micro.blocks)
         return BatchedStep(run, step, source.recorded, count, blocks, reads, step.factor, graph)
-
-    def _early(self, total: int) -> float:
-        """The factor that gradients of an update may be multiplied with on the way."""
-        if self.source.spec.processes.is_distributed:
-            # Others may not merge theirs.
-            return 1.0
-        return GradientReduction(self.source.spec).early([self.source.example.size] * total)
 
     def _check_written(self, written: GraphSignature) -> None:
         if written.drawn is not None:

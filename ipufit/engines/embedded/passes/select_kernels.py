@@ -18,6 +18,7 @@ from ipufit.engines.embedded.passes.simplify import (
     drop_unused,
     fuse_concats,
     simplify,
+    value_of,
 )
 from ipufit.engines.embedded.timing import fastest
 from ipufit.utils.malloc_policy import free_at_once, give_back_freed_memory
@@ -100,17 +101,13 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
 
 def _with_kernels(graph: fx.Graph) -> str:
     """Put other kernels in; what was done, in words."""
-    if any(value.device.type != "cpu" for value in _values(graph)):
+    values = [value_of(node) for node in graph.nodes]
+    if any(value is not None and value.device.type != "cpu" for value in values):
         return ""
     products, pictures = use_onednn_matmul(graph), to_channels_last(graph)
     done = [f"{products} matrix products by oneDNN"] if products else []
     done += [f"{pictures} convolutions and poolings with channels last"] if pictures else []
     return " and ".join(done)
-
-
-def _values(graph: fx.Graph) -> List[Tensor]:
-    values = [node.meta.get("val") for node in graph.nodes]
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _compile(owner: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
