@@ -168,11 +168,6 @@ class ShardedWeights(FlatStorage):
         self._sum: Optional[PendingReduceScatter] = None
         self._seen = self._signature()
 
-    @property
-    def names(self) -> List[List[str]]:
-        """The names of the parameters in each piece."""
-        return [[slot.name for slot in piece.block.slots] for piece in self.pieces]
-
     @contextlib.contextmanager
     def at_work(self, events: Sequence[Event]) -> Iterator[None]:
         """A graph with these events runs."""
@@ -318,7 +313,8 @@ class ShardedStep:
             return
         module = fx.GraphModule(self._recorded, copy.deepcopy(self._recorded.graph))
         simplify(module.graph)
-        self.events = insert_weight_hooks(module, self._inputs, weights.names, self._gradients)
+        names = [[slot.name for slot in piece.block.slots] for piece in weights.pieces]
+        self.events = insert_weight_hooks(module, self._inputs, names, self._gradients)
         call_directly(module.graph)
         module.recompile()
         module.get_submodule("meeting").host = weights  # type: ignore[assignment]
@@ -364,10 +360,8 @@ class FSDPOptimizer(ShardedOptimizer):
         """One weight update of the own parts."""
         if self._bound:
             segments: List[List[slice]] = [[] for _ in gradients]
-            for index, slot, (begin, end) in self._slots():
-                first = self.cuts[index][self._processes.process_id]
-                segment = slice(slot.start + begin - first, slot.start + end - first)
-                segments[index].append(segment if end > begin else slice(0))
+            for index, _, _, place in self._slots():
+                segments[index].append(place)
             gradients = clipped_parts(self._processes, gradients, segments, self._bound)
         RuleOptimizer.apply(self, gradients)
 

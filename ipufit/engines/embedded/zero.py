@@ -321,7 +321,7 @@ class ShardedOptimizer(RuleOptimizer):
         """Take over this process's part of the state, of which torch's optimizer keeps nothing."""
         self._whole, self.cuts = storage, self.cuts_of(storage.blocks)
         try:
-            local_slots = {slot.name: (slot, *bounds) for _, slot, bounds in self._slots()}
+            local_slots = {slot.name: (slot, *bounds) for _, slot, bounds, _ in self._slots()}
             self._parts.align(local_slots)
             super().bind(self._own(storage), run_eagerly)
         except BaseException:
@@ -336,14 +336,18 @@ class ShardedOptimizer(RuleOptimizer):
         count, by = self._processes.num_processes, self._kind.by_parameter
         return [cuts_of(block, count, by) for block in blocks]
 
-    def _slots(self) -> List[Tuple[int, Slot, Tuple[int, int]]]:
-        """Block and place of each parameter, and which of its elements this process updates."""
+    def _slots(self) -> List[Tuple[int, Slot, Tuple[int, int], slice]]:
+        """Block and place of each parameter, which of its elements this process updates, and where.
+
+        Where those are is told of this process's part of the block.
+        """
         me, slots = self._processes.process_id, []
         for index, (block, cuts) in enumerate(zip(self._whole.blocks, self.cuts)):
             for slot in block.slots:
-                size = slot.parameter.numel()
+                size, first = slot.parameter.numel(), slot.start - cuts[me]
                 begin, end = (min(max(c - slot.start, 0), size) for c in cuts[me : me + 2])
-                slots.append((index, slot, (begin, end)))
+                place = slice(first + begin, first + end) if end > begin else slice(0)
+                slots.append((index, slot, (begin, end), place))
         return slots
 
     def _own(self, storage: FlatStorage) -> FlatStorage:
@@ -366,15 +370,14 @@ class ShardedOptimizer(RuleOptimizer):
 
     def _load(self, block: FlatBlock, flat: Tensor, rule: OptimizerRule) -> Dict[str, Tensor]:
         index = next(i for i, candidate in enumerate(self._storage.blocks) if candidate is block)
-        first = self.cuts[index][self._processes.process_id]
         state = {name: torch.zeros_like(flat) for name in rule.tensors}
-        for place, slot, (begin, end) in self._slots():
-            if place != index or begin == end:
+        for number, slot, (begin, end), place in self._slots():
+            if number != index or begin == end:
                 continue
             torch_state = self._optimizer.state.get(slot.parameter)
             parts = self._parts.local_state(slot.name)
             for name, whole in state.items():
-                target = whole[slot.start + begin - first : slot.start + end - first]
+                target = whole[place]
                 if torch_state and torch_state.get(name) is not None:
                     target.copy_(flatten_like(torch_state[name], slot.order)[begin:end])
                 elif not torch_state and name in parts:
@@ -399,13 +402,8 @@ class ShardedOptimizer(RuleOptimizer):
     def parts(self) -> Dict[str, StateShard]:
         """The state that is here, by parameter; views."""
         parts: Dict[str, StateShard] = {}
-        for index, slot, (begin, end) in self._slots():
-            first = self.cuts[index][self._processes.process_id]
-            piece = slice(slot.start + begin - first, slot.start + end - first)
-            tensors = {
-                name: whole[piece if end > begin else slice(0)]
-                for name, whole in self._states[index].items()
-            }
+        for index, slot, (begin, end), place in self._slots():
+            tensors = {name: whole[place] for name, whole in self._states[index].items()}
             group = self._whole.blocks[index].group
             parts[slot.name] = StateShard(slot, group, self.counts[index], begin, end, tensors)
         return parts
