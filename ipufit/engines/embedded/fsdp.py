@@ -12,7 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,18 +31,20 @@ from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 
 __all__ = ["FSDPOptimizer", "Piece", "ShardedStep", "ShardedWeights", "clipped_parts", "pieces_of"]
 
+T = TypeVar("T", bound=Tensor)
+
 # The pieces together are about so many times one of them.
 _PIECES = 16
 
 
-def pieces_of(named: Sequence[Tuple[str, Tensor]]) -> List[List[Tuple[str, Tensor]]]:
+def pieces_of(named: Sequence[Tuple[str, T]]) -> List[List[Tuple[str, T]]]:
     """Neighbours share a piece until it is large enough; those of one module always do.
 
     Args:
         named: parameters, by names as torch makes them.
     """
     enough = sum(parameter.numel() for _, parameter in named) / _PIECES
-    pieces: List[List[Tuple[str, Tensor]]] = []
+    pieces: List[List[Tuple[str, T]]] = []
     filled, owner = math.inf, ""
     for name, parameter in named:
         before, owner = owner, name.rpartition(".")[0]
@@ -344,14 +346,8 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
         """Neighbours that are updated alike are a piece together."""
-        parameters = dict(named)
-        return [
-            block
-            for piece in pieces_of(named)
-            for block in super(FSDPOptimizer, self).layout(
-                [(name, parameters[name]) for name, _ in piece]
-            )
-        ]
+        layout = super().layout
+        return [block for piece in pieces_of(named) for block in layout(piece)]
 
     def _flats_of(self, storage: FlatStorage) -> List[Tensor]:
         return storage.flats
