@@ -49,7 +49,6 @@ def _end_with_input() -> None:
 
 
 def _compile(text: str, library: Path) -> None:
-    import torch
     import torch._inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
