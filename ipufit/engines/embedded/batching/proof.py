@@ -73,7 +73,7 @@ class _Proof:
                 self._states[small] = NOT_MAPPED if placeholders < fixed else BatchDim(0)
                 placeholders += 1
             elif small.op == "output":
-                self._same(small.args, large.args, "forward")
+                self._same(small.args, large.args)
                 return [
                     self._states[n] if isinstance(n, fx.Node) else NOT_MAPPED for n in small.args[0]
                 ]
@@ -96,7 +96,7 @@ class _Proof:
         return NOT_MAPPED
 
     def _part(self, small: fx.Node, large: fx.Node) -> State:
-        self._same(small.args, large.args, "forward")
+        self._same(small.args, large.args)
         source, place = small.args
         state = self._states[source]  # type: ignore[index]
         if isinstance(state, tuple):
@@ -154,9 +154,9 @@ class _Proof:
                 same = False
         return same
 
-    def _same(self, first: object, second: object, what: str) -> None:
+    def _same(self, first: object, second: object) -> None:
         if not self._alike(first, second):
-            raise self._depends(what)
+            raise self._depends("forward")
 
     def _alike(self, first: object, second: object) -> bool:
         if isinstance(first, fx.Node):
@@ -179,13 +179,11 @@ class _Proof:
                 self._check(node, state, one, other)
         elif isinstance(small, Tensor) and state != UNREAD:
             shapes = [list(small.shape), list(large.shape)]
-            if len(shapes[0]) != len(shapes[1]):
-                raise self._depends(f"{operator_name(node)} in forward")
-            if isinstance(state, BatchDim):
+            is_same = len(shapes[0]) == len(shapes[1]) and small.dtype == large.dtype
+            if is_same and isinstance(state, BatchDim):
                 sizes = [shape.pop(state.dim) for shape in shapes]
-                if sizes != [state.size(count) for count in self._samples]:
-                    raise self._depends(f"{operator_name(node)} in forward")
-            if shapes[0] != shapes[1] or small.dtype != large.dtype:
+                is_same = sizes == [state.size(count) for count in self._samples]
+            if not is_same or shapes[0] != shapes[1]:
                 raise self._depends(f"{operator_name(node)} in forward")
 
 
