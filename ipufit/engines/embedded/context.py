@@ -26,7 +26,7 @@ from ipufit.engines.embedded.host_transfer import Transfer
 from ipufit.engines.embedded.passes.select_kernels import Lowered, lower
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import CarriedState
-from ipufit.engines.program import ExecutionResult, ProgramSpec
+from ipufit.engines.program import Engine, ExecutionResult, ProgramSpec
 from ipufit.losses import Loss
 from ipufit.tracing.capture import capture, uses_random_numbers
 from ipufit.tracing.fingerprint import fingerprint, note_writes
@@ -37,7 +37,6 @@ from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recompute import recompute_layers
 from ipufit.tracing.untraced_random import refuse_draws
 from ipufit.utils.console import warn_user
-from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import Decision, Merger
@@ -50,13 +49,11 @@ __all__ = ["EngineContext"]
 _KEPT = 64
 
 
-class EngineContext:
+class EngineContext(Engine):
     """Traces micro-batches, and carries from one program to the next what outlives it.
 
     Attributes:
         captures: number of recordings made so far.
-        seconds: time spent on them, in seconds.
-        clock: is told what the time goes to.
         transfer: the way to the host; counts the copies.
         carried: state that a training program leaves to the next one.
         as_device: treat the host as a device of its own: look at losses after an execution, and
@@ -70,8 +67,6 @@ class EngineContext:
 
     def __init__(self) -> None:
         self.captures = 0
-        self.seconds = 0.0
-        self.clock: NoClock = NO_CLOCK
         self.transfer = Transfer()
         self.carried = CarriedState()
         self.as_device = False

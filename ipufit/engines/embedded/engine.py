@@ -19,7 +19,7 @@ from ipufit.engines.embedded.non_finite import refuse_detection
 from ipufit.engines.embedded.optimizer_state_location import HostMemory
 from ipufit.engines.embedded.programs.inference import InferenceProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
-from ipufit.engines.program import Engine, Program, ProgramSpec
+from ipufit.engines.program import Program, ProgramSpec
 from ipufit.losses import Loss
 from ipufit.partition.partition import Partitions
 from ipufit.processes import current
@@ -37,7 +37,7 @@ _NOT_SHARDED = "{} changes nothing in one process, where all replicas have one s
 _SHARDED = "{} in parts over {} processes; each gets {}."
 
 
-class EmbeddedEngine(EngineContext, Engine):
+class EmbeddedEngine(EngineContext):
     """Builds programs for one compiled model, and keeps what it has recorded for the next one."""
 
     name = "embedded"
