@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 import statistics
-import sys
 import time
 from types import FrameType
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
@@ -81,26 +80,24 @@ def bench_script(
         The exit status: 0 where all ways give the same losses, 1 where one does not, 2 where the
         script failed or fits no model.
     """
-    results: List[_Values] = []
 
     def look(
         model: Model, session: Session, fit_args: Mapping[str, object], caller: FrameType
-    ) -> None:
+    ) -> _Values:
         require_single_process(session, "ipufit bench", "Start it without a launcher.")
         ways = _ways(session, with_inductor)
         request = check_fit_arguments(session, fit_args)
         plan = _measure(ways, session, model, request, seconds)
-        results.append(_result(ways, session, plan))
+        return _result(ways, session, plan)
 
-    stream = sys.stderr if as_json else None
-    failed = intercept_fit(execute, look, "bench", printing_to=stream, in_one_line=True)
-    if failed is not None:
-        return failed
-    result = results[0]
-    text = json.dumps(result, indent=2, allow_nan=False) if as_json else "\n".join(_lines(result))
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-    return ALIKE if result["agree"] else DIFFERENT
+    def show(results: List[_Values]) -> Tuple[int, str]:
+        (result,) = results
+        text = "\n".join(_lines(result))
+        if as_json:
+            text = json.dumps(result, indent=2, allow_nan=False)
+        return ALIKE if result["agree"] else DIFFERENT, text
+
+    return intercept_fit(execute, look, show, "bench", as_json, in_one_line=True)
 
 
 def _ways(session: Session, with_inductor: bool) -> List[_Way]:

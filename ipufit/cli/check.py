@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from types import FrameType
-from typing import Callable, List, Mapping
+from typing import Callable, List, Mapping, Tuple
 
 from ipufit.analysis.check.check import checked_sample
 from ipufit.analysis.check.findings import CheckReport
@@ -30,21 +29,17 @@ def check_script(execute: Callable[[], None], as_json: bool, every: bool) -> int
         The exit status: 0 where nothing was found, 1 for findings, 2 where the script failed or
         fits no model.
     """
-    reports: List[CheckReport] = []
 
     def look(
         model: Model, session: Session, fit_args: Mapping[str, object], caller: FrameType
-    ) -> None:
+    ) -> CheckReport:
         sample = first_micro_batch(session, fit_args)
-        reports.append(checked_sample(model.module, session, sample, caller))
+        return checked_sample(model.module, session, sample, caller)
 
-    failed = intercept_fit(execute, look, "check", every, sys.stderr if as_json else None)
-    if failed is not None:
-        return failed
-    if as_json:
-        values = {"reports": [report.as_dict() for report in reports]}
-        sys.stdout.write(json.dumps(values, indent=2) + "\n")
-    else:
-        sys.stdout.write("\n\n".join(map(str, reports)) + "\n")
-    sys.stdout.flush()
-    return FOUND if any(reports) else CLEAN
+    def show(reports: List[CheckReport]) -> Tuple[int, str]:
+        text = "\n\n".join(map(str, reports))
+        if as_json:
+            text = json.dumps({"reports": [report.as_dict() for report in reports]}, indent=2)
+        return FOUND if any(reports) else CLEAN, text
+
+    return intercept_fit(execute, look, show, "check", as_json, every)

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import sys
 from types import FrameType
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, TextIO
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, TypeVar
 
 from ipufit.callbacks.history import History
 from ipufit.core.batch import MicroBatch, Mode
@@ -24,8 +24,9 @@ __all__ = ["UNREADABLE", "Look", "check_fit_arguments", "first_micro_batch", "in
 
 UNREADABLE = 2
 
+T = TypeVar("T")
 # Called in the place of fit with the model, its session, the arguments by name, and who calls.
-Look = Callable[[Model, Session, Mapping[str, Any], FrameType], None]
+Look = Callable[[Model, Session, Mapping[str, Any], FrameType], T]
 
 
 class _EnoughError(BaseException):
@@ -42,31 +43,43 @@ class _EnoughError(BaseException):
 
 def intercept_fit(
     execute: Callable[[], None],
-    look: Look,
+    look: Look[T],
+    show: Callable[[List[T]], Tuple[int, str]],
     verb: str,
+    as_json: bool,
     every: bool = False,
-    printing_to: Optional[TextIO] = None,
     in_one_line: bool = False,
-) -> Optional[int]:
-    """Run a script with ``Model.fit`` replaced.
+) -> int:
+    """Run a script with ``Model.fit`` replaced, and print what came of it.
 
     Args:
         execute: runs it.
-        look: what is done instead.
+        look: what is done instead; it returns what it found out.
+        show: makes the exit status and the text to print of all that was found out.
         verb: name of the command, for messages.
+        as_json: the text is JSON; what the script prints goes to stderr.
         every: go on after the first ``fit``, which then returns an empty history.
-        printing_to: where the script prints; None: as it does.
         in_one_line: tell an error of ours in ``look`` without its traceback. One that the script
             meets by itself keeps its own, which says where.
 
     Returns:
-        The exit status of a script that failed or fits no model; None where all went well.
+        The exit status; 2 of a script that failed or fits no model.
     """
-    calls = [0]
-    out = sys.stdout if printing_to is None else printing_to
+    results: List[T] = []
+
+    def looking(
+        model: Model, session: Session, arguments: Mapping[str, object], caller: FrameType
+    ) -> None:
+        try:
+            results.append(look(model, session, arguments, caller))
+        except IpufitError as fault:
+            if not in_one_line:
+                raise
+            raise _EnoughError(fault) from fault
+
+    out = sys.stderr if as_json else sys.stdout
     try:
-        replaced = _fit_replaced(_ending(look, in_one_line), every, calls)
-        with replaced, contextlib.redirect_stdout(out):
+        with _fit_replaced(looking, every), contextlib.redirect_stdout(out):
             execute()
     except _EnoughError as enough:
         if enough.fault is not None:
@@ -78,33 +91,20 @@ def intercept_fit(
         sys.excepthook(*sys.exc_info())
         sys.stderr.write(f"ipufit {verb}: the script failed, so that the {verb} is not complete.\n")
         return UNREADABLE
-    if not calls[0]:
+    if not results:
         sys.stderr.write(
             f"ipufit {verb}: the script must call fit of an ipufit.Model, but did not. Pass the "
             "arguments with which it trains.\n"
         )
         return UNREADABLE
-    return None
-
-
-def _ending(look: Look, in_one_line: bool) -> Look:
-    """Wrap a function so that, if wished, an error of ours ends the script."""
-    if not in_one_line:
-        return look
-
-    def looking(
-        model: Model, session: Session, arguments: Mapping[str, object], caller: FrameType
-    ) -> None:
-        try:
-            look(model, session, arguments, caller)
-        except IpufitError as fault:
-            raise _EnoughError(fault) from fault
-
-    return looking
+    status, text = show(results)
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+    return status
 
 
 @contextlib.contextmanager
-def _fit_replaced(look: Look, every: bool, calls: List[int]) -> Iterator[None]:
+def _fit_replaced(look: Look[None], every: bool) -> Iterator[None]:
     original: Any = Model.fit
     signature = inspect.signature(original)
 
@@ -116,7 +116,6 @@ def _fit_replaced(look: Look, every: bool, calls: List[int]) -> Iterator[None]:
             raise
         bound.apply_defaults()
         look(self, self._trainable("fit"), bound.arguments, sys._getframe(1))
-        calls[0] += 1
         if not every:
             raise _EnoughError
         self.history = History()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from types import FrameType
-from typing import Any, Callable, List, Mapping, Optional
+from typing import Any, Callable, List, Mapping, Optional, Tuple
 
 from ipufit.cli.intercept_fit import check_fit_arguments, first_micro_batch, intercept_fit
 from ipufit.core.plan import Plan
@@ -38,36 +37,30 @@ def plan_script(
         The exit status: 0 where every stage fits its IPU, 1 where one does not, 2 where the script
         failed or fits no model.
     """
-    plans: List[PartitionPlan] = []
-    batches: List[Plan] = []
 
     def look(
         model: Model, session: Session, fit_args: Mapping[str, Any], caller: FrameType
-    ) -> None:
+    ) -> Tuple[Optional[Plan], PartitionPlan]:
         sample = first_micro_batch(session, fit_args)
         request = check_fit_arguments(session, fit_args, **({} if ipus is None else {"ipus": ipus}))
-        accumulation = fit_args["gradient_accumulation"]
+        accumulation, batches = fit_args["gradient_accumulation"], None
         if per_replica is None:
             # As fit has it, where only the data itself says how large a micro-batch is.
-            batches.append(dataclasses.replace(request.plan, micro_batch_size=sample.size))
+            batches = dataclasses.replace(request.plan, micro_batch_size=sample.size)
         elif accumulation == 1:
             # What nobody has chosen: the least that fills the pipeline.
             accumulation = None
         session.sample = sample = stripped(sample)
         work = (fit_args["ipus"] if ipus is None else ipus, accumulation)
         division = PartitionRequest(ipus_per_replica=per_replica)
-        plans.append(plan_partition(session, lambda: sample, division, *work))
+        return batches, plan_partition(session, lambda: sample, division, *work)
 
-    stream = sys.stderr if as_json else None
-    failed = intercept_fit(execute, look, "plan", printing_to=stream, in_one_line=True)
-    if failed is not None:
-        return failed
-    plan = plans[0]
-    if as_json:
-        whole = {"batches": dataclasses.asdict(batches[0]) if batches else None, **plan.to_dict()}
-        sys.stdout.write(json.dumps(whole, indent=2) + "\n")
-    else:
-        texts = [*(each.explain() for each in batches), str(plan)]
-        sys.stdout.write("\n\n".join(texts) + "\n")
-    sys.stdout.flush()
-    return FITS if plan.fits else TOO_LARGE
+    def show(plans: List[Tuple[Optional[Plan], PartitionPlan]]) -> Tuple[int, str]:
+        ((batches, plan),) = plans
+        text = str(plan) if batches is None else f"{batches.explain()}\n\n{plan}"
+        if as_json:
+            of_batches = None if batches is None else dataclasses.asdict(batches)
+            text = json.dumps({"batches": of_batches, **plan.to_dict()}, indent=2)
+        return FITS if plan.fits else TOO_LARGE, text
+
+    return intercept_fit(execute, look, show, "plan", as_json, in_one_line=True)
