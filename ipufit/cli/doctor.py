@@ -14,7 +14,7 @@ import torch
 from packaging.requirements import Requirement
 
 from ipufit._version import __version__
-from ipufit.cli.parsing import CommandParser
+from ipufit.cli.parsing import CommandParser, add_command
 from ipufit.engines.choice import list_engines
 
 __all__ = ["add"]
@@ -36,14 +36,8 @@ examples:
 
 def add(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add the command to the others."""
-    command = commands.add_parser(
-        "doctor",
-        help="say what is installed, and what can run here",
-        description=_ABOUT,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    what = "say what is installed, and what can run here"
+    command = add_command(commands, "doctor", what, _ABOUT, _EXAMPLES)
     command.add_argument("--json", action="store_true", help="print all of it as JSON")
     command.set_defaults(do=_do)
 

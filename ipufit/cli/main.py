@@ -6,7 +6,7 @@ import argparse
 import functools
 import os
 import sys
-from typing import Callable, Dict, Iterable, List, NoReturn, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from ipufit._version import __version__
 from ipufit.cli import doctor, report, script_args, watch
@@ -122,7 +122,8 @@ def _found(
             return functools.partial(run_module, options.module)
         script = read_script(options.script)
     except ScriptError as fault:
-        _refuse(command, str(fault))
+        sys.stderr.write(f"{command.prog}: {fault}\n")
+        raise SystemExit(2) from None
     enter(script, rest)
     return functools.partial(run_script, script)
 
@@ -147,12 +148,6 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, CommandParser]]:
         commands.add_parser(_CONFORMANCE, help="hold the engines against PopTorch's semantics")
     )
     return parser, commands.choices
-
-
-def _refuse(parser: argparse.ArgumentParser, text: str) -> NoReturn:
-    """End with the status of a command line that can't be followed."""
-    sys.stderr.write(f"{parser.prog}: {text}\n")
-    raise SystemExit(2)
 
 
 def _tell(line: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Iterator, List, Optional, Tuple
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["SHELLS", "CommandParser", "add_completion"]
+__all__ = ["SHELLS", "CommandParser", "add_command", "add_completion"]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -41,6 +41,35 @@ class CommandParser(argparse.ArgumentParser):
         options = [name for action in self._actions for name in action.option_strings]
         near = difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.8)
         return near[0] if near and word.startswith("--") else None
+
+
+def add_command(
+    commands: argparse._SubParsersAction[CommandParser],
+    name: str,
+    what: str,
+    about: str,
+    examples: str,
+    usage: Optional[str] = None,
+) -> CommandParser:
+    """Add a command to the others.
+
+    Args:
+        commands: the others.
+        name: of the command.
+        what: it does, in the list of all.
+        about: its description, in lines of its own.
+        examples: below its options, in lines of their own.
+        usage: in place of the one that argparse makes.
+    """
+    return commands.add_parser(
+        name,
+        help=what,
+        description=about,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=usage,
+        allow_abbrev=False,
+    )
 
 
 SHELLS = ("bash", "zsh", "tcsh")

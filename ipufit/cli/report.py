@@ -9,7 +9,7 @@ import pathlib
 import sys
 from typing import List, Optional
 
-from ipufit.cli.parsing import CommandParser
+from ipufit.cli.parsing import CommandParser, add_command
 from ipufit.errors import ConfigurationError
 
 __all__ = ["add"]
@@ -30,14 +30,8 @@ _COMPARISON = "comparison.html"
 
 def add(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add the command to the others."""
-    command = commands.add_parser(
-        "report",
-        help="make the page of a run, or one that compares several",
-        description=_ABOUT,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    what = "make the page of a run, or one that compares several"
+    command = add_command(commands, "report", what, _ABOUT, _EXAMPLES)
     command.add_argument("folders", nargs="+", metavar="folder", help="of ipufit.Report(FOLDER)")
     command.add_argument(
         "--output",

@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import List, Tuple
 
-from ipufit.cli.parsing import CommandParser
+from ipufit.cli.parsing import CommandParser, add_command
 from ipufit.cli.run import CHOICES
 
 __all__ = ["NAMES", "add", "split"]
@@ -79,26 +79,9 @@ _VALUED = ("--poptorch", "--ipus", "--ipus-per-replica", "--seconds")
 
 def add(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add these commands to the others."""
-    _add_run(commands)
-    _add_check(commands)
-    _add_plan(commands)
-    _add_bench(commands)
-    for name in NAMES:
-        commands.choices[name].advice = "Arguments of the script stand behind it."
-
-
-def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    run = commands.add_parser(
-        "run",
-        help="run a PopTorch script",
-        description=_RUN,
-        epilog=_RUN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [-h] [--poptorch {auto,sdk,standin}] [--quiet] [--claim-ipus] "
-        "{script,-m module} [arguments ...]",
-        allow_abbrev=False,
-    )
-    _take_script(run, "run")
+    which = "[--poptorch {auto,sdk,standin}]"
+    options = f"{which} [--quiet] [--claim-ipus]"
+    run = _add(commands, "run", "run a PopTorch script", _RUN, _RUN_EXAMPLES, options)
     run.add_argument("--quiet", action="store_true", help="don't say which PopTorch was imported")
     run.add_argument(
         "--claim-ipus",
@@ -106,37 +89,16 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
         help="let the stand-in tell scripts that ask that there are IPUs; nothing else changes",
     )
 
-
-def _add_check(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    check = commands.add_parser(
-        "check",
-        help="check what a script would train",
-        description=_CHECK,
-        epilog=_CHECK_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [-h] [--json] [--all] [--poptorch {auto,sdk,standin}] "
-        "{script,-m module} [arguments ...]",
-        allow_abbrev=False,
-    )
-    _take_script(check, "check")
+    what, options = "check what a script would train", f"[--json] [--all] {which}"
+    check = _add(commands, "check", what, _CHECK, _CHECK_EXAMPLES, options)
     _take_json(check, "the findings")
     check.add_argument(
         "--all", action="store_true", help="go on after the first fit, and check every one"
     )
 
-
-def _add_plan(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    plan = commands.add_parser(
-        "plan",
-        help="say what a script's model takes on IPUs",
-        description=_PLAN,
-        epilog=_PLAN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [-h] [--ipus N] [--ipus-per-replica N] [--json] "
-        "[--poptorch {auto,sdk,standin}] {script,-m module} [arguments ...]",
-        allow_abbrev=False,
-    )
-    _take_script(plan, "plan")
+    what = "say what a script's model takes on IPUs"
+    options = f"[--ipus N] [--ipus-per-replica N] [--json] {which}"
+    plan = _add(commands, "plan", what, _PLAN, _PLAN_EXAMPLES, options)
     plan.add_argument(
         "--ipus", type=_count, metavar="N", help="in all, instead of those that fit is called with"
     )
@@ -149,19 +111,8 @@ def _add_plan(commands: argparse._SubParsersAction[CommandParser]) -> None:
     )
     _take_json(plan, "the plan")
 
-
-def _add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    bench = commands.add_parser(
-        "bench",
-        help="time what a script would train",
-        description=_BENCH,
-        epilog=_BENCH_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [-h] [--seconds S] [--inductor] [--json] [--poptorch {auto,sdk,standin}] "
-        "{script,-m module} [arguments ...]",
-        allow_abbrev=False,
-    )
-    _take_script(bench, "bench")
+    what, options = "time what a script would train", f"[--seconds S] [--inductor] [--json] {which}"
+    bench = _add(commands, "bench", what, _BENCH, _BENCH_EXAMPLES, options)
     bench.add_argument(
         "--seconds",
         type=_duration,
@@ -176,6 +127,34 @@ def _add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
         help="time the program compiled with TorchInductor too; needs a C++ compiler",
     )
     _take_json(bench, "the times")
+
+
+def _add(
+    commands: argparse._SubParsersAction[CommandParser],
+    name: str,
+    what: str,
+    about: str,
+    examples: str,
+    options: str,
+) -> CommandParser:
+    """Add a command, with the arguments that say what to run."""
+    usage = f"%(prog)s [-h] {options} {{script,-m module}} [arguments ...]"
+    command = add_command(commands, name, what, about, examples, usage)
+    command.advice = "Arguments of the script stand behind it."
+    command.add_argument(
+        "--poptorch",
+        choices=CHOICES,
+        default="auto",
+        help="which PopTorch the script imports: the SDK's if it works (auto, the default), "
+        "the SDK's or an error (sdk), ipufit's (standin)",
+    )
+    command.add_argument(
+        "-m", dest="module", help=f"the module to {name}; what follows it is its own"
+    )
+    command.add_argument(
+        "script", nargs="?", help=f"the file to {name}; what follows it is its own"
+    )
+    return command
 
 
 def _count(text: str) -> int:
@@ -201,23 +180,6 @@ def _take_json(command: argparse.ArgumentParser, what: str) -> None:
         "--json",
         action="store_true",
         help=f"print {what} as JSON; what the script prints goes to stderr",
-    )
-
-
-def _take_script(command: argparse.ArgumentParser, verb: str) -> None:
-    """Arguments that say what to run."""
-    command.add_argument(
-        "--poptorch",
-        choices=CHOICES,
-        default="auto",
-        help="which PopTorch the script imports: the SDK's if it works (auto, the default), "
-        "the SDK's or an error (sdk), ipufit's (standin)",
-    )
-    command.add_argument(
-        "-m", dest="module", help=f"the module to {verb}; what follows it is its own"
-    )
-    command.add_argument(
-        "script", nargs="?", help=f"the file to {verb}; what follows it is its own"
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from ipufit.cli.parsing import CommandParser
+from ipufit.cli.parsing import CommandParser, add_command
 from ipufit.errors import ConfigurationError
 
 __all__ = ["add"]
@@ -27,14 +27,8 @@ examples:
 
 def add(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add the command to the others."""
-    command = commands.add_parser(
-        "watch",
-        help="show the page of a run while it trains",
-        description=_ABOUT,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    what = "show the page of a run while it trains"
+    command = add_command(commands, "watch", what, _ABOUT, _EXAMPLES)
     command.add_argument("folder", help="of ipufit.Report(FOLDER)")
     command.add_argument(
         "--port", type=int, metavar="N", help="to listen at; 0 is any that is free"
