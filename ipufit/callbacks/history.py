@@ -13,7 +13,7 @@ from ipufit.callbacks import history_plot
 from ipufit.callbacks.callback import Callback, Logs, stored
 from ipufit.errors import ConfigurationError
 
-__all__ = ["History", "best_place", "direction_of"]
+__all__ = ["History", "best_place", "direction_of", "values_to_json"]
 
 Path = Union[str, "os.PathLike[str]"]
 
@@ -274,21 +274,7 @@ class History(Callback):
         Raises:
             ConfigurationError: ``params`` holds something that JSON can't.
         """
-        content = {
-            "format": _FORMAT,
-            "params": self.params,
-            "epoch": self.epoch,
-            "history": {
-                name: [
-                    [place, _json_number(value)] for place, value in zip(self.places(name), values)
-                ]
-                for name, values in self.history.items()
-            },
-            "updates": {
-                name: [[update, _json_number(value)] for update, value in values]
-                for name, values in self.updates.items()
-            },
-        }
+        content = {"format": _FORMAT, "params": self.params, **values_to_json(self)}
         try:
             text = json.dumps(content, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -444,6 +430,24 @@ class History(Callback):
                 f"the history must have a value of that name, got {name!r}. It has "
                 f"{', '.join(self.history) or 'none yet'}."
             )
+
+
+def values_to_json(history: History) -> Dict[str, object]:
+    """Return the values of every epoch, each with the place of its epoch, and the logged ones.
+
+    Numbers that are not finite are texts.
+    """
+    return {
+        "epoch": list(history.epoch),
+        "history": {
+            name: [[place, _json_number(v)] for place, v in zip(history.places(name), values)]
+            for name, values in history.history.items()
+        },
+        "updates": {
+            name: [[update, _json_number(value)] for update, value in values]
+            for name, values in history.updates.items()
+        },
+    }
 
 
 def _number(name: str, value: float) -> float:

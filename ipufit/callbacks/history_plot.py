@@ -57,7 +57,9 @@ def draw(
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for panel, (name, per_update) in zip(panels, names):
         if per_update:
-            _draw_updates(panel, name, history.updates[name])
+            updates, values = zip(*history.updates[name])
+            _draw_lines(panel, [(updates, values, {**_TRAINING, "linewidth": 1.2})])
+            _finish(panel, f"{name}, per update", "update", updates)
         else:
             _draw_epochs(panel, name, history, best)
     for panel in panels[len(names) :]:
@@ -104,53 +106,41 @@ def _columns(columns: Optional[int], panels: int) -> int:
     return min(columns, panels)
 
 
+# What a line of a panel shows, and how it looks.
+_Line = Tuple[Sequence[int], Sequence[float], Dict[str, object]]
+
+
 def _draw_epochs(panel: Any, name: str, history: RecordedValues, best: Mapping[str, int]) -> None:
-    lines = [
-        (key, label, style)
-        for key, label, style in (
-            (name, "training", _TRAINING),
-            (f"val_{name}", "validation", _VALIDATION),
-        )
-        if history.history.get(key)
-    ]
-    drawn: List[float] = []
-    broken: List[int] = []
-    for key, label, style in lines:
-        places, values = history.places(key), history.history[key]
-        epochs = [history.epoch[place] + 1 for place in places]
-        marker = {**style, "label": label, "markersize": 3.5, "linewidth": 1.6}
-        if len(values) > _MARKED:
-            marker["marker"] = ""
+    lines: List[_Line] = []
+    kinds = ((name, "training", _TRAINING), (f"val_{name}", "validation", _VALIDATION))
+    shown = [kind for kind in kinds if history.history.get(kind[0])]
+    for key, label, style in shown:
+        epochs = [history.epoch[place] + 1 for place in history.places(key)]
+        line: Dict[str, object] = {**style, "label": label, "linewidth": 1.6}
         if name in _RATES:
-            marker["drawstyle"] = "steps-mid"
-        panel.plot(epochs, [_finite(value) for value in values], **marker)
-        drawn += [value for value in values if math.isfinite(value)]
-        broken += [epoch for epoch, value in zip(epochs, values) if not math.isfinite(value)]
-    _scale(panel, drawn)
-    if name not in _RATES and lines and lines[-1][0] in best and len(history.epoch) > 1:
-        key, label, style = lines[-1]
+            line["drawstyle"] = "steps-mid"
+        lines.append((epochs, history.history[key], line))
+    _draw_lines(panel, lines)
+    if name not in _RATES and shown and shown[-1][0] in best and len(history.epoch) > 1:
+        key, label, style = shown[-1]
         place = best[key]
         value = history.aligned(key)[place]
         _mark_best(panel, history.epoch[place] + 1, value, label, style["color"])
-    if broken:
-        _mark_broken(panel, broken)
     _finish(panel, name, "epoch", [epoch + 1 for epoch in history.epoch])
-    if len(lines) > 1 or panel.get_legend_handles_labels()[1] != ["training"]:
-        panel.legend(fontsize="small", framealpha=0.8, edgecolor="none")
 
 
-def _draw_updates(panel: Any, name: str, values: Sequence[Tuple[int, float]]) -> None:
-    updates = [update for update, _ in values]
-    style = {**_TRAINING, "linewidth": 1.2, "markersize": 3.5}
-    if len(values) > _MARKED:
-        style["marker"] = ""
-    panel.plot(updates, [_finite(value) for _, value in values], **style)
-    _scale(panel, [value for _, value in values if math.isfinite(value)])
-    broken = [update for update, value in values if not math.isfinite(value)]
+def _draw_lines(panel: Any, lines: Sequence[_Line]) -> None:
+    drawn: List[float] = []
+    broken: List[int] = []
+    for where, values, style in lines:
+        if len(values) > _MARKED:
+            style["marker"] = ""
+        panel.plot(where, [_finite(value) for value in values], markersize=3.5, **style)
+        drawn += [value for value in values if math.isfinite(value)]
+        broken += [place for place, value in zip(where, values) if not math.isfinite(value)]
+    _scale(panel, drawn)
     if broken:
         _mark_broken(panel, broken)
-        panel.legend(fontsize="small", framealpha=0.8, edgecolor="none")
-    _finish(panel, f"{name}, per update", "update", updates)
 
 
 def _finite(value: float) -> float:
@@ -180,6 +170,8 @@ def _mark_broken(panel: Any, where: Sequence[int]) -> None:
 
 
 def _finish(panel: Any, title: str, unit: str, where: Sequence[int]) -> None:
+    if panel.get_legend_handles_labels()[1] not in ([], ["training"]):
+        panel.legend(fontsize="small", framealpha=0.8, edgecolor="none")
     if len(title) + len(panel.get_title(loc="right")) > 46:
         title += "\n"  # on a line of its own
     panel.set_title(title, fontsize="medium", fontweight="bold", loc="left")

@@ -15,7 +15,7 @@ import torch
 
 from ipufit.callbacks.callback_list import Observer
 from ipufit.callbacks.epoch_metrics import EpochMetrics
-from ipufit.callbacks.history import History
+from ipufit.callbacks.history import History, values_to_json
 from ipufit.callbacks.running_fit import Measurement, ObservedSession
 from ipufit.errors import ConfigurationError, IpufitError
 from ipufit.report import facts
@@ -373,7 +373,7 @@ class Recorder(Observer):
             self._facts.update(
                 params=dict(history.params),
                 explain=explained.splitlines(),
-                history=_values(history),
+                history=values_to_json(history),
             )
         self._facts["warnings"] = self.warnings.to_entries()
         self._facts["warnings"] += advised(self._facts, columns_of(self._rows.flat))
@@ -396,18 +396,3 @@ class Recorder(Observer):
         else:
             self._facts.update(status="failed", error=f"{type(error).__name__}: {error}")
         self._safely(self._flush, self._write, lambda: write_page(self._report.folder))
-
-
-def _values(history: History) -> Dict[str, object]:
-    """Return the values of every epoch, each with the place of its epoch, and the logged ones."""
-    return {
-        "epoch": list(history.epoch),
-        "history": {
-            name: [[place, value] for place, value in zip(history.places(name), values)]
-            for name, values in history.history.items()
-        },
-        "updates": {
-            name: [[update, value] for update, value in values]
-            for name, values in history.updates.items()
-        },
-    }
