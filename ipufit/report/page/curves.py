@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit.report.page import texts
 from ipufit.report.page.sections import (
@@ -21,7 +22,15 @@ from ipufit.report.page.sections import (
 from ipufit.report.run import Run, binned, ends, samples_per_second, total
 from ipufit.utils.phase_timer import PHASES
 
-__all__ = ["LOOKS", "PHASE_NAMES", "curves", "phases", "used_phases"]
+__all__ = [
+    "LOOKS",
+    "OVER_RUN",
+    "PHASE_NAMES",
+    "curves",
+    "phases",
+    "places_of",
+    "used_phases",
+]
 
 Named = Sequence[Tuple[str, Run]]
 # Values of run.json, each with its epoch or update; what is not finite is text.
@@ -30,8 +39,7 @@ Pairs = List[Tuple[int, Union[float, str, None]]]
 # Charts of values of epochs and of logged ones, and rows of the table of epochs, at most.
 _MOST_VALUES, _MOST_LOGGED = 40, 24
 _MOST_EPOCHS = 100
-_WAYS = ("updates", "time")
-_X = ("update", "seconds since the run began")
+OVER_RUN = ("update", "seconds since the run began")
 
 
 def curves(runs: Named) -> Section:
@@ -40,12 +48,20 @@ def curves(runs: Named) -> Section:
     Args:
         runs: with their names; the name of a single run is not shown.
     """
-    charts = [chart for chart in _execution_charts(runs) if chart is not None]
     names = _names(runs)
-    charts += [_epoch_chart(runs, name, i) for i, name in enumerate(names[:_MOST_VALUES])]
     logged = sorted({name for _, run in runs for name in _updates(run)})
-    shown = logged[:_MOST_LOGGED]
-    charts += [_logged_chart(runs, name, place) for place, name in enumerate(shown)]
+    loss, by_epoch = "Loss of every execution", ("epoch", OVER_RUN[1])
+    charts = [_curve(runs, "loss", loss, _losses, OVER_RUN, "loss", smooths=True, height=380)]
+    for column in ("learning_rate", "loss_scale"):
+        name, what = column.replace("_", "-"), column.replace("_", " ")
+        lines = functools.partial(_settings, column)
+        charts.append(_curve(runs, name, what.capitalize(), lines, OVER_RUN, what))
+    for place, name in enumerate(names[:_MOST_VALUES]):
+        lines, title = functools.partial(_epochs, name), f"{name}, by epoch"
+        charts.append(_curve(runs, f"epoch-{place}", title, lines, by_epoch, name, True))
+    for place, name in enumerate(logged[:_MOST_LOGGED]):
+        lines, title = functools.partial(_logged, name), f"{name}, as logged"
+        charts.append(_curve(runs, f"logged-{place}", title, lines, ("update",), name))
     values = {
         "why": lacking(runs[0][1].facts, "history") or "no execution is over",
         "left_out": [
@@ -54,14 +70,48 @@ def curves(runs: Named) -> Section:
         ],
         **(_table_of_epochs(runs[0][1]) if len(runs) == 1 else {}),
     }
-    return Section("curves", "Curves", values, charts)
+    return Section("curves", "Curves", values, [chart for chart in charts if chart is not None])
 
 
-def _label(runs: Named, name: str, what: str = "") -> str:
-    """Return the label of a line; a single run is not named in it."""
+def _curve(
+    runs: Named,
+    name: str,
+    title: str,
+    lines: Callable[[Run], Iterator[Tuple[Series, str]]],
+    x: Sequence[str],
+    y: str,
+    has_several: bool = False,
+    smooths: bool = False,
+    height: int = 260,
+) -> Optional[Chart]:
+    """Draw values of one run or of several; None if none has any.
+
+    Args:
+        runs: with their names.
+        name: of the chart.
+        title: of the chart.
+        lines: of a run, each with what it shows in words.
+        x: titles of the horizontal axis.
+        y: title of the vertical one.
+        has_several: whether a run has several lines.
+        smooths: whether they can be made smooth.
+        height: in pixels.
+    """
+    series, summaries = [], []
+    for look, (run_name, run) in enumerate(runs):
+        for line, text in lines(run):
+            if len(runs) > 1:
+                label = f"{run_name}, {line.name}" if has_several else run_name
+                line = dataclasses.replace(line, name=label, look=look)
+                text = text and f"{run_name}{',' if has_several else ':'} {text}"
+            series.append(line)
+            summaries += [text] if text else []
+    if not series:
+        return None
+    summary = f"{'; '.join(summaries)}." if has_several else " ".join(summaries)
     if len(runs) == 1:
-        return what or name
-    return f"{name}, {what}" if what else name
+        summary = f"{summary[:1].upper()}{summary[1:]}"
+    return Chart(name, title, summary, series, x, y, smooths, height=height, offers_log=True)
 
 
 def _ends(run: Run) -> Tuple[Sequence[Value], Sequence[Value]]:
@@ -71,82 +121,36 @@ def _ends(run: Run) -> Tuple[Sequence[Value], Sequence[Value]]:
     return updates, [rounded(end, 6) for end in ends(rows)]
 
 
-def _execution_charts(runs: Named) -> Iterator[Optional[Chart]]:
-    yield _losses(runs)
-    yield _settings(runs, "learning_rate", "Learning rate")
-    yield _settings(runs, "loss_scale", "Loss scale")
-
-
-def _losses(runs: Named) -> Optional[Chart]:
-    series, summaries = [], []
-    for look, (name, run) in enumerate(runs):
-        values = [rounded(value, 6) for value in run.rows["loss"]]
-        finite = [value for value in values if value is not None]
-        if not finite:
-            continue
-        series.append(
-            Series(_label(runs, name, "" if len(runs) > 1 else "loss"), _ends(run), values, look)
-        )
-        count = total(run, "executions")
-        points = f" in {len(values):,} points" if count > len(values) else ""
-        text = (
-            f"{count:,.0f} executions{points}: loss {texts.number(finite[0])} at first, "
-            f"{texts.number(finite[-1])} at last, {texts.number(min(finite))} at least."
-        )
-        if len(finite) < len(values):
-            text += f" {len(values) - len(finite):,} values are not finite, and left out."
-        if len(values) > DRAWN:
-            text += " Drawn by the smallest and the largest of every stretch; zooming in shows all."
-        summaries.append(text if len(runs) == 1 else f"{name}: {text}")
-    if not series:
-        return None
-    smallest = min(min(each.numbers) for each in series)
-    return Chart(
-        "loss",
-        "Loss of every execution",
-        " ".join(summaries),
-        series,
-        _X,
-        "loss",
-        _WAYS,
-        smooths=True,
-        height=380,
-        log=smallest > 0,
+def _losses(run: Run) -> Iterator[Tuple[Series, str]]:
+    values = [rounded(value, 6) for value in run.rows["loss"]]
+    finite = [value for value in values if value is not None]
+    if not finite:
+        return
+    count = total(run, "executions")
+    points = f" in {len(values):,} points" if count > len(values) else ""
+    text = (
+        f"{count:,.0f} executions{points}: loss {texts.number(finite[0])} at first, "
+        f"{texts.number(finite[-1])} at last, {texts.number(min(finite))} at least."
     )
+    if len(finite) < len(values):
+        text += f" {len(values) - len(finite):,} values are not finite, and left out."
+    if len(values) > DRAWN:
+        text += " Drawn by the smallest and the largest of every stretch; zooming in shows all."
+    yield Series("loss", _ends(run), values), text
 
 
-def _settings(runs: Named, column: str, title: str) -> Optional[Chart]:
-    series, summaries = [], []
-    for look, (name, run) in enumerate(runs):
-        values = [rounded(value) for value in run.rows[column]]
-        if all(value is None for value in values):
-            continue
-        changed = _changes(values)
-        places = [[x[place] for place in changed] for x in _ends(run)]
-        y = [values[place] for place in changed]
-        x, y = _both_thinned(places, y)
-        series.append(
-            Series(_label(runs, name, title.lower() if len(runs) == 1 else ""), x, y, look, "step")
-        )
-        finite = [value for value in values if value is not None]
-        text = f"{texts.number(finite[0])} at first, {texts.number(finite[-1])} at last."
-        if min(finite) == max(finite):
-            text = f"{texts.number(finite[0])} all the time."
-        summaries.append(text if len(runs) == 1 else f"{name}: {text}")
-    if not series:
-        return None
-    positive = all(value > 0 for each in series for value in each.numbers)
-    return Chart(
-        column.replace("_", "-"),
-        title,
-        " ".join(summaries),
-        series,
-        _X,
-        title.lower(),
-        _WAYS,
-        height=260,
-        log=positive,
-    )
+def _settings(column: str, run: Run) -> Iterator[Tuple[Series, str]]:
+    values = [rounded(value) for value in run.rows[column]]
+    finite = [value for value in values if value is not None]
+    if not finite:
+        return
+    changed = _changes(values)
+    places = [[x[place] for place in changed] for x in _ends(run)]
+    x, y = _both_thinned(places, [values[place] for place in changed])
+    text = f"{texts.number(finite[0])} at first, {texts.number(finite[-1])} at last."
+    if min(finite) == max(finite):
+        text = f"{texts.number(finite[0])} all the time."
+    yield Series(column.replace("_", " "), x, y, style="step"), text
 
 
 def _changes(values: Sequence[object]) -> List[int]:
@@ -185,45 +189,24 @@ def _names(runs: Named) -> List[str]:
     return list(dict.fromkeys(key[4:] if key.startswith("val_") else key for key in keys))
 
 
-def _epoch_chart(runs: Named, name: str, place: int) -> Chart:
-    series, summaries = [], []
-    for look, (run_name, run) in enumerate(runs):
-        epochs, values = _history(run)
-        ends = _epoch_ends(run)
-        for is_validation, key in enumerate((name, f"val_{name}")):
-            if not values.get(key):
-                continue
-            what = "validation" if is_validation else "training"
-            places = [spot for spot, _ in values[key]]
-            y = [rounded(value) for _, value in values[key]]
-            ways: List[List[Value]] = [
-                [epochs[spot] + 1 for spot in places],
-                [ends[spot] for spot in places],
-            ]
-            x, y = _both_thinned(ways, y)
-            look_of_line = look if len(runs) > 1 else is_validation
-            style = "dashed" if is_validation else "line"
-            series.append(Series(_label(runs, run_name, what), x, y, look_of_line, style))
-            finite = [value for value in y if value is not None]
-            if finite:
-                text = (
-                    f"{what} {texts.number(finite[0])} at first, {texts.number(finite[-1])} at last"
-                )
-                summaries.append(text if len(runs) == 1 else f"{run_name}, {text}")
-    finite = [value for each in series for value in each.numbers]
-    log = bool(finite) and min(finite) > 0
-    text = "; ".join(summaries)
-    return Chart(
-        f"epoch-{place}",
-        f"{name}, by epoch",
-        f"{text[:1].upper()}{text[1:]}." if len(runs) == 1 else f"{text}.",
-        series,
-        ("epoch", _X[1]),
-        name,
-        ("epochs", "time"),
-        height=260,
-        log=log,
-    )
+def _epochs(name: str, run: Run) -> Iterator[Tuple[Series, str]]:
+    epochs, values = _history(run)
+    ends = _epoch_ends(run)
+    kinds = ((name, "training", "line"), (f"val_{name}", "validation", "dashed"))
+    for look, (key, what, style) in enumerate(kinds):
+        if not values.get(key):
+            continue
+        places = [spot for spot, _ in values[key]]
+        ways: List[List[Value]] = [
+            [epochs[spot] + 1 for spot in places],
+            [ends[spot] for spot in places],
+        ]
+        x, y = _both_thinned(ways, [rounded(value) for _, value in values[key]])
+        finite = [value for value in y if value is not None]
+        text = ""
+        if finite:
+            text = f"{what} {texts.number(finite[0])} at first, {texts.number(finite[-1])} at last"
+        yield Series(what, x, y, look, style), text
 
 
 def _updates(run: Run) -> Dict[str, Pairs]:
@@ -231,34 +214,19 @@ def _updates(run: Run) -> Dict[str, Pairs]:
     return updates
 
 
-def _logged_chart(runs: Named, name: str, place: int) -> Chart:
-    series, summaries = [], []
-    for look, (run_name, run) in enumerate(runs):
-        values = _updates(run).get(name)
-        if not values:
-            continue
-        full = [rounded(value) for _, value in values]
-        x, y = thinned([update for update, _ in values], full)
-        series.append(Series(_label(runs, run_name, "" if len(runs) > 1 else name), [x], y, look))
-        finite = [value for value in full if value is not None]
-        text = f"{len(values):,} values"
-        if finite:
-            text += f" from {texts.number(min(finite))} to {texts.number(max(finite))}"
-        if len(y) < len(full):
-            text += ", drawn by the smallest and the largest of every stretch"
-        summaries.append(f"{text}." if len(runs) == 1 else f"{run_name}: {text}.")
-    finite = [value for each in series for value in each.numbers]
-    log = bool(finite) and min(finite) > 0
-    return Chart(
-        f"logged-{place}",
-        f"{name}, as logged",
-        " ".join(summaries),
-        series,
-        ("update",),
-        name,
-        height=260,
-        log=log,
-    )
+def _logged(name: str, run: Run) -> Iterator[Tuple[Series, str]]:
+    values = _updates(run).get(name)
+    if not values:
+        return
+    full = [rounded(value) for _, value in values]
+    x, y = thinned([update for update, _ in values], full)
+    finite = [value for value in full if value is not None]
+    text = f"{len(values):,} values"
+    if finite:
+        text += f" from {texts.number(min(finite))} to {texts.number(max(finite))}"
+    if len(y) < len(full):
+        text += ", drawn by the smallest and the largest of every stretch"
+    yield Series(name, [x], y), f"{text}."
 
 
 def _table_of_epochs(run: Run) -> Dict[str, object]:
@@ -319,7 +287,13 @@ def phases(run: Run) -> Section:
 
 
 def _stacked(
-    name: str, title: str, stretches: Sequence[Dict[str, float]], edges: Sequence[int], x: str
+    name: str,
+    title: str,
+    stretches: Sequence[Dict[str, float]],
+    edges: Sequence[int],
+    x: str,
+    size: float,
+    what: str,
 ) -> Optional[Chart]:
     """Chart seconds by phase over consecutive stretches, as bars or, if many, as areas.
 
@@ -329,6 +303,8 @@ def _stacked(
         stretches: seconds by phase of each.
         edges: where each begins, and where the last one ends.
         x: what the edges count.
+        size: how many a stretch is the mean of, at most.
+        what: what these are.
     """
     used = used_phases({p: math.fsum(each[p] for each in stretches) for p in PHASES})
     if not used:
@@ -347,6 +323,8 @@ def _stacked(
     most = max(used, key=lambda phase: math.fsum(each[phase] for each in stretches))
     part = math.fsum(each[most] for each in stretches) / math.fsum(sums)
     summary = f"Most of it, {texts.share(part)}, is {PHASE_NAMES[most]}; the table has all phases."
+    if size > 1:
+        summary = f"Every place is the mean of up to {texts.count(size)} {what}. {summary}"
     return Chart(name, title, summary, series, (x,), unit_name, stacks=True, height=360)
 
 
@@ -366,8 +344,8 @@ def _by_epoch(run: Run) -> Optional[Chart]:
         )
         edges.append(part[0]["epoch"] + 1)
     edges.append(epochs[-1]["epoch"] + 2)
-    chart = _stacked("phases-epochs", "Time of every epoch", stretches, edges, "epoch")
-    return _note_means(chart, size, "epochs")
+    title = "Time of every epoch"
+    return _stacked("phases-epochs", title, stretches, edges, "epoch", size, "epochs")
 
 
 def _by_execution(run: Run) -> Optional[Chart]:
@@ -378,16 +356,16 @@ def _by_execution(run: Run) -> Optional[Chart]:
     edges = [int(each["first_update"]) + 1 for each in binned_executions]
     edges.append(int(binned_executions[-1]["update"]) + 1)
     title = "Time of an execution, over the run"
-    chart = _stacked("phases-executions", title, stretches, edges, "update")
-    return _note_means(chart, max(each["executions"] for each in binned_executions), "executions")
+    size = max(each["executions"] for each in binned_executions)
+    return _stacked("phases-executions", title, stretches, edges, "update", size, "executions")
 
 
-def _note_means(chart: Optional[Chart], size: float, what: str) -> Optional[Chart]:
-    """Say in a chart's summary that each place is the mean of several, if it is."""
-    if chart is None or size <= 1:
-        return chart
-    text = f"Every place is the mean of up to {texts.count(size)} {what}. {chart.summary}"
-    return dataclasses.replace(chart, summary=text)
+def places_of(stretches: Sequence[Mapping[str, float]]) -> List[List[Value]]:
+    """Return the count of updates after each stretch of a run, and when it was over."""
+    return [
+        [int(each["update"]) for each in stretches],
+        [rounded(each["end"], 6) for each in stretches],
+    ]
 
 
 def _throughput(run: Run) -> Optional[Chart]:
@@ -396,24 +374,13 @@ def _throughput(run: Run) -> Optional[Chart]:
         return None
     y = [rounded(each["samples"] / each["working"], 5) for each in stretches]
     finite = [value for value in y if value is not None]
-    ways: List[List[Value]] = [
-        [int(each["update"]) for each in stretches],
-        [rounded(each["end"], 6) for each in stretches],
-    ]
     mean = samples_per_second(run)
     summary = (
         f"{texts.speed(min(finite))} samples per second at least, "
         f"{texts.speed(max(finite))} at most; {texts.speed(mean)} over the whole "
         "run. Recording the program, validation and this report are left out."
     )
-    series = [Series("samples per second", ways, y)]
-    return Chart(
-        "throughput",
-        "Samples per second, over the run",
-        summary,
-        series,
-        ("update", "seconds since the run began"),
-        "samples per second",
-        ("updates", "time"),
-        height=280,
-    )
+    what = "samples per second"
+    series = [Series(what, places_of(stretches), y)]
+    title = "Samples per second, over the run"
+    return Chart("throughput", title, summary, series, OVER_RUN, what, height=280)

@@ -9,7 +9,8 @@ from ipufit.planner.costs import by_ipu
 from ipufit.planner.pipeline_schedule import simulate
 from ipufit.report.files import Facts
 from ipufit.report.page import texts
-from ipufit.report.page.sections import POINTS, Chart, Section, Series, Value, lacking, rounded
+from ipufit.report.page.curves import OVER_RUN, places_of
+from ipufit.report.page.sections import POINTS, Chart, Section, Series, lacking, rounded
 from ipufit.report.run import Run, binned
 
 __all__ = ["memory", "pipeline", "stage_title"]
@@ -283,10 +284,6 @@ def _of_process(run: Run) -> Dict[str, object]:
     unit, name = texts.scale(most, "bytes")
     is_gpu = "cuda" in str(run.facts.get("environment", {}).get("device", ""))
     what = "Memory of the GPU in tensors" if is_gpu else "Memory of the process"
-    ways: List[List[Value]] = [
-        [int(each["update"]) for each in stretches],
-        [rounded(each["end"], 6) for each in stretches],
-    ]
     y = [rounded(each["memory"] / unit, 5) for each in stretches]
     summary = (
         f"{texts.size(stretches[0]['memory'])} at first, {texts.size(stretches[-1]['memory'])} at "
@@ -296,10 +293,9 @@ def _of_process(run: Run) -> Dict[str, object]:
         "memory-process",
         what,
         summary,
-        [Series(what.lower(), ways, y, 0, "step")],
-        ("update", "seconds since the run began"),
+        [Series(what.lower(), places_of(stretches), y, 0, "step")],
+        OVER_RUN,
         name,
-        ("updates", "time"),
         height=260,
     )
     return {"chart": chart, "is_gpu": is_gpu}

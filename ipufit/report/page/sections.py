@@ -103,13 +103,12 @@ class Chart:
         series: lines or bars.
         x: titles of the horizontal axis, one for each way to count places.
         y: title of the vertical axis.
-        ways: names of the ways, where there are several.
         smooths: whether lines can be made smooth.
         is_across: whether bars lie.
         stacks: whether bars and areas stand on each other.
         height: in pixels.
         most: a limit of y, drawn as a line.
-        log: whether a logarithmic axis is offered.
+        offers_log: whether a logarithmic axis is offered, if all values are positive.
         names: titles of the rows of a timeline.
     """
 
@@ -119,13 +118,12 @@ class Chart:
     series: Sequence[Series]
     x: Sequence[str]
     y: str
-    ways: Sequence[str] = ()
     smooths: bool = False
     is_across: bool = False
     stacks: bool = False
     height: int = 320
     most: Optional[float] = None
-    log: bool = False
+    offers_log: bool = False
     names: Sequence[str] = ()
 
     @property
@@ -134,6 +132,12 @@ class Chart:
         count = max((len(series.y) for series in self.series), default=0)
         # A tenth of the curve hides what it does; a hundredth shows it.
         return round(count / 100) if self.smooths and count > 200 else 1
+
+    @property
+    def log(self) -> bool:
+        """True if the vertical axis can be made logarithmic."""
+        values = [value for series in self.series for value in series.numbers]
+        return self.offers_log and bool(values) and min(values) > 0
 
     def figure(self) -> Dict[str, object]:
         """Make the figure, as JSON of plotly.py, without what all charts share: see :func:`look`.
