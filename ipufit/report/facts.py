@@ -171,7 +171,11 @@ class CapturedWarnings:
 
     def to_entries(self) -> List[Dict[str, object]]:
         """Return the warnings as ``run.json`` has them."""
-        entries: List[Dict[str, object]] = [
+        counts = dict(self._counts)
+        if self.left_out:
+            text = f"{self.left_out} more warnings, of other texts, are not kept."
+            counts[text, "", ""] = 1
+        return [
             {
                 "kind": "warning",
                 "text": text,
@@ -180,13 +184,5 @@ class CapturedWarnings:
                 "place": place,
                 "count": count,
             }
-            for (text, category, place), count in self._counts.items()
+            for (text, category, place), count in counts.items()
         ]
-        if self.left_out:
-            text = f"{self.left_out} more warnings, of other texts, are not kept."
-            entries.append(_plain(text))
-        return entries
-
-
-def _plain(text: str) -> Dict[str, object]:
-    return {"kind": "warning", "text": text, "cure": "", "category": "", "place": "", "count": 1}

@@ -87,10 +87,6 @@ def binned(rows: Mapping[str, Sequence[float]], most: int) -> List[Dict[str, flo
     return stretches
 
 
-# Beside the training: recording the program, and the report itself.
-_BESIDE = ("capture", "report")
-
-
 def summarize_run(run: Run) -> Dict[str, object]:
     """Return the most important numbers of a run, in types that JSON has.
 
@@ -109,7 +105,7 @@ def summarize_run(run: Run) -> Dict[str, object]:
         "executions": int(sum(rows["executions"])),
         "updates": int(sum(rows["updates"])),
         "samples": int(sum(rows["samples"])),
-        "samples_per_second": _rate(run),
+        "samples_per_second": samples_per_second(run),
         "seconds": facts.get("seconds", 0.0),
         "phases": facts.get("phases", {}),
         "final": {name: pairs[-1][1] for name, pairs in history["history"].items() if pairs},
@@ -120,9 +116,3 @@ def summarize_run(run: Run) -> Dict[str, object]:
     }
     plain_summary: Dict[str, object] = plain(summary)
     return plain_summary
-
-
-def _rate(run: Run) -> Optional[float]:
-    rows = run.rows
-    seconds = sum(sum(rows[name]) for name in PHASES if name not in _BESIDE)
-    return sum(rows["samples"]) / seconds if seconds > 0 else None
