@@ -5,6 +5,7 @@ import dataclasses
 import gzip
 import hashlib
 import html.parser
+import importlib.util
 import json
 import math
 import re
@@ -490,7 +491,7 @@ def test_thinned_curves_keep_their_extremes():
 
 def test_without_plotly_the_page_says_what_to_install(run, monkeypatch):
     """As fit does before it begins."""
-    monkeypatch.setattr(document.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     document.library.cache_clear()
     with pytest.raises(ConfigurationError) as caught:
         render_page([run])

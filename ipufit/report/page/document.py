@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import functools
 import gzip
 import hashlib
-import importlib.util
 import json
 import os
+import pkgutil
 from typing import Dict, List, Sequence, Tuple
 
 import jinja2
@@ -56,44 +55,30 @@ def policy(scripts: Sequence[str], live: bool) -> str:
     return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
-_FILE = os.path.join("package_data", "plotly.min.js")
 # How plotly.js begins and ends what it is: a function that another one calls.
 _BEGIN, _END = b"self : this, () => {\n", b"\n}));"
 
 
-@dataclasses.dataclass(frozen=True)
-class Library:
-    """A JavaScript library that draws, as the page holds it.
-
-    Attributes:
-        packed: gzip, in base64.
-        digest: of the text, as a Content-Security-Policy names it.
-    """
-
-    packed: str
-    digest: str
-
-
 @functools.lru_cache(maxsize=1)
-def library() -> Library:
+def library() -> Tuple[str, str]:
     """Read and pack plotly.js, once per process.
+
+    Returns:
+        The script packed by gzip, in base64, and the digest by which a Content-Security-Policy
+        names it.
 
     Raises:
         ConfigurationError: plotly is not installed.
     """
-    spec = importlib.util.find_spec("plotly")
-    folders = spec.submodule_search_locations if spec is not None else None
-    for folder in folders or ():
-        path = os.path.join(folder, _FILE)
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                text = _called_at_once(file.read())
-            packed = gzip.compress(text, 6, mtime=0)
-            return Library(base64.b64encode(packed).decode("ascii"), digest(text))
-    raise ConfigurationError(
-        "the page of a report draws its curves with plotly, which is not installed. Run: "
-        "pip install ipufit[report]"
-    )
+    script = pkgutil.get_data("plotly", "package_data/plotly.min.js")
+    if script is None:
+        raise ConfigurationError(
+            "the page of a report draws its curves with plotly, which is not installed. Run: "
+            "pip install ipufit[report]"
+        )
+    text = _called_at_once(script)
+    packed = gzip.compress(text, 6, mtime=0)
+    return base64.b64encode(packed).decode("ascii"), digest(text)
 
 
 def _called_at_once(text: bytes) -> bytes:
@@ -151,7 +136,7 @@ def render_page(runs: Sequence[Run], live: bool = False) -> str:
         ConfigurationError: plotly is not installed.
     """
     assert len(runs) == 1 if live else runs
-    drawing = library()
+    packed, plotly_digest = library()
     script = "\n".join(map(_asset, _SCRIPTS))
     content = _content(runs, live)
     page = _render(
@@ -167,8 +152,8 @@ def render_page(runs: Sequence[Run], live: bool = False) -> str:
             }
         ),
         live=live,
-        plotly=Markup(drawing.packed),
-        policy=policy([digest(script.encode("utf-8")), drawing.digest], live),
+        plotly=Markup(packed),
+        policy=policy([digest(script.encode("utf-8")), plotly_digest], live),
         script=Markup(script),
         title=" and ".join(dict.fromkeys(str(run.facts["title"]) for run in runs)),
     )
