@@ -127,7 +127,7 @@ def test_a_page_follows_a_run_to_its_end(browser, server, run):
     come_to(browser, "chart-operators")
     drawn = "return document.querySelectorAll('#chart-operators .bars .point').length"
     assert wait_for(browser, drawn) == 13
-    assert len(browser.find_elements(By.CSS_SELECTOR, "#choices-operators > .tools button")) == 4
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#choices-operators > label")) == 4
     server.state = render_state(with_operators(dataclasses.replace(run)))
     wait_for(
         browser, "return document.getElementById('live-shown').textContent.startsWith('finished')"

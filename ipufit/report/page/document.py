@@ -22,7 +22,7 @@ from ipufit.report.page.comparison import comparison_sections
 from ipufit.report.page.curves import curves, phases
 from ipufit.report.page.operators import layers, operators
 from ipufit.report.page.pipeline import memory, pipeline
-from ipufit.report.page.sections import CONFIG, DRAWN, Section, light_colours, look
+from ipufit.report.page.sections import CONFIG, DRAWN, Section, look
 from ipufit.report.page.summary import summary, warnings_section
 from ipufit.report.run import Run
 from ipufit.utils.files import write_text
@@ -145,7 +145,6 @@ def render_page(runs: Sequence[Run], live: bool = False) -> str:
         data=data(
             {
                 "charts": content["charts"],
-                "colours": {light: f"--{name}" for name, light in light_colours().items()},
                 "config": CONFIG,
                 "look": look(),
                 "points": DRAWN,
@@ -183,7 +182,6 @@ def _content(runs: Sequence[Run], live: bool) -> Dict[str, object]:
     return {
         "subtitle": _render("subtitle", runs=runs, live=live),
         "navigation": _render("navigation", sections=sections),
-        "order": [section.anchor for section in sections],
         "sections": {section.anchor: render_section(section) for section in sections},
         "charts": {chart.name: chart.figure() for section in sections for chart in section.charts},
     }

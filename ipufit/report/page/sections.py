@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import html
 import math
-import os
-import re
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
 
 from ipufit.report.files import Facts
@@ -21,7 +18,6 @@ __all__ = [
     "Series",
     "Value",
     "lacking",
-    "light_colours",
     "look",
     "rounded",
     "thinned",
@@ -45,6 +41,8 @@ CONFIG = {
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon")
 _PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
+# Colours are those of the style sheet, by name: which it is depends on the look of the page.
+_PAPER = "var(--paper)"
 # Points from which on markers would hide a line, and letters of a name beside an axis, also where
 # the page is narrow.
 _MARKED, _LONGEST_NAME, _LONGEST_NARROW = 40, 44, 16
@@ -88,8 +86,8 @@ class Series:
 
     @property
     def colour(self) -> str:
-        """The colour in the light look."""
-        return light_colours()[f"c{self.look % 8}"]
+        """The colour, by its name in the style sheet."""
+        return f"var(--c{self.look % 8})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,28 +140,21 @@ class Chart:
     def figure(self) -> Dict[str, object]:
         """Make the figure, as JSON of plotly.py, without what all charts share: see :func:`look`.
 
-        ``meta`` of its layout has changes by path: ``narrow`` where there is little room, and
+        ``meta`` of its layout has changes by axis: ``narrow`` where there is little room, and
         ``time`` for the second way to count places, which ``meta.time`` of a trace has.
         """
         # Imported here: there is none where no page is made.
         import plotly.graph_objects as go
 
-        kinds = {"bar": go.Bar, "task": go.Bar}
-        traces = [
-            kinds.get(series.style, go.Scatter)(**_trace(self, series)) for series in self.series
-        ]
         # In a go.Figure every value would be checked a second time.
+        traces = [
+            go.Bar(_bars(self, series))
+            if series.style in ("bar", "task")
+            else go.Scatter(_area(series) if series.style == "area" else _line(series))
+            for series in self.series
+        ]
         data = [trace.to_plotly_json() for trace in traces]
         return {"data": data, "layout": go.Layout(_layout(self)).to_plotly_json()}
-
-
-@functools.lru_cache(maxsize=1)
-def light_colours() -> Dict[str, str]:
-    """Read the colours of the light look by name, with which the style sheet begins."""
-    path = os.path.join(os.path.dirname(__file__), "templates", "style.css")
-    with open(path, encoding="utf-8") as file:
-        first_rule = file.read().partition("}")[0]
-    return dict(re.findall(r"--(\w+): (#\w+);", first_rule))
 
 
 def look() -> Dict[str, object]:
@@ -171,7 +162,7 @@ def look() -> Dict[str, object]:
     # Imported here: there is none where no page is made.
     import plotly.graph_objects as go
 
-    ink, line, paper = (light_colours()[name] for name in ("ink", "line", "paper"))
+    ink, line = "var(--ink)", "var(--line)"
     axis = {
         "title": {"standoff": 8},
         **dict.fromkeys(("gridcolor", "linecolor", "zerolinecolor", "tickcolor"), line),
@@ -198,7 +189,7 @@ def look() -> Dict[str, object]:
         "bargap": 0.25,
         "uniformtext": {"mode": "hide", "minsize": 8},
         "hoverlabel": {
-            **{"bgcolor": paper, "font": {"color": ink}, "bordercolor": line, "align": "left"}
+            **{"bgcolor": _PAPER, "font": {"color": ink}, "bordercolor": line, "align": "left"}
         },
     }
     template: Dict[str, object] = go.layout.Template(layout=layout).to_plotly_json()
@@ -212,12 +203,6 @@ def _escaped(value: object) -> str:
 
 def _short(name: str, most: int) -> str:
     return _escaped(name if len(name) <= most else f"{name[: most - 1]}…")
-
-
-def _trace(chart: Chart, series: Series) -> Trace:
-    if series.style in ("bar", "task"):
-        return _bars(chart, series)
-    return _area(series) if series.style == "area" else _line(series)
 
 
 def _line(series: Series) -> Trace:
@@ -255,7 +240,7 @@ def _pattern(series: Series, solidity: float = 0.16) -> Dict[str, object]:
         "size": 7,
         "solidity": solidity,
         "bgcolor": series.colour,
-        "fgcolor": light_colours()["paper"],
+        "fgcolor": _PAPER,
     }
 
 
@@ -279,7 +264,7 @@ def _area(series: Series) -> Trace:
 
 
 def _bars(chart: Chart, series: Series) -> Trace:
-    name, paper = _escaped(series.name), light_colours()["paper"]
+    name = _escaped(series.name)
     lengths, is_task = series.x[0], series.style == "task"
     labels = [_escaped(value) if isinstance(value, str) else value for value in series.y]
     value, unit = ("x", chart.x[0]) if chart.is_across else ("y", chart.y)
@@ -292,7 +277,7 @@ def _bars(chart: Chart, series: Series) -> Trace:
         "customdata": labels,
         "marker": {
             "color": series.colour,
-            "line": {"color": paper, "width": _edges(lengths) if is_task else 0},
+            "line": {"color": _PAPER, "width": _edges(lengths) if is_task else 0},
             "pattern": _pattern(series, 0.12 if series.label else 0.16),
         },
         "hovertemplate": f"%{{{place}}}<br>%{{{value}:.5g}} {_escaped(unit)}<extra>{name}</extra>",
@@ -301,7 +286,7 @@ def _bars(chart: Chart, series: Series) -> Trace:
         trace["base"] = series.base
         trace["text"] = [*map(_escaped, series.label)]
         trace.update(textposition="inside", insidetextanchor="middle", textangle=0)
-        trace.update(constraintext="inside", textfont={"color": paper, "size": 11})
+        trace.update(constraintext="inside", textfont={"color": _PAPER, "size": 11})
         trace["hovertext"] = [*map(_escaped, series.hover)]
         trace["hovertemplate"] = "%{hovertext}: %{x:.4g}, from %{base:.4g}<extra></extra>"
     return trace
@@ -318,12 +303,13 @@ def _layout(chart: Chart) -> Dict[str, object]:
     kinds = {series.style for series in chart.series}
     x: Dict[str, object] = {"title": {"text": _escaped(chart.x[0])}, **_whole_ticks(chart)}
     y: Dict[str, object] = {"title": {"text": _escaped(chart.y)}}
-    narrow: Dict[str, object] = {"xaxis.title.text": _escaped(chart.x[0].partition(",")[0])}
+    what = _escaped(chart.x[0].partition(",")[0])
+    narrow: Dict[str, Dict[str, object]] = {"xaxis": {"title": {"text": what}}}
     if chart.is_across:
         names = [str(name) for name in chart.names or chart.series[0].y]
         y = _named_axis(names, is_timeline="task" in kinds)
         # On a phone there is room for what it is, but not for in what.
-        narrow["yaxis.ticktext"] = [_short(name, _LONGEST_NARROW) for name in names]
+        narrow["yaxis"] = {"ticktext": [_short(name, _LONGEST_NARROW) for name in names]}
     elif "bar" in kinds:
         x.update(type="category", nticks=12)
     if chart.stacks and not chart.is_across:
@@ -332,10 +318,10 @@ def _layout(chart: Chart) -> Dict[str, object]:
     if only:
         # Around a single value plotly would show a wide axis with nothing to read off.
         y["range"] = sorted([0, 2 * only])
-    meta: Dict[str, object] = {"span": chart.span, "narrow": narrow}
+    meta: Dict[str, object] = {"narrow": narrow}
     if len(chart.x) > 1:
-        meta["time"] = {"xaxis.title.text": _escaped(chart.x[1]), "xaxis.dtick": None}
-    alarm = {"color": light_colours()["alarm"], "width": 2, "dash": "dash"}
+        meta["time"] = {"xaxis": {"title": {"text": _escaped(chart.x[1])}, "dtick": None}}
+    alarm = {"color": "var(--alarm)", "width": 2, "dash": "dash"}
     limit = {"type": "line", "y0": 0, "y1": 1, "yref": "paper", "line": alarm}
     return {
         "height": chart.height,

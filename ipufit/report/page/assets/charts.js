@@ -3,10 +3,10 @@
 // Charts: their figures come as plotly.py has made them; what their reader chooses is added here.
 
 const byId = (id) => document.getElementById(id);
+const all = (selector, part = document) => Array.from(part.querySelectorAll(selector));
 const facts = JSON.parse(byId("data").textContent);
-const figures = () => Array.from(document.querySelectorAll("figure.chart"));
+const figures = () => all("figure.chart");
 const isReady = () => typeof Plotly !== "undefined";
-const views = new Map(); // by chart: what its reader has chosen
 const done = new Set(); // names of charts whose pictures are up to date
 
 /** A mean that forgets: of the last `span` values, about. */
@@ -21,95 +21,72 @@ function smoothed(values, span) {
   });
 }
 
-/** Places of a long line to draw: the extremes and gaps of each stretch; short ones in a range. */
-function thinned(x, y, range) {
-  const firstFrom = (least) => (x.findIndex((place) => place >= least) + y.length + 1)
-    % (y.length + 1);
-  const [begin, end] = range ? [...range].sort((a, b) => a - b) : [-Infinity, Infinity];
-  // A point more on either side: lines go on beyond the edges.
-  const [from, to] = [Math.max(0, firstFrom(begin) - 1), Math.min(y.length, firstFrom(end) + 2)];
-  const kept = new Set([0, y.length - 1]);
-  for (const [first, last, whole] of [[0, from, y.length], [from, to, to - from],
-                                      [to, y.length, y.length]]) {
-    const length = Math.max(1, Math.ceil((2 * whole) / facts.points));
-    for (let start = first; start < last; start += length) {
-      const places = Array.from({ length: Math.min(length, last - start) }, (_, i) => start + i);
-      const values = places.filter((i) => y[i] !== null);
-      const gap = places.find((i) => y[i] === null);
-      if (gap !== undefined) kept.add(gap);
-      if (values.length) {
-        kept.add(values.reduce((a, b) => (y[b] < y[a] ? b : a)));
-        kept.add(values.reduce((a, b) => (y[b] > y[a] ? b : a)));
-      }
-    }
-  }
-  return [...kept].sort((a, b) => a - b);
-}
-
 const isLong = ({ type, stackgroup, y }) =>
   type === "scatter" && !stackgroup && y.length > facts.points;
 
+/** Places of a long line to draw: the extremes and gaps of each stretch; short ones in a range. */
+function thinned(x, y, range) {
+  const [begin, end] = range ? [...range].sort((a, b) => a - b) : [-Infinity, Infinity];
+  // A point more on either side: lines go on beyond the edges.
+  const isSeen = x.map((_, i) => !(x[i + 1] < begin) && !(x[i - 1] > end));
+  const [inner, outer] = [isSeen.filter(Boolean), x].map(({ length }) =>
+    Math.max(1, Math.ceil((2 * length) / facts.points)));
+  const stretches = {};
+  y.forEach((value, i) => {
+    const number = isSeen[i] ? Math.floor(i / inner) : -1 - Math.floor(i / outer);
+    const places = (stretches[number] ??= {});
+    if (value === null) places.gap ??= i;
+    else {
+      if (!(y[places.least] <= value)) places.least = i;
+      if (!(y[places.most] >= value)) places.most = i;
+    }
+  });
+  const drawn = Object.values(stretches).flatMap((places) => Object.values(places));
+  return [...new Set([0, y.length - 1, ...drawn])].sort((a, b) => a - b);
+}
+
 /** The traces of a chart: over which places, how smooth, and with as many points as can be seen. */
-function traces({ data }, view) {
-  return data.flatMap((trace) => {
-    const whole = { ...trace, x: (view.isTimed && trace.meta?.time) || trace.x };
-    const drawn = (each) => {
-      if (!isLong(each)) return each;
-      const places = thinned(each.x, each.y, view.ranges.xaxis);
-      return { ...each, x: places.map((i) => each.x[i]), y: places.map((i) => each.y[i]) };
-    };
-    if (view.span < 2) return [drawn(whole)];
+function traces({ data }, { isTimed, span }, range) {
+  const drawn = (trace) => {
+    if (!isLong(trace)) return trace;
+    const places = thinned(trace.x, trace.y, range);
+    return { ...trace, x: places.map((i) => trace.x[i]), y: places.map((i) => trace.y[i]) };
+  };
+  return data.flatMap(({ meta, ...trace }) => {
+    const whole = { ...trace, x: (isTimed && meta?.time) || trace.x };
+    if (!(span >= 2)) return drawn(whole);
     // Of all values, not of those that are drawn.
-    const mean = { ...whole, mode: "lines", y: smoothed(trace.y, view.span) };
-    mean.line = { ...trace.line, dash: trace.meta.dash };
+    const mean = { ...whole, mode: "lines", y: smoothed(trace.y, span) };
+    mean.line = { ...trace.line, dash: meta.dash };
     const behind = { mode: "lines", opacity: 0.3, showlegend: false, hoverinfo: "skip" };
     const line = { ...trace.line, width: 1 };
     return [drawn({ ...whole, ...behind, line, hovertemplate: null }), drawn(mean)];
   });
 }
 
-function layout(chart, view, width) {
-  const shown = structuredClone(chart.layout);
+/** What of an axis its reader has zoomed into. */
+function zoomed({ layout }, axis) {
+  const { autorange, range, fixedrange } = layout?.[axis] ?? {};
+  return autorange === false && range && !fixedrange ? { autorange, range } : undefined;
+}
+
+function layout({ layout: { meta, ...shown } }, { isTimed, isLog }, plot, width) {
+  const logarithmic = { yaxis: { type: "log", range: null } };
+  const changes = [width < 500 && meta.narrow, isTimed && meta.time, isLog && logarithmic];
+  for (const axis of ["xaxis", "yaxis"]) {
+    const ofAxis = [...changes.map((change) => change && change[axis]), zoomed(plot, axis)];
+    shown[axis] = Object.assign({}, shown[axis], ...ofAxis);
+  }
   // A finger that scrolls the page must not be caught by a picture.
   const dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
-  Object.assign(shown, { width, dragmode, template: facts.look });
-  const changes = {
-    ...(width < 500 && chart.layout.meta.narrow),
-    ...(view.isTimed && chart.layout.meta.time),
-    ...(view.isLog && { "yaxis.type": "log", "yaxis.range": undefined }),
-  };
-  for (const [name, range] of Object.entries(view.ranges)) {
-    Object.assign(changes, { [`${name}.range`]: range.slice(), [`${name}.autorange`]: false });
-  }
-  for (const [path, value] of Object.entries(changes)) {
-    const [last, ...names] = path.split(".").reverse();
-    names.reduceRight((part, name) => part[name], shown)[last] = value;
-  }
-  return shown;
+  return { ...shown, width, dragmode, template: facts.look };
 }
 
-/** A part of a figure in the colours of the present look; it comes in those of the light one. */
-function coloured(part, palette, key = "") {
-  if (typeof part === "string") return key.endsWith("color") ? palette[part] ?? part : part;
-  if (Array.isArray(part)) {
-    const isFlat = !part.some((each) => each instanceof Object);
-    return isFlat ? part : part.map((each) => coloured(each, palette));
-  }
-  if (!(part instanceof Object)) return part;
-  const entries = Object.entries(part);
-  return Object.fromEntries(entries.map(([name, each]) => [name, coloured(each, palette, name)]));
-}
-
-function palette() {
-  const style = getComputedStyle(document.documentElement);
-  const entries = Object.entries(facts.colours);
-  return Object.fromEntries(entries.map(([light, name]) => [light, style.getPropertyValue(name)]));
-}
-
-function viewOf(name) {
-  const { span } = facts.charts[name].layout.meta;
-  if (!views.has(name)) views.set(name, { span, isTimed: false, isLog: false, ranges: {} });
-  return views.get(name);
+/** What the reader of a chart has chosen. */
+function choicesOf(figure) {
+  const span = Number(figure.querySelector(".tools input")?.dataset.span);
+  const presses = all(".tools [aria-pressed='true']", figure).map(({ dataset }) => dataset.choice);
+  return { span, isTimed: presses.includes("isTimed"), isLog: presses.includes("isLog") };
 }
 
 /** Draw a chart, or draw it anew after any change; on paper in the width of a page. */
@@ -117,23 +94,22 @@ function draw(figure, forPaper = false) {
   const name = figure.dataset.chart;
   const chart = facts.charts[name];
   const plot = figure.querySelector(".plot");
-  const view = viewOf(name);
+  const choices = choicesOf(figure);
   const width = forPaper ? Math.min(660, plot.clientWidth || 660) : plot.clientWidth;
+  const parts = {
+    data: traces(chart, choices, zoomed(plot, "xaxis")?.range),
+    layout: layout(chart, choices, plot, width),
+  };
+  const look = getComputedStyle(document.documentElement);
+  const coloured = (key, value) => (key.endsWith("color")
+    ? value.replace(/^var\((.+)\)$/, (_, colour) => look.getPropertyValue(colour)) : value);
+  const shown = JSON.parse(JSON.stringify(parts), coloured);
   const isFirst = !plot.layout;
-  const parts = { data: traces(chart, view), layout: layout(chart, view, width) };
-  const shown = coloured(parts, palette());
   Plotly.react(plot, shown.data, shown.layout, facts.config);
   if (isFirst) {
     plot.style.minHeight = "";
-    plot.on("plotly_relayout", () => {
-      for (const axis of ["xaxis", "yaxis"]) {
-        const { autorange, range, fixedrange } = plot.layout[axis];
-        delete view.ranges[axis];
-        if (autorange === false && range && !fixedrange) view.ranges[axis] = range.slice();
-      }
-      // Another part of a long line has other points.
-      if (facts.charts[name].data.some(isLong)) draw(figure);
-    });
+    // Another part of a long line has other points.
+    plot.on("plotly_relayout", () => facts.charts[name].data.some(isLong) && draw(figure));
   }
   if (!forPaper) done.add(name);
 }
@@ -151,15 +127,15 @@ const MOVES = {
 
 /** Do what a key of a chart stands for; whether it stands for something. */
 function act(figure, key) {
-  const view = viewOf(figure.dataset.chart);
+  const plot = figure.querySelector(".plot");
   const [axis, from, to] = MOVES[key] ?? [];
   // Up and down scroll the page, unless the picture is zoomed into.
-  if ((key !== "0" && !axis) || (axis === "yaxis" && !view.ranges.yaxis)) return false;
-  if (key === "0") view.ranges = {};
+  if ((key !== "0" && !axis) || (axis === "yaxis" && !zoomed(plot, axis))) return false;
   if (!ensure(figure)) return true;
-  const plot = figure.querySelector(".plot");
-  if (!axis) draw(figure);
-  else if (!plot.layout[axis].fixedrange) {
+  if (!axis) {
+    plot.layout = {};
+    draw(figure);
+  } else if (!plot.layout[axis].fixedrange) {
     // `layout` does not say what is seen where nothing has changed in a drawing.
     const [a, b] = plot._fullLayout[axis].range;
     Plotly.relayout(plot, { [`${axis}.range`]: [a + (b - a) * from, a + (b - a) * to] });
@@ -173,30 +149,19 @@ document.addEventListener("keydown", (event) => {
   if (act(event.target, event.key)) event.preventDefault();
 });
 
-document.addEventListener("click", (event) => {
-  const press = event.target.closest(".chart .tools button");
-  if (!press) return;
-  const figure = press.closest(".chart");
-  const view = viewOf(figure.dataset.chart);
-  const { key, choice } = press.dataset;
-  if (key) {
-    act(figure, key);
-    return;
-  }
-  view[choice] = !view[choice];
-  press.setAttribute("aria-pressed", String(view[choice]));
+function toggle(figure, press) {
+  const { layout } = figure.querySelector(".plot");
+  press.setAttribute("aria-pressed", String(press.getAttribute("aria-pressed") !== "true"));
   // Other places, or other values, are seen in whole at first.
-  if (choice === "isTimed") view.ranges = {};
-  else delete view.ranges.yaxis;
-  draw(figure);
-});
+  if (press.dataset.choice === "isTimed") delete layout?.xaxis;
+  delete layout?.yaxis;
+  ensure(figure, true);
+}
 
-document.addEventListener("input", (event) => {
-  if (!event.target.matches(".chart .tools input")) return;
-  const figure = event.target.closest(".chart");
-  const view = viewOf(figure.dataset.chart);
-  view.span = 2 ** Number(event.target.value);
-  const text = view.span < 2 ? "none" : `about ${view.span} executions`;
-  event.target.setAttribute("aria-valuetext", text);
-  draw(figure);
+document.addEventListener("input", ({ target }) => {
+  if (!target.matches(".chart .tools input")) return;
+  const span = 2 ** target.value;
+  target.dataset.span = span;
+  target.setAttribute("aria-valuetext", span < 2 ? "none" : `about ${span} executions`);
+  ensure(target.closest("figure.chart"), true);
 });

@@ -4,7 +4,7 @@ const EVERY = 2000; // milliseconds
 const PATIENCE = 3; // failures in a row until the server is taken to be gone
 const SAID_EVERY = 30000; // milliseconds between two announcements
 // What the reader has changed, and an update leaves as it is.
-const OWN = new Set(["open", "hidden", "aria-sort", "aria-expanded", "aria-pressed"]);
+const OWN = new Set(["open", "hidden", "aria-sort", "aria-expanded"]);
 
 /** Make a part of the page like another one, and leave focus, scroll and pictures alone. */
 function morph(old, next) {
@@ -22,69 +22,60 @@ function morph(old, next) {
   wanted.forEach((child, i) => {
     const present = old.childNodes[i];
     // A part with a name may have come to another place.
-    const named = child.id && Array.from(old.children).find((each) => each.id === child.id);
-    const isAlike = present?.nodeName === child.nodeName && !present.id && !child.id;
-    if (!named && !isAlike) old.insertBefore(child, present ?? null);
-    else {
-      if (named && named !== present) old.insertBefore(named, present);
-      morph(named || present, child);
-    }
+    const match = child.id ? Array.from(old.children).find(({ id }) => id === child.id)
+      : present?.nodeName === child.nodeName && !present.id && present;
+    if (!match || match !== present) old.insertBefore(match || child, present ?? null);
+    if (match) morph(match, child);
   });
   while (old.childNodes.length > wanted.length) old.lastChild.remove();
 }
 
-const parsed = (html) => {
-  const template = document.createElement("template");
-  template.innerHTML = html;
-  return template.content;
-};
+const sent = {}; // by part of the page, what was sent for it last
 
-const known = new Map(); // by part of the page, what was sent for it last
-
-/** Whether something new was sent. */
 function isNew(key, value) {
-  const sent = JSON.stringify(value);
-  const isOld = known.get(key) === sent;
-  known.set(key, sent);
-  return !isOld;
+  const [before, now] = [sent[key], JSON.stringify(value)];
+  sent[key] = now;
+  return now !== before;
 }
 
-/** Bring the page up to date; whether anything has changed. */
-function update(state) {
-  let changed = false;
-  for (const [name, part] of [["navigation", state.navigation], ["subtitle", state.subtitle]]) {
-    const next = byId(name).cloneNode();
-    next.append(parsed(part));
-    morph(byId(name), next);
-  }
+/** Bring the page up to date. */
+function update({ charts, navigation, sections, subtitle }) {
   const main = byId("main");
-  facts.charts = state.charts;
-  state.order.forEach((anchor, i) => {
-    if (!isNew(`section ${anchor}`, state.sections[anchor])) return;
-    changed = true;
-    const next = parsed(state.sections[anchor]).firstElementChild;
+  facts.charts = charts;
+  for (const [name, html] of Object.entries({ navigation, subtitle, ...sections })) {
+    if (!isNew(name, html)) continue;
+    const parsed = document.createElement("template");
+    parsed.innerHTML = html;
+    const next = parsed.content.firstElementChild;
     // Rows have to meet rows: in the order that the reader has chosen.
-    next.querySelectorAll("table.sorts").forEach(applySort);
-    if (byId(anchor)) morph(byId(anchor), next);
-    else main.insertBefore(next, main.children[i] ?? null);
-    enhance(byId(anchor));
-  });
-  Array.from(main.children, (part) => state.order.includes(part.id) || part.remove());
+    for (const table of all("table.sorts", next)) {
+      const head = byId(table.id)?.querySelector("[aria-sort$='ending']");
+      if (head) sort(table, head.cellIndex, head.getAttribute("aria-sort"));
+    }
+    if (byId(name)) morph(byId(name), next);
+    else main.insertBefore(next, main.children[Object.keys(sections).indexOf(name)] ?? null);
+    enhance(byId(name));
+  }
+  Array.from(main.children, (part) => part.id in sections || part.remove());
   for (const figure of figures()) {
     const name = figure.dataset.chart;
-    const isChanged = isNew(`chart ${name}`, state.charts[name]);
-    changed ||= isChanged;
+    const isChanged = isNew(`chart ${name}`, charts[name]);
     // A chart that has come, or come anew, has no picture yet.
     if (isChanged || !figure.querySelector(".plot").layout) done.delete(name);
   }
   drawInTurn();
-  return changed;
 }
+
+/** The news of the run, as text; empty where its server does not answer. */
+const ask = () =>
+  fetch("state", { cache: "no-store" })
+    .then((answer) => (answer.ok ? answer.text() : ""))
+    .catch(() => "");
 
 /** Follow a run until it is over or its server is gone. */
 function follow() {
   const clock = () => new Date().toLocaleTimeString("en-GB");
-  let [failures, updated, spoken, last] = [0, clock(), -Infinity, ""];
+  let [updated, spoken, last, status] = [clock(), -Infinity, "", ""];
 
   // What is seen changes often; what is said aloud, rarely.
   const tell = (line, isNews) => {
@@ -94,32 +85,27 @@ function follow() {
     spoken = performance.now();
   };
 
-  const ask = async () => {
-    let state;
-    byId("live-again").hidden = true;
-    try {
-      const answer = await fetch("state", { cache: "no-store" });
-      if (!answer.ok) throw new Error(String(answer.status));
-      state = await answer.json();
-    } catch {
-      failures += 1;
-      if (failures < PATIENCE) setTimeout(ask, EVERY);
-      else {
-        tell(`The server is gone; this is the run as it was at ${updated}. `, true);
-        byId("live-again").hidden = false;
+  const goOn = async (failures) => {
+    const text = await ask();
+    if (text) {
+      const state = JSON.parse(text);
+      if (text !== last) {
+        update(state);
+        updated = clock();
       }
-      return;
+      tell(`${state.status}, updated ${updated}`, state.status !== status);
+      [last, status] = [text, state.status];
+      if (status === "running") setTimeout(goOn, EVERY, 0);
+    } else if (failures + 1 < PATIENCE) setTimeout(goOn, EVERY, failures + 1);
+    else {
+      tell(`The server is gone; this is the run as it was at ${updated}. `, true);
+      byId("live-again").hidden = false;
     }
-    failures = 0;
-    if (update(state)) updated = clock();
-    tell(`${state.status}, updated ${updated}`, state.status !== last);
-    last = state.status;
-    if (state.status === "running") setTimeout(ask, EVERY);
   };
   byId("live-again").addEventListener("click", () => {
-    failures = 0;
-    ask();
+    byId("live-again").hidden = true;
+    goOn(0);
   });
   tell(`running, updated ${updated}`, true);
-  ask();
+  goOn(0);
 }

@@ -1,5 +1,7 @@
 // The page around the charts: when they are drawn, tables that sort and fold, looks, and paper.
 
+const root = document.documentElement;
+
 /** The next task: the browser may show what is there, and hear its reader, before. */
 const pause = () => new Promise((next) => setTimeout(next));
 
@@ -25,8 +27,8 @@ function attempt(figure, forPaper = false) {
 const drawAll = (forPaper) => figures().forEach((figure) => attempt(figure, forPaper));
 
 /** Have the picture of a chart at once; whether there is one. */
-function ensure(figure) {
-  if (isReady() && !done.has(figure.dataset.chart)) attempt(figure);
+function ensure(figure, isAnew = false) {
+  if (isReady() && (isAnew || !done.has(figure.dataset.chart))) attempt(figure);
   return Boolean(figure.querySelector(".plot").layout);
 }
 
@@ -50,63 +52,55 @@ async function drawInTurn(most = 1) {
 /** Draw all anew after a change: at once what is in sight, the others when they are near. */
 function redraw() {
   done.clear();
-  if (isReady()) figures().filter((figure) => !distance(figure)).forEach((each) => attempt(each));
+  figures().filter((figure) => !distance(figure)).forEach((figure) => ensure(figure));
   drawInTurn();
 }
 
-// Each chart that comes near calls for its turn; who comes by keyboard finds the picture there.
+// Each chart that comes near calls for its turn.
 const follower = new IntersectionObserver(() => drawInTurn(), { rootMargin: "100% 0px" });
-document.addEventListener("focusin", (event) => {
-  const figure = event.target.closest("figure.chart");
-  if (figure) ensure(figure);
-});
 
 function followWidth() {
-  let [width, wait] = [byId("main").clientWidth, 0];
+  const main = byId("main");
+  let [width, wait] = [main.clientWidth, 0];
   new ResizeObserver(() => {
-    if (byId("main").clientWidth === width) return;
-    width = byId("main").clientWidth;
+    if (main.clientWidth === width) return;
+    width = main.clientWidth;
     clearTimeout(wait);
     wait = setTimeout(redraw, 100);
-  }).observe(byId("main"));
+  }).observe(main);
 }
 
+let folded = []; // parts that are open on paper alone
+const unfold = (open) => folded.forEach((part) => part.toggleAttribute("open", open));
+
 addEventListener("beforeprint", () => {
-  document.documentElement.dataset.printing = "";
-  // Paper can't be unfolded.
-  for (const part of document.querySelectorAll("details:not([open])")) {
-    part.open = true;
-    part.dataset.closed = "";
-  }
+  root.dataset.printing = "";
+  folded = all("details:not([open])");
+  unfold(true);
   if (isReady()) drawAll(true);
   else if (byId("trouble").hidden) complain("The pictures were not there yet when this was printed.");
 });
 
 addEventListener("afterprint", () => {
-  delete document.documentElement.dataset.printing;
-  for (const part of document.querySelectorAll("details[data-closed]")) {
-    part.open = false;
-    delete part.dataset.closed;
-  }
+  delete root.dataset.printing;
+  unfold(false);
   redraw();
 });
 
-const sorts = new Map(); // by table: the column and its direction
-
-/** Put the rows of a table into the order that was asked for; what is not known is the last. */
-function applySort(table) {
-  const { column, direction } = sorts.get(table.id) ?? {};
-  if (!direction) return;
-  const valueOf = ({ cells: { [column]: cell } }) =>
-    cell?.dataset.value === undefined ? cell?.textContent.trim() ?? "" : Number(cell.dataset.value);
+/** Put the rows of a table into the order of a column; what is not known is the last. */
+function sort(table, column, direction) {
+  const valueOf = ({ cells }) => {
+    const { dataset, textContent } = cells[column];
+    return dataset.value === undefined ? textContent.trim() : Number(dataset.value);
+  };
   const isNothing = (value) => value === "" || value === "–" || Number.isNaN(value);
-  const compare = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b
-    : String(a).localeCompare(String(b), "en", { numeric: true }));
+  const compare = (a, b) =>
+    typeof a === "number" ? a - b : a.localeCompare(b, "en", { numeric: true });
   const rows = Array.from(table.tBodies[0].rows, (row) => [valueOf(row), row]);
   rows.sort(([a], [b]) => isNothing(a) - isNothing(b)
     || (direction === "ascending" ? compare(a, b) : compare(b, a)));
   table.tBodies[0].append(...rows.map(([, row]) => row));
-  Array.from(table.tHead.rows[0].cells).forEach((head, i) => {
+  all("thead th", table).forEach((head, i) => {
     head.setAttribute("aria-sort", i === column ? direction : "none");
   });
 }
@@ -122,14 +116,6 @@ function applyFolds(tree) {
   }
 }
 
-/** Show the one of several tables whose button is pressed. */
-function applyChoices(group) {
-  const presses = Array.from(group.querySelectorAll(":scope > .tools button"));
-  group.querySelectorAll(":scope > .choice").forEach((part, i) => {
-    part.hidden = presses[i].getAttribute("aria-pressed") !== "true";
-  });
-}
-
 function fold(press, open) {
   press.setAttribute("aria-expanded", String(open));
   applyFolds(press.closest("table"));
@@ -137,21 +123,17 @@ function fold(press, open) {
 
 document.addEventListener("click", ({ target }) => {
   const press = target.closest("button");
-  const head = target.closest("table.sorts thead th");
-  if (press && head) {
+  const [figure, head] = ["figure.chart", "table.sorts thead th"].map((part) =>
+    press?.closest(part));
+  if (figure) {
+    if (press.dataset.key) act(figure, press.dataset.key);
+    else toggle(figure, press);
+  } else if (head) {
     const [first, other] = head.classList.contains("number")
       ? ["descending", "ascending"] : ["ascending", "descending"];
     const direction = head.getAttribute("aria-sort") === first ? other : first;
-    sorts.set(head.closest("table").id, { column: head.cellIndex, direction });
-    applySort(head.closest("table"));
-  } else if (press?.matches(".fold")) {
-    fold(press, press.getAttribute("aria-expanded") !== "true");
-  } else if (press?.matches(".choices > .tools button")) {
-    for (const each of press.parentElement.children) {
-      each.setAttribute("aria-pressed", String(each === press));
-    }
-    applyChoices(press.closest(".choices"));
-  }
+    sort(head.closest("table"), head.cellIndex, direction);
+  } else if (press?.matches(".fold")) fold(press, press.getAttribute("aria-expanded") !== "true");
 });
 
 // As in other trees: left closes, right opens.
@@ -163,28 +145,19 @@ document.addEventListener("keydown", (event) => {
 
 /** Let the parts of the page do what they can with a script; again, where they have changed. */
 function enhance(part) {
-  part.querySelectorAll(".choices").forEach(applyChoices);
-  part.querySelectorAll("table.tree").forEach(applyFolds);
-  part.querySelectorAll("figure.chart").forEach((figure) => follower.observe(figure));
+  all("table.tree", part).forEach(applyFolds);
+  all("figure.chart", part).forEach((figure) => follower.observe(figure));
 }
 
 function addLooks() {
-  const system = matchMedia("(prefers-color-scheme: dark)");
-  const root = document.documentElement;
-  const other = () => {
-    const isDark = root.dataset.theme ? root.dataset.theme === "dark" : system.matches;
-    return isDark ? "light" : "dark";
-  };
-  const tell = () => {
+  const other = () => (getComputedStyle(root).colorScheme === "dark" ? "light" : "dark");
+  const change = () => {
     byId("theme").textContent = other();
     byId("theme").setAttribute("aria-label", `Change to the ${other()} look`);
-  };
-  const change = () => {
-    tell();
     redraw();
   };
-  tell();
-  system.addEventListener("change", change);
+  change();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", change);
   byId("theme").addEventListener("click", () => {
     root.dataset.theme = other();
     change();
@@ -214,13 +187,10 @@ async function unpack() {
 /** Bring plotly.js when the text is seen, then draw what is in sight, and then what is near. */
 async function openPictures() {
   await shown();
-  // An address with a place in the page is on its way there.
-  const isTextAlone = !location.hash && figures().every(distance);
-  if (isTextAlone) performance.mark("seen");
   await unpack();
   followWidth();
   await drawInTurn(0);
-  if (!isTextAlone) {
+  if (done.size) {
     await shown();
     performance.mark("seen");
   }
