@@ -9,21 +9,19 @@ import dataclasses
 import datetime
 import math
 import time
-from typing import Any, Callable, List, NoReturn, Optional, Protocol, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, NoReturn, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, distributed
 
 from ipufit.errors import ConfigurationError, IpufitError, ProcessError
-from ipufit.processes.heartbeat_store import (
-    POLL,
-    Heartbeats,
-    HeartbeatStore,
-    KeyValueStore,
-    StoreLostError,
-)
+from ipufit.processes.heartbeat_store import POLL, Heartbeats, HeartbeatStore, StoreLostError
 from ipufit.processes.launchers import Rendezvous
 from ipufit.utils.interrupts import ForkGuard
+
+if TYPE_CHECKING:
+    # Public as those of torch.distributed, but torch does not say so to type checkers.
+    from torch._C._distributed_c10d import Store, Work
 
 __all__ = ["Connection", "PendingWork"]
 
@@ -60,15 +58,36 @@ class FaultFinder:
     timeout: float
     is_hosted: bool
 
-    def ask(self, heartbeats: HeartbeatStore, reason: str) -> PeerFault:
+    def ask(self, heartbeats: HeartbeatStore, reason: object) -> PeerFault:
         """Find it with the others' help.
 
         Args:
             reason: by torch, or nothing.
         Raises:
-            BoardLostError: the store is gone.
+            StoreLostError: the store is gone.
         """
-        return self._judged(heartbeats, self._answers(heartbeats), reason)
+        view = self._answers(heartbeats)
+        fault = self._reported(heartbeats)
+        if fault is not None and heartbeats.ended:
+            return fault
+        # Not those that have found the fault already, and ended by it.
+        left = [has and not knew for has, knew in zip(view.left, view.noticed)]
+        if any(left):
+            who = self._who(left)
+            return PeerFault(f"{who} ended the program already", _LOOK)
+        if view.is_closed and not all(view.alive):
+            who = self._who([not each for each in view.alive])
+            return PeerFault(f"{who} gone (killed, or the machine failed)")
+        if not view.is_closed and not all(view.noticed):
+            who = named([number for number, came in enumerate(view.noticed) if not came])
+            return PeerFault(
+                f"{who} of {self.num_processes} did not come to the same point within "
+                f"{self.timeout:g} s (waits, works on something else, or hangs)",
+                _SLOW,
+            )
+        return fault or PeerFault(
+            f"torch.distributed failed: {brief(reason) or 'it does not say why'}"
+        )
 
     def without_asking(self, heartbeats: HeartbeatStore) -> PeerFault:
         """Find it where the store is gone."""
@@ -96,38 +115,12 @@ class FaultFinder:
                 return view
             time.sleep(POLL / 5)
 
-    def _judged(self, heartbeats: HeartbeatStore, view: Heartbeats, reason: str) -> PeerFault:
-        fault = self._reported(heartbeats)
-        if fault is not None and heartbeats.ended:
-            return fault
-        # Not those that have found the fault already, and ended by it.
-        left = [has and not knew for has, knew in zip(view.left, view.noticed)]
-        if any(left):
-            who = self._who(left)
-            return PeerFault(f"{who} ended the program already", _LOOK)
-        if view.is_closed and not all(view.alive):
-            who = self._who([not each for each in view.alive])
-            return PeerFault(f"{who} gone (killed, or the machine failed)")
-        if not view.is_closed and not all(view.noticed):
-            who = named([number for number, came in enumerate(view.noticed) if not came])
-            return PeerFault(
-                f"{who} of {self.num_processes} did not come to the same point within "
-                f"{self.timeout:g} s (waits, works on something else, or hangs)",
-                _SLOW,
-            )
-        return fault or PeerFault(
-            f"torch.distributed failed: {brief(reason) or 'it does not say why'}"
-        )
-
     def _reported(self, heartbeats: HeartbeatStore) -> Optional[PeerFault]:
         """An error that a process ended with, or what others found before."""
-        for kind, texts in (
-            ("ended with", heartbeats.ended),
-            ("gave up because", heartbeats.concluded),
-        ):
-            for process, text in sorted(texts.items()):
-                what = f"process {process} of {self.num_processes} {kind} {text}"
-                return PeerFault(what, _LOOK) if texts is heartbeats.ended else PeerFault(what)
+        for process, text in sorted(heartbeats.ended.items()):
+            return PeerFault(f"process {process} of {self.num_processes} ended with {text}", _LOOK)
+        for process, text in sorted(heartbeats.concluded.items()):
+            return PeerFault(f"process {process} of {self.num_processes} gave up because {text}")
         return None
 
     def _who(self, are: Sequence[bool]) -> str:
@@ -154,18 +147,6 @@ PrefixStore: Any = getattr(distributed, "PrefixStore", None)
 _MARGIN = 60.0  # seconds that torch's own limit comes after ours, which names who is missing
 
 
-class Work(Protocol):
-    """A collective of torch's that was begun."""
-
-    def is_completed(self) -> bool:
-        """Return True if it is done, or has failed."""
-        ...
-
-    def wait(self, timeout: datetime.timedelta = ...) -> object:
-        """Wait for it."""
-        ...
-
-
 class Connection:
     """Connection of one process to the others, opened at the first call of :meth:`connect`.
 
@@ -187,7 +168,7 @@ class Connection:
         is_hosted = place is not None and place.is_hosted
         self._faults = FaultFinder(num_processes, timeout, is_hosted)
         self._heartbeats: Optional[HeartbeatStore] = None
-        self._store: Optional[KeyValueStore] = None
+        self._store: Optional[Store] = None
         self._broken = ""
         self._is_ours = False
         self._same = ForkGuard()
@@ -230,7 +211,7 @@ class Connection:
         except TORCH_ERRORS as error:
             if isinstance(error, IpufitError):
                 raise
-            self.fail(True, str(error), error)
+            self.fail(True, error)
         self.is_connected = True
 
     def pending_work(self) -> PendingWork:
@@ -255,7 +236,7 @@ class Connection:
                     if _is_done(work, is_on_host):
                         break
                 except TORCH_ERRORS as error:
-                    self.fail(True, str(error), error)
+                    self.fail(True, error)
                 now = time.monotonic()
                 if heartbeats.alarm or heartbeats.lost is not None:
                     # What the others sent before they ended may still arrive.
@@ -297,7 +278,7 @@ class Connection:
         atexit.register(self._close)
         return self._heartbeats
 
-    def _stores(self, seconds: float) -> Tuple[KeyValueStore, KeyValueStore]:
+    def _stores(self, seconds: float) -> Tuple[Store, Store]:
         """Open a store for torch, which waits in it, and one for heartbeats, which must not."""
         place = self._place
         assert place is not None
@@ -365,27 +346,26 @@ class Connection:
                     )
                 time.sleep(POLL / 5)
         except StoreLostError as error:
-            self.fail(True, str(error), error)
+            self.fail(True, error)
 
     def _refuse(self, text: str) -> NoReturn:
         error = ConfigurationError(text)
         self.tell(error)
         raise error
 
-    def fail(
-        self, is_closed: bool, reason: str = "", cause: Optional[Exception] = None
-    ) -> NoReturn:
+    def fail(self, is_closed: bool, cause: Optional[Exception] = None) -> NoReturn:
         """Find out who has failed, let the others know, and leave them.
 
         Args:
             is_closed: whether a collective failed, and not only took too long.
+            cause: what torch raised, if it did.
         """
         heartbeats = self._heartbeats
         assert heartbeats is not None
         fault = None
         try:
             heartbeats.notice(is_closed)
-            fault = self._faults.ask(heartbeats, reason)
+            fault = self._faults.ask(heartbeats, cause or "")
             heartbeats.tell_conclusion(fault.what)
             if self._me == 0:
                 # It may host the store, which the others still have to read.
@@ -451,7 +431,7 @@ class PendingWork:
             work = collective(*arguments, group=group, async_op=True)
         except TORCH_ERRORS as error:
             # The others have begun it, perhaps, and are not to wait.
-            self._connection.fail(True, str(error), error)
+            self._connection.fail(True, error)
         self._started.append((work, is_on_host))
         self._connection.pending += 1
 

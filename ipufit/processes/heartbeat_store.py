@@ -11,9 +11,14 @@ import dataclasses
 import queue
 import threading
 import time
-from typing import Callable, Dict, List, Optional, Protocol, Tuple, TypeVar
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Tuple, TypeVar
 
-__all__ = ["HeartbeatStore", "Heartbeats", "KeyValueStore", "StoreLostError"]
+if TYPE_CHECKING:
+    # Public as torch.distributed.Store, but torch does not say so to type checkers.
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["HeartbeatStore", "Heartbeats", "StoreLostError"]
 
 T = TypeVar("T")
 
@@ -21,22 +26,6 @@ POLL = 0.25  # seconds between two looks
 _LIMIT = 3.0  # seconds for an answer of the store
 _LEAVING = 5.0  # seconds for the last one, when a program ends
 _SILENCE = 1.0  # seconds; a connection that is closed says so at once
-
-
-class KeyValueStore(Protocol):
-    """One of torch's key-value stores."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Wait for a value, and read it."""
-        ...
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at zero, and return it."""
-        ...
 
 
 class StoreLostError(Exception):
@@ -60,14 +49,6 @@ class Heartbeats:
     is_closed: bool
 
 
-@dataclasses.dataclass
-class _Task:
-    make: Callable[[], object]
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)
-    is_made: bool = False
-    error: Optional[Exception] = None
-
-
 class HeartbeatStore:
     """Access of one process to the store, by a thread, as the store may block for ever.
 
@@ -75,22 +56,22 @@ class HeartbeatStore:
         alarm: whether somebody has ended by an error, or misses another.
         ended: the errors that processes ended with, by their numbers.
         concluded: what processes found that others' ends led to, by their numbers.
-        lost: why the store is no longer there, or None.
+        lost: the error by which the store is no longer there, or None.
         is_silent: whether it did not answer, rather than close the connection.
     """
 
-    def __init__(self, store: KeyValueStore, process_id: int, num_processes: int) -> None:
+    def __init__(self, store: Store, process_id: int, num_processes: int) -> None:
         self.alarm = False
         self.ended: Dict[int, str] = {}
         self.concluded: Dict[int, str] = {}
-        self.lost: Optional[str] = None
+        self.lost: Optional[Exception] = None
         self.is_silent = False
         self._store = store
         self._me = process_id
         self._all = range(num_processes)
         self._alarms = 0
         self._next_look = 0.0
-        self._tasks: queue.Queue[Optional[_Task]] = queue.Queue()
+        self._tasks: queue.Queue[Optional[Callable[[], object]]] = queue.Queue()
         self._thread = threading.Thread(target=self._live, name="ipufit-heartbeats", daemon=True)
         self._thread.start()
 
@@ -177,18 +158,15 @@ class HeartbeatStore:
 
     def _ask(self, make: Callable[[], T], limit: float = _LIMIT) -> T:
         """Run ``make`` in the thread that owns the store, and return its result."""
-        results: List[T] = []
-        task = _Task(lambda: results.append(make()))
-        self._tasks.put(task)
+        answer: Future[T] = Future()
+        self._tasks.put(lambda: answer.set_result(make()))
         until = time.monotonic() + limit
-        while not task.done.wait(POLL / 5):
+        while not wait([answer], POLL / 5).done:
             if self.lost is not None:
-                raise StoreLostError(self.lost)
+                raise StoreLostError(str(self.lost)) from self.lost
             if time.monotonic() > until:
                 raise StoreLostError(f"no answer within {limit:g} s")
-        if task.error is not None:
-            raise StoreLostError(str(task.error)) from task.error
-        return results[0]
+        return answer.result()
 
     def _live(self) -> None:
         while True:
@@ -202,21 +180,15 @@ class HeartbeatStore:
             begun = time.monotonic()
             try:
                 if task is not None:
-                    task.make()
-                    task.is_made = True
+                    task()
                 if time.monotonic() >= self._next_look:
                     self._look()
                     self._next_look = time.monotonic() + POLL
             except Exception as error:
                 # The connection to the store: it does not come back.
                 self.is_silent = time.monotonic() - begun > _SILENCE
-                self.lost = str(error)
-                if task is not None and not task.is_made:
-                    task.error = error
+                self.lost = error
                 return
-            finally:
-                if task is not None:
-                    task.done.set()
 
     def _look(self) -> None:
         alarms = self._count("alarms")
