@@ -54,7 +54,10 @@ def reduce_scatter(
     with torch.no_grad():
         for flat, bounds in zip(flats, cuts):
             for pieces in _windows(flat, bounds):
-                _add_window(processes, pieces)
+                edges = [*itertools.accumulate(map(len, pieces), initial=0)]
+                pending = PendingReduceScatter(processes, torch.cat(pieces), edges)
+                pending.end()
+                pieces[processes.process_id].copy_(pending.result)
             parts.append(part_of(processes, flat, bounds))
     return parts
 
@@ -65,13 +68,6 @@ def _windows(flat: Tensor, cuts: Sequence[int]) -> Iterator[List[Tensor]]:
     width = max(1, _WINDOW // (flat.element_size() * len(parts)))
     for begin in range(0, max(map(len, parts)), width):
         yield [part[begin : begin + width] for part in parts]
-
-
-def _add_window(processes: Processes, pieces: Sequence[Tensor]) -> None:
-    cuts = [*itertools.accumulate(map(len, pieces), initial=0)]
-    part = PendingReduceScatter(processes, torch.cat(list(pieces)), cuts)
-    part.end()
-    pieces[processes.process_id].copy_(part.result)
 
 
 def all_gather_parts(
@@ -117,15 +113,13 @@ def gather_parts(
         A new tensor on the device of the part, or None where nobody wants it.
     """
     assert lengths[processes.process_id] == len(part)
-    wants = everywhere or processes.is_rank_zero
-    cuts = [0]
-    for length in lengths:
-        cuts.append(cuts[-1] + length)
+    cuts = [*itertools.accumulate(lengths, initial=0)]
     if everywhere:
         whole = part.new_empty(cuts[-1])
         part_of(processes, whole, cuts).copy_(part)
         all_gather_parts(processes, [whole], [cuts])
         return whole
+    wants = processes.is_rank_zero
     whole = part.new_empty(cuts[-1] if wants else 0)
     one = part.element_size()
     here = [one * length if wants else 0 for length in lengths]

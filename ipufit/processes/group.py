@@ -123,13 +123,9 @@ class Processes:
         """
         if not self.is_distributed:
             return [value]
-        message = _pack([at, value])
-        first = self._gather_bytes(message[:_FRAME].ljust(_FRAME, b"\0"))
-        longest = max(_length(each) for each in first)
-        if longest > _FRAME:
-            rest = self._gather_bytes(message[_FRAME:].ljust(longest - _FRAME, b"\0"))
-            first = [begin + end for begin, end in zip(first, rest)]
-        answers = [_unpack(each) for each in first]
+        answers = [
+            _unpack(each) for each in self._in_frames(self._gather_bytes, _pack([at, value]))
+        ]
         for process, (theirs, _) in enumerate(answers):
             if theirs != answers[0][0]:
                 text = (
@@ -172,15 +168,8 @@ class Processes:
         """
         if not self.is_distributed:
             return
-        sent: List[Tuple[Tensor, List[Tensor]]] = []
         rows = [summable(each) for each in tensors]
-        with torch.no_grad(), self.collectives() as start:
-            for kind in dict.fromkeys((row.device, row.dtype) for row in rows):
-                alike = [row for row in rows if (row.device, row.dtype) == kind and row.numel()]
-                for bucket, parts in _buckets(alike):
-                    start(distributed.all_reduce, bucket, like=bucket)
-                    sent.append((bucket, parts))
-        _unpack_buckets(sent)
+        self._in_buckets(rows, distributed.all_reduce)
         for tensor, row in zip(tensors, rows):
             give_back(tensor, row)
 
@@ -188,19 +177,28 @@ class Processes:
         """Overwrite each tensor by that of process 0, in place, whatever its dtype."""
         if not self.is_distributed:
             return
-        sent: List[Tuple[Tensor, List[Tensor]]] = []
         plain = [_plain(each) for each in tensors]
-        rows = [as_bytes(each) for each in plain]
-        with torch.no_grad(), self.collectives() as start:
-            for device in dict.fromkeys(row.device for row in rows):
-                alike = [row for row in rows if row.device == device and row.numel()]
-                for bucket, parts in _buckets(alike):
-                    start(distributed.broadcast, bucket, 0, like=bucket)
-                    sent.append((bucket, parts))
-        _unpack_buckets(sent)
+        self._in_buckets([as_bytes(each) for each in plain], distributed.broadcast, 0)
         if not self.is_rank_zero:
             for tensor, each in zip(tensors, plain):
                 give_back(tensor, each)
+
+    def _in_buckets(
+        self, rows: Sequence[Tensor], collective: Callable[..., object], *arguments: object
+    ) -> None:
+        """Run a collective over flat tensors, in place; of each kind in buckets."""
+        sent: List[Tuple[Tensor, List[Tensor]]] = []
+        with torch.no_grad(), self.collectives() as start:
+            for kind in dict.fromkeys((row.device, row.dtype) for row in rows):
+                alike = [row for row in rows if (row.device, row.dtype) == kind and row.numel()]
+                for bucket, parts in _buckets(alike):
+                    start(collective, bucket, *arguments, like=bucket)
+                    sent.append((bucket, parts))
+        for bucket, parts in sent:
+            if bucket is not parts[0]:
+                sizes = [part.numel() for part in parts]
+                for part, values in zip(parts, torch.split(bucket, sizes)):
+                    part.copy_(values)
 
     def run_on_rank_zero(self, make: Callable[[], T]) -> T:
         """Call ``make`` in process 0 alone, and return its result, a tree as for gather, in all.
@@ -212,11 +210,20 @@ class Processes:
         if not self.is_distributed:
             return make()
         if self.is_rank_zero:
-            return self._first_here(make)
-        answer = self._receive()
+            try:
+                result = make()
+                message = _pack({"result": result})
+            except Exception as error:
+                self._in_frames(self._broadcast_bytes, _pack({"error": _text(error)}))
+                common(error)
+                raise
+            self._in_frames(self._broadcast_bytes, message)
+            return result
+        (message,) = self._in_frames(self._broadcast_bytes, b"")
+        answer = _unpack(message)
         if "error" in answer:
             raise self._failed(0, answer["error"])
-        result: T = answer["result"]
+        result = answer["result"]
         return result
 
     def run_on_all_ranks(self, make: Callable[[], T]) -> T:
@@ -274,40 +281,32 @@ class Processes:
                 self.connection.tell(error)
             raise
 
-    def _first_here(self, make: Callable[[], T]) -> T:
-        try:
-            result = make()
-            message = _pack({"result": result})
-        except Exception as error:
-            self._send(_pack({"error": _text(error)}))
-            common(error)
-            raise
-        self._send(message)
-        return result
+    def _in_frames(self, exchange: Callable[[bytes], List[bytes]], message: bytes) -> List[bytes]:
+        """Exchange messages of any length, of which the beginning says how long they are.
 
-    def _send(self, message: bytes) -> None:
-        self._broadcast(message[:_FRAME].ljust(_FRAME, b"\0"))
-        if len(message) > _FRAME:
-            self._broadcast(message[_FRAME:])
+        Args:
+            exchange: takes as many bytes in every process, and returns what arrives.
+            message: of this process; empty where it only receives.
+        """
+        first = exchange(message[:_FRAME].ljust(_FRAME, b"\0"))
+        longest = max(map(_length, first))
+        if longest <= _FRAME:
+            return first
+        rest = exchange(message[_FRAME:].ljust(longest - _FRAME, b"\0"))
+        return [begin + end for begin, end in zip(first, rest)]
 
-    def _receive(self) -> Any:
-        message = self._broadcast(bytes(_FRAME))
-        if _length(message) > _FRAME:
-            message += self._broadcast(bytes(_length(message) - _FRAME))
-        return _unpack(message)
-
-    def _broadcast(self, message: bytes) -> bytes:
+    def _broadcast_bytes(self, message: bytes) -> List[bytes]:
         row = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         with self.collectives() as start:
             start(distributed.broadcast, row, 0, like=row)
-        return bytes(row.numpy().tobytes())
+        return [row.numpy().tobytes()]
 
     def _gather_bytes(self, message: bytes) -> List[bytes]:
         sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self.num_processes)]
         with self.collectives() as start:
             start(distributed.all_gather, received, sent, like=sent)
-        return [bytes(each.numpy().tobytes()) for each in received]
+        return [each.numpy().tobytes() for each in received]
 
     @contextlib.contextmanager
     def collectives(self) -> Iterator[Callable[..., None]]:
@@ -354,14 +353,6 @@ def summable(tensor: Tensor) -> Tensor:
 
 def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _unpack_buckets(sent: Sequence[Tuple[Tensor, List[Tensor]]]) -> None:
-    for bucket, parts in sent:
-        if bucket is not parts[0]:
-            sizes = [part.numel() for part in parts]
-            for part, values in zip(parts, torch.split(bucket, sizes)):
-                part.copy_(values)
 
 
 def give_back(tensor: Tensor, values: Tensor) -> None:
@@ -432,8 +423,7 @@ def _length(message: bytes) -> int:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The values as one row of bytes; shares memory with a contiguous tensor."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    return _plain(tensor).reshape(-1).view(torch.uint8)
 
 
 def _buckets(rows: Sequence[Tensor]) -> Iterator[Tuple[Tensor, List[Tensor]]]:
