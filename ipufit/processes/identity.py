@@ -96,7 +96,10 @@ def distributed(
 
 
 def _checked(
-    process_id: object, num_processes: object, address: Optional[str], timeout: object
+    process_id: Optional[int],
+    num_processes: Optional[int],
+    address: Optional[str],
+    timeout: float,
 ) -> _Arguments:
     for name, value in (("process_id", process_id), ("num_processes", num_processes)):
         if value is not None and type(value) is not int:
@@ -104,7 +107,7 @@ def _checked(
                 f"{name} must be an int, but got {value!r}. Pass process_id from 0, and "
                 "num_processes, or leave both to the launcher."
             )
-    if type(timeout) not in (int, float) or not 0 < float(str(timeout)) < math.inf:
+    if type(timeout) not in (int, float) or not 0 < timeout < math.inf:
         raise ConfigurationError(
             f"timeout must be a number of seconds above 0, but got {timeout!r}. Pass, for "
             "example, timeout=600.0."
@@ -119,18 +122,13 @@ def _checked(
             f"process_id and num_processes must be passed together, but got {present}={value} "
             f"without {missing}. Pass both, or leave both to the launcher."
         )
-    if isinstance(process_id, int) and isinstance(num_processes, int):
-        if num_processes < 1 or not 0 <= process_id < num_processes:
-            raise ConfigurationError(
-                "process_id must be from 0 to num_processes - 1, but got "
-                f"process_id={process_id} and num_processes={num_processes}. Number the "
-                "processes from 0."
-            )
-        numbers: Tuple[Optional[int], Optional[int]] = (process_id, num_processes)
-    else:
-        numbers = (None, None)
+    if process_id is not None and not 0 <= process_id < (num_processes or 0):
+        raise ConfigurationError(
+            f"process_id must be from 0 to num_processes - 1, but got process_id={process_id} and "
+            f"num_processes={num_processes}. Number the processes from 0."
+        )
     place = None if address is None else parse_address(address)
-    return _Arguments(*numbers, place, float(str(timeout)))
+    return _Arguments(process_id, num_processes, place, float(timeout))
 
 
 def _find() -> Processes:
