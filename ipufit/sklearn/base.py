@@ -33,7 +33,7 @@ from ipufit.callbacks.history import History
 from ipufit.core.train_config import Precision, Reduction
 from ipufit.data.settings import Validation
 from ipufit.engines.program import Engine
-from ipufit.errors import ConfigurationError, IpufitError, OptimizerError, UnknownNameError
+from ipufit.errors import ConfigurationError, OptimizerError, UnknownNameError
 from ipufit.losses.resolve import resolve_loss
 from ipufit.optim.resolve import class_by_name
 from ipufit.training.model import Model
@@ -122,26 +122,17 @@ def _check_options(group: str, options: Mapping[str, object], call: Callable[...
     free = [name for name in names if name not in _TAKEN[group]]
     faults = ErrorCollector()
     for name, value in options.items():
+        # How the estimator's own part is evaluated, without data of its own.
+        if name in free or (isinstance(value, Validation) and value.data is None):
+            continue
         with faults.collect():
-            # How the estimator's own part is evaluated, without data of its own.
-            if not (isinstance(value, Validation) and value.data is None):
-                _check_option(group, name, names, free)
+            if name not in names:
+                raise UnknownNameError(f"option of Model.{group}", name, free)
+            raise ConfigurationError(
+                f"{group}__{name} must not be given: the estimator decides on {name} itself. Use "
+                "its own parameters, or the arguments of its fit."
+            )
     faults.raise_all()
-
-
-def _check_option(group: str, name: str, names: List[str], free: List[str]) -> None:
-    if name in free:
-        return
-    if name not in names:
-        raise UnknownNameError(f"option of Model.{group}", name, free)
-    raise _taken(group, name)
-
-
-def _taken(group: str, name: str) -> IpufitError:
-    return ConfigurationError(
-        f"{group}__{name} must not be given: the estimator decides on {name} itself. Use its own "
-        "parameters, or the arguments of its fit."
-    )
 
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}

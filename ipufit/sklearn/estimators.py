@@ -39,31 +39,18 @@ def _softmax(outputs: Tensor) -> Tensor:
     return torch.softmax(outputs, 1)
 
 
-_CLASSES = Head(False, _softmax)
-_LOGARITHMS = Head(False, torch.exp)
-_LOGITS = Head(True, torch.sigmoid)
-_PROBABILITIES = Head(True, lambda outputs: outputs)
+# By the loss: its name here, the function's in torch.nn.functional, and the module's class.
 _HEADS: Dict[str, Head] = {
-    "cross_entropy": _CLASSES,
-    "CrossEntropyLoss": _CLASSES,
-    "nll": _LOGARITHMS,
-    "nll_loss": _LOGARITHMS,
-    "NLLLoss": _LOGARITHMS,
-    "bce_with_logits": _LOGITS,
-    "binary_cross_entropy_with_logits": _LOGITS,
-    "BCEWithLogitsLoss": _LOGITS,
-    "bce": _PROBABILITIES,
-    "binary_cross_entropy": _PROBABILITIES,
-    "BCELoss": _PROBABILITIES,
+    **dict.fromkeys(("cross_entropy", "CrossEntropyLoss"), Head(False, _softmax)),
+    **dict.fromkeys(("nll", "nll_loss", "NLLLoss"), Head(False, torch.exp)),
+    **dict.fromkeys(
+        ("bce_with_logits", "binary_cross_entropy_with_logits", "BCEWithLogitsLoss"),
+        Head(True, torch.sigmoid),
+    ),
+    **dict.fromkeys(
+        ("bce", "binary_cross_entropy", "BCELoss"), Head(True, lambda outputs: outputs)
+    ),
 }
-
-
-def head_of(loss: object) -> Head:
-    """Find the head by the loss, in any form that ``compile`` takes.
-
-    It has one output for each class where the loss is unknown.
-    """
-    return _HEADS.get(resolve_loss(loss).name, Head(False, None))
 
 
 class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
@@ -264,19 +251,20 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
     @property
     def _head(self) -> Head:
-        return head_of(self.loss)
+        # One output for each class where the loss is unknown.
+        return _HEADS.get(resolve_loss(self.loss).name, Head(False, None))
 
     @property
     def _nonlinearity(self) -> Optional[Callable[[Tensor], Tensor]]:
         setting = self.predict_nonlinearity
-        if not callable(setting) and setting != "auto":
+        if callable(setting):
+            return setting
+        if setting != "auto":
             raise ConfigurationError(
                 f"predict_nonlinearity must be 'auto' or a function of a tensor, got {setting!r}. "
                 "Pass for example torch.sigmoid."
             )
-        function: Optional[Callable[[Tensor], Tensor]]
-        function = setting if callable(setting) else self._head.to_probabilities
-        return function
+        return self._head.to_probabilities
 
     def _probabilities(self, outputs: Array) -> Array:
         assert self._nonlinearity is not None
