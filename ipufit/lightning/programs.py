@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional
@@ -143,6 +144,9 @@ class Programs:
     Args:
         model: of the LightningModule; compiled before the first execution.
         profile_folder: where the engine puts a profile of training; None for none.
+
+    Attributes:
+        report: is written of the training to come, if there is one.
     """
 
     def __init__(self, model: LightningModel, profile_folder: Optional[str] = None) -> None:
@@ -152,16 +156,12 @@ class Programs:
         self._unpackers: Dict[Mode, BatchValidator] = {}
         self._first: Optional[MicroBatch] = None
         self._epoch = 0
-        self._report: Optional[TrainingReport] = None
-
-    def write_report(self, report: TrainingReport) -> None:
-        """Let a report be written of the training to come."""
-        self._report = report
+        self.report: Optional[TrainingReport] = None
 
     @property
     def clock(self) -> NoClock:
         """Counts the seconds of a report, if there is one."""
-        return NO_CLOCK if self._report is None else self._report.clock
+        return NO_CLOCK if self.report is None else self.report.clock
 
     def run(
         self, batch: ExecutionBatches, mode: Mode, work: ExecutionSize, trainer: Any
@@ -175,7 +175,7 @@ class Programs:
         done = []
         for begin in range(0, len(micro_batches), work.micro_batches):
             combined = CombinedBatch(micro_batches[begin : begin + work.micro_batches])
-            report = self._report if mode is Mode.TRAIN else None
+            report = self.report if mode is Mode.TRAIN else None
             if report is not None:
                 report.clock.turn("compute")
             with self._alone():
@@ -248,9 +248,9 @@ class Programs:
             prepared = program.prepare(first)
             if source is not None:
                 prepare_tail(program, plan, first, source, session.explainer(mode, source.role))
-            if trains and self._report is not None:
-                self._report.begin(program, plan, first, prepared.rules)
-                self._report.begin_epoch(self._epoch)
+            if trains and self.report is not None:
+                self.report.begin(program, plan, first, prepared.rules)
+                self.report.begin_epoch(self._epoch)
         return program
 
     def _begin_epoch(self, program: Program, trainer: Any) -> None:
@@ -262,11 +262,11 @@ class Programs:
         self._epoch = trainer.current_epoch
         # Hooks may have changed the module or the optimizer.
         with self._alone():
-            if self._report is not None:
-                self._report.end_epoch(metrics)
+            if self.report is not None:
+                self.report.end_epoch(metrics)
             program.prepare(self._first)
-            if self._report is not None:
-                self._report.begin_epoch(self._epoch)
+            if self.report is not None:
+                self.report.begin_epoch(self._epoch)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -283,8 +283,8 @@ class Programs:
 
     def begin_validation(self) -> None:
         """End the last execution of training that the report has."""
-        if self._report is not None:
-            self._report.end_executions()
+        if self.report is not None:
+            self.report.end_executions()
 
     def end_training(self, metrics: Mapping[str, object]) -> None:
         """Let go of the training program.
@@ -292,14 +292,14 @@ class Programs:
         Args:
             metrics: ``callback_metrics`` of the Trainer.
         """
-        if self._report is not None:
+        if self.report is not None:
             with self._alone():
-                self._report.end_epoch(metrics)
+                self.report.end_epoch(metrics)
         self.finish(Mode.TRAIN)
 
     def end_report(self, error: Optional[BaseException]) -> None:
         """Make the page of the report, if there is one; safe twice."""
-        report, self._report = self._report, None
+        report, self.report = self.report, None
         if report is not None:
             with self._alone():
                 report.end(error)
@@ -342,16 +342,9 @@ def _in_words_of_trainer(error: CaptureError) -> CaptureError:
             "ipufit.Model.from_lightning with compile(detect_nan=True), which names operator, line "
             "and samples."
         )
-    return CaptureError(
-        text,
-        error.file,
-        error.line,
-        error.cause,
-        function=error.function,
-        kind=error.kind,
-        what=error.what,
-        cure=error.cure,
-    )
+    reworded = copy.copy(error)
+    reworded.brief, reworded.args = text, (text,)
+    return reworded
 
 
 @contextlib.contextmanager

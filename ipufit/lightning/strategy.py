@@ -168,21 +168,21 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         trainer.accumulate_grad_batches = 1
         self._merge_options()
         super().setup(trainer)
-        if not self._translated.is_compiled:
+        if trainer.state.fn != "fit":
             with words_of_strategy():
                 self._translated.compile_to_infer(
                     precision=_PRECISIONS[trainer.precision], poptorch=self._pair
                 )
+            return
         session = self._translated.session
-        writes_profile = session.engine.takes_options
-        if self._report_folder is None or writes_profile or trainer.state.fn != "fit":
+        if self._report_folder is None or session.engine.takes_options:
             return
         report = Report(self._report_folder, overwrite=True)
         refuse_report(report, resumes=False)
         updates = None
         with contextlib.suppress(ConfigurationError):
             updates = self._updates()
-        self._programs.write_report(TrainingReport(session, report, trainer.max_epochs, updates))
+        self._programs.report = TrainingReport(session, report, trainer.max_epochs, updates)
 
     def setup_precision_plugin(self) -> None:
         """Nothing: the program computes in what compile was told."""

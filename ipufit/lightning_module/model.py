@@ -115,17 +115,14 @@ class LightningModel(StepsModel):
                 "lr_scheduler goes with an optimizer, but configure_optimizers gives both. Return "
                 "the scheduler there, or pass the optimizer too."
             )
-        before = self._options, self._is_waiting
-        self._options = {"optimizer": optimizer, **options}
+        options["optimizer"] = optimizer
         try:
-            self._make_session(FitTrainerProxy({}, fitting=False))
+            self._make_session(options, FitTrainerProxy({}, fitting=False))
         except NotKnownYetError:
             # configure_optimizers asks for what only fit knows.
             self._is_waiting = True
             self._retire(None)
-        except BaseException:
-            self._options, self._is_waiting = before
-            raise
+        self._options = options
 
     def compile_to_infer(self, **options: object) -> None:
         """Compile without an optimizer, to evaluate and predict.
@@ -133,26 +130,21 @@ class LightningModel(StepsModel):
         Args:
             options: as for :meth:`compile`.
         """
+        self._make_session(options, None)
         self._options = options
-        self._make_session(None)
-
-    @property
-    def is_compiled(self) -> bool:
-        """True once there is a :attr:`session`."""
-        return self._session is not None
 
     @property
     def session(self) -> Session:
         """The settings that were compiled."""
         return self._compiled("fit")
 
-    def _make_session(self, facts: Optional[FitTrainerProxy]) -> None:
+    def _make_session(self, options: Mapping[str, Any], facts: Optional[FitTrainerProxy]) -> None:
         """Compile with what the module configures, or without an optimizer if facts is None.
 
         Raises:
             NotKnownYetError: ``configure_optimizers`` asks for what the facts don't tell.
         """
-        options = dict(self._options)
+        options = dict(options)
         optimizer = options.pop("optimizer", None)
         if optimizer is None and facts is not None:
             optimizer, schedule = configure_optimizer(self.lightning, facts)
@@ -187,7 +179,8 @@ class LightningModel(StepsModel):
                 held_out = dataclasses.replace(validation, data=loaders.held_out())
                 options["validation_data"] = held_out
             if self._is_waiting:
-                self._make_session(FitTrainerProxy({**facts, **self._counted(data, y, options)}))
+                counts = self._counted(data, y, options)
+                self._make_session(self._options, FitTrainerProxy({**facts, **counts}))
             return Model.fit(self, data, y, **options)
 
     def evaluate(
@@ -284,9 +277,9 @@ class LightningModel(StepsModel):
         """Compile for calls that need no optimizer, unless that was done."""
         if self._session is None:
             try:
-                self._make_session(FitTrainerProxy({}, fitting=False))
+                self._make_session(self._options, FitTrainerProxy({}, fitting=False))
             except NotKnownYetError:
-                self._make_session(None)
+                self._make_session(self._options, None)
 
     def _compiled(self, name: str) -> Session:
         if name != "fit":
@@ -355,9 +348,7 @@ class LightningModel(StepsModel):
         """Count batches and updates under a Trainer's names, as far as that can be done."""
         epochs = options.get("epochs", 1)
         recounts = any(options.get(name) for name in _RECOUNTING) or isinstance(epochs, range)
-        if recounts or y is not None:
-            return {}
-        if self._recounts_replicas():
+        if recounts or y is not None or self._recounts_replicas():
             return {}
         accumulation = options.get("gradient_accumulation") or 1
         counts: Dict[str, object] = {"accumulate_grad_batches": accumulation}
