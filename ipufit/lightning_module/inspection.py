@@ -36,13 +36,22 @@ __all__ = [
 MetricObject = Union["Metric", "MetricCollection"]
 
 # One library under two names.
-_PACKAGES = ("lightning", "pytorch_lightning")
+_LIGHTNING = ("lightning", "pytorch_lightning")
+_TORCHMETRICS = ("torchmetrics",)
 
 
-def base_of(value: object, name: str = "LightningModule") -> Optional[type]:
-    """Return the class of Lightning that an object derives from, in either package; else None."""
+def base_of(
+    value: object, name: str = "LightningModule", packages: Tuple[str, ...] = _LIGHTNING
+) -> Optional[type]:
+    """Return the class of this name that an object derives from, in one of the packages; or None.
+
+    Args:
+        value: any object.
+        name: of the class.
+        packages: names of them.
+    """
     for kind in type(value).__mro__:
-        if kind.__name__ == name and kind.__module__.partition(".")[0] in _PACKAGES:
+        if kind.__name__ == name and kind.__module__.partition(".")[0] in packages:
             return kind
     return None
 
@@ -52,18 +61,17 @@ def is_data_module(value: object) -> bool:
     return base_of(value, "LightningDataModule") is not None
 
 
-def overrides(value: object, name: str, base: str = "LightningModule") -> bool:
+def overrides(value: object, name: str) -> bool:
     """Return True if the user has written this method, in the class or on the object.
 
     Args:
         value: a LightningModule or LightningDataModule.
         name: of the method; one that Lightning does not have counts if it is there.
-        base: the name of Lightning's class.
     """
     if name in vars(value):
         return True
     owner = next((kind for kind in type(value).__mro__ if name in vars(kind)), None)
-    lightning_class = base_of(value, base)
+    lightning_class = base_of(value) or base_of(value, "LightningDataModule")
     return (
         owner is not None and lightning_class is not None and owner not in lightning_class.__mro__
     )
@@ -78,19 +86,12 @@ def lightning_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 def is_metric(value: object) -> TypeIs[MetricObject]:
     """Return True for a metric of torchmetrics or a collection of them."""
-    return _is_of_torchmetrics(value, "Metric") or is_collection(value)
+    return base_of(value, "Metric", _TORCHMETRICS) is not None or is_collection(value)
 
 
 def is_collection(value: object) -> TypeIs[MetricCollection]:
     """Return True for a MetricCollection of torchmetrics."""
-    return _is_of_torchmetrics(value, "MetricCollection")
-
-
-def _is_of_torchmetrics(value: object, name: str) -> bool:
-    return any(
-        kind.__name__ == name and kind.__module__.partition(".")[0] == "torchmetrics"
-        for kind in type(value).__mro__
-    )
+    return base_of(value, "MetricCollection", _TORCHMETRICS) is not None
 
 
 def metrics_in(module: nn.Module, inside: bool = True) -> Iterator[Tuple[str, MetricObject]]:
@@ -257,7 +258,7 @@ def refuse_data_hooks(data: object) -> None:
     faults = ErrorCollector()
     for name in _DATA:
         with faults.collect():
-            if overrides(data, name, "LightningDataModule"):
+            if overrides(data, name):
                 raise ConfigurationError(
                     f"{type(data).__name__}.{name} can't be called. ipufit brings batches to the "
                     "device. Do it in the dataset or in collate_fn, or on the device in the "

@@ -111,7 +111,11 @@ def step_log(role: str, size: int, metrics: MetricCalls, notes: Optional[Notes] 
             notes[name] = {"on_step": each, "on_epoch": whole, "reduce_fx": reduce}
             notes[name].update(prog_bar=prog_bar, logger=logger)
         if is_metric(value):
-            _refuse_reduction(name, reduce)
+            if reduce != "mean":
+                raise ConfigurationError(
+                    f"self.log({name!r}) can't honour reduce_fx={reduce!r} for a metric object, "
+                    "which computes the value of the epoch itself. Leave it out."
+                )
             metrics.log_metric(name, value, each, whole, metric_attribute, notes is not None)
             return
         # The epoch's "loss" is a mean over its samples, whoever logs it.
@@ -178,14 +182,6 @@ def _check(name: object, value: object, used: bool) -> None:
         raise ConfigurationError(
             f"self.log({name!r}, on_step=False, on_epoch=False) would log nothing. Leave one of "
             "them out."
-        )
-
-
-def _refuse_reduction(name: str, reduce: str) -> None:
-    if reduce != "mean":
-        raise ConfigurationError(
-            f"self.log({name!r}) can't honour reduce_fx={reduce!r} for a metric object, which "
-            "computes the value of the epoch itself. Leave it out."
         )
 
 

@@ -184,8 +184,8 @@ class MetricCalls:
         self._hidden = {p: m for p, m in _hidden(module) if id(m) not in self._paths}
         self._calls: List[MetricCall] = []
         self._tensors: List[Tensor] = []
-        self._alive: List[Tensor] = []
-        self._places: Dict[Tuple[int, int], TensorIndex] = {}
+        # By identity and version, with the tensor itself, so that no other one gets its id.
+        self._places: Dict[Tuple[int, int], Tuple[TensorIndex, Tensor]] = {}
         self._latest: Dict[str, MetricValue] = {}
         self._values: List[BatchValue] = []
         self._epochs: Dict[str, str] = {}
@@ -250,11 +250,9 @@ class MetricCalls:
             # A copy: what the step does to it in place later on is not what the metric got.
             key = id(leaf), 0 if leaf.is_inference() else leaf._version
             if key not in self._places:
-                self._places[key] = TensorIndex(len(self._tensors))
+                self._places[key] = TensorIndex(len(self._tensors)), leaf
                 self._tensors.append(leaf.detach().clone())
-                # So that no other tensor gets its id.
-                self._alive.append(leaf)
-            return self._places[key]
+            return self._places[key][0]
         if isinstance(leaf, _CONSTANTS):
             return leaf
         raise ConfigurationError(

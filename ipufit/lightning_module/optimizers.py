@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, List, Mapping, Optional, Tuple, Union
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -98,34 +98,25 @@ def _of_dict(result: Mapping[str, Any]) -> Tuple[List[Any], List[object], Option
 
 def _schedule(returned: object, monitor: Optional[str]) -> Union[AtEpochEnd, EveryBatches]:
     """Convert a scheduler, or Lightning's dict around one."""
-    config: Dict[str, Any] = (
-        dict(returned) if isinstance(returned, Mapping) else {"scheduler": returned}
-    )
-    unknown = sorted(set(config) - _KEYS)
-    if unknown or "scheduler" not in config:
+    settings = returned if isinstance(returned, Mapping) else {"scheduler": returned}
+    if set(settings) - _KEYS or "scheduler" not in settings:
         raise ConfigurationError(
             f"the dict of a scheduler must have 'scheduler' and may have "
-            f"{', '.join(sorted(_KEYS - {'scheduler'}))}, got {', '.join(config)}. Correct it."
+            f"{', '.join(sorted(_KEYS - {'scheduler'}))}, got {', '.join(settings)}. Correct it."
         )
-    scheduler = config["scheduler"]
-    interval, frequency = config.get("interval", "epoch"), config.get("frequency", 1)
-    monitor = config.get("monitor", monitor)
+    config = {"interval": "epoch", "frequency": 1, "monitor": monitor, **settings}
+    scheduler, frequency = config["scheduler"], config["frequency"]
     watches = isinstance(scheduler, ReduceLROnPlateau)
-    _check(config, interval, frequency, monitor, watches)
+    _check(config, watches)
     if watches:
-        return AtEpochEnd(scheduler, monitor, frequency)
-    if interval == "step":
+        return AtEpochEnd(scheduler, config["monitor"], frequency)
+    if config["interval"] == "step":
         return EveryBatches(scheduler, frequency)
     return AtEpochEnd(scheduler, frequency=frequency)
 
 
-def _check(
-    config: Mapping[str, object],
-    interval: object,
-    frequency: object,
-    monitor: object,
-    watches: bool,
-) -> None:
+def _check(config: Mapping[str, Any], watches: bool) -> None:
+    interval, frequency = config["interval"], config["frequency"]
     if interval not in ("step", "epoch"):
         raise ConfigurationError(
             f"the interval of a scheduler must be 'step' or 'epoch', got {interval!r}."
@@ -140,7 +131,7 @@ def _check(
             "execution are chosen before it computes the values to watch. Leave interval out, and "
             "let steps_per_epoch of fit make the epochs shorter."
         )
-    if watches and monitor is None:
+    if watches and config["monitor"] is None:
         raise ConfigurationError(
             "ReduceLROnPlateau must have a monitor, got none. Return {'optimizer': ..., "
             "'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional
 
 import torch
 from torch import nn
@@ -27,22 +27,18 @@ _LOADERS = {
 }
 
 
-class Loaders:
+class Loaders(NamedTuple):
     """Data of a stage: loaders of a module or data module, or what the user passed.
 
-    Args:
+    Attributes:
         owner: a LightningDataModule, a LightningModule with loaders, or None: ``x`` is the data.
         x: the data itself, where there is no owner.
         stage: "fit", "validate", "test" or "predict".
-
-    Attributes:
-        owner, x: as given.
     """
 
-    def __init__(self, owner: object, x: object, stage: str) -> None:
-        self.owner = owner
-        self.x = x
-        self._stage = stage
+    owner: object
+    x: object
+    stage: str
 
     def main(self) -> object:
         """Return the data that the stage reads.
@@ -50,23 +46,19 @@ class Loaders:
         Raises:
             ConfigurationError: several loaders, or none.
         """
-        return self.x if self.owner is None else self._call_method(_LOADERS[self._stage])
+        return self.x if self.owner is None else self._call_method(_LOADERS[self.stage])
 
     def held_out(self) -> object:
         """Return the data that ``fit`` validates on; None for none."""
         name = _LOADERS["validate"]
-        if self.owner is None or not self._has(name):
+        if self.owner is None or not overrides(self.owner, name):
             return None
         loader = self._call_method(name)
         return None if isinstance(loader, (list, tuple)) and not loader else loader
 
-    def _has(self, name: str) -> bool:
-        base = "LightningDataModule" if is_data_module(self.owner) else "LightningModule"
-        return overrides(self.owner, name, base)
-
     def _call_method(self, name: str) -> object:
         where = f"{type(self.owner).__name__}.{name}"
-        if not self._has(name):
+        if not overrides(self.owner, name):
             raise ConfigurationError(
                 f"{where} must return a loader, but there is none. Write it, or pass data."
             )

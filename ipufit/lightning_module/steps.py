@@ -21,14 +21,6 @@ from ipufit.utils import tree
 __all__ = ["Steps", "acting_as", "steps_of"]
 
 _ROLE = "_ipufit_role"
-_METHODS = {
-    "train": "training_step",
-    "validation": "validation_step",
-    "test": "test_step",
-    "predict": "predict_step",
-}
-
-
 # Why metric objects can't be called, and what to do.
 _IN_PREDICT = "Call it on what predict returns."
 
@@ -73,7 +65,8 @@ class Steps(nn.Module):
             A dict with "loss", or in ``predict`` what ``predict_step`` returns.
         """
         role = self.role
-        name, size = _METHODS[role], _size(batch)
+        name = "training_step" if role == "train" else f"{role}_step"
+        size = _size(batch)
         module: Any = self.lightning
         refused = _IN_PREDICT if role == "predict" else None
         metrics = MetricCalls(module, name, refused)
@@ -84,7 +77,7 @@ class Steps(nn.Module):
         with metrics.in_place(), facts, growth, blocks_without_end():
             if overrides(module, "on_after_batch_transfer"):
                 batch = module.on_after_batch_transfer(batch, 0)
-            result = getattr(module, name)(batch, *self._more(role))
+            result = getattr(module, name)(batch, *self._more(name))
         if role == "predict":
             return result
         return metrics.result(_trained(result) if role == "train" else _evaluated(result))
@@ -111,9 +104,8 @@ class Steps(nn.Module):
         """The present step: "train", "validation", "test" or "predict"."""
         return "train" if self.training else str(vars(self)[_ROLE])
 
-    def _more(self, role: str) -> Tuple[object, ...]:
-        """Return the arguments of the step besides the batch."""
-        name = _METHODS[role]
+    def _more(self, name: str) -> Tuple[object, ...]:
+        """Return the arguments of a step besides the batch."""
         signature = parameters_of(getattr(self.lightning, name))
         if signature is None:
             return (BatchIndex(),)
