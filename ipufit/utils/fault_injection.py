@@ -170,10 +170,7 @@ _OF_DEVICES = {
 }
 
 _FAULTS: Dict[str, Callable[[Fault], None]] = {
-    "ipu_reset": _reset,
-    "link_reset": _reset,
-    "partition_reset": _reset,
-    "full_reset": _reset,
+    **dict.fromkeys(_OF_DEVICES, _reset),
     "unrecoverable": _unrecoverable,
     "non_finite": _non_finite,
     "full_disk": _full.append,
