@@ -337,6 +337,6 @@ class CheckpointManager(Observer):
             print(f"ipufit: {message}", file=sys.stderr)
         error: BaseException = SystemExit(128 + int(came))
         if came is signal.SIGINT:
-            error = KeyboardInterrupt(f"{came.name}: {message}")
+            error = KeyboardInterrupt(message)
         # All processes end here.
         raise common(error)

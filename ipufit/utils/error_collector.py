@@ -21,19 +21,13 @@ class ErrorCollector:
         self._errors: List[Union[ConfigurationError, DataError]] = []
 
     @contextlib.contextmanager
-    def collect(self, inference: Sequence[str] = ()) -> Iterator[None]:
-        """Keep an error of the user's arguments or data for :meth:`raise_all`, which must follow.
-
-        Args:
-            inference: arguments of a plan that the user gave with "inference_" before their names.
-        """
+    def collect(self) -> Iterator[None]:
+        """Keep an error of arguments or data for :meth:`raise_all`, which must follow."""
         try:
             yield
         except (ConfigurationError, DataError) as error:
             # Without this frame, which from Python 3.12 on holds the error in a circle.
             frames = error.__traceback__ and error.__traceback__.tb_next
-            if isinstance(error, PlanError):
-                error = _renamed(error, inference)
             self._errors.append(error.with_traceback(frames))
 
     def raise_all(self) -> None:
@@ -81,19 +75,6 @@ def at_least(name: str, value: Any, least: int, also: str = "") -> int:
             f"{name} must be an integer of at least {least}{also}, got {value!r}."
         )
     return operator.index(value)
-
-
-def _renamed(error: PlanError, inference: Sequence[str]) -> PlanError:
-    if not inference:
-        return error
-    faults = list(error.faults)
-    for name in inference:
-        faults = [fault.replace(f"`{name}`", f"`inference_{name}`") for fault in faults]
-    suggestion = {
-        f"inference_{name}" if name in inference else name: value
-        for name, value in error.suggestion.items()
-    }
-    return PlanError(faults, suggestion)
 
 
 def one_of(name: str, value: object, choices: Sequence[T]) -> T:
