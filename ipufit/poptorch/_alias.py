@@ -14,7 +14,7 @@ import torch
 
 from ipufit.poptorch._operators import torch_ops
 
-__all__ = ["install"]
+__all__ = ["install", "uninstall"]
 
 _REAL = "ipufit.poptorch"
 _ALIAS = "poptorch"
@@ -72,3 +72,12 @@ def install() -> None:
         sys.meta_path.insert(0, _FINDER)
     # No library of torch's: PopTorch's own could not be imported into this process any more.
     setattr(torch.ops, _ALIAS, torch_ops)
+
+
+def uninstall() -> None:
+    """Remove the alias, and the modules that have been imported through it."""
+    if _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+        delattr(torch.ops, _ALIAS)
+    for name in [n for n in sys.modules if n.partition(".")[0] == _ALIAS]:
+        del sys.modules[name]

@@ -287,13 +287,11 @@ def test_that_gather_trains_on_the_embedded_engine():
 
 
 @pytest.fixture
-def alias(monkeypatch):
+def alias():
     """``import poptorch`` is the stand-in, and ``torch.ops.poptorch`` its operators."""
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "meta_path", [*sys.meta_path])
-        patch.setattr(torch.ops, "poptorch", None)
-        _alias.install()
-        yield torch.ops.poptorch
+    _alias.install()
+    yield torch.ops.poptorch
+    _alias.uninstall()
     with pytest.raises(AttributeError):
         _ = torch.ops.poptorch.push_name_scope
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ipufit.core.compile_arguments import INDUCTOR
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded.training_state import TrainingState
-from ipufit.errors import ConfigurationError, NonFiniteLossError, NonFiniteValue
+from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.processes import current
 from ipufit.tracing.grad_step import public_name
 
@@ -62,7 +62,12 @@ def refuse_loss(live: TrainingState, value: float) -> None:
             "Weights were not finite before it: the gradient of an earlier update was "
             "not, though its loss was. Look for a square root or a power at zero."
         )
-    raise _error(live, "the loss must be finite, but it", value, f" {cause}")
+    raise NonFiniteLossError(
+        f"the loss must be finite, but it became {value} in update {live.updates}. "
+        f"{STATE_IS_FROM_BEFORE} {cause}",
+        live.updates,
+        value,
+    )
 
 
 def refuse_gradients(live: TrainingState, gradients: Sequence[Tensor]) -> None:
@@ -73,7 +78,12 @@ def refuse_gradients(live: TrainingState, gradients: Sequence[Tensor]) -> None:
     """
     name, value = first_non_finite(live, gradients)
     if value is not None:
-        raise _error(live, f"the gradient must be finite, but that of {name!r}", value)
+        raise NonFiniteLossError(
+            f"the gradient must be finite, but that of {name!r} became {value} in update "
+            f"{live.updates}. {STATE_IS_FROM_BEFORE}",
+            live.updates,
+            value,
+        )
 
 
 def refuse_weights(live: TrainingState) -> None:
@@ -84,19 +94,16 @@ def refuse_weights(live: TrainingState) -> None:
     """
     name, value = first_non_finite(live, live.storage.flats)
     if value is not None:
-        origin = NonFiniteValue("optimizer", parameter=name)
-        raise _error(live, f"the weights must be finite, but {name!r}", value, origin=origin)
+        # Imported here: few runs come so far.
+        from ipufit.errors import NonFiniteValue
 
-
-def _error(
-    live: TrainingState,
-    what: str,
-    value: float,
-    cause: str = "",
-    origin: Optional[NonFiniteValue] = None,
-) -> NonFiniteLossError:
-    text = f"{what} became {value} in update {live.updates}. {STATE_IS_FROM_BEFORE}{cause}"
-    return NonFiniteLossError(text, live.updates, value, origin)
+        raise NonFiniteLossError(
+            f"the weights must be finite, but {name!r} became {value} in update {live.updates}. "
+            f"{STATE_IS_FROM_BEFORE}",
+            live.updates,
+            value,
+            NonFiniteValue("optimizer", parameter=name),
+        )
 
 
 def first_non_finite(
