@@ -10,7 +10,7 @@ from torch import Tensor
 from ipufit.core.compile_arguments import INDUCTOR
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded.training_state import TrainingState
-from ipufit.errors import ConfigurationError, NonFiniteLossError
+from ipufit.errors import ConfigurationError, NonFiniteLossError, NonFiniteValue
 from ipufit.processes import current
 from ipufit.tracing.grad_step import public_name
 
@@ -94,9 +94,6 @@ def refuse_weights(live: TrainingState) -> None:
     """
     name, value = first_non_finite(live, live.storage.flats)
     if value is not None:
-        # Imported here: few runs come so far.
-        from ipufit.errors import NonFiniteValue
-
         raise NonFiniteLossError(
             f"the weights must be finite, but {name!r} became {value} in update {live.updates}. "
             f"{STATE_IS_FROM_BEFORE}",
