@@ -460,7 +460,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         program = self.model._session._training
-        pieces = program.state.weights.pieces
+        pieces = program.state.placement.weights.pieces
         assert not any(piece.is_there for piece in pieces)
         assert not any(piece.flat.untyped_storage().nbytes() for piece in pieces)
         self.bytes.append(sum(piece.local.numel() for piece in pieces))

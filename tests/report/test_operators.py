@@ -267,7 +267,7 @@ def test_what_has_no_recording_says_so(tmp_path, monkeypatch):
     assert found == {
         "missing": "the module itself runs, without a recording whose operators could be timed"
     }
-    divided = types.SimpleNamespace(weights=object())
+    divided = types.SimpleNamespace(placement=types.SimpleNamespace(weights=object()))
     assert TrainingProgram.profile(types.SimpleNamespace(state=divided), None) == {
         "missing": "weights lie in parts, and one process alone can't run a micro-batch"
     }

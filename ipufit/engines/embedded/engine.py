@@ -133,7 +133,7 @@ class EmbeddedEngine(EngineContext):
         if training is not None and training.merging is not None:
             sentences.append(training.merging.explanation)
         if config.offload_optimizer_state:
-            memory = None if training is None else training.state.memory
+            memory = None if training is None else training.state.placement.memory
             sentences.append(_OFFLOADED if isinstance(memory, HostMemory) else _NOT_OFFLOADED)
         if config.shard_optimizer:
             sentences.append(_sharded(config))

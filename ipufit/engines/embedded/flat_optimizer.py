@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Type
+from typing import (
+    Any,
+    Callable,
+    Container,
+    Dict,
+    List,
+    Mapping,
+    Optional,
+    Protocol,
+    Sequence,
+    Tuple,
+    Type,
+)
 
 import torch
 from torch import Tensor, fx, nn
@@ -12,13 +24,15 @@ from ipufit.core.precision import computes_in_half, try_out
 from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.fused_optimizers import FusedKernel, fused_for, numbers_for
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
+from ipufit.engines.embedded.traced_optimizer import TracedOptimizer
 from ipufit.errors import OptimizerError
-from ipufit.optim.rules import OptimizerRule
+from ipufit.optim.resolve import refuse_step_hooks
+from ipufit.optim.rules import OptimizerRule, list_rule_names, rule_for
 from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_alike
 
-__all__ = ["Graphs", "RuleOptimizer"]
+__all__ = ["FlatOptimizer", "Graphs", "RuleOptimizer", "make_flat_optimizer"]
 
 
 # Recorded updates, by all that they depend on.
@@ -28,18 +42,101 @@ Graphs = Dict[Tuple[object, ...], fx.GraphModule]
 Rows = Sequence[Sequence[Mapping[str, Any]]]
 
 
-class RuleOptimizer:
-    """One rule per parameter group over flat tensors.
+class FlatOptimizer(Protocol):
+    """Applies one optimizer to flat tensors."""
+
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
+        """How the parameters that a gradient reaches are laid out."""
+        ...
+
+    def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
+        """Take over the optimizer's state and record the update."""
+        ...
+
+    def refresh(self, rows: Rows) -> None:
+        """Take the hyper-parameters of the coming updates; before every execution."""
+        ...
+
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """One weight update, from gradients as they were accumulated."""
+        ...
+
+    def skip(self) -> None:
+        """Leave a weight update out: its hyper-parameters go by, its number is the next one's."""
+        ...
+
+    def snapshot(self) -> Any:
+        """A copy of the state."""
+        ...
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a copy of the state."""
+        ...
+
+    def export(self) -> None:
+        """Write the state into the torch optimizer, or let that look into it."""
+        ...
+
+    def state_tensors(self) -> List[Tensor]:
+        """The tensors of the state, where it is between two updates."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the state, which no update needs any more; safe twice.
+
+        Where no update follows at all, the torch optimizer gets memory of its own.
+        """
+        ...
+
+    def recorded(self) -> Optional[fx.GraphModule]:
+        """The graph of an update; None where it runs without one."""
+        ...
+
+    def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
+        """Weight updates like the next one, on copies, so often; None where none can be tried."""
+        ...
+
+
+def make_flat_optimizer(
+    optimizer: torch.optim.Optimizer,
+    graphs: Graphs,
+    finish: GradientTransform,
+    scheduled: Optional[Container[str]],
+    memory: StateMemory,
+    tabled: bool = False,
+) -> FlatOptimizer:
+    """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other.
 
     Args:
         optimizer: torch's.
-        rule: of its kind.
-        graphs: updates that have been recorded already; takes those that are recorded here.
+        graphs: what has been recorded already.
         finish: makes of an accumulated gradient what the optimizer gets.
         scheduled: hyper-parameters that are known to change from update to update; None without a
             schedule.
         memory: where the state is between two updates.
         tabled: whether hyper-parameters must reach an update as tensors.
+
+    Raises:
+        OptimizerError: hooks on ``step``, or a schedule for an optimizer whose hyper-parameters are
+            constants.
+    """
+    refuse_step_hooks(optimizer)
+    rule = rule_for(optimizer)
+    if rule is not None:
+        # A decay that is zero now and then is still a decay: times zero it changes nothing.
+        decays = scheduled is not None and "weight_decay" in scheduled
+        return RuleOptimizer(optimizer, rule, graphs, finish, decays, memory, tabled)
+    if scheduled is not None:
+        raise OptimizerError(
+            f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, but "
+            f"those of {type(optimizer).__name__} are constants of it. Use "
+            f"{list_rule_names()}, or leave lr_scheduler out."
+        )
+    return TracedOptimizer(optimizer, finish, memory)
+
+
+class RuleOptimizer:
+    """One rule per parameter group over flat tensors.
 
     Attributes:
         memory: where the state is between two updates.
@@ -51,13 +148,12 @@ class RuleOptimizer:
         rule: Type[OptimizerRule],
         graphs: Graphs,
         finish: GradientTransform,
-        scheduled: Optional[FrozenSet[str]],
+        decays: bool,
         memory: StateMemory,
         tabled: bool = False,
     ) -> None:
         self._optimizer = optimizer
-        # A decay that is zero now and then is still a decay: times zero it changes nothing.
-        self._always = {"weight_decay": 1.0} if "weight_decay" in (scheduled or ()) else {}
+        self._always = {"weight_decay": 1.0} if decays else {}
         self._kind = rule
         self._graphs = graphs
         self._finish = finish
@@ -330,13 +426,15 @@ class RuleOptimizer:
 
     def snapshot(self) -> Any:
         """A copy of the state."""
-        return [tensor.clone() for tensor in self._kept], self.counts
+        states = [{name: t.clone() for name, t in state.items()} for state in self._states]
+        return states, self.counts
 
     def restore(self, snapshot: Any) -> None:
         """Go back to a copy of the state, in place."""
-        values, self.counts = snapshot
-        for tensor, value in zip(self._kept, values):
-            tensor.copy_(value)
+        states, self.counts = snapshot
+        for state, values in zip(self._states, states):
+            for name, tensor in state.items():
+                tensor.copy_(values[name])
 
     def export(self) -> None:
         """Let the torch optimizer have the state, under torch's names and dtypes.
@@ -384,7 +482,10 @@ class RuleOptimizer:
         other = copy.copy(self)
         other._storage = copy.copy(self._storage)
         other._storage.flats = [flat.clone() for flat in self._storage.flats]
-        other._kept = [tensor.clone() for tensor in self._kept]
+        other._states = [
+            {name: t.clone() for name, t in block_state.items()} for block_state in self._states
+        ]
+        other._kept = [tensor for state in other._states for tensor in state.values()]
         other.refresh([self._optimizer.param_groups] * times)
         return other.apply
 

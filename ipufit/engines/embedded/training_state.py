@@ -3,19 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Dict,
-    FrozenSet,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-    Type,
-    Union,
-)
+from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +12,13 @@ from ipufit.core.batch import CombinedBatch
 from ipufit.core.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.ema import MovingAverages
-from ipufit.engines.embedded.flat_optimizer import Graphs, Rows, RuleOptimizer
+from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Graphs, Rows, make_flat_optimizer
 from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
-from ipufit.engines.embedded.traced_optimizer import TracedOptimizer
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
-from ipufit.errors import ConfigurationError, OptimizerError
-from ipufit.optim.resolve import refuse_step_hooks
-from ipufit.optim.rules import OptimizerRule, list_rule_names, rule_for
+from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.validate import refuse_shared_memory
@@ -50,6 +35,7 @@ __all__ = [
     "ModuleWeights",
     "ReplicaMemory",
     "Snapshot",
+    "StatePlacement",
     "TrainingState",
     "copy_of",
     "on_host",
@@ -147,7 +133,7 @@ class Snapshot:
 
     flats: List[Tensor]
     buffers: List[Dict[str, Tensor]]
-    optimizer: Any
+    optimizer: object
     averages: Optional[List[Tensor]]
     scale: Optional[ScaleState]
     updates: int
@@ -155,6 +141,133 @@ class Snapshot:
     def tensors(self) -> List[Tensor]:
         """All copies, in one order."""
         return tree.tensors((self.flats, self.buffers, self.optimizer, self.averages))
+
+
+class StatePlacement:
+    """Where weights and optimizer state lie between updates: whole, in every process.
+
+    Args:
+        spec: of the training program.
+        carried: what an earlier program has left.
+        memory: where the optimizer's state is.
+        device: of the module.
+
+    Attributes:
+        cuts: of each block, where each process gets a part of its gradient; None: all get it whole.
+        weights: the weights, where each process has a part of them; None: all have all.
+        memory, device: as passed.
+    """
+
+    def __init__(
+        self, spec: ProgramSpec, carried: CarriedState, memory: StateMemory, device: torch.device
+    ) -> None:
+        assert spec.optimizer is not None
+        self.cuts: Optional[Sequence[Sequence[int]]] = None
+        self.weights: Optional[ShardedWeights] = None
+        self.memory = memory
+        self._spec = spec
+        self._carried = carried
+        self.device = device
+        self._optimizer = spec.optimizer
+        self._version = OptimizerStateVersion(spec.optimizer)
+
+    @property
+    def scheduled(self) -> Optional[FrozenSet[str]]:
+        """Hyper-parameters that change from update to update; None without a schedule."""
+        schedule = self._spec.config.schedule
+        return None if schedule is None else schedule.names
+
+    def make_updater(self, tabled: bool) -> FlatOptimizer:
+        """Return what applies the optimizer.
+
+        Args:
+            tabled: whether hyper-parameters that change must reach an update as tensors.
+        """
+        config = self._spec.config
+        return make_flat_optimizer(
+            self._optimizer,
+            self._carried.optimizer_graphs,
+            GradientTransform(config.clip, config.accumulation_dtype),
+            self.scheduled,
+            self.memory,
+            tabled and self.scheduled is not None,
+        )
+
+    def make_storage(
+        self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]]
+    ) -> FlatStorage:
+        """Take over parameters.
+
+        Args:
+            blocks: those that a gradient reaches.
+            others: by name, the others.
+        """
+        return FlatStorage(blocks)
+
+    def enter(self, state: TrainingState) -> None:
+        """Begin to own the optimizer's state, which the updater has taken over."""
+        self._version.note(state.updates, live=state.updater.state_tensors())
+
+    def attach(self, recorded: TracedStep) -> None:
+        """Let a recording know the weights that it takes, where these are not its arguments."""
+
+    def must_take_over(self, state: TrainingState) -> bool:
+        """Tell before an epoch, in all processes, whether callbacks have changed the state."""
+        return False
+
+    def follow_the_optimizer(self, state: TrainingState) -> bool:
+        """Tell before an execution whether a callback has changed the optimizer's state.
+
+        Raises:
+            ConfigurationError: it changed a state that can't be taken over.
+        """
+        return self._version.to_take_over(state.updates)
+
+    def follow_the_module(self, state: TrainingState) -> None:
+        """Take over what a callback has put into parameters by other means than in place.
+
+        Raises:
+            ConfigurationError: a parameter or buffer is another object now.
+        """
+        refuse_replaced(state.step, {**state.parameters, **state.buffers})
+        storage = state.storage
+        for flat, block in zip(storage.flats, storage.blocks):
+            for slot in block.slots:
+                view, data = storage.views[slot.name], slot.parameter.data
+                if data.data_ptr() == view.data_ptr():
+                    continue
+                if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
+                    raise changed_shape(slot.name)
+                view.copy_(data)
+                slot.parameter.data = slot.window(flat)
+
+    def publish(self, state: TrainingState) -> None:
+        """Write the optimizer's state where torch keeps it."""
+        # What a callback has made of it is the newer one, until the next update takes it over.
+        if not self._version.is_ahead(state.updates):
+            state.updater.export()
+            self.enter(state)
+
+    def gather_optimizer(self, state: TrainingState) -> None:
+        """Give torch's optimizer the whole state, where it lies in parts."""
+
+    def gather_weights(self) -> None:
+        """Bring the module's parameters up to date, where they lie in parts."""
+
+    def read_optimizer(self, state: TrainingState) -> Dict[str, Any]:
+        """Return a copy of the optimizer's state, as torch has it."""
+        state.publish()
+        return copy_optimizer_state(self._optimizer)
+
+    def forget(self) -> None:
+        """Take another optimizer state, which torch's optimizer has, from now on."""
+
+    def leave(self) -> None:
+        """Let the state go to where the next owner finds it."""
+
+    def release(self) -> None:
+        """Let go of what the program worked on: somebody may hold on to the program."""
+        self._version.release()
 
 
 class ModuleWeights:
@@ -191,15 +304,13 @@ class TrainingState:
     """Owns all that training changes, from when a program takes it over until it lets go.
 
     Between :meth:`bind` and :meth:`unbind` the module's trained parameters are views of flat
-    tensors, and the buffers of replica 0 are the module's own. Weights and the optimizer's state
-    lie whole in every process; subclasses have them in parts.
+    tensors, and the buffers of replica 0 are the module's own.
 
     Args:
         spec: of the training program.
         step: the user's module with the loss.
         carried: what an earlier program has left; takes what this one leaves.
-        memory: where the optimizer's state is between two updates.
-        device: of the module.
+        placement: where weights and optimizer state lie.
         tabled: whether hyper-parameters that change must reach an update as tensors.
 
     Attributes:
@@ -207,8 +318,7 @@ class TrainingState:
         parameters, buffers: of the step, by name.
         trained, frozen: names of the parameters that are trained, and of the others.
         with_gradient: names of those that a gradient reaches; empty while nothing is bound.
-        cuts: of each block, where each process gets a part of its gradient; None: all get it whole.
-        weights: the weights, where each process has a part of them; None: all have all.
+        placement: where weights and optimizer state lie.
         updater: applies the optimizer, and holds its state.
         scaler: follows the loss scale; None without one.
         replicas: buffers of each replica; those of replica 0 are the module's own.
@@ -223,20 +333,15 @@ class TrainingState:
         spec: ProgramSpec,
         step: ModuleWithLoss,
         carried: CarriedState,
-        memory: StateMemory,
-        device: torch.device,
+        placement: StatePlacement,
         tabled: bool,
     ) -> None:
         assert spec.optimizer is not None
         self.spec = spec
         self.step = step
         self._carried = carried
-        self.memory = memory
-        self.device = device
+        self.device = placement.device
         self._optimizer = spec.optimizer
-        self._version = OptimizerStateVersion(spec.optimizer)
-        self.cuts: Optional[Sequence[Sequence[int]]] = None
-        self.weights: Optional[ShardedWeights] = None
         self.parameters: Dict[str, nn.Parameter] = dict(step.named_parameters())
         self.buffers: Dict[str, Tensor] = dict(step.named_buffers())
         owned = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
@@ -246,8 +351,8 @@ class TrainingState:
         self.frozen = [name for name in self.parameters if name not in set(self.trained)]
         refuse_shared_memory(self.trained, self.parameters, self.buffers)
         warn_of_vanishing_eps(spec.optimizer)
-        refuse_step_hooks(spec.optimizer)
-        self.updater = self._make_updater(rule_for(spec.optimizer), tabled)
+        self.placement = placement
+        self.updater = placement.make_updater(tabled)
         scale = spec.config.loss_scale
         self.scaler = Scaler(scale, carried.scale) if scale else None
         self.replicas = carried.replicas.recall(
@@ -258,44 +363,6 @@ class TrainingState:
         self.averages: Optional[MovingAverages] = None
         self.states: List[List[Tensor]] = []
         self.with_gradient: Tuple[str, ...] = ()
-
-    @property
-    def scheduled(self) -> Optional[FrozenSet[str]]:
-        """Hyper-parameters that change from update to update; None without a schedule."""
-        schedule = self.spec.config.schedule
-        return None if schedule is None else schedule.names
-
-    def _make_updater(
-        self, rule: Optional[Type[OptimizerRule]], tabled: bool
-    ) -> Union[RuleOptimizer, TracedOptimizer]:
-        """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other.
-
-        Raises:
-            OptimizerError: a schedule for an optimizer whose hyper-parameters are constants.
-        """
-        optimizer, config, scheduled = self._optimizer, self.spec.config, self.scheduled
-        finish = GradientTransform(config.clip, config.accumulation_dtype)
-        if rule is not None:
-            graphs, tabled = self._carried.optimizer_graphs, tabled and scheduled is not None
-            return RuleOptimizer(optimizer, rule, graphs, finish, scheduled, self.memory, tabled)
-        if scheduled is not None:
-            raise OptimizerError(
-                f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, "
-                f"but those of {type(optimizer).__name__} are constants of it. Use "
-                f"{list_rule_names()}, or leave lr_scheduler out."
-            )
-        return TracedOptimizer(optimizer, finish, self.memory)
-
-    def _make_storage(
-        self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]]
-    ) -> FlatStorage:
-        """Take over parameters.
-
-        Args:
-            blocks: those that a gradient reaches.
-            others: by name, the others.
-        """
-        return FlatStorage(blocks)
 
     @property
     def fixed(self) -> List[str]:
@@ -330,7 +397,7 @@ class TrainingState:
             with_gradient: names of the parameters that a gradient reaches.
         """
         others = [(n, p) for n, p in self.parameters.items() if n not in set(with_gradient)]
-        self.storage = self._make_storage(self.lay_out(with_gradient), others)
+        self.storage = self.placement.make_storage(self.lay_out(with_gradient), others)
         try:
             self.updater.bind(self.storage, self.spec.run_eagerly)
         except BaseException:
@@ -342,50 +409,13 @@ class TrainingState:
             self.averages = MovingAverages(
                 rule, storage.blocks, storage.flats, self._carried.averages
             )
-        self._enter()
+        self.placement.enter(self)
         self.states = [self.arguments(buffers) for buffers in self.replicas]
-
-    def _enter(self) -> None:
-        """Begin to own the optimizer's state, which the updater has taken over."""
-        self._version.note(self.updates, live=self.updater.state_tensors())
-
-    def attach(self, recorded: TracedStep) -> None:
-        """Let a recording know the weights that it takes, where these are not its arguments."""
-
-    def must_take_over(self) -> bool:
-        """Tell before an epoch, in all processes, whether callbacks have changed the state."""
-        return False
-
-    def follow_the_optimizer(self) -> bool:
-        """Tell before an execution whether a callback has changed the optimizer's state.
-
-        Raises:
-            ConfigurationError: it changed a state that can't be taken over.
-        """
-        return self._version.to_take_over(self.updates)
-
-    def follow_the_module(self) -> None:
-        """Take over what a callback has put into parameters by other means than in place.
-
-        Raises:
-            ConfigurationError: a parameter or buffer is another object now.
-        """
-        refuse_replaced(self.step, {**self.parameters, **self.buffers})
-        storage = self.storage
-        for flat, block in zip(storage.flats, storage.blocks):
-            for slot in block.slots:
-                view, data = storage.views[slot.name], slot.parameter.data
-                if data.data_ptr() == view.data_ptr():
-                    continue
-                if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
-                    raise changed_shape(slot.name)
-                view.copy_(data)
-                slot.parameter.data = slot.window(flat)
 
     def unbind(self) -> None:
         """Give back parameters and state; what is there then is taken over by the next one."""
         self._keep_averages()
-        self._leave()
+        self.placement.leave()
         self.updater.release()
         self.storage.release()
         self.states, self.with_gradient = [], ()
@@ -393,7 +423,7 @@ class TrainingState:
     def close(self) -> None:
         """Give the module memory of its own again, and the optimizer its state."""
         if self.with_gradient:
-            self.memory.end()
+            self.placement.memory.end()
             self.publish()
             self._carried.replicas.keep(self.replicas, self.buffers)
             if self.averages is not None and self.averages.swapped:
@@ -401,15 +431,12 @@ class TrainingState:
         if self.scaler is not None:
             self._carried.scale = self.scaler.state
         self._keep_averages()
-        self._leave()
+        self.placement.leave()
         # Callbacks and what explains the run may hold on to the program.
         self.updater.release()
         self.storage.release()
         self.states = []
-        self._version.release()
-
-    def _leave(self) -> None:
-        """Let the optimizer's state go to where the next owner finds it."""
+        self.placement.release()
 
     def _keep_averages(self) -> None:
         if self.averages is not None:
@@ -431,21 +458,8 @@ class TrainingState:
 
     def publish(self) -> None:
         """Bring the state in torch's optimizer up to date, where it lies whole."""
-        # What a callback has made of it is the newer one, until the next update takes it over.
-        if self.with_gradient and not self._version.is_ahead(self.updates):
-            self.updater.export()
-            self._enter()
-
-    def gather_optimizer(self) -> None:
-        """Give torch's optimizer the whole state, where it lies in parts."""
-
-    def gather_weights(self) -> None:
-        """Bring the module's parameters up to date, where they lie in parts."""
-
-    def _read_optimizer(self) -> Dict[str, Any]:
-        """Return a copy of the optimizer's state, as torch has it."""
-        self.publish()
-        return copy_optimizer_state(self._optimizer)
+        if self.with_gradient:
+            self.placement.publish(self)
 
     def read(self) -> TrainState:
         """Copies of everything that training has changed, whichever weights are in the module."""
@@ -455,12 +469,12 @@ class TrainingState:
                 return self.read()
             finally:
                 self.swap_averages()
-        self.gather_weights()
+        self.placement.gather_weights()
         weights = on_host(self.parameters)
         gathered = self.spec.processes.gather(
             [on_host(replica) for replica in self.replicas], "buffers"
         )
-        optimizer = self._read_optimizer()
+        optimizer = self.placement.read_optimizer(self)
         averages = self.averages.by_name() if self.averages is not None else {}
         schedule = self.spec.config.schedule
         return TrainState(
@@ -491,7 +505,7 @@ class TrainingState:
                 )
         self._optimizer.load_state_dict(state.optimizer)
         self.unbind()
-        self._forget()
+        self.placement.forget()
         names = {public_name(name): name for name in self.parameters}
         self._carried.averages = {
             names[name]: tensor.to(self.device) for name, tensor in state.averages.items()
@@ -501,9 +515,6 @@ class TrainingState:
         if self.spec.config.schedule is not None and state.schedule is not None:
             self.spec.config.schedule.load_state_dict(state.schedule)
         self.updates = state.updates
-
-    def _forget(self) -> None:
-        """Take another optimizer state, which torch's optimizer has, from now on."""
 
     def swap_averages(self) -> None:
         """Exchange weights and averages; without averages, nothing."""

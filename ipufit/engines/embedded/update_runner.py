@@ -241,7 +241,7 @@ class UpdateRunner(UpdateWay):
         if not self._spec.config.clip:
             # The weights' dtype may hold less than the sum; bounded gradients fit.
             used_gradients = [g.to(flat.dtype) for g, flat in zip(gradients, state.storage.flats)]
-        if state.weights is not None:
+        if state.placement.weights is not None:
             used_gradients = [self._lost_anywhere(used_gradients)]
         return state.scaler.judge(used_gradients, left_out, results.finite, state.updates)
 
@@ -308,7 +308,7 @@ class UpdateRunner(UpdateWay):
         """Begin sums over processes by buckets; whether they go along with the backward pass."""
         if self.overlap is None:
             return None, False
-        cuts = self._state.cuts
+        cuts = self._state.placement.cuts
         sums = BucketSums(self._processes, self.overlap.order, total, cuts)
         return sums, self.overlap.begin()
 
@@ -320,7 +320,7 @@ class UpdateRunner(UpdateWay):
         results: ExecutionOutputs,
     ) -> List[Tensor]:
         """Compute the gradient of an update of which other processes have micro-batches as well."""
-        state, divided = self._state, self._state.weights
+        state, divided = self._state, self._state.placement.weights
         sums, goes_along = self._begin_sums(total)
         blocks = len(state.storage.blocks)
         reported = len(results.numbers)
@@ -388,16 +388,16 @@ class UpdateRunner(UpdateWay):
         """
         losses: List[float] = results.losses(reported).tolist() if self.at_once else []
         is_lost = not all(map(math.isfinite, losses))
-        state, flats = self._state, self._state.storage.flats
+        placement, flats = self._state.placement, self._state.storage.flats
         if sums is not None:
             assert self.overlap is not None
             sums.finish(flats)
             self.overlap.end()
-        if sums is not None or state.weights is not None:
+        if sums is not None or placement.weights is not None:
             # The gradients have met those of the others already.
             total.add_facts(self._processes, flats[0], self.counted, is_lost)
         else:
-            total.add_others(self._processes, flats, self.counted, is_lost, state.cuts)
+            total.add_others(self._processes, flats, self.counted, is_lost, placement.cuts)
         if self.at_once and total.is_suspect():
             self._refuse_common(losses, share)
 

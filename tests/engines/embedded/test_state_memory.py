@@ -60,8 +60,8 @@ def test_the_bits_are_those_of_a_state_that_stays(name, eagerly):
     """Over two fits, with a tail in the epoch, and in what the torch optimizer gets."""
     moved, first = run(OPTIMIZERS[name], True, eagerly)
     stays, second = run(OPTIMIZERS[name], False, eagerly)
-    assert isinstance(moved._session.engine.training.state.memory, HostMemory)
-    assert type(stays._session.engine.training.state.memory) is StateMemory
+    assert isinstance(moved._session.engine.training.state.placement.memory, HostMemory)
+    assert type(stays._session.engine.training.state.placement.memory) is StateMemory
     assert first == second
     assert_equal(moved.module, stays.module)
     for own, other in zip(states(moved), states(stays)):
@@ -151,7 +151,7 @@ def test_on_the_cpu_nothing_is_copied_and_explain_says_so(capsys):
     model = ipufit.Model(MLP().double(), engine="embedded")
     model.compile("adam", "cross_entropy", memory=ipufit.Memory(offload_optimizer=True))
     fit(model, X, Y)
-    assert type(model._session.engine.training.state.memory) is StateMemory
+    assert type(model._session.engine.training.state.placement.memory) is StateMemory
     model.explain()
     text = capsys.readouterr().out
     assert (

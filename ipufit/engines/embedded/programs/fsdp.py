@@ -9,36 +9,36 @@ from torch import Tensor, nn
 
 from ipufit.core.batch import CombinedBatch, counts_by_rank
 from ipufit.engines.embedded.fsdp import FSDPOptimizer, ShardedStep, ShardedWeights, pieces_of
-from ipufit.engines.embedded.programs.zero import ShardedState
+from ipufit.engines.embedded.programs.zero import ShardedPlacement
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.engines.embedded.training_state import CarriedState, ModuleWeights
+from ipufit.engines.embedded.training_state import CarriedState, ModuleWeights, TrainingState
 from ipufit.engines.embedded.zero import ShardedOptimizer, cuts_of
 from ipufit.engines.external_changes import refuse_replaced
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatBlock
 
-__all__ = ["FSDPState", "FSDPWeights"]
+__all__ = ["FSDPPlacement", "FSDPWeights"]
 
 
-class FSDPState(ShardedState):
+class FSDPPlacement(ShardedPlacement):
     """Weights and optimizer state lie in parts over the processes: ``Memory(shard="weights")``.
 
     The module's parameters are copies in host memory, which are up to date at the end of an epoch,
-    after :meth:`read` and after :meth:`gather_weights`.
+    after :meth:`TrainingState.read` and after :meth:`gather_weights`.
     """
 
     updater_class: Type[ShardedOptimizer] = FSDPOptimizer
 
-    def _make_storage(
+    def make_storage(
         self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]]
     ) -> ShardedWeights:
         """Take over this process's parts of all parameters."""
-        processes = self.spec.processes
+        processes = self._spec.processes
         rest = _blocks(others)
-        cuts = self.updater.cuts_of(blocks)
+        cuts = self._updater.cuts_of(blocks)
         cuts += [cuts_of(block, processes.num_processes, False) for block in rest]
-        dtype, count = self.spec.config.accumulation_dtype, len(blocks)
+        dtype, count = self._spec.config.accumulation_dtype, len(blocks)
         weights = ShardedWeights([*blocks, *rest], cuts, count, processes, self.device, dtype)
         self.weights = self._carried.weights = weights
         return weights
@@ -49,25 +49,25 @@ class FSDPState(ShardedState):
         assert isinstance(recorded.lowered.run, ShardedStep)
         recorded.lowered.run.take(self.weights)
 
-    def must_take_over(self) -> bool:
+    def must_take_over(self, state: TrainingState) -> bool:
         """Tell before an epoch whether weights or optimizer state were changed in any process."""
-        if super().must_take_over():
+        if super().must_take_over(state):
             return True
         assert self.weights is not None
-        refuse_replaced(self.step, {**self.parameters, **self.buffers})
+        refuse_replaced(state.step, {**state.parameters, **state.buffers})
         # Each sees the change of its own part.
-        if any(self.spec.processes.gather(self.weights.is_changed(), "weights")):
+        if any(self._spec.processes.gather(self.weights.is_changed(), "weights")):
             return True
         self.weights.note()
         return False
 
-    def follow_the_module(self) -> None:
+    def follow_the_module(self, state: TrainingState) -> None:
         """Refuse changes of weights before an execution.
 
         Raises:
             ConfigurationError: a weight was changed or replaced within an epoch.
         """
-        refuse_replaced(self.step, {**self.parameters, **self.buffers})
+        refuse_replaced(state.step, {**state.parameters, **state.buffers})
         assert self.weights is not None
         if self.weights.was_touched():
             raise ConfigurationError(
@@ -81,9 +81,9 @@ class FSDPState(ShardedState):
         if self.weights is not None:
             self.weights.publish()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Keep the optimizer's parts for the next program; what the module holds stays."""
-        super()._leave()
+        super().leave()
         self.weights = self._carried.weights = None
 
 

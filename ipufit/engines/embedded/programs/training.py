@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Type
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 import torch
 
@@ -19,7 +19,7 @@ from ipufit.engines.embedded.overlapped_reduction import Overlap
 from ipufit.engines.embedded.passes.select_kernels import Lowered
 from ipufit.engines.embedded.programs.base import BaseProgram
 from ipufit.engines.embedded.traced_step import TracedStep, Update, computing
-from ipufit.engines.embedded.training_state import TrainingState
+from ipufit.engines.embedded.training_state import StatePlacement, TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError
@@ -56,10 +56,9 @@ class TrainingProgram(BaseProgram):
         assert spec.loss is not None
         self._optimizer = spec.optimizer
         graphs = graph_maker(spec, self._device, engine.tape)
-        memory = state_memory(spec.config.offload_optimizer_state, self._device, engine.as_device)
-        self.state = _state_class(spec)(
-            spec, self._step, engine.carried, memory, self._device, graphs is not None
-        )
+        placement = _choose_placement(engine, spec, self._device)
+        tabled = graphs is not None
+        self.state = TrainingState(spec, self._step, engine.carried, placement, tabled)
         on_host = self._device.type == "cpu" and not engine.as_device
         replay = None
         if spec.config.detect_nan:
@@ -124,7 +123,7 @@ class TrainingProgram(BaseProgram):
                 f"{example.size} samples {public_name(different)!r} differs. Remove the branch on "
                 "the batch size."
             )
-        state.attach(recorded)
+        state.placement.attach(recorded)
         return recorded
 
     def prepare(self, example: MicroBatch) -> Prepared:
@@ -137,7 +136,7 @@ class TrainingProgram(BaseProgram):
         """
         state = self.state
         if state.with_gradient:
-            if state.must_take_over():
+            if state.placement.must_take_over(state):
                 self._let_go()
             state.refuse_frozen()
             self._by_form = {}
@@ -173,7 +172,7 @@ class TrainingProgram(BaseProgram):
             plan.own_micro_batches_per_update == 1
             or example.size != plan.micro_batch_size
             or self._spec.config.jit not in (AUTO, KERNELS)
-            or state.weights is not None
+            or state.placement.weights is not None
         ):
             return None
         # Imported here: what few models need.
@@ -198,10 +197,10 @@ class TrainingProgram(BaseProgram):
             )
         if self._frozen_values is not None:
             self._frozen_values.look()
-        if state.with_gradient and state.follow_the_optimizer():
+        if state.with_gradient and state.placement.follow_the_optimizer(state):
             self._let_go()
         work, is_here, is_random = self._trace(batch.micro_batches)
-        state.follow_the_module()
+        state.placement.follow_the_module(state)
         updates, shares = self._by_update(work, batch)
         merged = self._find_merged(batch.micro_batches[0]) if batch.micro_batches else None
         rows: Rows = [self._optimizer.param_groups] * len(updates)
@@ -218,7 +217,7 @@ class TrainingProgram(BaseProgram):
                 schedule.rows(state.updates - start, steps)
             if isinstance(error, NonFiniteLossError):
                 # All processes have it, at the same update.
-                state.gather_weights()
+                state.placement.gather_weights()
             raise
 
     def _by_update(
@@ -261,7 +260,7 @@ class TrainingProgram(BaseProgram):
         """
         from ipufit.engines.embedded.profiling.profile import DIVIDED, OperatorProfiler
 
-        if self.state.weights is not None:
+        if self.state.placement.weights is not None:
             # A micro-batch meets the other processes on its way.
             return {"missing": DIVIDED}
         batch = batch.to(self._device)
@@ -286,15 +285,15 @@ class TrainingProgram(BaseProgram):
     def share_buffers(self) -> None:
         """The module's buffers, and weights in parts, become in all processes the present ones."""
         self._spec.processes.broadcast(list(self._buffers.values()))
-        self.state.gather_weights()
+        self.state.placement.gather_weights()
 
     def gather_weights(self) -> None:
         """Bring the module's parameters up to date, where they lie in parts."""
-        self.state.gather_weights()
+        self.state.placement.gather_weights()
 
     def gather_optimizer(self) -> None:
         """Give torch's optimizer the whole state, where it lies in parts."""
-        self.state.gather_optimizer()
+        self.state.placement.gather_optimizer(self.state)
 
     def swap_averages(self) -> None:
         """Exchange weights and averages; without averages, nothing."""
@@ -339,15 +338,18 @@ class TrainingProgram(BaseProgram):
         self.way.forget()
 
 
-def _state_class(spec: ProgramSpec) -> Type[TrainingState]:
+def _choose_placement(
+    engine: EngineContext, spec: ProgramSpec, device: torch.device
+) -> StatePlacement:
     """Choose where weights and optimizer state of a training program lie."""
+    memory = state_memory(spec.config.offload_optimizer_state, device, engine.as_device)
     # Imported here: what few runs need.
     if spec.divides_weights:
-        from ipufit.engines.embedded.programs.fsdp import FSDPState
+        from ipufit.engines.embedded.programs.fsdp import FSDPPlacement
 
-        return FSDPState
+        return FSDPPlacement(spec, engine.carried, memory, device)
     if spec.config.shard_optimizer and spec.processes.is_distributed:
-        from ipufit.engines.embedded.programs.zero import ShardedState
+        from ipufit.engines.embedded.programs.zero import ShardedPlacement
 
-        return ShardedState
-    return TrainingState
+        return ShardedPlacement(spec, engine.carried, memory, device)
+    return StatePlacement(spec, engine.carried, memory, device)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional, Type
+from typing import Any, Dict, Type
 
-from ipufit.engines.embedded.training_state import TrainingState
+import torch
+
+from ipufit.engines.embedded.optimizer_state_location import StateMemory
+from ipufit.engines.embedded.training_state import CarriedState, StatePlacement, TrainingState
 from ipufit.engines.embedded.zero import ShardedOptimizer, StateParts
+from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
-from ipufit.optim.rules import OptimizerRule
+from ipufit.optim.rules import rule_for
 
-__all__ = ["ShardedState"]
+__all__ = ["ShardedPlacement"]
 
 
-class ShardedState(TrainingState):
+class ShardedPlacement(StatePlacement):
     """The optimizer's state lies in parts over the processes, as ``shard="optimizer"`` asks.
 
     torch's optimizer has no state of what is trained, until somebody asks for it by
@@ -21,47 +25,51 @@ class ShardedState(TrainingState):
 
     updater_class: Type[ShardedOptimizer] = ShardedOptimizer
 
-    updater: ShardedOptimizer
-
-    def _make_updater(self, rule: Optional[Type[OptimizerRule]], tabled: bool) -> ShardedOptimizer:
-        """Return what applies the optimizer to this process's parts."""
-        assert rule is not None
-        carried, optimizer, spec = self._carried, self._optimizer, self.spec
+    def __init__(
+        self, spec: ProgramSpec, carried: CarriedState, memory: StateMemory, device: torch.device
+    ) -> None:
+        super().__init__(spec, carried, memory, device)
         parts = carried.state_parts
-        if parts is None or parts.optimizer is not optimizer:
-            parts = carried.state_parts = StateParts(optimizer, spec.processes)
+        if parts is None or parts.optimizer is not spec.optimizer:
+            parts = carried.state_parts = StateParts(self._optimizer, spec.processes)
         self._parts = parts
         self._is_gathered = False
-        return self.updater_class(
-            optimizer,
+        rule = rule_for(self._optimizer)
+        assert rule is not None
+        self._updater = self.updater_class(
+            self._optimizer,
             rule,
             carried.optimizer_graphs,
             spec.config,
             self.scheduled,
-            self.memory,
+            memory,
             parts,
             spec.processes,
         )
 
-    def _enter(self) -> None:
+    def make_updater(self, tabled: bool) -> ShardedOptimizer:
+        """Return what applies the optimizer to this process's parts."""
+        return self._updater
+
+    def enter(self, state: TrainingState) -> None:
         """Begin to own this process's part of the optimizer's state."""
-        super()._enter()
-        self.cuts = self.updater.cuts if self.updater.takes_parts else None
+        super().enter(state)
+        self.cuts = self._updater.cuts if self._updater.takes_parts else None
         self._is_gathered = False
 
-    def must_take_over(self) -> bool:
+    def must_take_over(self, state: TrainingState) -> bool:
         """Tell before an epoch whether callbacks of all processes have changed the state.
 
         Raises:
             ProcessError: some have changed it, and others not.
         """
         changed = self._version.is_changed
-        self.spec.processes.assert_equal_across_ranks(
+        self._spec.processes.assert_equal_across_ranks(
             state_of_the_optimizer="changed" if changed else "as it was"
         )
         return changed
 
-    def follow_the_optimizer(self) -> bool:
+    def follow_the_optimizer(self, state: TrainingState) -> bool:
         """Let go of what was gathered, before an execution.
 
         Raises:
@@ -74,30 +82,30 @@ class ShardedState(TrainingState):
                 "on_epoch_end or on_epoch_begin, after model.gather_optimizer()."
             )
         if self._is_gathered:
-            for slot in (slot for block in self.storage.blocks for slot in block.slots):
+            for slot in (slot for block in state.storage.blocks for slot in block.slots):
                 self._optimizer.state.pop(slot.parameter, None)
-            self._version.note(self.updates)
+            self._version.note(state.updates)
             self._is_gathered = False
         return False
 
-    def publish(self) -> None:
+    def publish(self, state: TrainingState) -> None:
         """Nothing: the whole state is made when somebody asks for it."""
 
-    def gather_optimizer(self) -> None:
+    def gather_optimizer(self, state: TrainingState) -> None:
         """Give torch's optimizer the whole state, in all processes at the same time."""
-        if self.with_gradient:
-            self._parts.gather_optimizer(self.updater.parts())
-            self._version.note(self.updates)
+        if state.with_gradient:
+            self._parts.gather_optimizer(self._updater.parts())
+            self._version.note(state.updates)
             self._is_gathered = True
 
-    def _read_optimizer(self) -> Dict[str, Any]:
+    def read_optimizer(self, state: TrainingState) -> Dict[str, Any]:
         """Return a copy of the whole state in process 0; the others have settings alone."""
-        return self._parts.state_dict(self.updater.parts())
+        return self._parts.state_dict(self._updater.parts())
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Take this process's part of a state that torch's optimizer has, from now on."""
         self._parts.forget_all()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Keep the parts for the next program."""
-        self.updater.keep()
+        self._updater.keep()

@@ -11,15 +11,7 @@ import json
 import os
 import re
 from types import ModuleType
-from typing import (
-    Dict,
-    Iterator,
-    List,
-    NoReturn,
-    Optional,
-    Tuple,
-    Union,
-)
+from typing import Dict, Iterator, List, NoReturn, Optional, Tuple, Union
 
 from ipufit.engines.ipu.ipu_config.parameters import shown
 from ipufit.errors import ConfigurationError
