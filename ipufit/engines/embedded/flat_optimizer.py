@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import (
-    Any,
-    Callable,
-    Container,
-    Dict,
-    List,
-    Mapping,
-    Optional,
-    Protocol,
-    Sequence,
-    Tuple,
-    Type,
-)
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Union
 
 import torch
 from torch import Tensor, fx, nn
 
 from ipufit.core.precision import computes_in_half, try_out
+from ipufit.core.train_config import HyperparameterSchedule, TrainConfig
 from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.fused_optimizers import FusedKernel, fused_for, numbers_for
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
@@ -42,101 +31,17 @@ Graphs = Dict[Tuple[object, ...], fx.GraphModule]
 Rows = Sequence[Sequence[Mapping[str, Any]]]
 
 
-class FlatOptimizer(Protocol):
-    """Applies one optimizer to flat tensors."""
-
-    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
-        """How the parameters that a gradient reaches are laid out."""
-        ...
-
-    def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
-        """Take over the optimizer's state and record the update."""
-        ...
-
-    def refresh(self, rows: Rows) -> None:
-        """Take the hyper-parameters of the coming updates; before every execution."""
-        ...
-
-    def apply(self, gradients: Sequence[Tensor]) -> None:
-        """One weight update, from gradients as they were accumulated."""
-        ...
-
-    def skip(self) -> None:
-        """Leave a weight update out: its hyper-parameters go by, its number is the next one's."""
-        ...
-
-    def snapshot(self) -> Any:
-        """A copy of the state."""
-        ...
-
-    def restore(self, snapshot: Any) -> None:
-        """Go back to a copy of the state."""
-        ...
-
-    def export(self) -> None:
-        """Write the state into the torch optimizer, or let that look into it."""
-        ...
-
-    def state_tensors(self) -> List[Tensor]:
-        """The tensors of the state, where it is between two updates."""
-        ...
-
-    def release(self) -> None:
-        """Let go of the state, which no update needs any more; safe twice.
-
-        Where no update follows at all, the torch optimizer gets memory of its own.
-        """
-        ...
-
-    def recorded(self) -> Optional[fx.GraphModule]:
-        """The graph of an update; None where it runs without one."""
-        ...
-
-    def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
-        """Weight updates like the next one, on copies, so often; None where none can be tried."""
-        ...
-
-
-def make_flat_optimizer(
-    optimizer: torch.optim.Optimizer,
-    graphs: Graphs,
-    finish: GradientTransform,
-    scheduled: Optional[Container[str]],
-    memory: StateMemory,
-    tabled: bool = False,
-) -> FlatOptimizer:
-    """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other.
+class RuleOptimizer:
+    """One rule per parameter group over flat tensors.
 
     Args:
         optimizer: torch's.
+        rule: for all of its groups.
         graphs: what has been recorded already.
         finish: makes of an accumulated gradient what the optimizer gets.
-        scheduled: hyper-parameters that are known to change from update to update; None without a
-            schedule.
+        schedule: changes hyper-parameters from update to update; None: nothing does.
         memory: where the state is between two updates.
-        tabled: whether hyper-parameters must reach an update as tensors.
-
-    Raises:
-        OptimizerError: hooks on ``step``, or a schedule for an optimizer whose hyper-parameters are
-            constants.
-    """
-    refuse_step_hooks(optimizer)
-    rule = rule_for(optimizer)
-    if rule is not None:
-        # A decay that is zero now and then is still a decay: times zero it changes nothing.
-        decays = scheduled is not None and "weight_decay" in scheduled
-        return RuleOptimizer(optimizer, rule, graphs, finish, decays, memory, tabled)
-    if scheduled is not None:
-        raise OptimizerError(
-            f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, but "
-            f"those of {type(optimizer).__name__} are constants of it. Use "
-            f"{list_rule_names()}, or leave lr_scheduler out."
-        )
-    return TracedOptimizer(optimizer, finish, memory)
-
-
-class RuleOptimizer:
-    """One rule per parameter group over flat tensors.
+        tabled: whether hyper-parameters that change must reach an update as tensors.
 
     Attributes:
         memory: where the state is between two updates.
@@ -148,11 +53,13 @@ class RuleOptimizer:
         rule: Type[OptimizerRule],
         graphs: Graphs,
         finish: GradientTransform,
-        decays: bool,
+        schedule: Optional[HyperparameterSchedule],
         memory: StateMemory,
         tabled: bool = False,
     ) -> None:
         self._optimizer = optimizer
+        # A decay that is zero now and then is still a decay: times zero it changes nothing.
+        decays = schedule is not None and "weight_decay" in schedule.names
         self._always = {"weight_decay": 1.0} if decays else {}
         self._kind = rule
         self._graphs = graphs
@@ -162,7 +69,7 @@ class RuleOptimizer:
         self._storage = FlatStorage([])
         self._rules: List[OptimizerRule] = []
         self._states: List[Dict[str, Tensor]] = []
-        self._tabled = tabled
+        self._tabled = tabled and schedule is not None
         # The tensors of all states, in the order of the blocks.
         self._kept: List[Tensor] = []
         # Per block: updates done before this execution, and the coefficients of its updates.
@@ -243,7 +150,11 @@ class RuleOptimizer:
         return {name: self.memory.keep(whole) for name, whole in state.items()}
 
     def refresh(self, rows: Rows) -> None:
-        """Work out the coefficients of the coming updates from their hyper-parameters."""
+        """Work out the coefficients of the coming updates; before every execution.
+
+        Args:
+            rows: their hyper-parameters.
+        """
         tables = self.tables(rows)
         self.take(rows, [t.to(flat.device) for t, flat in zip(tables, self._storage.flats)])
 
@@ -392,7 +303,7 @@ class RuleOptimizer:
         return list(flats)
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
-        """One weight update."""
+        """One weight update, from gradients as they were accumulated."""
         kept: Sequence[Tensor] = self._kept
         at_work = self.memory.fetch(kept) if self.memory.is_apart else kept
         if self._fused:
@@ -460,7 +371,10 @@ class RuleOptimizer:
         return self._kept
 
     def release(self) -> None:
-        """Let go of the state; a torch optimizer that still looks into it gets its own."""
+        """Let go of the state, which no update needs any more; safe twice.
+
+        Where no update follows at all, a torch optimizer that still looks into it gets its own.
+        """
         for block, state in zip(self._storage.blocks, self._states) if self.memory.ended else ():
             flats = list(state.values())
             for slot in block.slots:
@@ -488,6 +402,45 @@ class RuleOptimizer:
         other._kept = [tensor for state in other._states for tensor in state.values()]
         other.refresh([self._optimizer.param_groups] * times)
         return other.apply
+
+
+# Applies one optimizer to flat tensors: to :meth:`bind` state and weights, to :meth:`refresh` the
+# hyper-parameters before every execution, then to :meth:`apply` or :meth:`skip` each update.
+FlatOptimizer = Union[RuleOptimizer, TracedOptimizer]
+
+
+def make_flat_optimizer(
+    optimizer: torch.optim.Optimizer,
+    graphs: Graphs,
+    config: TrainConfig,
+    memory: StateMemory,
+    tabled: bool,
+) -> FlatOptimizer:
+    """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other.
+
+    Args:
+        optimizer: torch's.
+        graphs: what has been recorded already.
+        config: how an update is made.
+        memory: where the state is between two updates.
+        tabled: whether hyper-parameters that change must reach an update as tensors.
+
+    Raises:
+        OptimizerError: hooks on ``step``, or a schedule for an optimizer whose hyper-parameters are
+            constants.
+    """
+    refuse_step_hooks(optimizer)
+    finish, schedule = GradientTransform(config.clip, config.accumulation_dtype), config.schedule
+    rule = rule_for(optimizer)
+    if rule is not None:
+        return RuleOptimizer(optimizer, rule, graphs, finish, schedule, memory, tabled)
+    if schedule is not None:
+        raise OptimizerError(
+            f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, but "
+            f"those of {type(optimizer).__name__} are constants of it. Use "
+            f"{list_rule_names()}, or leave lr_scheduler out."
+        )
+    return TracedOptimizer(optimizer, finish, memory)
 
 
 def _numbers(group: Mapping[str, object]) -> Dict[str, object]:

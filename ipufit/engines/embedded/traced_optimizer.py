@@ -74,6 +74,9 @@ class TracedOptimizer:
 
     The first update, which makes the state that is missing, and the later ones are two graphs.
     Hyper-parameters are constants of both.
+
+    Attributes:
+        memory: where the state is between two updates.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class TracedOptimizer:
     ) -> None:
         self._optimizer = optimizer
         self._finish = finish
-        self._memory = memory
+        self.memory = memory
         self._storage = FlatStorage([])
         self._state: Dict[_Key, Any] = {}
         # What of it the memory keeps; counters stay where torch has them.
@@ -253,7 +256,7 @@ class TracedOptimizer:
         return _captured(step, arguments), after
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
-        """One weight update."""
+        """One weight update, from gradients as they were accumulated."""
         fetched = self._fetched()
         if self._eager:
             new_state = self._step(self._storage.flats, gradients, fetched)
@@ -278,15 +281,15 @@ class TracedOptimizer:
             self._kept.discard(key)
             self._state[key] = value
         elif key in self._kept and key in self._state:
-            self._state[key] = self._memory.renew(self._state[key], value)
+            self._state[key] = self.memory.renew(self._state[key], value)
         else:
-            self._state[key] = self._memory.keep(value)
+            self._state[key] = self.memory.keep(value)
             self._kept.add(key)
 
     def _fetched(self) -> Dict[_Key, Any]:
         """The state as a step needs it."""
         return {
-            key: self._memory.fetch([value])[0] if key in self._kept else value
+            key: self.memory.fetch([value])[0] if key in self._kept else value
             for key, value in self._state.items()
         }
 
@@ -297,7 +300,7 @@ class TracedOptimizer:
         """A copy of the state."""
         return _copied(self._state)
 
-    def restore(self, snapshot: Dict[_Key, object]) -> None:
+    def restore(self, snapshot: Any) -> None:
         """Go back to a copy of the state."""
         # The graphs change it in place, and a snapshot may be needed again.
         self._state = _copied(snapshot)
@@ -308,7 +311,7 @@ class TracedOptimizer:
             parameter = self._storage.blocks[b].slots[s].parameter
             torch_state = self._optimizer.state[parameter]
             if (b, s, name) in self._kept:
-                torch_state[name] = self._memory.for_torch(value)
+                torch_state[name] = self.memory.for_torch(value)
             else:
                 torch_state[name] = value.clone() if isinstance(value, Tensor) else value
 

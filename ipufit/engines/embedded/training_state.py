@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import CombinedBatch
 from ipufit.core.precision import warn_of_vanishing_eps
-from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.ema import MovingAverages
-from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Graphs, Rows, make_flat_optimizer
+from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Graphs, Rows
 from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
-from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
@@ -146,91 +144,104 @@ class Snapshot:
 class StatePlacement:
     """Where weights and optimizer state lie between updates: whole, in every process.
 
+    Owns both between :meth:`bind` and :meth:`unbind`.
+
     Args:
         spec: of the training program.
+        step: the user's module with the loss.
         carried: what an earlier program has left.
-        memory: where the optimizer's state is.
+        updater: applies the optimizer.
         device: of the module.
 
     Attributes:
+        updater: applies the optimizer, and holds its state.
+        memory: where that state is between two updates.
+        storage: the trained parameters; empty while nothing is bound.
         cuts: of each block, where each process gets a part of its gradient; None: all get it whole.
         weights: the weights, where each process has a part of them; None: all have all.
-        memory, device: as passed.
+        device: as passed.
     """
 
     def __init__(
-        self, spec: ProgramSpec, carried: CarriedState, memory: StateMemory, device: torch.device
+        self,
+        spec: ProgramSpec,
+        step: ModuleWithLoss,
+        carried: CarriedState,
+        updater: FlatOptimizer,
+        device: torch.device,
     ) -> None:
         assert spec.optimizer is not None
+        self.updater = updater
+        self.memory = updater.memory
+        self.storage = FlatStorage([])
         self.cuts: Optional[Sequence[Sequence[int]]] = None
         self.weights: Optional[ShardedWeights] = None
-        self.memory = memory
-        self._spec = spec
-        self._carried = carried
         self.device = device
+        self._spec = spec
+        self._step = step
+        self._carried = carried
         self._optimizer = spec.optimizer
         self._version = OptimizerStateVersion(spec.optimizer)
+        # All tensors of the module, which must stay the same objects.
+        self._tensors = {**dict(step.named_parameters()), **dict(step.named_buffers())}
 
-    @property
-    def scheduled(self) -> Optional[FrozenSet[str]]:
-        """Hyper-parameters that change from update to update; None without a schedule."""
-        schedule = self._spec.config.schedule
-        return None if schedule is None else schedule.names
-
-    def make_updater(self, tabled: bool) -> FlatOptimizer:
-        """Return what applies the optimizer.
+    def bind(
+        self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]], updates: int
+    ) -> FlatStorage:
+        """Take over parameters and optimizer state.
 
         Args:
-            tabled: whether hyper-parameters that change must reach an update as tensors.
-        """
-        config = self._spec.config
-        return make_flat_optimizer(
-            self._optimizer,
-            self._carried.optimizer_graphs,
-            GradientTransform(config.clip, config.accumulation_dtype),
-            self.scheduled,
-            self.memory,
-            tabled and self.scheduled is not None,
-        )
+            blocks: the parameters that a gradient reaches.
+            others: by name, the others.
+            updates: weight updates done so far.
 
-    def make_storage(
+        Returns:
+            The trained parameters.
+        """
+        self.storage = self._make_storage(blocks, others)
+        try:
+            self.updater.bind(self.storage, self._spec.run_eagerly)
+        except BaseException:
+            self.storage.release()
+            raise
+        self._note(updates)
+        return self.storage
+
+    def _make_storage(
         self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]]
     ) -> FlatStorage:
-        """Take over parameters.
-
-        Args:
-            blocks: those that a gradient reaches.
-            others: by name, the others.
-        """
         return FlatStorage(blocks)
 
-    def enter(self, state: TrainingState) -> None:
-        """Begin to own the optimizer's state, which the updater has taken over."""
-        self._version.note(state.updates, live=state.updater.state_tensors())
+    def _note(self, updates: int) -> None:
+        """Remember that torch's optimizer has the state after so many updates."""
+        self._version.note(updates, live=self.updater.state_tensors())
 
     def attach(self, recorded: TracedStep) -> None:
         """Let a recording know the weights that it takes, where these are not its arguments."""
 
-    def must_take_over(self, state: TrainingState) -> bool:
+    def must_take_over(self) -> bool:
         """Tell before an epoch, in all processes, whether callbacks have changed the state."""
         return False
 
-    def follow_the_optimizer(self, state: TrainingState) -> bool:
+    def follow_the_optimizer(self, updates: int) -> bool:
         """Tell before an execution whether a callback has changed the optimizer's state.
+
+        Args:
+            updates: weight updates done so far.
 
         Raises:
             ConfigurationError: it changed a state that can't be taken over.
         """
-        return self._version.to_take_over(state.updates)
+        return self._version.to_take_over(updates)
 
-    def follow_the_module(self, state: TrainingState) -> None:
+    def follow_the_module(self) -> None:
         """Take over what a callback has put into parameters by other means than in place.
 
         Raises:
             ConfigurationError: a parameter or buffer is another object now.
         """
-        refuse_replaced(state.step, {**state.parameters, **state.buffers})
-        storage = state.storage
+        refuse_replaced(self._step, self._tensors)
+        storage = self.storage
         for flat, block in zip(storage.flats, storage.blocks):
             for slot in block.slots:
                 view, data = storage.views[slot.name], slot.parameter.data
@@ -241,29 +252,30 @@ class StatePlacement:
                 view.copy_(data)
                 slot.parameter.data = slot.window(flat)
 
-    def publish(self, state: TrainingState) -> None:
-        """Write the optimizer's state where torch keeps it."""
+    def publish(self, updates: int) -> None:
+        """Write the optimizer's state, after so many updates, where torch keeps it."""
         # What a callback has made of it is the newer one, until the next update takes it over.
-        if not self._version.is_ahead(state.updates):
-            state.updater.export()
-            self.enter(state)
+        if not self._version.is_ahead(updates):
+            self.updater.export()
+            self._note(updates)
 
-    def gather_optimizer(self, state: TrainingState) -> None:
-        """Give torch's optimizer the whole state, where it lies in parts."""
+    def gather_optimizer(self, updates: int) -> None:
+        """Give torch's optimizer the whole state after so many updates, where it lies in parts."""
 
     def gather_weights(self) -> None:
         """Bring the module's parameters up to date, where they lie in parts."""
 
-    def read_optimizer(self, state: TrainingState) -> Dict[str, Any]:
-        """Return a copy of the optimizer's state, as torch has it."""
-        state.publish()
+    def read_optimizer(self) -> Dict[str, Any]:
+        """Return a copy of the optimizer's state, once published, as torch has it."""
         return copy_optimizer_state(self._optimizer)
 
     def forget(self) -> None:
         """Take another optimizer state, which torch's optimizer has, from now on."""
 
-    def leave(self) -> None:
-        """Let the state go to where the next owner finds it."""
+    def unbind(self) -> None:
+        """Give back parameters and state, to where the next owner finds them; safe twice."""
+        self.updater.release()
+        self.storage.release()
 
     def release(self) -> None:
         """Let go of what the program worked on: somebody may hold on to the program."""
@@ -311,14 +323,13 @@ class TrainingState:
         step: the user's module with the loss.
         carried: what an earlier program has left; takes what this one leaves.
         placement: where weights and optimizer state lie.
-        tabled: whether hyper-parameters that change must reach an update as tensors.
 
     Attributes:
-        spec, step, memory, device: as given.
+        spec, step, placement: as passed.
+        device: of the module.
         parameters, buffers: of the step, by name.
         trained, frozen: names of the parameters that are trained, and of the others.
         with_gradient: names of those that a gradient reaches; empty while nothing is bound.
-        placement: where weights and optimizer state lie.
         updater: applies the optimizer, and holds its state.
         scaler: follows the loss scale; None without one.
         replicas: buffers of each replica; those of replica 0 are the module's own.
@@ -334,7 +345,6 @@ class TrainingState:
         step: ModuleWithLoss,
         carried: CarriedState,
         placement: StatePlacement,
-        tabled: bool,
     ) -> None:
         assert spec.optimizer is not None
         self.spec = spec
@@ -352,14 +362,14 @@ class TrainingState:
         refuse_shared_memory(self.trained, self.parameters, self.buffers)
         warn_of_vanishing_eps(spec.optimizer)
         self.placement = placement
-        self.updater = placement.make_updater(tabled)
+        self.updater = placement.updater
         scale = spec.config.loss_scale
         self.scaler = Scaler(scale, carried.scale) if scale else None
         self.replicas = carried.replicas.recall(
             spec.plan.replicas, self.buffers, apart=not spec.processes.is_rank_zero
         )
         self.updates = spec.first_update
-        self.storage = FlatStorage([])
+        self.storage = placement.storage
         self.averages: Optional[MovingAverages] = None
         self.states: List[List[Tensor]] = []
         self.with_gradient: Tuple[str, ...] = ()
@@ -397,27 +407,19 @@ class TrainingState:
             with_gradient: names of the parameters that a gradient reaches.
         """
         others = [(n, p) for n, p in self.parameters.items() if n not in set(with_gradient)]
-        self.storage = self.placement.make_storage(self.lay_out(with_gradient), others)
-        try:
-            self.updater.bind(self.storage, self.spec.run_eagerly)
-        except BaseException:
-            self.storage.release()
-            raise
+        self.storage = self.placement.bind(self.lay_out(with_gradient), others, self.updates)
         self.with_gradient = with_gradient
         rule, storage = self.spec.config.ema, self.storage
         if rule is not None:
             self.averages = MovingAverages(
                 rule, storage.blocks, storage.flats, self._carried.averages
             )
-        self.placement.enter(self)
         self.states = [self.arguments(buffers) for buffers in self.replicas]
 
     def unbind(self) -> None:
         """Give back parameters and state; what is there then is taken over by the next one."""
         self._keep_averages()
-        self.placement.leave()
-        self.updater.release()
-        self.storage.release()
+        self.placement.unbind()
         self.states, self.with_gradient = [], ()
 
     def close(self) -> None:
@@ -431,10 +433,8 @@ class TrainingState:
         if self.scaler is not None:
             self._carried.scale = self.scaler.state
         self._keep_averages()
-        self.placement.leave()
         # Callbacks and what explains the run may hold on to the program.
-        self.updater.release()
-        self.storage.release()
+        self.placement.unbind()
         self.states = []
         self.placement.release()
 
@@ -459,7 +459,12 @@ class TrainingState:
     def publish(self) -> None:
         """Bring the state in torch's optimizer up to date, where it lies whole."""
         if self.with_gradient:
-            self.placement.publish(self)
+            self.placement.publish(self.updates)
+
+    def gather_optimizer(self) -> None:
+        """Give torch's optimizer the whole state, where it lies in parts."""
+        if self.with_gradient:
+            self.placement.gather_optimizer(self.updates)
 
     def read(self) -> TrainState:
         """Copies of everything that training has changed, whichever weights are in the module."""
@@ -474,7 +479,8 @@ class TrainingState:
         gathered = self.spec.processes.gather(
             [on_host(replica) for replica in self.replicas], "buffers"
         )
-        optimizer = self.placement.read_optimizer(self)
+        self.publish()
+        optimizer = self.placement.read_optimizer()
         averages = self.averages.by_name() if self.averages is not None else {}
         schedule = self.spec.config.schedule
         return TrainState(

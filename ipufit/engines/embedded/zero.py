@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, Callable, Container, Dict, List, Mapping, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type
 
 import torch
 from torch import Tensor, nn
@@ -287,19 +287,17 @@ class ShardedOptimizer(RuleOptimizer):
         rule: Type[OptimizerRule],
         graphs: Graphs,
         config: TrainConfig,
-        scheduled: Optional[Container[str]],
         memory: StateMemory,
         parts: StateParts,
         processes: Processes,
     ) -> None:
         refuse_step_hooks(optimizer)
-        decays = scheduled is not None and "weight_decay" in scheduled
         self.takes_parts = needs_whole_gradient(config) is None
         by_norm = config.clip.global_norm is not None or config.clip.norm is not None
         # A norm is that of whole gradients, so it is bounded before the rest.
         self._bound = config.clip if by_norm else Clip()
         finish = GradientTransform(Clip() if by_norm else config.clip, config.accumulation_dtype)
-        super().__init__(optimizer, rule, graphs, finish, decays, memory)
+        super().__init__(optimizer, rule, graphs, finish, config.schedule, memory)
         self._parts = parts
         self._processes = processes
         self._whole = FlatStorage([])

@@ -11,7 +11,7 @@ from ipufit.core.batch import CombinedBatch, counts_by_rank
 from ipufit.engines.embedded.fsdp import FSDPOptimizer, ShardedStep, ShardedWeights, pieces_of
 from ipufit.engines.embedded.programs.zero import ShardedPlacement
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.engines.embedded.training_state import CarriedState, ModuleWeights, TrainingState
+from ipufit.engines.embedded.training_state import CarriedState, ModuleWeights
 from ipufit.engines.embedded.zero import ShardedOptimizer, cuts_of
 from ipufit.engines.external_changes import refuse_replaced
 from ipufit.engines.program import ProgramSpec
@@ -30,13 +30,13 @@ class FSDPPlacement(ShardedPlacement):
 
     updater_class: Type[ShardedOptimizer] = FSDPOptimizer
 
-    def make_storage(
+    def _make_storage(
         self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]]
     ) -> ShardedWeights:
-        """Take over this process's parts of all parameters."""
+        """This process's parts of all parameters."""
         processes = self._spec.processes
         rest = _blocks(others)
-        cuts = self._updater.cuts_of(blocks)
+        cuts = self.updater.cuts_of(blocks)
         cuts += [cuts_of(block, processes.num_processes, False) for block in rest]
         dtype, count = self._spec.config.accumulation_dtype, len(blocks)
         weights = ShardedWeights([*blocks, *rest], cuts, count, processes, self.device, dtype)
@@ -49,25 +49,25 @@ class FSDPPlacement(ShardedPlacement):
         assert isinstance(recorded.lowered.run, ShardedStep)
         recorded.lowered.run.take(self.weights)
 
-    def must_take_over(self, state: TrainingState) -> bool:
+    def must_take_over(self) -> bool:
         """Tell before an epoch whether weights or optimizer state were changed in any process."""
-        if super().must_take_over(state):
+        if super().must_take_over():
             return True
         assert self.weights is not None
-        refuse_replaced(state.step, {**state.parameters, **state.buffers})
+        refuse_replaced(self._step, self._tensors)
         # Each sees the change of its own part.
         if any(self._spec.processes.gather(self.weights.is_changed(), "weights")):
             return True
         self.weights.note()
         return False
 
-    def follow_the_module(self, state: TrainingState) -> None:
+    def follow_the_module(self) -> None:
         """Refuse changes of weights before an execution.
 
         Raises:
             ConfigurationError: a weight was changed or replaced within an epoch.
         """
-        refuse_replaced(state.step, {**state.parameters, **state.buffers})
+        refuse_replaced(self._step, self._tensors)
         assert self.weights is not None
         if self.weights.was_touched():
             raise ConfigurationError(
@@ -81,9 +81,9 @@ class FSDPPlacement(ShardedPlacement):
         if self.weights is not None:
             self.weights.publish()
 
-    def leave(self) -> None:
+    def unbind(self) -> None:
         """Keep the optimizer's parts for the next program; what the module holds stays."""
-        super().leave()
+        super().unbind()
         self.weights = self._carried.weights = None
 
 

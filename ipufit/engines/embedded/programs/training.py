@@ -12,7 +12,7 @@ from ipufit.core.compile_arguments import AUTO, INDUCTOR, KERNELS
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs import graph_maker
 from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
-from ipufit.engines.embedded.flat_optimizer import Rows
+from ipufit.engines.embedded.flat_optimizer import Rows, make_flat_optimizer
 from ipufit.engines.embedded.inductor.requirements import missing
 from ipufit.engines.embedded.optimizer_state_location import state_memory
 from ipufit.engines.embedded.overlapped_reduction import Overlap
@@ -24,7 +24,7 @@ from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError
 from ipufit.tracing.fingerprint import FrozenValues
-from ipufit.tracing.grad_step import public_name
+from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.utils.console import warn_user
 from ipufit.utils.malloc_policy import give_back_freed_memory
 from ipufit.utils.random_streams import LOCK
@@ -56,9 +56,8 @@ class TrainingProgram(BaseProgram):
         assert spec.loss is not None
         self._optimizer = spec.optimizer
         graphs = graph_maker(spec, self._device, engine.tape)
-        placement = _choose_placement(engine, spec, self._device)
-        tabled = graphs is not None
-        self.state = TrainingState(spec, self._step, engine.carried, placement, tabled)
+        placement = _choose_placement(engine, spec, self._step, self._device, graphs is not None)
+        self.state = TrainingState(spec, self._step, engine.carried, placement)
         on_host = self._device.type == "cpu" and not engine.as_device
         replay = None
         if spec.config.detect_nan:
@@ -136,7 +135,7 @@ class TrainingProgram(BaseProgram):
         """
         state = self.state
         if state.with_gradient:
-            if state.placement.must_take_over(state):
+            if state.placement.must_take_over():
                 self._let_go()
             state.refuse_frozen()
             self._by_form = {}
@@ -197,10 +196,10 @@ class TrainingProgram(BaseProgram):
             )
         if self._frozen_values is not None:
             self._frozen_values.look()
-        if state.with_gradient and state.placement.follow_the_optimizer(state):
+        if state.with_gradient and state.placement.follow_the_optimizer(state.updates):
             self._let_go()
         work, is_here, is_random = self._trace(batch.micro_batches)
-        state.placement.follow_the_module(state)
+        state.placement.follow_the_module()
         updates, shares = self._by_update(work, batch)
         merged = self._find_merged(batch.micro_batches[0]) if batch.micro_batches else None
         rows: Rows = [self._optimizer.param_groups] * len(updates)
@@ -293,7 +292,7 @@ class TrainingProgram(BaseProgram):
 
     def gather_optimizer(self) -> None:
         """Give torch's optimizer the whole state, where it lies in parts."""
-        self.state.placement.gather_optimizer(self.state)
+        self.state.gather_optimizer()
 
     def swap_averages(self) -> None:
         """Exchange weights and averages; without averages, nothing."""
@@ -339,17 +338,33 @@ class TrainingProgram(BaseProgram):
 
 
 def _choose_placement(
-    engine: EngineContext, spec: ProgramSpec, device: torch.device
+    engine: EngineContext,
+    spec: ProgramSpec,
+    step: ModuleWithLoss,
+    device: torch.device,
+    tabled: bool,
 ) -> StatePlacement:
-    """Choose where weights and optimizer state of a training program lie."""
-    memory = state_memory(spec.config.offload_optimizer_state, device, engine.as_device)
+    """Choose where weights and optimizer state of a training program lie.
+
+    Args:
+        engine: has what an earlier program has left.
+        spec: of the program.
+        step: the user's module with the loss.
+        device: of the module.
+        tabled: whether hyper-parameters that change must reach an update as tensors.
+    """
+    carried, config = engine.carried, spec.config
+    memory = state_memory(config.offload_optimizer_state, device, engine.as_device)
     # Imported here: what few runs need.
     if spec.divides_weights:
         from ipufit.engines.embedded.programs.fsdp import FSDPPlacement
 
-        return FSDPPlacement(spec, engine.carried, memory, device)
-    if spec.config.shard_optimizer and spec.processes.is_distributed:
+        return FSDPPlacement(spec, step, carried, memory, device)
+    if config.shard_optimizer and spec.processes.is_distributed:
         from ipufit.engines.embedded.programs.zero import ShardedPlacement
 
-        return ShardedPlacement(spec, engine.carried, memory, device)
-    return StatePlacement(spec, engine.carried, memory, device)
+        return ShardedPlacement(spec, step, carried, memory, device)
+    assert spec.optimizer is not None
+    graphs = carried.optimizer_graphs
+    updater = make_flat_optimizer(spec.optimizer, graphs, config, memory, tabled)
+    return StatePlacement(spec, step, carried, updater, device)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Type
+from typing import Any, Dict, List, Sequence, Tuple, Type
 
 import torch
+from torch import nn
 
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
-from ipufit.engines.embedded.training_state import CarriedState, StatePlacement, TrainingState
+from ipufit.engines.embedded.training_state import CarriedState, StatePlacement
 from ipufit.engines.embedded.zero import ShardedOptimizer, StateParts
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
 from ipufit.optim.rules import rule_for
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
+from ipufit.tracing.grad_step import ModuleWithLoss
 
 __all__ = ["ShardedPlacement"]
 
@@ -25,39 +28,45 @@ class ShardedPlacement(StatePlacement):
 
     updater_class: Type[ShardedOptimizer] = ShardedOptimizer
 
+    updater: ShardedOptimizer
+
     def __init__(
-        self, spec: ProgramSpec, carried: CarriedState, memory: StateMemory, device: torch.device
+        self,
+        spec: ProgramSpec,
+        step: ModuleWithLoss,
+        carried: CarriedState,
+        memory: StateMemory,
+        device: torch.device,
     ) -> None:
-        super().__init__(spec, carried, memory, device)
+        assert spec.optimizer is not None
         parts = carried.state_parts
         if parts is None or parts.optimizer is not spec.optimizer:
-            parts = carried.state_parts = StateParts(self._optimizer, spec.processes)
+            parts = carried.state_parts = StateParts(spec.optimizer, spec.processes)
         self._parts = parts
         self._is_gathered = False
-        rule = rule_for(self._optimizer)
+        rule = rule_for(spec.optimizer)
         assert rule is not None
-        self._updater = self.updater_class(
-            self._optimizer,
+        updater = self.updater_class(
+            spec.optimizer,
             rule,
             carried.optimizer_graphs,
             spec.config,
-            self.scheduled,
             memory,
             parts,
             spec.processes,
         )
+        super().__init__(spec, step, carried, updater, device)
 
-    def make_updater(self, tabled: bool) -> ShardedOptimizer:
-        """Return what applies the optimizer to this process's parts."""
-        return self._updater
-
-    def enter(self, state: TrainingState) -> None:
-        """Begin to own this process's part of the optimizer's state."""
-        super().enter(state)
-        self.cuts = self._updater.cuts if self._updater.takes_parts else None
+    def bind(
+        self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]], updates: int
+    ) -> FlatStorage:
+        """Take over parameters, and this process's part of the optimizer's state."""
+        storage = super().bind(blocks, others, updates)
+        self.cuts = self.updater.cuts if self.updater.takes_parts else None
         self._is_gathered = False
+        return storage
 
-    def must_take_over(self, state: TrainingState) -> bool:
+    def must_take_over(self) -> bool:
         """Tell before an epoch whether callbacks of all processes have changed the state.
 
         Raises:
@@ -69,7 +78,7 @@ class ShardedPlacement(StatePlacement):
         )
         return changed
 
-    def follow_the_optimizer(self, state: TrainingState) -> bool:
+    def follow_the_optimizer(self, updates: int) -> bool:
         """Let go of what was gathered, before an execution.
 
         Raises:
@@ -82,30 +91,30 @@ class ShardedPlacement(StatePlacement):
                 "on_epoch_end or on_epoch_begin, after model.gather_optimizer()."
             )
         if self._is_gathered:
-            for slot in (slot for block in state.storage.blocks for slot in block.slots):
+            for slot in (slot for block in self.storage.blocks for slot in block.slots):
                 self._optimizer.state.pop(slot.parameter, None)
-            self._version.note(state.updates)
+            self._version.note(updates)
             self._is_gathered = False
         return False
 
-    def publish(self, state: TrainingState) -> None:
+    def publish(self, updates: int) -> None:
         """Nothing: the whole state is made when somebody asks for it."""
 
-    def gather_optimizer(self, state: TrainingState) -> None:
+    def gather_optimizer(self, updates: int) -> None:
         """Give torch's optimizer the whole state, in all processes at the same time."""
-        if state.with_gradient:
-            self._parts.gather_optimizer(self._updater.parts())
-            self._version.note(state.updates)
-            self._is_gathered = True
+        self._parts.gather_optimizer(self.updater.parts())
+        self._version.note(updates)
+        self._is_gathered = True
 
-    def read_optimizer(self, state: TrainingState) -> Dict[str, Any]:
+    def read_optimizer(self) -> Dict[str, Any]:
         """Return a copy of the whole state in process 0; the others have settings alone."""
-        return self._parts.state_dict(self._updater.parts())
+        return self._parts.state_dict(self.updater.parts())
 
     def forget(self) -> None:
         """Take this process's part of a state that torch's optimizer has, from now on."""
         self._parts.forget_all()
 
-    def leave(self) -> None:
+    def unbind(self) -> None:
         """Keep the parts for the next program."""
-        self._updater.keep()
+        self.updater.keep()
+        super().unbind()
