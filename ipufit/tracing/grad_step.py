@@ -355,6 +355,8 @@ class GradStep:
             when no gradient is wanted. Asked once.
 
     Attributes:
+        structure: of the example.
+        names: of all state; those that are trained come first.
         outputs: how the output tensors become the module's outputs.
         with_gradient: names of the parameters that a gradient reached.
         blocks: what their gradients are packed into.
@@ -375,7 +377,8 @@ class GradStep:
     recompute: Sequence[str] = ()
 
     def __post_init__(self, example: MicroBatch) -> None:
-        self._structure = example.structure
+        self.structure = example.structure
+        self.names = [*self.trained, *self.fixed]
         self._trains = self.layout is not None
         self.hints: Dict[str, None] = {}
         self.reported = ReportedScalars()
@@ -384,18 +387,28 @@ class GradStep:
         self.outputs: OutputShape = OutputShape(None)
         self.with_gradient: Tuple[str, ...] = ()
 
-    def __call__(self, *tensors: Tensor) -> List[Tensor]:
-        """Run the user's module and loss, and autograd, on these tensors."""
-        count, end = len(self.trained), len(self.trained) + len(self.fixed)
+    @property
+    def forward_leaves(self) -> int:
+        """Number of leaves of a micro-batch that forward gets; the loss gets the others."""
+        return sum(child.leaves for child in self.structure.children[:2])
+
+    def state_of(self, tensors: Sequence[Tensor]) -> Dict[str, Tensor]:
+        """State by name, at the front of these tensors; trained weights as roots of gradients."""
+        count = len(self.trained)
         weights = [t.detach() for t in tensors[:count]]
         if self._trains:
             weights = [w.requires_grad_() for w in weights]
-            self._keep_hooks(weights)
-        state = dict(zip(self.trained, weights))
-        state.update(zip(self.fixed, tensors[count:end]))
+        return dict(zip(self.names, [*weights, *tensors[count:]]))
+
+    def __call__(self, *tensors: Tensor) -> List[Tensor]:
+        """Run the user's module and loss, and autograd, on these tensors."""
+        state = self.state_of(tensors)
+        if self._trains:
+            self._keep_hooks(state)
+        end = len(state)
         scale = tensors[-1] if self.scaled else None
         leaves = tensors[end:-1] if self.scaled else tensors[end:]
-        batch = tree.unflatten(leaves, self._structure)
+        batch = tree.unflatten(leaves, self.structure)
         result: List[Tensor] = []
         gradients: List[Tensor] = []
         with torch.set_grad_enabled(self._trains):
@@ -417,17 +430,17 @@ class GradStep:
             result += self._detached_outputs(outputs, tensors)
         return result + gradients
 
-    def _keep_hooks(self, weights: Sequence[Tensor]) -> None:
+    def _keep_hooks(self, state: Mapping[str, Tensor]) -> None:
         """Hooks that the user has put on a parameter see the gradient of every micro-batch."""
         parameters = dict(self.step.named_parameters())
-        for name, weight in zip(self.trained, weights):
+        for name in self.trained:
             if getattr(parameters[name], "_post_accumulate_grad_hooks", None):
                 raise CaptureError(
                     f"{public_name(name)!r} has a hook for after its .grad is filled, but in one "
                     "program .grad is never filled. Use parameter.register_hook."
                 )
             for hook in (parameters[name]._backward_hooks or {}).values():
-                weight.register_hook(hook)  # type: ignore[no-untyped-call]
+                state[name].register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _gradients(
         self, loss: Tensor, state: Mapping[str, Tensor], scale: Optional[Tensor]

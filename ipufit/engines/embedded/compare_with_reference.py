@@ -192,9 +192,8 @@ class ReferenceComparison:
         self, traced_state: Sequence[Tensor], other: Sequence[Tensor]
     ) -> Iterator[Tuple[str, str, Tensor, Tensor]]:
         names = {id(buffer): name for name, buffer in self.live.step.named_buffers()}
-        micro = self.recorded.micro
         buffers = set(names.values())
-        for name, one, two in zip([*micro.trained, *micro.fixed], traced_state, other):
+        for name, one, two in zip(self.recorded.micro.names, traced_state, other):
             if name in buffers:
                 yield "buffer", public_name(name), one, two
 

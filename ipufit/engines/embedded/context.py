@@ -131,7 +131,7 @@ class EngineContext(Engine):
             arguments = [*state, *example.leaves]
             if scaled:
                 arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
-            names = (*trained, *fixed) if spec.divides_weights else None
+            names = micro.names if spec.divides_weights else None
             run, random, lowered, graph = self._make(
                 micro, step, arguments, config.jit, recompute, names, spec.processes.is_distributed
             )
@@ -150,16 +150,16 @@ class EngineContext(Engine):
             merger: of them.
             replicas: buffers of each.
         """
-        source, config = merger.source, merger.source.spec.config
-        total = source.spec.plan.own_micro_batches_per_update
+        recorded, config = merger.recorded, merger.spec.config
+        total = merger.spec.plan.own_micro_batches_per_update
 
         def make(
             merged: Callable[..., List[Tensor]], arguments: Sequence[Tensor]
         ) -> Tuple[Callable[..., List[Tensor]], Optional[fx.GraphModule]]:
-            run, _, lowered, _ = self._make(merged, source.step, arguments, config.jit, ())
+            run, _, lowered, _ = self._make(merged, recorded.micro.step, arguments, config.jit, ())
             return run, lowered.graph
 
-        key = (source.recorded, total, config.accumulation_dtype)
+        key = (recorded, total, config.accumulation_dtype)
         if key not in self._decisions:
             with self.timed():
                 self._decisions[key] = merger.decide(make)

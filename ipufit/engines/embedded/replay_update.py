@@ -89,8 +89,7 @@ class Replay:
     ) -> Tuple[Optional[NonFiniteValue], List[Tensor]]:
         """The cause, if something is not finite, and the gradients."""
         arguments = self.live.call_arguments(state, batch.leaves)
-        names = [*recorded.micro.trained, *recorded.micro.fixed]
-        tensors = dict(zip(names, state))
+        tensors = dict(zip(recorded.micro.names, state))
         if as_recorded and recorded.graph is not None:
             origins = NodeOrigins(trace_calls(recorded.micro, self.live.step, arguments))
             search = NonFiniteSearch(origins.now, batch, tensors)

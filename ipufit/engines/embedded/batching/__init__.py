@@ -5,7 +5,7 @@
 what updates run.
 """
 
-from ipufit.engines.embedded.batching.batched_step import BatchedStep, MergeSource
+from ipufit.engines.embedded.batching.batched_step import BatchedStep
 from ipufit.engines.embedded.batching.decision import Decision, Merger
 
-__all__ = ["BatchedStep", "Decision", "MergeSource", "Merger"]
+__all__ = ["BatchedStep", "Decision", "Merger"]

@@ -14,58 +14,14 @@ from ipufit.core.outputs import drop_ignored_outputs
 from ipufit.core.precision import with_inputs_in
 from ipufit.engines.embedded.batching.batch_dim import BatchDim, RefusalError, State
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.engines.program import ProgramSpec
-from ipufit.losses import Loss, LossTerm
+from ipufit.losses import LossTerm
 from ipufit.tracing.flat_storage import storage_id
-from ipufit.tracing.grad_step import ModuleWithLoss, OutputShape, ReportedScalars
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, OutputShape, ReportedScalars
 from ipufit.tracing.recording import mark_backward_pass
 from ipufit.utils import tree
 from ipufit.utils.state import call_with
 
-__all__ = ["BatchedGradStep", "BatchedStep", "Forward", "MergeSource", "Replayed"]
-
-
-@dataclasses.dataclass(frozen=True)
-class MergeSource:
-    """Micro-batches of an update that may be merged, and what is recorded for one of them.
-
-    Attributes:
-        spec: what is built.
-        step: the module with its loss.
-        example: a full micro-batch.
-        recorded: what is recorded for it.
-        trained: names of trained parameters.
-        fixed: names of all other state.
-    """
-
-    spec: ProgramSpec
-    step: ModuleWithLoss
-    example: MicroBatch
-    recorded: TracedStep
-    trained: Sequence[str]
-    fixed: Sequence[str]
-
-    @property
-    def loss(self) -> Loss:
-        """The loss of the program."""
-        assert self.spec.loss is not None
-        return self.spec.loss
-
-    @property
-    def names(self) -> List[str]:
-        """Names of the state; those that are trained come first."""
-        return [*self.trained, *self.fixed]
-
-    @property
-    def forward_leaves(self) -> int:
-        """Number of leaves of a micro-batch that forward gets; the loss gets the others."""
-        return sum(child.leaves for child in self.example.structure.children[:2])
-
-    def state_of(self, tensors: Sequence[Tensor]) -> Dict[str, Tensor]:
-        """State by name, at the front of these tensors; weights as the roots of gradients."""
-        count = len(self.trained)
-        weights = [tensor.detach().requires_grad_() for tensor in tensors[:count]]
-        return dict(zip(self.names, [*weights, *tensors[count:]]))
+__all__ = ["BatchedGradStep", "BatchedStep", "Forward", "Replayed"]
 
 
 class _Net(ModuleWithLoss):
@@ -80,27 +36,27 @@ class Forward:
     """Forward of a module as a function of state and inputs.
 
     Args:
-        source: of the module.
+        micro: what is recorded for a micro-batch of the module.
 
     Attributes:
         outputs: how the tensors become the module's outputs, after a call.
         has_logged: whether the module reported a value.
     """
 
-    def __init__(self, source: MergeSource) -> None:
-        self._source = source
-        self._net = _Net(source.step.net, source.loss)
+    def __init__(self, micro: GradStep) -> None:
+        self._micro = micro
+        self._net = _Net(micro.step.net, micro.step.loss)
         self.outputs = OutputShape(None)
         self.has_logged = False
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """Run forward, and return the tensors among the outputs."""
-        structures, begin = self._source.example.structure.children, len(self._source.names)
+        structures, begin = self._micro.structure.children, len(self._micro.names)
         places = structures[0].leaves + begin
         args = tree.unflatten(tensors[begin:places], structures[0])
         kwargs = tree.unflatten(tensors[places:], structures[1])
         with torch.enable_grad(), collecting() as entries:
-            outputs = call_with(self._net, self._source.state_of(tensors), (args, kwargs))
+            outputs = call_with(self._net, self._micro.state_of(tensors), (args, kwargs))
         self.has_logged = bool(entries)
         self.outputs = OutputShape(outputs)
         tensors_out = [tensor.detach() for tensor in self.outputs.tensors]
@@ -112,13 +68,13 @@ class Replayed(ModuleWithLoss):
     """The user's loss behind a recording of the user's module.
 
     Args:
-        source: of module and loss.
+        step: module and loss.
         forward: the recording.
         outputs: how its results become the module's outputs.
     """
 
-    def __init__(self, source: MergeSource, forward: fx.GraphModule, outputs: OutputShape) -> None:
-        super().__init__(source.step.net, source.loss)
+    def __init__(self, step: ModuleWithLoss, forward: fx.GraphModule, outputs: OutputShape) -> None:
+        super().__init__(step.net, step.loss)
         # In a tuple it is no part of this module.
         self._recording = (forward,)
         self._outputs = outputs
@@ -203,7 +159,8 @@ class BatchedGradStep:
     each loss, times its count where it has one, or times a factor that is known before.
 
     Args:
-        source: of the micro-batches.
+        micro: what is recorded for a full micro-batch.
+        example: such a micro-batch.
         forward: recorded for all samples.
         outputs: how its results become the module's outputs.
         along: where the samples are in each result.
@@ -217,17 +174,18 @@ class BatchedGradStep:
 
     def __init__(
         self,
-        source: MergeSource,
+        micro: GradStep,
+        example: MicroBatch,
         forward: fx.GraphModule,
         outputs: OutputShape,
         along: Sequence[State],
         count: int,
         early: float,
     ) -> None:
-        self._source = source
-        self._chunks = _Chunks(source, forward, outputs)
+        self._micro = micro
+        self._chunks = _Chunks(micro.step, forward, outputs)
         self._along = list(along)
-        self._example = example = source.example
+        self._example = example
         self._count = count
         # Leaves with a row for each sample, which come in one tensor.
         self._rows = [i for i, leaf in enumerate(example.leaves) if _has_rows(leaf, example.size)]
@@ -256,9 +214,9 @@ class BatchedGradStep:
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """Run the recording of forward, the losses, and autograd, on these tensors."""
-        state = self._source.state_of(tensors)
+        state = self._micro.state_of(tensors)
         batch_leaves = tensors[len(state) :]
-        forward_count = self._source.forward_leaves
+        forward_count = self._micro.forward_leaves
         with torch.enable_grad():
             others = []
             for batch in zip(*self._parts(batch_leaves)):
@@ -283,7 +241,7 @@ class BatchedGradStep:
             losses = [term.value for _, term, _ in terms] if values is None else [values]
             gradients = self._gradients(losses, shares, state)
         outputs: List[Tensor] = []
-        if self._source.spec.want_outputs:
+        if self._micro.want_outputs:
             storages = {storage_id(tensor) for tensor in tensors} - {0}
             for each, _, _ in terms:
                 for tensor in OutputShape(each).tensors:
@@ -295,18 +253,18 @@ class BatchedGradStep:
     def _is_plain(self) -> bool:
         """Tell whether the loss gets one tensor, a row for each sample, and no weights."""
         target, weight = self._example.structure.children[2:]
-        is_tensor = target.kind is None and self._source.forward_leaves in self._rows
+        is_tensor = target.kind is None and self._micro.forward_leaves in self._rows
         return is_tensor and not weight.leaves
 
     def _cast(self, value: object, weight: object) -> Tuple[tree.Tree, tree.Tree]:
         """In the precision's type, but for the weights of samples."""
-        cast = with_inputs_in(self._source.spec.config.precision, (value, None, None, weight))
+        cast = with_inputs_in(self._micro.precision, (value, None, None, weight))
         return cast[0], cast[3]
 
     def _gradients(
         self, losses: Sequence[Tensor], shares: Sequence[Tensor], state: Dict[str, Tensor]
     ) -> List[Tensor]:
-        micro, trained = self._source.recorded.micro, self._source.trained
+        micro, trained = self._micro, self._micro.trained
         weights = [state[name] for name in trained]
         with mark_backward_pass():
             gradients = torch.autograd.grad(losses, weights, shares, allow_unused=True)

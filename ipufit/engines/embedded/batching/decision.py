@@ -10,18 +10,20 @@ from typing import Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, fx
 
+from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import autocast_state, computes_in_half, with_inputs_in
 from ipufit.engines.embedded.batching.batch_dim import NOT_MAPPED, BatchDim, RefusalError, State
 from ipufit.engines.embedded.batching.batched_step import (
     BatchedGradStep,
     BatchedStep,
     Forward,
-    MergeSource,
     Replayed,
 )
 from ipufit.engines.embedded.batching.proof import prove
+from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import same
 from ipufit.engines.gradient_reduction import GradientReduction
+from ipufit.engines.program import ProgramSpec
 from ipufit.tracing.capture import capture
 from ipufit.tracing.grad_step import GradStep, OutputShape, preserve_attributes
 from ipufit.tracing.graph_analysis import GraphSignature, peak_bytes
@@ -92,11 +94,15 @@ class Merger:
     """Merges the micro-batches of an update, if that is proved to be the same mathematics.
 
     Attributes:
-        source: of the micro-batches; what is merged holds on to it.
+        spec: of the training program.
+        recorded: what is recorded for a full micro-batch.
+        example: such a micro-batch; what is merged holds on to it.
         state: trained parameters and all other state, in the order of their names.
     """
 
-    source: MergeSource
+    spec: ProgramSpec
+    recorded: TracedStep
+    example: MicroBatch
     state: Sequence[Tensor]
 
     def decide(self, make: Make) -> Decision:
@@ -105,16 +111,15 @@ class Merger:
         Args:
             make: records and lowers what runs.
         """
-        source = self.source
-        total = source.spec.plan.own_micro_batches_per_update
+        step, total = self.recorded.micro.step, self.spec.plan.own_micro_batches_per_update
         try:
             self._check_request()
-            with warnings.catch_warnings(), preserve_attributes(source.step), _python_numbers():
+            with warnings.catch_warnings(), preserve_attributes(step), _python_numbers():
                 warnings.simplefilter("ignore")
                 merged = self._merged(total, make)
         except RefusalError as refusal:
             return Decision.against(total, str(refusal))
-        size = merged.count * source.example.size
+        size = merged.count * self.example.size
         how = f"one batch of {size} samples"
         if merged.count != total:
             how = f"{total // merged.count} batches of {size} samples, to bound the memory"
@@ -122,8 +127,9 @@ class Merger:
 
     def _check_request(self) -> None:
         """Refuse what needs no look at the module."""
-        source, config, size = self.source, self.source.spec.config, self.source.example.size
-        if source.loss.in_module:
+        micro, example, config = self.recorded.micro, self.example, self.spec.config
+        assert self.spec.loss is not None
+        if self.spec.loss.in_module:
             raise RefusalError("the module computes its own loss, from a whole micro-batch")
         if config.loss_scale is not None:
             raise RefusalError("the loss is scaled")
@@ -131,19 +137,19 @@ class Merger:
             raise RefusalError("accumulation_dtype asks for a sum over micro-batches")
         if config.recompute:
             raise RefusalError("recompute asks for less memory, and a larger batch holds more")
-        tensors = [*self.state, *source.example.leaves]
+        tensors = [*self.state, *example.leaves]
         if (
             computes_in_half(tensors)
             or autocast_state(tensors[0].device)[0]
             or config.precision.autocast
         ):
             raise RefusalError("half precision rounds a larger batch to other numbers")
-        for name, parameter in source.step.named_parameters():
+        for name, parameter in micro.step.named_parameters():
             if parameter._backward_hooks:
                 hooked = public_name(name)
                 raise RefusalError(f"a hook of {hooked!r} sees the gradient of every micro-batch")
-        for leaf in source.example.leaves[: source.forward_leaves]:
-            if not leaf.dim() or leaf.shape[0] != size:
+        for leaf in example.leaves[: micro.forward_leaves]:
+            if not leaf.dim() or leaf.shape[0] != example.size:
                 raise RefusalError("forward takes a tensor that is not one row for each sample")
 
     def _merged(self, total: int, make: Make) -> BatchedStep:
@@ -152,9 +158,9 @@ class Merger:
         Raises:
             RefusalError: none can be.
         """
-        source, example = self.source, self.source.example
-        assert source.recorded.graph is not None
-        written = GraphSignature.of(source.recorded.graph)
+        micro, example = self.recorded.micro, self.example
+        assert self.recorded.graph is not None
+        written = GraphSignature.of(self.recorded.graph)
         self._check_written(written)
         small, outputs = self._forward(1)
         whole = self._same_program(small, outputs, written)
@@ -163,19 +169,19 @@ class Merger:
         if not outputs.equals(large_outputs):
             raise RefusalError("what forward returns besides tensors depends on the batch")
         samples = (example.size, count * example.size)
-        along = prove(small, large, len(source.names), samples)
+        along = prove(small, large, len(micro.names), samples)
         _check_results(along)
         early = 1.0
         # Others may not merge theirs.
-        if not source.spec.processes.is_distributed:
-            early = GradientReduction(source.spec).early([example.size] * total)
-        step = BatchedGradStep(source, large, outputs, along, count, early)
+        if not self.spec.processes.is_distributed:
+            early = GradientReduction(self.spec).early([example.size] * total)
+        step = BatchedGradStep(micro, example, large, outputs, along, count, early)
         arguments = [*self.state, *step.arguments([example] * count)]
         with _explained("the loss can't be computed on parts of a larger batch"):
             run, graph = make(step, arguments)
         reads = self._buffers_read(whole)
-        blocks = len(source.recorded.micro.blocks)
-        return BatchedStep(run, step, source.recorded, count, blocks, reads, step.factor, graph)
+        blocks = len(micro.blocks)
+        return BatchedStep(run, step, self.recorded, count, blocks, reads, step.factor, graph)
 
     def _check_written(self, written: GraphSignature) -> None:
         if written.drawn is not None:
@@ -184,7 +190,7 @@ class Merger:
             )
         if written.changed is None:
             return
-        names = self.source.names
+        names = self.recorded.micro.names
         if written.changed < len(names):
             name = public_name(names[written.changed])
             raise RefusalError(f"{name!r} is changed by every micro-batch")
@@ -192,12 +198,12 @@ class Merger:
 
     def _forward(self, count: int) -> Tuple[fx.GraphModule, OutputShape]:
         """The module's forward for so many micro-batches, recorded."""
-        source = self.source
-        leaves = source.example.leaves[: source.forward_leaves]
-        cast = with_inputs_in(source.spec.config.precision, (list(leaves), None, None, None))[0]
+        micro = self.recorded.micro
+        leaves = self.example.leaves[: micro.forward_leaves]
+        cast = with_inputs_in(micro.precision, (list(leaves), None, None, None))[0]
         arguments = [*self.state, *(torch.cat([leaf] * count) for leaf in cast)]
-        forward = Forward(source)
-        with _explained(f"forward can't take {count * source.example.size} samples at once"):
+        forward = Forward(micro)
+        with _explained(f"forward can't take {count * self.example.size} samples at once"):
             graph = capture(forward, arguments)
         if forward.has_logged:
             raise RefusalError("forward logs values of every micro-batch")
@@ -210,19 +216,19 @@ class Merger:
 
         Hooks, derivatives of one's own and layers whose gradient is left out are seen by this.
         """
-        source, micro = self.source, self.source.recorded.micro
+        micro = self.recorded.micro
         again = GradStep(
-            Replayed(source, forward, outputs),
-            source.trained,
-            source.fixed,
-            source.example,
+            Replayed(micro.step, forward, outputs),
+            micro.trained,
+            micro.fixed,
+            self.example,
             True,
-            source.spec.want_outputs,
+            micro.want_outputs,
             lambda names: micro.blocks,
-            source.spec.config.precision,
+            micro.precision,
         )
         with _explained("the gradient of forward is not that of its operators"):
-            graph = capture(again, [*self.state, *source.example.leaves])
+            graph = capture(again, [*self.state, *self.example.leaves])
         if again.with_gradient != micro.with_gradient or not GraphSignature.of(graph).equals(
             written
         ):
@@ -238,9 +244,10 @@ class Merger:
         return fitting[-1]
 
     def _buffers_read(self, graph: fx.GraphModule) -> Tuple[str, ...]:
-        buffers = {name for name, _ in self.source.step.named_buffers()}
+        micro = self.recorded.micro
+        buffers = {name for name, _ in micro.step.named_buffers()}
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        named = zip(self.source.names, placeholders)
+        named = zip(micro.names, placeholders)
         return tuple(name for name, node in named if name in buffers and node.users)
 
 

@@ -175,11 +175,10 @@ class TrainingProgram(BaseProgram):
         ):
             return None
         # Imported here: what few models need.
-        from ipufit.engines.embedded.batching import Merger, MergeSource
+        from ipufit.engines.embedded.batching import Merger
 
-        names, recorded = (state.trained, state.fixed), self._recorded(example)
-        source = MergeSource(self._spec, self._step, example, recorded, *names)
-        self.merging = self._engine.merge(Merger(source, state.states[0]), state.replicas)
+        merger = Merger(self._spec, self._recorded(example), example, state.states[0])
+        self.merging = self._engine.merge(merger, state.replicas)
         return self.merging.merged
 
     def run(self, batch: CombinedBatch) -> ExecutionResult:
