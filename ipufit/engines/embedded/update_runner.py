@@ -268,31 +268,31 @@ class UpdateRunner(UpdateWay):
         merged = execution.merged
         # Of micro-batches of several sizes the gradients have factors of their own.
         alike = share is None or len(set(share.sizes)) == 1
-        if merged is not None and alike and merged.takes([recorded for _, recorded in update]):
-            sums = None if share is None else self._begin_sums(total)[0]
-            reported = len(results.numbers)
-            self._add_merged(merged, total, update, results)
-            if share is not None:
-                self._add_others(total, share, results, reported, sums)
-            return total.reduced(1.0)
-        if share is not None:
-            return self._gradients_of_share(share, update, total, results)
         scale, loss_scale = self._scale() if self._is_scaled else ([], 1.0)
-        blocks = len(state.storage.blocks)
-        for place, (batch, recorded) in enumerate(update):
-            if recorded.random:
-                self._seed(recorded, state.updates, place)
-            weights = state.states[place % len(state.states)]
-            numbers, *rest = recorded.run(*weights, *batch.leaves, *scale)
-            if self.at_once:
-                value = (numbers[0] if numbers.dim() else numbers).item()
-                if not math.isfinite(value):
-                    refuse_loss(state, value)
-            kind = recorded.micro.reported
-            results.add(recorded, [kind], numbers, rest[:-blocks])
-            total.add(rest[-blocks:], numbers[1] if kind.counted else None)
-            # Not held while the next one is computed.
-            del rest
+        sums, goes_along = (None, False) if share is None else self._begin_sums(total)
+        reported = len(results.numbers)
+        if merged is not None and alike and merged.takes([recorded for _, recorded in update]):
+            self._add_merged(merged, total, update, results)
+        elif share is not None:
+            self._add_share(share, update, total, results, scale, sums if goes_along else None)
+        else:
+            blocks = len(state.storage.blocks)
+            for place, (batch, recorded) in enumerate(update):
+                if recorded.random:
+                    self._seed(recorded, state.updates, place)
+                weights = state.states[place % len(state.states)]
+                numbers, *rest = recorded.run(*weights, *batch.leaves, *scale)
+                if self.at_once:
+                    value = (numbers[0] if numbers.dim() else numbers).item()
+                    if not math.isfinite(value):
+                        refuse_loss(state, value)
+                kind = recorded.micro.reported
+                results.add(recorded, [kind], numbers, rest[:-blocks])
+                total.add(rest[-blocks:], numbers[1] if kind.counted else None)
+                # Not held while the next one is computed.
+                del rest
+        if share is not None:
+            self._add_others(total, share, results, reported, sums)
         return total.reduced(loss_scale)
 
     def _scale(self) -> Tuple[List[Tensor], Union[float, Tensor]]:
@@ -312,19 +312,27 @@ class UpdateRunner(UpdateWay):
         sums = BucketSums(self._processes, self.overlap.order, total, cuts)
         return sums, self.overlap.begin()
 
-    def _gradients_of_share(
+    def _add_share(
         self,
         share: ProcessShard,
         update: Update,
         total: GradientSum,
         results: ExecutionOutputs,
-    ) -> List[Tensor]:
-        """Compute the gradient of an update of which other processes have micro-batches as well."""
+        scale: Sequence[Tensor],
+        sums: Optional[BucketSums],
+    ) -> None:
+        """Add the own gradients of an update of which other processes have micro-batches as well.
+
+        Args:
+            share: what of the update is its own.
+            update: these micro-batches.
+            total: takes their gradients.
+            results: takes what they report.
+            scale: the loss scale as an argument of a recording; empty without one.
+            sums: take the last gradients as they come; None where sums follow the backward pass.
+        """
         state, divided = self._state, self._state.placement.weights
-        sums, goes_along = self._begin_sums(total)
         blocks = len(state.storage.blocks)
-        reported = len(results.numbers)
-        scale, loss_scale = self._scale() if self._is_scaled else ([], 1.0)
         for index, (batch, recorded) in enumerate(update):
             place = share.places[index]
             self._seed(recorded, state.updates, place)
@@ -332,8 +340,7 @@ class UpdateRunner(UpdateWay):
             if divided is not None:
                 divided.factor = None if self.counted else total.next_factor()
             is_last = index == len(update) - 1
-            meets = goes_along and is_last and recorded.lowered.meeting is not None
-            with self._met(sums if meets else None, recorded, total):
+            with self._met(sums if is_last else None, recorded, total) as meets:
                 numbers, *rest = recorded.run(*weights, *batch.leaves, *scale)
             kind, gradients = recorded.micro.reported, rest[-blocks:]
             count = numbers[1] if kind.counted else None
@@ -350,22 +357,24 @@ class UpdateRunner(UpdateWay):
         if divided is not None:
             for _ in range(share.most - len(update)):
                 total.collect(divided.idle(divided.events), None)
-        self._add_others(total, share, results, reported, sums)
-        return total.reduced(loss_scale)
 
     @contextlib.contextmanager
     def _met(
         self, sums: Optional[BucketSums], recorded: TracedStep, total: GradientSum
-    ) -> Iterator[None]:
-        """A micro-batch runs, whose gradients go to the other processes as they come."""
+    ) -> Iterator[bool]:
+        """A micro-batch runs, whose gradients go to the other processes as they come.
+
+        Yields:
+            Whether they do; not without sums, nor where the recording meets no other process.
+        """
         meeting = recorded.lowered.meeting
         if sums is None or meeting is None:
-            yield
+            yield False
             return
         sums.expect(total.next_factor(), self.counted)
         meeting.host = sums
         try:
-            yield
+            yield True
         finally:
             meeting.host = None
 
