@@ -400,6 +400,11 @@ class GradStep:
             weights = [w.requires_grad_() for w in weights]
         return dict(zip(self.names, [*weights, *tensors[count:]]))
 
+    def split_results(self, results: Sequence[Tensor]) -> Tuple[Tensor, List[Tensor], List[Tensor]]:
+        """Reported numbers, outputs and flat gradients among the results of a step that trains."""
+        end = len(results) - len(self.blocks)
+        return results[0], list(results[1:end]), list(results[end:])
+
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """Run the user's module and loss, and autograd, on these tensors."""
         state = self.state_of(tensors)

@@ -166,24 +166,20 @@ class ReferenceComparison:
         state: Sequence[Tensor],
     ) -> None:
         """Loss, gradients and buffers; all of one kind, unless it is ""."""
+        numbers, _, gradients = self.recorded.micro.split_results(results)
+        traced_numbers, _, traced_gradients = self.recorded.micro.split_results(traced_results)
         for what, name, one, other in [
-            ("loss", "loss", traced_results[0], results[0]),
-            *self._gradients(traced_results, results),
+            ("loss", "loss", traced_numbers, numbers),
+            *self._gradients(traced_gradients, gradients),
             *self._buffers(own_state, state),
         ]:
             prefix = f"{what} " if kind and what != "loss" else ""
             self._add((one, other), kind or what, f"{prefix}{name}")
 
     def _gradients(
-        self, traced_results: Sequence[Tensor], results: Sequence[Tensor]
+        self, traced_flats: Sequence[Tensor], flats: Sequence[Tensor]
     ) -> Iterator[Tuple[str, str, Tensor, Tensor]]:
-        blocks = self.live.storage.blocks
-        pairs = zip(
-            blocks,
-            traced_results[len(traced_results) - len(blocks) :],
-            results[len(results) - len(blocks) :],
-        )
-        for block, one, other in pairs:
+        for block, one, other in zip(self.live.storage.blocks, traced_flats, flats):
             for slot in block.slots:
                 name = public_name(slot.name)
                 yield "gradient", name, slot.view(one), slot.view(other)

@@ -100,7 +100,7 @@ class Replay:
             search = NonFiniteSearch(where.now, batch, tensors)
             with preserve_attributes(self.live.step), where.followed(), watch_operators(search):
                 results = recorded.micro(*arguments)
-        numbers, flats = results[0], results[len(results) - len(self.live.storage.blocks) :]
+        numbers, _, flats = recorded.micro.split_results(results)
         loss = numbers[0] if numbers.dim() else numbers
         if not bool(loss.isfinite()):
             return search.cause_of(numbers) or NonFiniteValue("unknown"), flats

@@ -209,6 +209,7 @@ class OperatorProfiler:
             warnings.simplefilter("ignore")
             calls = trace_calls(recorded.micro, self.live.step, arguments)
         places = places_of(graph, recorded.graph, calls)
+        _, outputs, gradients = recorded.micro.split_results(results)
         rows = rows_of(work.records, places, timer.seconds)
         return {
             "micro_batch_size": self.batch.size,
@@ -216,9 +217,9 @@ class OperatorProfiler:
             "device": str(device),
             "timed": f"node by node, {timer.method}; the shortest time of {rounds} rounds",
             "note": self._note(),
-            "rows": rows + self._optimizer_rows(results),
+            "rows": rows + self._optimizer_rows(gradients),
             "peak": peak_of(self._dtype(), device),
-            "memory": self._memory(work, places, results),
+            "memory": self._memory(work, places, outputs, gradients),
         }
 
     def _dtype(self) -> torch.dtype:
@@ -236,7 +237,8 @@ class OperatorProfiler:
         self,
         work: NodeWork,
         places: Dict[str, OperatorSource],
-        results: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
     ) -> Dict[str, object]:
         config, merged = self.live.spec.config, self.merged
         runs = self.live.spec.plan.own_micro_batches_per_update
@@ -251,15 +253,15 @@ class OperatorProfiler:
                 place = OperatorSource(Origin(""), "backward" if is_backward(node) else "forward")
             operator = work.records[node.name].operator
             points.append((operator, place.module, place.direction, live_bytes))
-        blocks = len(self.live.storage.blocks)
-        gradients = bytes_in(results[len(results) - blocks :])
+        gradient_bytes = bytes_in(gradients)
         if runs > 1 and config.accumulation_dtype is not None:
-            added = [g.to(config.accumulation_dtype) for g in results[len(results) - blocks :]]
-            points.append(("aten.add_.Tensor", GRADIENTS, "backward", gradients + bytes_in(added)))
+            added = bytes_in([g.to(config.accumulation_dtype) for g in gradients])
+            points.append(("aten.add_.Tensor", GRADIENTS, "backward", gradient_bytes + added))
         update = self.live.updater.recorded()
         during = 0 if update is None else peak_bytes(update)
-        points.append((_name_of(self.live.spec), "", "optimizer", during + (runs == 1) * gradients))
-        fixed = self._fixed_bytes(results[: len(results) - blocks][1:], runs)
+        during += (runs == 1) * gradient_bytes
+        points.append((_name_of(self.live.spec), "", "optimizer", during))
+        fixed = self._fixed_bytes(outputs, runs)
         peak = max(point[3] for point in points)
         return {
             "fixed": fixed,
@@ -321,10 +323,9 @@ class OperatorProfiler:
         arguments = [t.clone() for t in (*self.live.states[0], *merged.step.arguments(batches))]
         return profile_graph(graph, timer_for(arguments[-1].device), arguments)[0]
 
-    def _optimizer_rows(self, results: Sequence[Tensor]) -> List[Dict[str, object]]:
+    def _optimizer_rows(self, gradients: Sequence[Tensor]) -> List[Dict[str, object]]:
         """Make the row of a weight update, where it can be tried on copies."""
-        blocks, live = len(self.live.storage.blocks), self.live
-        gradients = list(results[len(results) - blocks :])
+        live = self.live
         update = live.updater.aside(_ROUNDS)
         if update is None:
             return []
