@@ -268,6 +268,10 @@ class Device:
         """Return the name of one copy of a tensor; the tensor's own if there is but one."""
         return name if len(self._parts[name]) == 1 else f"{name}[{group}]"
 
+    def part_of(self, name: str, replica: int) -> str:
+        """Return the name of the copy of a tensor that a replica has."""
+        return self.part_name(name, self.group_of(name, replica))
+
     def parts(self, names: Sequence[str]) -> Dict[str, Tensor]:
         """Return every copy of these tensors by its own name."""
         return {
@@ -436,7 +440,7 @@ class Group:
                         "file in all of them."
                     )
 
-    def add(self, gradients: Mapping[Tuple[str, int], Tensor]) -> None:
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
         """Sum each gradient over all processes, in place."""
         if self._trains:
             assert self._processes is not None

@@ -7,7 +7,6 @@ micro-batch ``(d, a, g)``, of a group ``g`` of replicas that read the same input
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from typing import Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
@@ -15,6 +14,7 @@ from typing import Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from ipufit.engines.embedded.traced_step import computing
 from ipufit.poptorch._device import Device, Group
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._precision import FloatCheck, half_computed, makes_half
@@ -22,7 +22,7 @@ from ipufit.poptorch._recording import MicroBatchResults, RecordedProgram
 from ipufit.poptorch._tracing import returning
 from ipufit.poptorch.enums import OutputMode
 from ipufit.tracing.interpreter import InstrumentedInterpreter
-from ipufit.utils.random_streams import isolated, micro_batch_key, seed_generators
+from ipufit.utils.random_streams import micro_batch_key, seed_generators
 
 __all__ = ["AnchoredTensors", "CallShape", "Counters", "MicroBatchRunner", "latency"]
 
@@ -348,16 +348,13 @@ class MicroBatchRunner:
         shape, recorded = self._shape, self._recorded
         results = _Results(shape, self._outputs)
         anchors = _Results(shape, len(self._anchored.names))
-        total: Dict[Tuple[str, int], Tensor] = {}
+        total: Dict[str, Tensor] = {}
         large: List[Tensor] = []
         pending: List[Tuple[Tuple[int, int, int], Mapping[str, Tensor]]] = []
         parts = [_parts(tensor, shape.micro_batches) for tensor in inputs]
         self._counters.begin(len(inputs), self._outputs)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if recorded.random:
-                stack.enter_context(isolated())
-            stack.enter_context(half_computed(self._half, [*inputs, *self._device.state(0)]))
+        half = half_computed(self._half, [*inputs, *self._device.state(0)])
+        with computing(torch.device("cpu"), recorded.random), half:
             for place in shape.places():
                 started = time.perf_counter()
                 leaves = [each[shape.input_place(*place)] for each in parts]
@@ -393,17 +390,18 @@ class MicroBatchRunner:
         return self._run(*self._device.state(replica), *leaves, scale)
 
     def _accumulate(
-        self, total: Dict[Tuple[str, int], Tensor], replica: int, gradients: Mapping[str, Tensor]
+        self, total: Dict[str, Tensor], replica: int, gradients: Mapping[str, Tensor]
     ) -> None:
+        """Add gradients to the sums, each to that of the copy that the replica has."""
         for name, gradient in gradients.items():
-            key = (name, self._device.group_of(name, replica))
-            if key in total:
-                total[key] += gradient.to(total[key].dtype)
+            part = self._device.part_of(name, replica)
+            if part in total:
+                total[part] += gradient.to(total[part].dtype)
             else:
                 dtype = self._device.accumulator(gradient.dtype)
-                total[key] = gradient.to(dtype, copy=True)
+                total[part] = gradient.to(dtype, copy=True)
 
-    def _update(self, total: Mapping[Tuple[str, int], Tensor], large: Sequence[Tensor]) -> None:
+    def _update(self, total: Mapping[str, Tensor], large: Sequence[Tensor]) -> None:
         if not total:
             return
         self._group.add(total)
@@ -411,9 +409,7 @@ class MicroBatchRunner:
             self._device.observe(each)
         replicas = self._group.count * self._shape.replicas
         count = self._shape.accumulation * replicas if self._mean else 1
-        self._device.update(
-            {self._device.part_name(*key): gradient / count for key, gradient in total.items()}
-        )
+        self._device.update({part: gradient / count for part, gradient in total.items()})
 
 
 def _parts(tensor: Tensor, count: int) -> List[Tensor]:
