@@ -155,12 +155,12 @@ class Slope(nn.Module):
 
 
 class HandModel:
-    """A linear regression with SGD, written out in float64."""
+    """A linear regression on one batch with SGD, written out in float64."""
 
-    def __init__(self, kit: Kit) -> None:
+    def __init__(self, kit: Kit, x: torch.Tensor, y: torch.Tensor) -> None:
         layer = kit.linear().double()
         self.weight, self.bias = layer.weight.data, layer.bias.data
-        self.x, self.y = kit.rows(4).double(), kit.rows(4, 2, 50).double()
+        self.x, self.y = x.double(), y.double()
 
     def predict(self):
         return self.x @ self.weight.t() + self.bias
@@ -173,12 +173,17 @@ class HandModel:
             self.bias = self.bias - lr * error.sum(0)
 
 
-def _start(kit: Kit, lr: float = 0.1):
+def _regression(kit: Kit):
+    """Return a module, a batch and the model by hand."""
+    batch = kit.rows(4), kit.rows(4, 2, 50)
+    return Regression(kit.linear()), batch, HandModel(kit, *batch)
+
+
+def _start(kit: Kit):
     """Return a wrapped model, its module, its optimizer, a batch and the model by hand."""
-    net, hand = Regression(kit.linear()), HandModel(kit)
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    model = kit.training(net, optimizer)
-    return model, net, optimizer, (kit.rows(4), kit.rows(4, 2, 50)), hand
+    net, batch, hand = _regression(kit)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return kit.training(net, optimizer), net, optimizer, batch, hand
 
 
 @judged("weights/reading the module's weights brings the device's")
@@ -279,11 +284,11 @@ def _rate(kit: Kit) -> None:
 
 @judged("weights/parameter groups have their own rates")
 def _groups(kit: Kit) -> None:
-    net, hand = Regression(kit.linear()), HandModel(kit)
+    net, batch, hand = _regression(kit)
     groups = [{"params": [net.layer.weight]}, {"params": [net.layer.bias], "lr": 0.3}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     model = kit.training(net, optimizer)
-    model(kit.rows(4), kit.rows(4, 2, 50))
+    model(*batch)
     start = hand.weight, hand.bias
     hand.update(0.1)
     weight = hand.weight
@@ -296,12 +301,12 @@ def _groups(kit: Kit) -> None:
 @judged("weights/what the optimizer has not, or wants no gradient, stays")
 def _frozen(kit: Kit) -> None:
     for left_out in ("optimizer", "requires_grad"):
-        net, hand = Regression(kit.linear()), HandModel(kit)
+        net, batch, hand = _regression(kit)
         trained = [net.layer.weight] if left_out == "optimizer" else list(net.parameters())
         net.layer.bias.requires_grad_(left_out == "optimizer")
         optimizer = torch.optim.SGD(trained, lr=0.1)
         model = kit.training(net, optimizer)
-        model(kit.rows(4), kit.rows(4, 2, 50))
+        model(*batch)
         hand.update(0.1, ("weight",))
         kit.close(f"{left_out}: weight", net.layer.weight, hand.weight)
         kit.close(f"{left_out}: bias", net.layer.bias, hand.bias)
@@ -333,19 +338,18 @@ def _tied(kit: Kit) -> None:
 
 @judged("weights/without an optimizer it is SGD with a rate of 0.01")
 def _default(kit: Kit) -> None:
-    net, hand = Regression(kit.linear()), HandModel(kit)
+    net, batch, hand = _regression(kit)
     model = kit.training(net)
-    model(kit.rows(4), kit.rows(4, 2, 50))
+    model(*batch)
     hand.update(0.01)
     kit.close("weight", net.layer.weight, hand.weight)
 
 
 @judged("weights/detached and attached again, training goes on")
 def _detach(kit: Kit) -> None:
-    net, hand = Regression(kit.linear()), HandModel(kit)
+    net, batch, hand = _regression(kit)
     optimizer = kit.poptorch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     model = kit.training(net, optimizer)
-    batch = kit.rows(4), kit.rows(4, 2, 50)
     velocity = 0.0
     for call in range(3):
         before = hand.weight
