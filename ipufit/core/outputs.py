@@ -14,6 +14,7 @@ from ipufit.utils import tree
 __all__ = [
     "Key",
     "accumulator_of",
+    "add_to",
     "children",
     "describe_value",
     "drop_ignored_outputs",
@@ -58,6 +59,12 @@ def accumulator_of(output: Tensor) -> Tensor:
     """
     is_number = output.is_floating_point() or output.is_complex()
     return output.clone() if is_number else output.to(torch.int64, copy=True)
+
+
+def add_to(total: Tensor, output: Tensor) -> None:
+    """Add an output to the sum; a smaller last micro-batch adds to the rows that it has."""
+    rows = total[: output.shape[0]] if output.dim() else total
+    rows.add_(output)
 
 
 def refuse_hidden_tensors(outputs: object) -> None:

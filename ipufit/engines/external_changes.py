@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.grad_step import public_name
 
-__all__ = ["OptimizerStateVersion", "changed_shape", "refuse_replaced"]
+__all__ = ["OptimizerStateVersion", "changed_shape", "refuse_frozen", "refuse_replaced"]
 
 
 def refuse_replaced(step: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -27,6 +27,20 @@ def refuse_replaced(step: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 f"{public_name(name)!r} was replaced or removed during fit, but the program works "
                 "on the one that was there at its start. Change values in place, or call fit again "
                 "after changing the module."
+            )
+
+
+def refuse_frozen(trained: Mapping[str, nn.Parameter]) -> None:
+    """Make sure that the parameters that a program trains still require gradients.
+
+    Raises:
+        ConfigurationError: one was frozen since the program was built.
+    """
+    for name, parameter in trained.items():
+        if not parameter.requires_grad:
+            raise ConfigurationError(
+                f"{public_name(name)!r} was frozen during fit, but which parameters are "
+                "trained is fixed when fit starts. Freeze it between two calls of fit."
             )
 
 

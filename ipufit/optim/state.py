@@ -7,7 +7,7 @@ SGD, Adam, AdamW, RMSprop and :class:`ipufit.optim.LAMB`. See docs/checkpoints.m
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, Hashable, Mapping, Protocol, Tuple, Type, Union, cast
+from typing import Any, Callable, Dict, Hashable, Mapping, Protocol, Type, Union, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,20 @@ __all__ = ["from_poptorch", "to_poptorch"]
 Kind = Type[torch.optim.Optimizer]
 
 # State by torch's names, and the beginnings of the device's names for it.
-_STATE: Dict[Kind, Dict[str, Tuple[str, ...]]] = {
-    torch.optim.SGD: {"momentum_buffer": ("Accl1___", "Accl2___", "Accl___")},
-    torch.optim.Adam: {"exp_avg": ("Accl1___",), "exp_avg_sq": ("Accl2___",)},
-    torch.optim.AdamW: {"exp_avg": ("Accl1___",), "exp_avg_sq": ("Accl2___",)},
-    torch.optim.RMSprop: {
-        "square_avg": ("Accl1___",),
-        "grad_avg": ("Accl2___",),
-        "momentum_buffer": ("Accl3___",),
-    },
-    LAMB: {"exp_avg": ("Accl1___",), "exp_avg_sq": ("Accl2___",)},
+VELOCITY = {"momentum_buffer": "Accl1___"}
+COMBINED_VELOCITY = {"momentum_buffer": "Accl___"}
+MOMENTS = {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___"}
+RMSPROP = {"square_avg": "Accl1___", "grad_avg": "Accl2___", "momentum_buffer": "Accl3___"}
+STEP = "Step___"
+_STATE: Dict[Kind, Dict[str, str]] = {
+    torch.optim.SGD: VELOCITY,
+    torch.optim.Adam: MOMENTS,
+    torch.optim.AdamW: MOMENTS,
+    torch.optim.RMSprop: RMSPROP,
+    LAMB: MOMENTS,
 }
-_STEP = "Step___"
+# Under one of these a device may have the velocity of SGD instead.
+_OTHER_VELOCITIES = ("Accl2___", COMBINED_VELOCITY["momentum_buffer"])
 # The device counts the updates of these.
 _COUNTED = (torch.optim.Adam, torch.optim.AdamW, LAMB)
 
@@ -61,14 +63,14 @@ def device_state(
         zeros: whether the device is told zeros where torch has nothing.
     """
     state: Dict[str, Tensor] = {}
-    for torchs, prefixes in _STATE[kind].items():
+    for torchs, prefix in _STATE[kind].items():
         value = parameter_state.get(torchs)
         if value is None and zeros:
             value = torch.zeros_like(parameter)
         if value is not None:
-            state[prefixes[0] + name] = value.detach().cpu().clone()
+            state[prefix + name] = value.detach().cpu().clone()
     if kind in _COUNTED and (parameter_state or zeros):
-        state[_STEP + name] = torch.tensor(float(parameter_state.get("step", 0)))
+        state[STEP + name] = torch.tensor(float(parameter_state.get("step", 0)))
     return state
 
 
@@ -85,16 +87,17 @@ def torch_state(
         done: updates made, for what torch counts and the device does not.
     """
     converted: Dict[str, object] = {}
-    for torchs, prefixes in _STATE[kind].items():
-        for prefix in prefixes:
+    others = _OTHER_VELOCITIES if kind is torch.optim.SGD else ()
+    for torchs, first in _STATE[kind].items():
+        for prefix in (first, *others):
             if prefix + name in states:
                 value = states[prefix + name].reshape(parameter.shape)
                 converted[torchs] = value.to(parameter.dtype, copy=True)
     if not converted and kind is not torch.optim.RMSprop:
         return {}
     if kind is not torch.optim.SGD:
-        if _STEP + name in states:
-            done = float(states[_STEP + name].reshape(-1)[0])
+        if STEP + name in states:
+            done = float(states[STEP + name].reshape(-1)[0])
         if done == 0:
             return {}
         converted["step"] = make_step_counter(kind, done, torch.device("cpu"))

@@ -18,12 +18,12 @@ from ipufit.poptorch._optimizer_rules import (
     LOSS_SCALING,
     PREFIXES,
     Factors,
-    counts_steps,
     exported,
     group_of,
     imported,
     initial,
     rule_of,
+    step_name,
 )
 from ipufit.poptorch._optimizer_settings import OptimizerSettings, Value, check_replacement
 from ipufit.poptorch.optim import DeviceState
@@ -255,8 +255,9 @@ class CompiledOptimizer:
         for member in self._members:
             for name, tensor in self._named(member).items():
                 tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            if counts_steps(self.settings.kind):
-                tensors[f"Step___{member.name}"] = _single(member.updates)
+            step = step_name(self.settings.kind, member.name)
+            if step is not None:
+                tensors[step] = _single(member.updates)
         numbers = {name: _single(number) for name, number in self.numbers().items()}
         return {"ipu_state": tensors, "ipu_param": numbers}
 
@@ -319,8 +320,8 @@ class CompiledOptimizer:
             else:
                 _warn_of_missing("state", UPDATE_FACTOR)
         for member in self._members:
-            name = f"Step___{member.name}"
-            if not counts_steps(self.settings.kind):
+            name = step_name(self.settings.kind, member.name)
+            if name is None:
                 continue
             if name in tensors:
                 member.updates = float(tensors[name])

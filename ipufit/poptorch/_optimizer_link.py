@@ -8,7 +8,6 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Seque
 import torch
 from torch import Tensor
 
-from ipufit.poptorch import optim
 from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._host_weights import HostWeights
 from ipufit.poptorch._logging import logger
@@ -24,7 +23,7 @@ from ipufit.poptorch._optimizer_settings import (
     settings_of,
 )
 from ipufit.poptorch.enums import MeanReductionStrategy, ReductionType
-from ipufit.poptorch.optim import DEVICE, DeviceState, StateSync
+from ipufit.poptorch.optim import DEVICE, AdamW, DeviceState, StateSync
 from ipufit.poptorch.options import Options
 
 __all__ = [
@@ -100,7 +99,7 @@ class AttributeTracker:
                 "maximize=True is ignored: the device minimises the loss. Negate the loss instead.",
                 warn=True,
             )
-        if class_of(optimizer) is optim.AdamW and not getattr(optimizer, "bias_correction", True):
+        if class_of(optimizer) is AdamW and not getattr(optimizer, "bias_correction", True):
             self._say(
                 "bias_correction=False is ignored: the device corrects the bias of AdamW in any "
                 "case. LAMB honours it.",

@@ -24,19 +24,20 @@ from ipufit.optim.rules import (
     SGDRule,
     State,
 )
+from ipufit.optim.state import COMBINED_VELOCITY, MOMENTS, RMSPROP, STEP, VELOCITY
 from ipufit.poptorch._optimizer_settings import OptimizerKind, OptimizerSettings, Value, Values
 
 __all__ = [
     "LOSS_SCALING",
     "PREFIXES",
     "Factors",
-    "counts_steps",
     "exported",
     "group_of",
     "imported",
     "initial",
     "rule_of",
     "state_dtype",
+    "step_name",
 ]
 
 
@@ -112,24 +113,26 @@ class TensorFlowRMSpropRule(RMSpropRule):
     tensorflow = True
 
 
-# The device's names of the state tensors, by torch's.
-_MOMENTS = {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___"}
-_RMSPROP = {"square_avg": "Accl1___", "grad_avg": "Accl2___", "momentum_buffer": "Accl3___"}
+# Beginnings of the device's names of the state tensors, by torch's names.
 PREFIXES: Mapping[OptimizerKind, Mapping[str, str]] = {
-    OptimizerKind.SGD_COMBINED: {"momentum_buffer": "Accl___"},
-    OptimizerKind.SGD_SEPARATE: {"momentum_buffer": "Accl1___"},
-    OptimizerKind.ADAM: _MOMENTS,
-    OptimizerKind.ADAMW: _MOMENTS,
-    OptimizerKind.LAMB: _MOMENTS,
-    OptimizerKind.LAMB_NO_BIAS: _MOMENTS,
-    OptimizerKind.RMSPROP: _RMSPROP,
-    OptimizerKind.RMSPROP_CENTERED: _RMSPROP,
+    OptimizerKind.SGD_COMBINED: COMBINED_VELOCITY,
+    OptimizerKind.SGD_SEPARATE: VELOCITY,
+    OptimizerKind.ADAM: MOMENTS,
+    OptimizerKind.ADAMW: MOMENTS,
+    OptimizerKind.LAMB: MOMENTS,
+    OptimizerKind.LAMB_NO_BIAS: MOMENTS,
+    OptimizerKind.RMSPROP: RMSPROP,
+    OptimizerKind.RMSPROP_CENTERED: RMSPROP,
 }
 
 
-def counts_steps(kind: OptimizerKind) -> bool:
-    """Return True if the device counts the updates of every parameter, for bias correction."""
-    return kind in (OptimizerKind.ADAM, OptimizerKind.ADAMW, OptimizerKind.LAMB)
+def step_name(kind: OptimizerKind, parameter: str) -> Optional[str]:
+    """Return the device's name of a parameter's number of updates.
+
+    It is counted for bias correction; None where the device does not correct any.
+    """
+    is_counted = kind in (OptimizerKind.ADAM, OptimizerKind.ADAMW, OptimizerKind.LAMB)
+    return STEP + parameter if is_counted else None
 
 
 def rule_of(settings: OptimizerSettings, group: int) -> OptimizerRule:

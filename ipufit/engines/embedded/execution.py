@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard
-from ipufit.core.outputs import accumulator_of
+from ipufit.core.outputs import accumulator_of, add_to
 from ipufit.engines.embedded.flat_optimizer import Rows
 from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.program import ExecutionResult
@@ -165,9 +165,7 @@ class ExecutionOutputs:
             self.outputs.append((recorded, [accumulator_of(tensor) for tensor in tensors]))
         else:
             for total, tensor in zip(self.outputs[place % self._replicas][1], tensors):
-                # A smaller last micro-batch adds to the rows that it has.
-                rows = total[: tensor.shape[0]] if tensor.dim() else total
-                rows.add_(tensor)
+                add_to(total, tensor)
 
     def losses(self, begin: int) -> Tensor:
         """Return the losses of all micro-batches from an entry of ``numbers`` on."""

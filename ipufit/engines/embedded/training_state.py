@@ -16,7 +16,6 @@ from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
 from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
-from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.validate import refuse_shared_memory
@@ -442,19 +441,6 @@ class TrainingState:
         if self.averages is not None:
             self._carried.averages.update(self.averages.by_name())
             self.averages = None
-
-    def refuse_frozen(self) -> None:
-        """Make sure that all trained parameters still are.
-
-        Raises:
-            ConfigurationError: one was frozen since the program was built.
-        """
-        for name in self.trained if self.with_gradient else ():
-            if not self.parameters[name].requires_grad:
-                raise ConfigurationError(
-                    f"{public_name(name)!r} was frozen during fit, but which parameters are "
-                    "trained is fixed when fit starts. Freeze it between two calls of fit."
-                )
 
     def publish(self) -> None:
         """Bring the state in torch's optimizer up to date, where it lies whole."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.core.outputs import accumulator_of
+from ipufit.core.outputs import accumulator_of, add_to
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.external_changes import changed_shape, refuse_replaced
 from ipufit.engines.ipu.optimizers import DeviceOptimizer
@@ -253,14 +253,13 @@ def _outputs(results: Sequence[Result], spec: ProgramSpec) -> Tuple[List[object]
 
 
 def _sum(outputs: Sequence[object]) -> object:
-    """Added up; a smaller last micro-batch adds to the rows that it has."""
+    """Add up the outputs of micro-batches."""
     leaves, structure = tree.flatten(outputs[0])
     totals = [accumulator_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     for each in outputs[1:]:
         for total, leaf in zip(totals, tree.flatten(each)[0]):
             if isinstance(total, Tensor):
-                rows = total[: leaf.shape[0]] if leaf.dim() else total
-                rows.add_(leaf)
+                add_to(total, leaf)
     return tree.unflatten(totals, structure)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.precision import check_precision, warn_of_vanishing_eps
+from ipufit.engines.external_changes import refuse_frozen
 from ipufit.engines.ipu.executable import Host, Result, Trained, anchors_of, unwrapped
 from ipufit.engines.ipu.inference import IpuContext
 from ipufit.engines.ipu.options import place_of_profile, seed_of
@@ -15,11 +16,10 @@ from ipufit.engines.ipu.program_cache import ProgramCache, ProgramSelector
 from ipufit.engines.ipu.sdk import alone, translate_errors
 from ipufit.engines.ipu.size import Size, filled, padded, padding_needed
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
-from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
+from ipufit.errors import LossError, NonFiniteLossError
 from ipufit.optim.resolve import refuse_step_hooks
 from ipufit.optim.rules import rule_for
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
-from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.validate import refuse_shared_memory
 from ipufit.utils.state import copy_optimizer_state
 
@@ -132,7 +132,7 @@ class PoptorchTrainingProgram(Program):
         return shapes.program_for(sizes).prepared(example.size)
 
     def _prepared_main(self) -> Trained:
-        self._refuse_frozen()
+        refuse_frozen(self._host.trained)
         if self._frozen is not None and unwrapped(fingerprint(self._host.whole)[0]) != self._frozen:
             self._drop()
         if self._size in self._programs.sizes:
@@ -142,14 +142,6 @@ class PoptorchTrainingProgram(Program):
         self._frozen = unwrapped(frozen)
         self._frozen_values.note()
         return program
-
-    def _refuse_frozen(self) -> None:
-        for name, parameter in self._host.trained.items():
-            if not parameter.requires_grad:
-                raise ConfigurationError(
-                    f"{public_name(name)!r} was frozen during fit, but which parameters are "
-                    "trained is fixed when fit starts. Freeze it between two calls of fit."
-                )
 
     @alone
     def run(self, batch: CombinedBatch) -> ExecutionResult:

@@ -21,6 +21,7 @@ from ipufit.engines.embedded.programs.base import BaseProgram
 from ipufit.engines.embedded.traced_step import TracedStep, Update, computing
 from ipufit.engines.embedded.training_state import StatePlacement, TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner
+from ipufit.engines.external_changes import refuse_frozen
 from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError
 from ipufit.tracing.fingerprint import FrozenValues
@@ -137,7 +138,8 @@ class TrainingProgram(BaseProgram):
         if state.with_gradient:
             if state.placement.must_take_over():
                 self._let_go()
-            state.refuse_frozen()
+            if state.with_gradient:
+                refuse_frozen({name: state.parameters[name] for name in state.trained})
             self._by_form = {}
         prepared = super().prepare(example)
         if self._frozen_values is not None:
