@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, Mapping, Sequence, Tuple
+from typing import Dict, Iterable, Mapping, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,18 @@ def refuse_replaced(step: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def refuse_frozen(trained: Mapping[str, nn.Parameter]) -> None:
+def refuse_frozen(trained: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> None:
     """Make sure that the parameters that a program trains still require gradients.
+
+    Args:
+        trained: their names.
+        parameters: of the module, by name.
 
     Raises:
         ConfigurationError: one was frozen since the program was built.
     """
-    for name, parameter in trained.items():
-        if not parameter.requires_grad:
+    for name in trained:
+        if not parameters[name].requires_grad:
             raise ConfigurationError(
                 f"{public_name(name)!r} was frozen during fit, but which parameters are "
                 "trained is fixed when fit starts. Freeze it between two calls of fit."

@@ -132,7 +132,7 @@ class PoptorchTrainingProgram(Program):
         return shapes.program_for(sizes).prepared(example.size)
 
     def _prepared_main(self) -> Trained:
-        refuse_frozen(self._host.trained)
+        refuse_frozen(self._host.trained, self._host.parameters)
         if self._frozen is not None and unwrapped(fingerprint(self._host.whole)[0]) != self._frozen:
             self._drop()
         if self._size in self._programs.sizes:

@@ -139,7 +139,7 @@ class TrainingProgram(BaseProgram):
             if state.placement.must_take_over():
                 self._let_go()
             if state.with_gradient:
-                refuse_frozen({name: state.parameters[name] for name in state.trained})
+                refuse_frozen(state.trained, state.parameters)
             self._by_form = {}
         prepared = super().prepare(example)
         if self._frozen_values is not None:
