@@ -115,9 +115,9 @@ def show(browser, address, all_charts=True):
     for log in browser.log_types:
         browser.get_log(log)
     browser.get(address)
-    wait_for(browser, "return document.body.dataset.drawn")
+    wait_for(browser, "return performance.getEntriesByName('drawn').length")
     if all_charts:
-        browser.execute_script("drawAll(false)")
+        browser.execute_script("drawAll()")
 
 
 def come_to(browser, chart):
@@ -127,7 +127,7 @@ def come_to(browser, chart):
         "behavior: 'instant'})",
         chart,
     )
-    wait_for(browser, "return done.has(arguments[0].slice('chart-'.length))", chart)
+    wait_for(browser, "return !isDue(byId(arguments[0]))", chart)
 
 
 def complaints(browser):

@@ -160,6 +160,20 @@ def test_a_server_that_is_gone_is_told(browser, server):
 
 
 @pytest.mark.long
+def test_a_server_that_is_back_is_asked_again(browser, server):
+    """When the reader presses the button, which goes away."""
+    show(browser, server.address)
+    state, server.state = server.state, ""
+    wait_for(browser, "return !document.getElementById('live-again').hidden")
+    server.state = state
+    browser.execute_script("document.getElementById('live-again').click()")
+    wait_for(browser, "return document.getElementById('live-again').hidden")
+    wait_for(
+        browser, "return document.getElementById('live-shown').textContent.startsWith('running')"
+    )
+
+
+@pytest.mark.long
 def test_a_run_that_has_just_begun_is_followed(browser, run):
     """Nothing is known yet, then everything."""
     facts = {

@@ -94,7 +94,7 @@ def test_charts_are_drawn_when_they_come_near(browser, addresses):
     assert "operators" in drawn(browser)
     browser.execute_script("document.documentElement.style.scrollBehavior = 'auto'")
     press(browser, "nav a[href='#time']")
-    wait_for(browser, "return done.has('phases-epochs')")
+    wait_for(browser, "return !isDue(byId('chart-phases-epochs'))")
     browser.find_element(By.ID, "chart-timeline").send_keys("+")
     assert "timeline" in drawn(browser)
     for figure in browser.execute_script("return figures().map((f) => f.id)"):
@@ -166,7 +166,7 @@ def test_gaps_of_long_curves_stay(page):
 _SPENT = """
 const at = (name) => performance.getEntriesByName(name)[0]?.startTime ?? 0;
 const begin = performance.now();
-drawAll(false);
+drawAll();
 const rest = performance.now() - begin;
 return [Math.max(at("seen"), at("first-contentful-paint")), at("drawn"), at("drawn") + rest];
 """
@@ -423,7 +423,7 @@ def test_charts_follow_the_width_of_the_window(browser, addresses):
     size = {"width": 800, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        wait_for(browser, "return done.size < figures().length")
+        wait_for(browser, "return figures().some(isDue)")
         for figure in browser.execute_script("return figures().map((f) => f.id)"):
             come_to(browser, figure)
         assert max(browser.execute_script(_WIDTHS)) <= 760
@@ -512,11 +512,11 @@ def test_an_old_browser_has_the_tables(browser, addresses):
 @pytest.mark.long
 def test_a_chart_that_fails_leaves_the_others(page):
     """And says so on top."""
-    page.execute_script("facts.charts.loss.data = null; done.clear()")
+    page.execute_script("facts.charts.loss.data = null; drawn.delete(byId('chart-loss'))")
     page.execute_script("drawInTurn(100)")
     said = wait_for(page, "return document.getElementById('trouble').textContent")
     assert said.startswith('"Loss of every execution" can\'t be drawn: ')
-    wait_for(page, "return done.has('operators')")
+    wait_for(page, "return !isDue(byId('chart-operators'))")
 
 
 @pytest.mark.long

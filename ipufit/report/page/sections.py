@@ -140,8 +140,9 @@ class Chart:
     def figure(self) -> Dict[str, object]:
         """Make the figure, as JSON of plotly.py, without what all charts share: see :func:`look`.
 
-        ``meta`` of its layout has changes by axis: ``narrow`` where there is little room, and
-        ``time`` for the second way to count places, which ``meta.time`` of a trace has.
+        ``meta`` of its layout has changes by axis: ``narrow`` where there is little room, ``log``
+        for a logarithmic axis, and ``time`` for the second way to count places, which ``meta.time``
+        of a trace has.
         """
         # Imported here: there is none where no page is made.
         import plotly.graph_objects as go
@@ -321,6 +322,8 @@ def _layout(chart: Chart) -> Dict[str, object]:
     meta: Dict[str, object] = {"narrow": narrow}
     if len(chart.x) > 1:
         meta["time"] = {"xaxis": {"title": {"text": _escaped(chart.x[1])}, "dtick": None}}
+    if chart.log:
+        meta["log"] = {"yaxis": {"type": "log", "range": None}}
     alarm = {"color": "var(--alarm)", "width": 2, "dash": "dash"}
     limit = {"type": "line", "y0": 0, "y1": 1, "yref": "paper", "line": alarm}
     return {

@@ -7,7 +7,8 @@ const all = (selector, part = document) => Array.from(part.querySelectorAll(sele
 const facts = JSON.parse(byId("data").textContent);
 const figures = () => all("figure.chart");
 const isReady = () => typeof Plotly !== "undefined";
-const done = new Set(); // names of charts whose pictures are up to date
+const look = getComputedStyle(document.documentElement); // always as it is now
+const drawn = new WeakMap(); // by figure, the state that its picture shows
 
 /** A mean that forgets: of the last `span` values, about. */
 function smoothed(values, span) {
@@ -41,26 +42,26 @@ function thinned(x, y, range) {
       if (!(y[places.most] >= value)) places.most = i;
     }
   });
-  const drawn = Object.values(stretches).flatMap((places) => Object.values(places));
-  return [...new Set([0, y.length - 1, ...drawn])].sort((a, b) => a - b);
+  const kept = Object.values(stretches).flatMap((places) => Object.values(places));
+  return [...new Set([0, y.length - 1, ...kept])].sort((a, b) => a - b);
 }
 
 /** The traces of a chart: over which places, how smooth, and with as many points as can be seen. */
-function traces({ data }, { isTimed, span }, range) {
-  const drawn = (trace) => {
+function traces({ data }, { choices, span }, range) {
+  const bounded = (trace) => {
     if (!isLong(trace)) return trace;
     const places = thinned(trace.x, trace.y, range);
     return { ...trace, x: places.map((i) => trace.x[i]), y: places.map((i) => trace.y[i]) };
   };
   return data.flatMap(({ meta, ...trace }) => {
-    const whole = { ...trace, x: (isTimed && meta?.time) || trace.x };
-    if (!(span >= 2)) return drawn(whole);
+    const whole = { ...trace, x: (choices.includes("time") && meta?.time) || trace.x };
+    if (!(span >= 2)) return bounded(whole);
     // Of all values, not of those that are drawn.
     const mean = { ...whole, mode: "lines", y: smoothed(trace.y, span) };
     mean.line = { ...trace.line, dash: meta.dash };
     const behind = { mode: "lines", opacity: 0.3, showlegend: false, hoverinfo: "skip" };
     const line = { ...trace.line, width: 1 };
-    return [drawn({ ...whole, ...behind, line, hovertemplate: null }), drawn(mean)];
+    return [bounded({ ...whole, ...behind, line, hovertemplate: null }), bounded(mean)];
   });
 }
 
@@ -70,11 +71,11 @@ function zoomed({ layout }, axis) {
   return autorange === false && range && !fixedrange ? { autorange, range } : undefined;
 }
 
-function layout({ layout: { meta, ...shown } }, { isTimed, isLog }, plot, width) {
-  const logarithmic = { yaxis: { type: "log", range: null } };
-  const changes = [width < 500 && meta.narrow, isTimed && meta.time, isLog && logarithmic];
+/** The layout of a chart, over which the changes lie that room and choices make. */
+function layout({ layout: { meta, ...shown } }, { choices, width }, plot) {
+  const changes = [width < 500 && "narrow", ...choices].map((name) => meta[name]);
   for (const axis of ["xaxis", "yaxis"]) {
-    const ofAxis = [...changes.map((change) => change && change[axis]), zoomed(plot, axis)];
+    const ofAxis = [...changes.map((change) => change?.[axis]), zoomed(plot, axis)];
     shown[axis] = Object.assign({}, shown[axis], ...ofAxis);
   }
   // A finger that scrolls the page must not be caught by a picture.
@@ -82,36 +83,39 @@ function layout({ layout: { meta, ...shown } }, { isTimed, isLog }, plot, width)
   return { ...shown, width, dragmode, template: facts.look };
 }
 
-/** What the reader of a chart has chosen. */
-function choicesOf(figure) {
-  const span = Number(figure.querySelector(".tools input")?.dataset.span);
-  const presses = all(".tools [aria-pressed='true']", figure).map(({ dataset }) => dataset.choice);
-  return { span, isTimed: presses.includes("isTimed"), isLog: presses.includes("isLog") };
+/** What a picture depends on besides its figure and its zoom; every look has an ink of its own. */
+function stateOf(figure) {
+  const { clientWidth } = figure.querySelector(".plot");
+  const span = Number(figure.querySelector("[type='range']")?.dataset.span);
+  const choices = all(".tools :checked", figure).map(({ value }) => value);
+  return { width: clientWidth, ink: look.getPropertyValue("--ink"), span, choices };
 }
 
-/** Draw a chart, or draw it anew after any change; on paper in the width of a page. */
-function draw(figure, forPaper = false) {
-  const name = figure.dataset.chart;
-  const chart = facts.charts[name];
+/** Whether a chart has no picture, or one of another state. */
+const isDue = (figure) =>
+  !figure.matches(".undrawn") && drawn.get(figure) !== JSON.stringify(stateOf(figure));
+
+/** Draw a chart as it is to be now. */
+function draw(figure) {
+  const chart = facts.charts[figure.dataset.chart];
   const plot = figure.querySelector(".plot");
-  const choices = choicesOf(figure);
-  const width = forPaper ? Math.min(660, plot.clientWidth || 660) : plot.clientWidth;
+  const state = stateOf(figure);
+  drawn.set(figure, JSON.stringify(state));
   const parts = {
-    data: traces(chart, choices, zoomed(plot, "xaxis")?.range),
-    layout: layout(chart, choices, plot, width),
+    data: traces(chart, state, zoomed(plot, "xaxis")?.range),
+    layout: layout(chart, state, plot),
   };
-  const look = getComputedStyle(document.documentElement);
   const coloured = (key, value) => (key.endsWith("color")
     ? value.replace(/^var\((.+)\)$/, (_, colour) => look.getPropertyValue(colour)) : value);
   const shown = JSON.parse(JSON.stringify(parts), coloured);
   const isFirst = !plot.layout;
   Plotly.react(plot, shown.data, shown.layout, facts.config);
+  // Another part of a long line has other points.
   if (isFirst) {
-    plot.style.minHeight = "";
     // Another part of a long line has other points.
-    plot.on("plotly_relayout", () => facts.charts[name].data.some(isLong) && draw(figure));
+    plot.on("plotly_relayout", () => facts.charts[figure.dataset.chart].data.some(isLong)
+      && draw(figure));
   }
-  if (!forPaper) done.add(name);
 }
 
 // What a key, or a button with its name, shows of an axis: from and to, in parts of what is seen.
@@ -149,19 +153,18 @@ document.addEventListener("keydown", (event) => {
   if (act(event.target, event.key)) event.preventDefault();
 });
 
-function toggle(figure, press) {
-  const { layout } = figure.querySelector(".plot");
-  press.setAttribute("aria-pressed", String(press.getAttribute("aria-pressed") !== "true"));
-  // Other places, or other values, are seen in whole at first.
-  if (press.dataset.choice === "isTimed") delete layout?.xaxis;
-  delete layout?.yaxis;
-  ensure(figure, true);
-}
-
 document.addEventListener("input", ({ target }) => {
-  if (!target.matches(".chart .tools input")) return;
-  const span = 2 ** target.value;
-  target.dataset.span = span;
-  target.setAttribute("aria-valuetext", span < 2 ? "none" : `about ${span} executions`);
-  ensure(target.closest("figure.chart"), true);
+  const figure = target.closest("figure.chart");
+  if (!figure) return;
+  if (target.type === "range") {
+    const span = 2 ** target.value;
+    target.dataset.span = span;
+    target.setAttribute("aria-valuetext", span < 2 ? "none" : `about ${span} executions`);
+  } else {
+    // Other places, or other values, are seen in whole at first.
+    const { layout } = figure.querySelector(".plot");
+    if (target.value === "time") delete layout?.xaxis;
+    delete layout?.yaxis;
+  }
+  ensure(figure);
 });

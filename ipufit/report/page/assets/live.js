@@ -8,11 +8,11 @@ const OWN = new Set(["open", "hidden", "aria-sort", "aria-expanded"]);
 
 /** Make a part of the page like another one, and leave focus, scroll and pictures alone. */
 function morph(old, next) {
+  if (old.isEqualNode(next) || old.matches?.(".plot, .chart .tools")) return;
   if (old.nodeType === Node.TEXT_NODE) {
-    if (old.data !== next.data) old.data = next.data;
+    old.data = next.data;
     return;
   }
-  if (old.matches(".plot, .chart .tools")) return;
   for (const name of new Set([...old.getAttributeNames(), ...next.getAttributeNames()])) {
     if (OWN.has(name) || old.getAttribute(name) === next.getAttribute(name)) continue;
     if (next.hasAttribute(name)) old.setAttribute(name, next.getAttribute(name));
@@ -22,47 +22,31 @@ function morph(old, next) {
   wanted.forEach((child, i) => {
     const present = old.childNodes[i];
     // A part with a name may have come to another place.
-    const match = child.id ? Array.from(old.children).find(({ id }) => id === child.id)
+    const match = child.id ? byId(child.id)
       : present?.nodeName === child.nodeName && !present.id && present;
-    if (!match || match !== present) old.insertBefore(match || child, present ?? null);
+    if (match !== present) old.insertBefore(match || child, present ?? null);
     if (match) morph(match, child);
   });
   while (old.childNodes.length > wanted.length) old.lastChild.remove();
 }
 
-const sent = {}; // by part of the page, what was sent for it last
-
-function isNew(key, value) {
-  const [before, now] = [sent[key], JSON.stringify(value)];
-  sent[key] = now;
-  return now !== before;
-}
-
 /** Bring the page up to date. */
 function update({ charts, navigation, sections, subtitle }) {
-  const main = byId("main");
+  const next = document.createElement("template");
+  const main = `<main id="main">${Object.values(sections).join("")}</main>`;
+  next.innerHTML = subtitle + navigation + main;
+  // Rows have to meet rows: in the order that the reader has chosen.
+  for (const head of all("[aria-sort$='ending']")) {
+    const table = next.content.getElementById(head.closest("table").id);
+    if (table) sort(table, head.cellIndex, head.getAttribute("aria-sort"));
+  }
+  for (const part of next.content.children) morph(byId(part.id), part);
+  applyFolds();
+  for (const [name, chart] of Object.entries(charts)) {
+    const isNew = JSON.stringify(chart) !== JSON.stringify(facts.charts[name]);
+    if (isNew) drawn.delete(byId(`chart-${name}`));
+  }
   facts.charts = charts;
-  for (const [name, html] of Object.entries({ navigation, subtitle, ...sections })) {
-    if (!isNew(name, html)) continue;
-    const parsed = document.createElement("template");
-    parsed.innerHTML = html;
-    const next = parsed.content.firstElementChild;
-    // Rows have to meet rows: in the order that the reader has chosen.
-    for (const table of all("table.sorts", next)) {
-      const head = byId(table.id)?.querySelector("[aria-sort$='ending']");
-      if (head) sort(table, head.cellIndex, head.getAttribute("aria-sort"));
-    }
-    if (byId(name)) morph(byId(name), next);
-    else main.insertBefore(next, main.children[Object.keys(sections).indexOf(name)] ?? null);
-    enhance(byId(name));
-  }
-  Array.from(main.children, (part) => part.id in sections || part.remove());
-  for (const figure of figures()) {
-    const name = figure.dataset.chart;
-    const isChanged = isNew(`chart ${name}`, charts[name]);
-    // A chart that has come, or come anew, has no picture yet.
-    if (isChanged || !figure.querySelector(".plot").layout) done.delete(name);
-  }
   drawInTurn();
 }
 
@@ -72,10 +56,11 @@ const ask = () =>
     .then((answer) => (answer.ok ? answer.text() : ""))
     .catch(() => "");
 
-/** Follow a run until it is over or its server is gone. */
-function follow() {
+/** Follow a run until it is over. */
+async function follow() {
   const clock = () => new Date().toLocaleTimeString("en-GB");
-  let [updated, spoken, last, status] = [clock(), -Infinity, "", ""];
+  const again = byId("live-again");
+  let [failures, updated, spoken, last, status] = [0, clock(), -Infinity, "", ""];
 
   // What is seen changes often; what is said aloud, rarely.
   const tell = (line, isNews) => {
@@ -85,8 +70,10 @@ function follow() {
     spoken = performance.now();
   };
 
-  const goOn = async (failures) => {
+  tell(`running, updated ${updated}`, true);
+  while (true) {
     const text = await ask();
+    failures = text ? 0 : failures + 1;
     if (text) {
       const state = JSON.parse(text);
       if (text !== last) {
@@ -95,17 +82,15 @@ function follow() {
       }
       tell(`${state.status}, updated ${updated}`, state.status !== status);
       [last, status] = [text, state.status];
-      if (status === "running") setTimeout(goOn, EVERY, 0);
-    } else if (failures + 1 < PATIENCE) setTimeout(goOn, EVERY, failures + 1);
-    else {
+      if (status !== "running") return;
+    } else if (failures === PATIENCE) {
       tell(`The server is gone; this is the run as it was at ${updated}. `, true);
-      byId("live-again").hidden = false;
+      again.hidden = false;
+      await new Promise((pressed) => again.addEventListener("click", pressed, { once: true }));
+      again.hidden = true;
+      failures = 0;
+      continue;
     }
-  };
-  byId("live-again").addEventListener("click", () => {
-    byId("live-again").hidden = true;
-    goOn(0);
-  });
-  tell(`running, updated ${updated}`, true);
-  goOn(0);
+    await pause(EVERY);
+  }
 }

@@ -2,8 +2,8 @@
 
 const root = document.documentElement;
 
-/** The next task: the browser may show what is there, and hear its reader, before. */
-const pause = () => new Promise((next) => setTimeout(next));
+/** A task after so many milliseconds: the browser may show what is there, and hear its reader. */
+const pause = (time = 0) => new Promise((next) => setTimeout(next, time));
 
 /** When what is there has been shown; a page that is behind others is not shown. */
 const shown = () =>
@@ -13,24 +13,18 @@ const shown = () =>
 const complain = (message) =>
   Object.assign(byId("trouble"), { textContent: message, hidden: false });
 
-/** Draw a chart; the others can be drawn also where it can't. */
-function attempt(figure, forPaper = false) {
+/** Draw a chart that is due; the others can be drawn also where it can't. Whether it has a picture. */
+function ensure(figure) {
   try {
-    draw(figure, forPaper);
+    if (isReady() && isDue(figure)) draw(figure);
   } catch (error) {
-    done.add(figure.dataset.chart);
     figure.classList.add("undrawn");
     complain(`"${figure.querySelector("h3").textContent}" can't be drawn: ${error.message}`);
   }
-}
-
-const drawAll = (forPaper) => figures().forEach((figure) => attempt(figure, forPaper));
-
-/** Have the picture of a chart at once; whether there is one. */
-function ensure(figure, isAnew = false) {
-  if (isReady() && (isAnew || !done.has(figure.dataset.chart))) attempt(figure);
   return Boolean(figure.querySelector(".plot").layout);
 }
+
+const drawAll = () => figures().forEach(ensure);
 
 /** Windows between a chart and what is seen; 0 for one in sight. */
 function distance(figure) {
@@ -38,36 +32,14 @@ function distance(figure) {
   return Math.max(0, top - innerHeight, -bottom) / innerHeight;
 }
 
-/** Draw what is due and at most so many windows away, one chart a task, the nearest first. */
+/** Draw what is due and at most so many windows away, the nearest first: at once what is in sight. */
 async function drawInTurn(most = 1) {
   while (isReady()) {
-    const due = figures().filter((figure) => !done.has(figure.dataset.chart));
-    const [nearest] = due.sort((a, b) => distance(a) - distance(b));
+    const [nearest] = figures().filter(isDue).sort((a, b) => distance(a) - distance(b));
     if (!nearest || distance(nearest) > most) return;
-    attempt(nearest);
-    await pause();
+    if (distance(nearest)) await pause();
+    ensure(nearest);
   }
-}
-
-/** Draw all anew after a change: at once what is in sight, the others when they are near. */
-function redraw() {
-  done.clear();
-  figures().filter((figure) => !distance(figure)).forEach((figure) => ensure(figure));
-  drawInTurn();
-}
-
-// Each chart that comes near calls for its turn.
-const follower = new IntersectionObserver(() => drawInTurn(), { rootMargin: "100% 0px" });
-
-function followWidth() {
-  const main = byId("main");
-  let [width, wait] = [main.clientWidth, 0];
-  new ResizeObserver(() => {
-    if (main.clientWidth === width) return;
-    width = main.clientWidth;
-    clearTimeout(wait);
-    wait = setTimeout(redraw, 100);
-  }).observe(main);
 }
 
 let folded = []; // parts that are open on paper alone
@@ -77,14 +49,14 @@ addEventListener("beforeprint", () => {
   root.dataset.printing = "";
   folded = all("details:not([open])");
   unfold(true);
-  if (isReady()) drawAll(true);
+  if (isReady()) drawAll();
   else if (byId("trouble").hidden) complain("The pictures were not there yet when this was printed.");
 });
 
 addEventListener("afterprint", () => {
   delete root.dataset.printing;
   unfold(false);
-  redraw();
+  drawInTurn();
 });
 
 /** Put the rows of a table into the order of a column; what is not known is the last. */
@@ -106,9 +78,9 @@ function sort(table, column, direction) {
 }
 
 /** Hide the layers within those that are folded. */
-function applyFolds(tree) {
+function applyFolds() {
   let closed = Infinity;
-  for (const row of tree.tBodies[0].rows) {
+  for (const row of all(".tree tbody tr")) {
     const depth = Number(row.dataset.depth);
     if (depth <= closed) closed = Infinity;
     row.hidden = depth > closed;
@@ -118,22 +90,22 @@ function applyFolds(tree) {
 
 function fold(press, open) {
   press.setAttribute("aria-expanded", String(open));
-  applyFolds(press.closest("table"));
+  applyFolds();
+}
+
+/** Sort by the column of a head, numbers from the largest on; the other way at a second time. */
+function sortBy(head) {
+  const [first, other] = head.classList.contains("number")
+    ? ["descending", "ascending"] : ["ascending", "descending"];
+  const direction = head.getAttribute("aria-sort") === first ? other : first;
+  sort(head.closest("table"), head.cellIndex, direction);
 }
 
 document.addEventListener("click", ({ target }) => {
   const press = target.closest("button");
-  const [figure, head] = ["figure.chart", "table.sorts thead th"].map((part) =>
-    press?.closest(part));
-  if (figure) {
-    if (press.dataset.key) act(figure, press.dataset.key);
-    else toggle(figure, press);
-  } else if (head) {
-    const [first, other] = head.classList.contains("number")
-      ? ["descending", "ascending"] : ["ascending", "descending"];
-    const direction = head.getAttribute("aria-sort") === first ? other : first;
-    sort(head.closest("table"), head.cellIndex, direction);
-  } else if (press?.matches(".fold")) fold(press, press.getAttribute("aria-expanded") !== "true");
+  if (press?.matches(".chart button")) act(press.closest("figure"), press.dataset.key);
+  else if (press?.matches(".sorts button")) sortBy(press.closest("th"));
+  else if (press?.matches(".fold")) fold(press, press.getAttribute("aria-expanded") !== "true");
 });
 
 // As in other trees: left closes, right opens.
@@ -143,18 +115,12 @@ document.addEventListener("keydown", (event) => {
   fold(event.target, event.key === "ArrowRight");
 });
 
-/** Let the parts of the page do what they can with a script; again, where they have changed. */
-function enhance(part) {
-  all("table.tree", part).forEach(applyFolds);
-  all("figure.chart", part).forEach((figure) => follower.observe(figure));
-}
-
 function addLooks() {
-  const other = () => (getComputedStyle(root).colorScheme === "dark" ? "light" : "dark");
+  const other = () => (look.colorScheme === "dark" ? "light" : "dark");
   const change = () => {
     byId("theme").textContent = other();
     byId("theme").setAttribute("aria-label", `Change to the ${other()} look`);
-    redraw();
+    drawInTurn();
   };
   change();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", change);
@@ -188,15 +154,13 @@ async function unpack() {
 async function openPictures() {
   await shown();
   await unpack();
-  followWidth();
   await drawInTurn(0);
-  if (done.size) {
+  if (figures().some((figure) => !isDue(figure))) {
     await shown();
     performance.mark("seen");
   }
   await drawInTurn();
   performance.mark("drawn");
-  document.body.dataset.drawn = String(Math.round(performance.now()));
 }
 
 async function open() {
@@ -207,7 +171,9 @@ async function open() {
   addLooks();
   // Who is quick waits for the pictures.
   byId("print").addEventListener("click", () => opened.then(() => print()));
-  enhance(document);
+  // Charts come near where the page scrolls, and where it changes.
+  addEventListener("scroll", () => drawInTurn());
+  new ResizeObserver(() => drawInTurn()).observe(byId("main"));
   await opened;
   if (document.body.hasAttribute("data-live")) follow();
 }
