@@ -9,7 +9,7 @@ from typing import Dict, List, Sequence
 
 from ipufit.utils.phase_timer import PHASES
 
-__all__ = ["COLUMNS", "MOST_ROWS", "ExecutionTable", "columns_of"]
+__all__ = ["COLUMNS", "MOST_ROWS", "SUMS", "ExecutionTable", "columns_of", "largest"]
 
 # Of a row: when it begins, in seconds since the run did; what it is; and its seconds by phase.
 COLUMNS = (
@@ -28,7 +28,8 @@ COLUMNS = (
 )
 _AT = {name: place for place, name in enumerate(COLUMNS)}
 _WIDTH = len(COLUMNS)
-_SUMS = [_AT[name] for name in ("executions", "updates", "samples", "skipped", *PHASES)]
+# Columns of which several executions in a row have the sum.
+SUMS = ("executions", "updates", "samples", "skipped", *PHASES)
 
 # A table of so many rows has every second one joined to the one before it.
 MOST_ROWS = 20_000
@@ -136,7 +137,7 @@ class ExecutionTable:
 def _merge_rows(first: Sequence[float], second: Sequence[float]) -> List[float]:
     """Merge two rows that follow each other."""
     row = list(first)
-    for place in _SUMS:
+    for place in (_AT[name] for name in SUMS):
         row[place] = first[place] + second[place]
     samples = row[_AT["samples"]]
     loss, weight = _AT["loss"], _AT["samples"]
@@ -145,10 +146,13 @@ def _merge_rows(first: Sequence[float], second: Sequence[float]) -> List[float]:
         row[loss] = total / samples
     for name in ("learning_rate", "loss_scale"):
         row[_AT[name]] = second[_AT[name]]
-    memory = [each[_AT["memory"]] for each in (first, second)]
-    sizes = [value for value in memory if not math.isnan(value)]
-    row[_AT["memory"]] = max(sizes, default=math.nan)
+    row[_AT["memory"]] = largest([each[_AT["memory"]] for each in (first, second)])
     return row
+
+
+def largest(values: Sequence[float]) -> float:
+    """Return the largest of the values that are known; nan without any."""
+    return max((value for value in values if not math.isnan(value)), default=math.nan)
 
 
 def columns_of(flat: Sequence[float]) -> Dict[str, List[float]]:

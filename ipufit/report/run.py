@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipufit.report.files import plain, read_facts, read_rows
+from ipufit.report.files import Facts, plain, read_facts, read_rows
+from ipufit.report.rows import SUMS, largest
 from ipufit.utils.phase_timer import PHASES
 
-__all__ = ["APART", "Run", "binned", "ends", "samples_per_second", "summarize_run", "total"]
+__all__ = [
+    "APART",
+    "NamedRuns",
+    "Run",
+    "binned",
+    "ends",
+    "samples_per_second",
+    "summarize_run",
+    "total",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +36,12 @@ class Run:
     facts: Dict[str, Any]
     rows: Dict[str, List[float]]
 
+    @property
+    def history(self) -> Facts:
+        """The values of its epochs and updates; there are none before the first epoch is over."""
+        nothing: Facts = {"epoch": [], "history": {}, "updates": {}}
+        return {**nothing, **self.facts.get("history", {})}
+
     @staticmethod
     def read(folder: str) -> Run:
         """Read a run from its folder, also while it is being written.
@@ -36,9 +52,11 @@ class Run:
         return Run(folder, read_facts(folder), read_rows(folder))
 
 
+# Runs of one page, with their names; the name of a single run is empty, and not shown.
+NamedRuns = Sequence[Tuple[str, Run]]
+
 # No part of the work on samples.
 APART = ("capture", "validation", "report")
-_SUMS = ("executions", "updates", "samples", "skipped", *PHASES)
 
 
 def total(run: Run, name: str) -> float:
@@ -75,14 +93,13 @@ def binned(rows: Mapping[str, Sequence[float]], most: int) -> List[Dict[str, flo
     stretches = []
     for start in range(0, length, size):
         stop = min(start + size, length)
-        one: Dict[str, float] = {name: math.fsum(rows[name][start:stop]) for name in _SUMS}
+        one: Dict[str, float] = {name: math.fsum(rows[name][start:stop]) for name in SUMS}
         one["begin"], one["first_update"] = rows["begin"][start], rows["first_update"][start]
         one["working"] = math.fsum(one[phase] for phase in PHASES if phase not in APART)
         last = stop - 1
         one["end"] = over[last]
         one["update"] = rows["first_update"][last] + rows["updates"][last]
-        sizes = [value for value in rows["memory"][start:stop] if not math.isnan(value)]
-        one["memory"] = max(sizes, default=math.nan)
+        one["memory"] = largest(rows["memory"][start:stop])
         stretches.append(one)
     return stretches
 
@@ -97,18 +114,17 @@ def summarize_run(run: Run) -> Dict[str, object]:
         run: also one that is not over.
     """
     facts, rows = run.facts, run.rows
-    history = facts.get("history", {"epoch": [], "history": {}})
     summary = {
         "folder": run.folder,
         **{name: facts[name] for name in ("title", "status", "error", "begun")},
-        "epochs": len(history["epoch"]),
+        "epochs": len(run.history["epoch"]),
         "executions": int(sum(rows["executions"])),
         "updates": int(sum(rows["updates"])),
         "samples": int(sum(rows["samples"])),
         "samples_per_second": samples_per_second(run),
         "seconds": facts.get("seconds", 0.0),
         "phases": facts.get("phases", {}),
-        "final": {name: pairs[-1][1] for name, pairs in history["history"].items() if pairs},
+        "final": {name: pairs[-1][1] for name, pairs in run.history["history"].items() if pairs},
         "warnings": [
             {name: each[name] for name in ("kind", "text", "cure", "place", "count")}
             for each in facts.get("warnings", [])

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from ipufit.report.files import Facts
 from ipufit.report.page import texts
-from ipufit.report.page.curves import LOOKS, PHASE_NAMES, curves, used_phases
+from ipufit.report.page.curves import columns
 from ipufit.report.page.operators import grouped
 from ipufit.report.page.pipeline import stage_title
-from ipufit.report.page.sections import Chart, Section, Series, lacking, rounded
-from ipufit.report.page.summary import final_values, headline, warnings_section
-from ipufit.report.run import Run
-from ipufit.utils.phase_timer import PHASES
+from ipufit.report.page.sections import Section, lacking
+from ipufit.report.page.summary import final_values, headline
+from ipufit.report.run import NamedRuns
 
-__all__ = ["comparison_sections"]
-
-Named = Sequence[Tuple[str, Run]]
+__all__ = ["compared_operators", "compared_plans", "compared_summary"]
 
 _MOST = 600
 # Numbers of a plan that are compared, and what they are called.
@@ -32,13 +28,6 @@ _PLAN = {
 }
 
 
-def comparison_sections(runs: Named) -> List[Section]:
-    """Make all sections of the comparison."""
-    warnings = warnings_section(runs)
-    sections = [_summary(runs), curves(runs), _phases(runs), _plans(runs), _operators(runs)]
-    return sections if warnings is None else [warnings, *sections]
-
-
 def _row(name: str, values: Sequence[object]) -> Dict[str, object]:
     """Return a row with a value of every run, which says whether they differ."""
     return {"name": name, "values": values, "differs": len(set(values)) > 1}
@@ -50,7 +39,8 @@ def _rows(by_run: Sequence[Mapping[str, object]]) -> List[Dict[str, object]]:
     return [_row(name, [values.get(name) for values in by_run]) for name in names]
 
 
-def _summary(runs: Named) -> Section:
+def compared_summary(runs: NamedRuns) -> Section:
+    """Make the section with the outcomes and settings of several runs, and whether they differ."""
     groups = []
     for key, title in (("environment", "Environment"), ("params", "Settings")):
         by_run = [
@@ -59,67 +49,20 @@ def _summary(runs: Named) -> Section:
         ]
         # What differs first, else in their order.
         groups.append((key, title, sorted(_rows(by_run), key=lambda row: not row["differs"])))
-    finals = [{value.name: value for value in final_values(run.facts)} for _, run in runs]
+    finals = [{value.name: value for value in final_values(run)} for _, run in runs]
     names = dict.fromkeys(name for values in finals for name in values)
     values = {
         "names": [name for name, _ in runs],
         "headline": _rows([headline(run) for _, run in runs]),
         "groups": groups,
         "values": [(name, [values.get(name) for values in finals]) for name in names],
-        "value_columns": _columns(runs, "at the end", "best (epoch)"),
+        "value_columns": columns(runs, "at the end", "best (epoch)"),
     }
     return Section("summary", "Summary", values, kind="compared_summary")
 
 
-def _columns(runs: Named, *whats: str) -> List[List[str]]:
-    """Return columns of numbers, several for each run."""
-    return [[f"{name}, {what}"] for name, _ in runs for what in whats]
-
-
-def _phases(runs: Named) -> Section:
-    measured = [(name, run) for name, run in runs if "phases" in run.facts]
-    if not measured:
-        return Section("time", "Time", missing=lacking(runs[0][1].facts, "phases"))
-    names = [name for name, _ in measured]
-    by_run = [
-        {phase: texts.real(run.facts["phases"].get(phase, 0.0)) for phase in PHASES}
-        for _, run in measured
-    ]
-    wholes = [math.fsum(phases.values()) for phases in by_run]
-    unit, unit_name = texts.scale(max(wholes), "seconds")
-    series = [
-        Series(
-            PHASE_NAMES[phase],
-            [[rounded(phases[phase] / unit, 5) for phases in by_run]],
-            names,
-            LOOKS.index(phase),
-            "bar",
-        )
-        for phase in PHASES
-        if any(phase in used_phases(phases) for phases in by_run)
-    ]
-    lengths = [f"{name} {texts.seconds(whole)}" for name, whole in zip(names, wholes)]
-    chart = Chart(
-        "phases",
-        "Time of the whole runs by phase",
-        f"{', '.join(lengths)}.",
-        series,
-        (unit_name,),
-        "",
-        is_across=True,
-        stacks=True,
-        height=170 + 46 * len(names),
-        names=names,
-    )
-    values = {
-        "columns": _columns(measured, "time", "share"),
-        "phases": [(PHASE_NAMES[p], [phases[p] for phases in by_run]) for p in PHASES],
-        "wholes": wholes,
-    }
-    return Section("time", "Time", values, [chart], kind="compared_time")
-
-
-def _plans(runs: Named) -> Section:
+def compared_plans(runs: NamedRuns) -> Section:
+    """Make the section with the plans of several runs."""
     plans = {name: run.facts["plan"] for name, run in runs if not lacking(run.facts, "plan")}
     values = {
         "lacking": _lacking(runs, "plan"),
@@ -129,7 +72,7 @@ def _plans(runs: Named) -> Section:
     return Section("plans", "Plans", values)
 
 
-def _lacking(runs: Named, fact: str) -> List[Tuple[str, str]]:
+def _lacking(runs: NamedRuns, fact: str) -> List[Tuple[str, str]]:
     """List the runs that lack a fact, each with the reason."""
     reasons = [(name, lacking(run.facts, fact)) for name, run in runs]
     return [(name, why) for name, why in reasons if why]
@@ -162,7 +105,8 @@ def _stage(plan: Facts, place: int) -> str:
     return f"{title}, {texts.share(stage['time_share'])} of the time, {texts.size(stage['memory'])}"
 
 
-def _operators(runs: Named) -> Section:
+def compared_operators(runs: NamedRuns) -> Section:
+    """Make the section with the time of operators in several runs, and its ratios."""
     measured = [
         (name, run.facts["operators"]["rows"])
         for name, run in runs

@@ -19,20 +19,17 @@ from ipufit.report.page.sections import (
     rounded,
     thinned,
 )
-from ipufit.report.run import Run, binned, ends, samples_per_second, total
+from ipufit.report.run import NamedRuns, Run, binned, ends, samples_per_second, total
 from ipufit.utils.phase_timer import PHASES
 
 __all__ = [
-    "LOOKS",
     "OVER_RUN",
-    "PHASE_NAMES",
+    "columns",
     "curves",
     "phases",
     "places_of",
-    "used_phases",
 ]
 
-Named = Sequence[Tuple[str, Run]]
 # Values of run.json, each with its epoch or update; what is not finite is text.
 Pairs = List[Tuple[int, Union[float, str, None]]]
 
@@ -42,14 +39,14 @@ _MOST_EPOCHS = 100
 OVER_RUN = ("update", "seconds since the run began")
 
 
-def curves(runs: Named) -> Section:
+def curves(runs: NamedRuns) -> Section:
     """Make the section of curves.
 
     Args:
         runs: with their names; the name of a single run is not shown.
     """
     names = _names(runs)
-    logged = sorted({name for _, run in runs for name in _updates(run)})
+    logged = sorted({name for _, run in runs for name in run.history["updates"]})
     loss, by_epoch = "Loss of every execution", ("epoch", OVER_RUN[1])
     charts = [_curve(runs, "loss", loss, _losses, OVER_RUN, "loss", smooths=True, height=380)]
     for column in ("learning_rate", "loss_scale"):
@@ -74,7 +71,7 @@ def curves(runs: Named) -> Section:
 
 
 def _curve(
-    runs: Named,
+    runs: NamedRuns,
     name: str,
     title: str,
     lines: Callable[[Run], Iterator[Tuple[Series, str]]],
@@ -172,25 +169,21 @@ def _both_thinned(
     return [[each[way] for each in points] for way in range(len(places))], values
 
 
-def _history(run: Run) -> Tuple[List[int], Dict[str, Pairs]]:
-    history = run.facts.get("history", {"epoch": [], "history": {}})
-    return history["epoch"], history["history"]
-
-
 def _epoch_ends(run: Run) -> List[Value]:
     """Return when every epoch of the history was over."""
     over = {each["epoch"]: each["begin"] + each["seconds"] for each in run.facts["epochs"]}
-    return [rounded(over.get(epoch), 6) for epoch in _history(run)[0]]
+    return [rounded(over.get(epoch), 6) for epoch in run.history["epoch"]]
 
 
-def _names(runs: Named) -> List[str]:
+def _names(runs: NamedRuns) -> List[str]:
     """Return the names of values of epochs; validation shares the name of training."""
-    keys = (key for _, run in runs for key in _history(run)[1])
+    keys = (key for _, run in runs for key in run.history["history"])
     return list(dict.fromkeys(key[4:] if key.startswith("val_") else key for key in keys))
 
 
 def _epochs(name: str, run: Run) -> Iterator[Tuple[Series, str]]:
-    epochs, values = _history(run)
+    epochs: List[int] = run.history["epoch"]
+    values: Dict[str, Pairs] = run.history["history"]
     ends = _epoch_ends(run)
     kinds = ((name, "training", "line"), (f"val_{name}", "validation", "dashed"))
     for look, (key, what, style) in enumerate(kinds):
@@ -209,13 +202,8 @@ def _epochs(name: str, run: Run) -> Iterator[Tuple[Series, str]]:
         yield Series(what, x, y, look, style), text
 
 
-def _updates(run: Run) -> Dict[str, Pairs]:
-    updates: Dict[str, Pairs] = run.facts.get("history", {}).get("updates", {})
-    return updates
-
-
 def _logged(name: str, run: Run) -> Iterator[Tuple[Series, str]]:
-    values = _updates(run).get(name)
+    values: Pairs = run.history["updates"].get(name)
     if not values:
         return
     full = [rounded(value) for _, value in values]
@@ -230,7 +218,7 @@ def _logged(name: str, run: Run) -> Iterator[Tuple[Series, str]]:
 
 
 def _table_of_epochs(run: Run) -> Dict[str, object]:
-    epochs, values = _history(run)
+    epochs, values = run.history["epoch"], run.history["history"]
     by_place = [dict(pairs) for pairs in values.values()]
     took = {each["epoch"]: each["seconds"] for each in run.facts["epochs"]}
     first = max(0, len(epochs) - _MOST_EPOCHS)
@@ -247,7 +235,7 @@ def _table_of_epochs(run: Run) -> Dict[str, object]:
 
 
 # What a phase is called.
-PHASE_NAMES = {
+_PHASE_NAMES = {
     "data": "waiting for data",
     "to_device": "host to device",
     "compute": "compute",
@@ -261,29 +249,81 @@ PHASE_NAMES = {
     "other": "the rest",
 }
 # Of each phase the number of its colour and pattern: what a run is for has the plain one.
-LOOKS = ("compute", *(phase for phase in PHASES if phase != "compute"))
+_LOOKS = ("compute", *(phase for phase in PHASES if phase != "compute"))
 
 # Bars, other stretches, and points of a line, at most.
 _BARS, _STRETCHES, _POINTS = 30, 150, 400
 
 
-def used_phases(seconds: Mapping[str, object]) -> List[str]:
+def _used_phases(seconds: Mapping[str, object]) -> List[str]:
     """Return the phases that took any time, in their order."""
     return [phase for phase in PHASES if seconds.get(phase)]
 
 
-def phases(run: Run) -> Section:
-    """Make the section about where the time of a run goes."""
-    why = lacking(run.facts, "phases")
-    if why:
-        return Section("time", "Time", missing=why)
-    charts = [c for c in (_by_epoch(run), _by_execution(run), _throughput(run)) if c is not None]
-    seconds = {name: texts.real(run.facts["phases"].get(name, 0.0)) for name in PHASES}
+def phases(runs: NamedRuns) -> Section:
+    """Make the section about where the time goes: of one run in its course, of several as a whole.
+
+    Args:
+        runs: with their names; the name of a single run is not shown.
+    """
+    measured = [(name, run) for name, run in runs if "phases" in run.facts]
+    if not measured:
+        return Section("time", "Time", missing=lacking(runs[0][1].facts, "phases"))
+    by_run = [
+        {phase: texts.real(run.facts["phases"].get(phase, 0.0)) for phase in PHASES}
+        for _, run in measured
+    ]
+    wholes = [math.fsum(seconds.values()) for seconds in by_run]
+    if len(runs) == 1:
+        (_, run), caption = runs[0], "Time of the whole run by phase"
+        charts = [_by_epoch(run), _by_execution(run), _throughput(run)]
+    else:
+        caption = "Time by phase"
+        charts = [_side_by_side([name for name, _ in measured], by_run, wholes)]
     values = {
-        "phases": [(PHASE_NAMES[name], spent) for name, spent in seconds.items()],
-        "whole": math.fsum(map(texts.real, run.facts["phases"].values())),
+        "caption": caption,
+        "is_single": len(runs) == 1,
+        "columns": columns(measured, "time", "share"),
+        "phases": [(_PHASE_NAMES[p], [seconds[p] for seconds in by_run]) for p in PHASES],
+        "wholes": wholes,
     }
-    return Section("time", "Time", values, charts)
+    return Section("time", "Time", values, [chart for chart in charts if chart is not None])
+
+
+def columns(runs: NamedRuns, *whats: str) -> List[List[str]]:
+    """Return columns of numbers, several for each run; the name of a single run is not shown."""
+    return [[f"{name}, {what}" if name else what] for name, _ in runs for what in whats]
+
+
+def _side_by_side(
+    names: Sequence[str], by_run: Sequence[Mapping[str, float]], wholes: Sequence[float]
+) -> Chart:
+    """Chart seconds by phase, a bar for each run."""
+    unit, unit_name = texts.scale(max(wholes), "seconds")
+    series = [
+        Series(
+            _PHASE_NAMES[phase],
+            [[rounded(seconds[phase] / unit, 5) for seconds in by_run]],
+            names,
+            _LOOKS.index(phase),
+            "bar",
+        )
+        for phase in PHASES
+        if any(phase in _used_phases(seconds) for seconds in by_run)
+    ]
+    lengths = [f"{name} {texts.seconds(whole)}" for name, whole in zip(names, wholes)]
+    return Chart(
+        "phases",
+        "Time of the whole runs by phase",
+        f"{', '.join(lengths)}.",
+        series,
+        (unit_name,),
+        "",
+        is_across=True,
+        stacks=True,
+        height=170 + 46 * len(names),
+        names=names,
+    )
 
 
 def _stacked(
@@ -306,7 +346,7 @@ def _stacked(
         size: how many a stretch is the mean of, at most.
         what: what these are.
     """
-    used = used_phases({p: math.fsum(each[p] for each in stretches) for p in PHASES})
+    used = _used_phases({p: math.fsum(each[p] for each in stretches) for p in PHASES})
     if not used:
         return None
     sums = [math.fsum(each[phase] for phase in used) for each in stretches]
@@ -319,10 +359,10 @@ def _stacked(
     for phase in used:
         y = [rounded(each[phase] / unit, 5) for each in stretches]
         y = y if is_few else [*y, y[-1]]
-        series.append(Series(PHASE_NAMES[phase], [places], y, LOOKS.index(phase), style))
+        series.append(Series(_PHASE_NAMES[phase], [places], y, _LOOKS.index(phase), style))
     most = max(used, key=lambda phase: math.fsum(each[phase] for each in stretches))
     part = math.fsum(each[most] for each in stretches) / math.fsum(sums)
-    summary = f"Most of it, {texts.share(part)}, is {PHASE_NAMES[most]}; the table has all phases."
+    summary = f"Most of it, {texts.share(part)}, is {_PHASE_NAMES[most]}; the table has all phases."
     if size > 1:
         summary = f"Every place is the mean of up to {texts.count(size)} {what}. {summary}"
     return Chart(name, title, summary, series, (x,), unit_name, stacks=True, height=360)

@@ -18,13 +18,13 @@ from ipufit.errors import ConfigurationError
 from ipufit.report.chrome import render_trace
 from ipufit.report.files import PAGE, TRACE
 from ipufit.report.page import texts
-from ipufit.report.page.comparison import comparison_sections
+from ipufit.report.page.comparison import compared_operators, compared_plans, compared_summary
 from ipufit.report.page.curves import curves, phases
 from ipufit.report.page.operators import layers, operators
 from ipufit.report.page.pipeline import memory, pipeline
 from ipufit.report.page.sections import CONFIG, DRAWN, Section, look
 from ipufit.report.page.summary import summary, warnings_section
-from ipufit.report.run import Run
+from ipufit.report.run import NamedRuns, Run
 from ipufit.utils.files import write_text
 
 __all__ = ["render_page", "render_section", "render_state", "write_page"]
@@ -178,7 +178,7 @@ def render_state(run: Run) -> str:
 
 def _content(runs: Sequence[Run], live: bool) -> Dict[str, object]:
     """Return the parts of the page that change while a run goes on, in plain values."""
-    sections = _sections(runs[0]) if len(runs) == 1 else comparison_sections(_named(runs))
+    sections = _sections(_named(runs))
     return {
         "subtitle": _render("subtitle", runs=runs, live=live),
         "navigation": _render("navigation", sections=sections),
@@ -187,17 +187,17 @@ def _content(runs: Sequence[Run], live: bool) -> Dict[str, object]:
     }
 
 
-def _sections(run: Run) -> List[Section]:
-    warnings = warnings_section([("", run)])
-    sections = [
-        summary(run),
-        curves([("", run)]),
-        phases(run),
-        pipeline(run.facts),
-        memory(run),
-        operators(run.facts),
-        layers(run.facts),
-    ]
+def _sections(runs: NamedRuns) -> List[Section]:
+    """Make the sections of the page of one run, or of one that compares several."""
+    over_time = [curves(runs), phases(runs)]
+    if len(runs) == 1:
+        ((_, run),) = runs
+        of_program = [pipeline(run.facts), memory(run), operators(run.facts), layers(run.facts)]
+        sections = [summary(run), *over_time, *of_program]
+    else:
+        differences = [compared_plans(runs), compared_operators(runs)]
+        sections = [compared_summary(runs), *over_time, *differences]
+    warnings = warnings_section(runs)
     return sections if warnings is None else [warnings, *sections]
 
 
@@ -208,8 +208,10 @@ def render_section(section: Section) -> Markup:
     return _render("section", section=section, template=kind, **values)
 
 
-def _named(runs: Sequence[Run]) -> List[Tuple[str, Run]]:
+def _named(runs: Sequence[Run]) -> NamedRuns:
     """Name runs by their folders, or by whole paths where folders share a name."""
+    if len(runs) == 1:
+        return [("", runs[0])]
     short = [os.path.basename(os.path.normpath(run.folder)) for run in runs]
     if len(set(short)) < len(short):
         short = [run.folder for run in runs]

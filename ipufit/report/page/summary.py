@@ -10,7 +10,7 @@ from ipufit.callbacks.history import best_place, direction_of
 from ipufit.report.files import Facts
 from ipufit.report.page import texts
 from ipufit.report.page.sections import Section
-from ipufit.report.run import Run, samples_per_second, total
+from ipufit.report.run import NamedRuns, Run, samples_per_second, total
 
 __all__ = ["Final", "final_values", "headline", "notices", "summary", "warnings_section"]
 
@@ -65,10 +65,10 @@ class Final:
     direction: str
 
 
-def final_values(facts: Facts) -> List[Final]:
+def final_values(run: Run) -> List[Final]:
     """List the values of epochs, each with its best."""
-    history = facts.get("history", {"epoch": [], "history": {}})
-    directions = facts.get("params", {}).get("directions")
+    history = run.history
+    directions = run.facts.get("params", {}).get("directions")
     values = []
     for name, pairs in history["history"].items():
         numbers = [texts.real(value) for _, value in pairs]
@@ -92,7 +92,7 @@ def summary(run: Run) -> Section:
             "facts": run.facts,
             "headline": headline(run).items(),
             "has_rate": samples_per_second(run) is not None,
-            "values": final_values(run.facts),
+            "values": final_values(run),
         },
     )
 
@@ -100,12 +100,8 @@ def summary(run: Run) -> Section:
 Notices = Sequence[Tuple[str, str, Sequence[Facts]]]
 
 
-def warnings_section(runs: Sequence[Tuple[str, Run]]) -> Optional[Section]:
-    """Make the section of warnings; None where there are none.
-
-    Args:
-        runs: with their names, which are empty for a run that stands alone.
-    """
+def warnings_section(runs: NamedRuns) -> Optional[Section]:
+    """Make the section of warnings; None where there are none."""
     by_run = [(name, notices(run.facts)) for name, run in runs]
     shown = [(name, groups) for name, groups in by_run if groups]
     return Section("warnings", "Warnings and advice", {"notices": shown}) if shown else None

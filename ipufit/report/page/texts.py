@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 from typing import Callable, Dict, Optional, Tuple
 
@@ -42,6 +43,17 @@ def real(value: object) -> float:
         return math.nan
 
 
+def _dash_unless_finite(write: Callable[..., str]) -> Callable[..., str]:
+    """Make a function that writes a finite number write a dash for everything else."""
+
+    @functools.wraps(write)
+    def text_of(value: object, *units: str) -> str:
+        as_float = real(value)
+        return write(as_float, *units) if math.isfinite(as_float) else DASH
+
+    return text_of
+
+
 def part_of(value: float, whole: float) -> float:
     """Return the share that a value has in a whole; 0 of nothing."""
     return value / whole if whole else 0.0
@@ -63,94 +75,88 @@ def number(value: object) -> str:
     return f"{as_float:,.0f}" if 1e5 <= abs(as_float) < 1e15 else f"{as_float:.5g}"
 
 
-def count(value: object) -> str:
+@_dash_unless_finite
+def count(value: float) -> str:
     """Format a whole number.
 
     >>> count(12000.0), count(None), count("nan")
     ('12,000', '–', '–')
     """
-    as_float = real(value)
-    return f"{as_float:,.0f}" if math.isfinite(as_float) else DASH
+    return f"{value:,.0f}"
 
 
-def seconds(value: object) -> str:
+@_dash_unless_finite
+def seconds(value: float) -> str:
     """Format a duration.
 
     >>> seconds(0.00042), seconds(0.0123), seconds(1.5), seconds(75.2), seconds(7384), seconds(0)
     ('420 µs', '12.3 ms', '1.50 s', '1 min 15 s', '2 h 03 min', '0 s')
     """
-    as_float = real(value)
-    if not math.isfinite(as_float):
-        return DASH
-    if as_float == 0:
+    if value == 0:
         return "0 s"
-    if abs(as_float) >= 3599.5:
-        hours, minutes = divmod(round(as_float / 60), 60)
+    if abs(value) >= 3599.5:
+        hours, minutes = divmod(round(value / 60), 60)
         return f"{hours:,} h {minutes:02} min"
-    if abs(as_float) >= 59.95:
-        minutes, rest = divmod(round(as_float), 60)
+    if abs(value) >= 59.95:
+        minutes, rest = divmod(round(value), 60)
         return f"{minutes} min {rest:02} s"
     for unit, name in _TIMES:
-        if abs(as_float) >= 0.9995 * unit or name == "µs":
-            part = as_float / unit
+        if abs(value) >= 0.9995 * unit or name == "µs":
+            part = value / unit
             digits = max(0, 2 - math.floor(math.log10(abs(part)) + 1e-3)) if part else 0
             return f"{part:.{min(digits, 2)}f} {name}"
     raise AssertionError
 
 
-def size(value: object) -> str:
+@_dash_unless_finite
+def size(value: float) -> str:
     """Format a number of bytes.
 
     >>> size(2048.0), size(None)
     ('2.0 KiB', '–')
     """
-    as_float = real(value)
-    return rendering.size(round(as_float)) if math.isfinite(as_float) else DASH
+    return rendering.size(round(value))
 
 
-def work(value: object) -> str:
+@_dash_unless_finite
+def work(value: float) -> str:
     """Format a number of floating-point operations.
 
     >>> work(1500), work(None)
     ('1.5 k', '–')
     """
-    as_float = real(value)
-    return rendering.flops(round(as_float)) if math.isfinite(as_float) else DASH
+    return rendering.flops(round(value))
 
 
-def rate(value: object, unit: str) -> str:
+@_dash_unless_finite
+def rate(value: float, unit: str) -> str:
     """Format an amount per second.
 
     >>> rate(2.5e9, "FLOP"), rate(None, "B")
     ('2.5 GFLOP/s', '–')
     """
-    as_float = real(value)
-    if not math.isfinite(as_float):
-        return DASH
-    text = rendering.flops(round(as_float))
+    text = rendering.flops(round(value))
     return f"{text}{unit}/s" if " " in text else f"{text} {unit}/s"
 
 
-def speed(value: object) -> str:
+@_dash_unless_finite
+def speed(value: float) -> str:
     """Format a number of samples per second.
 
     >>> speed(23833.4), speed(12.34), speed(None)
     ('23,833', '12.3', '–')
     """
-    as_float = real(value)
-    if not math.isfinite(as_float):
-        return DASH
-    return f"{as_float:,.0f}" if as_float >= 1000 else f"{as_float:.3g}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def share(value: object) -> str:
+@_dash_unless_finite
+def share(value: float) -> str:
     """Format a part of a whole in percent.
 
     >>> share(0.5), share(None)
     ('50.0 %', '–')
     """
-    as_float = real(value)
-    return rendering.share(as_float) if math.isfinite(as_float) else DASH
+    return rendering.share(value)
 
 
 def scale(most: float, sort: str) -> Tuple[float, str]:
