@@ -10,16 +10,7 @@ from ipufit.report.files import Facts, plain, read_facts, read_rows
 from ipufit.report.rows import SUMS, largest
 from ipufit.utils.phase_timer import PHASES
 
-__all__ = [
-    "APART",
-    "NamedRuns",
-    "Run",
-    "binned",
-    "ends",
-    "samples_per_second",
-    "summarize_run",
-    "total",
-]
+__all__ = ["NamedRuns", "Run", "binned", "ends", "samples_per_second", "summarize_run", "total"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +47,7 @@ class Run:
 NamedRuns = Sequence[Tuple[str, Run]]
 
 # No part of the work on samples.
-APART = ("capture", "validation", "report")
+_APART = ("capture", "validation", "report")
 
 
 def total(run: Run, name: str) -> float:
@@ -66,7 +57,7 @@ def total(run: Run, name: str) -> float:
 
 def samples_per_second(run: Run) -> Optional[float]:
     """Return the rate of training: without capture, validation and the report itself."""
-    spent = math.fsum(total(run, phase) for phase in PHASES if phase not in APART)
+    spent = math.fsum(total(run, phase) for phase in PHASES if phase not in _APART)
     return total(run, "samples") / spent if spent > 0 else None
 
 
@@ -95,7 +86,7 @@ def binned(rows: Mapping[str, Sequence[float]], most: int) -> List[Dict[str, flo
         stop = min(start + size, length)
         one: Dict[str, float] = {name: math.fsum(rows[name][start:stop]) for name in SUMS}
         one["begin"], one["first_update"] = rows["begin"][start], rows["first_update"][start]
-        one["working"] = math.fsum(one[phase] for phase in PHASES if phase not in APART)
+        one["working"] = math.fsum(one[phase] for phase in PHASES if phase not in _APART)
         last = stop - 1
         one["end"] = over[last]
         one["update"] = rows["first_update"][last] + rows["updates"][last]
