@@ -163,6 +163,16 @@ async function openPictures() {
   performance.mark("drawn");
 }
 
+/** Draw charts that come near as the page scrolls, or as it changes and has rested from that. */
+function followReader() {
+  let wait = 0;
+  addEventListener("scroll", () => drawInTurn());
+  new ResizeObserver(() => {
+    clearTimeout(wait);
+    wait = setTimeout(drawInTurn, 100);
+  }).observe(byId("main"));
+}
+
 async function open() {
   const opened = openPictures().catch((error) => {
     complain(error.message);
@@ -171,9 +181,7 @@ async function open() {
   addLooks();
   // Who is quick waits for the pictures.
   byId("print").addEventListener("click", () => opened.then(() => print()));
-  // Charts come near where the page scrolls, and where it changes.
-  addEventListener("scroll", () => drawInTurn());
-  new ResizeObserver(() => drawInTurn()).observe(byId("main"));
+  followReader();
   await opened;
   if (document.body.hasAttribute("data-live")) follow();
 }
