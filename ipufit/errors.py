@@ -55,6 +55,21 @@ __all__ = [
 ]
 
 
+def first_line(error: object) -> str:
+    """Return the first line of an error's text without its full stop; torch adds its C++ stack."""
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
+def brief_error(error: BaseException) -> str:
+    """Return the class of an error and the first line of its text."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the class of an error and its whole text, without a full stop."""
+    return f"{type(error).__name__}: {error}".rstrip(".: ")
+
+
 class IpufitError(Exception):
     """Base of every error that ipufit raises on purpose.
 

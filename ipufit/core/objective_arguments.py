@@ -24,6 +24,7 @@ from typing import (
     Type,
 )
 
+import torch
 from torch import Tensor, nn
 
 from ipufit.errors import ConfigurationError
@@ -195,15 +196,15 @@ def _text(subject: str, came: str) -> str:
     )
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """Name the dtype of a tensor, without ``torch.`` before it."""
-    return str(tensor.dtype).replace("torch.", "")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype without ``torch.`` before it."""
+    return str(dtype).replace("torch.", "")
 
 
 def describe_tensor(value: object) -> str:
     """Describe a tensor as ``shape (8, 10), dtype float32``, anything else by its type's name."""
     if isinstance(value, Tensor):
-        return f"shape {tuple(value.shape)}, dtype {dtype_name(value)}"
+        return f"shape {tuple(value.shape)}, dtype {dtype_name(value.dtype)}"
     return type(value).__name__
 
 

@@ -10,8 +10,9 @@ from typing import Any, Callable, Iterable, Iterator, List, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
+from ipufit.core.objective_arguments import dtype_name
 from ipufit.core.train_config import Precision
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, first_line
 from ipufit.utils import tree
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import isolated
@@ -100,28 +101,29 @@ def check_precision(precision: Precision, module: nn.Module) -> None:
         ConfigurationError: autocast to this type is missing, or parameters are of another type.
     """
     devices = {p.device.type for p in module.parameters()} or {"cpu"}
-    for device in devices if precision.autocast is not None else ():
+    autocast, inputs = precision.autocast, precision.inputs
+    for device in devices if autocast is not None else ():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                with torch.autocast(device, dtype=precision.autocast):
+                with torch.autocast(device, dtype=autocast):
                     state = autocast_state(torch.device(device))
             except RuntimeError:
                 state = (False, None)
-        if state != (True, precision.autocast):
+        if autocast is not None and state != (True, autocast):
             raise ConfigurationError(
-                f"precision={precision.name!r} needs autocast to {_short(precision.autocast)} on "
+                f"precision={precision.name!r} needs autocast to {dtype_name(autocast)} on "
                 f"{device}, which torch {torch.__version__} does not have. Use 'mixed_bfloat16', "
                 "a newer torch, or None."
             )
-    if precision.inputs is None:
+    if inputs is None:
         return
     for name, parameter in module.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype != precision.inputs:
+        if parameter.is_floating_point() and parameter.dtype != inputs:
             raise ConfigurationError(
-                f"precision={precision.name!r} needs a module of {_short(precision.inputs)}, but "
-                f"{name!r} is {_short(parameter.dtype)}. Convert it first: module.to(torch."
-                f"{_short(precision.inputs)}), or use a mixed precision, which keeps the weights."
+                f"precision={precision.name!r} needs a module of {dtype_name(inputs)}, but "
+                f"{name!r} is {dtype_name(parameter.dtype)}. Convert it first: module.to(torch."
+                f"{dtype_name(inputs)}), or use a mixed precision, which keeps the weights."
             )
 
 
@@ -140,7 +142,7 @@ def refuse_missing_half() -> Iterator[None]:
             raise
         raise ConfigurationError(
             "every operator of the program must exist in the chosen precision, but torch "
-            f"{torch.__version__} says on the CPU: {text.partition(chr(10))[0]}. Use float32, "
+            f"{torch.__version__} says on the CPU: {first_line(error)}. Use float32, "
             "'mixed_bfloat16', or a GPU."
         ) from error
 
@@ -181,7 +183,3 @@ def warn_of_vanishing_eps(optimizer: torch.optim.Optimizer) -> None:
                 "weights in float32 with precision='mixed_float16'.",
             )
             return
-
-
-def _short(dtype: object) -> str:
-    return str(dtype).replace("torch.", "")

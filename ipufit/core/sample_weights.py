@@ -7,6 +7,7 @@ from typing import Sequence, Type
 import torch
 from torch import Tensor
 
+from ipufit.core.objective_arguments import dtype_name
 from ipufit.core.outputs import describe_value
 from ipufit.errors import ConfigurationError
 
@@ -32,10 +33,10 @@ def as_weights(weight: object, kind: Type[ConfigurationError]) -> Tensor:
             "Give a dict or list of weights only where loss or metrics go by output."
         )
     if weight.is_complex() or not weight.dim():
-        dtype = str(weight.dtype).replace("torch.", "")
         raise kind(
             "sample_weight must hold one real number for each sample, got shape "
-            f"{tuple(weight.shape)}, dtype {dtype}. Give a tensor of shape (batch,)."
+            f"{tuple(weight.shape)}, dtype {dtype_name(weight.dtype)}. Give a tensor of shape "
+            "(batch,)."
         )
     flat = weight.dim() == 2 and weight.shape[1] == 1
     return weight.detach().reshape(-1) if flat else weight.detach()

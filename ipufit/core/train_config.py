@@ -9,6 +9,7 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Protocol, Sequ
 import torch
 
 from ipufit.core.compile_arguments import AUTO, OFF
+from ipufit.core.objective_arguments import dtype_name
 from ipufit.errors import ConfigurationError
 from ipufit.utils.error_collector import ErrorCollector, one_of
 
@@ -524,7 +525,7 @@ class TrainConfig:
             "ema_overwrite_frequency": None if ema is None else ema.overwrite_frequency,
             "precision": self.precision.name,
             "loss_scale": None if scale is None else scale.describe(),
-            "accumulation_dtype": None if dtype is None else _short(dtype),
+            "accumulation_dtype": None if dtype is None else dtype_name(dtype),
             "lr_scheduler": None if self.schedule is None else self.schedule.name,
             "output_mode": None if outputs.mode == "all" else outputs.mode,
             "output_every": outputs.every,
@@ -564,10 +565,6 @@ def refuse_metrics_of_sums(metrics: object) -> None:
             "outputs back. Leave the metrics out, or log what is to be summed: "
             "ipufit.log('correct', (prediction.argmax(1) == target).sum(), reduce='sum')."
         )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).replace("torch.", "")
 
 
 def outputs_wanted(outputs: Outputs, count: int, per_update: int, replicas: int) -> List[int]:

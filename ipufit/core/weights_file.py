@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from ipufit._version import __version__
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, brief_error
 from ipufit.utils.files import replace_file, sync_folder, write_tensors
 
 __all__ = ["WeightsCopy", "described", "differences", "load_weights", "save_weights"]
@@ -43,10 +43,9 @@ def read_torch(path: str) -> Dict[str, Tensor]:
         _refuse_bombs(path)
         state: object = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise ConfigurationError(
             f"load_weights reads what torch.save(module.state_dict(), path) writes, but {path!r} "
-            f"can't be read as that: {type(error).__name__}: {first_line}. Save the "
+            f"can't be read as that: {brief_error(error)}. Save the "
             "state_dict again, or use safetensors."
         ) from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):

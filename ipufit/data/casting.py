@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import MicroBatch
+from ipufit.core.objective_arguments import dtype_name
 from ipufit.core.train_config import Precision
 from ipufit.losses import Loss
 from ipufit.utils import tree
@@ -68,7 +69,7 @@ class Casting:
             casts: what is done to them.
         """
         changes = [
-            f"{name} from {_short(leaf.dtype)} to {_short(cast)}{_unscaled(name, leaf)}"
+            f"{name} from {dtype_name(leaf.dtype)} to {dtype_name(cast)}{_unscaled(name, leaf)}"
             for name, leaf, cast in zip(names, batch.leaves, casts)
             if cast is not None
         ]
@@ -154,7 +155,3 @@ def _unscaled(name: str, leaf: Tensor) -> str:
     """Return a remark that pictures of uint8 are not scaled; for other tensors an empty text."""
     is_picture = leaf.dtype == torch.uint8 and name.startswith("input")
     return " (the same values, not divided by 255)" if is_picture else ""
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).replace("torch.", "")

@@ -54,13 +54,14 @@ def check_loss_value(loss: object, where: str) -> Tensor:
         )
     if loss.is_complex():
         raise LossError(
-            f"{where} must be a real number, got dtype {dtype_name(loss)}. Take what is to become "
-            "small, for example with .abs()."
+            f"{where} must be a real number, got dtype {dtype_name(loss.dtype)}. Take what is to "
+            "become small, for example with .abs()."
         )
     if not loss.is_floating_point():
         raise LossError(
-            f"{where} must be floating-point, got dtype {dtype_name(loss)}. Compute it from the "
-            "prediction with differentiable operations; an argmax or a comparison has no gradient."
+            f"{where} must be floating-point, got dtype {dtype_name(loss.dtype)}. Compute it from "
+            "the prediction with differentiable operations; an argmax or a comparison has no "
+            "gradient."
         )
     return loss.reshape(())
 
@@ -81,10 +82,10 @@ def check_same_shape(name: str, prediction: Tensor, target: Tensor) -> None:
     # Data from NumPy comes as float64: a trace would carry the loss in float64 from here on, and
     # eager torch 2.0.1 would fail in the backward.
     if target.dtype == torch.float64 and prediction.dtype != torch.float64:
+        dtype = dtype_name(prediction.dtype)
         raise LossError(
-            f"loss {name!r} needs a target of the prediction's dtype, got prediction "
-            f"{dtype_name(prediction)} and target float64. Make the target "
-            f"{dtype_name(prediction)}, for example with .to(torch.{dtype_name(prediction)})."
+            f"loss {name!r} needs a target of the prediction's dtype, got prediction {dtype} and "
+            f"target float64. Make the target {dtype}, for example with .to(torch.{dtype})."
         )
 
 
@@ -92,9 +93,10 @@ def check_same_shape_floating(name: str, prediction: Tensor, target: Tensor) -> 
     """Check shapes, for functions whose gradient fails on an integer target."""
     check_same_shape(name, prediction, target)
     if not target.is_floating_point():
+        dtype = dtype_name(prediction.dtype)
         raise LossError(
-            f"loss {name!r} needs a floating-point target, got dtype {dtype_name(target)}. Make it "
-            f"{dtype_name(prediction)}, for example with .to(torch.{dtype_name(prediction)})."
+            f"loss {name!r} needs a floating-point target, got dtype {dtype_name(target.dtype)}. "
+            f"Make it {dtype}, for example with .to(torch.{dtype})."
         )
 
 
@@ -184,16 +186,17 @@ def check_tensors(name: str, prediction: object, target: object) -> Tuple[Tensor
             )
         if value.is_complex():
             raise LossError(
-                f"loss {name!r} needs real numbers, got a {role} of dtype {dtype_name(value)}. "
-                "Give real and imaginary parts with torch.view_as_real, or pass a callable "
-                "loss(prediction, target) that returns a real number."
+                f"loss {name!r} needs real numbers, got a {role} of dtype "
+                f"{dtype_name(value.dtype)}. Give real and imaginary parts with "
+                "torch.view_as_real, or pass a callable loss(prediction, target) that returns a "
+                "real number."
             )
     assert isinstance(prediction, Tensor)
     assert isinstance(target, Tensor)
     if not prediction.is_floating_point():
         raise LossError(
-            f"loss {name!r} needs a floating-point prediction, got dtype {dtype_name(prediction)}. "
-            "Return what comes before the argmax or the rounding."
+            f"loss {name!r} needs a floating-point prediction, got dtype "
+            f"{dtype_name(prediction.dtype)}. Return what comes before the argmax or the rounding."
         )
     return prediction, target
 

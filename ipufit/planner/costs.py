@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Set, 
 import torch
 from torch import Tensor, nn
 
-from ipufit.errors import PartitionError
+from ipufit.errors import PartitionError, brief_error
 from ipufit.planner.measure import CallTrace, Segment
 from ipufit.planner.pipeline_schedule import in_flight
 
@@ -353,10 +353,9 @@ def _tried(
         with torch.enable_grad():
             trial.step()
     except Exception as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
         raise PartitionError(
             f"what {type(optimizer).__name__} keeps for a parameter is found out by a step on "
-            f"zeros, but it fails with {type(error).__name__}: {reason}. Make the plan with an "
+            f"zeros, but it fails with {brief_error(error)}. Make the plan with an "
             "optimizer of the same state, such as 'adam'."
         ) from error
     return dict(state[zeros])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Callable, List, NoReturn, Optional, Seque
 import torch
 from torch import Tensor, distributed
 
-from ipufit.errors import ConfigurationError, IpufitError, ProcessError
+from ipufit.errors import ConfigurationError, IpufitError, ProcessError, describe_error, first_line
 from ipufit.processes.heartbeat_store import POLL, Heartbeats, HeartbeatStore, StoreLostError
 from ipufit.processes.launchers import Rendezvous
 from ipufit.utils.interrupts import ForkGuard
@@ -86,7 +86,7 @@ class FaultFinder:
                 _SLOW,
             )
         return fault or PeerFault(
-            f"torch.distributed failed: {brief(reason) or 'it does not say why'}"
+            f"torch.distributed failed: {first_line(reason) or 'it does not say why'}"
         )
 
     def without_asking(self, heartbeats: HeartbeatStore) -> PeerFault:
@@ -133,11 +133,6 @@ def named(which: Sequence[int]) -> str:
     if len(which) == 1:
         return f"process {which[0]}"
     return f"processes {', '.join(map(str, which[:-1]))} and {which[-1]}"
-
-
-def brief(error: object) -> str:
-    """The first line of what torch says; its C++ stack follows."""
-    return str(error).strip().split("\n")[0].rstrip(".")
 
 
 # Public, but torch does not say so to type checkers; absent from a torch without distributed.
@@ -250,7 +245,7 @@ class Connection:
         """Tell the others that this process ends by an error, and leave them."""
         if self._broken or not self._same.is_here or not distributed.is_available():
             return
-        text = f"{type(error).__name__}: {error}".rstrip(".: ")
+        text = describe_error(error)
         # The error itself matters more than who hears of it.
         with contextlib.suppress(StoreLostError, *TORCH_ERRORS):
             self._open(min(self._timeout, 2 * GRACE)).tell_error(text)
@@ -300,13 +295,14 @@ class Connection:
                 if is_host:
                     raise ProcessError(
                         f"process 0 must be able to listen at {where}, but it can't: "
-                        f"{brief(error)}. Choose another port by MASTER_PORT or "
+                        f"{first_line(error)}. Choose another port by MASTER_PORT or "
                         'ipufit.distributed(address="host:port"), the same in all processes.'
                     ) from error
                 raise ProcessError(
                     f"process 0 must be reached at {where} within {seconds:g} s, but was not: "
-                    f"{brief(error)}. Check that it runs, and that MASTER_ADDR and MASTER_PORT, "
-                    "or the address of ipufit.distributed, name its machine in all processes."
+                    f"{first_line(error)}. Check that it runs, and that MASTER_ADDR and "
+                    "MASTER_PORT, or the address of ipufit.distributed, name its machine in all "
+                    "processes."
                 ) from error
             stores.append(PrefixStore(f"ipufit/{place.attempt}", store))
         return stores[0], PrefixStore("heartbeats", stores[1])

@@ -21,7 +21,7 @@ from typing import (
 import torch
 from torch import Tensor, distributed
 
-from ipufit.errors import ProcessError
+from ipufit.errors import ProcessError, describe_error
 from ipufit.processes.launchers import Rendezvous
 from ipufit.utils.codec import decode, encode
 
@@ -214,7 +214,7 @@ class Processes:
                 result = make()
                 message = _pack({"result": result})
             except Exception as error:
-                self._in_frames(self._broadcast_bytes, _pack({"error": _text(error)}))
+                self._in_frames(self._broadcast_bytes, _pack({"error": describe_error(error)}))
                 common(error)
                 raise
             self._in_frames(self._broadcast_bytes, message)
@@ -240,7 +240,7 @@ class Processes:
             result = make()
         except Exception as caught:
             error = caught
-        failures = self.gather(None if error is None else _text(error), "check")
+        failures = self.gather(None if error is None else describe_error(error), "check")
         if error is not None:
             raise common(error)
         for process, text in enumerate(failures):
@@ -373,10 +373,6 @@ def common(error: E) -> E:
     with contextlib.suppress(Exception):
         error.is_common = True  # type: ignore[attr-defined]
     return error
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(".: ")
 
 
 def _shown(value: object) -> str:
