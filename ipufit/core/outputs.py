@@ -117,10 +117,10 @@ def children(value: tree.Tree) -> Tuple[Hashable, ...]:
     return ()
 
 
-def describe_value(value: object) -> str:
+def describe_value(value: tree.Tree) -> str:
     """Describe a value in a sentence: its type, and the keys or the length if it has any."""
     keys = children(value)
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+    if tree.is_sequence(value):
         return f"{type(value).__name__} of {len(value)}"
     if not keys and not isinstance(value, Mapping):
         return type(value).__name__

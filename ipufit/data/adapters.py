@@ -105,7 +105,10 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
         if arguments.batch_size is not None:
             size = at_least(arguments.batch_size_name, arguments.batch_size, 1, " or None")
     with faults.collect():
-        _refuse_no_flag(arguments.shuffle)
+        if arguments.shuffle is not None and not isinstance(arguments.shuffle, bool):
+            raise ConfigurationError(
+                f"shuffle must be True, False or None, got {arguments.shuffle!r}."
+            )
     for check in (_refuse_batch_size, _refuse_shuffle, _refuse_parts):
         with faults.collect():
             check(arguments, kind)
@@ -129,12 +132,12 @@ def comes_in_samples(arguments: DataArguments) -> bool:
     return _kind(arguments) != "loader"
 
 
-def are_inputs(module: nn.Module, x: object) -> bool:
+def are_inputs(module: nn.Module, x: tree.Tree) -> bool:
     """Say whether forward takes the parts of a bare tuple or list of arrays as its arguments.
 
     A list is one of batches wherever forward can take a single one of them.
     """
-    if not isinstance(x, (tuple, list)) or hasattr(x, "_fields") or len(x) < 2:
+    if not tree.is_sequence(x) or len(x) < 2:
         return False
     if not all(is_array(part) or is_frame(part) for part in x):
         return False
@@ -160,7 +163,7 @@ def _kind(arguments: DataArguments) -> str:
         return "dataset"
     if is_array(x) or is_frame(x) or isinstance(x, Mapping) or arguments.are_inputs:
         return "arrays"
-    if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
+    if tree.is_sequence(x):
         if arguments.y is not None:
             return "arrays"
         _refuse_bare_sequence(x, arguments.role)
@@ -188,11 +191,6 @@ def _refuse_bare_sequence(x: Any, role: str) -> None:
             f"{role} must be tensors, arrays or batches of them, got a {type(x).__name__} of "
             f"{type(leaves[0]).__name__} values. Make one tensor of it: torch.tensor(x)."
         )
-
-
-def _refuse_no_flag(shuffle: object) -> None:
-    if shuffle is not None and not isinstance(shuffle, bool):
-        raise ConfigurationError(f"shuffle must be True, False or None, got {shuffle!r}.")
 
 
 def _refuse_batch_size(arguments: DataArguments, kind: str) -> None:

@@ -59,12 +59,15 @@ class BatchValidator:
     def each(self, raw: object, index: int) -> List[MicroBatch]:
         """The micro-batches of what the source yields at once, which begins with ``index``.
 
+        Those of a source that may overwrite them are copies.
+
         Raises:
             DataError: as from a call.
         """
         if not isinstance(raw, RowBlock):
             self._picked = None
-            return [self(raw, index)]
+            micro_batch = self(raw, index)
+            return [micro_batch.clone() if self._source.reuses_memory else micro_batch]
         last = self._last
         if last is not None and raw.structure is self._picked and self._are_like_the_last(raw):
             leaves = self._cast(raw.leaves[: self._used])
@@ -196,7 +199,7 @@ class BatchValidator:
             return (raw,), {}, None, None
         if self._own_loss:
             return (*_arguments(raw), None, None)
-        is_sequence = isinstance(raw, (tuple, list)) and not hasattr(raw, "_fields")
+        is_sequence = tree.is_sequence(raw)
         if self._mode is Mode.PREDICT:
             if not is_sequence:
                 return (*_arguments(raw), None, None)
@@ -339,7 +342,7 @@ def _arguments(inputs: tree.Tree) -> Tuple[Tuple[tree.Tree, ...], Dict[str, tree
     """Positional and keyword arguments of forward."""
     if isinstance(inputs, Mapping):
         return (), {str(name): value for name, value in inputs.items()}
-    if isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields"):
+    if tree.is_sequence(inputs):
         return tuple(inputs), {}
     return (inputs,), {}
 
@@ -348,7 +351,6 @@ def executions(
     batches: Iterable[object],
     unpack: Callable[[RawBatch, int], Sequence[MicroBatch]],
     plan: Plan,
-    reuses_memory: bool = False,
     check_update: Optional[Callable[[Sequence[MicroBatch], int], None]] = None,
     updates: Optional[Callable[[], int]] = None,
     horizon: Optional[ReadAhead] = None,
@@ -359,7 +361,6 @@ def executions(
         batches: what the source yields in an epoch.
         unpack: makes micro-batches of what it yields at once, and the index of the first of them.
         plan: says how many belong together. The last execution may hold fewer.
-        reuses_memory: whether a batch may be overwritten when the next one is fetched.
         check_update: told the weighted micro-batches of an update, and the index of their last.
         updates: how many make the next execution, asked before each; None for the plan's.
         horizon: told how many batches the execution still wants.
@@ -377,7 +378,7 @@ def executions(
         new = unpack(raw, index)
         index += len(new)
         horizon.batches -= len(new)
-        group += [batch.clone() for batch in new] if reuses_memory else new
+        group += new
         if check_update and is_weighted(new[-1]):
             for end in range(len(group) - len(new) + 1, len(group) + 1):
                 if end % per_update == 0:
@@ -402,7 +403,6 @@ def sharded_executions(
     ledger: GlobalBatchIndex,
     updates: Callable[[], int],
     horizon: ReadAhead,
-    reuses_memory: bool = False,
 ) -> Iterator[CombinedBatch]:
     """Yield this process's part of the executions that all processes make together.
 
@@ -413,7 +413,6 @@ def sharded_executions(
         ledger: knows the sizes of all batches, once the first of an update is read.
         updates: how many make the next execution, asked before each; 0 ends the epoch.
         horizon: told how many batches the execution still wants.
-        reuses_memory: whether a batch may be overwritten when the next one is fetched.
     """
     most = updates()
     while most:
@@ -429,7 +428,7 @@ def sharded_executions(
                 ledger.is_whole = True
                 break
             new = unpack(raw, plan.own_before(begin) + len(micro_batches))
-            micro_batches += [batch.clone() for batch in new] if reuses_memory else new
+            micro_batches += new
             del raw, new
         end = min(end, ledger.total)
         if end == begin:

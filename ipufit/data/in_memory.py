@@ -31,7 +31,7 @@ from torch.utils.data import (
 
 from ipufit.core.batch import RawBatch
 from ipufit.data.prefetch import reads_ahead
-from ipufit.errors import DataError
+from ipufit.errors import DataError, first_line
 from ipufit.utils import tree
 
 __all__ = [
@@ -397,7 +397,7 @@ def _refuse_dtype(array: Any, name: str) -> None:
             cure = "Turn it into numbers first, such as class indices."
         raise DataError(
             f"{name} must have a dtype that torch knows, got {array.dtype}: "
-            f"{str(error).partition(chr(10))[0].rstrip('.')}. {cure}"
+            f"{first_line(error)}. {cure}"
         ) from error
 
 

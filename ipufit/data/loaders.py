@@ -8,7 +8,7 @@ import inspect
 import multiprocessing
 import multiprocessing.resource_tracker
 import time
-from typing import Any, Iterator, List, Optional, Tuple
+from typing import Any, Iterable, Iterator, List, Optional, Tuple
 
 from torch import Tensor
 from torch.utils.data import (
@@ -22,12 +22,14 @@ from torch.utils.data import (
     default_collate,
 )
 
+from ipufit.core.batch import RawBatch
 from ipufit.data.in_memory import ArrayLoader
 from ipufit.data.read_errors import frames_of
 from ipufit.utils import tree
 from ipufit.utils.interrupts import defer_sigint, starting_processes
 
 __all__ = [
+    "FirstBatches",
     "batch_total",
     "end_workers",
     "is_plain",
@@ -135,6 +137,39 @@ def without_shuffling(loader: Any) -> Any:
         return loader
     size = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     return like(loader, shuffle=False, persistent_workers=False, **size)
+
+
+class FirstBatches:
+    """The first batches of an iterable, read once and kept, so that every epoch has the same.
+
+    Args:
+        batches: what to read from.
+        count: how many.
+    """
+
+    def __init__(self, batches: Iterable[object], count: int) -> None:
+        self._batches = batches
+        self._count = count
+        self._rest: Optional[Iterator[RawBatch]] = None
+        self._kept: List[RawBatch] = []
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        for index in range(self._count):
+            if index == len(self._kept):
+                if self._rest is None:
+                    self._rest = iter(self._batches)
+                try:
+                    batch = next(self._rest)
+                except StopIteration:
+                    return
+                self._kept.append(tree.map_leaves(_copy, batch))
+            yield self._kept[index]
+
+
+def _copy(leaf: tree.Leaf) -> tree.Leaf:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    return leaf.copy() if type(leaf).__module__ == "numpy" else leaf
 
 
 def like(loader: Any, **changes: object) -> Any:

@@ -273,12 +273,11 @@ class BatchPipeline:
         def coming() -> int:
             return self._until_cut(plan, done)
 
-        reuses, horizon = self._source.reuses_memory, self._horizon
+        unpack, horizon = self.unpacker.each, self._horizon
         if self._ledger is None:
-            combined = executions(batches, self.unpacker.each, plan, reuses, check, coming, horizon)
+            combined = executions(batches, unpack, plan, check, coming, horizon)
         else:
-            index_arguments = (self._ledger, coming, horizon, reuses)
-            combined = sharded_executions(batches, self.unpacker.each, plan, *index_arguments)
+            combined = sharded_executions(batches, unpack, plan, self._ledger, coming, horizon)
         try:
             for batch in combined:
                 updates = batch.updates(plan)

@@ -23,6 +23,7 @@ from ipufit.data.in_memory import (
     rows_in_memory,
 )
 from ipufit.data.loaders import (
+    FirstBatches,
     batch_total,
     end_workers,
     is_plain,
@@ -37,6 +38,7 @@ from ipufit.data.loaders import (
     sample_makers,
     starting_workers,
     stream_length,
+    without_shuffling,
 )
 from ipufit.data.read_errors import ends_in_a_sample, unreadable
 from ipufit.data.sharding import AsWorkerOfAll, RankShard, ShardedLoader, as_worker, refuse_unshared
@@ -149,6 +151,16 @@ class DataAdapter:
         source.role = role
         source.class_weights = None
         return source
+
+    def first_batches(self, count: int) -> DataAdapter:
+        """Make an adapter of the first batches of this data alone, which are kept in memory."""
+        batches = FirstBatches(without_shuffling(self.loader), count)
+        few = DataAdapter(batches, self.role, class_weights=self.class_weights)
+        few.micro_batch_size, few.samples = self.micro_batch_size, self.samples
+        few.micro_batches = self.micro_batches
+        few.reuses_memory = False
+        few.limit(count)
+        return few
 
     def share(self, processes: int, process: int) -> None:
         """Find out, and settle, what each of several processes reads.
@@ -309,7 +321,7 @@ class DataAdapter:
         index = rows_read = 0
         limit = stream_length(loader)
         alone = self.reads_alone
-        located_errors = _Told(loader, self.role, stream)
+        located_errors = _LocatedErrors(loader, self.role, stream)
         # A loader of torch's has a new iterator, with new workers, for each pass.
         is_new = reads_as_torch(loader) and not loader.persistent_workers
         starts = _NOTHING if self.is_held else starting_workers(loader)
@@ -493,7 +505,7 @@ def _rows_in(batch: object) -> int:
     return next((int(shape[0]) for shape in shapes if len(shape)), 0)
 
 
-class _Told:
+class _LocatedErrors:
     """A context whose errors, the user's code's, leave with the place where they happened.
 
     Attributes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 from torch.utils.data import DataLoader
 
@@ -12,7 +13,6 @@ from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.adapters import DataArguments, comes_in_samples, get_data_adapter, split_data
 from ipufit.data.in_memory import is_array, is_frame
-from ipufit.data.limits import batch_count, first_batches
 from ipufit.data.settings import Loading, Validation, resolve_loading, resolve_validation, rivals
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError, PlanError
@@ -26,6 +26,7 @@ __all__ = [
     "inference_plan",
     "limited_plan",
     "refuse_unused",
+    "resolve_limit",
     "resolve_prefetch",
 ]
 
@@ -155,12 +156,12 @@ class FitData:
     def _limit_training(self, source: DataAdapter) -> None:
         loading = self._loading
         if loading.limit_train_batches is not None:
-            count = batch_count("limit_train_batches", loading.limit_train_batches, source)
+            count = resolve_limit("limit_train_batches", loading.limit_train_batches, source)
             source.limit(count)
             self.notes["limit_train_batches"] = count
         if loading.overfit_batches is not None:
-            count = batch_count("overfit_batches", loading.overfit_batches, source)
-            self.source = first_batches(source, count, source.role)
+            count = resolve_limit("overfit_batches", loading.overfit_batches, source)
+            self.source = source.first_batches(count)
             if self.held_out is not None:
                 self.held_out = self.source.again("validation data")
             self.notes["overfit_batches"] = count
@@ -171,7 +172,7 @@ class FitData:
         value = self._loading.limit_val_batches
         if value is None:
             return
-        count = batch_count("limit_val_batches", value, held_out, least=0)
+        count = resolve_limit("limit_val_batches", value, held_out, least=0)
         self.notes["limit_val_batches"] = count
         if count:
             held_out.limit(count)
@@ -264,6 +265,40 @@ def training_plan(
     return session.plan(source, **resolved, training=True, fixed_updates=steps)
 
 
+def resolve_limit(name: str, value: Union[int, float], source: DataAdapter, least: int = 1) -> int:
+    """Convert a limit, a number or a fraction, to a number of the source's batches.
+
+    Args:
+        name: of the argument.
+        value: a count, or a fraction of an epoch as a float; checked by ``Loading``.
+        source: what it limits.
+        least: the smallest good count.
+
+    Raises:
+        ConfigurationError: it is a fraction that leaves nothing, or of an unknown length.
+    """
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if value == 1 and source.micro_batches is None:
+        raise ConfigurationError(
+            f"{name}=1.0 means all batches of the {source.role}, which is what happens without it. "
+            "Leave it out, or write 1 for a single batch."
+        )
+    if source.micro_batches is None:
+        raise ConfigurationError(
+            f"{name}={value} is a fraction of the batches of the {source.role}, but nobody knows "
+            "how many it has. Pass a number of batches, an integer."
+        )
+    # 0.29 of 100 batches are 29, though the product is a little less.
+    count = math.floor(source.micro_batches * float(value) + 1e-9)
+    if count < least:
+        raise ConfigurationError(
+            f"{name}={value} must leave at least one batch, but of {source.micro_batches} batches "
+            f"of the {source.role} it leaves none. Use a larger fraction, or a number of batches."
+        )
+    return count
+
+
 def limited_plan(
     session: Session,
     source: DataAdapter,
@@ -290,7 +325,7 @@ def limited_plan(
     for name in ("limit_train_batches", "overfit_batches"):
         limit = getattr(loading, name)
         if limit is not None:
-            source.limit(batch_count(name, limit, source))
+            source.limit(resolve_limit(name, limit, source))
     return training_plan(session, source, work, steps, int(loading.fast_dev_run))
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "Tree",
     "flatten",
     "flatten_with_paths",
+    "is_sequence",
     "map_leaves",
     "tensors",
     "unflatten",
@@ -124,6 +125,11 @@ def flatten(value: Tree) -> Tuple[List[Leaf], Structure]:
     out: List[Leaf] = []
     structure = _gather(value, out)
     return out, structure
+
+
+def is_sequence(value: object) -> bool:
+    """True of a tuple or list whose parts are known by position alone: of no named tuple."""
+    return isinstance(value, (tuple, list)) and not hasattr(value, "_fields")
 
 
 def tensors(value: Tree) -> List[Tensor]:

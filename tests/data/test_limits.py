@@ -12,11 +12,11 @@ from ipufit.callbacks import Callback
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.in_memory import EpochOrder
-from ipufit.data.limits import batch_count
 from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.testing import RecordingEngine
+from ipufit.training.fit_data import resolve_limit
 from ipufit.utils.random_streams import stream_key
 from tests.faulty import Batches, Stream, assert_same_bits, batches, compiled, fit, state
 
@@ -714,4 +714,4 @@ def test_an_argument_that_goes_with_another_form_is_refused_by_name(x, arguments
 def test_a_fraction_is_taken_as_it_is_written():
     """0.29 * 100 is 28.999999999999996 to a computer, and 29 batches to whoever wrote it."""
     source = DataAdapter([TEN] * 100, "training data")
-    assert batch_count("limit_train_batches", 0.29, source) == 29
+    assert resolve_limit("limit_train_batches", 0.29, source) == 29
