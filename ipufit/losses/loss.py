@@ -156,13 +156,9 @@ class Loss:
             LossError: a named loss can't take these shapes or dtypes, the value is no scalar and
                 not one per sample, or the weights or the tokens can't be told apart.
         """
-        call = self._callable()
-        target = self._fit_target(prediction, target)
-        if isinstance(call, Named):
-            call.accept(prediction, target)
-            call = call.function
-        else:
-            self._refuse_broadcast(call, prediction, target)
+        call, target = self._accept(prediction, target)
+        if not isinstance(self.function, Named):
+            self._refuse_broadcast(prediction, target)
         weight = None if sample_weight is None else as_weights(sample_weight, LossError)
         if self.takes_weight:
             return self._own_weighting(call, prediction, target, weight)
@@ -176,14 +172,12 @@ class Loss:
             return self._join(elements, weight)
         return self._scalar(result, weight)
 
-    def _refuse_broadcast(
-        self, call: Callable[..., object], prediction: object, target: object
-    ) -> None:
+    def _refuse_broadcast(self, prediction: object, target: object) -> None:
         """Hold one of torch's losses over single values, of which it only warns, to one shape."""
         if not (isinstance(prediction, Tensor) and isinstance(target, Tensor)):
             return
         if prediction.shape != target.shape:
-            rule = torch_rule(call)
+            rule = self._rule
             if rule is not None and rule.layout == "values":
                 refuse_broadcast(self.name, prediction, target)
 
@@ -195,39 +189,43 @@ class Loss:
         """
         if self.in_module or not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
             return ()
-        call = self._callable()
-        rule = torch_rule(call.function if isinstance(call, Named) else call)
+        rule = self._rule
         is_index = not (target.is_floating_point() or target.is_complex())
         if rule is None or rule.layout != "classes" or not is_index or not prediction.dim():
             return ()
         classes = prediction.shape[min(1, prediction.dim() - 1)]
         return (LabelRange(self.name, None, classes, rule.ignore_index),)
 
-    def _callable(self) -> Callable[..., object]:
+    @property
+    def _call(self) -> Optional[Callable[..., object]]:
+        """The module or function that computes the loss, without the checks of a named one."""
         call = self.module if self.module is not None else self.function
-        assert call is not None, "with loss=None the module computes the loss; use split"
-        return call
+        return call.function if isinstance(call, Named) else call
 
     @property
     def _rule(self) -> Optional[TorchRule]:
         """The rule of a loss of torch's; None of any other."""
-        call = self.module if self.module is not None else self.function
-        if isinstance(call, Named):
-            call = call.function
-        return None if call is None else torch_rule(call)
+        return None if self._call is None else torch_rule(self._call)
+
+    def _accept(self, prediction: object, target: object) -> Tuple[Callable[..., object], object]:
+        """Return what to call with these arguments, and the target in the shape that it takes.
+
+        Raises:
+            LossError: a named loss can't take them.
+        """
+        call, rule = self._call, self._rule
+        assert call is not None, "with loss=None the module computes the loss; use split"
+        if rule is not None and isinstance(prediction, Tensor) and isinstance(target, Tensor):
+            target = rule.fit_target(prediction, target)
+        if isinstance(self.function, Named):
+            self.function.accept(prediction, target)
+        return call, target
 
     def target_kinds(self, target: object) -> List[Optional[TargetKind]]:
         """Return the kind of each target tensor's values; None where only the user's code knows."""
         rule = self._rule
         kind = None if rule is None else rule.target_kind
         return [kind] * len(tree.flatten(target)[0])
-
-    def _fit_target(self, prediction: object, target: object) -> object:
-        """The target in the shape that a loss of torch's takes for this prediction."""
-        rule = self._rule
-        if rule is None or not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
-            return target
-        return rule.fit_target(prediction, target)
 
     @property
     def _where(self) -> str:
@@ -263,10 +261,7 @@ class Loss:
                 f"sample weights and normalize='tokens' need, got {describe(values)}. Let forward "
                 "follow self.reduction, or take sample_weight as a third argument."
             )
-        if call.reduction == "batchmean":
-            size = max(elements.values.numel(), 1)
-            return Elements(elements.values, elements.values.shape[0] / size)
-        return elements
+        return elements.by_sample() if call.reduction == "batchmean" else elements
 
     def without_padding(
         self, prediction: object, target: object, sample_weight: object, valid: Tensor
@@ -338,11 +333,7 @@ class Loss:
         """
         if self.in_module or self.takes_weight:
             return None
-        call = self._callable()
-        target = self._fit_target(prediction, target)
-        if isinstance(call, Named):
-            call.accept(prediction, target)
-            call = call.function
+        call, target = self._accept(prediction, target)
         try:
             elements = self._elements(call, prediction, target, weight)
         except LossError:

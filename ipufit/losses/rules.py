@@ -91,6 +91,10 @@ class Elements:
     values: Tensor
     shares: Union[Tensor, float] = 1.0
 
+    def by_sample(self) -> Elements:
+        """The elements in a mean over the samples, however many each sample has."""
+        return Elements(self.values, self.values.shape[0] / max(self.values.numel(), 1))
+
     def weighted_sum(self, weight: Optional[Tensor], where: str) -> Tensor:
         """The sum of values, shape (), at least float32; a weight of zero hides inf and nan."""
         values = self.values.to(torch.promote_types(self.values.dtype, torch.float32))
@@ -212,7 +216,7 @@ class TorchRule:
             prediction, target = self._guard(prediction, target, weight)
         values = self.call(prediction, target)
         if self.reduction == "batchmean" and values.dim():
-            return Elements(values, values.shape[0] / max(values.numel(), 1))
+            return Elements(values).by_sample()
         if self.layout != "classes" or target.is_floating_point():
             return Elements(values)
         counted = target != self.ignore_index

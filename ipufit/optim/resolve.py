@@ -11,7 +11,7 @@ from torch import nn
 from ipufit.errors import OptimizerError, UnknownNameError
 from ipufit.optim.lamb import LAMB
 
-__all__ = ["class_by_name", "refuse_step_hooks", "resolve_optimizer"]
+__all__ = ["class_by_name", "refuse_step_hooks", "resolve_optimizer", "settings_by_name"]
 
 NamedParameters = Sequence[Tuple[str, nn.Parameter]]
 
@@ -66,9 +66,10 @@ def resolve_optimizer(
         raise _several(optimizer, "optimizer must be one optimizer")
     build: Callable[[List[nn.Parameter]], object]
     if isinstance(optimizer, str):
-        build = _by_name(optimizer)
+        kind = class_by_name(optimizer)
+        build = _by_class(kind, settings_by_name(kind))
     elif isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
-        build = _by_class(optimizer)
+        build = _by_class(optimizer, {})
     elif callable(optimizer) and not isinstance(optimizer, type):
         build = optimizer
     else:
@@ -101,23 +102,21 @@ def class_by_name(name: str) -> Type[torch.optim.Optimizer]:
     return kind
 
 
-def _by_name(name: str) -> Callable[[List[nn.Parameter]], torch.optim.Optimizer]:
-    kind = class_by_name(name)
-    if kind is torch.optim.SGD:
-        return lambda params: torch.optim.SGD(params, lr=0.01)
-    return _by_class(kind)
+def settings_by_name(kind: Type[torch.optim.Optimizer]) -> Dict[str, float]:
+    """Settings with which the name of a class builds it, where they are not torch's defaults."""
+    return {"lr": 0.01} if kind is torch.optim.SGD else {}
 
 
 def _by_class(
-    kind: Type[torch.optim.Optimizer],
+    kind: Type[torch.optim.Optimizer], settings: Mapping[str, float]
 ) -> Callable[[List[nn.Parameter]], torch.optim.Optimizer]:
     _refuse(kind)
 
     def build(params: List[nn.Parameter]) -> torch.optim.Optimizer:
         try:
-            inspect.signature(kind).bind(params)
+            inspect.signature(kind).bind(params, **settings)
             # torch says ValueError where a learning rate is required, or of a shape it can't take.
-            return kind(params)  # type: ignore[call-arg]
+            return kind(params, **settings)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise OptimizerError(
                 f"an optimizer class must need nothing but parameters, got {kind.__name__} "

@@ -35,7 +35,7 @@ from ipufit.data.settings import Validation
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, OptimizerError, UnknownNameError
 from ipufit.losses.resolve import resolve_loss
-from ipufit.optim.resolve import class_by_name
+from ipufit.optim.resolve import class_by_name, settings_by_name
 from ipufit.training.model import Model
 from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.random_streams import isolated, seed_generators
@@ -475,14 +475,16 @@ def build_optimizer(optimizer: object, settings: Mapping[str, object]) -> object
     if not settings:
         return optimizer
     arguments: Dict[str, Any] = dict(settings)
-    make = class_by_name(optimizer) if isinstance(optimizer, str) else optimizer
+    make = optimizer
+    if isinstance(optimizer, str):
+        make = class_by_name(optimizer)
+        for name, value in settings_by_name(make).items():
+            arguments.setdefault(name, value)
     if not callable(make):
         raise OptimizerError(
             f"optimizer must be a name, a class or a callable of parameters, got {optimizer!r}. "
             "Pass for example optimizer='adam'."
         )
-    if isinstance(optimizer, str) and make is torch.optim.SGD:
-        arguments.setdefault("lr", 0.01)  # what the name means without settings
     try:
         inspect.signature(make).bind([], **arguments)
     except TypeError as error:
