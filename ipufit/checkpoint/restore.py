@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
-from typing import Any, FrozenSet, List, Optional, Sequence, Tuple
+from typing import FrozenSet, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -18,13 +17,12 @@ from ipufit.checkpoint.configuration import (
     lines_of,
 )
 from ipufit.checkpoint.files import Document
-from ipufit.checkpoint.training_state import NUMBERS, RestoredState, merge, split
+from ipufit.checkpoint.training_state import NUMBERS, RestoredState, load_generators, merge, split
 from ipufit.core.batch import DataCursor
 from ipufit.core.weights_file import differences
 from ipufit.engines.program import TrainState
 from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.optim.schedules import settings
-from ipufit.utils.state import set_generators
 
 __all__ = ["restore"]
 
@@ -74,7 +72,7 @@ def restore(
         if process_state["place"] is not None:
             fit.place = _place(process_state["place"])
             fit.pipeline.seek(fit.place, job.meter.updates, checkpoint.done)
-        _restore_generators(process_state["random"])
+        load_generators(process_state["random"])
     except (CheckpointError, ConfigurationError):
         raise
     except Exception as error:
@@ -278,16 +276,3 @@ def _place(state: Document) -> DataCursor:
     if type(number) is not int or type(batches) is not int or min(number, batches) < 0:
         raise ValueError(f"its place in the data is {number!r}, {batches!r}")
     return DataCursor(number, batches, list(state["generators"]), state["own"])
-
-
-def _restore_generators(states: Document) -> None:
-    """Let those of them that are here go on from there."""
-    usable = {name: states[name] for name in ("torch", "python")}
-    numpy: Any = sys.modules.get("numpy")
-    if "numpy" in states and numpy is not None:
-        kind, keys, *rest = states["numpy"]
-        usable["numpy"] = (kind, numpy.array(keys, dtype="uint32"), *rest)
-    cuda = states.get("cuda", [])
-    if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
-        usable["cuda"] = cuda
-    set_generators(usable)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+import sys
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,14 @@ from ipufit.errors import CheckpointError
 from ipufit.metrics import MetricSet
 from ipufit.processes import Processes
 from ipufit.utils.codec import decode, encode
-from ipufit.utils.state import generator_states
+from ipufit.utils.state import generator_states, set_generators
 
 __all__ = [
     "NUMBERS",
     "Named",
     "RestoredState",
     "checkpoint_contents",
+    "load_generators",
     "loop_state",
     "merge",
     "split",
@@ -353,6 +355,19 @@ def _stored_generators() -> Dict[str, object]:
         kind, keys, position, has_gauss, cached = states["numpy"]
         states["numpy"] = [kind, keys.tolist(), int(position), int(has_gauss), float(cached)]
     return states
+
+
+def load_generators(states: Document) -> None:
+    """Let those generators that are here go on from the states in a checkpoint."""
+    usable = {name: states[name] for name in ("torch", "python")}
+    numpy: Any = sys.modules.get("numpy")
+    if "numpy" in states and numpy is not None:
+        kind, keys, *rest = states["numpy"]
+        usable["numpy"] = (kind, numpy.array(keys, dtype="uint32"), *rest)
+    cuda = states.get("cuda", [])
+    if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
+        usable["cuda"] = cuda
+    set_generators(usable)
 
 
 def split(module: nn.Module, state: TrainState) -> Tuple[Named, Named]:
