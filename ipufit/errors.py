@@ -55,6 +55,9 @@ __all__ = [
 ]
 
 
+# Not public: what messages of ours repeat of errors that others raise.
+
+
 def first_line(error: object) -> str:
     """Return the first line of an error's text without its full stop; torch adds its C++ stack."""
     return str(error).strip().partition("\n")[0].rstrip(".")

@@ -28,7 +28,7 @@ from ipufit.data.adapters import DataArguments, are_inputs
 from ipufit.data.settings import Loading
 from ipufit.engines.choice import engine_maker
 from ipufit.engines.program import Engine
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, first_line
 from ipufit.partition.request import Parallel
 from ipufit.tracing.validate import refuse_unrecordable
 from ipufit.training import fit, on_batch
@@ -901,11 +901,10 @@ def _moved(module: nn.Module, device: Union[str, torch.device]) -> nn.Module:
     try:
         torch.empty(0, device=device)
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-        text = str(error).partition("\n")[0].rstrip(".")
         raise ConfigurationError(
             f"device must be one that torch can use here, got {str(device)!r}, of which torch "
-            f"{torch.__version__} says: {text}. Leave it out to run where the module is, or pass "
-            "device='cpu'."
+            f"{torch.__version__} says: {first_line(error)}. Leave it out to run where the module "
+            "is, or pass device='cpu'."
         ) from error
     return module.to(device)
 

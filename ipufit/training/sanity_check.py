@@ -27,6 +27,7 @@ from ipufit.errors import (
     LossError,
     MetricError,
     PlanError,
+    brief_error,
 )
 from ipufit.losses import LabelRange, Loss, check_labels, outside_classes
 from ipufit.metrics import MetricSet
@@ -265,7 +266,7 @@ def prepare_tail(
         raise
     except Exception as error:
         fault = explainer.explain(error, [last], None)
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
+        reason = brief_error(error)
         if isinstance(fault, DataError) and fault.what:
             reason = fault.what[len(f"{source.role}: ") :]
         raise DataError(
@@ -300,6 +301,6 @@ def wrap_batch_errors(explainer: FailureExplainer, sample: MicroBatch) -> Iterat
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.leaves)
         raise DataError(
             f"{explainer.role} must be able to run module and loss on the batch, whose tensors "
-            f"have shape {shapes}, but that fails: {type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0].rstrip('.')}. Pass a batch that fit takes."
+            f"have shape {shapes}, but that fails: {brief_error(error)}. Pass a batch that "
+            "fit takes."
         ) from error

@@ -10,7 +10,7 @@ from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.data.batches import BatchValidator
 from ipufit.data.source import DataAdapter
-from ipufit.errors import DataError, IpufitError
+from ipufit.errors import DataError, IpufitError, brief_error
 from ipufit.training.session import JobSpec, Session
 from ipufit.training.trainer import Trainer
 from ipufit.utils.names import in_validation
@@ -84,7 +84,7 @@ class ValidationRunner:
             what = error.what if isinstance(error, DataError) else ""
             if _form(example) == _form(trained_on) or (isinstance(error, IpufitError) and not what):
                 raise
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
+            reason = brief_error(error)
             if what:
                 reason = what.partition(": ")[2]
             raise DataError(

@@ -32,7 +32,7 @@ from ipufit.analysis.check.static_checks import mode_findings, untrained_finding
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.train_config import Precision
 from ipufit.data.source import DataAdapter
-from ipufit.errors import CaptureError, IpufitError, LossError
+from ipufit.errors import CaptureError, IpufitError, LossError, brief_error
 from ipufit.partition.partition import NOT_DIVIDED
 from ipufit.tracing.capture import Frame
 from ipufit.tracing.grad_step import public_name
@@ -150,11 +150,7 @@ class CheckSuite:
         is_torchs = recorded.error is not None and not isinstance(recorded.error, IpufitError)
         # Older versions of torch can't record a generator.
         if recorded.error is not None and is_torchs and not valued.recorder.generators:
-            first_line = str(recorded.error).partition("\n")[0].rstrip(".")
-            text = (
-                "the module runs, but can't be recorded: "
-                f"{type(recorded.error).__name__}: {first_line}"
-            )
+            text = f"the module runs, but can't be recorded: {brief_error(recorded.error)}"
             cure = "Write it with other operators, or use compile(..., run_eagerly=True)."
             self.findings.add(_unrecordable(recorded.error, text, cure))
         return True

@@ -23,6 +23,7 @@ from ipufit.errors import (
     IpufitError,
     RecoverableDeviceError,
     UnrecoverableDeviceError,
+    brief_error,
 )
 from ipufit.utils.random_streams import LOCK
 
@@ -70,11 +71,10 @@ def why_no_sdk() -> Optional[str]:
     try:
         module = importlib.import_module("poptorch")
     except Exception as error:
-        text = str(error).partition("\n")[0].rstrip(".")
         return (
             "its PopTorch can't be imported and is likely made for another torch or Python than "
             f"torch {torch.__version__} and Python {platform.python_version()}: "
-            f"{type(error).__name__}: {text}"
+            f"{brief_error(error)}"
         )
     if module.__name__ != "poptorch" or not _has_core(getattr(module, "__file__", None)):
         return "what `import poptorch` finds is the stand-in, not the SDK's PopTorch"

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Dict, Iterator, List, NoReturn, Optional, Tuple, Union
 
 from ipufit.engines.ipu.ipu_config.parameters import shown
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, brief_error
 
 __all__ = ["FILE_NAME", "Path", "Token", "find_file", "parse_json", "read_file", "upload"]
 
@@ -114,8 +114,7 @@ def _translate_hub_errors(what: str, cure: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first = str(error).partition("\n")[0].rstrip(".")
-        raise ConfigurationError(f"{what}: {type(error).__name__}: {first}. {cure}") from error
+        raise ConfigurationError(f"{what}: {brief_error(error)}. {cure}") from error
 
 
 def find_file(source: Path, subfolder: str, options: Dict[str, object]) -> str:
