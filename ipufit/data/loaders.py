@@ -89,13 +89,10 @@ def stream_length(loader: object) -> Optional[int]:
     return length_of(loader.dataset) if isinstance(loader.dataset, IterableDataset) else None
 
 
-def row_count(batch: object, loader: Any) -> int:
-    """Samples of a raw batch; 0 where it has nothing to count."""
-    if loader.batch_size is None:
-        return 1
-    tensors = (leaf for leaf in tree.flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim())
-    first = next(tensors, None)
-    return 0 if first is None else int(first.shape[0])
+def row_count(batch: object) -> int:
+    """Rows of a raw batch, of whatever has a shape; 0 where it has nothing to count."""
+    shapes: Iterator[Any] = (getattr(leaf, "shape", ()) for leaf in tree.flatten(batch)[0])
+    return next((int(shape[0]) for shape in shapes if len(shape)), 0)
 
 
 def length_of(sized: Any) -> Optional[int]:

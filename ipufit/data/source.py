@@ -350,7 +350,8 @@ class DataAdapter:
                         return
                 self._has_yielded = True
                 if limit is not None:
-                    rows_read += row_count(batch, loader)
+                    # Without a batch size, every sample is a batch.
+                    rows_read += 1 if loader.batch_size is None else row_count(batch)
                     if rows_read > limit:
                         raise self._repeated(loader, limit)
                 index += batch_count(batch)
@@ -396,7 +397,7 @@ class DataAdapter:
         if rows is not None:
             return portion.rows(rows, self.most).picked(horizon)
         if isinstance(loader, (list, tuple)):
-            whole = (lambda: loader, _rows_in, lambda batch: batch)
+            whole = (lambda: loader, row_count, lambda batch: batch)
             return portion.picked(*whole, self.most, draws_once=True, are_indices=False)
         if self._own_loader is None or self._own_loader.whole is not loader:
             self._own_loader = ShardedLoader(loader)
@@ -497,12 +498,6 @@ class DataAdapter:
             return []
         size = min(self.micro_batch_size or 1, len(loader.dataset))
         return [loader.collate_fn([loader.dataset[i] for i in range(size)])] if size else []
-
-
-def _rows_in(batch: object) -> int:
-    """Samples of a batch that was not looked at yet; 0 where it has none to count."""
-    shapes: Iterator[Any] = (getattr(leaf, "shape", ()) for leaf in tree.flatten(batch)[0])
-    return next((int(shape[0]) for shape in shapes if len(shape)), 0)
 
 
 class _LocatedErrors:

@@ -373,12 +373,19 @@ class Shards(IterableDataset):
             yield NUMBERED[index], NUMBERED[index]
 
 
+def stack_arrays(samples):
+    """A collate_fn that makes NumPy arrays."""
+    return tuple(np.stack([tensor.numpy() for tensor in column]) for column in zip(*samples))
+
+
 @pytest.mark.long("ipu-standin")
-def test_workers_of_a_stream_that_all_yield_everything_are_refused():
+@pytest.mark.parametrize("collate", [None, stack_arrays], ids=["tensors", "arrays"])
+def test_workers_of_a_stream_that_all_yield_everything_are_refused(collate):
     """torch trains on every sample twice without a word."""
     model, _ = recording()
+    loader = DataLoader(Shards(10, False), batch_size=5, num_workers=2, collate_fn=collate)
     with pytest.raises(ipufit.errors.DataError) as caught:
-        model.fit(DataLoader(Shards(10, False), batch_size=5, num_workers=2), verbose=0)
+        model.fit(loader, verbose=0)
     assert str(caught.value) == (
         "training data: every sample must come once in an epoch, but the 2 workers of the "
         "DataLoader yield more than the 10 samples that Shards.__len__ promises. Each has a copy "
