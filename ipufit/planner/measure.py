@@ -20,6 +20,7 @@ from ipufit.partition.recomputation import watch_calls
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import ModuleWithLoss, capture_step, follow_stages
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_functions, watch_operators
+from ipufit.tracing.recording import autograd_nodes
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import blocks_watched
 from ipufit.utils.state import call_with, watch_modules
@@ -198,14 +199,10 @@ class _Weigher(Listener):
 
     def claim(self, results: Sequence[object]) -> None:
         """The graph behind these tensors, as far as nobody has it, is the present segment's."""
-        waiting = [t.grad_fn for t in results if isinstance(t, Tensor) and t.requires_grad]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in self._nodes:
-                continue
+        first = [t.grad_fn for t in results if isinstance(t, Tensor) and t.requires_grad]
+        for node in autograd_nodes(first, self._nodes):
             self._nodes[node] = self._at
             node.register_prehook(lambda _, at=self._at: self._return_to(at))
-            waiting += [following for following, _ in node.next_functions]
 
     def begin(self, name: str) -> None:
         """Begin a segment of this name."""

@@ -22,7 +22,7 @@ from ipufit.tracing.capture import capture
 from ipufit.tracing.fingerprint import StepModule, called_objects
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
-from ipufit.tracing.recording import mark_backward_pass, mark_layers
+from ipufit.tracing.recording import autograd_nodes, mark_backward_pass, mark_layers
 from ipufit.tracing.validate import find_unregistered, public_name, rebound, storages
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name
@@ -477,12 +477,7 @@ class GradStep:
         parameter_names = {id(p): name for name, p in self.step.named_parameters()}
         # Those are looked for once: it takes longer than the rest.
         overlooked = {} if self.with_gradient else find_unregistered(self.step.net)
-        todo, visited = [loss.grad_fn], set()
-        while todo:
-            node = todo.pop()
-            if node is None or node in visited:
-                continue
-            visited.add(node)
+        for node in autograd_nodes([loss.grad_fn]):
             leaf = id(getattr(node, "variable", None))
             if leaf in overlooked:
                 attribute = overlooked[leaf]
@@ -497,7 +492,6 @@ class GradStep:
                     "such as a list of parameters, and would get no gradient from there. Reach it "
                     "through the module in forward or in the loss, such as self.layer.weight."
                 )
-            todo += [following for following, _ in node.next_functions]
 
     def _lay_out(self, gradients: Mapping[str, Tensor]) -> None:
         assert self.layout is not None

@@ -12,11 +12,12 @@ import functools
 import inspect
 import operator
 from threading import get_ident
-from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Container, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import Node
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten
@@ -27,6 +28,7 @@ from ipufit.utils.state import replaced
 __all__ = [
     "NEEDS_VALUES",
     "OpRecorder",
+    "autograd_nodes",
     "current_graph",
     "current_tracer",
     "is_backward",
@@ -264,6 +266,26 @@ def mark_backward_pass(objective: Optional[Tensor] = None) -> Iterator[None]:
         tell(None)
     if graph is not None and start is not None:
         _mark(graph, start, _BACKWARD, True)
+
+
+def autograd_nodes(
+    first: Sequence[Optional[Node]], passed_over: Container[object] = ()
+) -> Iterator[Node]:
+    """Yield the nodes of autograd's graph that a backward pass goes through, each once.
+
+    Args:
+        first: the ``grad_fn`` of the tensors that it begins with; None of a tensor without one.
+        passed_over: nodes that are left out, with those that lie behind them alone.
+    """
+    todo, visited = list(first), set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in visited or node in passed_over:
+            continue
+        # Python lets go of a node's wrapper, and with it of its identity, unless somebody holds it.
+        visited.add(node)
+        yield node
+        todo += [following for following, _ in node.next_functions]
 
 
 @contextlib.contextmanager

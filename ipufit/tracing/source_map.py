@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import linecache
 import sys
-from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from ipufit.tracing.capture import capture, user_frame
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
-from ipufit.tracing.recording import current_graph, listen_to_backward
+from ipufit.tracing.recording import autograd_nodes, current_graph, listen_to_backward
 from ipufit.tracing.validate import public_name
 from ipufit.utils import tree
 from ipufit.utils.state import watch_modules
@@ -100,7 +100,7 @@ class SourceTracker:
         self._running: Optional[Origin] = None
         self._by_number: Dict[int, Origin] = {}
         self._claimed: Dict[object, Origin] = {}
-        self._nodes: List[object] = []
+        self._nodes: List[Node] = []
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -143,13 +143,8 @@ class SourceTracker:
 
     def _claim(self, nodes: Sequence[Optional[Node]], origin: Origin) -> None:
         """In a torch that numbers no operators: all that no inner module has made is this one's."""
-        todo = list(nodes)
-        while todo:
-            node = todo.pop()
-            if node is None or node in self._claimed:
-                continue
+        for node in autograd_nodes(nodes, self._claimed):
             self._claimed[node] = origin
-            todo += [following for following, _ in node.next_functions]
 
     def _turn(self, objective: Optional[Tensor]) -> None:
         """Note that the backward pass begins, or has ended."""
@@ -158,17 +153,10 @@ class SourceTracker:
             self._claimed, self._nodes = {}, []
             self._running = Origin()
             return
-        todo: List[Optional[Node]] = [objective.grad_fn]
-        reachable: Set[object] = set()
-        while todo:
-            node = todo.pop()
-            if node is None or node in reachable:
-                continue
-            reachable.add(node)
+        # Held, so that Python does not let go of their wrappers, and with them of their identities.
+        self._nodes = list(autograd_nodes([objective.grad_fn]))
+        for node in self._nodes:
             self._tell_before(node, self._origin_of(node))
-            todo += [following for following, _ in node.next_functions]
-        # Python lets go of a node's wrapper, and with it of its identity, unless somebody holds it.
-        self._nodes = list(reachable)
 
     def _tell_before(self, node: Node, origin: Origin) -> None:
         def begin(gradients: object) -> None:
