@@ -37,6 +37,7 @@ __all__ = [
     "Frame",
     "capture",
     "capture_error",
+    "describe_frame",
     "draws",
     "fault_error",
     "frame_of",
@@ -108,6 +109,15 @@ def frame_of(error: BaseException) -> Optional[Frame]:
     return _first_user_frame([(s.filename, s.lineno or 0, s.name) for s in reversed(stack)])
 
 
+def describe_frame(frame: Optional[Frame]) -> str:
+    """A line of the user's with its text, as the end of a sentence; empty where there is none."""
+    if frame is None:
+        return ""
+    file, line, function = frame
+    source = linecache.getline(file, line).strip()
+    return f", at {file}:{line} in {function}{f': `{source}`' if source else ''}"
+
+
 def capture_error(
     what: str,
     instead: str,
@@ -128,12 +138,8 @@ def capture_error(
     """
     advice = _EAGERLY if runs_eagerly else ""
     file, line, function = frame or (None, None, None)
-    where = ""
-    if file is not None and line is not None:
-        source = linecache.getline(file, line).strip()
-        where = f", at {file}:{line} in {function}{f': `{source}`' if source else ''}"
     return CaptureError(
-        f"{what}{where}. {instead}",
+        f"{what}{describe_frame(frame)}. {instead}",
         file,
         line,
         cause,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import dis
 import inspect
-import linecache
 import math
 import os
 import re
@@ -25,12 +24,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from ipufit.core.batch import MicroBatch
-from ipufit.core.objective_arguments import describe, describe_tensor
+from ipufit.core.objective_arguments import describe, describe_tensor, dtype_name
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, DataError, DeviceError, IpufitError, LossError
 from ipufit.losses import check_labels
 from ipufit.losses.named import check_torch_loss
-from ipufit.tracing.capture import Frame, frame_of
+from ipufit.tracing.capture import Frame, describe_frame, frame_of
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_functions
 from ipufit.tracing.ipu_only import for_this_engine
@@ -84,11 +83,8 @@ class _Failure:
     @property
     def where(self) -> str:
         """The user's line, as part of a sentence; empty where there is none."""
-        if self.frame is None or self.frame[0].startswith(_TORCH):
-            return ""
-        file, line, function = self.frame
-        source = linecache.getline(file, line).strip()
-        return f", at {file}:{line} in {function}" + (f": `{source}`" if source else "")
+        is_torchs = self.frame is not None and self.frame[0].startswith(_TORCH)
+        return "" if is_torchs else describe_frame(self.frame)
 
     @property
     def layer(self) -> str:
@@ -390,7 +386,7 @@ def _type_mismatch(layer: nn.Module, x: Tensor) -> Optional[_Mismatch]:
         return _Mismatch(f"an input on {weight.device}, like its weights", cure, str(x.device))
     if weight.dtype == x.dtype or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
         return None
-    dtype = _short(weight.dtype)
+    dtype = dtype_name(weight)
     if not x.is_floating_point():
         cure = f"Convert it before the layer: x.to(torch.{dtype})."
     elif x.dtype == torch.float64:
@@ -526,7 +522,3 @@ def _data_error(what: str, cure: str, failure: _Failure) -> DataError:
 def _has_values(tensor: Tensor) -> bool:
     """Tell whether a tensor is more than a shape."""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).replace("torch.", "")

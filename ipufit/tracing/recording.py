@@ -27,6 +27,7 @@ from ipufit.utils.state import replaced
 
 __all__ = [
     "NEEDS_VALUES",
+    "GraphPlace",
     "OpRecorder",
     "autograd_nodes",
     "current_graph",
@@ -242,12 +243,26 @@ def segment_of(node: fx.Node) -> Optional[int]:
     return segment
 
 
-def _mark(graph: fx.Graph, after: fx.Node, key: str, value: object) -> None:
-    """Note something on all nodes after one."""
-    for node in reversed(graph.nodes):
-        if node is after:
-            return
-        node.meta[key] = value
+class GraphPlace:
+    """A place in the graph of a recording: behind what is recorded so far.
+
+    Args:
+        graph: of the recording; None where a function runs on values.
+    """
+
+    def __init__(self, graph: Optional[fx.Graph]) -> None:
+        self._graph = graph
+        self._last = None if graph is None else next(iter(reversed(graph.nodes)))
+
+    def nodes_after(self) -> List[fx.Node]:
+        """List the nodes that were recorded since, in their order."""
+        nodes: List[fx.Node] = []
+        if self._graph is not None:
+            for node in reversed(self._graph.nodes):
+                if node is self._last:
+                    break
+                nodes.append(node)
+        return nodes[::-1]
 
 
 @contextlib.contextmanager
@@ -257,15 +272,14 @@ def mark_backward_pass(objective: Optional[Tensor] = None) -> Iterator[None]:
     Args:
         objective: what is followed back; for whoever listens.
     """
-    graph = current_graph()
-    start = None if graph is None else next(iter(reversed(graph.nodes)))
+    start = GraphPlace(current_graph())
     for tell in _LISTENERS:
         tell(objective)
     yield
     for tell in _LISTENERS:
         tell(None)
-    if graph is not None and start is not None:
-        _mark(graph, start, _BACKWARD, True)
+    for node in start.nodes_after():
+        node.meta[_BACKWARD] = True
 
 
 def autograd_nodes(
@@ -285,7 +299,8 @@ def autograd_nodes(
         # Python lets go of a node's wrapper, and with it of its identity, unless somebody holds it.
         visited.add(node)
         yield node
-        todo += [following for following, _ in node.next_functions]
+        for following, _ in node.next_functions:
+            todo.append(following)
 
 
 @contextlib.contextmanager
@@ -309,14 +324,13 @@ def mark_layers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     starts, calls = [], 0
 
     def begin(name: str) -> None:
-        if graph is not None:
-            starts.append(next(iter(reversed(graph.nodes))))
+        starts.append(GraphPlace(graph))
 
     def end(name: str, output: object) -> None:
         nonlocal calls
-        if graph is not None:
-            _mark(graph, starts.pop(), _SEGMENT, calls)
-            calls += 1
+        for node in starts.pop().nodes_after():
+            node.meta[_SEGMENT] = calls
+        calls += 1
 
     with watch_calls(module, names, begin, end):
         yield

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from ipufit.tracing.capture import capture, user_frame
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
-from ipufit.tracing.recording import autograd_nodes, current_graph, listen_to_backward
+from ipufit.tracing.recording import GraphPlace, autograd_nodes, current_graph, listen_to_backward
 from ipufit.tracing.validate import public_name
 from ipufit.utils import tree
 from ipufit.utils.state import watch_modules
@@ -217,7 +217,7 @@ class CallRecorder(Listener):
         self._where = SourceTracker(step, self._module_returned)
         self._keeps = keeps
         self._graph: Optional[fx.Graph] = None
-        self._last: Optional[fx.Node] = None
+        self._place = GraphPlace(None)
         self._traced = TracedCall("", Origin())
         # Held, so that no other tensor gets the identity of one of them.
         self._made: Dict[int, Tuple[Tensor, TracedCall, int]] = {}
@@ -234,13 +234,12 @@ class CallRecorder(Listener):
     def before(self, call: OperatorCall) -> None:
         """Note where the operator comes from, and which node of a recording is the last so far."""
         self._traced = TracedCall(str(call.operator), self._where.now())
-        self._last = None if self._graph is None else next(iter(reversed(self._graph.nodes)))
+        self._place = GraphPlace(self._graph)
 
     def after(self, call: OperatorCall, result: object) -> None:
         """Add the call to the list, with its nodes or its results."""
         traced = self._traced
-        if self._graph is not None:
-            traced.nodes = _names_after(self._graph, self._last)
+        traced.nodes = [node.name for node in self._place.nodes_after()]
         outputs = tree.tensors(result)
         if self._keeps:
             traced.outputs = [output.detach().clone() for output in outputs]
@@ -255,15 +254,6 @@ class CallRecorder(Listener):
             if id(output) in self._made:
                 _, call, place = self._made[id(output)]
                 call.returned.append((dataclasses.replace(returned, outputs=()), place))
-
-
-def _names_after(graph: fx.Graph, node: Optional[fx.Node]) -> List[str]:
-    names: List[str] = []
-    for each in reversed(graph.nodes):
-        if each is node:
-            break
-        names.append(each.name)
-    return names[::-1]
 
 
 def trace_calls(
