@@ -20,6 +20,7 @@ __all__ = [
     "FlatBlock",
     "FlatStorage",
     "Slot",
+    "extent",
     "flat_of",
     "flatten_like",
     "group_alike",
@@ -60,6 +61,14 @@ def flatten_like(tensor: Tensor, order: Sequence[int]) -> Tensor:
 def storage_id(tensor: Tensor) -> int:
     """Equal for tensors that share memory; 0 for sparse ones, which have none of this kind."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
+
+
+def extent(tensor: Tensor) -> Tuple[int, int]:
+    """The first element of its storage that a tensor takes, and the one after the last."""
+    first = int(tensor.storage_offset())
+    if not tensor.numel():
+        return first, first
+    return first, first + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
 
 
 def flat_of(tensor: Tensor, flats: Sequence[Tensor]) -> Optional[int]:

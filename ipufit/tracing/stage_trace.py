@@ -14,7 +14,7 @@ from ipufit.partition.flops import is_view
 from ipufit.partition.own_blocks import OwnBlocks, UncountedError
 from ipufit.partition.partition import AFTER, Partition, begun_by
 from ipufit.partition.serialization import Serialized
-from ipufit.tracing.flat_storage import storage_id
+from ipufit.tracing.flat_storage import extent, storage_id
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import sdk_in_use
@@ -68,7 +68,7 @@ class ParameterReads(Listener):
             for name, parameter in self._module.named_parameters():
                 key = storage_id(parameter)
                 if key:
-                    first, end = _extent(parameter)
+                    first, end = extent(parameter)
                     self._lie.setdefault(key, []).append((first, end, name))
 
     def after(self, call: OperatorCall, result: object) -> None:
@@ -89,16 +89,8 @@ class ParameterReads(Listener):
         there = (self._lie or {}).get(storage_id(tensor))
         if not there:
             return []
-        first, end = _extent(tensor)
+        first, end = extent(tensor)
         return [name for start, stop, name in there if start < end and first < stop]
-
-
-def _extent(tensor: Tensor) -> Tuple[int, int]:
-    """First element in the storage, and the one after the last."""
-    first = int(tensor.storage_offset())
-    if not tensor.numel():
-        return first, first
-    return first, first + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
 
 
 def _computes(operator: torch._ops.OpOverload, result: object) -> bool:

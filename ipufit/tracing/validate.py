@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.errors import CaptureError, ConfigurationError, OptimizerError
-from ipufit.tracing.flat_storage import storage_id
+from ipufit.tracing.flat_storage import extent, storage_id
 
 __all__ = [
     "find_unregistered",
@@ -300,14 +300,12 @@ def refuse_shared_memory(
     for name, tensor in {**parameters, **buffers}.items():
         if not tensor.numel() or tensor.is_sparse:
             continue
-        last = int(sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())))
-        begin = int(tensor.storage_offset())
         key = tensor.untyped_storage().data_ptr()
-        by_storage.setdefault(key, []).append((begin, begin + last, name))
+        by_storage.setdefault(key, []).append((*extent(tensor), name))
     for places in by_storage.values():
         places.sort()
         for (_, end, first), (begin, _, second) in zip(places, places[1:]):
-            if begin <= end:
+            if begin < end:
                 raise ConfigurationError(
                     f"{public_name(first)!r} and {public_name(second)!r} share memory without "
                     "being one tensor, and would come apart in the program. Tie them: "
