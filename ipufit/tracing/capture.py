@@ -34,6 +34,7 @@ from ipufit.utils.state import replaced
 
 __all__ = [
     "CALLERS",
+    "TORCH_PATH",
     "Frame",
     "capture",
     "capture_error",
@@ -51,15 +52,15 @@ __all__ = [
 # File, line, function.
 Frame = Tuple[str, int, str]
 
-_TORCH_PATH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+TORCH_PATH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _INTERNAL = (
-    _TORCH_PATH,
+    TORCH_PATH,
     PACKAGE,
     os.path.dirname(os.path.abspath(os.__file__)) + os.sep + "contextlib",
 )
 
-_TORCH_MODULES = os.path.join(_TORCH_PATH, "nn") + os.sep
-_TORCH_AUTOGRAD = os.path.join(_TORCH_PATH, "autograd") + os.sep
+_TORCH_MODULES = os.path.join(TORCH_PATH, "nn") + os.sep
+_TORCH_AUTOGRAD = os.path.join(TORCH_PATH, "autograd") + os.sep
 _TORCH_PACKING = os.path.join(_TORCH_MODULES, "utils", "rnn.py")
 _TORCH_RECURRENT = os.path.join(_TORCH_MODULES, "modules", "rnn.py")
 
@@ -271,7 +272,7 @@ def _is_anomaly_check(frame: Optional[types.FrameType]) -> bool:
     if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
         return False
     dispatching = (
-        *(os.path.join(_TORCH_PATH, name) for name in ("utils", "_")),
+        *(os.path.join(TORCH_PATH, name) for name in ("utils", "_")),
         *(os.path.join(PACKAGE, room) for room in ("tracing", "engines")),
     )
     while frame is not None and frame.f_code.co_filename.startswith(dispatching):

@@ -29,7 +29,7 @@ from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, DataError, DeviceError, IpufitError, LossError
 from ipufit.losses import check_labels
 from ipufit.losses.named import check_torch_loss
-from ipufit.tracing.capture import Frame, describe_frame, frame_of
+from ipufit.tracing.capture import TORCH_PATH, Frame, describe_frame, frame_of
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_functions
 from ipufit.tracing.ipu_only import for_this_engine
@@ -39,8 +39,7 @@ from ipufit.utils.state import fork_rng
 
 __all__ = ["explain"]
 
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_FUNCTIONAL = os.path.join(_TORCH, "nn", "functional.py")
+_FUNCTIONAL = os.path.join(TORCH_PATH, "nn", "functional.py")
 _RAISES = {dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE") if name in dis.opmap}
 
 
@@ -83,7 +82,7 @@ class _Failure:
     @property
     def where(self) -> str:
         """The user's line, as part of a sentence; empty where there is none."""
-        is_torchs = self.frame is not None and self.frame[0].startswith(_TORCH)
+        is_torchs = self.frame is not None and self.frame[0].startswith(TORCH_PATH)
         return "" if is_torchs else describe_frame(self.frame)
 
     @property
@@ -152,7 +151,7 @@ def _is_users_own(error: Exception) -> bool:
     while entry.tb_next is not None:
         entry = entry.tb_next
     code = entry.tb_frame.f_code
-    is_ours = os.path.abspath(code.co_filename).startswith((_TORCH, PACKAGE))
+    is_ours = os.path.abspath(code.co_filename).startswith((TORCH_PATH, PACKAGE))
     return not is_ours and code.co_code[entry.tb_lasti] in _RAISES
 
 

@@ -9,9 +9,7 @@ import sysconfig
 import types
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
-import torch
-
-from ipufit.tracing.capture import CALLERS, Frame
+from ipufit.tracing.capture import CALLERS, TORCH_PATH, Frame
 from ipufit.utils.console import PACKAGE
 
 __all__ = ["Lines", "is_installed", "is_users", "users_frame", "users_module"]
@@ -21,12 +19,7 @@ __all__ = ["Lines", "is_installed", "is_users", "users_frame", "users_module"]
 Tracer = Callable[[types.FrameType, str, Any], Any]
 
 
-def _folder(path: str) -> str:
-    return os.path.dirname(os.path.abspath(path)) + os.sep
-
-
 _STANDARD = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
-_TORCH = _folder(torch.__file__)
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # Called by a model, and never what is at fault.
 _TOOLS = tuple(f"{place}numpy{os.sep}" for place in _INSTALLED)
@@ -44,7 +37,7 @@ def is_users(file: str) -> bool:
     if file.startswith("<"):
         return False
     path = os.path.abspath(file)
-    if path.startswith((PACKAGE, _TORCH)) or any(place in path for place in _TOOLS):
+    if path.startswith((PACKAGE, TORCH_PATH)) or any(place in path for place in _TOOLS):
         return False
     return is_installed(path) or not path.startswith(_STANDARD)
 
