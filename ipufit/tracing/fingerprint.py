@@ -53,6 +53,15 @@ class StepModule(nn.Module):
     called: Tuple[object, ...] = ()
     functions: Tuple[Callable[..., object], ...] = ()
 
+    def owners(self) -> Tuple[object, ...]:
+        """The user's modules and the objects that the loss calls, whose attributes are frozen."""
+        _, *parts = self.modules()  # the first one is the step itself
+        return (*parts, *self.called)
+
+
+# Titles of what code writes itself when it is recorded, by the user's module.
+_WRITTEN: weakref.WeakKeyDictionary[nn.Module, Set[str]] = weakref.WeakKeyDictionary()
+
 
 class CodeReader:
     """Values that code can read, found by the names in it.
@@ -62,7 +71,7 @@ class CodeReader:
 
     Attributes:
         values: plain values, containers of them, arrays and tensors, each behind a title for people
-            such as "ALPHA" or "Config.alpha".
+            such as "ALPHA" or "Config.alpha"; what the code itself writes is left out.
         generators: objects that draw random numbers, likewise.
         names: all names in the code, those of attributes included, and texts that may be some.
     """
@@ -87,6 +96,8 @@ class CodeReader:
                     self._read(hook)
         for function in step.functions:
             self._read(function)
+        written = _WRITTEN.get(step.net, ())
+        self.values = [(title, value) for title, value in self.values if title not in written]
 
     def _read(self, value: object, kind: Optional[type] = None) -> None:
         """Follow a function, or what stands for one.
@@ -239,16 +250,14 @@ def fingerprint(module: StepModule) -> Tuple[Tuple[object, ...], Tuple[object, .
         parts.append((name, type(part), _freeze(attributes, _DEPTH_OF_OBJECTS, referents)))
     for called in module.called:
         referents.append(called)
-        parts.append((id(called), _own_values(called, referents)))
+        # Other objects may be whole experiments, and change always.
+        kinds = (*PLAIN, Tensor, list, tuple, dict)
+        parts.append((id(called), _freeze_attributes(called, kinds, 1, referents)))
     for name, parameter in module.named_parameters():
         hooks = (parameter._backward_hooks or {}).values()
         parts.append((name, type(parameter), tuple(_freeze(hook, 0, referents) for hook in hooks)))
     parts.append(("code", tuple(_values_read(module, referents).items())))
     return tuple(parts), tuple(referents)
-
-
-# Titles of what code writes itself when it is recorded, by the user's module.
-_WRITTEN: weakref.WeakKeyDictionary[nn.Module, Set[str]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -273,13 +282,8 @@ def _values_read(step: StepModule, referents: List[object]) -> Dict[Tuple[str, i
     """Return the values that code reads and does not write, frozen, by title and place."""
     return {
         (title, place): _freeze(value, _DEPTH_OF_OBJECTS, referents)
-        for place, (title, value) in enumerate(_read_only(step, CodeReader(step)))
+        for place, (title, value) in enumerate(CodeReader(step).values)
     }
-
-
-def _read_only(step: StepModule, reader: CodeReader) -> List[Tuple[str, object]]:
-    written = _WRITTEN.get(step.net, ())
-    return [(title, value) for title, value in reader.values if title not in written]
 
 
 def called_objects(loss: Optional[Loss]) -> Tuple[object, ...]:
@@ -297,10 +301,14 @@ def _owners(call: object) -> Iterator[object]:
         yield from _owners(call.func)
     elif inspect.ismethod(call):
         yield from _owners(call.__self__)
-    elif hasattr(call, "__dict__") and not (
-        inspect.isroutine(call) or isinstance(call, (type, nn.Module))
-    ):
+    elif _has_settings(call):
         yield call
+
+
+def _has_settings(value: object) -> bool:
+    """Say whether an object may have attributes that a call of it depends on, as no class has."""
+    is_code = inspect.isroutine(value) or isinstance(value, (type, nn.Module))
+    return hasattr(value, "__dict__") and not is_code
 
 
 def _freeze(value: Any, depth: int, referents: List[object]) -> object:
@@ -324,22 +332,20 @@ def _freeze(value: Any, depth: int, referents: List[object]) -> object:
         return (id(value), value.shape, zlib.crc32(value.tobytes()))
     if isinstance(value, Tensor):
         return (id(value), value._version)
-    return (id(value), _plain_attributes(value))
+    # Of what is called, numbers and strings; the rest of it may be large.
+    settings = _freeze_attributes(value, PLAIN, 0, referents) if _has_settings(value) else ()
+    return (id(value), settings)
 
 
-def _own_values(called: object, referents: List[object]) -> Tuple[object, ...]:
-    """Numbers, strings and tensors; other objects may be whole experiments, and change always."""
-    kinds = (*PLAIN, Tensor, list, tuple, dict)
-    attributes = {key: value for key, value in vars(called).items() if isinstance(value, kinds)}
-    return tuple((key, _freeze(value, 1, referents)) for key, value in attributes.items())
-
-
-def _plain_attributes(value: object) -> Tuple[object, ...]:
-    """List numbers and strings of an object that is called; the rest of it may be large."""
-    if isinstance(value, (type, nn.Module)) or inspect.isroutine(value):
-        return ()
-    attributes = getattr(value, "__dict__", {})
-    return tuple((key, type(v), v) for key, v in attributes.items() if isinstance(v, PLAIN))
+def _freeze_attributes(
+    owner: object, kinds: Tuple[type, ...], depth: int, referents: List[object]
+) -> Tuple[object, ...]:
+    """Freeze the attributes of an object that are of some kinds."""
+    return tuple(
+        (name, _freeze(value, depth, referents))
+        for name, value in vars(owner).items()
+        if isinstance(value, kinds)
+    )
 
 
 class FrozenValues:
@@ -387,10 +393,10 @@ class FrozenValues:
 
     def _now(self) -> Dict[Tuple[str, int], Tuple[object, object]]:
         reader = CodeReader(self._step)
-        values = [(title, value, 0) for title, value in _read_only(self._step, reader)]
-        for part in (*self._step.modules(), *self._step.called):
+        values = [(title, value, 0) for title, value in reader.values]
+        for part in self._step.owners():
             is_torchs = type(part).__module__.partition(".")[0] == "torch"
-            for name, value in vars(part).items() if part is not self._step else ():
+            for name, value in vars(part).items():
                 is_read = name in reader.names or (is_torchs and not name.startswith("_"))
                 if is_read and isinstance(value, (*PLAIN, list, tuple, dict)):
                     values.append((f"{type(part).__name__}.{name}", value, id(part)))

@@ -205,7 +205,7 @@ class ModuleWithLoss(StepModule):
 
 
 @contextlib.contextmanager
-def preserve_attributes(module: StepModule) -> Iterator[List[str]]:
+def preserve_attributes(step: StepModule) -> Iterator[List[str]]:
     """Undo what forward and loss set on themselves: tensors of a recording have no values.
 
     Yields:
@@ -216,7 +216,7 @@ def preserve_attributes(module: StepModule) -> Iterator[List[str]]:
     saved: List[Tuple[Optional[object], Dict[str, object], Dict[str, object]]] = []
     contents: List[Tuple[str, Any, Any]] = []
     plain: List[Tuple[Tensor, int, Tensor]] = []
-    for part in (*module.modules(), *module.called):
+    for part in step.owners():
         saved.append((part, vars(part), dict(vars(part))))
         for name, value in vars(part).items():
             if isinstance(value, Tensor):

@@ -139,7 +139,7 @@ def _place(frame: Frame) -> str:
 def _reachable_generators(step: StepModule) -> List[Tuple[str, object]]:
     """Generators of the user's that code can reach, each once."""
     objects = list(CodeReader(step).generators)
-    for part in (*step.modules(), *step.called):
+    for part in step.owners():
         for name, value in vars(part).items():
             if generator_state(value) is not None:
                 objects.append((f"{type(part).__name__}.{name}", value))

@@ -119,11 +119,9 @@ class _Cells(Dict[str, object]):
 def owners_of(step: ModuleWithLoss) -> Iterator[ValueOwner]:
     """Yield modules, callables of the loss, objects in them, their classes and files."""
     visited: Set[int] = set()
-    functions: List[object] = []
-    objects: List[object] = [*step.modules(), *step.called]
-    functions.append(None if step.loss is None else step.loss.function)
-    for part in objects:
-        if part is step or id(part) in visited:
+    functions: List[object] = [None if step.loss is None else step.loss.function]
+    for part in step.owners():
+        if id(part) in visited:
             continue
         visited.add(id(part))
         kind = type(part)
