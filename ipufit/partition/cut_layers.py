@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import AbstractSet, Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 from torch import nn
@@ -27,7 +27,9 @@ from ipufit.utils.error_collector import ErrorCollector
 __all__ = [
     "can_be_serialized",
     "describe_cuts",
+    "has_placed_parts",
     "ipus_of",
+    "ipus_with_parts",
     "serialize",
     "serialize_while_checking",
     "shared_with",
@@ -121,6 +123,16 @@ def ipus_of(module: nn.Module, training: bool = True) -> int:
     """Number of IPUs that the parts of serialised layers need; 0 where none has a place."""
     placed = (layer.parts_in(training).per_ipu or () for layer in serialized_layers(module))
     return max(map(len, placed), default=0)
+
+
+def ipus_with_parts(module: nn.Module) -> AbstractSet[int]:
+    """The IPUs of a replica on which parts of serialised layers lie."""
+    return {0, *(ipu for layer in serialized_layers(module) for ipu in layer.parts.ipus)}
+
+
+def has_placed_parts(module: nn.Module) -> bool:
+    """Say whether a serialised layer has parts on IPUs of their own, in training or inference."""
+    return bool(ipus_of(module) or ipus_of(module, training=False))
 
 
 def describe_cuts(module: nn.Module) -> List[str]:
@@ -342,8 +354,7 @@ def _like(first: _Work, name: str, layer: nn.Module, twin: Optional[_Work]) -> _
     """
     if twin is first:
         return first
-    tied = type(layer) in _DENSE or isinstance(layer, Serialized)
-    if not tied or (isinstance(layer, nn.Embedding) and first.parts.dim):
+    if not _fits(layer) or (isinstance(layer, nn.Embedding) and first.parts.dim):
         raise ConfigurationError(
             f"{first.name!r} shares its weight with {name!r}, a {type(layer).__name__}, which "
             f"can't be cut along with it by {first.parts.describe()}. Leave the layer whole, or "

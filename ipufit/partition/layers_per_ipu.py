@@ -14,17 +14,14 @@ from typing import AbstractSet, Any, Dict, Iterator, List, Sequence, Set, Tuple,
 from torch import nn
 
 from ipufit.errors import PartitionError, UnknownNameError
-from ipufit.partition.cut_layers import ipus_of
+from ipufit.partition.cut_layers import has_placed_parts, ipus_with_parts
 from ipufit.partition.partition import AFTER, first_called, is_called
 from ipufit.partition.request import PartitionRequest, count_of
-from ipufit.partition.serialization import serialized_layers
 
 __all__ = [
     "Division",
     "Stack",
-    "check_splits",
     "divide_layers",
-    "ipus_with_parts",
     "repeated_layers",
     "share_out",
     "stacks_of",
@@ -271,61 +268,6 @@ def _shared(module: nn.Module, layers: Sequence[str]) -> Iterator[List[_Holder]]
             ]
 
 
-def check_splits(module: nn.Module, strategy: str, ipus: int, is_training: bool) -> None:
-    """Refuse layers whose parts lie on other IPUs than a replica has, or on too many."""
-    wanted = ipus_of(module, is_training)
-    if wanted and wanted != ipus:
-        raise _misplaced(module, wanted, ipus, is_training)
-    if wanted and "phased" in strategy:
-        raise PartitionError(
-            f"splits_per_ipu put parts of one layer on several IPUs, which phases can't have, but "
-            f"the strategy is {strategy!r}. Use a factor, or another strategy."
-        )
-    if not is_training:
-        _check_places(module)
-
-
-def _misplaced(module: nn.Module, wanted: int, ipus: int, is_training: bool) -> PartitionError:
-    by_config = any(layer.by_config for layer in serialized_layers(module))
-    if is_training:
-        cure = "Divide the module with stages, or pass ipus_per_replica="
-        cure = f"{cure}{wanted}." if not by_config else f"Set IPUConfig.ipus_per_replica={wanted}."
-        return PartitionError(
-            "splits_per_ipu of serialised layers must have a number for each IPU of a replica, got "
-            f"{wanted} and a replica has {ipus}. {cure}"
-        )
-    divide = "divide the module there as in training."
-    cure = divide if not by_config else f"set IPUConfig.inference_ipus_per_replica={wanted}."
-    return PartitionError(
-        "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
-        f"replica there, got {wanted} and a replica has {ipus}. Say with "
-        f"Memory.inference_serialize how they are cut in inference, or {cure}"
-    )
-
-
-def _check_places(module: nn.Module) -> None:
-    """Refuse a parameter that inference, which has those of training, needs on several IPUs."""
-    for layer in serialized_layers(module):
-        for name, ipus in layer.places(training=False).items():
-            if len(ipus) > 1:
-                before, parts = layer.parts.describe(), layer.inference_parts
-                kind = "embedding" if isinstance(layer, nn.Embedding) else "projection"
-                cure = "splits_per_ipu in Memory.serialize"
-                if layer.by_config:
-                    cure = f"IPUConfig.serialized_{kind}_splits_per_ipu or {cure}"
-                raise PartitionError(
-                    f"a parameter must be on one IPU, but in inference {layer.title!r} is cut by "
-                    f"{parts.describe()}, which needs its {name!r} on IPUs "
-                    f"{', '.join(map(str, ipus))}; the parameters are those of training, "
-                    f"{before}. Cut it into {parts.count} parts in training too, by {cure}."
-                )
-
-
-def ipus_with_parts(module: nn.Module) -> AbstractSet[int]:
-    """The IPUs of a replica on which parts of serialised layers lie."""
-    return {0, *(ipu for layer in serialized_layers(module) for ipu in layer.parts.ipus)}
-
-
 @dataclasses.dataclass(frozen=True)
 class Division:
     """Stages as the arguments of ``compile`` give them.
@@ -382,7 +324,7 @@ def divide_layers(
     shares = share_out(counts, len(layers), argument, _places(module, layers), cut)
     ipus = [ipu for ipu, share in enumerate(shares) for _ in range(share)]
     visits = [Visit(layer, ipu) for layer, ipu in zip(layers, ipus)]
-    if can_return and not ipus_of(module) and not ipus_of(module, training=False):
+    if can_return and not has_placed_parts(module):
         return Division.along(with_returns(module, visits, len(shares) - 1))
     # Parts of a serialised layer say themselves where they are.
     begins = [visits[sum(shares[:ipu])] for ipu, share in enumerate(shares) if share]

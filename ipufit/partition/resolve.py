@@ -9,8 +9,8 @@ from typing import Dict, Mapping, Optional, Tuple
 from torch import nn
 
 from ipufit.errors import PartitionError
-from ipufit.partition.cut_layers import ipus_of
-from ipufit.partition.layers_per_ipu import Division, check_splits, divide_layers, ipus_with_parts
+from ipufit.partition.cut_layers import has_placed_parts, ipus_of, ipus_with_parts
+from ipufit.partition.layers_per_ipu import Division, divide_layers
 from ipufit.partition.partition import (
     Partition,
     Partitions,
@@ -20,9 +20,10 @@ from ipufit.partition.partition import (
     named_stages,
 )
 from ipufit.partition.request import POPTORCH_STRATEGIES, PartitionRequest, count_of, strategy_of
+from ipufit.partition.serialization import serialized_layers
 from ipufit.utils.error_collector import ErrorCollector
 
-__all__ = ["AUTO", "resolve_partition", "resolve_partitions"]
+__all__ = ["AUTO", "check_splits", "resolve_partition", "resolve_partitions"]
 
 # The value of ``stages`` that leaves the division to ipufit.
 AUTO = "auto"
@@ -191,12 +192,62 @@ def _check_places(module: nn.Module, strategy: str, request: PartitionRequest) -
             f"the strategy is {strategy!r}, whose phases have their IPUs in turn. Give numbers "
             "alone, or use strategy='pipelined' or 'sharded'."
         )
-    if ipus_of(module) or ipus_of(module, training=False):
+    if has_placed_parts(module):
         raise PartitionError(
             f"{request.name('stages')} puts a stage on an IPU of its choice, (number, IPU), but "
             "serialised layers have parts on several IPUs, which number the stages. Cut them by a "
             "factor, or give numbers alone."
         )
+
+
+def check_splits(module: nn.Module, strategy: str, ipus: int, is_training: bool) -> None:
+    """Refuse layers whose parts lie on other IPUs than a replica has, or on too many."""
+    wanted = ipus_of(module, is_training)
+    if wanted and wanted != ipus:
+        raise _misplaced(module, wanted, ipus, is_training)
+    if wanted and "phased" in strategy:
+        raise PartitionError(
+            f"splits_per_ipu put parts of one layer on several IPUs, which phases can't have, but "
+            f"the strategy is {strategy!r}. Use a factor, or another strategy."
+        )
+    if not is_training:
+        _check_places_in_inference(module)
+
+
+def _misplaced(module: nn.Module, wanted: int, ipus: int, is_training: bool) -> PartitionError:
+    by_config = any(layer.by_config for layer in serialized_layers(module))
+    if is_training:
+        cure = "Divide the module with stages, or pass ipus_per_replica="
+        cure = f"{cure}{wanted}." if not by_config else f"Set IPUConfig.ipus_per_replica={wanted}."
+        return PartitionError(
+            "splits_per_ipu of serialised layers must have a number for each IPU of a replica, got "
+            f"{wanted} and a replica has {ipus}. {cure}"
+        )
+    divide = "divide the module there as in training."
+    cure = divide if not by_config else f"set IPUConfig.inference_ipus_per_replica={wanted}."
+    return PartitionError(
+        "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
+        f"replica there, got {wanted} and a replica has {ipus}. Say with "
+        f"Memory.inference_serialize how they are cut in inference, or {cure}"
+    )
+
+
+def _check_places_in_inference(module: nn.Module) -> None:
+    """Refuse a parameter that inference, which has those of training, needs on several IPUs."""
+    for layer in serialized_layers(module):
+        for name, ipus in layer.places(training=False).items():
+            if len(ipus) > 1:
+                before, parts = layer.parts.describe(), layer.inference_parts
+                kind = "embedding" if isinstance(layer, nn.Embedding) else "projection"
+                cure = "splits_per_ipu in Memory.serialize"
+                if layer.by_config:
+                    cure = f"IPUConfig.serialized_{kind}_splits_per_ipu or {cure}"
+                raise PartitionError(
+                    f"a parameter must be on one IPU, but in inference {layer.title!r} is cut by "
+                    f"{parts.describe()}, which needs its {name!r} on IPUs "
+                    f"{', '.join(map(str, ipus))}; the parameters are those of training, "
+                    f"{before}. Cut it into {parts.count} parts in training too, by {cure}."
+                )
 
 
 def _named(module: nn.Module, stages: object, argument: str) -> Division:

@@ -33,7 +33,13 @@ __all__ = [
     "side_by_side",
 ]
 
-MODES = ("output_channels", "reducing_dim", "input_channels")
+# By what of a Linear is cut, the name of PopTorch's MatMulSerializationMode for it.
+_SDK_MODES = {
+    "output_channels": "OutputChannels",
+    "reducing_dim": "ReducingDim",
+    "input_channels": "InputChannels",
+}
+MODES = tuple(_SDK_MODES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,13 +187,6 @@ def side_by_side(splits: Sequence[int]) -> List[int]:
     counts = [count for count in splits if count]
     first = splits.index(counts[0])
     return [0] * first + counts + [0] * (len(splits) - first - len(counts))
-
-
-_MODES = {
-    "output_channels": "OutputChannels",
-    "reducing_dim": "ReducingDim",
-    "input_channels": "InputChannels",
-}
 
 
 class Serialized(nn.Module):
@@ -417,7 +416,7 @@ class SerializedLinear(Serialized, nn.Linear):
             return F.linear(input, next(self._begun())[1], self.bias)
         result: Tensor
         if sdk is not None and parts.per_ipu is None and len(self.pieces()) == 1:
-            mode = getattr(sdk.MatMulSerializationMode, _MODES[parts.mode])
+            mode = getattr(sdk.MatMulSerializationMode, _SDK_MODES[parts.mode])
             result = sdk.serializedMatMul(input, self.weight.t(), mode, parts.count)
         else:
             result = self._in_parts(input, parts)

@@ -205,7 +205,7 @@ class DividedModule:
         partitions = self.partitions
         if partitions.is_ipus_set:
             raise error
-        from ipufit.partition.layers_per_ipu import check_splits
+        from ipufit.partition.resolve import check_splits
 
         for mode in (True, False) if training and partitions.inference is None else (training,):
             partition = None
