@@ -13,10 +13,10 @@ from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.utils import tree
 from ipufit.utils.state import watch_modules
 
-__all__ = ["checkpoint_outputs", "resolve_recompute", "watch_calls"]
+__all__ = ["SHELVES", "checkpoint_outputs", "resolve_recompute", "watch_calls"]
 
-# They are never called themselves.
-_SHELVES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+# Never called: their elements are.
+SHELVES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def resolve_recompute(module: nn.Module, recompute: object, jit: str) -> Tuple[str, ...]:
@@ -80,7 +80,7 @@ def _named(module: nn.Module, recompute: object) -> List[str]:
         if not fitting:
             raise UnknownNameError("layer", name, modules)
         for key in fitting:
-            if isinstance(modules[key], _SHELVES):
+            if isinstance(modules[key], SHELVES):
                 raise ConfigurationError(
                     f"layers to recompute must be called, but {key!r} is a "
                     f"{type(modules[key]).__name__}, which only holds layers. Write '{key}.*' for "

@@ -13,7 +13,6 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ipufit.core.batch import MicroBatch
 from ipufit.errors import NonFiniteValue, Operand
@@ -250,7 +249,7 @@ class NonFiniteSearch(Listener):
 
     def before(self, call: OperatorCall) -> None:
         """Look at the operands, of which an operator that works in place leaves nothing."""
-        if not isinstance(call.operator, OpOverload):
+        if not isinstance(call.operator, torch._ops.OpOverload):
             return
         self._origin = self._now()
         read = call.args[1:] if _name(call) in _OVERWRITING else call.args
@@ -265,7 +264,7 @@ class NonFiniteSearch(Listener):
 
     def after(self, call: OperatorCall, result: object) -> None:
         """Look at the results, and note where those that are not finite come from."""
-        if not isinstance(call.operator, OpOverload):
+        if not isinstance(call.operator, torch._ops.OpOverload):
             return
         origin, inputs, sources = self._origin, self._inputs, self._sources
         outputs = tree.tensors(result)

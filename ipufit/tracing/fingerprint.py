@@ -24,6 +24,8 @@ from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import generator_state
 
 __all__ = [
+    "MEMBERS",
+    "PLAIN",
     "CodeReader",
     "FrozenValues",
     "StepModule",
@@ -32,7 +34,10 @@ __all__ = [
     "note_writes",
 ]
 
+# Values that are compared by what they are, not by which object they are.
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
+# Attributes of a module that hold its tensors and the modules in it.
+MEMBERS = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 # What is called of a module that is recorded; of a LightningModule, its steps.
 _ENTRIES = ("forward", "__call__", "training_step", "validation_step", "test_step", "predict_step")
@@ -224,7 +229,6 @@ def is_array(value: object) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
-_MEMBERS = frozenset({"_parameters", "_buffers", "_modules"})
 _DEPTH_OF_OBJECTS = 6
 # Larger arrays count by identity: to read them would take long.
 _LARGEST_ARRAY = 2**20
@@ -246,7 +250,7 @@ def fingerprint(module: StepModule) -> Tuple[Tuple[object, ...], Tuple[object, .
     referents: List[object] = []
     parts: List[Tuple[object, ...]] = []
     for name, part in module.named_modules():
-        attributes = {key: value for key, value in vars(part).items() if key not in _MEMBERS}
+        attributes = {key: value for key, value in vars(part).items() if key not in MEMBERS}
         parts.append((name, type(part), _freeze(attributes, _DEPTH_OF_OBJECTS, referents)))
     for called in module.called:
         referents.append(called)

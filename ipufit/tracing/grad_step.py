@@ -19,7 +19,7 @@ from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
 from ipufit.partition.own_blocks import OwnBlocks
 from ipufit.partition.partition import Partition
 from ipufit.tracing.capture import capture
-from ipufit.tracing.fingerprint import StepModule, called_objects
+from ipufit.tracing.fingerprint import MEMBERS, PLAIN, StepModule, called_objects
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
 from ipufit.tracing.recording import autograd_nodes, mark_backward_pass, mark_layers
@@ -42,8 +42,6 @@ __all__ = [
     "unpack_reported",
 ]
 
-_PLAIN = (bool, int, float, complex, str, bytes)
-
 
 class OutputShape:
     """Structure of a module's outputs, by which tensors of a step become outputs again.
@@ -64,7 +62,7 @@ class OutputShape:
             self._structure == other._structure
             and self._places == other._places
             and all(
-                type(one) is type(two) and (one is two or (isinstance(one, _PLAIN) and one == two))
+                type(one) is type(two) and (one is two or (isinstance(one, PLAIN) and one == two))
                 for one, two in zip(self._leaves, other._leaves)
             )
         )
@@ -223,9 +221,7 @@ def preserve_attributes(step: StepModule) -> Iterator[List[str]]:
                 plain.append((value, value._version, value.detach().clone()))
             if type(value) in (list, dict, set) and not name.startswith("_"):
                 contents.append((f"{type(part).__name__}.{name}", value, value.copy()))
-        for members in (
-            ("_parameters", "_buffers", "_modules") if isinstance(part, nn.Module) else ()
-        ):
+        for members in MEMBERS if isinstance(part, nn.Module) else ():
             saved.append((None, vars(part)[members], dict(vars(part)[members])))
     try:
         yield changed

@@ -15,15 +15,13 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ipufit.core.batch import MicroBatch
+from ipufit.partition.recomputation import SHELVES
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import call_with, device_of, eval_mode, fork_rng
 
 __all__ = ["Layer", "layers_of", "note_calls", "output_shapes"]
-
-# Never called: their elements are.
-_SHELVES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclasses.dataclass
@@ -228,7 +226,7 @@ def note_calls(layers: Sequence[Layer], shapes: Dict[nn.Module, List[str]], used
         calls = len(shapes.get(layer.module, ()))
         if calls > 1:
             layer.notes.append(f"called {calls} times")
-        if calls or isinstance(layer.module, _SHELVES):
+        if calls or isinstance(layer.module, SHELVES):
             continue
         if not any(part in shapes for part in layer.module.modules()):
             prefix = f"{layer.name}." if layer.name else ""

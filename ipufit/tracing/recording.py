@@ -17,7 +17,6 @@ from typing import Any, Callable, Container, Iterator, List, Mapping, Optional, 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import Node
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten
@@ -283,8 +282,8 @@ def mark_backward_pass(objective: Optional[Tensor] = None) -> Iterator[None]:
 
 
 def autograd_nodes(
-    first: Sequence[Optional[Node]], passed_over: Container[object] = ()
-) -> Iterator[Node]:
+    first: Sequence[Optional[torch.autograd.graph.Node]], passed_over: Container[object] = ()
+) -> Iterator[torch.autograd.graph.Node]:
     """Yield the nodes of autograd's graph that a backward pass goes through, each once.
 
     Args:

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, MutableMapping, Optional
 import torch
 from torch import Tensor, nn
 
+from ipufit.tracing.fingerprint import MEMBERS, PLAIN
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import ModuleWithLoss
 from ipufit.tracing.user_lines import users_module
@@ -25,9 +26,8 @@ from ipufit.utils.random_streams import (
 
 __all__ = ["Change", "OwnedName", "PythonSnapshot", "same_values"]
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
+_PLAIN = (*PLAIN, torch.Size, torch.dtype, torch.device)
 CONTAINERS = (list, dict, set, collections.deque)
-_MEMBERS = ("_parameters", "_buffers", "_modules")
 # Levels of containers and of objects in objects.
 DEEP = 3
 
@@ -59,10 +59,10 @@ class ValueOwner:
             return True
         if self.kind == "global" or isinstance(self.thing, type):
             return not name.startswith("__") and (
-                isinstance(value, (*PLAIN, *CONTAINERS, Tensor))
+                isinstance(value, (*_PLAIN, *CONTAINERS, Tensor))
                 or generator_state(value) is not None
             )
-        return name not in _MEMBERS
+        return name not in MEMBERS
 
     def assign(self, name: str, value: object) -> None:
         """Bind a name to a value."""
@@ -128,7 +128,7 @@ def owners_of(step: ModuleWithLoss) -> Iterator[ValueOwner]:
         is_torchs = kind.__module__.partition(".")[0] == "torch"
         yield ValueOwner(part, kind.__name__, is_torchs=is_torchs)
         if isinstance(part, nn.Module):
-            for members in _MEMBERS:
+            for members in MEMBERS:
                 yield ValueOwner(part, members, "members", mapping=vars(part)[members])
         yield from _owned_objects(part, kind.__name__, visited, DEEP)
         for hooks in ("_forward_hooks", "_forward_pre_hooks"):
@@ -288,7 +288,7 @@ class PythonSnapshot:
             value = place.owner.namespace().get(place.name, _NOTHING)
             if change.how == "drawn":
                 return hashable(generator_state(value))
-            if isinstance(value, PLAIN):
+            if isinstance(value, _PLAIN):
                 return (type(value), repr(value))
             version = value._version if isinstance(value, Tensor) else None
             return (id(value), version, _content(value))
@@ -305,7 +305,7 @@ def _content(value: object) -> object:
         return None
     if len(value) > _MOST:
         return len(value)
-    return [repr(item) if isinstance(item, PLAIN) else id(item) for item in _items(value)]
+    return [repr(item) if isinstance(item, _PLAIN) else id(item) for item in _items(value)]
 
 
 def _items(container: Any) -> List[object]:
@@ -337,7 +337,7 @@ def _equal(old: object, new: object) -> bool:
     """Compare as a program does: plain values by value, others by identity."""
     if old is new:
         return True
-    if isinstance(old, PLAIN) and isinstance(new, PLAIN):
+    if isinstance(old, _PLAIN) and isinstance(new, _PLAIN):
         return type(old) is type(new) and repr(old) == repr(new)
     if isinstance(old, dict) and isinstance(new, dict):
         return list(old) == list(new) and all(_equal(old[key], new[key]) for key in old)
