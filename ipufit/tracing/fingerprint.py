@@ -86,7 +86,7 @@ class CodeReader:
         self.generators: List[Tuple[str, object]] = []
         self.names: Set[str] = set()
         self._seen: Set[Tuple[int, Optional[type]]] = set()
-        for kind in {type(part): None for part in step.modules()}:
+        for kind in dict.fromkeys(map(type, step.modules())):
             for base in kind.__mro__:
                 if _is_of_users(base):
                     for entry in _ENTRIES:

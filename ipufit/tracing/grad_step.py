@@ -27,7 +27,7 @@ from ipufit.tracing.validate import find_unregistered, public_name, rebound, sto
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import call_with, device_of, eval_mode, train_mode
+from ipufit.utils.state import call_with, device_of, eval_mode, rebind, refill, train_mode
 
 __all__ = [
     "GradStep",
@@ -233,18 +233,11 @@ def preserve_attributes(step: StepModule) -> Iterator[List[str]]:
         for title, container, copy in contents:
             if len(container) != len(copy):
                 changed.append(title)
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(copy)
+                refill(container, copy)
         for owner, namespace, before in saved:
-            now = dict(namespace)
-            new = [name for name in now if name not in before]
-            other = [name for name in before if now.get(name, before) is not before[name]]
-            for name in new:
-                del namespace[name]
-            for name in other:
-                namespace[name] = before[name]
+            names = rebind(namespace, before)
             if owner is not None and type(owner).__module__.partition(".")[0] != "torch":
-                changed += [f"{type(owner).__name__}.{name}" for name in new + other]
+                changed += [f"{type(owner).__name__}.{name}" for name in names]
 
 
 def carries_loss(result: object) -> bool:

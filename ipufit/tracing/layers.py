@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from ipufit.partition.recomputation import SHELVES
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import call_with, device_of, eval_mode, fork_rng
+from ipufit.utils.state import call_with, device_of, eval_mode, fork_rng, rebind, refill
 
 __all__ = ["Layer", "layers_of", "note_calls", "output_shapes"]
 
@@ -172,27 +172,20 @@ def _call_without_values(
 @contextlib.contextmanager
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
     """Put back what forward assigns to its modules: it would be tensors without values."""
-    saved = [
-        (vars(part), {name: _shallow(value) for name, value in vars(part).items()})
-        for part in module.modules()
+    saved = [(vars(part), dict(vars(part))) for part in module.modules()]
+    contents = [
+        (value, value.copy())
+        for _, before in saved
+        for value in before.values()
+        if type(value) in (list, dict, set)
     ]
     try:
         yield
     finally:
+        for container, content in contents:
+            refill(container, content)
         for attributes, before in saved:
-            for name in [name for name in attributes if name not in before]:
-                del attributes[name]
-            for name, (value, content) in before.items():
-                attributes[name] = value
-                if type(value) is list:
-                    value[:] = content
-                elif content is not value and isinstance(value, (dict, set)):
-                    value.clear()
-                    value.update(content)
-
-
-def _shallow(value: Any) -> Tuple[Any, Any]:
-    return value, value.copy() if type(value) in (list, dict, set) else value
+            rebind(attributes, before)
 
 
 def form(output: tree.Tree) -> str:

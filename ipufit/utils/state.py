@@ -27,7 +27,9 @@ __all__ = [
     "generator_states",
     "generators_of",
     "preserve_state",
+    "rebind",
     "recurrent_on_gpu",
+    "refill",
     "set_generators",
     "train_mode",
     "watch_modules",
@@ -152,6 +154,35 @@ def replaced(*attributes: Tuple[object, str, object]) -> Iterator[None]:
         with may_set():
             for owner, name, value in before:
                 setattr(owner, name, value)
+
+
+def rebind(namespace: Dict[str, object], before: Mapping[str, object]) -> List[str]:
+    """Bind the names of a namespace to the values that they had.
+
+    Args:
+        namespace: such as the attributes of a module; changed in place.
+        before: a copy of it from before.
+
+    Returns:
+        The names that were new, bound to other values, or gone.
+    """
+    now = dict(namespace)
+    changed = []
+    for name in {**now, **before}:
+        if name not in before:
+            del namespace[name]
+        elif now.get(name, before) is not before[name]:
+            namespace[name] = before[name]
+        else:
+            continue
+        changed.append(name)
+    return changed
+
+
+def refill(container: Any, content: Any) -> None:
+    """Put a list, dict or set's content from before in the place of what is in it now."""
+    container.clear()
+    (container.extend if isinstance(container, list) else container.update)(content)
 
 
 @contextlib.contextmanager
