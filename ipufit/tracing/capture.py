@@ -453,33 +453,39 @@ def capture(
             return capture(function, args, guard, whole_layers, rewrites_one_hot)
     except CaptureError:
         raise
-    except DataDependentOutputException as error:
-        raise value_error(frame_of(error)) from error
-    except DynamicOutputShapeException as error:
-        raise fault_error("shape", frame_of(error)) from error
     except Exception as error:
-        text = str(error)
-        if _is_packing(error):
-            raise fault_error("packed", frame_of(error)) from error
-        if text.startswith("Detected that you are using FX to symbolically trace a dynamo"):
-            raise fault_error("compiled", frame_of(error)) from error
-        if text.startswith(".numpy() is not supported for tensor subclasses"):
-            raise fault_error("numpy", frame_of(error)) from error
-        if type(error).__name__ == "GuardOnDataDependentSymNode":
-            raise value_error(frame_of(error)) from error
-        if "incompatible with .grad()" in text or "not compatible with .grad()" in text:
-            raise capture_error(
-                "torch.utils.checkpoint with use_reentrant=True can't be recorded",
-                "Pass use_reentrant=False.",
-                frame_of(error),
-            ) from error
-        if text.startswith(".tolist() is not supported") or "value out of a tracing tensor" in text:
-            raise value_error(frame_of(error)) from error
-        if text.endswith("FakeTensor.__format__"):
-            raise fault_error("text", frame_of(error)) from error
-        raise
+        translated = _translate(error)
+        if translated is None:
+            raise
+        raise translated from error
     _simplify(graph)
     return graph
+
+
+def _translate(error: Exception) -> Optional[CaptureError]:
+    """Say what torch means with an exception in a recording; None of one that is the user's own."""
+    text, frame = str(error), frame_of(error)
+    if isinstance(error, DataDependentOutputException):
+        return value_error(frame)
+    if isinstance(error, DynamicOutputShapeException):
+        return fault_error("shape", frame)
+    if _is_packing(error):
+        return fault_error("packed", frame)
+    if text.startswith("Detected that you are using FX to symbolically trace a dynamo"):
+        return fault_error("compiled", frame)
+    if text.startswith(".numpy() is not supported for tensor subclasses"):
+        return fault_error("numpy", frame)
+    if type(error).__name__ == "GuardOnDataDependentSymNode":
+        return value_error(frame)
+    if "incompatible with .grad()" in text or "not compatible with .grad()" in text:
+        return capture_error(
+            "torch.utils.checkpoint with use_reentrant=True can't be recorded",
+            "Pass use_reentrant=False.",
+            frame,
+        )
+    if text.startswith(".tolist() is not supported") or "value out of a tracing tensor" in text:
+        return value_error(frame)
+    return fault_error("text", frame) if text.endswith("FakeTensor.__format__") else None
 
 
 # Operators that only make a tensor: without a reader they can go. In-place operators, and batch
