@@ -25,7 +25,7 @@ from ipufit.analysis.check.findings import (
     seeded_at,
     titles_of,
 )
-from ipufit.analysis.check.python_state import Change, OwnedName, PythonSnapshot, same_values
+from ipufit.analysis.check.python_state import Change, OwnedName, PythonSnapshot, write_back
 from ipufit.analysis.check.recorders import OutputEvents, differences, quiet, same_results
 from ipufit.analysis.check.runs import CheckRun, ModuleUnderTest
 from ipufit.analysis.check.static_checks import mode_findings, untrained_findings
@@ -312,9 +312,7 @@ def _put_back(tested: ModuleUnderTest) -> Iterator[Dict[str, Tensor]]:
         yield pristine
     finally:
         for name, tensor in state.items():
-            if not same_values(tensor, pristine[name]):
-                with torch.no_grad():
-                    tensor.copy_(pristine[name])
+            write_back(tensor, pristine[name])
             if name in gradients and tensor.grad is not gradients[name]:
                 tensor.grad = gradients[name]
 

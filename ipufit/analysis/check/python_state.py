@@ -24,7 +24,7 @@ from ipufit.utils.random_streams import (
     set_generator,
 )
 
-__all__ = ["Change", "OwnedName", "PythonSnapshot", "same_values"]
+__all__ = ["Change", "OwnedName", "PythonSnapshot", "write_back"]
 
 _PLAIN = (*PLAIN, torch.Size, torch.dtype, torch.device)
 CONTAINERS = (list, dict, set, collections.deque)
@@ -196,6 +196,13 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
+def write_back(tensor: Tensor, values: Tensor) -> None:
+    """Copy values from before into a tensor that has others now."""
+    if not same_values(tensor, values):
+        with torch.no_grad():
+            tensor.copy_(values)
+
+
 class PythonSnapshot:
     """Values of attributes, globals and generators at one time.
 
@@ -259,9 +266,7 @@ class PythonSnapshot:
     def restore(self) -> None:
         """Set all attributes, globals and generators to the values that they had."""
         for _, tensor, value in self._tensors.values():
-            if not same_values(tensor, value):
-                with torch.no_grad():
-                    tensor.copy_(value)
+            write_back(tensor, value)
         for _, container, copy in self._contents.values():
             _refill(container, copy)
         for owner, before in self._saved:
