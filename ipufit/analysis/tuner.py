@@ -28,6 +28,7 @@ from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError, NonFiniteLossError
 from ipufit.metrics import MetricSet
 from ipufit.optim.schedules import Schedule, resolve_schedule
+from ipufit.planner.divided_module import DividedModule
 from ipufit.training.arguments import checked_seed
 from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.trainer import Job, Trainer
@@ -102,15 +103,11 @@ class Trial:
                 outputs=Outputs(),
                 jit=session.config.jit if self.jit is None else self.jit,
             )
-            trial = Session(
-                session.module,
-                optimizer,
-                session.loss,
-                MetricSet(),
-                self.make_engine(),
-                config,
-                session.auto_round_ipus,
+            rounds = session.divided.auto_round_ipus
+            divided = DividedModule(
+                session.module, optimizer, session.loss, config, auto_round_ipus=rounds
             )
+            trial = Session(divided, MetricSet(), self.make_engine())
             job = trial.start(JobSpec(source, plan, Mode.TRAIN, seed, "train"))
             with trial.running(job):
                 yield job

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Protocol, Sequence
 
 import torch
 from torch import nn
@@ -12,10 +12,16 @@ from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.callbacks.history import History
 from ipufit.core.batch import DataCursor, MicroBatch, Mode
 from ipufit.core.plan import Plan
+from ipufit.core.train_config import TrainConfig
 from ipufit.data.pipeline import BatchPipeline
 from ipufit.engines.program import Engine, Program
-from ipufit.planner.compiled_module import CompiledModule
+from ipufit.losses import Loss
+from ipufit.partition.partition import Partition
+from ipufit.planner.divided_module import DividedModule
 from ipufit.processes import Processes
+
+if TYPE_CHECKING:
+    from ipufit.planner.planning import PartitionEstimator
 
 __all__ = ["CallbackModel", "Measurement", "ObservedSession", "RunningFit"]
 
@@ -78,13 +84,24 @@ class Measurement:
     first: MicroBatch
 
 
-class ObservedSession(CompiledModule, Protocol):
-    """The part of a compiled model that observers of a fit read."""
+class ObservedSession(Protocol):
+    """The part of a compiled model that observers of a fit read.
 
-    @property
-    def engine(self) -> Engine:
-        """The engine that builds the programs."""
-        ...
+    Attributes:
+        module: the user's module.
+        loss: normal form.
+        config: how an update is made.
+        divided: the module on IPUs.
+        engine: builds the programs.
+        sample: shapes of the first micro-batch of the last ``fit``, or None.
+    """
+
+    module: nn.Module
+    loss: Loss
+    config: TrainConfig
+    divided: DividedModule
+    engine: Engine
+    sample: Optional[MicroBatch]
 
     @property
     def processes(self) -> Processes:
@@ -101,9 +118,10 @@ class ObservedSession(CompiledModule, Protocol):
         """The optimizer's parameter groups with their present settings."""
         ...
 
-    @property
-    def sample(self) -> Optional[MicroBatch]:
-        """Shapes of the first micro-batch of the last ``fit``, or None."""
+    def plan_estimator(
+        self, sample: MicroBatch, partition: Optional[Partition], recompute: Sequence[str]
+    ) -> PartitionEstimator:
+        """Follow a micro-batch through module and loss, for estimates of its divisions."""
         ...
 
     def explain(self) -> str:

@@ -53,7 +53,9 @@ def plan_script(
         session.sample = sample = stripped(sample)
         work = (fit_args["ipus"] if ipus is None else ipus, accumulation)
         division = PartitionRequest(ipus_per_replica=per_replica)
-        return batches, plan_partition(session, lambda: sample, division, *work)
+        estimator = session.plan_estimator
+        plan = plan_partition(session.divided, estimator, lambda: sample, division, *work)
+        return batches, plan
 
     def show(plans: List[Tuple[Optional[Plan], PartitionPlan]]) -> Tuple[int, str]:
         ((batches, plan),) = plans

@@ -226,6 +226,11 @@ class IpuSettings:
             raise PlanError(faults, {name: resolved[name] for name in fixed if name in resolved})
         return resolved
 
+    def find_strategy(self, is_training: bool) -> Optional[Strategy]:
+        """Return the execution strategy that is fixed in a mode; None if none is."""
+        setting = self.of(is_training).strategy
+        return None if setting is None else setting.value
+
     def seed_or(self, seed: Optional[int], is_training: bool = True) -> Optional[int]:
         """Return the seed that was asked for, else the one that is fixed.
 

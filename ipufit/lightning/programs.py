@@ -203,7 +203,7 @@ class Programs:
             return self._prepared(mode, first, work, source, trainer)
         except UncountedError as error:
             self.finish(mode)
-            session.follow_blocks(error, trains)
+            session.divided.follow_blocks(error, trains)
         except CaptureError as error:
             raise _in_words_of_trainer(error) from error
         return self._prepared(mode, first, work, source, trainer)
@@ -218,10 +218,10 @@ class Programs:
     ) -> Program:
         session, trains = self._model.session, mode is Mode.TRAIN
         with self._alone():
-            session.count_stages(first, trains)
-        partition = session.partitions.of(trains)
+            session.divided.count_stages(first, trains)
+        partition = session.divided.partitions.of(trains)
         stages = 1 if partition is None else partition.ipus
-        if not session.auto_round_ipus:
+        if not session.divided.auto_round_ipus:
             _check_ipus(work.replicas, stages)
         plan = Plan.make(
             micro_batch_size=first.size,
@@ -231,7 +231,7 @@ class Programs:
             gradient_accumulation=work.accumulation,
             samples=None if source is None else source.samples,
             training=trains,
-            auto_round_ipus=session.auto_round_ipus,
+            auto_round_ipus=session.divided.auto_round_ipus,
         )
         plan = dataclasses.replace(
             plan,

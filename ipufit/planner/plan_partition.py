@@ -15,21 +15,26 @@ from ipufit.partition.partition import AFTER, STRATEGIES, Partition
 from ipufit.partition.recomputation import resolve_recompute
 from ipufit.partition.request import PartitionRequest
 from ipufit.partition.resolve import AUTO, resolve_partition
-from ipufit.planner.compiled_module import CompiledModule
 from ipufit.planner.costs import IPU_MEMORY, StageCost
+from ipufit.planner.divided_module import DividedModule
 from ipufit.planner.partition_plan import PartitionPlan, Planned, fingerprint
 from ipufit.planner.pipeline_schedule import SCHEDULES
 from ipufit.planner.planning import Divided, PartitionEstimator, schedule_of
 from ipufit.utils.error_collector import ErrorCollector, one_of
 
-__all__ = ["plan_partition"]
+__all__ = ["EstimatorMaker", "plan_partition"]
+
+# From a micro-batch, the partition whose rules are checked, and the layers from whose outputs
+# recomputation starts.
+EstimatorMaker = Callable[[MicroBatch, Optional[Partition], Sequence[str]], PartitionEstimator]
 
 # IPUs of a replica that are looked for where nobody says how many there are: a whole POD64.
 _MOST = 64
 
 
 def plan_partition(
-    session: CompiledModule,
+    divided: DividedModule,
+    make_estimator: EstimatorMaker,
     read_sample: Callable[[], MicroBatch],
     request: PartitionRequest,
     ipus: Optional[int] = None,
@@ -41,7 +46,9 @@ def plan_partition(
     """Search for a partition, or take the one that is passed, and estimate its costs.
 
     Args:
-        session: of the model.
+        divided: the compiled module.
+        make_estimator: follows a micro-batch through module and loss, or says why they can't take
+            it.
         read_sample: returns the micro-batch whose shapes the plan is for, once arguments are
             checked.
         request: the arguments that divide the module.
@@ -51,10 +58,10 @@ def plan_partition(
         ConfigurationError: arguments that can't work.
     """
     schedule, memory = _checked(schedule, ipu_memory)
-    checkpoints, recomputes = _recomputation(session, recompute)
-    rounds = session.auto_round_ipus
+    checkpoints, recomputes = _recomputation(divided, recompute)
+    rounds = divided.auto_round_ipus
     Plan.make(micro_batch_size=1, ipus=ipus, auto_round_ipus=rounds)
-    wanted = _wanted(session, request, ipus)
+    wanted = _wanted(divided, request, ipus)
     _check_work(wanted, ipus, gradient_accumulation, rounds)  # before the work of a trace
     strategy = wanted.strategy
     if schedule != SCHEDULES[0] and strategy == "sharded":
@@ -64,7 +71,7 @@ def plan_partition(
         )
     schedule = schedule_of(strategy, schedule)
     sample = read_sample()
-    estimator = session.plan_estimator(sample, wanted.partition, checkpoints)
+    estimator = make_estimator(sample, wanted.partition, checkpoints)
     if wanted.counts:
 
         def again(count: int) -> bool:
@@ -86,11 +93,11 @@ def plan_partition(
         pipelined=strategy == "pipelined" and count > 1,
         auto_round_ipus=rounds,
     )
-    begins = _begins(costs, session.module)
+    begins = _begins(costs, divided.module)
     return PartitionPlan(
         costs,
         Planned(
-            title=type(session.module).__name__,
+            title=type(divided.module).__name__,
             begins=begins if count > 1 else begins[:1],
             micro_batch_size=sample.size,
             gradient_accumulation=plan.gradient_accumulation,
@@ -101,9 +108,9 @@ def plan_partition(
             memory=memory,
             unused=estimator.unused,
             checkpoints=checkpoints,
-            fingerprint=fingerprint(session.module),
+            fingerprint=fingerprint(divided.module),
             places=places,
-            with_loss=bool(session.loss.in_module) or sample.unpack()[2] is not None,
+            with_loss=bool(divided.loss.in_module) or sample.unpack()[2] is not None,
         ),
     )
 
@@ -122,7 +129,7 @@ def _begins(costs: Sequence[StageCost], module: nn.Module) -> Tuple[Tuple[str, i
 
 
 def _recomputation(
-    session: CompiledModule, recompute: object
+    divided: DividedModule, recompute: object
 ) -> Tuple[Tuple[str, ...], Callable[[str, int], bool]]:
     """Resolve the argument ``recompute``; None is what was compiled.
 
@@ -134,12 +141,12 @@ def _recomputation(
         UnknownNameError: a layer that there is not.
         ConfigurationError: anything else that can't work.
     """
-    compiled = session.config.recompute
+    compiled = divided.config.recompute
     if recompute is None:
-        return compiled, session.recomputes
+        return compiled, divided.recomputes
     if isinstance(recompute, bool):
         return compiled if recompute else (), lambda strategy, count: recompute
-    return resolve_recompute(session.module, recompute, GRAPH), lambda strategy, count: True
+    return resolve_recompute(divided.module, recompute, GRAPH), lambda strategy, count: True
 
 
 def _checked(schedule: str, memory: Optional[int]) -> Tuple[str, int]:
@@ -172,8 +179,8 @@ class _Wanted:
     counts: Tuple[int, ...] = ()
 
 
-def _wanted(session: CompiledModule, request: PartitionRequest, ipus: Optional[int]) -> _Wanted:
-    compiled = session.partitions.training
+def _wanted(divided: DividedModule, request: PartitionRequest, ipus: Optional[int]) -> _Wanted:
+    compiled = divided.partitions.training
     strategy = None if request.strategy is None else str(request.strategy)
     if strategy is not None and strategy not in STRATEGIES:
         raise UnknownNameError("strategy", strategy, STRATEGIES)
@@ -182,14 +189,14 @@ def _wanted(session: CompiledModule, request: PartitionRequest, ipus: Optional[i
     request = dataclasses.replace(request, strategy=strategy)
     is_given = request.stages not in (None, AUTO) or request.layers_per_ipu is not None
     if is_given or request.layers is not None:
-        return _estimated(resolve_partition(session.module, request))
+        return _estimated(resolve_partition(divided.module, request))
     count = request.ipus_per_replica
     if request.stages is None and count is None and compiled is not None:
         if not compiled.is_open:
             return _estimated(dataclasses.replace(compiled, strategy=strategy or compiled.strategy))
         count = compiled.ipus
     request = dataclasses.replace(request, stages=AUTO, ipus_per_replica=count or 1)
-    resolve_partition(session.module, request)
+    resolve_partition(divided.module, request)
     strategy = strategy or "pipelined"
     if count is not None:
         return _Wanted(None, strategy, (int(count),))

@@ -103,12 +103,17 @@ def partition(session: ObservedSession, plan: Plan) -> Dict[str, object]:
     """Plan the stages as :meth:`ipufit.Model.plan` does, with the timeline of one update."""
     request, sample = PartitionRequest(None, None, None, None, None), session.sample
     assert sample is not None
-    if session.partitions.of(True) is None:
+    if session.divided.partitions.of(True) is None:
         # As it runs: on one IPU.
         request = PartitionRequest(ipus_per_replica=1)
     try:
-        accumulation = plan.gradient_accumulation
-        partition_plan = plan_partition(session, lambda: sample, request, None, accumulation)
+        partition_plan = plan_partition(
+            session.divided,
+            session.plan_estimator,
+            lambda: sample,
+            request,
+            gradient_accumulation=plan.gradient_accumulation,
+        )
     except IpufitError as error:
         return {"missing": str(error)}
     line = partition_plan.timeline()

@@ -30,6 +30,7 @@ from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.partition.recomputation import resolve_recompute
 from ipufit.partition.request import Parallel, PartitionRequest
 from ipufit.partition.serialization import serialized_layers
+from ipufit.planner.divided_module import DividedModule
 from ipufit.tracing.validate import refuse_unregistered
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, one_of
@@ -252,19 +253,18 @@ def _checked(
     engine.check(module, optimizer, resolved, train_config, options, partitions)
     for text in texts:
         print(text)
-    return Session(
+    divided = DividedModule(
         module,
         optimizer,
         resolved,
-        metrics,
-        engine,
         train_config,
-        bool(request.auto_round_ipus),
-        options,
         partitions,
-        fixed,
+        bool(request.auto_round_ipus),
+        options.get(TRAINING),
+        fixed.find_strategy,
         planned_memory,
     )
+    return Session(divided, metrics, engine, options, fixed)
 
 
 def _schedule(

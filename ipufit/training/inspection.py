@@ -127,7 +127,7 @@ class InspectionMixin:
             sample = session.sample if x is None else sample_of(x, in_module, casting=casting)
             more = [session.last_plan.explain()] if session.last_plan is not None else []
             more.append(session.explain())
-            marks = session.partitions.marks()
+            marks = session.divided.partitions.marks()
         levels = depth if expand_nested else 1
         text = summarize(self.module, sample, line_length, levels, more, marks)
         (print_fn or print)(text)
@@ -186,7 +186,8 @@ class InspectionMixin:
         request = PartitionRequest(stages, layers_per_ipu, layers, strategy, ipus_per_replica)
         work = (ipus, gradient_accumulation, schedule, recompute, ipu_memory)
         read_sample = functools.partial(sample_for, session, x, "plan")
-        return plan_partition(session, read_sample, request, *work)
+        estimator = session.plan_estimator
+        return plan_partition(session.divided, estimator, read_sample, request, *work)
 
     def preflight(self, x: Any = None) -> PreflightReport:
         """Say what the model needs changed before it can run on an IPU through PopTorch 3.4.

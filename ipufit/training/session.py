@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
-from torch import nn
 
 from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.core.batch import MicroBatch, Mode
@@ -15,18 +15,18 @@ from ipufit.core.compile_arguments import role_of
 from ipufit.core.logged_values import merge_rules
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig, check_interval
-from ipufit.data.batches import is_weighted
+from ipufit.data.batches import BatchValidator, is_weighted
+from ipufit.data.casting import Casting
 from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.source import DataAdapter
 from ipufit.engines.ipu_settings import IpuSettings
 from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError, MetricError, PlanError
-from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
 from ipufit.partition.own_blocks import UncountedError
-from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
+from ipufit.partition.partition import Partition
+from ipufit.planner.divided_module import DividedModule
 from ipufit.processes import Processes, current
-from ipufit.training.deferred_partition import DividedModule, replan, with_stage_count
 from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.sanity_check import (
     FailureExplainer,
@@ -40,7 +40,7 @@ from ipufit.training.trainer import Job, check_rows
 from ipufit.utils.console import warn_user
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.names import check_log_name
-from ipufit.utils.random_streams import draw_seed
+from ipufit.utils.random_streams import draw_seed, isolated
 from ipufit.utils.state import device_of
 
 if TYPE_CHECKING:
@@ -50,23 +50,21 @@ if TYPE_CHECKING:
 __all__ = ["JobSpec", "Session", "require_single_process"]
 
 
-class Session(DividedModule):
+class Session:
     """The life of a model between two calls of ``compile``.
 
     Args:
-        module: the user's module.
-        optimizer: torch's optimizer over its parameters; None to evaluate and predict only.
-        loss: normal form.
+        divided: module, loss and optimizer, how an update is made, and where the module lies on
+            IPUs.
         metrics: normal form; copied for every use.
         engine: builds the programs.
-        config: how an update is made.
-        auto_round_ipus: whether IPUs may be rounded up.
         options: settings of the engine's own, by the argument of ``compile``.
-        partitions: how the module lies on the IPUs of a replica.
         fixed: arguments of later calls that ``compile`` has fixed; none by default.
-        planned_memory: bytes per IPU of a plan that ``compile`` was given; None where it was none.
 
     Attributes:
+        divided, metrics, engine, fixed: as given.
+        module, loss, config: those of the divided module.
+        casting: dtypes to which batches are brought.
         updates: weight updates done so far.
         last_plan, sample: batch algebra and shapes of the last ``fit``, or None.
         is_retired: whether the model has been compiled anew or closed.
@@ -75,31 +73,27 @@ class Session(DividedModule):
 
     def __init__(
         self,
-        module: nn.Module,
-        optimizer: Optional[torch.optim.Optimizer],
-        loss: Loss,
+        divided: DividedModule,
         metrics: MetricSet,
         engine: Engine,
-        config: TrainConfig,
-        auto_round_ipus: bool = False,
         options: Optional[Mapping[str, object]] = None,
-        partitions: Partitions = NOT_DIVIDED,
         fixed: Optional[IpuSettings] = None,
-        planned_memory: Optional[int] = None,
     ) -> None:
-        super().__init__(
-            module, optimizer, loss, config, options, partitions, fixed, planned_memory
-        )
-        self._ipus: Dict[bool, Optional[int]] = {}
-        self.engine = engine
+        self.divided = divided
+        self.module, self.loss, self.config = divided.module, divided.loss, divided.config
         self.metrics = metrics
+        self.engine = engine
+        self.fixed = fixed or IpuSettings()
+        self.casting = Casting(self.module, self.loss, self.config.precision)
+        self._optimizer = divided.optimizer
+        self._options = options or {}
+        self._ipus: Dict[bool, Optional[int]] = {}
         self.updates = 0
         self.last_plan: Optional[Plan] = None
         self.sample: Optional[MicroBatch] = None
         self.is_retired = False
         self._runs = self._swaps = 0
         self._seed: Optional[int] = None
-        self.auto_round_ipus = auto_round_ipus
         self._training: Optional[Program] = None
         self._left_out = self._outside_optimizer()
         self.around: Callable[[Program, ProgramSpec], Program] = lambda program, spec: program
@@ -178,8 +172,18 @@ class Session(DividedModule):
             PlanError: an argument disagrees with what is fixed.
         """
         if arguments["ipus"] is not None or "ipus" in self.fixed.names(training):
-            self.count_own_ipus(source, training)
-        return self.fixed.resolve(training, self.partitions.of(training), **arguments)
+            self.divided.count_own_ipus(functools.partial(self._read_example, source), training)
+        return self.fixed.resolve(training, self.divided.partitions.of(training), **arguments)
+
+    def _read_example(self, source: DataAdapter, mode: Mode) -> Optional[MicroBatch]:
+        """A micro-batch like those of a source; None where none can be made of it beforehand."""
+        try:
+            with isolated():
+                raw = source.preview()
+                unpack = BatchValidator(source, mode, self.loss.in_module, self.casting)
+                return unpack(raw[0], 0) if raw else None
+        except Exception:
+            return None  # whoever reads the data says what is wrong with it
 
     def plan(
         self,
@@ -195,7 +199,7 @@ class Session(DividedModule):
         source.share(processes.num_processes, processes.process_id)
         self._ipus[training] = ipus
         passes = training and fixed_updates is not None
-        partition = self.partitions.of(training)
+        partition = self.divided.partitions.of(training)
         is_pipeline = partition is not None and partition.pipelines(training, device_iterations)
         # How many stages the module's own blocks make shows with the first micro-batch.
         is_own = partition is not None and partition.is_own
@@ -211,7 +215,7 @@ class Session(DividedModule):
                 samples=None if passes else source.samples,
                 dropped=source.dropped,
                 training=training,
-                auto_round_ipus=self.auto_round_ipus,
+                auto_round_ipus=self.divided.auto_round_ipus,
                 fixed_updates=fixed_updates,
                 processes=processes.num_processes,
                 process=processes.process_id,
@@ -289,20 +293,19 @@ class Session(DividedModule):
         check_call(self.module, first, self.loss, job.source)
         if training and job.source.class_weights is not None:
             check_class_weights(job.source.class_weights, self.module, first, self.loss)
-        self.divide(first, training)
+        self.divided.divide(first, training)
         try:
             return self._prepare_program(pipeline, first, job)
         except UncountedError as error:
-            self.follow_blocks(error, training)
-        partition, ipus = self.partitions.of(training), self._ipus.get(training)
-        plan = replan(job.plan, partition, ipus, self.auto_round_ipus)
+            self.divided.follow_blocks(error, training)
+        plan = self.divided.with_counted_ipus(job.plan, self._ipus.get(training))
         return self._prepare_program(pipeline, first, dataclasses.replace(job, plan=plan))
 
     def _prepare_program(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
         mode = job.mode
         explainer = self.explainer(mode, job.source.role)
-        self.count_stages(first, mode is Mode.TRAIN)
-        plan = with_stage_count(job.plan, self.partitions.of(mode is Mode.TRAIN))
+        self.divided.count_stages(first, mode is Mode.TRAIN)
+        plan = self.divided.with_stage_count(job.plan)
         size = pipeline.unpacker.micro_batch_size or first.size
         plan = dataclasses.replace(plan, micro_batch_size=size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
@@ -370,7 +373,7 @@ class Session(DividedModule):
             first_update=self.updates,
             config=self.config,
             options=self._options.get(role_of(mode)),
-            partition=self.partitions.of(mode is Mode.TRAIN),
+            partition=self.divided.partitions.of(mode is Mode.TRAIN),
             processes=self.processes,
             profile_folder=profile_folder,
         )
@@ -394,9 +397,8 @@ class Session(DividedModule):
         Raises:
             ConfigurationError: the engine can't run the model like this.
         """
-        self.engine.check(
-            self.module, self.optimizer, self.loss, config, self._options, self.partitions
-        )
+        partitions = self.divided.partitions
+        self.engine.check(self.module, self.optimizer, self.loss, config, self._options, partitions)
 
     def explainer(self, mode: Mode, role: str) -> FailureExplainer:
         """Says why module or loss can't take a micro-batch.
@@ -411,13 +413,18 @@ class Session(DividedModule):
     def plan_estimator(
         self, sample: MicroBatch, partition: Optional[Partition], recompute: Sequence[str]
     ) -> PartitionEstimator:
-        """Return an estimator as :meth:`estimator` does, where the batch may be a user's.
+        """Return what says how divisions of the module do, where the batch may be a user's.
+
+        Args:
+            sample: a micro-batch.
+            partition: whose rules are checked on the way.
+            recompute: layers from whose outputs recomputation starts.
 
         Raises:
             DataError, LossError, CaptureError: module or loss can't take the batch.
         """
         with wrap_batch_errors(self.explainer(Mode.TRAIN, "plan"), sample):
-            return self.estimator(sample, partition, recompute)
+            return self.divided.estimator(sample, partition, recompute)
 
     def preflight(self, sample: MicroBatch) -> PreflightReport:
         """Hold the model against what PopTorch says of itself.
@@ -441,7 +448,7 @@ class Session(DividedModule):
         )
         more = [f"{name}={value!r}" for name, value in self.config.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
-        text += "".join(f"\n{line}" for line in self.partitions.describe())
+        text += "".join(f"\n{line}" for line in self.divided.partitions.describe())
         text += "".join(f"\n{line}" for line in describe_cuts(self.module))
         text += "".join(f"\n{line}" for line in self.fixed.remarks)
         text += "".join(f"\n{line}" for line in self._explain_processes())

@@ -343,7 +343,7 @@ def test_inference_alone_has_the_ipus_of_the_blocks(engine, make):
     work = {"batch_size": 2, "device_iterations": 2, "verbose": 0}
     expected = plain.predict(X, **work)
     assert torch.equal(model.predict(X, ipus=4, **work), expected)
-    assert model._session.partitions.inference.ipus == 2
+    assert model._session.divided.partitions.inference.ipus == 2
     fit(model, 3)
     assert model.history.params["ipus"] == 2
 

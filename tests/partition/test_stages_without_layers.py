@@ -84,7 +84,7 @@ def test_configurations_with_ipus_of_parts_train_as_the_whole_module(on_parts, i
     own = model.module.state_dict()
     for name, value in whole.module.state_dict().items():
         torch.testing.assert_close(own[name], value, rtol=1e-5, atol=1e-6)
-    assert model._session.partitions.training.ipus == len(given["layers_per_ipu"]) == ipus
+    assert model._session.divided.partitions.training.ipus == len(given["layers_per_ipu"]) == ipus
 
 
 @pytest.mark.long
@@ -124,7 +124,7 @@ def test_the_stages_of_a_plan_divide_the_module_alike(on_parts):
         parallel=ipufit.Parallel(stages=stages),
         memory=ipufit.Memory(serialize={"embed": [2, 2, 0, 0]}),
     )
-    assert other._session.partitions.training == model._session.partitions.training
+    assert other._session.divided.partitions.training == model._session.partitions.training
 
 
 @pytest.mark.long

@@ -181,7 +181,7 @@ def test_what_shares_a_weight_goes_back_to_it(kind, layers, begins, places):
         "cross_entropy",
         parallel=ipufit.Parallel(layers_per_ipu=layers, auto_round_ipus=True),
     )
-    found = model._session.partitions.training
+    found = model._session.divided.partitions.training
     assert (list(found.begins), found.places) == (begins, places)
     assert found.ipus == len(layers)
     assert found.stages == (len(places) or len(layers))
@@ -257,7 +257,7 @@ def test_a_table_in_parts_on_one_ipu_goes_along():
         parallel=ipufit.Parallel(layers_per_ipu=[2, 2]),
         memory=ipufit.Memory(serialize=cut),
     )
-    assert model._session.partitions.training.places == (0, 1, 0)
+    assert model._session.divided.partitions.training.places == (0, 1, 0)
     assert (history, value) == trained(made("decoder"), memory=ipufit.Memory(serialize=cut))[1:]
 
 
@@ -369,7 +369,7 @@ def test_a_weight_that_is_wanted_in_the_middle_says_so_too(whole):
     }
     found = trained(made("both"), parallel=ipufit.Parallel(stages=stages))
     assert_equal(found[0].module, whole("both", "embedded")[0].module)
-    assert found[0]._session.partitions.training.places == (0, 1, 0, 1, 2, 0)
+    assert found[0]._session.divided.partitions.training.places == (0, 1, 0, 1, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_weights_that_layers_share_stay_where_they_are():
     net.layers[3][0].weight = net.layers[0][0].weight
     model = ipufit.Model(net)
     model.compile("sgd", "cross_entropy", parallel=ipufit.Parallel(layers_per_ipu=[2, 2]))
-    assert [name for name, _ in model._session.partitions.training.begins][-1] == "head"
+    assert [name for name, _ in model._session.divided.partitions.training.begins][-1] == "head"
     assert "'layers.0.0.weight' and 'layers.3.0.weight'" in refused(
         net, parallel=ipufit.Parallel(layers_per_ipu=[2, 2])
     )

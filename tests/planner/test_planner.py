@@ -296,7 +296,9 @@ def slowest(costs):
 def all_divisions(model, batch, stages):
     """The costs for every choice of modules that begin a stage, blocks and what is inside."""
     names = [name for name, _ in model.module.named_modules() if name][1:]
-    estimator = model._session.estimator(MicroBatch.of(batch[:1], {}, batch[1], len(batch[0])))
+    estimator = model._session.divided.estimator(
+        MicroBatch.of(batch[:1], {}, batch[1], len(batch[0]))
+    )
     for begins in itertools.combinations(names, stages - 1):
         division = tuple((name, number + 1) for number, name in enumerate(begins))
         yield estimator.estimate(Partition(division, stages, "pipelined", False, stages))

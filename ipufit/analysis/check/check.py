@@ -277,7 +277,7 @@ def _run_check(
     owned = None
     if optimizer is not None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
-    partitions = NOT_DIVIDED if session is None else session.partitions
+    partitions = NOT_DIVIDED if session is None else session.divided.partitions
     tested = ModuleUnderTest(explainer, sample, owned, partitions)
     findings = Findings(caller)
     events = OutputEvents()

@@ -25,6 +25,7 @@ from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
+from ipufit.planner.divided_module import DividedModule
 from ipufit.tracing.comparison import Comparison, Tolerance, distance
 from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.summary import batch_of, sample_of
@@ -239,7 +240,8 @@ class _Trial:
             for begin in range(0, self._size, size)
         ] * _UPDATES
         engine = self._make_engine()
-        copied = Session(module, optimizer, loss, MetricSet(), engine, self._config)
+        divided = DividedModule(module, optimizer, loss, self._config)
+        copied = Session(divided, MetricSet(), engine)
         source = get_data_adapter(DataArguments("sample", pieces), Mode.TRAIN, loss.in_module)
         plan = Plan.make(
             micro_batch_size=size,

@@ -492,7 +492,7 @@ def test_a_strategy_of_inference_is_that_of_its_options():
     model = compiled(
         parallel=ipufit.Parallel(stages={"head": 1}), poptorch=(None, options.deviceIterations(1))
     )
-    found = model._session.partitions
+    found = model._session.divided.partitions
     assert (found.training.strategy, found.inference.strategy) == ("pipelined", "sharded")
 
 
@@ -501,7 +501,7 @@ def test_a_strategy_that_names_blocks_is_for_blocks_of_the_modules_own():
     options = poptorch.Options().setExecutionStrategy(strategy)
     with pytest.raises(ConfigurationError, match="names blocks of the module's own"):
         compiled(parallel=ipufit.Parallel(stages={"head": 1}), poptorch=options)
-    assert compiled(poptorch=options)._session.partitions == NOT_DIVIDED
+    assert compiled(poptorch=options)._session.divided.partitions == NOT_DIVIDED
 
 
 @pytest.mark.long

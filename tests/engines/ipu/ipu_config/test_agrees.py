@@ -84,9 +84,9 @@ def test_blocks_are_seen_where_a_module_holds_them():
     """Hooks of BeginBlock, wrapped callables and Block objects."""
     for blocks in ("begun", "held"):
         model = compiled(Stack(blocks), config=IPUConfig(**OWN))
-        assert model._session.partitions.training.begins == ()
-        assert model._session.partitions.inference.begins == ()
-    assert compiled(Stack(), config=IPUConfig(**OWN))._session.partitions.training.begins
+        assert model._session.divided.partitions.training.begins == ()
+        assert model._session.divided.partitions.inference.begins == ()
+    assert compiled(Stack(), config=IPUConfig(**OWN))._session.divided.partitions.training.begins
 
 
 @pytest.mark.long
@@ -148,7 +148,7 @@ def test_on_one_ipu_a_list_of_layers_says_nothing(given, ipus, engine, capsys):
     """In training, and in inference alone."""
     config = IPUConfig(gradient_accumulation_steps=3, **given)
     model = compiled(Stack(), engine, config=config)
-    partitions = model._session.partitions
+    partitions = model._session.divided.partitions
     found = [1 if p is None else p.ipus for p in (partitions.training, partitions.inference)]
     assert tuple(found) == ipus
     ran(model)
@@ -238,9 +238,9 @@ def test_what_agrees_is_fine():
         parallel=ipufit.Parallel(auto_round_ipus=True),
     )
     assert model._session.config.gradient_reduction == "mean"
-    assert model._session.auto_round_ipus is True
-    assert compiled(Stack(), config=IPUConfig())._session.auto_round_ipus is True
-    assert compiled(Stack())._session.auto_round_ipus is False
+    assert model._session.divided.auto_round_ipus is True
+    assert compiled(Stack(), config=IPUConfig())._session.divided.auto_round_ipus is True
+    assert compiled(Stack())._session.divided.auto_round_ipus is False
 
 
 def test_ipus_that_stages_contradict_are_said_by_the_configuration():
@@ -267,11 +267,11 @@ def test_stages_beside_a_configuration_hold_for_inference_too(engine):
     model = compiled(
         net, engine, config=IPUConfig(**OWN), parallel=ipufit.Parallel(stages={"2": 1})
     )
-    partitions = model._session.partitions
+    partitions = model._session.divided.partitions
     assert partitions.training.begins == partitions.inference.begins == (("2", 1),)
     assert partitions.inference.strategy == "sharded"
     ran(model)
     config = IPUConfig(**OWN, inference_ipus_per_replica=1)
     model = compiled(net, engine, config=config, parallel=ipufit.Parallel(stages={"2": 1}))
-    assert model._session.partitions.inference is None
+    assert model._session.divided.partitions.inference is None
     ran(model)

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Mapping, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Callable, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
 
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.core.compile_arguments import TRAINING
 from ipufit.core.plan import Plan, check_filling
 from ipufit.core.train_config import TrainConfig
-from ipufit.data.batches import BatchValidator
-from ipufit.data.casting import Casting
-from ipufit.data.source import DataAdapter
-from ipufit.engines.ipu_settings import IpuSettings
 from ipufit.errors import PartitionError
 from ipufit.losses import Loss
 from ipufit.partition.own_blocks import OwnBlocks, UncountedError
-from ipufit.partition.partition import Partition, Partitions
+from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.utils.interrupts import defer_sigint
-from ipufit.utils.random_streams import isolated
 
 if TYPE_CHECKING:
     from ipufit.planner.planning import PartitionEstimator
 
-__all__ = ["DividedModule", "replan", "with_stage_count"]
+__all__ = ["DividedModule"]
 
 
 class DividedModule:
@@ -41,14 +35,16 @@ class DividedModule:
         optimizer: torch's optimizer over its parameters; None to evaluate and predict only.
         loss: normal form.
         config: how an update is made.
-        options: settings of the engine's own, by the argument of ``compile``.
         partitions: how the module lies on the IPUs of a replica.
-        fixed: arguments of later calls that ``compile`` has fixed; none by default.
+        auto_round_ipus: whether IPUs may be rounded up to a number that can be reserved.
+        options: PopTorch's options for training, or None.
+        find_strategy: returns the execution strategy that options of PopTorch's have for training
+            (True) or inference (False), or None.
         planned_memory: bytes per IPU of a plan that ``compile`` was given; None where it was none.
 
     Attributes:
-        module, loss, config, partitions, fixed: as given, or as it shows later.
-        casting: dtypes to which batches are brought.
+        module, optimizer, loss, config, auto_round_ipus: as given.
+        partitions: as given, or as it shows later.
     """
 
     def __init__(
@@ -57,19 +53,20 @@ class DividedModule:
         optimizer: Optional[torch.optim.Optimizer],
         loss: Loss,
         config: TrainConfig,
-        options: Optional[Mapping[str, object]],
-        partitions: Partitions,
-        fixed: Optional[IpuSettings],
-        planned_memory: Optional[int],
+        partitions: Partitions = NOT_DIVIDED,
+        auto_round_ipus: bool = False,
+        options: object = None,
+        find_strategy: Callable[[bool], object] = lambda training: None,
+        planned_memory: Optional[int] = None,
     ) -> None:
         self.module = module
+        self.optimizer = optimizer
         self.loss = loss
         self.config = config
-        self.casting = Casting(module, loss, config.precision)
         self.partitions = partitions
-        self.fixed = fixed or IpuSettings()
-        self._optimizer = optimizer
-        self._options = options or {}
+        self.auto_round_ipus = auto_round_ipus
+        self._options = options
+        self._find_strategy = find_strategy
         self._planned_memory = planned_memory
         self._shapes: Optional[Tuple[object, ...]] = None
         self._counted: Set[bool] = set()
@@ -150,14 +147,17 @@ class DividedModule:
         partition = self.partitions.of(training)
         return stages_of_blocks(partition, self.module, self.loss, batch, training)
 
-    def count_own_ipus(self, source: DataAdapter, training: bool) -> None:
+    def count_own_ipus(
+        self, read_example: Callable[[Mode], Optional[MicroBatch]], training: bool
+    ) -> None:
         """Count the IPUs of the module's own blocks before a plan shares IPUs out to replicas.
 
         A forward pass of a sample shows them, where nobody has set the IPUs and the data can be
         looked at beforehand.
 
         Args:
-            source: the data.
+            read_example: returns a micro-batch for a mode; None where the data can't be read as
+                one beforehand.
             training: the mode of the pass.
         """
         is_one = self.partitions.of(training) is None
@@ -170,7 +170,7 @@ class DividedModule:
             return
         self._searched.add(training)
         for mode in (Mode.TRAIN if training else Mode.EVALUATE, Mode.PREDICT):
-            example = self._example(source, mode)
+            example = read_example(mode)
             if example is None:
                 continue
             try:
@@ -179,16 +179,6 @@ class DividedModule:
             except UncountedError as error:
                 self.follow_blocks(error, training)
             return
-
-    def _example(self, source: DataAdapter, mode: Mode) -> Optional[MicroBatch]:
-        """A micro-batch like those of a source; None where none can be made of it beforehand."""
-        try:
-            with isolated():
-                raw = source.preview()
-                unpack = BatchValidator(source, mode, self.loss.in_module, self.casting)
-                return unpack(raw[0], 0) if raw else None
-        except Exception:
-            return None  # whoever reads the data says what is wrong with it
 
     def follow_blocks(self, error: UncountedError, training: bool) -> None:
         """Divide the module as its own blocks do, which have shown now.
@@ -227,8 +217,7 @@ class DividedModule:
         """
         from ipufit.partition.request import kind_of
 
-        setting = self.fixed.of(training).strategy
-        strategy = None if setting is None else setting.value
+        strategy = self._find_strategy(training)
         if strategy is None and not training and followed is not None:
             return dataclasses.replace(followed, is_chosen=False)
         name = kind_of(strategy) or "pipelined"
@@ -250,7 +239,7 @@ class DividedModule:
         from ipufit.planner.planning import PartitionEstimator
 
         names = self.config.recompute if recompute is None else recompute
-        how = (self._optimizer, self.config, sample, partition, names)
+        how = (self.optimizer, self.config, sample, partition, names)
         return PartitionEstimator(self.module, self.loss, *how)
 
     def recomputes(self, strategy: str, stages: int) -> bool:
@@ -258,49 +247,46 @@ class DividedModule:
 
         It does so in a pipeline, unless the options of its compiler say otherwise.
         """
-        if self._optimizer is None:
+        if self.optimizer is None:
             return False
-        popart = getattr(self._options.get(TRAINING), "_Popart", None)
+        popart = getattr(self._options, "_Popart", None)
         chosen = getattr(popart, "options", {}).get("autoRecomputation")
         return strategy == "pipelined" and stages > 1 if chosen is None else bool(chosen)
 
+    def with_counted_ipus(self, plan: Plan, ipus: Optional[int]) -> Plan:
+        """The plan for other IPUs of its one replica, which have shown since it was made.
 
-def replan(
-    plan: Plan, partition: Optional[Partition], ipus: Optional[int], auto_round_ipus: bool
-) -> Plan:
-    """The plan for other IPUs of its one replica, which have shown since it was made.
+        Args:
+            plan: made before.
+            ipus: as the user has passed them to the plan.
 
-    Args:
-        plan: made before.
-        partition: of the module now.
-        ipus: as the user has passed them to the plan.
-        auto_round_ipus: whether IPUs may be rounded up.
+        Raises:
+            PartitionError: they were shared out to replicas of another size.
+            PlanError: a replica has a number of IPUs that can't be reserved.
+        """
+        partition = self.partitions.of(plan.training)
+        stages = 1 if partition is None else partition.ipus
+        if ipus is not None:
+            raise PartitionError(
+                f"ipus={ipus} was shared out among replicas before the first batch, which can't be "
+                f"read twice, showed that the module's own blocks take {stages} IPUs. Pass "
+                f"ipus_per_replica={stages} to compile."
+            )
+        rounds = self.auto_round_ipus
+        checked = Plan.make(micro_batch_size=1, stages=stages, auto_round_ipus=rounds)
+        return dataclasses.replace(plan, stages=stages, reserved_ipus=checked.reserved_ipus)
 
-    Raises:
-        PartitionError: they were shared out to replicas of another size.
-        PlanError: a replica has a number of IPUs that can't be reserved.
-    """
-    stages = 1 if partition is None else partition.ipus
-    if ipus is not None:
-        raise PartitionError(
-            f"ipus={ipus} was shared out among replicas before the first batch, which can't be "
-            f"read twice, showed that the module's own blocks take {stages} IPUs. Pass "
-            f"ipus_per_replica={stages} to compile."
-        )
-    checked = Plan.make(micro_batch_size=1, stages=stages, auto_round_ipus=auto_round_ipus)
-    return dataclasses.replace(plan, stages=stages, reserved_ipus=checked.reserved_ipus)
+    def with_stage_count(self, plan: Plan) -> Plan:
+        """The plan, when all stages are known, with their number where there are more than IPUs.
 
-
-def with_stage_count(plan: Plan, partition: Optional[Partition]) -> Plan:
-    """The plan, when all stages are known, with their number where there are more than IPUs.
-
-    Raises:
-        PlanError: it can't fill a pipeline whose stages did not show before.
-    """
-    if partition is None:
-        return plan
-    shows_now = partition.is_own or partition.is_automatic
-    if shows_now and partition.pipelines(plan.training, plan.device_iterations):
-        work = (plan.gradient_accumulation, plan.device_iterations, plan.training)
-        check_filling(*work, partition.stages)
-    return dataclasses.replace(plan, depth=partition.depth)
+        Raises:
+            PlanError: it can't fill a pipeline whose stages did not show before.
+        """
+        partition = self.partitions.of(plan.training)
+        if partition is None:
+            return plan
+        shows_now = partition.is_own or partition.is_automatic
+        if shows_now and partition.pipelines(plan.training, plan.device_iterations):
+            work = (plan.gradient_accumulation, plan.device_iterations, plan.training)
+            check_filling(*work, partition.stages)
+        return dataclasses.replace(plan, depth=partition.depth)
