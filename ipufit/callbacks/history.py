@@ -13,7 +13,14 @@ from ipufit.callbacks import history_plot
 from ipufit.callbacks.callback import Callback, Logs, stored
 from ipufit.errors import ConfigurationError
 
-__all__ = ["History", "best_place", "direction_of", "values_to_json"]
+__all__ = [
+    "History",
+    "best_place",
+    "direction_of",
+    "improves",
+    "required_direction",
+    "values_to_json",
+]
 
 Path = Union[str, "os.PathLike[str]"]
 
@@ -67,6 +74,47 @@ def direction_of(
         if word in _LARGE:
             return "max"
     return None
+
+
+def required_direction(
+    owner: object, monitor: str, mode: str, directions: Optional[Mapping[str, str]]
+) -> str:
+    """Return "min" or "max", the better end of a value by which something is kept or ended.
+
+    Args:
+        owner: watches the value; its class is named in the error.
+        monitor: name of the value.
+        mode: "min", "max", or "auto" to take what losses and metrics say.
+        directions: what they say of themselves, by name: ``params["directions"]``.
+
+    Raises:
+        ConfigurationError: nobody knows, so a guess might keep the worst instead of the best.
+    """
+    if mode != "auto":
+        return mode
+    direction = direction_of(monitor, directions, guess=False)
+    if direction is not None:
+        return direction
+    raise ConfigurationError(
+        f"{type(owner).__name__} must know whether {monitor!r} is better when it is small or when "
+        "it is large, but nothing says so. Pass mode='min' or mode='max'."
+    )
+
+
+def improves(value: float, best: Optional[float], direction: str, min_delta: float = 0.0) -> bool:
+    """Return True if a value beats the best by more than ``min_delta``; NaN never does.
+
+    Args:
+        value: the new one.
+        best: the best before; None where there is none, which any number beats.
+        direction: "min" or "max".
+        min_delta: an improvement by no more than this is none.
+    """
+    if best is None:
+        return not math.isnan(value)
+    if direction == "min":
+        return value + min_delta < best
+    return value - min_delta > best
 
 
 def best_place(values: Sequence[float], direction: str) -> Optional[int]:

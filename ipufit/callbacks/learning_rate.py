@@ -17,7 +17,6 @@ from ipufit.callbacks.callback import (
     one_of,
     say,
     stored,
-    stored_or_none,
     whole,
 )
 from ipufit.callbacks.stopping import Monitor
@@ -171,7 +170,7 @@ class ReduceLROnPlateau(Monitor):
         self._forget()
 
     def _forget(self) -> None:
-        self.best: Optional[float] = None
+        self.best = None
         self.wait: int = 0
         self._cooling = 0
 
@@ -182,13 +181,11 @@ class ReduceLROnPlateau(Monitor):
 
     def state_dict(self) -> Dict[str, object]:
         """The best value, and how long it has been the best."""
-        progress = {"best": self.best, "wait": self.wait, "cooling": self._cooling}
-        return {**super().state_dict(), **progress}
+        return {**super().state_dict(), "wait": self.wait, "cooling": self._cooling}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what :meth:`state_dict` returned."""
         super().load_state_dict(state)
-        self.best = stored_or_none(state, "best", float)
         self.wait, self._cooling = stored(state, "wait", int), stored(state, "cooling", int)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Dict[str, float]] = None) -> None:

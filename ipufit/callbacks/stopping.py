@@ -19,7 +19,7 @@ from ipufit.callbacks.callback import (
     stored_or_none,
     whole,
 )
-from ipufit.callbacks.history import direction_of
+from ipufit.callbacks.history import improves, required_direction
 from ipufit.core.weights_file import WeightsCopy
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 
@@ -27,16 +27,20 @@ __all__ = ["EarlyStopping", "Monitor", "TerminateOnNaN", "Timer"]
 
 
 class Monitor(Callback):
-    """Knows which value is watched, which way is better, and whether a value is an improvement.
+    """Knows which value is watched, which way is better, and the best value so far.
 
     Args:
         monitor: name of the value in ``logs``.
         mode: "min", "max", or "auto" to take the direction from ``params["directions"]``.
         min_delta: an improvement by no more than this is none; its sign does not matter.
+
+    Attributes:
+        best: the best value so far, or None; a subclass sets it, and forgets it when it likes.
     """
 
     def __init__(self, monitor: str, mode: str, min_delta: float = 0.0) -> None:
         super().__init__()
+        self.best: Optional[float] = None
         if not isinstance(monitor, str) or not monitor:
             raise ConfigurationError(
                 f"monitor of {type(self).__name__} must be the name of a value, such as "
@@ -52,17 +56,10 @@ class Monitor(Callback):
         """The better end: min or max.
 
         Raises:
-            ConfigurationError: nobody knows, so a guess might keep the worst instead of the best.
+            ConfigurationError: nobody knows.
         """
-        if self.mode != "auto":
-            return str(self.mode)
-        direction = direction_of(self.monitor, self.params.get("directions"), guess=False)
-        if direction is not None:
-            return direction
-        raise ConfigurationError(
-            f"{type(self).__name__} must know whether {self.monitor!r} is better when it is small "
-            "or when it is large, but nothing says so. Pass mode='min' or mode='max'."
-        )
+        directions = self.params.get("directions")
+        return required_direction(self, self.monitor, self.mode, directions)
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """Find out the direction before any work."""
@@ -70,12 +67,13 @@ class Monitor(Callback):
         self._direction = self._find_direction()
 
     def state_dict(self) -> Dict[str, object]:
-        """Return whether the value has ever been there; a subclass adds more."""
-        return {"was_there": self._was_there}
+        """Return whether the value has ever been there, and the best one; a subclass adds more."""
+        return {"was_there": self._was_there, "best": self.best}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._was_there = bool(state["was_there"])
+        self.best = stored_or_none(state, "best", float)
 
     def _current(self, logs: Logs) -> Optional[float]:
         """The watched value; None in an epoch that has it not, such as one without validation.
@@ -94,11 +92,7 @@ class Monitor(Callback):
 
     def _improves(self, value: float, best: Optional[float]) -> bool:
         """Return True if a value beats the best by more than ``min_delta``; NaN never does."""
-        if best is None:
-            return not math.isnan(value)
-        if self._direction == "min":
-            return value + self.min_delta < best
-        return value - self.min_delta > best
+        return improves(value, best, self._direction, self.min_delta)
 
 
 class EarlyStopping(Monitor):
@@ -155,7 +149,7 @@ class EarlyStopping(Monitor):
 
     def _forget(self) -> None:
         self.wait: int = 0
-        self.best: Optional[float] = None
+        self.best = None
         self.best_epoch: Optional[int] = None
         self.stopped_epoch: Optional[int] = None
         self._snapshot: Optional[WeightsCopy] = None
@@ -167,7 +161,7 @@ class EarlyStopping(Monitor):
 
     def state_dict(self) -> Dict[str, object]:
         """The best value, the patience that is left, and the best weights if they are kept."""
-        names = ("wait", "best", "best_epoch", "stopped_epoch")
+        names = ("wait", "best_epoch", "stopped_epoch")
         progress = {name: getattr(self, name) for name in names}
         snapshot = None if self._snapshot is None else self._snapshot.state_dict()
         return {**super().state_dict(), **progress, "weights": snapshot}
@@ -175,7 +169,7 @@ class EarlyStopping(Monitor):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what :meth:`state_dict` returned."""
         super().load_state_dict(state)
-        self.wait, self.best = stored(state, "wait", int), stored_or_none(state, "best", float)
+        self.wait = stored(state, "wait", int)
         self.best_epoch = stored_or_none(state, "best_epoch", int)
         self.stopped_epoch = stored_or_none(state, "stopped_epoch", int)
         if state["weights"] is not None:

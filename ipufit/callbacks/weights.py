@@ -16,7 +16,6 @@ from ipufit.callbacks.callback import (
     one_of,
     say,
     stored,
-    stored_or_none,
     whole,
 )
 from ipufit.callbacks.stopping import Monitor
@@ -161,7 +160,7 @@ class ModelCheckpoint(Monitor):
 
     def state_dict(self) -> Dict[str, object]:
         """The best value, the files written, and how many updates there were."""
-        progress = {"best": self.best, "files": list(self.files), "count": self._count.state_dict()}
+        progress = {"files": list(self.files), "count": self._count.state_dict()}
         return {**super().state_dict(), **progress}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -170,12 +169,12 @@ class ModelCheckpoint(Monitor):
         Raises:
             ValueError: it names files that this object can't have written, and must not remove.
         """
-        super().load_state_dict(state)
         files = [str(file) for file in stored(state, "files", list)]
         foreign = [file for file in files if not self._own_path().fullmatch(file)]
         if foreign:
             raise ValueError(f"{foreign[0]!r} is no file of filepath={self.filepath!r}")
-        self.best, self.files = stored_or_none(state, "best", float), files
+        super().load_state_dict(state)
+        self.files = files
         self._count.load_state_dict(stored(state, "count", dict))
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:

@@ -14,7 +14,7 @@ from typing import ContextManager, Dict, Iterator, List, Optional, Sequence
 from ipufit.callbacks import Callback, CallbackList
 from ipufit.callbacks.callback import missing_value
 from ipufit.callbacks.callback_list import Observer
-from ipufit.callbacks.history import direction_of
+from ipufit.callbacks.history import improves, required_direction
 from ipufit.callbacks.running_fit import CallbackModel, ObservedSession, RunningFit
 from ipufit.checkpoint.configuration import (
     ConfigurationChange,
@@ -245,13 +245,8 @@ class CheckpointManager(Observer):
         metrics = self.callbacks.params["metrics"]
         if settings.monitor not in metrics:
             raise missing_value(settings, settings.monitor, metrics)
-        direction = direction_of(settings.monitor, self.callbacks.params["directions"], guess=False)
-        self._direction = direction if settings.mode == "auto" else settings.mode
-        if self._direction is None:
-            raise ConfigurationError(
-                f"Checkpoint must know whether {settings.monitor!r} is better when it is small or "
-                "when it is large, but nothing says so. Pass mode='min' or mode='max'."
-            )
+        directions = self.callbacks.params["directions"]
+        self._direction = required_direction(settings, settings.monitor, settings.mode, directions)
 
     def end_execution(self, epoch: int, outputs: List[object]) -> None:
         """Write in the middle of an epoch, if it is time or the process is to end.
@@ -278,17 +273,13 @@ class CheckpointManager(Observer):
         name = self._name(in_epoch=False)
         monitor = self.settings.monitor
         value = None if monitor is None else logs.get(monitor)
-        if value is not None and self._is_better(float(value)):
-            self._best = _Best(name, float(value))
+        if value is not None:
+            assert self._direction is not None, "a value that is watched has a direction"
+            if improves(float(value), self._best.value, self._direction):
+                self._best = _Best(name, float(value))
         self._signals.agree(self._processes)
         self._write(epoch, in_epoch=False)
         self._end_if_asked(epoch)
-
-    def _is_better(self, value: float) -> bool:
-        best = self._best.value
-        if value != value:
-            return False
-        return best is None or (value < best if self._direction == "min" else value > best)
 
     def _name(self, in_epoch: bool) -> str:
         return name_of(self._done()) + ("" if in_epoch else "-epoch")
