@@ -108,9 +108,16 @@ class UpdateLogger(Callback):
         if every_updates is not None:
             self.every_updates: Optional[int] = whole(self, argument, every_updates, 1)
         self._count = UpdateCount()
+        self._earlier = 0
+
+    @property
+    def _updates_seen(self) -> int:
+        """Updates of all fits that this object has seen."""
+        return self._earlier + self._count.done
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """Count the updates of a new fit from zero."""
+        self._earlier += self._count.done
         self._count = UpdateCount()
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
@@ -418,7 +425,6 @@ class TensorBoard(UpdateLogger):
         self.histogram_freq: int = whole(self, "histogram_freq", histogram_freq)
         self.update_freq = update_freq
         self._writers: Dict[str, Any] = {}
-        self._updates_seen = 0
 
     def _write(self, part: str, pattern: str, values: Logs, step: int) -> None:
         if part not in self._writers:
@@ -434,13 +440,11 @@ class TensorBoard(UpdateLogger):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what :meth:`state_dict` returned."""
         super().load_state_dict(state)
-        self._updates_seen = stored(state, "seen", int)
+        self._earlier = stored(state, "seen", int) - self._count.done
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
         """Write the means so far, if they are due."""
-        before = self._count.done
         due = self._count.end_execution(batch, self.every_updates)
-        self._updates_seen += self._count.done - before
         if due or self.update_freq == "batch":
             self._write("train", "batch_{}", means(logs), self._count.done)
 
@@ -538,13 +542,11 @@ class ExperimentLogger(UpdateLogger):
         self.log_params: Optional[bool] = one_of(
             self, "log_params", log_params, (None, True, False)
         )
-        self._earlier = 0
         self._told = self._fits = False
         self._handled: Optional[BaseException] = None
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """Say what the run is made with."""
-        self._earlier += self._count.done
         super().on_train_begin(logs)
         wanted = not self.params.get("resumes") if self.log_params is None else self.log_params
         if wanted and not self._told and self._tracker.describe is not None:
@@ -570,7 +572,7 @@ class ExperimentLogger(UpdateLogger):
 
     def _log(self, pattern: str, values: Logs, **others: float) -> None:
         named = {pattern.format(name): float(value) for name, value in values.items()}
-        self._tracker.log({**named, **others}, self._earlier + self._count.done)
+        self._tracker.log({**named, **others}, self._updates_seen)
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
         """Log the means so far, if they are due."""
