@@ -29,6 +29,7 @@ from ipufit.lightning_module.inspection import MetricObject, is_collection, is_m
 from ipufit.lightning_module.metric_calls import MetricKey, find_calls
 from ipufit.lightning_module.steps import Steps
 from ipufit.metrics.kinds import is_plain, merge_states, refuse_unjoined, restore, stored
+from ipufit.metrics.metric_set import random_like
 from ipufit.metrics.values import shapes
 from ipufit.processes import Processes
 from ipufit.utils import tree
@@ -472,8 +473,8 @@ def _try(key: MetricKey, objects: Objects, tensors: Sequence[Tensor]) -> None:
         trial = copy.deepcopy(dict(objects))
         for metric in trial.values():
             metric.reset()
-        filled = tree.map_leaves(_filled, tuple(tensors))
-        _update_metrics(key, trial, filled)
+        numbers = tree.map_leaves(random_like, tuple(tensors))
+        _update_metrics(key, trial, numbers)
         for name, path in key.epochs.items():
             try:
                 value = metric_at(trial, path).compute()
@@ -481,12 +482,6 @@ def _try(key: MetricKey, objects: Objects, tensors: Sequence[Tensor]) -> None:
                 # Of so few samples it may have no value.
                 continue
             as_number(value, name)
-
-
-def _filled(leaf: Tensor) -> Tensor:
-    if leaf.is_floating_point() or leaf.is_complex():
-        return torch.rand(leaf.shape, dtype=leaf.dtype)
-    return torch.zeros(leaf.shape, dtype=leaf.dtype)
 
 
 @contextlib.contextmanager

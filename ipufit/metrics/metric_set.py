@@ -17,7 +17,7 @@ from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import fork_rng
 from ipufit.utils.tree import flatten, map_leaves
 
-__all__ = ["MetricInputs", "MetricSet", "concatenate"]
+__all__ = ["MetricInputs", "MetricSet", "concatenate", "random_like"]
 
 # What metrics get of a micro-batch: prediction, target, size and sample_weight.
 MetricInputs = Tuple[object, object, int, object]
@@ -280,6 +280,18 @@ class MetricSet:
             trial.compute()
         for metric, tried in zip(self._metrics, trial._metrics):
             metric.names, metric.writes = tried.names, tried.writes
+
+
+def random_like(leaf: object) -> object:
+    """Make numbers to try metrics on in place of a tensor: in (0, 1), or zeros if it has integers.
+
+    They are on the host. What is no tensor stays.
+    """
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.is_floating_point() or leaf.is_complex():
+        return torch.rand(leaf.shape, dtype=leaf.dtype, device="cpu")
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
 
 
 def _copy(leaf: object) -> object:

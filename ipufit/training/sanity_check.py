@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from typing import Any, Iterator, Optional, Sequence, Tuple
+from typing import Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from ipufit.errors import (
 )
 from ipufit.losses import LabelRange, Loss, check_labels, outside_classes
 from ipufit.metrics import MetricSet
+from ipufit.metrics.metric_set import random_like
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import eval_mode, train_mode
@@ -220,14 +221,6 @@ def probe(metrics: MetricSet, outputs: object, first: MicroBatch, loss: Loss) ->
     Raises:
         MetricError: they can't take them, or there is no target.
     """
-
-    def fill(leaf: object) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if leaf.is_floating_point() or leaf.is_complex():
-            return torch.rand(leaf.shape, dtype=leaf.dtype, device="cpu")
-        return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
-
     target, sample_weight = metric_target(first.clone(), loss)
     if target is None:
         raise MetricError(
@@ -236,7 +229,8 @@ def probe(metrics: MetricSet, outputs: object, first: MicroBatch, loss: Loss) ->
             "it. Leave the metrics out, or compute the loss outside the module."
         )
     with isolated():
-        metrics.probe(tree.map_leaves(fill, outputs), target, first.size, sample_weight)
+        numbers = tree.map_leaves(random_like, outputs)
+        metrics.probe(numbers, target, first.size, sample_weight)
 
 
 def prepare_tail(
