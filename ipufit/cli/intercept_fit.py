@@ -12,7 +12,6 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 from ipufit.callbacks.history import History
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.data.adapters import DataArguments, get_data_adapter
-from ipufit.data.batches import BatchValidator
 from ipufit.errors import DataError, IpufitError
 from ipufit.training.arguments import FitConfig
 from ipufit.training.fit_data import FitRequest
@@ -168,4 +167,4 @@ def first_micro_batch(session: Session, arguments: Mapping[str, Any]) -> MicroBa
             "training data must yield at least one batch, but it is empty. Check the dataset's "
             "length and the sampler."
         )
-    return BatchValidator(source, Mode.TRAIN, own_loss, session.casting)(batch, 0)
+    return session.unpack(source, Mode.TRAIN, batch)

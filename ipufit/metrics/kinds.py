@@ -91,7 +91,7 @@ class Metric(Protocol):
         ...
 
     def check_joined(self, processes: int) -> None:
-        """Make sure, before any work, that :meth:`joined` will do.
+        """Make sure, before any work, that :meth:`merge_states` will do.
 
         Raises:
             MetricError: it won't.

@@ -180,10 +180,22 @@ class Session:
         try:
             with isolated():
                 raw = source.preview()
-                unpack = BatchValidator(source, mode, self.loss.in_module, self.casting)
-                return unpack(raw[0], 0) if raw else None
+                return self.unpack(source, mode, raw[0]) if raw else None
         except Exception:
             return None  # whoever reads the data says what is wrong with it
+
+    def unpack(self, source: DataAdapter, mode: Mode, batch: object) -> MicroBatch:
+        """Bring the first batch of a source into the form that a program takes.
+
+        Args:
+            source: the data.
+            mode: train, evaluate or predict.
+            batch: as a loader yields it.
+
+        Raises:
+            DataError: it can't be fed.
+        """
+        return BatchValidator(source, mode, self.loss.in_module, self.casting)(batch, 0)
 
     def plan(
         self,

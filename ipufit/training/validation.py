@@ -8,7 +8,6 @@ from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 from ipufit.callbacks import CallbackList
 from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.data.batches import BatchValidator
 from ipufit.data.source import DataAdapter
 from ipufit.errors import DataError, IpufitError, brief_error
 from ipufit.training.session import JobSpec, Session
@@ -71,8 +70,7 @@ class ValidationRunner:
             preview = source.preview()
         if not preview:
             return
-        unpacker = BatchValidator(source, Mode.EVALUATE, session.loss.in_module, session.casting)
-        example = unpacker(preview[0], 0)
+        example = session.unpack(source, Mode.EVALUATE, preview[0])
         source = DataAdapter(preview, source.role)
         try:
             with eval_mode(session.module, session.loss.module):
