@@ -44,7 +44,6 @@ from ipufit.data.read_errors import ends_in_a_sample, unreadable
 from ipufit.data.sharding import AsWorkerOfAll, RankShard, ShardedLoader, as_worker, refuse_unshared
 from ipufit.data.weights import ClassWeights
 from ipufit.errors import DataError
-from ipufit.utils import tree
 from ipufit.utils.interrupts import is_interrupted
 from ipufit.utils.random_streams import DataStream
 from ipufit.utils.state import generators_of

@@ -31,7 +31,7 @@ from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
 from ipufit.tracing.capture import capture, uses_random_numbers
 from ipufit.tracing.graph_analysis import Memories, operator_name
-from ipufit.utils.state import call_with
+from ipufit.utils.state import AttributeSnapshot, call_with
 
 __all__ = ["MicroBatchResults", "Outputs", "RecordedProgram", "record"]
 
@@ -292,14 +292,22 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
     namespaces = [vars(module) for module in model.modules()]
     namespaces += [module_vars[members] for module_vars in list(namespaces) for members in _MEMBERS]
     before = [dict(namespace) for namespace in namespaces]
+    snapshot = AttributeSnapshot([*model.modules()])
     try:
         yield
     finally:
+        snapshot.refill(_holds_recorded)
         for namespace, attributes in zip(namespaces, before):
             for name in [n for n, value in namespace.items() if isinstance(value, FakeTensor)]:
                 del namespace[name]
             for name, value in attributes.items():
                 namespace.setdefault(name, value)
+
+
+def _holds_recorded(container: Any) -> bool:
+    """Tell whether a tensor of the recording is in a list, dict, set or deque."""
+    values = container.values() if isinstance(container, dict) else container
+    return any(isinstance(value, FakeTensor) for value in values)
 
 
 _MEMBERS = ("_parameters", "_buffers")

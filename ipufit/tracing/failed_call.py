@@ -385,7 +385,7 @@ def _type_mismatch(layer: nn.Module, x: Tensor) -> Optional[_Mismatch]:
         return _Mismatch(f"an input on {weight.device}, like its weights", cure, str(x.device))
     if weight.dtype == x.dtype or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
         return None
-    dtype = dtype_name(weight)
+    dtype = dtype_name(weight.dtype)
     if not x.is_floating_point():
         cure = f"Convert it before the layer: x.to(torch.{dtype})."
     elif x.dtype == torch.float64:

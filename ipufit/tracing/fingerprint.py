@@ -22,9 +22,9 @@ from ipufit.losses import Loss
 from ipufit.tracing.user_lines import is_users, users_module
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import generator_state
+from ipufit.utils.state import MEMBERS
 
 __all__ = [
-    "MEMBERS",
     "PLAIN",
     "CodeReader",
     "FrozenValues",
@@ -36,8 +36,6 @@ __all__ = [
 
 # Values that are compared by what they are, not by which object they are.
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-# Attributes of a module that hold its tensors and the modules in it.
-MEMBERS = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 # What is called of a module that is recorded; of a LightningModule, its steps.
 _ENTRIES = ("forward", "__call__", "training_step", "validation_step", "test_step", "predict_step")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
 from ipufit.partition.own_blocks import OwnBlocks
 from ipufit.partition.partition import Partition
 from ipufit.tracing.capture import capture
-from ipufit.tracing.fingerprint import MEMBERS, PLAIN, StepModule, called_objects
+from ipufit.tracing.fingerprint import PLAIN, StepModule, called_objects
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
 from ipufit.tracing.recording import autograd_nodes, mark_backward_pass, mark_layers
@@ -27,7 +27,7 @@ from ipufit.tracing.validate import find_unregistered, public_name, rebound, sto
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import call_with, device_of, eval_mode, rebind, refill, train_mode
+from ipufit.utils.state import AttributeSnapshot, call_with, device_of, eval_mode, train_mode
 
 __all__ = [
     "GradStep",
@@ -207,37 +207,16 @@ def preserve_attributes(step: StepModule) -> Iterator[List[str]]:
     """Undo what forward and loss set on themselves: tensors of a recording have no values.
 
     Yields:
-        A list that holds, afterwards, what was set, as "Class.attribute"; what torch's own modules
-        set on themselves is left out.
+        A list that holds, afterwards, what was set or filled, as "Class.attribute", sorted; what
+        torch's own modules set on themselves is left out.
     """
     changed: List[str] = []
-    saved: List[Tuple[Optional[object], Dict[str, object], Dict[str, object]]] = []
-    contents: List[Tuple[str, Any, Any]] = []
-    plain: List[Tuple[Tensor, int, Tensor]] = []
-    for part in step.owners():
-        saved.append((part, vars(part), dict(vars(part))))
-        for name, value in vars(part).items():
-            if isinstance(value, Tensor):
-                plain.append((value, value._version, value.detach().clone()))
-            if type(value) in (list, dict, set) and not name.startswith("_"):
-                contents.append((f"{type(part).__name__}.{name}", value, value.copy()))
-        for members in MEMBERS if isinstance(part, nn.Module) else ():
-            saved.append((None, vars(part)[members], dict(vars(part)[members])))
+    snapshot = AttributeSnapshot(step.owners())
     try:
         yield changed
     finally:
-        for tensor, version, value in plain:
-            if tensor._version != version:
-                with torch.no_grad():
-                    tensor.copy_(value)
-        for title, container, copy in contents:
-            if len(container) != len(copy):
-                changed.append(title)
-                refill(container, copy)
-        for owner, namespace, before in saved:
-            names = rebind(namespace, before)
-            if owner is not None and type(owner).__module__.partition(".")[0] != "torch":
-                changed += [f"{type(owner).__name__}.{name}" for name in names]
+        changed += snapshot.changed()
+        snapshot.restore()
 
 
 def carries_loss(result: object) -> bool:

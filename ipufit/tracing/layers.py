@@ -19,7 +19,7 @@ from ipufit.partition.recomputation import SHELVES
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import call_with, device_of, eval_mode, fork_rng, rebind, refill
+from ipufit.utils.state import AttributeSnapshot, call_with, device_of, eval_mode, fork_rng
 
 __all__ = ["Layer", "layers_of", "note_calls", "output_shapes"]
 
@@ -172,20 +172,11 @@ def _call_without_values(
 @contextlib.contextmanager
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
     """Put back what forward assigns to its modules: it would be tensors without values."""
-    saved = [(vars(part), dict(vars(part))) for part in module.modules()]
-    contents = [
-        (value, value.copy())
-        for _, before in saved
-        for value in before.values()
-        if type(value) in (list, dict, set)
-    ]
+    snapshot = AttributeSnapshot([*module.modules()])
     try:
         yield
     finally:
-        for container, content in contents:
-            refill(container, content)
-        for attributes, before in saved:
-            rebind(attributes, before)
+        snapshot.restore()
 
 
 def form(output: tree.Tree) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import operator
 import random
 import sys
 import warnings
+from collections import OrderedDict, defaultdict, deque
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -18,6 +20,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ipufit.utils.interrupts import defer_sigint
 
 __all__ = [
+    "MEMBERS",
+    "AttributeSnapshot",
     "call_with",
     "copy_optimizer_state",
     "cuda_in_use",
@@ -27,7 +31,6 @@ __all__ = [
     "generator_states",
     "generators_of",
     "preserve_state",
-    "rebind",
     "recurrent_on_gpu",
     "refill",
     "set_generators",
@@ -156,33 +159,102 @@ def replaced(*attributes: Tuple[object, str, object]) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
-def rebind(namespace: Dict[str, object], before: Mapping[str, object]) -> List[str]:
-    """Bind the names of a namespace to the values that they had.
+# What contents are looked at and put back; subclasses of the user's may do anything when changed.
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
+# Attributes of a module that hold its tensors and the modules in it.
+MEMBERS = ("_parameters", "_buffers", "_modules")
+# What torch keeps in a module for itself, hooks among it.
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+class AttributeSnapshot:
+    """The attributes of objects, and what is in the lists, dicts, sets and deques among them.
 
     Args:
-        namespace: such as the attributes of a module; changed in place.
-        before: a copy of it from before.
-
-    Returns:
-        The names that were new, bound to other values, or gone.
+        owners: modules and other objects that have attributes.
     """
-    now = dict(namespace)
-    changed = []
-    for name in {**now, **before}:
-        if name not in before:
-            del namespace[name]
-        elif now.get(name, before) is not before[name]:
-            namespace[name] = before[name]
-        else:
-            continue
-        changed.append(name)
-    return changed
+
+    def __init__(self, owners: Sequence[object]) -> None:
+        # Parameters, buffers and modules have no owner here: what is done to them is not told.
+        self._namespaces: List[Tuple[object, Dict[str, object], Dict[str, object]]] = []
+        self._contents: List[Tuple[object, str, Any, Any]] = []
+        self._tensors: List[Tuple[object, str, Tensor, int, Tensor]] = []
+        for owner in owners:
+            self._namespaces.append((owner, vars(owner), dict(vars(owner))))
+            for name, value in vars(owner).items():
+                if isinstance(value, Tensor):
+                    clone = value.detach().clone()
+                    self._tensors.append((owner, name, value, value._version, clone))
+                elif name in MEMBERS:
+                    self._namespaces.append((None, vars(owner)[name], dict(vars(owner)[name])))
+                elif type(value) in _CONTAINERS and name not in _OF_TORCH:
+                    self._contents.append((owner, name, value, value.copy()))
+
+    def changed(self) -> List[str]:
+        """Name what is bound to another value, gone, or has other contents, as "Class.attribute".
+
+        Parameters, buffers and modules are left out, and what torch's own modules set.
+        """
+        titles = set()
+        for owner, now, before in self._namespaces:
+            for name in {**before, **now} if owner is not None else ():
+                is_same = before.get(name, self) is now.get(name, self)
+                if not is_same and not _is_of_torch(owner):
+                    titles.add(f"{type(owner).__name__}.{name}")
+        for owner, name, container, content in self._contents:
+            if not _is_same(container, content) and not _is_of_torch(owner):
+                titles.add(f"{type(owner).__name__}.{name}")
+        return sorted(titles)
+
+    def written(self) -> List[str]:
+        """Name the tensors among the attributes that were changed in place, likewise."""
+        return [
+            f"{type(owner).__name__}.{name}"
+            for owner, name, tensor, version, _ in self._tensors
+            if tensor._version != version and not _is_of_torch(owner)
+        ]
+
+    def refill(self, where: Callable[[Any], bool]) -> None:
+        """Put back what was in the containers that are in such a state now."""
+        for _, _, container, content in self._contents:
+            if where(container):
+                refill(container, content)
+
+    def restore(self) -> None:
+        """Put back every attribute, the values of tensors, and what was in each container."""
+        for _, _, tensor, version, value in self._tensors:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(value)
+        for _, _, container, content in self._contents:
+            refill(container, content)
+        for _, namespace, before in self._namespaces:
+            if namespace.keys() != before.keys():
+                namespace.clear()
+            namespace.update(before)
+
+
+def _is_of_torch(owner: object) -> bool:
+    return type(owner).__module__.partition(".")[0] == "torch"
 
 
 def refill(container: Any, content: Any) -> None:
-    """Put a list, dict or set's content from before in the place of what is in it now."""
-    container.clear()
-    (container.extend if isinstance(container, list) else container.update)(content)
+    """Put back what was in a list, dict, set or deque, if something else is in it now."""
+    if not _is_same(container, content):
+        container.clear()
+        (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+
+
+def _is_same(container: Any, content: Any) -> bool:
+    """Tell whether a container has the very same objects in it as a copy of it."""
+    if isinstance(container, set):
+        return bool(container == content)
+    if len(container) != len(content):
+        return False
+    if isinstance(container, dict):
+        container, content = [*container, *container.values()], [*content, *content.values()]
+    # Equal texts and numbers are other objects at times; tensors have no one truth.
+    return all(map(operator.is_, container, content))
 
 
 @contextlib.contextmanager

@@ -157,6 +157,25 @@ def test_a_buffer_keeps_what_it_is_given_from_call_to_call():
     assert net.calls.item() == -3
 
 
+@pytest.mark.parametrize("kind", [dict, list, set])
+def test_what_a_recording_puts_into_a_container_goes_with_it(kind):
+    """It has no values, and the module goes on in plain torch; other things stay there."""
+
+    def fill(module, x):
+        y = x * 2
+        if kind is dict:
+            module._memo["y"], module.names["first"] = y, 1
+        else:
+            getattr(module._memo, "add" if kind is set else "append")(y)
+        return y
+
+    net = Does(fill)
+    net._memo, net.names = kind(), {}
+    poptorch.inferenceModel(net)(X)
+    assert net._memo == kind()
+    assert net.names == ({"first": 1} if kind is dict else {})
+
+
 def test_an_input_that_is_changed_is_changed_for_the_caller():
     def double(module, x):
         x *= 2

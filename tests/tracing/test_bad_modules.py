@@ -1,5 +1,6 @@
 """Modules and losses that can't become one program: the error names the line and what to write."""
 
+import collections
 import inspect
 import warnings
 
@@ -507,6 +508,42 @@ def test_a_recording_leaves_no_trace_in_the_module(engine):
         assert model.predict(loader(samples=5, size=3), verbose=0).shape == (5, 3)
     assert type(model.module(torch.zeros(2, 4))) is torch.Tensor
     assert_clean(model)
+
+
+class Fills(Net):
+    """Puts tensors into containers that it has: some grow, some do not; one name is private."""
+
+    def __init__(self):
+        super().__init__()
+        self._cache = {}
+        self.latest = {"y": None}
+        self.recent = collections.deque(maxlen=2)
+        self.calls = [0]
+
+    def forward(self, x):
+        if "ones" not in self._cache:
+            self._cache["ones"] = torch.ones(4, dtype=x.dtype)
+        y = super().forward(x * self._cache["ones"])
+        self.latest["y"] = y.detach()
+        self.recent.append(y.detach())
+        self.calls[0] += 1
+        return y
+
+
+@pytest.mark.long("ipu-standin")
+def test_a_recording_leaves_nothing_in_containers_of_the_module():
+    """A memo that a recording fills would hold tensors without values, which predict returns."""
+    model = compiled(Fills())
+    names = r"forward sets Fills\._cache, Fills\.calls, Fills\.latest, Fills\.recent, but"
+    with pytest.warns(UserWarning, match=names):
+        fit(model)
+    net = model.module
+    assert (net._cache, net.latest, [*net.recent], net.calls) == ({}, {"y": None}, [], [0])
+    data = loader()
+    with pytest.warns(UserWarning, match=names):
+        predicted = model.predict(data, verbose=0)
+    torch.testing.assert_close(predicted, net.eval()(torch.cat([x for x, _ in data])).detach())
+    assert type(net._cache["ones"]) is torch.Tensor
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, MutableMapping, Optional
 import torch
 from torch import Tensor, nn
 
-from ipufit.tracing.fingerprint import MEMBERS, PLAIN
+from ipufit.tracing.fingerprint import PLAIN
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import ModuleWithLoss
 from ipufit.tracing.user_lines import users_module
@@ -23,6 +23,7 @@ from ipufit.utils.random_streams import (
     same_state,
     set_generator,
 )
+from ipufit.utils.state import MEMBERS, refill
 
 __all__ = ["Change", "OwnedName", "PythonSnapshot", "write_back"]
 
@@ -268,7 +269,7 @@ class PythonSnapshot:
         for _, tensor, value in self._tensors.values():
             write_back(tensor, value)
         for _, container, copy in self._contents.values():
-            _refill(container, copy)
+            refill(container, copy)
         for owner, before in self._saved:
             now = owner.namespace()
             for name in now:
@@ -325,17 +326,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return dict(value)
     return set(value) if isinstance(value, set) else list(value)
-
-
-def _refill(container: Any, copy: Any) -> None:
-    """Put back what is in the copy of a container, if something else is in it now."""
-    if isinstance(container, set):
-        is_same = container == copy
-    else:
-        is_same = [*map(id, _items(container))] == [*map(id, _items(copy))]
-    if not is_same:
-        container.clear()
-        (container.extend if isinstance(copy, list) else container.update)(copy)
 
 
 def _equal(old: object, new: object) -> bool:

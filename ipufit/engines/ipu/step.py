@@ -30,54 +30,9 @@ from ipufit.tracing.grad_step import (
 from ipufit.tracing.validate import refuse_rebinding, storages
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import trace_with
+from ipufit.utils.state import AttributeSnapshot
 
 __all__ = ["IpuStep", "Traced", "counts_batches"]
-
-
-class Attributes:
-    """The attributes of objects: values, lengths of containers, versions of tensors.
-
-    Args:
-        parts: modules and what a loss calls; those of torch's own are left aside.
-    """
-
-    def __init__(self, parts: Sequence[object]) -> None:
-        self._before: List[Tuple[object, Dict[str, object], Dict[str, int]]] = [
-            (part, dict(vars(part)), _counts(part))
-            for part in parts
-            if type(part).__module__.partition(".")[0] != "torch"
-        ]
-
-    def changed(self) -> Tuple[str, ...]:
-        """Return attributes with another value or length now, as "Class.attribute", sorted.
-
-        Raises:
-            ConfigurationError: a tensor that is neither parameter nor buffer has changed.
-        """
-        attributes = set()
-        for part, values, counts in self._before:
-            kind, now = type(part).__name__, vars(part)
-            for name, value in now.items():
-                if isinstance(value, Tensor) and counts.get(name) not in (None, value._version):
-                    raise ConfigurationError(
-                        f"forward must not change {kind}.{name} on an IPU, where a tensor that is "
-                        "no buffer is a constant. Register it as a buffer of float32, or use "
-                        "engine='embedded'."
-                    )
-            names = {name for name in now if values.get(name, self) is not now[name]}
-            names.update(name for name, n in _counts(part).items() if counts.get(name, n) != n)
-            attributes |= {f"{kind}.{name}" for name in names}
-        return tuple(sorted(attributes))
-
-
-def _counts(part: object) -> Dict[str, int]:
-    counts = {}
-    for name, value in vars(part).items():
-        if isinstance(value, Tensor):
-            counts[name] = value._version
-        elif type(value) in (list, dict, set) and not name.startswith("_"):
-            counts[name] = len(value)
-    return counts
 
 
 @contextlib.contextmanager
@@ -123,7 +78,7 @@ class Traced:
     reported: ReportedScalars = dataclasses.field(default_factory=ReportedScalars)
     counters: Dict[str, int] = dataclasses.field(default_factory=dict)
     changed: Tuple[str, ...] = ()
-    attributes: Tuple[str, ...] = ()
+    attributes: Sequence[str] = ()
     labels: Tuple[LabelRange, ...] = ()
 
 
@@ -199,7 +154,7 @@ class IpuStep(StepModule):
         batch = with_inputs_in(self.precision, batch)
         tensors_by_name = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         versions, places = self._versions(), storages(tensors_by_name)
-        attributes = Attributes([*self.net.modules(), *self.called])
+        attributes = AttributeSnapshot(self.owners())
         recompute = self._recompute if self.trains else ()
         checkpointed = checkpoint_outputs(self._sdk, self.net, recompute)
         borrowed = in_place_of(self.original[0] if self.original else None, self.net)
@@ -208,6 +163,11 @@ class IpuStep(StepModule):
         refuse_rebinding(self, tensors_by_name, places)
         # Noted here, since a PopTorch may put them back when it has traced.
         self.traced.attributes = attributes.changed()
+        for name in attributes.written():
+            raise ConfigurationError(
+                f"forward must not change {name} on an IPU, where a tensor that is no buffer is a "
+                "constant. Register it as a buffer of float32, or use engine='embedded'."
+            )
         self._note_changes(versions)
         result: List[Tensor] = []
         if term is not None:

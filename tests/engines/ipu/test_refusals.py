@@ -72,6 +72,39 @@ def test_a_tensor_that_forward_changes_and_that_is_no_buffer():
     assert {type(p) for p in net.parameters()} == {nn.Parameter}
 
 
+def test_a_tensor_that_forward_binds_anew_is_told_whatever_its_version():
+    """It is a constant as any attribute, also one that was changed in place before."""
+
+    class Tally(MLP):
+        def __init__(self):
+            super().__init__()
+            self.calls = torch.zeros(())
+            self.calls.add_(1)
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return super().forward(x)
+
+    net = Tally()
+    with pytest.warns(UserWarning, match=r"forward sets Tally\.calls, but"):
+        fit(net)
+    assert net.calls == 1
+
+
+def test_an_attribute_that_a_loss_module_sets_is_told():
+    class Noting(nn.Module):
+        last = None
+
+        def forward(self, prediction, target):
+            self.last = nn.functional.cross_entropy(prediction, target)
+            return self.last
+
+    loss = Noting()
+    with pytest.warns(UserWarning, match=r"forward sets Noting\.last, but"):
+        fit(MLP(), loss)
+    assert loss.last is None
+
+
 @pytest.mark.skipif(not FOLLOWS_DEVICES, reason="torch 2.0")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing(use_reentrant):
