@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 from ipufit.callbacks.history import History
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.data.adapters import DataArguments, get_data_adapter
-from ipufit.errors import DataError, IpufitError
+from ipufit.errors import IpufitError
 from ipufit.training.arguments import FitConfig
 from ipufit.training.fit_data import FitRequest
 from ipufit.training.model import Model
@@ -163,8 +163,5 @@ def first_micro_batch(session: Session, arguments: Mapping[str, Any]) -> MicroBa
     with isolated():
         batch = next(iter(source.loader), None)
     if batch is None:
-        raise DataError(
-            "training data must yield at least one batch, but it is empty. Check the dataset's "
-            "length and the sampler."
-        )
+        raise source.no_batches(0)
     return session.unpack(source, Mode.TRAIN, batch)

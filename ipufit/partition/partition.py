@@ -295,9 +295,9 @@ def begun_by(name: str, names: Container[str]) -> str:
 
 
 def is_called(part: nn.Module) -> bool:
-    """True of a module that can be called, no mere container."""
-    container = isinstance(part, (nn.ModuleList, nn.ModuleDict))
-    return not container or type(part).forward is not nn.Module.forward
+    """True of a module that can be called, no mere container of modules or parameters."""
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return not isinstance(part, containers) or type(part).forward is not nn.Module.forward
 
 
 def _check_called(part: nn.Module, name: str, argument: str) -> None:

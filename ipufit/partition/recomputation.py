@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from ipufit.core.compile_arguments import OFF
 from ipufit.errors import ConfigurationError, UnknownNameError
+from ipufit.partition.partition import is_called
 from ipufit.utils import tree
 from ipufit.utils.state import watch_modules
 
-__all__ = ["SHELVES", "checkpoint_outputs", "resolve_recompute", "watch_calls"]
-
-# Never called: their elements are.
-SHELVES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+__all__ = ["checkpoint_outputs", "resolve_recompute", "watch_calls"]
 
 
 def resolve_recompute(module: nn.Module, recompute: object, jit: str) -> Tuple[str, ...]:
@@ -80,7 +78,7 @@ def _named(module: nn.Module, recompute: object) -> List[str]:
         if not fitting:
             raise UnknownNameError("layer", name, modules)
         for key in fitting:
-            if isinstance(modules[key], SHELVES):
+            if not is_called(modules[key]):
                 raise ConfigurationError(
                     f"layers to recompute must be called, but {key!r} is a "
                     f"{type(modules[key]).__name__}, which only holds layers. Write '{key}.*' for "

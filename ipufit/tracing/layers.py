@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ipufit.core.batch import MicroBatch
-from ipufit.partition.recomputation import SHELVES
+from ipufit.partition.partition import is_called
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
@@ -210,7 +210,7 @@ def note_calls(layers: Sequence[Layer], shapes: Dict[nn.Module, List[str]], used
         calls = len(shapes.get(layer.module, ()))
         if calls > 1:
             layer.notes.append(f"called {calls} times")
-        if calls or isinstance(layer.module, SHELVES):
+        if calls or not is_called(layer.module):
             continue
         if not any(part in shapes for part in layer.module.modules()):
             prefix = f"{layer.name}." if layer.name else ""

@@ -74,6 +74,15 @@ def test_a_stage_that_does_not_fit_is_status_one(command):
     assert "does not fit" in out
 
 
+def test_data_without_a_batch_is_told_with_its_reason(command):
+    """As fit tells it."""
+    status, _, err = command("plan", f"made({NET}).fit(iter([]))\n")
+    assert status == 2
+    assert (
+        "training data must yield at least one batch, but it is empty. An iterator that was" in err
+    )
+
+
 def test_a_loader_tells_its_own_batch_size(command):
     """One of which only the first batch says it."""
     loader = "[(x[:5], y[:5]), (x[5:10], y[5:10])]"

@@ -448,6 +448,24 @@ def test_a_shelf_is_refused():
     )
 
 
+class Stack(nn.ModuleList):
+    """A ModuleList that is called."""
+
+    def forward(self, x):
+        for block in self:
+            x = block(x)
+        return x
+
+
+def test_a_list_with_a_forward_of_its_own_is_a_layer():
+    net = nn.Sequential(nn.Flatten(), Stack([nn.Linear(12, 12), nn.Tanh()])).double()
+    plain, losses, _ = fitted(copy.deepcopy(net), False)
+    again, same, engine = fitted(net, ["1"])
+    assert same == losses
+    assert_equal(again, plain)
+    assert engine.recomputed is not None
+
+
 def test_a_module_without_repeated_layers_is_refused():
     refused(
         compiling(True, MLP),
