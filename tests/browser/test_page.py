@@ -295,6 +295,19 @@ def test_curves_change_their_axes(page):
     )
 
 
+def test_a_line_that_its_reader_hides_stays_hidden(browser, addresses):
+    """When its chart is drawn anew, as it is every other second while a run is followed."""
+    show(browser, addresses["two"])
+    come_to(browser, "chart-loss")
+    visible = "return document.querySelector('#chart-loss .plot')._fullData.map((t) => t.visible)"
+    toggle = browser.find_element(By.CSS_SELECTOR, "#chart-loss .legendtoggle")
+    ActionChains(browser).move_to_element(toggle).click().perform()
+    wait_for(browser, f"{visible}.includes('legendonly')")
+    hidden = browser.execute_script(visible)
+    browser.execute_script("draw(document.getElementById('chart-loss'))")
+    assert browser.execute_script(visible) == hidden
+
+
 @pytest.mark.long
 def test_the_mean_forgets_without_a_bias(page):
     """Of equal values it is that value from the first; gaps stay gaps."""

@@ -72,7 +72,7 @@ function zoomed({ layout }, axis) {
 }
 
 /** The layout of a chart, over which the changes lie that room and choices make. */
-function layout({ layout: { meta, ...shown } }, { choices, width }, plot) {
+function layout({ layout: { meta, ...shown } }, { choices, width, span }, plot) {
   const changes = [width < 500 && "narrow", ...choices].map((name) => meta[name]);
   for (const axis of ["xaxis", "yaxis"]) {
     const ofAxis = [...changes.map((change) => change?.[axis]), zoomed(plot, axis)];
@@ -80,7 +80,9 @@ function layout({ layout: { meta, ...shown } }, { choices, width }, plot) {
   }
   // A finger that scrolls the page must not be caught by a picture.
   const dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
-  return { ...shown, width, dragmode, template: facts.look };
+  // Lines that the reader hides stay hidden; with means there are twice as many.
+  const legend = { uirevision: span >= 2 };
+  return { ...shown, legend, width, dragmode, template: facts.look };
 }
 
 /** What a picture depends on besides its figure and its zoom; every look has an ink of its own. */
@@ -110,7 +112,6 @@ function draw(figure) {
   const shown = JSON.parse(JSON.stringify(parts), coloured);
   const isFirst = !plot.layout;
   Plotly.react(plot, shown.data, shown.layout, facts.config);
-  // Another part of a long line has other points.
   if (isFirst) {
     // Another part of a long line has other points.
     plot.on("plotly_relayout", () => facts.charts[figure.dataset.chart].data.some(isLong)
