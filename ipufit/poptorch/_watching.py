@@ -6,7 +6,7 @@ import contextlib
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -161,8 +161,11 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         inputs = list(tensors_in((args, kwargs)))
         fake = any(isinstance(tensor, FakeTensor) for tensor in inputs)
-        if len(inputs) > 1 and not all(self._is_host(tensor) for tensor in inputs):
-            for tensor in filter(self._is_host, inputs):
+        mixes = len(inputs) > 1 and not all(self._is_host(tensor) for tensor in inputs)
+        for tensor in inputs:
+            # Those of the module have copies in the recording: it was reached past the module.
+            is_parameter = isinstance(tensor, nn.Parameter) and not isinstance(tensor, FakeTensor)
+            if is_parameter or (mixes and self._is_host(tensor)):
                 self._refuse_host(tensor)
         for tensor in written_tensors(func, args, kwargs):
             self._values.before_change(tensor)
@@ -191,7 +194,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise error(
             f"Expected an IPU tensor but got tensor(device=cpu, shape={list(tensor.shape)}, "
             f'dtype={dtype}). Move a constant explicitly, with tensor.to("ipu"), make it a buffer '
-            "of the module, or pass it as an input."
+            "of the module, or pass it as an input; reach a parameter through the module."
         )
 
 

@@ -87,7 +87,7 @@ def test_a_tensor_of_the_host_does_not_meet_one_of_the_device():
     text = (
         "'poptorch_py_error': Expected an IPU tensor but got tensor(device=cpu, shape=[2], "
         'dtype=Long). Move a constant explicitly, with tensor.to("ipu"), make it a buffer of the '
-        "module, or pass it as an input."
+        "module, or pass it as an input; reach a parameter through the module."
     )
     for function in (
         lambda module, x: x.index_select(0, outside),

@@ -64,7 +64,7 @@ def test_a_tensor_from_outside_that_was_not_moved_is_refused():
     assert failure.value.message == (
         "Expected an IPU tensor but got tensor(device=cpu, shape=[2], dtype=Float). Move a "
         'constant explicitly, with tensor.to("ipu"), make it a buffer of the module, or pass it '
-        "as an input."
+        "as an input; reach a parameter through the module."
     )
 
 

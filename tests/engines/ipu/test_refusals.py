@@ -149,6 +149,18 @@ def test_a_cross_entropy_with_weights():
         fit(MLP(), weighted)
 
 
+def test_a_parameter_that_a_loss_reaches_past_the_module():
+    """One operand alone, such as a square, is a host tensor too; torch's TypeError came here."""
+    net = MLP()
+    kept = list(net.parameters())
+
+    def penalty(prediction, target):
+        return nn.functional.cross_entropy(prediction, target) + kept[0].square().sum()
+
+    with pytest.raises(ipufit.errors.DeviceError, match="reach a parameter through the module"):
+        fit(net, penalty)
+
+
 def test_an_embedding_with_sparse_gradients():
     class Words(nn.Module):
         def __init__(self):

@@ -395,7 +395,7 @@ ROWS = [
         lambda: infer(lambda net, x: x + torch.FloatTensor([1.0, 2.0])),
         poptorch.Error,
         "Expected an IPU tensor but got",
-        "of the module, or pass it as an input.",
+        "of the module, or pass it as an input; reach a parameter through the module.",
     ),
     Row(
         "a hook that can not be called (before)",
