@@ -89,6 +89,8 @@ class IpuEngine(IpuContext, Engine):
         _check_autocast()
         _check_ipus(spec.plan)
         if spec.mode is Mode.TRAIN:
+            # Again, since the module may have changed after compile.
+            _check_tensors(spec.module, spec.loss, self.wide)
             return PoptorchTrainingProgram(self, spec)
         return PoptorchInferenceProgram(self, spec)
 
@@ -151,8 +153,8 @@ def _check_autocast() -> None:
         )
 
 
-def _check_tensors(module: nn.Module, loss: Loss, wide: bool) -> None:
-    modules = [module] if loss.module is None else [module, loss.module]
+def _check_tensors(module: nn.Module, loss: Optional[Loss], wide: bool) -> None:
+    modules = [module] if loss is None or loss.module is None else [module, loss.module]
     for part in modules:
         for name, tensor in (*part.named_parameters(), *part.named_buffers()):
             if tensor.device.type != "cpu":

@@ -30,6 +30,22 @@ def refused(error, text, net):
     assert str(caught.value) == text
 
 
+def test_a_hook_and_a_conversion_after_compile():
+    """Compile has seen neither, and the hook would not run."""
+    net = MLP()
+    model = ipufit.Model(net, engine="ipu-standin")
+    model.compile("sgd", "cross_entropy")
+    x, y = data(8)
+    model.fit(x.float(), y, batch_size=4, verbose=0)
+    hook = net.layers[0].weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ConfigurationError, match="runs no hooks on gradients, but"):
+        model.fit(x.float(), y, batch_size=4, verbose=0)
+    hook.remove()
+    net.bfloat16()
+    with pytest.raises(ConfigurationError, match="is bfloat16"):
+        model.fit(x.bfloat16(), y, batch_size=4, verbose=0)
+
+
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_gradients(hook):
     net = MLP()
