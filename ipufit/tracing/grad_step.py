@@ -468,7 +468,7 @@ class GradStep:
             raise LossError(
                 f"{owner} must have a trainable parameter, but none that the optimizer "
                 "holds requires gradients any more. Unfreeze one with requires_grad_(True), and "
-                "call compile again if it was frozen then."
+                "call compile again if frozen then or replaced since."
             )
         if not gradients:
             raise LossError(

@@ -208,13 +208,20 @@ def test_a_module_frozen_after_compile_is_refused():
     model.module.requires_grad_(False)
     text = (
         "Net must have a trainable parameter, but none that the optimizer holds requires gradients "
-        "any more. Unfreeze one with requires_grad_(True), and call compile again if it was frozen "
-        "then."
+        "any more. Unfreeze one with requires_grad_(True), and call compile again if frozen then "
+        "or replaced since."
     )
     with refused(model, LossError, text):
         fit(model)
     model.module.requires_grad_(True)
     assert fit(model).epoch == [0]
+    # With assign=True the module has other parameters than the optimizer, and none is frozen.
+    for part in (model.module.body, model.module.norm, model.module.frozen_norm, model.module.head):
+        part.weight = nn.Parameter(part.weight.detach())
+        part.bias = nn.Parameter(part.bias.detach())
+    warned = pytest.warns(UserWarning, match="became trainable after compile")
+    with warned, refused(model, LossError, text):
+        fit(model)
 
 
 @embedded_only("PopTorch has no sparse embedding, which it says itself")

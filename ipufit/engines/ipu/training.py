@@ -66,7 +66,7 @@ class PoptorchTrainingProgram(Program):
             raise LossError(
                 f"{type(spec.module).__name__} must have a trainable parameter, but none that the "
                 "optimizer holds requires gradients any more. Unfreeze one with "
-                "requires_grad_(True), and call compile again if it was frozen then."
+                "requires_grad_(True), and call compile again if frozen then or replaced since."
             )
         # What torch's own step does, and no program would, here or on any engine.
         refuse_step_hooks(spec.optimizer)
