@@ -125,7 +125,9 @@ class CodeReader:
             if isinstance(call, types.FunctionType) and not isinstance(value, nn.Module):
                 self._read(call, type(value))
             return None
-        if (id(value), kind) in self._seen or not is_users(value.__code__.co_filename):
+        # At a prompt, and of python -c, code has no file.
+        is_installed = value.__module__ != "__main__" and not is_users(value.__code__.co_filename)
+        if (id(value), kind) in self._seen or is_installed:
             return None
         self._seen.add((id(value), kind))
         names = _names(value.__code__)
@@ -276,8 +278,7 @@ def note_writes(step: StepModule) -> Iterator[None]:
     yield
     after = _values_read(step, referents)
     written = {key[0] for key, value in before.items() if after.get(key) != value}
-    if written:
-        _WRITTEN.setdefault(step.net, set()).update(written)
+    _WRITTEN.setdefault(step.net, set()).update(written)
 
 
 def _values_read(step: StepModule, referents: List[object]) -> Dict[Tuple[str, int], object]:

@@ -342,6 +342,19 @@ def test_what_code_writes_itself_is_recorded_once():
 
 
 @pytest.mark.long("ipu-standin")
+@pytest.mark.parametrize("file", ["<stdin>", "<string>", "<python-input-3>", "<ipython-input-1-a>"])
+def test_a_global_of_code_without_a_file_counts(file):
+    """At a prompt, of python -c and of a script on stdin; its first value stayed, in silence."""
+    variables = {"__name__": "__main__", "RATE": 1.0, "squares": squares}
+    code = (lambda p, t: squares(p, t) * RATE).__code__.replace(co_filename=file)
+    model = ipufit.Model(Net())
+    model.compile("sgd", types.FunctionType(code, variables))
+    whole = model.evaluate(X, Y, verbose=0)["loss"]
+    variables["RATE"] = 0.25
+    assert model.evaluate(X, Y, verbose=0)["loss"] == pytest.approx(whole / 4, rel=1e-12)
+
+
+@pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 def test_a_setting_of_another_file_counts(run_eagerly):
     """``import settings; settings.RATE`` is a global of that module."""
