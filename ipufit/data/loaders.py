@@ -132,8 +132,7 @@ def without_shuffling(loader: Any) -> Any:
         return loader
     if type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:
         return loader
-    size = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    return like(loader, shuffle=False, persistent_workers=False, **size)
+    return like(loader, shuffle=False, persistent_workers=False)
 
 
 class FirstBatches:
@@ -175,6 +174,7 @@ def like(loader: Any, **changes: object) -> Any:
         *("num_workers", "collate_fn", "pin_memory", "timeout", "generator"),
         *("worker_init_fn", "multiprocessing_context", "persistent_workers"),
         *(["prefetch_factor"] if loader.num_workers else []),
+        *([] if "batch_sampler" in changes else ["batch_size", "drop_last"]),
     ]
     options = {name: getattr(loader, name) for name in names}
     return DataLoader(loader.dataset, **{**options, **changes})

@@ -359,12 +359,13 @@ class ShardedLoader:
 
     Attributes:
         whole: as given.
+        reader: reads this process's batches.
     """
 
     def __init__(self, loader: Any) -> None:
         self.whole = loader
         self._sampler = _ShardSampler()
-        self._own = like(loader, batch_sampler=self._sampler)
+        self.reader = like(loader, batch_sampler=self._sampler)
 
     def batches(
         self, portion: RankShard, most: Optional[int], draws_once: bool
@@ -388,4 +389,4 @@ class ShardedLoader:
             return whole.collate_fn([whole.dataset[index] for index in indices])
 
         self._sampler.indices = portion.picked(every, len, read, most, draws_once)
-        return iter(self._own)
+        return iter(self.reader)

@@ -221,7 +221,7 @@ class DataAdapter:
         rows = rows_in_memory(self.loader)
         return rows is not None and all(map(is_in_memory, rows.leaves()))
 
-    def own_place(self, between_epochs: bool = False) -> Any:
+    def own_place(self, between_epochs: bool = False) -> object:
         """Position that the data itself reports, by torchdata's convention; None if it has none.
 
         Between two epochs a loader says so too, which may have an order to go on with; what a
@@ -245,8 +245,16 @@ class DataAdapter:
         return None
 
     def generator_states(self) -> List[Tensor]:
-        """Read the states of the user's generators that a loader of torch's draws from."""
-        return [generator.get_state() for generator in self._generators()]
+        """Read the states of the user's generators as the order of the next pass is drawn."""
+        states = [generator.get_state() for generator in self._generators()]
+        reader: Any = self._own_loader.reader if self._own_loader else self.loader
+        if states and reader.persistent_workers and reader.generator and not reader._iterator:
+            # New workers draw their seed before the order, those that stay draw none; where a run
+            # goes on they are there, as the first batch was looked at.
+            ahead = torch.Generator(device="cpu").set_state(states[0])
+            torch.empty((), dtype=torch.int64).random_(generator=ahead)
+            states[0] = ahead.get_state()
+        return states
 
     def _generators(self) -> List[torch.Generator]:
         return generators_of(self.loader) if reads_as_torch(self.loader) else []
@@ -385,8 +393,7 @@ class DataAdapter:
             return loader
         if self._stream_loader is None:
             started = AsWorkerOfAll(*self._worker, loader.worker_init_fn)
-            size = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-            self._stream_loader = like(loader, worker_init_fn=started, **size)
+            self._stream_loader = like(loader, worker_init_fn=started)
         return self._stream_loader
 
     def _own_batches(
@@ -484,9 +491,7 @@ class DataAdapter:
     def preview(self) -> List[RawBatch]:
         """Make a batch of the first samples; none where that disturbs the loader's own order."""
         loader: Any = self.loader
-        if isinstance(loader, (list, tuple)):
-            return list(loader[:1])
-        if isinstance(loader, ArrayLoader):
+        if isinstance(loader, (list, tuple, ArrayLoader)):
             return list(itertools.islice(loader, 1))
         if not reads_as_torch(loader) or self.samples is None:
             return []

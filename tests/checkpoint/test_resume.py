@@ -353,6 +353,16 @@ def test_loaders_of_torchdata(share, workers, tmp_path):
     interrupted(case, share, tmp_path)
 
 
+def test_workers_that_stay_draw_their_seed_from_the_generator_of_the_user_once(tmp_path):
+    """The run that goes on in the first pass has workers already, but the order of new ones."""
+
+    def train():
+        generator = torch.Generator().manual_seed(3)
+        return loader(generator=generator, num_workers=1, persistent_workers=True)
+
+    interrupted(Case(MLP, train, seed=5), 0.2, tmp_path)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("share", [0.1, 0.35, 0.8, 1.0])
 @pytest.mark.parametrize("case", ALL)
