@@ -15,13 +15,8 @@ __all__ = ["MEANT", "REGROUPED", "RESERVED", "check_log_name", "in_validation", 
 T = TypeVar("T")
 
 RESERVED = (
-    "epoch",
-    "learning_rate",
-    "loss",
-    "loss_scale",
-    "samples",
-    "skipped_updates",
-    "updates",
+    *("batch", "epoch", "event", "learning_rate", "loss", "loss_scale", "samples"),
+    *("skipped_updates", "update", "updates"),
 )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ipufit.callbacks import Callback, JSONLinesLogger
+from ipufit.errors import ConfigurationError
 from tests.faulty import Told, batches, compiled, fit
 from tests.told import Gives, refused
 
@@ -67,6 +68,13 @@ def test_every_so_many_updates(tmp_path):
     for line in lines(path):
         if line["event"] == "update":
             assert {k: line[k] for k in ("loss", "updates", "samples")} == seen[line["update"]]
+
+
+@pytest.mark.parametrize("name", ["event", "update", "epoch", "batch"])
+def test_a_metric_can_not_take_the_place_of_a_field(name):
+    """Of a line, or of a path of ModelCheckpoint."""
+    with pytest.raises(ConfigurationError, match=f"a name of its own.* got {name!r}"):
+        compiled(metrics={name: "mae"})
 
 
 @pytest.mark.long("ipu-standin")

@@ -439,9 +439,9 @@ def call(*args, **kwargs):
 
 
 NAMES = (
-    "a logged value must have a name of its own, and ipufit itself logs epoch, learning_rate, "
-    "loss, loss_scale, samples, skipped_updates, updates and val_..., got {!r}. Choose another "
-    "name; that of a metric with metrics={{'name': metric}}."
+    "a logged value must have a name of its own, and ipufit itself logs batch, epoch, event, "
+    "learning_rate, loss, loss_scale, samples, skipped_updates, update, updates and val_..., got "
+    "{!r}. Choose another name; that of a metric with metrics={{'name': metric}}."
 )
 BAD = [
     (call("loss", 1.0), NAMES.format("loss")),

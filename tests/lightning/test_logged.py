@@ -195,9 +195,10 @@ def log_in_training(*args, **options):
         (
             ("epoch", 1.0),
             {},
-            "a logged value must have a name of its own, and ipufit itself logs epoch, "
-            "learning_rate, loss, loss_scale, samples, skipped_updates, updates and val_..., got "
-            "'epoch'. Choose another name; that of a metric with metrics={'name': metric}.",
+            "a logged value must have a name of its own, and ipufit itself logs batch, epoch, "
+            "event, learning_rate, loss, loss_scale, samples, skipped_updates, update, updates and "
+            "val_..., got 'epoch'. Choose another name; that of a metric with metrics={'name': "
+            "metric}.",
         ),
     ],
 )

@@ -433,9 +433,10 @@ def test_sample_weights_of_unknown_outputs_are_refused():
         (
             {"val_a": "mse"},
             {},
-            "a logged value must have a name of its own, and ipufit itself logs epoch, "
-            "learning_rate, loss, loss_scale, samples, skipped_updates, updates and val_..., got "
-            "'val_a_loss'. Choose another name; that of a metric with metrics={'name': metric}.",
+            "a logged value must have a name of its own, and ipufit itself logs batch, epoch, "
+            "event, learning_rate, loss, loss_scale, samples, skipped_updates, update, updates and "
+            "val_..., got 'val_a_loss'. Choose another name; that of a metric with metrics="
+            "{'name': metric}.",
         ),
         (
             [],

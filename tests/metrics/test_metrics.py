@@ -832,9 +832,9 @@ def test_a_name_that_comes_twice_among_results_is_refused_by_the_probe():
 def test_names_of_what_ipufit_logs_itself_are_reserved(name):
     """A metric called loss would take the place of the loss in the History."""
     assert message(resolve_metrics, {name: "mse"}, kind=ConfigurationError) == (
-        "a logged value must have a name of its own, and ipufit itself logs epoch, learning_rate, "
-        "loss, loss_scale, samples, skipped_updates, updates and val_..., got "
-        f"{name!r}. Choose another name; that of a metric with metrics={{'name': metric}}."
+        "a logged value must have a name of its own, and ipufit itself logs batch, epoch, event, "
+        "learning_rate, loss, loss_scale, samples, skipped_updates, update, updates and val_..., "
+        f"got {name!r}. Choose another name; that of a metric with metrics={{'name': metric}}."
     )
 
 
