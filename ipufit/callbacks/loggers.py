@@ -195,10 +195,11 @@ class CSVLogger(Callback):
 
     def _read(self) -> List[Dict[str, str]]:
         """The rows of the file; its columns become ours."""
-        with open(self.filename, newline="", encoding="utf-8") as file:
+        # What a spreadsheet has saved may begin with a mark.
+        with open(self.filename, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, delimiter=self.separator)
             rows = list(reader)
-            if reader.fieldnames is None:
+            if not reader.fieldnames:
                 return []
             if reader.fieldnames[0] != "epoch":
                 raise ConfigurationError(

@@ -79,12 +79,22 @@ def test_a_second_fit_replaces_or_goes_on(tmp_path, append):
 
 
 @pytest.mark.long("ipu-standin")
-def test_appending_to_an_empty_file_writes_the_header(tmp_path):
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_appending_to_an_empty_file_writes_the_header(tmp_path, text):
     """There is nothing to go on with."""
     path = tmp_path / "log.csv"
-    path.touch()
+    path.write_text(text)
     fit(compiled(), batches(1), callbacks=[CSVLogger(path, append=True)])
     assert table(path)[0] == ["epoch", "loss"]
+
+
+def test_appending_to_what_a_spreadsheet_has_saved_goes_on(tmp_path):
+    """As UTF-8 with a mark at its beginning."""
+    path = tmp_path / "log.csv"
+    path.write_text("epoch,loss\n0,1.5\n", encoding="utf-8-sig")
+    fit(compiled(), batches(1), callbacks=[CSVLogger(path, append=True)])
+    assert table(path)[:2] == [["epoch", "loss"], ["0", "1.5"]]
+    assert len(table(path)) == 3
 
 
 @pytest.mark.long("ipu-standin")
