@@ -69,7 +69,7 @@ class BatchValidator:
             micro_batch = self(raw, index)
             return [micro_batch.clone() if self._source.reuses_memory else micro_batch]
         last = self._last
-        if last is not None and raw.structure is self._picked and self._are_like_the_last(raw):
+        if last is not None and raw.structure is self._picked and self._are_like(last, raw):
             leaves = self._cast(raw.leaves[: self._used])
             return MicroBatch.split_rows(leaves, last.structure, last.size)
         return [self._picked_one(each, index + i) for i, each in enumerate(raw.apart())]
@@ -81,13 +81,12 @@ class BatchValidator:
         self._picked, self._used = (one.structure if same else None), len(used)
         return self._in_dtypes(batch)
 
-    def _are_like_the_last(self, picked: RowBlock) -> bool:
+    def _are_like(self, last: MicroBatch, picked: RowBlock) -> bool:
         """True if none of the batches needs a closer look."""
-        assert self._last is not None
-        pairs = zip(picked.leaves[: self._used], self._last.leaves)
+        pairs = zip(picked.leaves[: self._used], last.leaves)
         return (
             picked.are_full
-            and picked.batch_size == self._last.size
+            and picked.batch_size == last.size
             and all(
                 now.shape[1:] == before.shape[1:] and now.dtype == before.dtype
                 for now, before in pairs
@@ -146,7 +145,7 @@ class BatchValidator:
         call = self._weighted(self._split(raw, index), index)
         leaves, structure = tree.flatten(call)
         last = self._last
-        if last is not None and self._is_like_the_last(leaves, structure):
+        if last is not None and _is_like(last, leaves, structure):
             return MicroBatch(tuple(leaves), structure, last.size)
         where = f"{self._source.role}, batch {index}: "
         if _holds_packed(structure):
@@ -160,22 +159,6 @@ class BatchValidator:
         self._compare(batch, [name for name, _ in named], index)
         self._last = batch
         return batch
-
-    def _is_like_the_last(self, leaves: List[tree.Leaf], structure: tree.Structure) -> bool:
-        """True if the batch needs no closer look: the usual case, found out quickly."""
-        last = self._last
-        return (
-            last is not None
-            and structure == last.structure
-            and all(
-                type(now) is Tensor
-                and now.shape == before.shape
-                and now.dtype == before.dtype
-                and now.dim() > 0
-                and not now.requires_grad
-                for now, before in zip(leaves, last.leaves)
-            )
-        )
 
     def _weighted(self, call: BatchParts, index: int) -> BatchParts:
         """With weights that are known to be good: the batch's own, or those of its classes."""
@@ -256,12 +239,31 @@ class BatchValidator:
                     f"{first.dtype}. Convert to one dtype in the dataset or collate_fn."
                     + self._source.origin()
                 )
+        if batch.size > self.micro_batch_size and self._source.micro_batch_size:
+            raise DataError(
+                f"{self._source.role}, batch {index}: a batch may have as many samples as the "
+                f"DataLoader's batch_size at most, {self.micro_batch_size}, got {batch.size}. Let "
+                "collate_fn put what it makes of one sample along another dimension, or pass an "
+                "object of your own whose __iter__ reads the DataLoader." + self._source.origin()
+            )
         if batch.size > self.micro_batch_size:
             raise DataError(
                 f"{self._source.role}, batch {index}: a batch may be smaller than the first "
                 f"({self.micro_batch_size} samples), not larger, got {batch.size}. Use a fixed "
                 "batch_size." + self._source.origin()
             )
+
+
+def _is_like(last: MicroBatch, leaves: List[tree.Leaf], structure: tree.Structure) -> bool:
+    """True if a batch needs no closer look: the usual case, found out quickly."""
+    return structure == last.structure and all(
+        type(now) is Tensor
+        and now.shape == before.shape
+        and now.dtype == before.dtype
+        and now.dim() > 0
+        and not now.requires_grad
+        for now, before in zip(leaves, last.leaves)
+    )
 
 
 def _holds_packed(structure: tree.Structure) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 import ipufit
 from ipufit.errors import DataError
@@ -235,6 +235,30 @@ def test_a_batch_unlike_the_first_ends_training_without_loss(name, di):
     assert_same_bits(state(model), state(twin))
     assert_clean(model)
     assert fit(model).epoch == [0]
+
+
+def views(items):
+    """Two rows of every sample."""
+    x, y = default_collate([*items, *items])
+    return x, y
+
+
+def test_more_rows_than_a_loader_picks_samples_are_told_of_its_batch_size():
+    """No batch came before that the first one could be larger than; the cure does."""
+    pairs = DataLoader(TensorDataset(torch.rand(6, 4), torch.rand(6, 3)), 4, collate_fn=views)
+    with pytest.raises(DataError) as caught:
+        fit(compiled(), pairs)
+    assert str(caught.value) == (
+        "training data, batch 0: a batch may have as many samples as the DataLoader's batch_size "
+        "at most, 4, got 8. Let collate_fn put what it makes of one sample along another "
+        "dimension, or pass an object of your own whose __iter__ reads the DataLoader."
+        + place(views)
+    )
+    model, twin = compiled(), compiled()
+    twin.module.load_state_dict(model.module.state_dict())
+    fit(model, Batches(pairs))
+    fit(twin, list(pairs))
+    assert_same_bits(state(model), state(twin))
 
 
 def samples(count, features):
