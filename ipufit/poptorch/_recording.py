@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import (
     Any,
     Callable,
     Dict,
-    Iterator,
     List,
     Mapping,
     NamedTuple,
@@ -30,8 +28,9 @@ from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorSt
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
 from ipufit.tracing.capture import capture, uses_random_numbers
+from ipufit.tracing.fingerprint import StepModule
 from ipufit.tracing.graph_analysis import Memories, operator_name
-from ipufit.utils.state import AttributeSnapshot, call_with
+from ipufit.utils.state import call_with
 
 __all__ = ["MicroBatchResults", "Outputs", "RecordedProgram", "record"]
 
@@ -286,33 +285,6 @@ def _constants(model: nn.Module) -> List[Tensor]:
     ]
 
 
-@contextlib.contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of modules afterwards, and drop tensors of the recording from them."""
-    namespaces = [vars(module) for module in model.modules()]
-    namespaces += [module_vars[members] for module_vars in list(namespaces) for members in _MEMBERS]
-    before = [dict(namespace) for namespace in namespaces]
-    snapshot = AttributeSnapshot([*model.modules()])
-    try:
-        yield
-    finally:
-        snapshot.refill(_holds_recorded)
-        for namespace, attributes in zip(namespaces, before):
-            for name in [n for n, value in namespace.items() if isinstance(value, FakeTensor)]:
-                del namespace[name]
-            for name, value in attributes.items():
-                namespace.setdefault(name, value)
-
-
-def _holds_recorded(container: Any) -> bool:
-    """Tell whether a tensor of the recording is in a list, dict, set or deque."""
-    values = container.values() if isinstance(container, dict) else container
-    return any(isinstance(value, FakeTensor) for value in values)
-
-
-_MEMBERS = ("_parameters", "_buffers")
-
-
 def record(
     model: nn.Module,
     state: Mapping[str, Tensor],
@@ -344,7 +316,7 @@ def record(
     step = _Step(model, list(state), trained, make_arguments, trace, wide, scoped)
     tensors = [*state.values(), *leaves, torch.ones((), dtype=torch.float64)]
     try:
-        with _attributes_kept(model):
+        with StepModule.around(model).memos():
             graph = capture(step, tensors, whole_layers=False)
     except CaptureError as failure:
         raise _translated(failure) from failure

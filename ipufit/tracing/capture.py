@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 
 from ipufit.errors import CaptureError
 from ipufit.tracing.mask_rewrites import reads_classes, without_values
-from ipufit.tracing.recording import NEEDS_VALUES, OpRecorder, make_graph
+from ipufit.tracing.recording import NEEDS_VALUES, LeftBehindError, OpRecorder, make_graph
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
 from ipufit.utils.console import PACKAGE
 from ipufit.utils.random_streams import LOCK
@@ -219,6 +219,12 @@ _FAULTS = {
         "Run the layer on the padded batch, and take what belongs to each length from its output: "
         "output[torch.arange(len(lengths)), lengths - 1] is the last step of each sequence.",
         "shape",
+    ),
+    "left": (
+        "a tensor was used that something has kept from an earlier recording, which has no values",
+        "Let nothing outside of the module keep what forward computes, or empty it after fit; a "
+        "constant is a buffer: self.register_buffer(name, value) in __init__.",
+        None,
     ),
     "compiled": (
         "a function or module that went through torch.compile was called, but only plain Python "
@@ -469,6 +475,8 @@ def _translate(error: Exception) -> Optional[CaptureError]:
         return value_error(frame)
     if isinstance(error, DynamicOutputShapeException):
         return fault_error("shape", frame)
+    if isinstance(error, LeftBehindError):
+        return fault_error("left", frame)
     if _is_packing(error):
         return fault_error("packed", frame)
     if text.startswith("Detected that you are using FX to symbolically trace a dynamo"):

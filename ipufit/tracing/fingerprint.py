@@ -22,7 +22,7 @@ from ipufit.losses import Loss
 from ipufit.tracing.user_lines import is_users, users_module
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import generator_state
-from ipufit.utils.state import MEMBERS
+from ipufit.utils.state import MEMBERS, MemoSnapshot, Place
 
 __all__ = [
     "PLAIN",
@@ -61,6 +61,17 @@ class StepModule(nn.Module):
         _, *parts = self.modules()  # the first one is the step itself
         return (*parts, *self.called)
 
+    @staticmethod
+    def around(net: nn.Module) -> StepModule:
+        """Make a step of a module without a loss."""
+        step = StepModule()
+        step.net = net
+        return step
+
+    def memos(self) -> MemoSnapshot:
+        """Note what the user's code can reach before it is recorded."""
+        return MemoSnapshot(self.owners(), CodeReader(self).places)
+
 
 # Titles of what code writes itself when it is recorded, by the user's module.
 _WRITTEN: weakref.WeakKeyDictionary[nn.Module, Set[str]] = weakref.WeakKeyDictionary()
@@ -76,12 +87,14 @@ class CodeReader:
         values: plain values, containers of them, arrays and tensors, each behind a title for people
             such as "ALPHA" or "Config.alpha"; what the code itself writes is left out.
         generators: objects that draw random numbers, likewise.
+        places: where the code finds values, whatever they are.
         names: all names in the code, those of attributes included, and texts that may be some.
     """
 
     def __init__(self, step: StepModule) -> None:
         self.values: List[Tuple[str, object]] = []
         self.generators: List[Tuple[str, object]] = []
+        self.places: List[Place] = []
         self.names: Set[str] = set()
         self._seen: Set[Tuple[int, Optional[type]]] = set()
         for kind in dict.fromkeys(map(type, step.modules())):
@@ -134,6 +147,7 @@ class CodeReader:
         self.names |= names
         for name in sorted(names):
             if name in value.__globals__:
+                self.places.append((name, value.__globals__, name, value.__globals__[name]))
                 self._note(name, value.__globals__[name], names, _DEPTH_OF_VALUES)
         self._read_own_variables(value, names)
         if kind is not None:
@@ -148,11 +162,13 @@ class CodeReader:
             except ValueError:  # not assigned yet
                 continue
             if name != "__class__":
+                self.places.append((name, cell, "cell_contents", content))
                 # A wrapped function belongs to its wrapper, wherever it is defined.
                 self._note(name, content, names, _DEPTH_OF_VALUES, is_inside=True)
         positional = function.__code__.co_varnames[: function.__code__.co_argcount]
         defaults = function.__defaults__ or ()
         defaulted = zip(positional[len(positional) - len(defaults) :], defaults)
+        self.places.append((function.__name__, function, "__defaults__", defaults or None))
         for name, default in (*defaulted, *(function.__kwdefaults__ or {}).items()):
             if not isinstance(default, (*PLAIN, type)):
                 self._note(name, default, names, _DEPTH_OF_VALUES)
@@ -161,9 +177,9 @@ class CodeReader:
         """Note the value that ``self.name`` reads from a class of the user's."""
         for base in kind.__mro__:
             if name in vars(base) and _is_of_users(base):
-                self._note(
-                    f"{kind.__name__}.{name}", vars(base)[name], names, _DEPTH_OF_VALUES, kind=kind
-                )
+                title = f"{kind.__name__}.{name}"
+                self.places.append((title, base, name, vars(base)[name]))
+                self._note(title, vars(base)[name], names, _DEPTH_OF_VALUES, kind=kind)
                 return
 
     def _note(
@@ -194,6 +210,7 @@ class CodeReader:
                 self._note_member(value, name, names)
             return
         for name in sorted(names.intersection(getattr(value, "__dict__", ()))):
+            self.places.append((f"{title}.{name}", vars(value), name, vars(value)[name]))
             self._note(f"{title}.{name}", vars(value)[name], names, depth - 1)
         if _is_of_users(type(value)):
             for name in (*sorted(names), "__call__"):

@@ -211,12 +211,13 @@ def preserve_attributes(step: StepModule) -> Iterator[List[str]]:
         torch's own modules set on themselves is left out.
     """
     changed: List[str] = []
-    snapshot = AttributeSnapshot(step.owners())
+    snapshot, memos = AttributeSnapshot(step.owners()), step.memos()
     try:
         yield changed
     finally:
         changed += snapshot.changed()
         snapshot.restore()
+        changed += memos.forget()
 
 
 def carries_loss(result: object) -> bool:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
 
 from ipufit.core.batch import MicroBatch
 from ipufit.partition.partition import is_called
+from ipufit.tracing.fingerprint import StepModule
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
@@ -173,10 +174,11 @@ def _call_without_values(
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
     """Put back what forward assigns to its modules: it would be tensors without values."""
     snapshot = AttributeSnapshot([*module.modules()])
-    try:
-        yield
-    finally:
-        snapshot.restore()
+    with StepModule.around(module).memos():
+        try:
+            yield
+        finally:
+            snapshot.restore()
 
 
 def form(output: tree.Tree) -> str:

@@ -27,6 +27,7 @@ from ipufit.utils.state import replaced
 __all__ = [
     "NEEDS_VALUES",
     "GraphPlace",
+    "LeftBehindError",
     "OpRecorder",
     "autograd_nodes",
     "current_graph",
@@ -118,6 +119,10 @@ def _dispatch_trace(
     return graph_module(tracer.root, graph)
 
 
+class LeftBehindError(RuntimeError):
+    """A tensor of an earlier recording, which has no values, is used in this one."""
+
+
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs the operators of a recording, and writes them into its graph.
 
@@ -127,8 +132,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # A mode beside those of the recording may change what is recorded.
-        alone = len(_get_current_dispatch_mode_stack()) == 2
-        self._tracer: Any = current_tracer() if alone else None
+        modes = _get_current_dispatch_mode_stack()
+        self._tracer: Any = current_tracer() if len(modes) == 2 else None
+        self._modes = modes
 
     def run(
         self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
@@ -165,11 +171,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Raises:
             LookupError: it is neither a tensor of the recording nor a plain value.
+            LeftBehindError: it is a tensor of another recording.
         """
         if type(value) is FakeTensor:
             slot = proxy_tensor.get_proxy_slot(value, self._tracer, None)
             if slot is not None and slot.constant is None:
                 return slot.proxy.node
+            if value.fake_mode not in self._modes:
+                raise LeftBehindError
         elif value is None or isinstance(value, (int, float, str, *_KINDS)):
             return value
         elif type(value) is list:

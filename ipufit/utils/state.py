@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import operator
 import random
 import sys
+import types
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -22,6 +25,8 @@ from ipufit.utils.interrupts import defer_sigint
 __all__ = [
     "MEMBERS",
     "AttributeSnapshot",
+    "MemoSnapshot",
+    "Place",
     "call_with",
     "copy_optimizer_state",
     "cuda_in_use",
@@ -214,12 +219,6 @@ class AttributeSnapshot:
             if tensor._version != version and not _is_of_torch(owner)
         ]
 
-    def refill(self, where: Callable[[Any], bool]) -> None:
-        """Put back what was in the containers that are in such a state now."""
-        for _, _, container, content in self._contents:
-            if where(container):
-                refill(container, content)
-
     def restore(self) -> None:
         """Put back every attribute, the values of tensors, and what was in each container."""
         for _, _, tensor, version, value in self._tensors:
@@ -232,6 +231,101 @@ class AttributeSnapshot:
             if namespace.keys() != before.keys():
                 namespace.clear()
             namespace.update(before)
+
+
+# Title, owner, name and value of a global, a variable around a function, an attribute of a class.
+Place = Tuple[str, object, str, object]
+# Levels of objects and containers that are looked at, and items of a container.
+_DEPTH, _MOST = 6, 1000
+
+
+class MemoSnapshot:
+    """The values that code can reach, by which tensors of a recording are found that it keeps.
+
+    Args:
+        owners: modules and other objects that have attributes, whose values may have some as well.
+        places: where else the code reads.
+    """
+
+    def __init__(self, owners: Sequence[object], places: Sequence[Place] = ()) -> None:
+        # Titles, whether they are attributes, what is in there, and a copy of it.
+        self._contents: List[Tuple[str, bool, Any, Any]] = []
+        self._caches: List[Tuple[functools._lru_cache_wrapper[object], object]] = []
+        self._places = places
+        followed: Set[int] = set()
+        values: List[Tuple[str, object, bool, int]] = []
+        for owner in owners:
+            for part in (vars(owner), *map(vars(owner).get, MEMBERS)):
+                values.append((type(owner).__name__, part, True, _DEPTH))
+        for title, _, _, value in places:
+            values.append((title, value, False, _DEPTH))
+        # Nearest first; the list grows.
+        for title, value, is_namespace, depth in values:
+            if isinstance(value, functools._lru_cache_wrapper):
+                self._caches.append((value, value.cache_info()))
+            parts = _parts_of(value)
+            if parts is None or not depth or id(parts) in followed:
+                continue
+            followed.add(id(parts))
+            is_namespace = is_namespace or parts is not value
+            content = dict(parts.items()) if isinstance(parts, dict) else list(parts)
+            self._contents.append((title, is_namespace, parts, content))
+            for name in content if len(content) <= _MOST else ():
+                inner = content[name] if isinstance(parts, dict) else name
+                named = f"{title}.{name}" if is_namespace else title
+                values.append((named, inner, False, depth - 1))
+
+    def __enter__(self) -> MemoSnapshot:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.forget()
+
+    def forget(self) -> List[str]:
+        """Put back what was in the place of tensors of a recording; return titles of these."""
+        titles = []
+        for title, is_namespace, parts, content in self._contents:
+            if isinstance(parts, dict):
+                for name, value in list(parts.items()):
+                    if value is not content.get(name, self) and _is_recorded(value):
+                        titles.append(f"{title}.{name}" if is_namespace else title)
+                        del parts[name]
+                        parts.update({name: content[name]} if name in content else {})
+                for name in content if is_namespace else ():
+                    parts.setdefault(name, content[name])
+            elif not _is_same(parts, content) and _is_recorded(parts):
+                titles.append(title)
+                refill(parts, content)
+        for title, owner, name, before in self._places:
+            now = owner.get(name) if isinstance(owner, dict) else getattr(owner, name)
+            if now is not before and _is_recorded(now):
+                titles.append(title)
+                if isinstance(owner, dict):
+                    owner[name] = before
+                else:
+                    setattr(owner, name, before)
+        for function, info in self._caches:
+            if function.cache_info() != info:
+                function.cache_clear()
+        return titles
+
+
+def _parts_of(value: object) -> Any:
+    """Return what is in a container, or the attributes of an object; None of other values."""
+    if isinstance(value, (*_CONTAINERS, tuple)):
+        return value
+    is_other = isinstance(value, (Tensor, type, types.ModuleType))
+    is_other = is_other or type(value).__module__.partition(".")[0] in ("torch", "ipufit")
+    return None if is_other or not hasattr(value, "__dict__") else vars(value)
+
+
+def _is_recorded(value: object, depth: int = 4) -> bool:
+    """Tell whether a value is, or holds, a tensor of a recording, which has no values."""
+    if isinstance(value, FakeTensor):
+        return True
+    parts = _parts_of(value) or ()
+    inner = list(parts.values() if isinstance(parts, dict) else parts)
+    return depth > 0 and any(_is_recorded(part, depth - 1) for part in inner)
 
 
 def _is_of_torch(owner: object) -> bool:

@@ -1,6 +1,7 @@
 """Modules and losses that can't become one program: the error names the line and what to write."""
 
 import collections
+import functools
 import inspect
 import warnings
 
@@ -544,6 +545,140 @@ def test_a_recording_leaves_nothing_in_containers_of_the_module():
         predicted = model.predict(data, verbose=0)
     torch.testing.assert_close(predicted, net.eval()(torch.cat([x for x, _ in data])).detach())
     assert type(net._cache["ones"]) is torch.Tensor
+
+
+class Memo:
+    """Computes a mask once for each size, as helpers of models do."""
+
+    def __init__(self):
+        self.masks = {}
+
+    def __call__(self, size):
+        if size not in self.masks:
+            self.masks[size] = (torch.ones(size).cumsum(0),)
+        return self.masks[size][0]
+
+
+class Least(collections.OrderedDict):
+    """Keeps the latest, as many caches do."""
+
+    def __getitem__(self, key):
+        self.move_to_end(key)
+        return super().__getitem__(key)
+
+
+MEMO, MASKS, MASK = Memo(), {}, None
+
+
+@functools.lru_cache(maxsize=None)
+def cached_mask(size):
+    return Memo()(size)
+
+
+def kept_in_a_global(net, size):
+    global MASK
+    if MASK is None:
+        MASK = Memo()(size)
+    return MASK
+
+
+def kept_in_a_list_of_a_global(net, size):
+    return MASKS.setdefault("all", [Memo()(size)])[0]
+
+
+def kept_in_a_class(net, size):
+    if KeepsMask.mask is None:
+        KeepsMask.mask = Memo()(size)
+    return KeepsMask.mask
+
+
+def kept_in_a_subclass_of_ordered_dict(net, size):
+    if size not in net.least:
+        net.least[size] = Memo()(size)
+    return net.least[size]
+
+
+def kept_in_a_closure():
+    mask = None
+
+    def masked(net, size):
+        nonlocal mask
+        if mask is None:
+            mask = Memo()(size)
+        return mask
+
+    return masked
+
+
+def kept_in_a_default(net, size, memo=Memo()):  # noqa: B008
+    return memo(size)
+
+
+class KeepsMask(Net):
+    mask = None
+
+    def __init__(self, get):
+        super().__init__()
+        self.get, self.memo, self.nested, self.least = get, Memo(), {"by": ({},)}, Least()
+
+    def forward(self, x):
+        return super().forward(x * self.get(self, 4))
+
+
+KEPT = {
+    "an object of the module": lambda net, size: net.memo(size),
+    "a container in containers": lambda net, size: net.nested["by"][0].setdefault(0, Memo()(size)),
+    "a subclass of OrderedDict": kept_in_a_subclass_of_ordered_dict,
+    "a cache of functools": lambda net, size: cached_mask(size),
+    "an object of the file": lambda net, size: MEMO(size),
+    "a container of the file": kept_in_a_list_of_a_global,
+    "a global": kept_in_a_global,
+    "a class": kept_in_a_class,
+    "a variable around the function": kept_in_a_closure(),
+    "a default": kept_in_a_default,
+}
+
+
+@pytest.fixture
+def nothing_kept(monkeypatch):
+    """Each test begins without masks."""
+    monkeypatch.setitem(globals(), "MASK", None)
+    monkeypatch.setattr(KeepsMask, "mask", None)
+    for memo in (MEMO, *kept_in_a_default.__defaults__):
+        memo.masks.clear()
+    (variable,) = KEPT["a variable around the function"].__closure__
+    variable.cell_contents = None
+    MASKS.clear()
+    cached_mask.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_kept")
+@pytest.mark.filterwarnings("ignore:forward sets")
+@pytest.mark.parametrize("place", KEPT)
+def test_nothing_of_a_recording_stays_where_code_keeps_it(place):
+    """A later program, and the module itself, would read it, and return tensors without values."""
+    model = compiled(KeepsMask(KEPT[place]))
+    fit(model, loader(samples=5, size=3))
+    data = loader()
+    predicted = model.predict(data, verbose=0)
+    x = torch.cat([x for x, _ in data])
+    assert type(predicted) is torch.Tensor
+    net = model.module.eval()
+    torch.testing.assert_close(predicted, Net.forward(net, x * torch.arange(1.0, 5)).detach())
+    torch.testing.assert_close(predicted, net(x).detach())
+
+
+def test_a_tensor_that_a_library_keeps_is_refused_by_a_later_recording(monkeypatch):
+    """What installed packages keep is not looked for."""
+    library = nn.functional
+    monkeypatch.setattr(library, "mask_of_a_test", Memo(), raising=False)
+    model = compiled(KeepsMask(lambda net, size: nn.functional.mask_of_a_test(size)))
+    fit(model)
+    with pytest.raises(CaptureError, match="kept from an earlier recording") as caught:
+        model.predict(loader(), verbose=0)
+    assert caught.value.file == __file__
+    library.mask_of_a_test.masks.clear()
+    assert type(model.predict(loader(), verbose=0)) is torch.Tensor
 
 
 @pytest.mark.long

@@ -74,13 +74,3 @@ def test_parameters_and_modules_are_put_back_in_silence_and_hooks_are_let_be():
     assert owner.layer.weight is weight
     assert [*owner._modules] == ["layer"]
     assert handle.id in owner._forward_hooks
-
-
-def test_only_containers_in_a_state_that_is_asked_for_are_put_back():
-    owner = Holder([1])
-    owner.other = [2]
-    snapshot = AttributeSnapshot([owner])
-    owner._value.append("x")
-    owner.other.append("y")
-    snapshot.refill(lambda container: "x" in container)
-    assert (owner._value, owner.other) == ([1], [2, "y"])
