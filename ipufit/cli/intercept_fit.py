@@ -70,7 +70,9 @@ def intercept_fit(
         model: Model, session: Session, arguments: Mapping[str, object], caller: FrameType
     ) -> None:
         try:
-            results.append(look(model, session, arguments, caller))
+            # A script may catch what ends it, and go on to another fit.
+            if every or not results:
+                results.append(look(model, session, arguments, caller))
         except IpufitError as fault:
             if not in_one_line:
                 raise

@@ -131,9 +131,9 @@ class Drill:
             found.kills += 1
             entries = os.listdir(folder / "run") if (folder / "run").exists() else []
             found.saving += any(name.endswith(".part") for name in entries)
-            checkpoint, faults = Store(folder / "run").newest()
+            newest, faults = Store(folder / "run").newest()
             assert not faults, faults
-            found.unbegun += checkpoint is None
+            found.unbegun += newest is None
 
 
 def _wait_for(path: Path, process: int) -> Optional[int]:
