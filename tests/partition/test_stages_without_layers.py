@@ -124,7 +124,7 @@ def test_the_stages_of_a_plan_divide_the_module_alike(on_parts):
         parallel=ipufit.Parallel(stages=stages),
         memory=ipufit.Memory(serialize={"embed": [2, 2, 0, 0]}),
     )
-    assert other._session.divided.partitions.training == model._session.partitions.training
+    assert other._session.divided.partitions.training == model._session.divided.partitions.training
 
 
 @pytest.mark.long
