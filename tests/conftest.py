@@ -37,14 +37,15 @@ EXAMPLES, ALL_EXAMPLES = 200, 2000
 
 TESTS = pathlib.Path(__file__).parent
 BROWSER = TESTS / "browser"
+OF_THE_SDK = ("horovod", "libpvti", "popart", "popdist", "poptorch")
 ENGINES = ("embedded", "ipu-standin")
 # Where a test, and what runs now, keep the name of their engine.
 ENGINE = pytest.StashKey()
 # Folders whose tests choose their engines themselves, or need none. Every other test runs on the
 # engine that --engine names, unless it is marked as both_engines.
 OWN_ENGINES = (
-    *("against_keras", "analysis/check", "analysis/compare", "bench", "browser", "cli"),
-    *("conformance", "house", "integrations", "lightning", "pages", "poptorch", "processes"),
+    *("against_keras", "analysis/check", "analysis/compare", "as_poptorch", "bench", "browser"),
+    *("cli", "conformance", "house", "integrations", "lightning", "pages", "poptorch", "processes"),
     *("report", "sklearn"),
 )
 
@@ -218,6 +219,32 @@ def pytest_runtest_setup(item):
     if session.stash.get(ENGINE, engine) != engine:
         session._setupstate.teardown_exact(None)
     session.stash[ENGINE] = engine
+
+
+@pytest.fixture
+def imports(monkeypatch):
+    """What ``import`` finds, and what a script sees of its process, are put back after the test.
+
+    No poptorch, nor what is imported beside it, has been imported or is on the path.
+    """
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
+    # Beside the tests lie folders with these names.
+    path = [entry for entry in sys.path if not pathlib.Path(entry, "poptorch").exists()]
+    monkeypatch.setattr(sys, "path", path)
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("IPUFIT_CLAIM_IPUS", "0")
+    for name in ("IPUFIT_POPTORCH", "IPUFIT_STANDINS_NAMED"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name in [name for name in sys.modules if name.partition(".")[0] in OF_THE_SDK]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in OF_THE_SDK]:
+        del sys.modules[name]
+    vars(torch.ops).pop("poptorch", None)
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import sys
 from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from ipufit._version import __version__
+from ipufit.as_poptorch import install
 from ipufit.cli import doctor, report, script_args, watch
 from ipufit.cli.parsing import CommandParser, add_completion
 from ipufit.cli.run import (
     ScriptError,
     enter,
     enter_module,
-    offer_poptorch,
     read_script,
     run_module,
     run_script,
@@ -73,8 +73,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     execute = _found(command, options, rest)
     if options.command != "run":
         raise SystemExit(_examine(options, execute))
-    tell = _silent if options.quiet else _tell
-    offer_poptorch(options.poptorch, tell, options.claim_ipus)
+    install(options.poptorch, claim_ipus=options.claim_ipus, quiet=options.quiet)
     execute()
 
 
@@ -97,7 +96,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _examine(options: argparse.Namespace, execute: Callable[[], None]) -> int:
     """Run what was found with fit replaced; returns the exit status."""
-    offer_poptorch(options.poptorch, tell=_silent)
+    install(options.poptorch, quiet=True)
     # Imported here: another command does without.
     if options.command == "plan":
         from ipufit.cli.plan import plan_script
@@ -148,12 +147,3 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, CommandParser]]:
         commands.add_parser(_CONFORMANCE, help="hold the engines against PopTorch's semantics")
     )
     return parser, commands.choices
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(f"ipufit run: {line}\n")
-    sys.stderr.flush()
-
-
-def _silent(line: str) -> None:
-    pass

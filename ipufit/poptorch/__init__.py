@@ -1,11 +1,14 @@
 """PopTorch's public API on the embedded engine: no SDK, no IPU, the same meaning."""
 
+from ipufit.as_poptorch import POPTORCH_VERSION as __version__
+from ipufit.as_poptorch import install as install
 from ipufit.poptorch import enums, ops, optim, options, profiling, testing
 from ipufit.poptorch._accessor import AsynchronousDataAccessor
 from ipufit.poptorch._dataloader import DataLoader
 from ipufit.poptorch._executor import inferenceModel, load, trainingModel
 from ipufit.poptorch._impl import createPoptorchError, isRunningOnIpu, poptorchAtExit
 from ipufit.poptorch._logging import logger, setLogLevel
+from ipufit.poptorch._operators.custom import register_custom_op as register_custom_op
 from ipufit.poptorch._operators.scopes import module_repr, print
 from ipufit.poptorch._options.group import RENAMED as _RENAMED
 from ipufit.poptorch._parsers import (
@@ -22,7 +25,6 @@ from ipufit.poptorch._poplar_executor import (
     registerPostCompileHook,
     registerPreCompileHook,
 )
-from ipufit.poptorch._version import __version__
 from ipufit.poptorch.enums import *
 from ipufit.poptorch.ops import *
 from ipufit.poptorch.options import (

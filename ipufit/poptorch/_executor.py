@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, TypeVar, Union
 import torch
 from torch import Tensor, nn
 
+from ipufit.as_poptorch import POPTORCH_VERSION
 from ipufit.poptorch import _saving, poptorch_core, profiling
 from ipufit.poptorch._arguments import ArgumentParser, Arguments
 from ipufit.poptorch._compiled import Compiled, Inspection
@@ -26,7 +27,6 @@ from ipufit.poptorch._placement import DeviceAllocation, acquire
 from ipufit.poptorch._program_files import Path
 from ipufit.poptorch._saving import check_fits, check_state, read
 from ipufit.poptorch._tracing import tensors_in, untraced
-from ipufit.poptorch._version import __version__
 from ipufit.poptorch._wrapping import check_not_wrapped, quietly
 from ipufit.poptorch.enums import ConnectionType
 from ipufit.poptorch.optim import SGD, StateSync
@@ -487,7 +487,7 @@ def trainingModel(
     """
     module = model._user_model if isinstance(model, PoplarExecutor) else model
     check_not_wrapped(module)
-    return PoplarExecutor(copy.copy(module), options, True, __version__, optimizer, module)
+    return PoplarExecutor(copy.copy(module), options, True, POPTORCH_VERSION, optimizer, module)
 
 
 def inferenceModel(
@@ -505,7 +505,7 @@ def inferenceModel(
     """
     module = model._user_model if isinstance(model, PoplarExecutor) else model
     called = copy.copy(module) if isinstance(module, nn.Module) else module
-    return PoplarExecutor(called, options, False, __version__)
+    return PoplarExecutor(called, options, False, POPTORCH_VERSION)
 
 
 def load(
@@ -527,7 +527,7 @@ def load(
         Error: it is no such file, of another version, or damaged; or the options were changed in
             what the program is compiled for.
     """
-    saved = read(filename, __version__)
+    saved = read(filename, POPTORCH_VERSION)
     if saved.model is None:
         name = "trainingModel" if saved.recorded.trace.training else "inferenceModel"
         raise AssertionError(

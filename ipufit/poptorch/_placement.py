@@ -7,6 +7,7 @@ import os
 import threading
 from typing import Any, Dict, Hashable, List, NamedTuple, Optional, Sequence, Tuple
 
+from ipufit.as_poptorch import CLAIM_IPUS
 from ipufit.poptorch import enums
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._options.execution import (
@@ -37,16 +38,12 @@ __all__ = [
 _MOST = 64
 
 
-# Set by `ipufit run --claim-ipus`, for processes that the script starts, too.
-CLAIM = "IPUFIT_CLAIM_IPUS"
-
-
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
     """Say whether the system has a device of so many IPUs: it has none.
 
     Where ``ipufit run --claim-ipus`` runs the program, it is told that there are up to 64.
     """
-    return _flag(CLAIM) and num_ipus <= _MOST
+    return _flag(CLAIM_IPUS) and num_ipus <= _MOST
 
 
 def ipuHardwareVersion() -> int:
@@ -55,7 +52,7 @@ def ipuHardwareVersion() -> int:
     Raises:
         AssertionError: it has none.
     """
-    if _flag(CLAIM):
+    if _flag(CLAIM_IPUS):
         return 2
     raise AssertionError(
         "No IPU hardware available on this system: ipufit.poptorch computes with torch. Ask "

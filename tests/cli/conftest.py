@@ -1,8 +1,5 @@
 """Commands that run a script, on one that a test writes."""
 
-import os
-import sys
-
 import pytest
 
 import ipufit
@@ -26,14 +23,8 @@ x, y = torch.randn(40, 4), torch.arange(40) % 3
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch, capfd):
+def command(tmp_path, imports, monkeypatch, capfd):
     """Runs a command on a script in this process; returns status, stdout and stderr."""
-    monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setattr(sys, "argv", sys.argv[:])
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.delenv("IPUFIT_ENGINE", raising=False)
     script = tmp_path / "script.py"
     fit = ipufit.Model.fit

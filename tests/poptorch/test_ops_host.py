@@ -4,8 +4,11 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from ipufit import poptorch
+from ipufit.poptorch._operators import custom as custom_operators
 from tests.poptorch.recording import record
 
 
@@ -156,9 +159,109 @@ def test_a_custom_operator_needs_hardware():
         record(lambda x: custom(x, scale=2.0), torch.ones(2))
     assert failure.value.message == (
         "poptorch.custom_op: 'Cube' of 'my.ops', version 2, is code compiled for an IPU, which "
-        "nothing but IPU hardware with Graphcore's SDK can run. Replace it by torch operators "
-        "where the model runs elsewhere."
+        "nothing but IPU hardware with Graphcore's SDK can run. Write what it computes elsewhere: "
+        "ipufit.poptorch.register_custom_op('Cube', 'my.ops', lambda x0, scale: ..., version=2), "
+        "which returns tensors like example_outputs."
     )
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """What a test registers is gone when it ends."""
+    monkeypatch.setattr(custom_operators, "_IMPLEMENTATIONS", {**custom_operators._IMPLEMENTATIONS})
+    return poptorch.register_custom_op
+
+
+class Scaled(nn.Module):
+    """A dense layer, a custom operator and a loss."""
+
+    def __init__(self, version=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.version = version
+
+    def forward(self, x, target):
+        x = self.linear(x)
+        arguments = ("Cube", "my.ops", self.version, [x], {"scale": 2.0})
+        (x,) = poptorch.custom_op([x], *arguments)
+        return x, poptorch.identity_loss((x - target).square().sum(), reduction="none")
+
+
+def test_a_registered_operator_is_trained_through(registered):
+    """It is differentiated as the operators that its function calls."""
+    registered("Cube", "my.ops", lambda x, scale: scale * x**3)
+    net, (x, target) = Scaled(), torch.randn(2, 5, 3)
+    weight = net.linear.weight.detach().clone().requires_grad_()
+    y = 2 * (x @ weight.T + net.linear.bias.detach()) ** 3
+    (y - target).square().sum().backward()
+    expected = (weight - 0.01 * weight.grad).detach()
+    optimizer = poptorch.optim.SGD(net.parameters(), lr=0.01)
+    out, _ = poptorch.trainingModel(net, optimizer=optimizer)(x, target)
+    torch.testing.assert_close(out, y.detach())
+    torch.testing.assert_close(net.linear.weight.detach(), expected)
+
+
+def test_an_operator_is_registered_for_one_version(registered):
+    registered("Cube", "my.ops", lambda x, scale: scale * x**3, version=2)
+    x = torch.randn(2, 5, 3)
+    net = Scaled(1)
+    optimizer = poptorch.optim.SGD(net.parameters(), lr=0.01)
+    model = poptorch.trainingModel(net, optimizer=optimizer)
+    with pytest.raises(poptorch.Error, match=r"'Cube' of 'my\.ops', version 1, is code compiled"):
+        model(*x)
+    net.version = 2
+    model.destroy()
+    model = poptorch.trainingModel(net, optimizer=optimizer)
+    assert torch.isfinite(model(*x)[1])
+
+
+def test_a_registered_function_returns_what_its_calls_expect(registered):
+    registered("Cube", "my.ops", lambda x, scale: [x, x.half()], version=2)
+    with pytest.raises(poptorch.Error) as failure:
+        record(lambda x: custom(x, scale=2.0), torch.ones(2))
+    assert failure.value.message == (
+        "poptorch.custom_op: the function that is registered for 'Cube' of 'my.ops' must return "
+        "tensors like example_outputs: expected [((2,), torch.float32), ((), torch.float32)], got "
+        "[((2,), torch.float32), ((2,), torch.float16)]. Register another, or pass other "
+        "example_outputs."
+    )
+
+
+@pytest.mark.parametrize(
+    ("operator", "attributes", "expected"),
+    [
+        (("RemapCE", "ai.graphcore"), {"grain_size": 8}, lambda x: x),
+        (("CopyTensor", "ai.graphcore"), None, lambda x: x),
+        (("LeakyRelu", "custom.ops"), {"alpha": 0.2}, lambda x: F.leaky_relu(x, 0.2)),
+    ],
+)
+def test_operators_of_published_programs_are_registered(operator, attributes, expected):
+    x = torch.randn(4, 3)
+    (out,) = record(lambda x: poptorch.custom_op([x], *operator, 1, [x], attributes), x)(x)
+    torch.testing.assert_close(out, expected(x))
+
+
+def test_popart_s_ctc_is_torch_s_with_its_gradient():
+    log_probs = torch.randn(9, 2, 5).log_softmax(-1).requires_grad_()
+    targets, steps, lengths = (
+        torch.randint(1, 5, (2, 3)),
+        torch.tensor([9, 7]),
+        torch.tensor([3, 2]),
+    )
+    loss = F.ctc_loss(log_probs, targets, steps, lengths, reduction="sum")
+    loss.backward()
+    inputs = (log_probs.detach(), targets, steps, lengths)
+    attributes = {"reduction": "Sum", "blank": 0, "outDataType": "UNDEFINED"}
+    like = [torch.tensor(0.0), log_probs.detach()]
+    results = record(
+        lambda *inputs: poptorch.custom_op(
+            list(inputs), "Ctc", "ai.graphcore", 1, like, attributes
+        ),
+        *inputs,
+    )(*inputs)
+    torch.testing.assert_close(results[0], loss.detach())
+    torch.testing.assert_close(results[1], log_probs.grad)
 
 
 @pytest.mark.parametrize("recording", [True, False])

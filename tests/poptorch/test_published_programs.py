@@ -17,7 +17,6 @@ from torch import nn
 import ipufit
 from ipufit import poptorch
 from ipufit.partition.own_blocks import record_blocks
-from ipufit.poptorch import _alias
 from ipufit.poptorch._compiled import _OverwriteContextManager
 from ipufit.poptorch._impl import isWrapped, rewrapModelIfNecessary, unwrapModelIfNecessary
 
@@ -50,7 +49,7 @@ def run(*lines):
     """Run lines as a script of ``ipufit run``; returns what it prints."""
     script = textwrap.dedent("\n".join(lines))
     program = f"import sys; sys.argv = ['x']; exec({script!r})"
-    offered = "from ipufit.cli.run import offer_poptorch; offer_poptorch('standin', len); "
+    offered = "from ipufit.as_poptorch import install; install('standin', quiet=True); "
     done = subprocess.run(
         [sys.executable, "-c", offered + program], capture_output=True, text=True, timeout=120
     )
@@ -287,13 +286,11 @@ def test_that_gather_trains_on_the_embedded_engine():
 
 
 @pytest.fixture
-def alias():
+def alias(imports):
     """``import poptorch`` is the stand-in, and ``torch.ops.poptorch`` its operators."""
-    _alias.install()
-    yield torch.ops.poptorch
-    _alias.uninstall()
-    with pytest.raises(AttributeError):
-        _ = torch.ops.poptorch.push_name_scope
+    poptorch.install("standin", quiet=True)
+    assert __import__("poptorch") is poptorch
+    return torch.ops.poptorch
 
 
 def recorded(function, *inputs):

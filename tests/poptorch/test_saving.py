@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from ipufit import poptorch
-from ipufit.poptorch import _saving, optim
+from ipufit.poptorch import __version__, _saving, optim
 from ipufit.poptorch._precision import keep_float64
-from ipufit.poptorch._version import __version__
 from ipufit.poptorch.poptorch_core import Error
 
 

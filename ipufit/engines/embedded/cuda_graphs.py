@@ -30,9 +30,9 @@ from ipufit.errors import ConfigurationError
 from ipufit.utils.random_streams import LOCK
 
 __all__ = [
+    "CapturedGraph",
     "CudaGraphs",
     "Draw",
-    "Graph",
     "GraphMaker",
     "Sent",
     "Static",
@@ -46,7 +46,7 @@ __all__ = [
 Draw = Callable[[int, int], None]
 
 
-class Graph(Protocol):
+class CapturedGraph(Protocol):
     """Captured work."""
 
     def replay(self, keys: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class Graph(Protocol):
 class GraphMaker(Protocol):
     """Captures work on one device."""
 
-    def capture(self, function: Callable[[Draw], None], streams: int) -> Graph:
+    def capture(self, function: Callable[[Draw], None], streams: int) -> CapturedGraph:
         """The work of a function, which is not done yet.
 
         Args:
@@ -107,7 +107,7 @@ class CudaGraphs:
         finally:
             outside.wait_stream(self._stream)
 
-    def capture(self, function: Callable[[Draw], None], streams: int) -> Graph:
+    def capture(self, function: Callable[[Draw], None], streams: int) -> CapturedGraph:
         """The work of a function; it waits for the device once."""
         graph: Any = torch.cuda.CUDAGraph()
         generators = [torch.Generator(self._device) for _ in range(streams)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch._logging import error
+from ipufit.poptorch._operators.replaced import CTC, ctc_loss
 from ipufit.poptorch._tracing import define, tracing, untraced
 from ipufit.tracing.ipu_only import is_for_this_engine
 
@@ -17,6 +18,7 @@ __all__ = [
     "CPU",
     "attributes_lists",
     "custom_op",
+    "register_custom_op",
 ]
 
 
@@ -174,11 +176,12 @@ def custom_op(
     example_outputs: Sequence[Tensor],
     attributes: Optional[Dict[str, object]] = None,
 ) -> List[Tensor]:
-    """Call an operator that is compiled for IPUs, which only IPU hardware can run.
+    """Call an operator that is compiled for IPUs, by what is registered for it.
 
-    ``FastGatherLastDim`` of ``poptorch.custom_ops``, which PopTorch brings along, runs here too: it
-    takes the data and an index of its rank, and gives what ``torch.gather`` does on the last
-    dimension.
+    Those are what ``register_custom_op`` was called with, and at first ``FastGatherLastDim``
+    of ``poptorch.custom_ops``, PopTorch's own (``torch.gather`` on the last dimension), and what
+    Graphcore's published programs use of ``ai.graphcore`` (``RemapCE``, ``CopyTensor``, ``Ctc``)
+    and ``custom.ops`` (``LeakyRelu``).
 
     Args:
         inputs: its tensors.
@@ -191,7 +194,9 @@ def custom_op(
         Outside of a model that is being compiled: zeros like ``example_outputs``.
     Raises:
         ValueError: attributes of another kind.
-        Error: a model with it is being compiled, or an `ipufit.Model` on the embedded engine.
+        Error: a model with it is being compiled, or an `ipufit.Model` on the embedded engine, and
+            nothing is registered for it, or what is returns something else than
+            ``example_outputs``.
     """
     if attributes is not None:
         _check_attributes(attributes)
@@ -199,35 +204,95 @@ def custom_op(
             attributes_lists.append(attributes)
     if tracing() is None and not is_for_this_engine():
         return [torch.zeros_like(output) for output in example_outputs]
-    shipped = _SHIPPED.get((domain, name, domain_version))
-    if shipped is not None:
-        return shipped(inputs)
-    for value in (attributes or {}).values():
+    settings = attributes or {}
+    for value in settings.values():
         for one in value if isinstance(value, (list, tuple)) else [value]:
             _check_range(one)
+    function = _IMPLEMENTATIONS.get((domain, name, domain_version))
+    if function is not None:
+        returned = function(*inputs, **settings)
+        results = [returned] if isinstance(returned, Tensor) else list(returned)
+        forms, wanted = ([(tuple(t.shape), t.dtype) for t in g] for g in (results, example_outputs))
+        if forms != wanted:
+            raise error(
+                f"poptorch.custom_op: the function that is registered for {name!r} of {domain!r} "
+                f"must return tensors like example_outputs: expected {wanted}, got {forms}. "
+                "Register another, or pass other example_outputs."
+            )
+        return results
+    arguments = ", ".join([*(f"x{number}" for number in range(len(inputs))), *settings])
+    version = "" if domain_version == 1 else f", version={domain_version}"
     refusal = error(
         f"poptorch.custom_op: {name!r} of {domain!r}, version {domain_version}, is code compiled "
-        "for an IPU, which nothing but IPU hardware with Graphcore's SDK can run. Replace it by "
-        "torch operators where the model runs elsewhere."
+        "for an IPU, which nothing but IPU hardware with Graphcore's SDK can run. Write what it "
+        f"computes elsewhere: ipufit.poptorch.register_custom_op({name!r}, {domain!r}, "
+        f"lambda {arguments}: ...{version}), which returns tensors like example_outputs."
     )
     refusal.is_only_on_ipus = True
     raise refusal
 
 
-def _fast_gather_last_dim(inputs: Sequence[Tensor]) -> List[Tensor]:
-    data, index = inputs
+def register_custom_op(
+    name: str, domain: str, function: Callable[..., object], version: int = 1
+) -> None:
+    """Compute a custom operator with torch where nothing can run its compiled code.
+
+    It is then recorded and differentiated as the operators that the function calls. PopTorch of the
+    SDK goes on using the compiled one.
+
+    Args:
+        name: as ``poptorch.custom_op`` is called with it.
+        domain: where the name belongs.
+        function: takes the inputs by position and the attributes by name, and returns a tensor or
+            a sequence of them, with the shapes and dtypes of ``example_outputs``.
+        version: of the domain.
+    """
+    _IMPLEMENTATIONS[domain, name, version] = function
+
+
+def _fast_gather_last_dim(data: Tensor, index: Tensor, **settings: object) -> Tensor:
     if data.shape[:-1] != index.shape[:-1]:
         raise error(
             "FastGatherLastDim: the index tensor must have the same dimensions as the input, "
             f"except for the last one, got {tuple(index.shape)} for {tuple(data.shape)}. Expand "
             "one of them."
         )
-    return [torch.gather(data, -1, index.to(torch.int64))]
+    return torch.gather(data, -1, index.to(torch.int64))
 
 
-# The compiled operators that PopTorch brings along.
-_SHIPPED: Dict[Tuple[str, str, int], Callable[[Sequence[Tensor]], List[Tensor]]] = {
-    ("poptorch.custom_ops", "FastGatherLastDim", 1): _fast_gather_last_dim
+def _itself(x: Tensor, **layout: object) -> Tensor:
+    """Return the tensor: the operator changes on which tiles of an IPU it lies."""
+    return x.clone()
+
+
+def _ctc(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    *,
+    reduction: str,
+    blank: int,
+    **settings: object,
+) -> List[Tensor]:
+    """Return PopART's CTC loss, and the gradient of its sum with respect to ``log_probs``."""
+    lengths = (input_lengths, target_lengths)
+    loss = ctc_loss(log_probs, targets, *lengths, blank, reduction.lower())
+    gradient = CTC(log_probs.detach().float(), targets, *lengths, blank, False)[1]
+    return [loss, gradient.to(log_probs.dtype)]
+
+
+def _leaky_relu(x: Tensor, alpha: float) -> Tensor:
+    return torch.nn.functional.leaky_relu(x, alpha)
+
+
+# The compiled operator that PopTorch brings along, and those of Graphcore's published programs.
+_IMPLEMENTATIONS: Dict[Tuple[str, str, int], Callable[..., Any]] = {
+    ("poptorch.custom_ops", "FastGatherLastDim", 1): _fast_gather_last_dim,
+    ("ai.graphcore", "CopyTensor", 1): _itself,
+    ("ai.graphcore", "Ctc", 1): _ctc,
+    ("ai.graphcore", "RemapCE", 1): _itself,
+    ("custom.ops", "LeakyRelu", 1): _leaky_relu,
 }
 
 

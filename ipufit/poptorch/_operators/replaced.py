@@ -13,7 +13,7 @@ from ipufit.poptorch._tracing import define, tensors_in, tracing
 from ipufit.tracing import recurrent
 from ipufit.tracing.mask_rewrites import one_hot_by_comparison
 
-__all__ = ["REPLACED"]
+__all__ = ["CTC", "REPLACED", "ctc_loss"]
 
 
 class _Product(torch.autograd.Function):
@@ -149,7 +149,7 @@ def _run_ctc(
 
 
 # Both at once: what the backward pass of torch needs has a shape that depends on values.
-_CTC = define(
+CTC = define(
     "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
     "int blank, bool zero_infinity) -> (Tensor, Tensor)",
     _run_ctc,
@@ -165,7 +165,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_probs: Tensor, *rest: object) -> Tensor:
-        losses, gradient = _CTC(log_probs, *rest)
+        losses, gradient = CTC(log_probs, *rest)
         ctx.save_for_backward(gradient)
         return losses  # type: ignore[no-any-return]
 

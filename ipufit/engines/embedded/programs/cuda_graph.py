@@ -18,8 +18,8 @@ from ipufit.core.batch import CombinedBatch
 from ipufit.core.compile_arguments import CUDAGRAPH
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs import (
+    CapturedGraph,
     Draw,
-    Graph,
     GraphMaker,
     Sent,
     Static,
@@ -66,7 +66,7 @@ class _Captured:
         draws: micro-batches that draw random numbers, as their update and their place in it.
     """
 
-    graph: Graph
+    graph: CapturedGraph
     updates: Sequence[Update]
     inputs: Static
     tables: Static

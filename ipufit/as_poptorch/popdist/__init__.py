@@ -4,8 +4,9 @@ The names are those of PopDist's Python API reference. PopRun, which starts seve
 comes with the SDK alone.
 """
 
-import os
 from typing import Any, Callable, Iterable
+
+from ipufit.as_poptorch import check_alone, refuse, stands_in
 
 __all__ = [
     "execute_on_instances",
@@ -19,15 +20,7 @@ __all__ = [
     "synchronize",
 ]
 
-
-def _check_alone() -> None:
-    started = sorted(name for name in os.environ if name.startswith("POPDIST_"))
-    if started:
-        raise RuntimeError(
-            f"this process must be the only one, but {started[0]} is set, as PopRun does for the "
-            "processes that it starts. PopDist for several comes with Graphcore's Poplar SDK: "
-            "enable it in this shell, or start the script without poprun."
-        )
+stands_in(__name__, "for one process")
 
 
 def isPopdistEnvSet() -> bool:
@@ -36,7 +29,7 @@ def isPopdistEnvSet() -> bool:
     Raises:
         RuntimeError: the environment says that it has.
     """
-    _check_alone()
+    check_alone("popdist")
     return False
 
 
@@ -46,7 +39,7 @@ def init() -> None:
     Raises:
         RuntimeError: the environment says that PopRun has started this process.
     """
-    _check_alone()
+    check_alone("popdist")
 
 
 def synchronize() -> None:
@@ -95,8 +88,4 @@ def __getattr__(name: str) -> object:
     Raises:
         AttributeError: always.
     """
-    raise AttributeError(
-        f"popdist.{name} comes with Graphcore's Poplar SDK, and this is ipufit's stand-in for one "
-        f"process, which has {', '.join(__all__)}. Enable the SDK in this shell, or leave out what "
-        "uses it."
-    )
+    refuse("popdist", name, __all__, " for one process")

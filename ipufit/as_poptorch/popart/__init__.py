@@ -5,6 +5,10 @@ PopTorch's options take these numbers. They are those of ``willow/include/popart
 
 import enum
 
+from ipufit.as_poptorch import refuse, stands_in
+
+stands_in(__name__, "with its enums alone")
+
 # Each counts from 0.
 _ENUMS = {
     "AccumulateOuterFragmentSchedule": "Scheduler Serial OverlapCycleOptimized "
@@ -38,8 +42,4 @@ def __getattr__(name: str) -> object:
     Raises:
         AttributeError: always.
     """
-    raise AttributeError(
-        f"popart.{name} comes with Graphcore's Poplar SDK, and this is ipufit's stand-in, which "
-        f"has enums alone: {', '.join(_ENUMS)}. Enable the SDK in this shell, or leave out what "
-        "uses it."
-    )
+    refuse("popart", name, [*_ENUMS], " with enums alone")

@@ -1,1 +1,0 @@
-"""A folder for ``sys.path``: whoever has it there finds the stand-in as ``poptorch``."""
