@@ -1,0 +1,144 @@
+"""``python -m tests.programs [WORD ...]``: fetch and run published programs, as they are listed.
+
+Words choose programs by their paths, or a group by its name. ``--write`` writes the table of
+docs/programs.md instead. What is fetched goes to build/programs; nothing of it is kept in the
+project.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tests.programs.program import FAILS, OUT_OF_REACH, PASSES, RUNS, TRAINS, table
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "programs"
+PAGE = ROOT / "docs" / "programs.md"
+GROUPS = ("tutorials", "vision", "language", "lightning", "optimum")
+TORCH = {"3.11": "torch==2.13.0", "3.8": "torch==2.0.1"}
+
+
+def checkout(group):
+    """The folder of a source at its commit, as it is published."""
+    folder = BUILD / "sources" / group.__name__.rpartition(".")[2]
+    git = ("git", "-C", str(folder))
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        subprocess.run([*git, "init", "--quiet"], check=True)
+        fetch = ("fetch", "--quiet", "--depth=1", group.SOURCE.repository, group.SOURCE.commit)
+        subprocess.run([*git, *fetch], check=True)
+    subprocess.run([*git, "checkout", "--quiet", "--force", group.SOURCE.commit], check=True)
+    subprocess.run([*git, "clean", "-xfdq"], check=True)
+    return folder
+
+
+def python_of(group, name):
+    """The interpreter of an environment, which is made if need be."""
+    environment = group.ENVIRONMENTS[name]
+    folder = BUILD / "environments" / f"{group.__name__.rpartition('.')[2]}-{name}"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([f"python{environment.python}", "-m", "venv", str(folder)], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        required = [TORCH[environment.python], *environment.requirements]
+        try:
+            subprocess.run([*install, *required, "-e", str(ROOT), "pytest"], check=True)
+        except subprocess.CalledProcessError:
+            shutil.rmtree(folder)
+            raise
+    return str(python)
+
+
+def run(group, program):
+    """Run a program: the result in a word, and what it says of it."""
+    source, work = checkout(group), BUILD / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    if program.prepare is not None:
+        program.prepare(source, work)
+    places = {"work": str(work), "source": str(source)}
+    arguments = program.arguments.format(**places).split()
+    folder = source / (os.path.dirname(program.path) if program.folder is None else program.folder)
+    path = os.path.relpath(source / program.path, folder)
+    report, junit = work / "counts.json", work / "results.xml"
+    is_tests = program.result == PASSES
+    command = ["-m", "pytest", "-q", f"--junitxml={junit}", path] if is_tests else [path]
+    drive = [str(Path(__file__).with_name("drive.py")), str(report)]
+    updates = 0 if is_tests else program.updates
+    variables = {name: value.format(**places) for name, value in program.variables.items()}
+    done = subprocess.run(
+        [python_of(group, program.environment), *drive, str(updates), *command, *arguments],
+        cwd=str(folder),
+        env={**os.environ, "OMP_NUM_THREADS": "2", "MPLBACKEND": "Agg", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=program.seconds,
+    )
+    (BUILD / "output.txt").write_text(done.stdout, encoding="utf-8")
+    if is_tests:
+        return passed(junit, program.failures)
+    counts = json.loads(report.read_text("utf-8"))
+    if counts["updates"] >= program.updates:
+        return TRAINS, f"{counts['updates']} updates"
+    if done.returncode == 0:
+        return (RUNS if not counts["updates"] else TRAINS), f"to its end, {counts}"
+    return FAILS, "\n".join(done.stdout.splitlines()[-5:])
+
+
+def passed(junit, failures):
+    """The result of a file of tests, by pytest's report."""
+    if not junit.exists():
+        return FAILS, "pytest has written no report"
+    (suite,) = ElementTree.parse(junit).getroot().iter("testsuite")
+    counts = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
+    good = counts["failures"] + counts["errors"] == failures and counts["tests"] > failures
+    return (PASSES if good else FAILS), str(counts)
+
+
+def page(groups):
+    """The text of docs/programs.md, with its tables anew."""
+    text = PAGE.read_text("utf-8")
+    for group in groups:
+        name = group.__name__.rpartition(".")[2]
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+        head, _, rest = text.partition(begin)
+        text = head + begin + table(group.PROGRAMS) + end + rest.partition(end)[2]
+    return text
+
+
+def main(words):
+    """Run the programs that the words choose; the exit status is 1 where one does otherwise."""
+    groups = [importlib.import_module(f"tests.programs.{name}") for name in GROUPS]
+    if words == ["--write"]:
+        PAGE.write_text(page(groups), encoding="utf-8")
+        return 0
+    others = 0
+    for group in groups:
+        for program in group.PROGRAMS:
+            name = f"{group.__name__.rpartition('.')[2]}/{program.path}"
+            if program.result in (FAILS, OUT_OF_REACH):
+                continue
+            if words and not any(word in name for word in words):
+                continue
+            begun = time.monotonic()
+            try:
+                result, detail = run(group, program)
+            except subprocess.TimeoutExpired:
+                result, detail = FAILS, f"did not end within {program.seconds} s"
+            seconds = time.monotonic() - begun
+            mark = "" if result == program.result else f", listed as {program.result}"
+            others += bool(mark)
+            print(f"{name}: {result}{mark} ({seconds:.0f} s): {detail}", flush=True)
+    return 1 if others else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

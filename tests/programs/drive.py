@@ -1,0 +1,57 @@
+"""``python drive.py REPORT UPDATES ...``: what ``ipufit run --claim-ipus ...`` does, counted.
+
+The report is a JSON object: ``updates``, the calls of models for training whose results were
+finite, and ``calls``, those of all models. After so many updates the program is ended.
+"""
+
+import json
+import pathlib
+import sys
+
+import torch
+
+from ipufit.as_poptorch import install
+from ipufit.cli.main import main
+
+
+def tensors(value):
+    """All tensors in results of a model."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for one in value for tensor in tensors(one)]
+
+
+def count(report, updates):
+    """Count the calls of models from here on, into this file."""
+    install(claim_ipus=True)
+    from ipufit.poptorch import PoplarExecutor
+
+    counts = {"updates": 0, "calls": 0}
+    report.write_text(json.dumps(counts), encoding="utf-8")
+    call = PoplarExecutor.__call__
+
+    def counted(executor, *args, **kwargs):
+        results = call(executor, *args, **kwargs)
+        counts["calls"] += 1
+        if executor._training:
+            losses = [t for t in tensors(results) if t.is_floating_point()]
+            if not all(torch.isfinite(t).all() for t in losses):
+                raise SystemExit("a result of the model is not finite")
+            counts["updates"] += 1
+        report.write_text(json.dumps(counts), encoding="utf-8")
+        if counts["updates"] >= updates:
+            raise SystemExit(0)
+        return results
+
+    PoplarExecutor.__call__ = counted
+
+
+if __name__ == "__main__":
+    report, updates, *arguments = sys.argv[1:]
+    if int(updates):
+        count(pathlib.Path(report), int(updates))
+    main(["run", "--claim-ipus", *arguments])
