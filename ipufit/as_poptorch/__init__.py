@@ -18,9 +18,11 @@ from typing import NoReturn, Optional, Sequence
 __all__ = [
     "CHOICES",
     "CLAIM_IPUS",
+    "DOOR",
     "POPTORCH_VERSION",
     "check_alone",
     "install",
+    "installed",
     "refuse",
     "search_in",
     "stands_in",
@@ -41,6 +43,8 @@ _STANDIN = "ipufit.poptorch"
 _NAMES = ("horovod", "libpvti", "popart", "popdist", _POPTORCH)
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
+# What `import poptorch` finds first, which decides what it is.
+DOOR = os.path.join(_FOLDER, _POPTORCH, "__init__.py")
 # Where importlib.metadata finds the version of poptorch, on sys.path where the stand-in will be it.
 _METADATA = os.path.join(_FOLDER, "dist-info")
 
@@ -82,7 +86,7 @@ def install(choice: str = "auto", *, claim_ipus: bool = False, quiet: bool = Fal
     if quiet:
         os.environ[_NAMED] = " ".join(_NAMES)
     search_in(_FOLDER)
-    if choice == "standin" or (choice == "auto" and _installed(_POPTORCH) is None):
+    if choice == "standin" or (choice == "auto" and installed(_POPTORCH) is None):
         search_in(_METADATA)
 
 
@@ -189,7 +193,7 @@ def _check_choice(choice: str, where: str) -> None:
 
 def _give_way(name: str) -> Optional[str]:
     """Import the SDK's module in the place of the stand-in, or return why it isn't that one."""
-    spec = _installed(name)
+    spec = installed(name)
     if spec is None or spec.loader is None:
         return "no SDK is installed for this Python"
     standin, hook = sys.modules[name], sys.excepthook
@@ -212,7 +216,7 @@ def _give_way(name: str) -> Optional[str]:
     return None
 
 
-def _installed(name: str) -> Optional[importlib.machinery.ModuleSpec]:
+def installed(name: str) -> Optional[importlib.machinery.ModuleSpec]:
     """The module of this name that is not in this folder; None where there is none.
 
     A folder without ``__init__.py`` that happens to have this name is no package of the SDK.

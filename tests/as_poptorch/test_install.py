@@ -12,6 +12,7 @@ import pytest
 import ipufit.poptorch
 from ipufit.as_poptorch import install
 from ipufit.cli.main import main
+from ipufit.engines.ipu.sdk import find_sdk, why_no_sdk
 
 OF_NO_SDK = "no SDK is installed for this Python"
 
@@ -46,6 +47,22 @@ def test_the_sdk_s_is_imported_where_it_works(sdk, capsys):
     assert module is sys.modules["poptorch"]
     assert module.__spec__.origin == str(sdk / "poptorch" / "__init__.py")
     assert __import__("poptorch.part").part.name == "of the SDK"
+
+
+def test_the_ipu_engine_sees_an_sdk_behind_what_is_offered(sdk):
+    """Its PopTorch has a compiled half; it is found before it is imported, and after it."""
+    core = write(sdk, "", "poptorch/poptorch_core.so")
+    install(quiet=True)
+    for _ in range(2):
+        assert find_sdk().origin == str(core.with_name("__init__.py"))
+        __import__("poptorch")
+    assert why_no_sdk() is None
+
+
+def test_the_ipu_engine_sees_no_sdk_where_the_stand_in_was_chosen(sdk):
+    write(sdk, "", "poptorch/poptorch_core.so")
+    install("standin", quiet=True)
+    assert why_no_sdk() == "what `import poptorch` finds is the stand-in, not the SDK's PopTorch"
 
 
 def test_the_stand_in_is_imported_where_there_is_no_sdk(imports, capsys):

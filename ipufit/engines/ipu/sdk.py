@@ -17,6 +17,7 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Protocol, 
 import torch
 from torch import Tensor
 
+from ipufit.as_poptorch import DOOR, installed
 from ipufit.errors import (
     ConfigurationError,
     DeviceError,
@@ -51,6 +52,8 @@ def find_sdk() -> Optional[importlib.machinery.ModuleSpec]:
         spec = importlib.util.find_spec("poptorch")
     except (ImportError, ValueError):
         return None
+    if spec is not None and spec.origin == DOOR:
+        spec = installed("poptorch")
     # The stand-in under the other name has a spec of its own name, or none with a file.
     if spec is None or spec.name != "poptorch" or not _has_core(spec.origin):
         return None
