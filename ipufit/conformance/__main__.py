@@ -8,6 +8,7 @@ import sys
 from typing import List, Optional, Sequence
 
 from ipufit.conformance.command_line import ABOUT, EXAMPLES, add_arguments
+from ipufit.conformance.evidence import write_kit
 from ipufit.conformance.implementations import IMPLEMENTATIONS, Implementation, MissingError
 from ipufit.conformance.running import ResultTable, chosen, run, write_json
 
@@ -31,12 +32,13 @@ def main(
     options = parser.parse_args(arguments)
     patterns = options.only or ["*"]
     with contextlib.ExitStack() as stack:
-        file = None
-        if options.json is not None:
+        files = {}
+        for option, path in (("--json", options.json), ("--kit", options.kit)):
             try:
-                file = stack.enter_context(open(options.json, "w", encoding="utf-8"))
+                if path is not None:
+                    files[option] = stack.enter_context(open(path, "w", encoding="utf-8"))
             except OSError as fault:
-                parser.error(f"--json {options.json} can't be written: {fault.strerror}")
+                parser.error(f"{option} {path} can't be written: {fault.strerror}")
         implementations = _implementations(parser, options.engine)
         if not any(chosen(patterns, each) for each in implementations):
             parser.error(f"--only {' '.join(patterns)} fits no case. Try 'training/*'.")
@@ -46,8 +48,10 @@ def main(
                 tables.append(ResultTable(implementation, sys.stdout))
                 tables[-1].print(run(implementation, patterns))
         finally:  # what has been seen before an interrupt is not lost
-            if file is not None:
-                write_json(tables, file)
+            if "--json" in files:
+                write_json(tables, files["--json"])
+        if "--kit" in files:
+            write_kit(tables, files["--kit"], sys.stdout)
     return 0 if all(table.passed for table in tables) else 1
 
 

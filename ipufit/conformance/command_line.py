@@ -16,6 +16,7 @@ examples:
   {prog}                                         every case, on whatever is here
   {prog} --engine standin --only 'training/*'    some, on PopTorch's API in plain torch
   {prog} --json table.json                       a file to be sent on
+  {prog} --kit kit.json                          that, with programs and speeds, in an hour
 """
 # The names of ``ipufit.conformance.implementations``, whose import takes a while.
 ENGINES = ("embedded", "poptorch", "standin")
@@ -29,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is examined; without it, one after the other, whatever is on this machine",
     )
     parser.add_argument("--json", metavar="FILE", help="write the table to a file, too")
+    parser.add_argument(
+        "--kit",
+        metavar="FILE",
+        help="run published programs and a small benchmark, too, and write all of it to a file "
+        "that can be sent back",
+    )
     parser.add_argument(
         "--only",
         metavar="PATTERN",

@@ -1,6 +1,8 @@
 """``python -m ipufit.conformance``: the table, the file, the status."""
 
 import contextlib
+import functools
+import itertools
 import json
 import math
 import sys
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 import ipufit
-from ipufit.conformance import implementations, running
+from ipufit.conformance import evidence, implementations, running
 from ipufit.conformance.__main__ import main
 from ipufit.conformance.kit import CASES, Case, Kit
 from ipufit.conformance.running import run_case
@@ -142,6 +144,7 @@ def test_poptorch_itself_is_examined_in_float32(monkeypatch, sdk, capsys):
     [
         (["--only", "nothing"], "--only nothing fits no case. Try 'training/*'."),
         (["--json", "/no/such/folder/file"], "can't be written: No such file or directory"),
+        (["--kit", "/no/such/folder/file"], "--kit /no/such/folder/file can't be written: No such"),
         (["--engine", "ipu"], "invalid choice: 'ipu'"),
     ],
 )
@@ -152,6 +155,38 @@ def test_a_command_line_that_cannot_be_followed_is_refused_before_anything_runs(
         main(arguments)
     assert caught.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_kit_has_cases_programs_and_speeds(tmp_path, monkeypatch, capfd):
+    """One file to send back from a machine with IPUs; here a checkout's programs are left out."""
+    monkeypatch.setattr(evidence, "_ROOT", tmp_path)
+    monkeypatch.setattr(evidence, "timings", functools.partial(evidence.timings, 64))
+    path = tmp_path / "kit.json"
+    assert main(["--engine", "embedded", "--only", QUICK, "--kit", str(path)]) == 0
+    kit = json.loads(path.read_text(encoding="utf-8"))
+    assert list(kit) == ["format", "environment", "engines", "cases", "speeds", "programs"]
+    assert kit["cases"][0]["passed"] is True
+    assert kit["programs"] == []
+    engines = [status.name for status in ipufit.engines() if status.available]
+    combinations = itertools.product(engines, ("perceptron", "convolutions"), (1, 20))
+    rows = [(row["engine"], row["module"], row["device_iterations"]) for row in kit["speeds"]]
+    assert rows == list(combinations)
+    assert all(row["samples_per_second"] > 0 for row in kit["speeds"])
+    out = capfd.readouterr().out
+    assert "Published programs: not run. They are listed in a checkout of ipufit.\n" in out
+    assert "module=perceptron engine=embedded device_iterations=1 first_epoch_seconds=" in out
+
+
+def test_programs_are_those_of_the_checkout(tmp_path, monkeypatch, capfd):
+    package = tmp_path / "tests" / "programs"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    text = "import sys; open(sys.argv[2].partition('=')[2], 'w').write('[{\"path\": \"a.py\"}]')"
+    (package / "__main__.py").write_text(f"print('begun', flush=True); {text}", encoding="utf-8")
+    monkeypatch.setattr(evidence, "_ROOT", tmp_path)
+    assert evidence._programs(sys.stdout) == [{"path": "a.py"}]
+    assert capfd.readouterr().out == "begun\n"
 
 
 def test_what_was_seen_before_an_interrupt_is_in_the_file(tmp_path, monkeypatch, capsys):

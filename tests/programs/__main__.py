@@ -1,10 +1,10 @@
 """``python -m tests.programs [WORD ...]``: fetch and run published programs, as they are listed.
 
-Words choose programs by their paths, or a group by its name. ``--write`` writes the table of
-docs/programs.md instead. What is fetched goes to build/programs; nothing of it is kept in the
-project.
+Words choose programs by group and path. What is fetched goes to build/programs; nothing of it is
+kept in the project.
 """
 
+import argparse
 import importlib
 import json
 import os
@@ -55,8 +55,8 @@ def python_of(group, name):
     return str(python)
 
 
-def run(group, program):
-    """Run a program: the result in a word, and what it says of it."""
+def run(group, program, python):
+    """Run a program with this Python: the result in a word, and what it says of it."""
     source, work = checkout(group), BUILD / "work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -73,7 +73,7 @@ def run(group, program):
     updates = 0 if is_tests else program.updates
     variables = {name: value.format(**places) for name, value in program.variables.items()}
     done = subprocess.run(
-        [python_of(group, program.environment), *drive, str(updates), *command, *arguments],
+        [python, *drive, str(updates), *command, *arguments],
         cwd=str(folder),
         env={**os.environ, "OMP_NUM_THREADS": "2", "MPLBACKEND": "Agg", **variables},
         stdout=subprocess.PIPE,
@@ -114,31 +114,49 @@ def page(groups):
     return text
 
 
-def main(words):
-    """Run the programs that the words choose; the exit status is 1 where one does otherwise."""
-    groups = [importlib.import_module(f"tests.programs.{name}") for name in GROUPS]
-    if words == ["--write"]:
-        PAGE.write_text(page(groups), encoding="utf-8")
-        return 0
-    others = 0
+def results(groups, words, here):
+    """Run the programs that the words choose; yields what each did, as a dict."""
     for group in groups:
         for program in group.PROGRAMS:
             name = f"{group.__name__.rpartition('.')[2]}/{program.path}"
-            if program.result in (FAILS, OUT_OF_REACH):
-                continue
-            if words and not any(word in name for word in words):
+            is_chosen = not words or any(word in name for word in words)
+            if not is_chosen or program.result in (FAILS, OUT_OF_REACH):
                 continue
             begun = time.monotonic()
             try:
-                result, detail = run(group, program)
+                python = sys.executable if here else python_of(group, program.environment)
+                result, detail = run(group, program, python)
             except subprocess.TimeoutExpired:
                 result, detail = FAILS, f"did not end within {program.seconds} s"
-            seconds = time.monotonic() - begun
-            mark = "" if result == program.result else f", listed as {program.result}"
-            others += bool(mark)
-            print(f"{name}: {result}{mark} ({seconds:.0f} s): {detail}", flush=True)
-    return 1 if others else 0
+            seconds = round(time.monotonic() - begun)
+            yield {
+                **{"program": name, "result": result, "listed": program.result},
+                **{"seconds": seconds, "detail": detail},
+            }
+
+
+def main():
+    """Do what the command line says; the exit status is 1 where a program does otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m tests.programs", description=__doc__)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="part of group/path")
+    parser.add_argument("--here", action="store_true", help="with this Python's packages, for all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to a file")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/programs.md")
+    options = parser.parse_args()
+    groups = [importlib.import_module(f"tests.programs.{name}") for name in GROUPS]
+    if options.write:
+        PAGE.write_text(page(groups), encoding="utf-8")
+        return 0
+    rows = []
+    for row in results(groups, options.words, options.here):
+        rows.append(row)
+        other = "" if row["result"] == row["listed"] else f", listed as {row['listed']}"
+        line = f"{row['program']}: {row['result']}{other} ({row['seconds']} s): {row['detail']}"
+        print(line, flush=True)
+        if options.json is not None:  # what has been seen before an interrupt is not lost
+            options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return any(row["result"] != row["listed"] for row in rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
