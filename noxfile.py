@@ -252,6 +252,13 @@ def integrations(session: nox.Session) -> None:
 
 
 @nox.session
+def programs(session: nox.Session) -> None:
+    """Fetch published programs for IPUs and run them as they are: `-- WORD ...` chooses some."""
+    session.install("numpy", "pillow")  # what their data is made up with
+    session.run("python", "-m", "tests.programs", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Time ipufit beside its peers on the same work: `-- --quick` for a look, else minutes."""
     session.install("-e", ".[plot]", *group("bench", "torch"))
