@@ -156,6 +156,7 @@ def _kind(arguments: DataArguments) -> str:
     """Form of the data: "arrays", "dataset", "stream" (an IterableDataset) or "loader"."""
     x = arguments.x.loader if isinstance(arguments.x, Sharded) else arguments.x
     if isinstance(x, DataLoader):
+        _refuse_combined_batches(x, arguments.role)
         return "loader"
     if isinstance(x, Dataset):
         return "stream" if isinstance(x, IterableDataset) else "dataset"
@@ -168,6 +169,22 @@ def _kind(arguments: DataArguments) -> str:
             return "arrays"
         _refuse_bare_sequence(x, arguments.role)
     return "loader"
+
+
+def _refuse_combined_batches(loader: Any, role: str) -> None:
+    """A loader of PopTorch's has joined what an execution takes; one update would take it all."""
+    size = getattr(loader, "_combined_batch_size", None)
+    if size is None:
+        return
+    options = loader.options
+    batches = options.device_iterations * options.replication_factor
+    batches *= options.Training.gradient_accumulation
+    if batches > 1:
+        raise DataError(
+            f"{role} must come in micro-batches, because ipufit combines them, got a "
+            f"poptorch.DataLoader, which has combined {batches} in each batch of {size} samples. "
+            f"Pass torch's DataLoader with batch_size={size // batches}."
+        )
 
 
 def _refuse_bare_sequence(x: Any, role: str) -> None:

@@ -3,6 +3,7 @@
 import pytest
 from torch.utils.data import DataLoader, TensorDataset
 
+from ipufit import poptorch
 from ipufit.errors import DataError
 from tests.faulty import (
     EMPTY,
@@ -187,3 +188,31 @@ def test_a_loader_that_dries_up_loses_nothing(role):
     assert_same_bits(state(model), state(twin))
     assert_clean(model)
     assert fit(model).epoch == [0]
+
+
+# ---- PopTorch's loaders -------------------------------------------------------------------------
+
+
+def test_a_loader_that_has_combined_micro_batches_is_refused():
+    """One update would take all that an execution of PopTorch does."""
+    dataset = TensorDataset(X, Y)
+    options = poptorch.Options().deviceIterations(2)
+    options.Training.gradientAccumulation(2)
+    engine = Watched()
+    model = compiled(engine=lambda: engine)
+    text = (
+        "training data must come in micro-batches, because ipufit combines them, got a "
+        "poptorch.DataLoader, which has combined 4 in each batch of 8 samples. Pass torch's "
+        "DataLoader with batch_size=2."
+    )
+    with refused(model, DataError, text):
+        fit(model, poptorch.DataLoader(options, dataset, batch_size=2))
+
+
+def test_a_loader_of_poptorch_s_that_combines_nothing_is_read_as_torch_s():
+    dataset = TensorDataset(X, Y)
+    one, other = compiled(), compiled()
+    other.module.load_state_dict(one.module.state_dict())
+    fit(one, poptorch.DataLoader(poptorch.Options(), dataset, batch_size=4))
+    fit(other, DataLoader(dataset, batch_size=4))
+    assert_same_bits(one.module.state_dict(), other.module.state_dict())
