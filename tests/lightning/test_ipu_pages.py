@@ -1,4 +1,4 @@
-"""Programs like those of Lightning's pages about IPUs, basic, intermediate and advanced.
+"""Programs like those of Lightning's pages about IPUs, and of Graphcore's article about Lightning.
 
 The names they were written with are here those of ipufit: ``Trainer`` and ``IPUStrategy`` of
 ``ipufit.lightning``, and ``poptorch`` of ``ipufit``.
@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from ipufit import poptorch
 from tests.core.test_precision import needs_half_autocast
-from tests.lightning.twins import pl
+from tests.lightning.twins import by_lightning, pl
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -93,7 +93,7 @@ class Inside(Net):
             return x.softmax(1)
 
 
-def run(module, **options):
+def run(module, *data, **options):
     """Train; the loss of validation has to fall."""
     x, y = module.val_dataloader().dataset.tensors
     with torch.no_grad():
@@ -101,9 +101,17 @@ def run(module, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(**{**QUIET, **options})
-        trainer.fit(module)
+        trainer.fit(module, *data)
     assert trainer.callback_metrics["val_loss"].item() < before.item() - 0.001
     return trainer
+
+
+def assert_as_on_the_cpu(module, *data, **options):
+    """The weights are those of Lightning's own Trainer with these data and options."""
+    expected = Net()
+    by_lightning(expected, "fit", *data, **{"max_epochs": 2, **options})
+    ours, theirs = ([p.detach() for p in m.parameters()] for m in (module, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +188,55 @@ def test_a_model_in_blocks(engine, kind):
     strategy = IPUStrategy(device_iterations=20, engine=engine)
     module = kind()
     assert run(module, accelerator="ipu", devices=8, strategy=strategy).global_step == 2
+
+
+@ENGINES
+def test_blocks_that_are_begun_before_fit(engine):
+    """Article: the layers of a module that knows nothing of IPUs."""
+    module = Net()
+    for ipu in range(4):
+        poptorch.BeginBlock(module.net[ipu], ipu_id=ipu)
+    run(module, accelerator="ipu", accumulate_grad_batches=8, strategy=IPUStrategy(engine=engine))
+    assert_as_on_the_cpu(module, accumulate_grad_batches=8)
+
+
+@ENGINES
+def test_options_of_300_iterations_and_four_replicas(engine):
+    """Article: 300 x 4 x 8 samples are one execution of 300 updates."""
+    options = poptorch.Options().deviceIterations(300).replicationFactor(4)
+    x = torch.randn(9600, 5, generator=torch.Generator().manual_seed(2))
+    dataset = TensorDataset(x, x.argmax(1))
+    data = DataLoader(dataset, batch_size=8)
+    module, strategy = Net(), IPUStrategy(training_opts=options, engine=engine)
+    trainer = run(module, data, accelerator="ipu", devices=4, max_epochs=1, strategy=strategy)
+    assert trainer.global_step == 1
+    assert_as_on_the_cpu(module, DataLoader(dataset, batch_size=32), max_epochs=1)
+
+
+@ENGINES
+def test_clipping_which_the_pages_exclude(engine):
+    """Basic, known limitations: it is Lightning's own."""
+    clipped = {"gradient_clip_val": 0.05}
+    module, strategy = Net(), IPUStrategy(engine=engine)
+    run(module, accelerator="ipu", devices=2, strategy=strategy, **clipped)
+    assert_as_on_the_cpu(module, accumulate_grad_batches=2, **clipped)
+
+
+@ENGINES
+def test_a_batch_sampler_for_several_replicas_which_the_pages_exclude(engine):
+    """Basic, known limitations: each batch of the sampler is a micro-batch."""
+    module, strategy = Net(), IPUStrategy(engine=engine)
+    dataset = module.train_dataloader().dataset
+    sampler = BatchSampler(SequentialSampler(dataset), 4, drop_last=False)
+    data = DataLoader(dataset, batch_sampler=sampler)
+    run(module, data, accelerator="ipu", devices=2, strategy=strategy)
+    assert_as_on_the_cpu(module, accumulate_grad_batches=2)
+
+
+def test_ipus_is_no_argument_of_today_s_trainer():
+    """Article: one line asked for ``ipus=1`` in 2021."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ipus'"):
+        Trainer(ipus=1, **QUIET)
 
 
 def test_names_of_earlier_versions_say_what_they_are_called_now():

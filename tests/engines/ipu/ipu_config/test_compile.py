@@ -444,6 +444,57 @@ def test_one_wildcard_spreads_the_layers_over_all_ipus(capsys):
     assert "Inference: sharded over 2 stages: stage 0 from 0; stage 1 from 1." in text
 
 
+class Layers(nn.Module):
+    """As many as a number says, one after the other."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.block = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.block:
+            x = layer(x).tanh()
+        return x
+
+
+class Summarizer(nn.Module):
+    """Has an encoder and a decoder."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder, self.head = Layers(4), Layers(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.decoder(self.encoder(x)))
+
+
+@pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
+def test_a_file_changed_for_inference_spreads_encoder_and_decoder(engine, tmp_path, capsys):
+    """As a notebook about T5 does, which also names a folder for executables."""
+    IPUConfig(layers_per_ipu=[1, 3, 2, 2], gradient_accumulation_steps=8).save_pretrained(tmp_path)
+    config = IPUConfig.from_pretrained(
+        str(tmp_path),
+        executable_cache_dir=str(tmp_path / "cache"),
+        inference_layers_per_ipu=[-1],
+    )
+    module = Summarizer()
+    model = ipufit.Model(module, engine=engine)
+    model.compile("sgd", "cross_entropy", config=config)
+    model.fit(X, Y, batch_size=1, verbose=0)
+    values = model.evaluate(X, Y, batch_size=1, verbose=0)
+    expected = nn.functional.cross_entropy(module(X), Y).item()
+    assert values["loss"] == pytest.approx(expected, rel=1e-5)
+    model.explain()
+    text = capsys.readouterr().out
+    stages = "stage 0 from encoder.block.0; stage 1 from {}; stage 2 from {}; stage 3 from {}."
+    trained = stages.format("encoder.block.1", "decoder.block.0", "decoder.block.2")
+    spread = stages.format("encoder.block.2", "decoder.block.0", "decoder.block.2")
+    assert f"Training: pipelined over 4 stages: {trained}" in text
+    assert f"Inference: sharded over 4 stages: {spread}" in text
+    assert (tmp_path / "cache").exists() is (engine == "ipu-standin")
+
+
 @pytest.mark.parametrize(
     ("given", "options", "text"),
     [
