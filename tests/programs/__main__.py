@@ -20,7 +20,10 @@ from tests.programs.program import FAILS, OUT_OF_REACH, PASSES, RUNS, TRAINS, ta
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "programs"
 PAGE = ROOT / "docs" / "programs.md"
-GROUPS = ("tutorials", "vision", "language", "lightning", "optimum")
+GROUPS = (
+    *("tutorials", "vision", "language"),
+    *("lightning", "lightning_strategy", "lightning_examples", "optimum"),
+)
 TORCH = {"3.11": "torch==2.13.0", "3.8": "torch==2.0.1"}
 
 

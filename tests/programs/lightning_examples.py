@@ -1,0 +1,98 @@
+"""Graphcore's examples that train with Lightning 1.9."""
+
+import struct
+
+import numpy as np
+
+from tests.programs.program import OUT_OF_REACH, TRAINS, Environment, Program, Source
+
+SOURCE = Source(
+    title="graphcore/examples with Lightning",
+    repository="https://github.com/graphcore/examples",
+    commit="3cc8f81f13728dd8c17d0d3c8d2fc1549b159485",
+)
+ENVIRONMENTS = {
+    "default": Environment(
+        (
+            *("pytorch-lightning==1.9.5", "torchvision==0.28.0", "rich==13.3.1", "wandb"),
+            *("timm==0.5.4", "PyTurboJPEG==1.6.3", "text_unidecode", "pyyaml", "tqdm"),
+        )
+    )
+}
+CNNS = "vision/cnns/pytorch-lightning"
+RNN = "tutorials/simple_applications/pytorch_lightning/shakespeare-rnn"
+
+
+def clothes(folder, rows):
+    """A function that writes so many made-up images of FashionMNIST into this folder."""
+
+    def prepare(source, work):
+        raw = source / folder / "FashionMNIST" / "raw"
+        raw.mkdir(parents=True)
+        random = np.random.RandomState(0)
+        for name, count in (("train", rows), ("t10k", rows)):
+            labels = random.randint(0, 10, count).astype(np.uint8)
+            images = random.randint(0, 256, (count, 28, 28)).astype(np.uint8)
+            head = struct.pack(">IIII", 0x803, count, 28, 28)
+            (raw / f"{name}-images-idx3-ubyte").write_bytes(head + images.tobytes())
+            head = struct.pack(">II", 0x801, count)
+            (raw / f"{name}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
+
+    return prepare
+
+
+def text(source, work):
+    """Words in an order of no meaning."""
+    words = ["to be ", "or not ", "that is\n", "the question. "]
+    chosen = np.random.RandomState(0).randint(0, len(words), 12_000)
+    made = "".join(words[index] for index in chosen)
+    (source / RNN / "shakespeare.txt").write_text(made, encoding="utf-8")
+
+
+def tutorial(name, rows, adaptation="made-up data", **how):
+    folder = f"{CNNS}/tutorials"
+    path, prepare = f"{folder}/{name}.py", clothes(f"{folder}/FashionMNIST", rows)
+    return Program(path, TRAINS, adaptation=adaptation, prepare=prepare, **how)
+
+
+PROGRAMS = [
+    Program(f"{CNNS}/tutorials/custom_losses.py", TRAINS),
+    tutorial("simple_lightning_ipu", 1600),
+    tutorial(
+        "pipelined_ipu", 26_000, "made-up data; an execution is 50 updates", updates=1, seconds=1200
+    ),
+    tutorial(
+        "ipu_strategy_and_dataloading",
+        20_000,
+        "made-up data; an execution is 300 updates",
+        updates=1,
+        seconds=1800,
+    ),
+    Program(
+        f"{CNNS}/train_lightning.py",
+        TRAINS,
+        arguments="--config resnet50 --model resnet18 --data generated --epoch 1 "
+        "--validation-mode none --replica 1 --micro-batch-size 1 --gradient-accumulation 2 "
+        "--dataloader-worker 1 --precision 32.32 --recompute-mode none",
+    ),
+    Program(
+        f"{RNN}/train.py",
+        TRAINS,
+        arguments="--ipus 2 --epochs 1",
+        adaptation="made-up text; an execution is 500 updates",
+        prepare=text,
+        updates=1,
+        seconds=1200,
+    ),
+    Program(
+        f"{CNNS}/test/smoke_test.py",
+        OUT_OF_REACH,
+        "its package `examples_tests` is in no package index; the programs that it starts are "
+        "those above",
+    ),
+    Program(
+        f"{RNN}/smoke_test.py",
+        OUT_OF_REACH,
+        "it downloads its text, and its package `examples_tests` is in no package index",
+    ),
+]
