@@ -30,7 +30,7 @@ from ipufit.errors import CaptureError, DataError, DeviceError, IpufitError, Los
 from ipufit.losses import check_labels
 from ipufit.losses.named import check_torch_loss
 from ipufit.tracing.capture import TORCH_PATH, Frame, describe_frame, frame_of
-from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_functions
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.validate import find_unregistered
@@ -198,7 +198,7 @@ def _repeat(
     names = (list(parameters), list(buffers))
     micro = GradStep(step, *names, sample, step.loss is not None, precision=precision)
     last = _LastOperator()
-    with fork_rng(), preserve_attributes(step), for_this_engine(), warnings.catch_warnings():
+    with fork_rng(), step.preserve_attributes(), for_this_engine(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             copies = [tensor.detach().clone() for tensor in tensors]

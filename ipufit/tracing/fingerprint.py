@@ -22,7 +22,7 @@ from ipufit.losses import Loss
 from ipufit.tracing.user_lines import is_users, users_module
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import generator_state
-from ipufit.utils.state import MEMBERS, MemoSnapshot, Place
+from ipufit.utils.state import MEMBERS, Place, Snapshot, is_of_torch
 
 __all__ = [
     "PLAIN",
@@ -68,9 +68,30 @@ class StepModule(nn.Module):
         step.net = net
         return step
 
-    def memos(self) -> MemoSnapshot:
-        """Note what the user's code can reach before it is recorded."""
-        return MemoSnapshot(self.owners(), CodeReader(self).places)
+    @contextlib.contextmanager
+    def preserve_attributes(self) -> Iterator[List[str]]:
+        """Undo what forward and loss set on themselves: tensors of a recording have no values.
+
+        Yields:
+            A list that holds, afterwards, what was set or filled, as "Class.attribute", sorted;
+            what torch's own modules set on themselves is left out.
+        """
+        changed: List[str] = []
+        snapshot = Snapshot(self.owners(), CodeReader(self).places, keeps_values=True)
+        try:
+            yield changed
+        finally:
+            changed += snapshot.changed()
+            changed += snapshot.restore()
+
+    @contextlib.contextmanager
+    def forget_recording(self) -> Iterator[None]:
+        """Let no tensor of a recording in the block stay where the user's code can reach it."""
+        snapshot = Snapshot(self.owners(), CodeReader(self).places)
+        try:
+            yield
+        finally:
+            snapshot.forget()
 
 
 # Titles of what code writes itself when it is recorded, by the user's module.
@@ -415,9 +436,8 @@ class FrozenValues:
         reader = CodeReader(self._step)
         values = [(title, value, 0) for title, value in reader.values]
         for part in self._step.owners():
-            is_torchs = type(part).__module__.partition(".")[0] == "torch"
             for name, value in vars(part).items():
-                is_read = name in reader.names or (is_torchs and not name.startswith("_"))
+                is_read = name in reader.names or (is_of_torch(part) and not name.startswith("_"))
                 if is_read and isinstance(value, (*PLAIN, list, tuple, dict)):
                     values.append((f"{type(part).__name__}.{name}", value, id(part)))
         self._held = []

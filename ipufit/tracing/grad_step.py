@@ -27,7 +27,7 @@ from ipufit.tracing.validate import find_unregistered, public_name, rebound, sto
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import AttributeSnapshot, call_with, device_of, eval_mode, train_mode
+from ipufit.utils.state import call_with, device_of, eval_mode, train_mode
 
 __all__ = [
     "GradStep",
@@ -37,7 +37,6 @@ __all__ = [
     "capture_step",
     "carries_loss",
     "follow_stages",
-    "preserve_attributes",
     "public_name",
     "unpack_reported",
 ]
@@ -202,24 +201,6 @@ class ModuleWithLoss(StepModule):
         return () if self.loss is None else self.loss.label_ranges(outputs, target)
 
 
-@contextlib.contextmanager
-def preserve_attributes(step: StepModule) -> Iterator[List[str]]:
-    """Undo what forward and loss set on themselves: tensors of a recording have no values.
-
-    Yields:
-        A list that holds, afterwards, what was set or filled, as "Class.attribute", sorted; what
-        torch's own modules set on themselves is left out.
-    """
-    changed: List[str] = []
-    snapshot, memos = AttributeSnapshot(step.owners()), step.memos()
-    try:
-        yield changed
-    finally:
-        changed += snapshot.changed()
-        snapshot.restore()
-        changed += memos.forget()
-
-
 def carries_loss(result: object) -> bool:
     """Tell whether a module that may return its own loss did so: a 0-dim tensor in its place."""
     loss = find_loss(result)
@@ -297,7 +278,7 @@ def capture_step(
         return ()
 
     mode = (train_mode if is_training else eval_mode)(step.net, step.loss_module)
-    with isolated(device), mode, preserve_attributes(step):
+    with isolated(device), mode, step.preserve_attributes():
         capture(traced, [*map(stand_in, named.values()), *leaves], **options)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
@@ -20,7 +19,7 @@ from ipufit.tracing.fingerprint import StepModule
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import AttributeSnapshot, call_with, device_of, eval_mode, fork_rng
+from ipufit.utils.state import call_with, device_of, eval_mode, fork_rng
 
 __all__ = ["Layer", "layers_of", "note_calls", "output_shapes"]
 
@@ -104,7 +103,6 @@ def output_shapes(
     """
     shapes: Dict[nn.Module, List[str]] = {}
     used: Set[str] = set()
-    device = device_of(module)
     handles = [
         part.register_forward_hook(
             lambda part, _, out: shapes.setdefault(part, []).append(form(out))
@@ -112,8 +110,7 @@ def output_shapes(
         for part in module.modules()
     ]
     try:
-        with isolated(device), eval_mode(module), _attributes_kept(module):
-            _call_without_values(module, batch, device, used)
+        _call_without_values(module, batch, used)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return shapes, used, "it reads the value of a tensor"
     except Exception as error:
@@ -134,10 +131,9 @@ def outputs_of(module: nn.Module, batch: MicroBatch) -> tree.Tree:
         module: is called once.
         batch: a micro-batch; of its tensors only shape and dtype matter.
     """
-    device = device_of(module)
-    with fork_rng(), isolated(device), eval_mode(module), _attributes_kept(module):
+    with fork_rng():
         try:
-            return _call_without_values(module, batch, device, set())
+            return _call_without_values(module, batch, set())
         except Exception:
             return None
 
@@ -154,9 +150,8 @@ class _ParameterReads(Listener):
         self._used.update(self._names[id(t)] for t in call.inputs if id(t) in self._names)
 
 
-def _call_without_values(
-    module: nn.Module, batch: MicroBatch, device: torch.device, used: Set[str]
-) -> tree.Tree:
+def _call_without_values(module: nn.Module, batch: MicroBatch, used: Set[str]) -> tree.Tree:
+    device, attributes = device_of(module), StepModule.around(module).preserve_attributes()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state: Dict[str, Tensor] = {
         name: mode.from_tensor(tensor)
@@ -164,21 +159,11 @@ def _call_without_values(
     }
     reads = _ParameterReads({id(tensor): name for name, tensor in state.items()}, used)
     # With gradients: torch's fused kernels for inference would skip layers.
-    with mode, watch_operators(reads), torch.enable_grad():
+    gradients = torch.enable_grad()
+    with isolated(device), eval_mode(module), attributes, mode, watch_operators(reads), gradients:
         leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in batch.leaves]
         args, kwargs, _, _ = dataclasses.replace(batch, leaves=tuple(leaves)).unpack()
         return call_with(module, state, args, kwargs)
-
-
-@contextlib.contextmanager
-def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Put back what forward assigns to its modules: it would be tensors without values."""
-    snapshot = AttributeSnapshot([*module.modules()])
-    with StepModule.around(module).memos():
-        try:
-            yield
-        finally:
-            snapshot.restore()
 
 
 def form(output: tree.Tree) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
 from ipufit.tracing.capture import capture, user_frame
-from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.tracing.recording import GraphPlace, autograd_nodes, current_graph, listen_to_backward
 from ipufit.tracing.validate import public_name
@@ -272,7 +272,7 @@ def trace_calls(
         with calls.listed():
             return micro(*tensors)
 
-    with preserve_attributes(step):
+    with step.preserve_attributes():
         capture(watched, arguments)
     return calls.calls
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import operator
@@ -12,7 +13,7 @@ import sys
 import types
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,10 @@ from ipufit.utils.interrupts import defer_sigint
 
 __all__ = [
     "MEMBERS",
-    "AttributeSnapshot",
-    "MemoSnapshot",
     "Place",
+    "Snapshot",
     "call_with",
+    "copied",
     "copy_optimizer_state",
     "cuda_in_use",
     "device_of",
@@ -35,6 +36,7 @@ __all__ = [
     "fork_rng",
     "generator_states",
     "generators_of",
+    "is_of_torch",
     "preserve_state",
     "recurrent_on_gpu",
     "refill",
@@ -170,132 +172,154 @@ _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
 MEMBERS = ("_parameters", "_buffers", "_modules")
 # What torch keeps in a module for itself, hooks among it.
 _OF_TORCH = frozenset(vars(nn.Module()))
-
-
-class AttributeSnapshot:
-    """The attributes of objects, and what is in the lists, dicts, sets and deques among them.
-
-    Args:
-        owners: modules and other objects that have attributes.
-    """
-
-    def __init__(self, owners: Sequence[object]) -> None:
-        # Parameters, buffers and modules have no owner here: what is done to them is not told.
-        self._namespaces: List[Tuple[object, Dict[str, object], Dict[str, object]]] = []
-        self._contents: List[Tuple[object, str, Any, Any]] = []
-        self._tensors: List[Tuple[object, str, Tensor, int, Tensor]] = []
-        for owner in owners:
-            self._namespaces.append((owner, vars(owner), dict(vars(owner))))
-            for name, value in vars(owner).items():
-                if isinstance(value, Tensor):
-                    clone = value.detach().clone()
-                    self._tensors.append((owner, name, value, value._version, clone))
-                elif name in MEMBERS:
-                    self._namespaces.append((None, vars(owner)[name], dict(vars(owner)[name])))
-                elif type(value) in _CONTAINERS and name not in _OF_TORCH:
-                    self._contents.append((owner, name, value, value.copy()))
-
-    def changed(self) -> List[str]:
-        """Name what is bound to another value, gone, or has other contents, as "Class.attribute".
-
-        Parameters, buffers and modules are left out, and what torch's own modules set.
-        """
-        titles = set()
-        for owner, now, before in self._namespaces:
-            for name in {**before, **now} if owner is not None else ():
-                is_same = before.get(name, self) is now.get(name, self)
-                if not is_same and not _is_of_torch(owner):
-                    titles.add(f"{type(owner).__name__}.{name}")
-        for owner, name, container, content in self._contents:
-            if not _is_same(container, content) and not _is_of_torch(owner):
-                titles.add(f"{type(owner).__name__}.{name}")
-        return sorted(titles)
-
-    def written(self) -> List[str]:
-        """Name the tensors among the attributes that were changed in place, likewise."""
-        return [
-            f"{type(owner).__name__}.{name}"
-            for owner, name, tensor, version, _ in self._tensors
-            if tensor._version != version and not _is_of_torch(owner)
-        ]
-
-    def restore(self) -> None:
-        """Put back every attribute, the values of tensors, and what was in each container."""
-        for _, _, tensor, version, value in self._tensors:
-            if tensor._version != version:
-                with torch.no_grad():
-                    tensor.copy_(value)
-        for _, _, container, content in self._contents:
-            refill(container, content)
-        for _, namespace, before in self._namespaces:
-            if namespace.keys() != before.keys():
-                namespace.clear()
-            namespace.update(before)
-
-
 # Title, owner, name and value of a global, a variable around a function, an attribute of a class.
 Place = Tuple[str, object, str, object]
 # Levels of objects and containers that are looked at, and items of a container.
 _DEPTH, _MOST = 6, 1000
 
 
-class MemoSnapshot:
-    """The values that code can reach, by which tensors of a recording are found that it keeps.
+@dataclasses.dataclass(eq=False)
+class _Part:
+    """The attributes of an object, or what is in a container, with a copy of it.
 
-    Args:
-        owners: modules and other objects that have attributes, whose values may have some as well.
-        places: where else the code reads.
+    Attributes:
+        title: of it, for people.
+        now: what may change.
+        depth: how many levels of what is in there are looked at.
+        has_names: whether these are attributes, which have titles of their own.
+        is_whole: whether all is put back, not only what a recording has left.
+        is_told: whether a change of it is told.
     """
 
-    def __init__(self, owners: Sequence[object], places: Sequence[Place] = ()) -> None:
-        # Titles, whether they are attributes, what is in there, and a copy of it.
-        self._contents: List[Tuple[str, bool, Any, Any]] = []
-        self._caches: List[Tuple[functools._lru_cache_wrapper[object], object]] = []
-        self._places = places
-        followed: Set[int] = set()
-        values: List[Tuple[str, object, bool, int]] = []
-        for owner in owners:
-            for part in (vars(owner), *map(vars(owner).get, MEMBERS)):
-                values.append((type(owner).__name__, part, True, _DEPTH))
-        for title, _, _, value in places:
-            values.append((title, value, False, _DEPTH))
-        # Nearest first; the list grows.
-        for title, value, is_namespace, depth in values:
-            if isinstance(value, functools._lru_cache_wrapper):
-                self._caches.append((value, value.cache_info()))
-            parts = _parts_of(value)
-            if parts is None or not depth or id(parts) in followed:
-                continue
-            followed.add(id(parts))
-            is_namespace = is_namespace or parts is not value
-            content = dict(parts.items()) if isinstance(parts, dict) else list(parts)
-            self._contents.append((title, is_namespace, parts, content))
-            for name in content if len(content) <= _MOST else ():
-                inner = content[name] if isinstance(parts, dict) else name
-                named = f"{title}.{name}" if is_namespace else title
-                values.append((named, inner, False, depth - 1))
+    title: str
+    now: Any
+    depth: int = _DEPTH
+    has_names: bool = False
+    is_whole: bool = False
+    is_told: bool = False
 
-    def __enter__(self) -> MemoSnapshot:
-        return self
+    def __post_init__(self) -> None:
+        self.before = copied(self.now)
 
-    def __exit__(self, *error: object) -> None:
-        self.forget()
+    def title_of(self, name: object) -> str:
+        """How the value of this name or key is called."""
+        return f"{self.title}.{name}" if self.has_names else self.title
+
+    def values(self) -> Iterator[Tuple[str, object]]:
+        """Yield what was in there, each behind its title; nothing of a large container."""
+        for name in self.before if len(self.before) <= _MOST else ():
+            yield self.title_of(name), self.before[name] if isinstance(self.before, dict) else name
+
+    def changed(self) -> List[str]:
+        """Titles of what is bound to another value, gone, or has other contents."""
+        before, now = self.before, self.now
+        if not self.has_names:
+            return [] if _is_same(now, before) else [self.title]
+        names = {**before, **now}
+        return [self.title_of(n) for n in names if before.get(n, self) is not now.get(n, self)]
 
     def forget(self) -> List[str]:
         """Put back what was in the place of tensors of a recording; return titles of these."""
-        titles = []
-        for title, is_namespace, parts, content in self._contents:
-            if isinstance(parts, dict):
-                for name, value in list(parts.items()):
-                    if value is not content.get(name, self) and _is_recorded(value):
-                        titles.append(f"{title}.{name}" if is_namespace else title)
-                        del parts[name]
-                        parts.update({name: content[name]} if name in content else {})
-                for name in content if is_namespace else ():
-                    parts.setdefault(name, content[name])
-            elif not _is_same(parts, content) and _is_recorded(parts):
-                titles.append(title)
-                refill(parts, content)
+        titles, now, before = [], self.now, self.before
+        if isinstance(now, dict):
+            for name, value in list(now.items()):
+                if value is not before.get(name, self) and _is_recorded(value):
+                    titles.append(self.title_of(name))
+                    del now[name]
+                    now.update({name: before[name]} if name in before else {})
+            for name in before if self.has_names else ():
+                now.setdefault(name, before[name])
+        elif not _is_same(now, before) and _is_recorded(now):
+            titles.append(self.title)
+            refill(now, before)
+        return titles
+
+
+class Snapshot:
+    """Values that code can reach, at one time.
+
+    What owners have as attributes, and in the lists, dicts, sets and deques among these, is told
+    and put back. Of what lies deeper and elsewhere, what a recording has left there is: tensors
+    without values.
+
+    Args:
+        owners: modules and other objects that have attributes.
+        places: where else the code reads.
+        keeps_values: whether tensors among the attributes are copied, to be put back too.
+    """
+
+    def __init__(
+        self, owners: Sequence[object], places: Sequence[Place] = (), keeps_values: bool = False
+    ) -> None:
+        self._parts: List[_Part] = []
+        self._tensors: List[Tuple[str, bool, Tensor, int, Optional[Tensor]]] = []
+        self._caches: List[Tuple[functools._lru_cache_wrapper[object], object]] = []
+        self._places = places
+        for owner in owners:
+            self._add_attributes(owner, keeps_values)
+        self._followed = {id(part.now) for part in self._parts}
+        for title, _, _, value in places:
+            self._follow(title, value, _DEPTH)
+        # Nearest first; the list grows.
+        for part in self._parts:
+            for title, value in part.values():
+                self._follow(title, value, part.depth - 1)
+
+    def _add_attributes(self, owner: object, keeps_values: bool) -> None:
+        title, is_told = type(owner).__name__, not is_of_torch(owner)
+        self._parts.append(_Part(title, vars(owner), _DEPTH, True, True, is_told))
+        for name, value in vars(owner).items():
+            named = f"{title}.{name}"
+            if isinstance(value, Tensor):
+                copy = value.detach().clone() if keeps_values else None
+                self._tensors.append((named, is_told, value, value._version, copy))
+            elif name in MEMBERS:
+                # What is done to parameters, buffers and modules is not told.
+                self._parts.append(_Part(title, value, _DEPTH, True, True))
+            elif type(value) in _CONTAINERS and name not in _OF_TORCH:
+                self._parts.append(_Part(named, value, _DEPTH - 1, False, True, is_told))
+
+    def _follow(self, title: str, value: object, depth: int) -> None:
+        if isinstance(value, functools._lru_cache_wrapper):
+            self._caches.append((value, value.cache_info()))
+        parts = _parts_of(value)
+        if parts is not None and depth and id(parts) not in self._followed:
+            self._followed.add(id(parts))
+            self._parts.append(_Part(title, parts, depth, has_names=parts is not value))
+
+    def changed(self) -> List[str]:
+        """Name what is bound to another value, gone, or has other contents, as "Class.attribute".
+
+        Parameters, buffers and modules are left out, and what torch's own modules set.
+        """
+        return sorted({title for part in self._parts if part.is_told for title in part.changed()})
+
+    def written(self) -> List[str]:
+        """Name the tensors among the attributes that were changed in place, likewise."""
+        return [
+            title
+            for title, is_told, tensor, version, _ in self._tensors
+            if is_told and tensor._version != version
+        ]
+
+    def restore(self) -> List[str]:
+        """Put back every attribute, the values of tensors, and what was in each container.
+
+        Returns:
+            Titles of what a recording had left elsewhere.
+        """
+        for _, _, tensor, version, value in self._tensors:
+            if value is not None and tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(value)
+        for part in self._parts:
+            if part.is_whole:
+                refill(part.now, part.before)
+        return self.forget()
+
+    def forget(self) -> List[str]:
+        """Put back what was in the place of tensors of a recording; return titles of these."""
+        titles = [title for part in self._parts for title in part.forget()]
         for title, owner, name, before in self._places:
             now = owner.get(name) if isinstance(owner, dict) else getattr(owner, name)
             if now is not before and _is_recorded(now):
@@ -328,8 +352,16 @@ def _is_recorded(value: object, depth: int = 4) -> bool:
     return depth > 0 and any(_is_recorded(part, depth - 1) for part in inner)
 
 
-def _is_of_torch(owner: object) -> bool:
-    return type(owner).__module__.partition(".")[0] == "torch"
+def is_of_torch(value: object) -> bool:
+    """Tell whether a value is of a class of torch's own."""
+    return type(value).__module__.partition(".")[0] == "torch"
+
+
+def copied(container: Any) -> Any:
+    """Copy a container, shallowly, to a plain one: classes of users may hold more."""
+    if isinstance(container, dict):
+        return dict(container.items())
+    return set(container) if isinstance(container, set) else list(container)
 
 
 def refill(container: Any, content: Any) -> None:

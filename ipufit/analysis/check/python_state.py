@@ -23,7 +23,7 @@ from ipufit.utils.random_streams import (
     same_state,
     set_generator,
 )
-from ipufit.utils.state import MEMBERS, refill
+from ipufit.utils.state import MEMBERS, copied, is_of_torch, refill
 
 __all__ = ["Change", "OwnedName", "PythonSnapshot", "write_back"]
 
@@ -126,8 +126,7 @@ def owners_of(step: ModuleWithLoss) -> Iterator[ValueOwner]:
             continue
         visited.add(id(part))
         kind = type(part)
-        is_torchs = kind.__module__.partition(".")[0] == "torch"
-        yield ValueOwner(part, kind.__name__, is_torchs=is_torchs)
+        yield ValueOwner(part, kind.__name__, is_torchs=is_of_torch(part))
         if isinstance(part, nn.Module):
             for members in MEMBERS:
                 yield ValueOwner(part, members, "members", mapping=vars(part)[members])
@@ -229,7 +228,7 @@ class PythonSnapshot:
                 self._tensors[id(value)] = (place, value, value.detach().clone())
         elif isinstance(value, CONTAINERS):
             if id(value) not in self._contents:
-                self._contents[id(value)] = (place, value, _copied(value))
+                self._contents[id(value)] = (place, value, copied(value))
                 inner = list(value.values()) if isinstance(value, dict) else list(value)
                 for item in inner if depth and len(inner) <= _MOST else ():
                     self._keep(place, item, depth - 1)
@@ -319,13 +318,6 @@ def _items(container: Any) -> List[object]:
     if isinstance(container, dict):
         return [part for item in container.items() for part in item]
     return list(container)
-
-
-def _copied(value: Any) -> Any:
-    """Copy a container, shallowly, to a plain one: classes of users may hold more."""
-    if isinstance(value, dict):
-        return dict(value)
-    return set(value) if isinstance(value, set) else list(value)
 
 
 def _equal(old: object, new: object) -> bool:

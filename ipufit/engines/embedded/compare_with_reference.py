@@ -18,7 +18,7 @@ from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.comparison import Comparison, Difference, Tolerance, distance
-from ipufit.tracing.grad_step import preserve_attributes, public_name
+from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.interpreter import InstrumentedInterpreter, Listener, OperatorCall
 from ipufit.tracing.source_map import CallRecorder, Origin, TracedCall, trace_calls
 from ipufit.utils import tree
@@ -108,7 +108,7 @@ class ReferenceComparison:
         run: Callable[..., Sequence[Tensor]] = micro
         if double:
             run = without_autocast(micro, arguments)
-        with preserve_attributes(self.live.step), calls.listed():
+        with self.live.step.preserve_attributes(), calls.listed():
             results = list(run(*arguments))
         return calls.calls, results, arguments
 

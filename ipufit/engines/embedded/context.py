@@ -31,7 +31,7 @@ from ipufit.losses import Loss
 from ipufit.tracing.capture import capture, uses_random_numbers
 from ipufit.tracing.fingerprint import fingerprint, note_writes
 from ipufit.tracing.flat_storage import FlatBlock
-from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, preserve_attributes
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recompute import recompute_layers
@@ -186,10 +186,10 @@ class EngineContext(Engine):
         """
         if jit == OFF:
             # Once on copies, to see the outputs and which parameters a gradient reaches.
-            with preserve_attributes(step), for_this_engine():
+            with step.preserve_attributes(), for_this_engine():
                 try_out(micro, arguments)
             return micro, True, Lowered(micro, OFF, ""), None
-        with self.timed(), preserve_attributes(step) as changed:
+        with self.timed(), step.preserve_attributes() as changed:
             record = functools.partial(capture, micro, arguments)
             with for_this_engine(), note_writes(step), refuse_draws(step, record):
                 graph = record()

@@ -14,7 +14,6 @@ from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import NonFiniteLossError, NonFiniteValue
 from ipufit.tracing.find_nonfinite import NonFiniteSearch
-from ipufit.tracing.grad_step import preserve_attributes
 from ipufit.tracing.interpreter import InstrumentedInterpreter, watch_operators
 from ipufit.tracing.source_map import NodeOrigins, SourceTracker, trace_calls
 
@@ -98,7 +97,7 @@ class Replay:
         else:
             where = SourceTracker(self.live.step)
             search = NonFiniteSearch(where.now, batch, tensors)
-            with preserve_attributes(self.live.step), where.followed(), watch_operators(search):
+            with self.live.step.preserve_attributes(), where.followed(), watch_operators(search):
                 results = recorded.micro(*arguments)
         numbers, _, flats = recorded.micro.split_results(results)
         loss = numbers[0] if numbers.dim() else numbers

@@ -30,7 +30,6 @@ from ipufit.tracing.fingerprint import note_writes
 from ipufit.tracing.grad_step import (
     ModuleWithLoss,
     ReportedScalars,
-    preserve_attributes,
     public_name,
     unpack_reported,
 )
@@ -113,7 +112,7 @@ class Executable:
             return record_alone(whole, example, step.trains, step.reports, step.precision)
 
         watched = refuse_draws(whole, record, runs_eagerly=False)
-        with preserve_attributes(whole), note_writes(whole), watched, translate_errors(
+        with whole.preserve_attributes(), note_writes(whole), watched, translate_errors(
             self._sdk, "compiling"
         ):
             OWNER.compile(self.executor, arguments)

@@ -30,7 +30,7 @@ from ipufit.tracing.grad_step import (
 from ipufit.tracing.validate import refuse_rebinding, storages
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import trace_with
-from ipufit.utils.state import AttributeSnapshot
+from ipufit.utils.state import Snapshot
 
 __all__ = ["IpuStep", "Traced", "counts_batches"]
 
@@ -154,7 +154,7 @@ class IpuStep(StepModule):
         batch = with_inputs_in(self.precision, batch)
         tensors_by_name = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         versions, places = self._versions(), storages(tensors_by_name)
-        attributes = AttributeSnapshot(self.owners())
+        attributes = Snapshot(self.owners())
         recompute = self._recompute if self.trains else ()
         checkpointed = checkpoint_outputs(self._sdk, self.net, recompute)
         borrowed = in_place_of(self.original[0] if self.original else None, self.net)

@@ -25,7 +25,7 @@ from ipufit.engines.embedded.training_state import same
 from ipufit.engines.gradient_reduction import GradientReduction
 from ipufit.engines.program import ProgramSpec
 from ipufit.tracing.capture import capture
-from ipufit.tracing.grad_step import GradStep, OutputShape, preserve_attributes
+from ipufit.tracing.grad_step import GradStep, OutputShape
 from ipufit.tracing.graph_analysis import GraphSignature, peak_bytes
 from ipufit.tracing.validate import public_name
 from ipufit.utils.random_streams import Generators
@@ -114,7 +114,7 @@ class Merger:
         step, total = self.recorded.micro.step, self.spec.plan.own_micro_batches_per_update
         try:
             self._check_request()
-            with warnings.catch_warnings(), preserve_attributes(step), _python_numbers():
+            with warnings.catch_warnings(), step.preserve_attributes(), _python_numbers():
                 warnings.simplefilter("ignore")
                 merged = self._merged(total, make)
         except RefusalError as refusal:
