@@ -75,7 +75,7 @@ NOT_FOR_A_PLAIN_UPDATE = (
         f"ipufit.engines.embedded.{name}"
         for name in (
             *("batching", "compare_with_reference", "fsdp", "passes.collective_hooks", "profiling"),
-            *("programs.cuda_graph", "programs.fsdp", "programs.zero", "replay_update", "zero"),
+            *("programs.cuda_graph", "programs.sharded", "replay_update", "zero"),
         )
     ),
 )

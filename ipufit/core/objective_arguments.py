@@ -1,4 +1,4 @@
-"""Prediction and target as losses and metrics take them: their order, shapes and descriptions.
+"""Prediction, target and weights as losses and metrics take them: order, shapes, descriptions.
 
 torch calls with (input, target), Keras and scikit-learn with (y_true, y_pred). Called the wrong way
 round, most functions return a number all the same. So the names of its parameters decide.
@@ -27,12 +27,15 @@ from typing import (
 import torch
 from torch import Tensor, nn
 
+from ipufit.core.outputs import describe_value
 from ipufit.errors import ConfigurationError
 
 __all__ = [
     "PREDICTION_FIRST",
     "ArgumentOrder",
     "argument_order",
+    "as_weights",
+    "broadcast_weights",
     "describe",
     "describe_tensor",
     "dtype_name",
@@ -41,6 +44,8 @@ __all__ = [
     "is_running_metric",
     "keyword_names",
     "shape_advice",
+    "spread_shape",
+    "total",
 ]
 
 _Role = Literal["prediction", "target"]
@@ -273,3 +278,68 @@ def _fit(target: Tensor, shape: Sequence[int]) -> Tensor:
     if target.dim() and [*target.shape, 1] == shape:
         return target.unsqueeze(-1)
     return target
+
+
+def as_weights(weight: object, kind: Type[ConfigurationError]) -> Tensor:
+    """Make sure that weights are one real tensor.
+
+    Args:
+        weight: what came as sample_weight.
+        kind: of the error.
+
+    Returns:
+        The weights without gradient, with (batch, 1) made (batch,), as Keras does.
+
+    Raises:
+        ConfigurationError: of that kind; anything else.
+    """
+    if not isinstance(weight, Tensor):
+        raise kind(
+            f"sample_weight must be one tensor of shape (batch,), got {describe_value(weight)}. "
+            "Give a dict or list of weights only where loss or metrics go by output."
+        )
+    if weight.is_complex() or not weight.dim():
+        raise kind(
+            "sample_weight must hold one real number for each sample, got shape "
+            f"{tuple(weight.shape)}, dtype {dtype_name(weight.dtype)}. Give a tensor of shape "
+            "(batch,)."
+        )
+    flat = weight.dim() == 2 and weight.shape[1] == 1
+    return weight.detach().reshape(-1) if flat else weight.detach()
+
+
+def spread_shape(weight: Tensor, shape: Sequence[int]) -> bool:
+    """True if the weights have the leading dimensions of ``shape``."""
+    return tuple(weight.shape) == tuple(shape[: weight.dim()])
+
+
+def broadcast_weights(
+    weight: Tensor, shape: Sequence[int], where: str, kind: Type[ConfigurationError]
+) -> Tensor:
+    """View weights so that they multiply values of some shape.
+
+    Args:
+        weight: shape (batch,), or more leading dimensions of ``shape``.
+        shape: of the values.
+        where: whose values, for the message: ``"loss 'mse'"``.
+        kind: of the error.
+
+    Returns:
+        A view of shape (*weight.shape, 1, ..., 1), with as many dimensions as ``shape``.
+
+    Raises:
+        ConfigurationError: of that kind; other dimensions.
+    """
+    if not spread_shape(weight, shape):
+        more = f", or leading dimensions of its values' shape {tuple(shape)}"
+        raise kind(
+            f"sample_weight must have shape ({shape[0]},) for {where}"
+            f"{more if len(shape) > 1 else ''}, got {tuple(weight.shape)}. Give one weight for "
+            "each sample."
+        )
+    return weight.reshape(tuple(weight.shape) + (1,) * (len(shape) - weight.dim()))
+
+
+def total(weight: Tensor) -> Tensor:
+    """The sum of all weights, shape (), float64."""
+    return weight.sum(dtype=torch.float64)

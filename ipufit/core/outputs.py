@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Hashable, List, Mapping, Tuple, Type, Union
+from typing import Any, Hashable, List, Mapping, Sequence, Tuple, Type, Union
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ __all__ = [
     "Key",
     "accumulator_of",
     "add_to",
+    "add_up",
     "children",
     "describe_value",
     "drop_ignored_outputs",
@@ -65,6 +66,17 @@ def add_to(total: Tensor, output: Tensor) -> None:
     """Add an output to the sum; a smaller last micro-batch adds to the rows that it has."""
     rows = total[: output.shape[0]] if output.dim() else total
     rows.add_(output)
+
+
+def add_up(outputs: Sequence[tree.Tree]) -> tree.Tree:
+    """Add up the outputs of micro-batches; what is no tensor is that of the first one."""
+    leaves, structure = tree.flatten(outputs[0])
+    totals = [accumulator_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    for each in outputs[1:]:
+        for total, leaf in zip(totals, tree.flatten(each)[0]):
+            if isinstance(total, Tensor):
+                add_to(total, leaf)
+    return tree.unflatten(totals, structure)
 
 
 def refuse_hidden_tensors(outputs: object) -> None:

@@ -19,7 +19,8 @@ def refuse_replaced(step: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         ConfigurationError: a parameter or buffer is another object now.
     """
-    now: Dict[str, Tensor] = {**dict(step.named_parameters())}
+    # Written out: every execution looks.
+    now: Dict[str, Tensor] = dict(step.named_parameters())
     now.update(step.named_buffers())
     for name, tensor in tensors.items():
         if now.get(name) is not tensor:

@@ -7,20 +7,24 @@ callbacks or metrics.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+import time
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.logged_values import LogRule
+from ipufit.core.outputs import add_up
 from ipufit.core.plan import Plan
-from ipufit.core.train_config import TrainConfig
+from ipufit.core.train_config import TrainConfig, outputs_wanted
 from ipufit.losses import LabelRange, Loss
 from ipufit.partition.partition import Partition, Partitions
 from ipufit.processes import ALONE, Processes
 from ipufit.tracing.comparison import Comparison, Tolerance
+from ipufit.tracing.validate import public_name
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 __all__ = [
@@ -103,6 +107,19 @@ class TrainState:
     loss_scale: Optional[Tuple[float, int]] = None
     schedule: Any = None
 
+    def write_to(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Write the weights, and the buffers of the first replica, in place.
+
+        Args:
+            parameters: those of a step module, by its names.
+            buffers: likewise.
+        """
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(self.weights[public_name(name)])
+            for name, buffer in buffers.items():
+                buffer.copy_(self.buffers[0][public_name(name)])
+
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
@@ -151,6 +168,27 @@ class ProgramSpec:
     def divides_weights(self) -> bool:
         """True where each of several processes has a part of the weights."""
         return self.config.shard_weights and self.processes.is_distributed
+
+    def choose_outputs(self, outputs: Sequence[object]) -> Tuple[List[object], List[int]]:
+        """Choose, of the outputs of all micro-batches of an execution, what comes back.
+
+        Args:
+            outputs: of each micro-batch of this process, in stream order.
+
+        Returns:
+            Outputs, or a sum for each replica, and the places of their micro-batches; of sums none.
+        """
+        if not self.want_outputs:
+            return [], []
+        if self.mode is not Mode.TRAIN:
+            return list(outputs), list(range(len(outputs)))
+        plan, wanted = self.plan, self.config.outputs
+        if wanted.mode == "sum":
+            replicas = range(min(plan.replicas, len(outputs)))
+            return [add_up(outputs[replica :: plan.replicas]) for replica in replicas], []
+        per_update = plan.own_micro_batches_per_update
+        places = outputs_wanted(wanted, len(outputs), per_update, plan.replicas)
+        return [outputs[place] for place in places], places
 
 
 class Program(abc.ABC):
@@ -387,6 +425,17 @@ class Engine(abc.ABC):
     seconds: float = 0.0
     clock: NoClock = NO_CLOCK
     takes_options: bool = False
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of the block as spent on recording or compiling."""
+        # Of a block within a block, the outer one counts.
+        before, start = self.seconds, time.perf_counter()
+        try:
+            with self.clock.during("capture"):
+                yield
+        finally:
+            self.seconds = before + time.perf_counter() - start
 
     @abc.abstractmethod
     def build(self, spec: ProgramSpec) -> Program:

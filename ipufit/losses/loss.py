@@ -9,8 +9,13 @@ from typing import Any, Callable, List, Literal, Mapping, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from ipufit.core.objective_arguments import PREDICTION_FIRST, ArgumentOrder, describe
-from ipufit.core.sample_weights import as_weights, total
+from ipufit.core.objective_arguments import (
+    PREDICTION_FIRST,
+    ArgumentOrder,
+    as_weights,
+    describe,
+    total,
+)
 from ipufit.errors import LossError
 from ipufit.losses.named import Named, check_loss_value, refuse_broadcast
 from ipufit.losses.rules import (

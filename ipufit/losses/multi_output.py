@@ -7,8 +7,8 @@ from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Uni
 
 from torch import Tensor, nn
 
+from ipufit.core.objective_arguments import as_weights, total
 from ipufit.core.outputs import Key, children, describe_value, label, pick
-from ipufit.core.sample_weights import as_weights, total
 from ipufit.errors import LossError
 from ipufit.losses.loss import Loss
 from ipufit.losses.rules import LabelRange, LossTerm, TargetKind, hide_padding

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ipufit.core.objective_arguments import fit_indices, fit_values
-from ipufit.core.sample_weights import broadcast_weights, spread_shape
+from ipufit.core.objective_arguments import broadcast_weights, fit_indices, fit_values, spread_shape
 from ipufit.errors import LossError
 
 __all__ = [

@@ -10,9 +10,8 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Proto
 import torch
 from torch import Tensor, nn
 
-from ipufit.core.objective_arguments import PREDICTION_FIRST, ArgumentOrder
+from ipufit.core.objective_arguments import PREDICTION_FIRST, ArgumentOrder, as_weights
 from ipufit.core.outputs import Key, pick
-from ipufit.core.sample_weights import as_weights
 from ipufit.errors import MetricError
 from ipufit.metrics.values import Part, shapes
 

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ipufit.core.objective_arguments import describe_tensor, fit_indices, fit_values, shape_advice
-from ipufit.core.sample_weights import as_weights, broadcast_weights
+from ipufit.core.objective_arguments import (
+    as_weights,
+    broadcast_weights,
+    describe_tensor,
+    fit_indices,
+    fit_values,
+    shape_advice,
+)
 from ipufit.errors import MetricError
 from ipufit.utils.tree import flatten_with_paths
 

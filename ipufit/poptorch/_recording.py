@@ -316,7 +316,7 @@ def record(
     step = _Step(model, list(state), trained, make_arguments, trace, wide, scoped)
     tensors = [*state.values(), *leaves, torch.ones((), dtype=torch.float64)]
     try:
-        with StepModule.around(model).forget_recording():
+        with StepModule(model).forget_recording():
             graph = capture(step, tensors, whole_layers=False)
     except CaptureError as failure:
         raise _translated(failure) from failure

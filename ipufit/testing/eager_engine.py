@@ -179,8 +179,9 @@ class EagerProgram(Program):
             # Random numbers by update and place, so that a run that goes on draws the same.
             seed_generators(key, device)
             arguments = micro_batch.to(device).unpack()
-            tensors = {**dict(self._step.named_parameters()), **dict(self._step.named_buffers())}
-            outputs, term = self._step(arguments, tensors, spec.mode is not Mode.PREDICT)
+            outputs, term = self._step(
+                arguments, self._step.tensors(), spec.mode is not Mode.PREDICT
+            )
         outputs = _on(torch.device("cpu"), outputs)
         if term is None:
             return _Result(outputs, torch.zeros(()), ReportedScalars(), torch.empty(0))
@@ -199,11 +200,7 @@ class EagerProgram(Program):
 
     def write_state(self, state: TrainState) -> None:
         """Continue from another state, in place."""
-        with torch.no_grad():
-            for name, parameter in self._step.named_parameters():
-                parameter.copy_(state.weights[public_name(name)])
-            for name, buffer in self._step.named_buffers():
-                buffer.copy_(state.buffers[0][public_name(name)])
+        state.write_to(dict(self._step.named_parameters()), dict(self._step.named_buffers()))
         if self._spec.optimizer is not None:
             self._spec.optimizer.load_state_dict(state.optimizer)
         self._updates = state.updates

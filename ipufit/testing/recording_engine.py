@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List
 
 import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
-from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.program import (
     Engine,
     ExecutionResult,
@@ -88,7 +87,7 @@ class RecordingProgram(Program):
         self.executions.append(batch)
         count = len(batch.micro_batches)
         settings = self._train(batch) if self.spec.mode is Mode.TRAIN else {}
-        places, outputs = self._outputs(batch)
+        outputs, places = self.spec.choose_outputs([*map(self._echo, batch.micro_batches)])
         losses = 0 if self.spec.mode is Mode.PREDICT else count
         zeros = torch.zeros(losses, dtype=torch.float64)
         return ExecutionResult(zeros, outputs, places, settings=settings)
@@ -106,23 +105,6 @@ class RecordingProgram(Program):
         if config.loss_scale is not None:
             settings["loss_scale"] = config.loss_scale.initial
         return settings
-
-    def _outputs(self, batch: CombinedBatch) -> Tuple[Sequence[int], List[Any]]:
-        """Which micro-batches' outputs come back, and those."""
-        echoes = [self._echo(micro_batch) for micro_batch in batch.micro_batches]
-        if not self.spec.want_outputs:
-            return (), []
-        if self.spec.mode is not Mode.TRAIN:
-            return range(len(echoes)), echoes
-        plan, outputs = self.spec.plan, self.spec.config.outputs
-        if outputs.mode == "sum":
-            sums = [echo.clone() for echo in echoes[: plan.replicas]]
-            for place, echo in enumerate(echoes[plan.replicas :], plan.replicas):
-                sums[place % plan.replicas][: len(echo)] += echo
-            return (), sums
-        per_update = plan.micro_batches_per_update
-        places = outputs_wanted(outputs, len(echoes), per_update, plan.replicas)
-        return places, [echoes[place] for place in places]
 
     def read_state(self) -> TrainState:
         """The module's weights, which nothing has changed."""

@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 import zlib
-from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 from torch import Tensor, nn
 
@@ -22,14 +22,13 @@ from ipufit.losses import Loss
 from ipufit.tracing.user_lines import is_users, users_module
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import generator_state
-from ipufit.utils.state import MEMBERS, Place, Snapshot, is_of_torch
+from ipufit.utils.state import MEMBERS, Place, ValueSnapshot, is_of_torch
 
 __all__ = [
     "PLAIN",
     "CodeReader",
     "FrozenValues",
     "StepModule",
-    "called_objects",
     "fingerprint",
     "note_writes",
 ]
@@ -44,29 +43,35 @@ _DEPTH_OF_VALUES = 4
 
 
 class StepModule(nn.Module):
-    """The user's module and the loss as one module, as far as code and values in it are read.
+    """The user's module and the loss as one module, so that both may own parameters and buffers.
+
+    Args:
+        net: the user's module.
+        loss: normal form; None where there is none.
 
     Attributes:
-        net: the user's module.
+        net, loss: as given.
+        loss_module: the loss where it is a module.
         called: objects that the loss calls, which have attributes and are no modules.
         functions: what the loss calls that is no module.
     """
 
-    net: nn.Module
-    called: Tuple[object, ...] = ()
-    functions: Tuple[Callable[..., object], ...] = ()
+    def __init__(self, net: nn.Module, loss: Optional[Loss] = None) -> None:
+        super().__init__()
+        self.net = net
+        self.loss_module = loss.module if loss is not None else None
+        self.loss = loss
+        self.functions = () if loss is None else loss.functions
+        self.called = tuple(owner for each in self.functions for owner in _owners(each))
+
+    def tensors(self) -> Dict[str, Tensor]:
+        """Parameters and buffers by name."""
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     def owners(self) -> Tuple[object, ...]:
         """The user's modules and the objects that the loss calls, whose attributes are frozen."""
         _, *parts = self.modules()  # the first one is the step itself
         return (*parts, *self.called)
-
-    @staticmethod
-    def around(net: nn.Module) -> StepModule:
-        """Make a step of a module without a loss."""
-        step = StepModule()
-        step.net = net
-        return step
 
     @contextlib.contextmanager
     def preserve_attributes(self) -> Iterator[List[str]]:
@@ -77,7 +82,7 @@ class StepModule(nn.Module):
             what torch's own modules set on themselves is left out.
         """
         changed: List[str] = []
-        snapshot = Snapshot(self.owners(), CodeReader(self).places, keeps_values=True)
+        snapshot = ValueSnapshot(self.owners(), CodeReader(self).places, keeps_values=True)
         try:
             yield changed
         finally:
@@ -87,7 +92,7 @@ class StepModule(nn.Module):
     @contextlib.contextmanager
     def forget_recording(self) -> Iterator[None]:
         """Let no tensor of a recording in the block stay where the user's code can reach it."""
-        snapshot = Snapshot(self.owners(), CodeReader(self).places)
+        snapshot = ValueSnapshot(self.owners(), CodeReader(self).places)
         try:
             yield
         finally:
@@ -327,17 +332,11 @@ def _values_read(step: StepModule, referents: List[object]) -> Dict[Tuple[str, i
     }
 
 
-def called_objects(loss: Optional[Loss]) -> Tuple[object, ...]:
-    """Objects of the user's that a loss calls and that are no modules.
-
-    Their attributes, such as the weight of a penalty, are frozen into a recording like those of a
-    module.
-    """
-    functions = () if loss is None else loss.functions
-    return tuple(owner for function in functions for owner in _owners(function))
-
-
 def _owners(call: object) -> Iterator[object]:
+    """Yield the object of the user's that a call of a loss reads attributes of, if it is no module.
+
+    They, such as the weight of a penalty, are frozen into a recording like those of a module.
+    """
     if isinstance(call, functools.partial):
         yield from _owners(call.func)
     elif inspect.ismethod(call):
@@ -442,14 +441,9 @@ class FrozenValues:
                     values.append((f"{type(part).__name__}.{name}", value, id(part)))
         self._held = []
         return {
-            (title, owner): (_freeze(value, _DEPTH_OF_OBJECTS, self._held), _copied(value))
+            (title, owner): (_freeze(value, _DEPTH_OF_OBJECTS, self._held), value)
             for title, value, owner in values
         }
-
-
-def _copied(value: object) -> object:
-    """Copy a value; of a container, the values in it."""
-    return value.copy() if isinstance(value, (list, dict, set)) else value
 
 
 def _text(title: str, before: object, after: object) -> str:

@@ -19,7 +19,7 @@ from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
 from ipufit.partition.own_blocks import OwnBlocks
 from ipufit.partition.partition import Partition
 from ipufit.tracing.capture import capture
-from ipufit.tracing.fingerprint import PLAIN, StepModule, called_objects
+from ipufit.tracing.fingerprint import PLAIN, StepModule
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
 from ipufit.tracing.recording import autograd_nodes, mark_backward_pass, mark_layers
@@ -35,9 +35,9 @@ __all__ = [
     "OutputShape",
     "ReportedScalars",
     "capture_step",
-    "carries_loss",
     "follow_stages",
     "public_name",
+    "split_loss",
     "unpack_reported",
 ]
 
@@ -135,38 +135,18 @@ def unpack_reported(
 
 
 class ModuleWithLoss(StepModule):
-    """The user's module and loss as one module, so that both may own parameters and buffers.
-
-    Args:
-        net: the user's module.
-        loss: normal form; None where there is none.
-        forgive: called with the error for a tensor that forward replaces, which is then not raised.
+    """The user's module and loss as one module that can be called.
 
     Attributes:
-        net, loss_module: the two.
-        loss: normal form; None where there is none.
-        called: what the loss calls that is no module and has attributes.
-        functions: what it calls that is no module.
+        forgive: called with the error for a tensor that forward replaces, which is then not raised;
+            None: it is raised.
     """
 
-    def __init__(
-        self,
-        net: nn.Module,
-        loss: Optional[Loss],
-        forgive: Optional[Callable[[CaptureError], None]] = None,
-    ) -> None:
-        super().__init__()
-        self.net = net
-        self.loss_module = loss.module if loss is not None else None
-        self.loss = loss
-        self._forgive = forgive
-        self.called = called_objects(loss)
-        self.functions = () if loss is None else loss.functions
+    forgive: Optional[Callable[[CaptureError], None]] = None
 
     def state_names(self, trained: Sequence[str]) -> List[str]:
         """Names of all parameters and buffers, these parameters first."""
-        tensors = (*self.named_parameters(), *self.named_buffers())
-        others = dict.fromkeys(name for name, _ in tensors)
+        others = self.tensors()
         for name in trained:
             del others[name]
         return [*trained, *others]
@@ -184,24 +164,52 @@ class ModuleWithLoss(StepModule):
         args, kwargs, target, sample_weight = batch
         before = storages(tensors)
         result = self.net(*args, **kwargs)
-        outputs, term = result, None
-        if self.loss is not None and self.loss.in_module:
-            if with_loss or carries_loss(result):
-                outputs, term = self.loss.split(result)
-        elif with_loss and self.loss is not None:
-            term = self.loss(result, target, sample_weight)
+        outputs, term = split_loss(self.loss, result, target, sample_weight, with_loss)
         for error in rebound(self, tensors, before):
-            if self._forgive is None:
+            if self.forgive is None:
                 raise error
-            self._forgive(error)
-        return drop_ignored_outputs(self.net, outputs), term if with_loss else None
+            self.forgive(error)
+        return drop_ignored_outputs(self.net, outputs), term
 
     def label_ranges(self, outputs: object, target: object) -> Tuple[LabelRange, ...]:
         """The class indices that the loss takes as target."""
         return () if self.loss is None else self.loss.label_ranges(outputs, target)
 
 
-def carries_loss(result: object) -> bool:
+def split_loss(
+    loss: Optional[Loss],
+    result: tree.Tree,
+    target: tree.Tree,
+    sample_weight: object,
+    with_loss: bool,
+    valid: Optional[Tensor] = None,
+) -> Tuple[tree.Tree, Optional[LossTerm]]:
+    """Tell the outputs of a module from the loss, and compute that if it is wanted.
+
+    Args:
+        loss: normal form; None where there is none.
+        result: what the module has returned.
+        target, sample_weight: of the batch.
+        with_loss: whether the loss is wanted.
+        valid: shape (batch,), 1 for samples that count and 0 for padding; None: all count.
+
+    Returns:
+        The outputs, and the loss or None.
+    """
+    outputs, term = result, None
+    if loss is not None and loss.in_module:
+        if with_loss or _carries_loss(result):
+            outputs, term = loss.split(result)
+    elif loss is not None and with_loss:
+        if valid is None:
+            term = loss(result, target, sample_weight)
+        else:
+            term = loss.without_padding(result, target, sample_weight, valid)
+            assert term is not None, "only a loss of samples gets samples that do not count"
+    return outputs, term if with_loss else None
+
+
+def _carries_loss(result: object) -> bool:
     """Tell whether a module that may return its own loss did so: a 0-dim tensor in its place."""
     loss = find_loss(result)
     return loss is not None and loss[1].dim() == 0 and loss[1].is_floating_point()
@@ -270,7 +278,7 @@ def capture_step(
         CaptureError: the function needs a value.
     """
     device = device_of(step.net)
-    named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+    named = step.tensors()
     leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
 
     def traced(*tensors: Tensor) -> Tuple[Tensor, ...]:

@@ -151,7 +151,7 @@ class _ParameterReads(Listener):
 
 
 def _call_without_values(module: nn.Module, batch: MicroBatch, used: Set[str]) -> tree.Tree:
-    device, attributes = device_of(module), StepModule.around(module).preserve_attributes()
+    device, attributes = device_of(module), StepModule(module).preserve_attributes()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state: Dict[str, Tensor] = {
         name: mode.from_tensor(tensor)

@@ -159,7 +159,7 @@ def record_alone(
         with_loss: compute the loss.
         precision: in which it computes.
     """
-    tensors = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+    tensors = step.tensors()
     trained = [name for name, tensor in tensors.items() if trains and tensor.requires_grad]
     names = step.state_names(trained)
     layout = (lambda with_gradient: ()) if trains else None

@@ -13,7 +13,7 @@ import sys
 import types
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ipufit.utils.interrupts import defer_sigint
 __all__ = [
     "MEMBERS",
     "Place",
-    "Snapshot",
+    "ValueSnapshot",
     "call_with",
     "copied",
     "copy_optimizer_state",
@@ -40,6 +40,7 @@ __all__ = [
     "preserve_state",
     "recurrent_on_gpu",
     "refill",
+    "same_values",
     "set_generators",
     "train_mode",
     "watch_modules",
@@ -178,13 +179,14 @@ Place = Tuple[str, object, str, object]
 _DEPTH, _MOST = 6, 1000
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True)
 class _Part:
     """The attributes of an object, or what is in a container, with a copy of it.
 
     Attributes:
         title: of it, for people.
         now: what may change.
+        before: the copy.
         depth: how many levels of what is in there are looked at.
         has_names: whether these are attributes, which have titles of their own.
         is_whole: whether all is put back, not only what a recording has left.
@@ -193,49 +195,14 @@ class _Part:
 
     title: str
     now: Any
-    depth: int = _DEPTH
+    before: Any
+    depth: int
     has_names: bool = False
     is_whole: bool = False
     is_told: bool = False
 
-    def __post_init__(self) -> None:
-        self.before = copied(self.now)
 
-    def title_of(self, name: object) -> str:
-        """How the value of this name or key is called."""
-        return f"{self.title}.{name}" if self.has_names else self.title
-
-    def values(self) -> Iterator[Tuple[str, object]]:
-        """Yield what was in there, each behind its title; nothing of a large container."""
-        for name in self.before if len(self.before) <= _MOST else ():
-            yield self.title_of(name), self.before[name] if isinstance(self.before, dict) else name
-
-    def changed(self) -> List[str]:
-        """Titles of what is bound to another value, gone, or has other contents."""
-        before, now = self.before, self.now
-        if not self.has_names:
-            return [] if _is_same(now, before) else [self.title]
-        names = {**before, **now}
-        return [self.title_of(n) for n in names if before.get(n, self) is not now.get(n, self)]
-
-    def forget(self) -> List[str]:
-        """Put back what was in the place of tensors of a recording; return titles of these."""
-        titles, now, before = [], self.now, self.before
-        if isinstance(now, dict):
-            for name, value in list(now.items()):
-                if value is not before.get(name, self) and _is_recorded(value):
-                    titles.append(self.title_of(name))
-                    del now[name]
-                    now.update({name: before[name]} if name in before else {})
-            for name in before if self.has_names else ():
-                now.setdefault(name, before[name])
-        elif not _is_same(now, before) and _is_recorded(now):
-            titles.append(self.title)
-            refill(now, before)
-        return titles
-
-
-class Snapshot:
+class ValueSnapshot:
     """Values that code can reach, at one time.
 
     What owners have as attributes, and in the lists, dicts, sets and deques among these, is told
@@ -255,44 +222,55 @@ class Snapshot:
         self._tensors: List[Tuple[str, bool, Tensor, int, Optional[Tensor]]] = []
         self._caches: List[Tuple[functools._lru_cache_wrapper[object], object]] = []
         self._places = places
+        self._followed: Set[int] = set()
         for owner in owners:
-            self._add_attributes(owner, keeps_values)
-        self._followed = {id(part.now) for part in self._parts}
+            title, names, is_told = type(owner).__name__, vars(owner), not is_of_torch(owner)
+            self._add(title, names, _DEPTH, has_names=True, is_whole=True, is_told=is_told)
+            for name, value in names.items():
+                if isinstance(value, Tensor):
+                    copy = value.detach().clone() if keeps_values else None
+                    tensor = (f"{title}.{name}", is_told, value, value._version, copy)
+                    self._tensors.append(tensor)
+                elif name in MEMBERS:
+                    # What is done to parameters, buffers and modules is not told.
+                    self._add(title, value, _DEPTH, has_names=True, is_whole=True)
+                elif type(value) in _CONTAINERS and name not in _OF_TORCH:
+                    named = f"{title}.{name}"
+                    self._add(named, value, _DEPTH - 1, is_whole=True, is_told=is_told)
         for title, _, _, value in places:
             self._follow(title, value, _DEPTH)
         # Nearest first; the list grows.
         for part in self._parts:
-            for title, value in part.values():
+            for name in part.before if len(part.before) <= _MOST else ():
+                value = part.before[name] if isinstance(part.before, dict) else name
+                title = f"{part.title}.{name}" if part.has_names else part.title
                 self._follow(title, value, part.depth - 1)
 
-    def _add_attributes(self, owner: object, keeps_values: bool) -> None:
-        title, is_told = type(owner).__name__, not is_of_torch(owner)
-        self._parts.append(_Part(title, vars(owner), _DEPTH, True, True, is_told))
-        for name, value in vars(owner).items():
-            named = f"{title}.{name}"
-            if isinstance(value, Tensor):
-                copy = value.detach().clone() if keeps_values else None
-                self._tensors.append((named, is_told, value, value._version, copy))
-            elif name in MEMBERS:
-                # What is done to parameters, buffers and modules is not told.
-                self._parts.append(_Part(title, value, _DEPTH, True, True))
-            elif type(value) in _CONTAINERS and name not in _OF_TORCH:
-                self._parts.append(_Part(named, value, _DEPTH - 1, False, True, is_told))
+    def _add(self, title: str, parts: Any, depth: int, **what: bool) -> None:
+        self._followed.add(id(parts))
+        self._parts.append(_Part(title, parts, copied(parts), depth, **what))
 
     def _follow(self, title: str, value: object, depth: int) -> None:
         if isinstance(value, functools._lru_cache_wrapper):
             self._caches.append((value, value.cache_info()))
         parts = _parts_of(value)
         if parts is not None and depth and id(parts) not in self._followed:
-            self._followed.add(id(parts))
-            self._parts.append(_Part(title, parts, depth, has_names=parts is not value))
+            self._add(title, parts, depth, has_names=parts is not value)
 
     def changed(self) -> List[str]:
         """Name what is bound to another value, gone, or has other contents, as "Class.attribute".
 
         Parameters, buffers and modules are left out, and what torch's own modules set.
         """
-        return sorted({title for part in self._parts if part.is_told for title in part.changed()})
+        titles = set()
+        for part in self._parts:
+            if part.is_told and part.has_names:
+                for name in {**part.before, **part.now}:
+                    if part.before.get(name, self) is not part.now.get(name, self):
+                        titles.add(f"{part.title}.{name}")
+            elif part.is_told and not _is_same(part.now, part.before):
+                titles.add(part.title)
+        return sorted(titles)
 
     def written(self) -> List[str]:
         """Name the tensors among the attributes that were changed in place, likewise."""
@@ -319,7 +297,20 @@ class Snapshot:
 
     def forget(self) -> List[str]:
         """Put back what was in the place of tensors of a recording; return titles of these."""
-        titles = [title for part in self._parts for title in part.forget()]
+        titles = []
+        for part in self._parts:
+            now, before = part.now, part.before
+            if isinstance(now, dict):
+                for name, value in list(now.items()):
+                    if value is not before.get(name, self) and _is_recorded(value):
+                        titles.append(f"{part.title}.{name}" if part.has_names else part.title)
+                        del now[name]
+                        now.update({name: before[name]} if name in before else {})
+                for name in before if part.has_names else ():
+                    now.setdefault(name, before[name])
+            elif not _is_same(now, before) and _is_recorded(now):
+                titles.append(part.title)
+                refill(now, before)
         for title, owner, name, before in self._places:
             now = owner.get(name) if isinstance(owner, dict) else getattr(owner, name)
             if now is not before and _is_recorded(now):
@@ -355,6 +346,14 @@ def _is_recorded(value: object, depth: int = 4) -> bool:
 def is_of_torch(value: object) -> bool:
     """Tell whether a value is of a class of torch's own."""
     return type(value).__module__.partition(".")[0] == "torch"
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors are equal in every element, where NaN equals NaN."""
+    is_alike = one.shape == other.shape and one.dtype == other.dtype
+    if not is_alike or one.layout is not torch.strided:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def copied(container: Any) -> Any:

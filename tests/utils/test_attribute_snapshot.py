@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ipufit.utils.state import Snapshot
+from ipufit.utils.state import ValueSnapshot
 
 CONTAINERS = {
     "list": [1, 2],
@@ -40,7 +40,7 @@ def fill(container):
 def test_a_container_of_the_same_length_is_told_and_put_back(name):
     value = CONTAINERS[name].copy()
     owner = Holder(value)
-    snapshot = Snapshot([owner])
+    snapshot = ValueSnapshot([owner])
     assert snapshot.changed() == []
     fill(value)
     assert snapshot.changed() == ["Holder._value"]
@@ -53,7 +53,7 @@ def test_a_container_of_the_same_length_is_told_and_put_back(name):
 def test_bound_anew_new_and_gone_are_told_and_put_back():
     owner = Holder(3)
     owner.gone = "gone"
-    snapshot = Snapshot([owner])
+    snapshot = ValueSnapshot([owner])
     owner._value, owner.new = 4, 5
     del owner.gone
     assert snapshot.changed() == ["Holder._value", "Holder.gone", "Holder.new"]
@@ -65,7 +65,7 @@ def test_parameters_and_modules_are_put_back_in_silence_and_hooks_are_let_be():
     """What replaces parameters for one call puts them back by itself; a hook is the user's."""
     owner = Holder(3)
     weight = owner.layer.weight
-    snapshot = Snapshot([*owner.modules()])
+    snapshot = ValueSnapshot([*owner.modules()])
     owner.layer._parameters["weight"] = nn.Parameter(torch.zeros(2, 2))
     owner.other = nn.Linear(1, 1)
     handle = owner.register_forward_hook(lambda *_: None)

@@ -23,7 +23,7 @@ from ipufit.utils.random_streams import (
     same_state,
     set_generator,
 )
-from ipufit.utils.state import MEMBERS, copied, is_of_torch, refill
+from ipufit.utils.state import MEMBERS, copied, is_of_torch, refill, same_values
 
 __all__ = ["Change", "OwnedName", "PythonSnapshot", "write_back"]
 
@@ -187,13 +187,6 @@ class Change:
     place: OwnedName
     how: str
     value: object
-
-
-def same_values(one: Tensor, other: Tensor) -> bool:
-    """Compare the values of two tensors of one shape; nan equals nan."""
-    if one.shape != other.shape or one.layout is not torch.strided:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def write_back(tensor: Tensor, values: Tensor) -> None:

@@ -78,7 +78,8 @@ class ModuleUnderTest:
         self.labels: Tuple[LabelRange, ...] = ()
         self._precision = explainer.precision
         loss = explainer.loss or Loss("outputs", function=_all_outputs)
-        self.step = ModuleWithLoss(explainer.module, loss, self._rebound.append)
+        self.step = ModuleWithLoss(explainer.module, loss)
+        self.step.forgive = self._rebound.append
         named = dict(self.step.named_parameters())
         wanted = {id(p) for p in (named.values() if owned is None else owned)}
         self.trained = [n for n, p in named.items() if p.requires_grad and id(p) in wanted]

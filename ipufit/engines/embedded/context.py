@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,8 +19,7 @@ from ipufit.core.precision import (
     without_autocast,
 )
 from ipufit.engines.embedded.cuda_graphs import GraphMaker
-from ipufit.engines.embedded.execution import ExecutionOutputs
-from ipufit.engines.embedded.host_transfer import Transfer
+from ipufit.engines.embedded.execution import ExecutionOutputs, Transfer
 from ipufit.engines.embedded.passes.select_kernels import Lowered, lower
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import CarriedState
@@ -233,17 +230,6 @@ class EngineContext(Engine):
         """
         with self.clock.during("anchors"):
             return results.anchors(self.transfer.to_host(results.tensors()), settings)
-
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the time of the block as spent on recording."""
-        # Of a block within a block, the outer one counts.
-        before, start = self.seconds, time.perf_counter()
-        try:
-            with self.clock.during("capture"):
-                yield
-        finally:
-            self.seconds = before + time.perf_counter() - start
 
 
 def _partition(blocks: Sequence[FlatBlock]) -> Tuple[Tuple[str, ...], ...]:

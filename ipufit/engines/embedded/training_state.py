@@ -20,7 +20,7 @@ from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.validate import refuse_shared_memory
 from ipufit.utils import tree
-from ipufit.utils.state import copy_optimizer_state
+from ipufit.utils.state import copy_optimizer_state, same_values
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.fsdp import ShardedWeights
@@ -37,7 +37,6 @@ __all__ = [
     "copy_of",
     "on_host",
     "put_back",
-    "same",
 ]
 
 Buffers = Dict[str, Tensor]
@@ -52,13 +51,6 @@ def put_back(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Non
     """Write values into the buffers, in place."""
     for name, tensor in buffers.items():
         tensor.copy_(values[name])
-
-
-def same(first: Tensor, second: Tensor) -> bool:
-    """Equal in every element, where NaN equals NaN."""
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:
@@ -94,7 +86,7 @@ class ReplicaMemory:
         unchanged = (
             len(self._buffers) == replicas
             and known.keys() == module.keys()
-            and all(same(known[name], module[name]) for name in module)
+            and all(same_values(known[name], module[name]) for name in module)
         )
         own = [copy_of(each) for each in (self._buffers if unchanged else [module] * replicas)]
         return own if apart else [module, *own[1:]]
@@ -182,7 +174,7 @@ class StatePlacement:
         self._optimizer = spec.optimizer
         self._version = OptimizerStateVersion(spec.optimizer)
         # All tensors of the module, which must stay the same objects.
-        self._tensors = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+        self._tensors = step.tensors()
 
     def bind(
         self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]], updates: int
@@ -482,9 +474,8 @@ class TrainingState:
 
     def write(self, state: TrainState) -> None:
         """Continue from another state. Replicas that it does not know start like its first."""
+        state.write_to(self.parameters, {})
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(state.weights[public_name(name)])
             if not self.spec.processes.is_rank_zero:
                 names = {public_name(name): name for name in self.buffers}
                 first = {names[name]: value for name, value in state.buffers[0].items()}

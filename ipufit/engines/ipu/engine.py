@@ -20,7 +20,7 @@ from ipufit.engines.ipu.options import check_options
 from ipufit.engines.ipu.preflight.facts import refused_arguments
 from ipufit.engines.ipu.sdk import ignored_options
 from ipufit.engines.ipu.training import PoptorchTrainingProgram
-from ipufit.engines.program import Engine, Program, ProgramSpec
+from ipufit.engines.program import Program, ProgramSpec
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.losses import Loss
 from ipufit.partition.partition import Partitions
@@ -33,7 +33,7 @@ __all__ = ["IpuEngine"]
 _MOST_IPUS = 64
 
 
-class IpuEngine(IpuContext, Engine):
+class IpuEngine(IpuContext):
     """Builds programs for one compiled model.
 
     Attributes:

@@ -14,9 +14,7 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tupl
 import torch
 from torch import Tensor, fx, nn
 
-from ipufit.core.batch import MicroBatch, Mode
-from ipufit.core.outputs import accumulator_of, add_to
-from ipufit.core.train_config import outputs_wanted
+from ipufit.core.batch import MicroBatch
 from ipufit.engines.external_changes import changed_shape, refuse_replaced
 from ipufit.engines.ipu.optimizers import DeviceOptimizer
 from ipufit.engines.ipu.sdk import OWNER, Executor, translate_errors
@@ -34,7 +32,6 @@ from ipufit.tracing.grad_step import (
     unpack_reported,
 )
 from ipufit.tracing.untraced_random import record_alone, refuse_draws
-from ipufit.utils import tree
 from ipufit.utils.console import warn_user
 
 __all__ = [
@@ -229,37 +226,11 @@ def anchors_of(
         spec: which outputs are wanted.
         settings: what the program says of itself.
     """
-    outputs, places = _outputs(results, spec)
+    outputs, places = spec.choose_outputs([result.outputs for result in results])
     numbers = torch.tensor([n for each in results for n in each.numbers], dtype=torch.float64)
     kinds = [result.reported for result in results]
     losses, counts, logged, rules = unpack_reported(kinds, numbers)
     return ExecutionResult(losses, outputs, places, counts, logged, rules, dict(settings))
-
-
-def _outputs(results: Sequence[Result], spec: ProgramSpec) -> Tuple[List[object], List[int]]:
-    if not spec.want_outputs:
-        return [], []
-    if spec.mode is not Mode.TRAIN:
-        return [result.outputs for result in results], list(range(len(results)))
-    plan, wanted = spec.plan, spec.config.outputs
-    if wanted.mode == "sum":
-        return [
-            _sum([result.outputs for result in results[replica :: plan.replicas]])
-            for replica in range(min(plan.replicas, len(results)))
-        ], []
-    places = outputs_wanted(wanted, len(results), plan.own_micro_batches_per_update, plan.replicas)
-    return [results[place].outputs for place in places], places
-
-
-def _sum(outputs: Sequence[object]) -> object:
-    """Add up the outputs of micro-batches."""
-    leaves, structure = tree.flatten(outputs[0])
-    totals = [accumulator_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    for each in outputs[1:]:
-        for total, leaf in zip(totals, tree.flatten(each)[0]):
-            if isinstance(total, Tensor):
-                add_to(total, leaf)
-    return tree.unflatten(totals, structure)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -342,11 +313,7 @@ class Host:
 
     def overwrite(self, state: TrainState) -> None:
         """Take over the weights of a state, and the buffers of its first replica, in place."""
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(state.weights[public_name(name)])
-            for name, buffer in self.buffers().items():
-                buffer.copy_(state.buffers[0][public_name(name)])
+        state.write_to(self.parameters, self.buffers())
 
     def versions(self) -> List[int]:
         """Other numbers after any change in place. Does not bring weights back to look."""
@@ -418,11 +385,8 @@ class Trained(Executable):
     def load(self) -> None:
         """Take over the user's tensors and the state of torch's optimizer."""
         if self.copies_module:
-            _copy(self._host.tensors(), self._tensors())
+            _copy(self._host.tensors(), self.step.tensors())
         self.optimizer.load()
-
-    def _tensors(self) -> Dict[str, Tensor]:
-        return {**dict(self.step.named_parameters()), **dict(self.step.named_buffers())}
 
     def store(self, updates: int) -> None:
         """Give all back to the user's module and torch's optimizer, and the device to others."""
@@ -430,7 +394,7 @@ class Trained(Executable):
             OWNER.release(self.executor)
             # What has not run has nothing to give, and the user may have changed his own since.
             if updates and self.copies_module:
-                _copy(self._tensors(), self._host.tensors())
+                _copy(self.step.tensors(), self._host.tensors())
             if updates:
                 self.optimizer.store(updates)
 

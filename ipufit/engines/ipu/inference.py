@@ -5,9 +5,7 @@ What compiles and keeps them holds what all programs of one engine share: PopTor
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import time
 from collections import OrderedDict
 from types import ModuleType
 from typing import Dict, Iterator, List, Optional, Tuple
@@ -18,10 +16,16 @@ from ipufit.engines.ipu.options import fixes_replicas, make_options, seed_of
 from ipufit.engines.ipu.sdk import OWNER, alone, keeps_float64, translate_errors
 from ipufit.engines.ipu.size import Size, padded
 from ipufit.engines.ipu.step import IpuStep
-from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
+from ipufit.engines.program import (
+    Engine,
+    ExecutionResult,
+    Prepared,
+    Program,
+    ProgramSpec,
+    TrainState,
+)
 from ipufit.tracing.fingerprint import fingerprint
 from ipufit.tracing.grad_step import ModuleWithLoss
-from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 __all__ = ["IpuContext", "PoptorchInferenceProgram"]
 
@@ -29,7 +33,7 @@ __all__ = ["IpuContext", "PoptorchInferenceProgram"]
 _KEPT = 8
 
 
-class IpuContext:
+class IpuContext(Engine):
     """Compiles inference programs and keeps them for later ones, and counts what compiling takes.
 
     Args:
@@ -38,16 +42,12 @@ class IpuContext:
 
     Attributes:
         sdk, name: as given.
-        seconds: time spent on compiling so far, in seconds.
-        clock: is told what the time goes to.
         compiled: number of programs compiled so far.
     """
 
     def __init__(self, sdk: ModuleType, name: str = "ipu") -> None:
         self.sdk = sdk
         self.name = name
-        self.seconds = 0.0
-        self.clock: NoClock = NO_CLOCK
         self.compiled = 0
         self._inference: OrderedDict[Tuple[object, ...], Tuple[Executable, object]] = OrderedDict()
 
@@ -107,16 +107,6 @@ class IpuContext:
         """Let go of all compiled programs; safe twice."""
         while self._inference:
             self._destroy(self._inference.popitem(last=False)[1][0])
-
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the time of the block as spent on compiling."""
-        start = time.perf_counter()
-        try:
-            with self.clock.during("capture"):
-                yield
-        finally:
-            self.seconds += time.perf_counter() - start
 
 
 class PoptorchInferenceProgram(Program):

@@ -19,18 +19,18 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.losses import LabelRange, Loss, LossTerm
 from ipufit.partition.recomputation import checkpoint_outputs
-from ipufit.tracing.fingerprint import StepModule, called_objects
+from ipufit.tracing.fingerprint import StepModule
 from ipufit.tracing.grad_step import (
     ModuleWithLoss,
     OutputShape,
     ReportedScalars,
-    carries_loss,
     follow_stages,
+    split_loss,
 )
 from ipufit.tracing.validate import refuse_rebinding, storages
 from ipufit.utils import tree
 from ipufit.utils.poptorch_sdk import trace_with
-from ipufit.utils.state import Snapshot
+from ipufit.utils.state import ValueSnapshot
 
 __all__ = ["IpuStep", "Traced", "counts_batches"]
 
@@ -98,7 +98,6 @@ class IpuStep(StepModule):
 
     Attributes:
         net, loss_module: the two modules, whose tensors are those of the program.
-        called: what the loss calls that is no module and has attributes.
         traced: what was seen when it was traced.
         wants_outputs: whether the module's outputs are among the results.
         precision: in which it computes.
@@ -114,13 +113,9 @@ class IpuStep(StepModule):
         example: MicroBatch,
         padding: str,
     ) -> None:
-        super().__init__()
-        self.net = net
-        self.loss_module = loss.module if loss is not None else None
-        self.called = called_objects(loss)
+        super().__init__(net, loss)
         self.traced = Traced()
         self._sdk = sdk
-        self._loss = loss
         self._mode = spec.mode
         self.wants_outputs = spec.want_outputs
         self.precision = spec.config.precision
@@ -141,20 +136,20 @@ class IpuStep(StepModule):
     @property
     def reports(self) -> bool:
         """True when there are numbers among the results."""
-        return self._loss is not None and self._mode is not Mode.PREDICT
+        return self.loss is not None and self._mode is not Mode.PREDICT
 
     def whole(self) -> ModuleWithLoss:
         """The user's part of it: module and loss."""
-        return ModuleWithLoss(self.net, self._loss)
+        return ModuleWithLoss(self.net, self.loss)
 
     def forward(self, *tensors: Tensor) -> Tuple[Tensor, ...]:
         """One micro-batch."""
         leaves, share, valid = self._taken_apart(tensors)
         batch = tree.unflatten(leaves, self._structure)
         batch = with_inputs_in(self.precision, batch)
-        tensors_by_name = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        tensors_by_name = self.tensors()
         versions, places = self._versions(), storages(tensors_by_name)
-        attributes = Snapshot(self.owners())
+        attributes = ValueSnapshot(self.owners())
         recompute = self._recompute if self.trains else ()
         checkpointed = checkpoint_outputs(self._sdk, self.net, recompute)
         borrowed = in_place_of(self.original[0] if self.original else None, self.net)
@@ -171,8 +166,8 @@ class IpuStep(StepModule):
         self._note_changes(versions)
         result: List[Tensor] = []
         if term is not None:
-            assert self._loss is not None, "there is no term without a loss"
-            self.traced.labels = self._loss.label_ranges(outputs, batch[2])
+            assert self.loss is not None, "there is no term without a loss"
+            self.traced.labels = self.loss.label_ranges(outputs, batch[2])
             self.traced.reported, numbers = ReportedScalars.of(term, entries)
             result.append(numbers.reshape(-1))
             if self.trains:
@@ -207,24 +202,7 @@ class IpuStep(StepModule):
         with follow_stages(self._partition, self.net, self._begin) as blocks:
             result = self._called(*args, **kwargs)
             begin_loss(self._sdk, self._partition, blocks)
-            return self._with_loss(result, target, sample_weight, valid)
-
-    def _with_loss(
-        self, result: Any, target: Any, sample_weight: Any, valid: Optional[Tensor]
-    ) -> Tuple[Any, Optional[LossTerm]]:
-        loss, outputs, term = self._loss, result, None
-        if loss is None:
-            return outputs, None
-        if loss.in_module:
-            if self.reports or carries_loss(result):
-                outputs, term = loss.split(result)
-        elif self.reports:
-            if valid is None:
-                term = loss(result, target, sample_weight)
-            else:
-                term = loss.without_padding(result, target, sample_weight, valid)
-            assert term is not None, "only a loss of samples gets samples that do not count"
-        return outputs, term if self.reports else None
+            return split_loss(self.loss, result, target, sample_weight, self.reports, valid)
 
     def _begin(self, stage: int) -> None:
         assert self._partition is not None

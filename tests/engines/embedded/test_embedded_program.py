@@ -13,7 +13,7 @@ from ipufit.callbacks import Callback
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.host_transfer import pack, unpack
+from ipufit.engines.embedded.execution import pack, unpack
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import DataError
 from ipufit.losses import resolve_loss

@@ -21,7 +21,6 @@ from ipufit.engines.embedded.batching.batched_step import (
 )
 from ipufit.engines.embedded.batching.proof import prove
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.engines.embedded.training_state import same
 from ipufit.engines.gradient_reduction import GradientReduction
 from ipufit.engines.program import ProgramSpec
 from ipufit.tracing.capture import capture
@@ -29,6 +28,7 @@ from ipufit.tracing.grad_step import GradStep, OutputShape
 from ipufit.tracing.graph_analysis import GraphSignature, peak_bytes
 from ipufit.tracing.validate import public_name
 from ipufit.utils.random_streams import Generators
+from ipufit.utils.state import same_values
 
 __all__ = ["MOST_BYTES", "Decision", "Merger"]
 
@@ -67,7 +67,7 @@ class Decision:
             total: micro-batches of an update.
         """
         reads, first = () if self.merged is None else self.merged.reads, replicas[0]
-        if all(same(first[name], other[name]) for other in replicas[1:] for name in reads):
+        if all(same_values(first[name], other[name]) for other in replicas[1:] for name in reads):
             return self
         return Decision.against(total, "the replicas' buffers differ")
 

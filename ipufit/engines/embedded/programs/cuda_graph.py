@@ -25,9 +25,14 @@ from ipufit.engines.embedded.cuda_graphs import (
     Static,
     keeps_its_form,
 )
-from ipufit.engines.embedded.execution import ExecutionOutputs, ExecutionWork, UpdateWay
+from ipufit.engines.embedded.execution import (
+    ExecutionOutputs,
+    ExecutionWork,
+    UpdateWay,
+    pack,
+    unpack,
+)
 from ipufit.engines.embedded.flat_optimizer import Rows, RuleOptimizer
-from ipufit.engines.embedded.host_transfer import pack, unpack
 from ipufit.engines.embedded.loss_scale import ScaleState
 from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Sequence
 
-import torch
-
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, local_indices
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.execution import ExecutionOutputs
@@ -13,7 +11,6 @@ from ipufit.engines.embedded.programs.base import BaseProgram
 from ipufit.engines.embedded.traced_step import TracedStep, computing
 from ipufit.engines.embedded.training_state import ModuleWeights, on_host
 from ipufit.engines.program import ExecutionResult, ProgramSpec, TrainState
-from ipufit.tracing.grad_step import public_name
 
 __all__ = ["InferenceProgram"]
 
@@ -38,7 +35,7 @@ class InferenceProgram(BaseProgram):
         if not self._spec.divides_weights:
             return ModuleWeights(self._parameters, self._device)
         # Imported here: what few runs need.
-        from ipufit.engines.embedded.programs.fsdp import FSDPWeights
+        from ipufit.engines.embedded.programs.sharded import FSDPWeights
 
         return FSDPWeights(self._spec, self._engine.carried, self._parameters, self._device)
 
@@ -78,11 +75,7 @@ class InferenceProgram(BaseProgram):
 
     def write_state(self, state: TrainState) -> None:
         """Other weights and buffers, in place."""
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(state.weights[public_name(name)])
-            for name, buffer in self._buffers.items():
-                buffer.copy_(state.buffers[0][public_name(name)])
+        state.write_to(self._parameters, self._buffers)
 
     def close(self) -> None:
         """Nothing is held; safe twice."""

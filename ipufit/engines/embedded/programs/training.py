@@ -358,11 +358,11 @@ def _choose_placement(
     memory = state_memory(config.offload_optimizer_state, device, engine.as_device)
     # Imported here: what few runs need.
     if spec.divides_weights:
-        from ipufit.engines.embedded.programs.fsdp import FSDPPlacement
+        from ipufit.engines.embedded.programs.sharded import FSDPPlacement
 
         return FSDPPlacement(spec, step, carried, memory, device)
     if config.shard_optimizer and spec.processes.is_distributed:
-        from ipufit.engines.embedded.programs.zero import ShardedPlacement
+        from ipufit.engines.embedded.programs.sharded import ShardedPlacement
 
         return ShardedPlacement(spec, step, carried, memory, device)
     assert spec.optimizer is not None
