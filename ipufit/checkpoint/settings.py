@@ -7,8 +7,7 @@ import os
 from typing import Collection, Dict, Optional, Union
 
 from ipufit.errors import ConfigurationError
-from ipufit.utils.error_collector import ErrorCollector, at_least, folder_of, one_of
-from ipufit.utils.settings import SettingsRepr
+from ipufit.utils.error_collector import ErrorCollector, SettingsRepr, at_least, folder_of, one_of
 
 __all__ = ["Checkpoint", "resolve_checkpoint"]
 

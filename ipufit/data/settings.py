@@ -7,8 +7,7 @@ import numbers
 from typing import Any, Collection, List, Optional, Union
 
 from ipufit.errors import ConfigurationError
-from ipufit.utils.error_collector import ErrorCollector, at_least
-from ipufit.utils.settings import SettingsRepr
+from ipufit.utils.error_collector import ErrorCollector, SettingsRepr, at_least
 
 __all__ = ["Loading", "Validation", "resolve_loading", "resolve_validation", "validation_epochs"]
 

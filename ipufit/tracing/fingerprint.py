@@ -30,7 +30,6 @@ __all__ = [
     "FrozenValues",
     "StepModule",
     "fingerprint",
-    "note_writes",
 ]
 
 # Values that are compared by what they are, not by which object they are.
@@ -74,17 +73,28 @@ class StepModule(nn.Module):
         return (*parts, *self.called)
 
     @contextlib.contextmanager
-    def preserve_attributes(self) -> Iterator[List[str]]:
+    def preserve_attributes(self, notes_writes: bool = False) -> Iterator[List[str]]:
         """Undo what forward and loss set on themselves: tensors of a recording have no values.
+
+        Args:
+            notes_writes: whether what they write to globals and classes, such as a count of calls,
+                is part of no fingerprint from then on: each recording would call for another one.
 
         Yields:
             A list that holds, afterwards, what was set or filled, as "Class.attribute", sorted;
             what torch's own modules set on themselves is left out.
         """
         changed: List[str] = []
-        snapshot = ValueSnapshot(self.owners(), CodeReader(self).places, keeps_values=True)
+        referents: List[object] = []
+        reader = CodeReader(self)
+        before = _values_read(reader, referents) if notes_writes else {}
+        snapshot = ValueSnapshot(self.owners(), reader.places, keeps_values=True)
         try:
             yield changed
+            if notes_writes:
+                after = _values_read(CodeReader(self), referents)
+                written = {key[0] for key, value in before.items() if after.get(key) != value}
+                _WRITTEN.setdefault(self.net, set()).update(written)
         finally:
             changed += snapshot.changed()
             changed += snapshot.restore()
@@ -303,32 +313,15 @@ def fingerprint(module: StepModule) -> Tuple[Tuple[object, ...], Tuple[object, .
     for name, parameter in module.named_parameters():
         hooks = (parameter._backward_hooks or {}).values()
         parts.append((name, type(parameter), tuple(_freeze(hook, 0, referents) for hook in hooks)))
-    parts.append(("code", tuple(_values_read(module, referents).items())))
+    parts.append(("code", tuple(_values_read(CodeReader(module), referents).items())))
     return tuple(parts), tuple(referents)
 
 
-@contextlib.contextmanager
-def note_writes(step: StepModule) -> Iterator[None]:
-    """Note what a recording in the block writes to globals and classes, such as a count of calls.
-
-    From then on it is part of no fingerprint: each recording would call for another one.
-
-    Args:
-        step: a step module.
-    """
-    referents: List[object] = []
-    before = _values_read(step, referents)
-    yield
-    after = _values_read(step, referents)
-    written = {key[0] for key, value in before.items() if after.get(key) != value}
-    _WRITTEN.setdefault(step.net, set()).update(written)
-
-
-def _values_read(step: StepModule, referents: List[object]) -> Dict[Tuple[str, int], object]:
+def _values_read(reader: CodeReader, referents: List[object]) -> Dict[Tuple[str, int], object]:
     """Return the values that code reads and does not write, frozen, by title and place."""
     return {
         (title, place): _freeze(value, _DEPTH_OF_OBJECTS, referents)
-        for place, (title, value) in enumerate(CodeReader(step).values)
+        for place, (title, value) in enumerate(reader.values)
     }
 
 

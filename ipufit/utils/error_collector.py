@@ -1,15 +1,17 @@
-"""Several bad arguments, reported together: a user corrects them in one go."""
+"""Arguments: bad ones reported together, which a user corrects in one go; groups of them shown."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import os
+import reprlib
 from typing import Any, Dict, Iterator, List, Sequence, TypeVar, Union
 
 from ipufit.errors import ConfigurationError, DataError, PlanError
 
-__all__ = ["ErrorCollector", "at_least", "folder_of", "one_of"]
+__all__ = ["ErrorCollector", "SettingsRepr", "at_least", "folder_of", "one_of"]
 
 T = TypeVar("T")
 
@@ -105,3 +107,17 @@ def folder_of(name: str, value: object) -> str:
             f"{name} must be the path of a folder, got {value!r}. Use for example 'runs/1'."
         )
     return path
+
+
+class SettingsRepr:
+    """Base of frozen dataclasses that shows the arguments which are not at their defaults."""
+
+    def __repr__(self) -> str:
+        settings: Any = self
+        shown = []
+        for field in dataclasses.fields(settings):
+            value = getattr(self, field.name)
+            if type(value) is not type(field.default) or value != field.default:
+                text = repr(value) if isinstance(value, str) else reprlib.repr(value)
+                shown.append(f"{field.name}={text}")
+        return f"{type(self).__name__}({', '.join(shown)})"

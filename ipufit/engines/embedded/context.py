@@ -26,7 +26,7 @@ from ipufit.engines.embedded.training_state import CarriedState
 from ipufit.engines.program import Engine, ExecutionResult, ProgramSpec
 from ipufit.losses import Loss
 from ipufit.tracing.capture import capture, uses_random_numbers
-from ipufit.tracing.fingerprint import fingerprint, note_writes
+from ipufit.tracing.fingerprint import fingerprint
 from ipufit.tracing.flat_storage import FlatBlock
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import peak_bytes
@@ -186,9 +186,9 @@ class EngineContext(Engine):
             with step.preserve_attributes(), for_this_engine():
                 try_out(micro, arguments)
             return micro, True, Lowered(micro, OFF, ""), None
-        with self.timed(), step.preserve_attributes() as changed:
+        with self.timed(), step.preserve_attributes(notes_writes=True) as changed:
             record = functools.partial(capture, micro, arguments)
-            with for_this_engine(), note_writes(step), refuse_draws(step, record):
+            with for_this_engine(), refuse_draws(step, record):
                 graph = record()
             if recompute:
                 before, repeated = peak_bytes(graph), recompute_layers(graph)

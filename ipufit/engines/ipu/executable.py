@@ -24,7 +24,6 @@ from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, Train
 from ipufit.errors import DataError
 from ipufit.losses import Loss
 from ipufit.processes import Processes
-from ipufit.tracing.fingerprint import note_writes
 from ipufit.tracing.grad_step import (
     ModuleWithLoss,
     ReportedScalars,
@@ -109,9 +108,8 @@ class Executable:
             return record_alone(whole, example, step.trains, step.reports, step.precision)
 
         watched = refuse_draws(whole, record, runs_eagerly=False)
-        with whole.preserve_attributes(), note_writes(whole), watched, translate_errors(
-            self._sdk, "compiling"
-        ):
+        preserved = whole.preserve_attributes(notes_writes=True)
+        with preserved, watched, translate_errors(self._sdk, "compiling"):
             OWNER.compile(self.executor, arguments)
         if self.traced.attributes:
             warn_user(
