@@ -120,7 +120,11 @@ class CheckSuite:
 
     def _recorded(self, rolled: bool = False) -> CheckRun:
         seed_generators(_KEY, self.tested.device)
-        return self.tested.recorded(self._snapshot.titles(), self.is_training, rolled)
+        with self.tested.step.forget_recording():
+            run = self.tested.recorded(self._snapshot.titles(), self.is_training, rolled)
+            # Before what the recording has left is forgotten.
+            self._changes += self._snapshot.changes()
+        return run
 
     def _valued(
         self, read: Optional[List[CaptureError]] = None, around: Optional[Lines] = None

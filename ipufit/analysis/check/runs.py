@@ -104,7 +104,7 @@ class ModuleUnderTest:
         state = [tensor.detach() for tensor in self.state.values()]
 
         def record(call: Callable[..., Sequence[Tensor]]) -> None:
-            with self.step.forget_recording(), for_this_engine():
+            with for_this_engine():
                 capture(call, [*state, *leaves])
 
         return self._done(titles, training, record)
