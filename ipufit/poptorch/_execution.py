@@ -332,7 +332,7 @@ class MicroBatchRunner:
         graph = returning(recorded.graph, [recorded.activations[name] for name in self._inner])
         self._run: Callable[..., Sequence[Tensor]] = graph
         if check_floats:
-            self._run = InstrumentedInterpreter(graph, [FloatCheck()]).run
+            self._run = InstrumentedInterpreter(graph, [FloatCheck(graph.graph)]).run
         self._half = makes_half(recorded.graph)
         self._outputs = sum(recorded.outputs.computed)
 

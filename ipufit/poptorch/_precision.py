@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._tracing import tensors_in, written_tensors
 from ipufit.poptorch.poptorch_core import UnrecoverableError
+from ipufit.tracing.graph_analysis import needed_nodes
 from ipufit.tracing.interpreter import Listener, OperatorCall
 from ipufit.utils import tree
 
@@ -145,11 +146,18 @@ _UNFILLED = ("aten::empty", "aten::new_empty")
 
 
 class FloatCheck(Listener):
-    """Checks the result of every operator of a graph that runs.
+    """Checks the results of the operators of a graph that runs.
 
     NaN and infinities among the inputs are passed on, as a device does: moving one is no exception.
-    Making one of numbers is, and so is comparing a NaN by size.
+    Making one of numbers is, and so is comparing a NaN by size. What nothing depends on is not in
+    the program of a device.
+
+    Args:
+        graph: that runs.
     """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._needed = needed_nodes(graph)
 
     def before(self, call: OperatorCall) -> None:
         """Look at the arguments, which the operator may change."""
@@ -163,7 +171,7 @@ class FloatCheck(Listener):
             UnrecoverableError: the operator made a NaN or an infinity, or compared a NaN.
         """
         schema = getattr(call.operator, "_schema", None)
-        if schema is None:
+        if schema is None or call.node not in self._needed:
             return
         exception = _exception(schema.name, self._nan, self._infinite, _values(result))
         if exception is not None:

@@ -16,6 +16,7 @@ __all__ = [
     "GraphSignature",
     "Memories",
     "alive_bytes",
+    "needed_nodes",
     "nodes_in",
     "operator_name",
     "peak_bytes",
@@ -79,6 +80,22 @@ class Memories:
         first, second = self.of(node), self.of(other)
         if first is not second:
             self._parent[first] = second
+
+
+def needed_nodes(graph: fx.Graph) -> Set[fx.Node]:
+    """The nodes that something returned, or written to an input, may depend on.
+
+    What is written to a value counts for everything that lies in the same memory.
+    """
+    memories = Memories(graph)
+    needed = {memories.of(memories.inputs[number]) for number in memories.changed}
+    nodes: Set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        touched = {memories.of(node), *memories.written_by.get(node, ())}
+        if node.op == "output" or not needed.isdisjoint(touched):
+            nodes.add(node)
+            needed.update(map(memories.of, node.all_input_nodes))
+    return nodes
 
 
 def schema_of(node: fx.Node) -> Optional[torch.FunctionSchema]:

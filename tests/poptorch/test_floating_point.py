@@ -58,3 +58,21 @@ def test_without_the_option_it_does_not(function, value, what):
 def test_infinities_that_are_moved_or_written_down_are_no_exception(function):
     model(function)(torch.tensor([1.0, INF]))
     model(function)(torch.tensor([1.0, 2.0]))
+
+
+def test_what_nothing_depends_on_raises_no_exception():
+    """A graph network of several kinds of edges computes kinds that the result doesn't need."""
+
+    def inverse_roots(degree):
+        roots = (degree * 1).pow_(-0.5)
+        return roots.masked_fill_(roots == INF, 0)
+
+    def function(x, degree):
+        inverse_roots(degree)
+        return x + 1
+
+    model(function)(torch.ones(2), torch.tensor([1.0, 0.0]))
+    with pytest.raises(poptorch.UnrecoverableError, match="made an infinity"):
+        model(lambda x, degree: x * inverse_roots(degree))(torch.ones(2), torch.tensor([1.0, 0.0]))
+    with pytest.raises(poptorch.UnrecoverableError, match="made an infinity"):
+        model(lambda x: x[1:].div_(0).shape and x)(torch.ones(2))
