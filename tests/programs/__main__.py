@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "programs"
 PAGE = ROOT / "docs" / "programs.md"
 GROUPS = (
-    *("tutorials", "vision", "language"),
+    *("tutorials", "geometric", "vision", "language"),
     *("lightning", "lightning_strategy", "lightning_examples", "optimum"),
 )
 TORCH = {"3.11": "torch==2.13.0", "3.8": "torch==2.0.1"}
@@ -49,9 +49,13 @@ def python_of(group, name):
     if not python.exists():
         subprocess.run([f"python{environment.python}", "-m", "venv", str(folder)], check=True)
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        required = [TORCH[environment.python], *environment.requirements]
+        first = [TORCH[environment.python], "setuptools", "wheel"]
         try:
-            subprocess.run([*install, *required, "-e", str(ROOT), "pytest"], check=True)
+            subprocess.run([*install, *first, "-e", str(ROOT), "pytest"], check=True)
+            # What comes as source and needs torch to be built finds the one that is there.
+            subprocess.run(
+                [*install, "--no-build-isolation", first[0], *environment.requirements], check=True
+            )
         except subprocess.CalledProcessError:
             shutil.rmtree(folder)
             raise
@@ -65,6 +69,9 @@ def run(group, program, python):
     work.mkdir(parents=True)
     if program.prepare is not None:
         program.prepare(source, work)
+    if program.graphs:
+        write = [python, str(Path(__file__).with_name("graphs.py")), str(work), *program.graphs]
+        subprocess.run(write, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     places = {"work": str(work), "source": str(source)}
     arguments = program.arguments.format(**places).split()
     folder = source / (os.path.dirname(program.path) if program.folder is None else program.folder)

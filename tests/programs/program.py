@@ -55,6 +55,8 @@ class Program:
         adaptation: what was made up or made smaller, for the table.
         prepare: writes what it reads, into the folder of the repository that it is given, and
             the empty one.
+        graphs: made-up data sets of PyTorch Geometric, by their names in graphs.py, in the empty
+            folder.
         folder: in the repository, that it runs in; by default the file's own.
         variables: of the environment; ``{work}`` and ``{source}`` are the two folders.
         environment: the name of the environment that it runs in.
@@ -69,6 +71,7 @@ class Program:
     arguments: str = ""
     adaptation: str = ""
     prepare: Optional[Callable[[Path, Path], None]] = None
+    graphs: Tuple[str, ...] = ()
     folder: Optional[str] = None
     variables: Mapping[str, str] = field(default_factory=dict)
     environment: str = "default"

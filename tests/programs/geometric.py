@@ -1,0 +1,44 @@
+"""The tests of PopTorch Geometric, in PopTorch's repository: each compares an IPU with the CPU."""
+
+from tests.programs.program import PASSES, Environment, Program, Source
+
+SOURCE = Source(
+    "PopTorch Geometric",
+    "https://github.com/graphcore/poptorch",
+    "c2a8b17762f1d7106f7bf048ff011ab4fee7685e",
+)
+
+ENVIRONMENTS = {
+    "default": Environment(
+        (
+            *("pyg-nightly==2.4.0.dev20230613", "pandas==2.0.1", "scipy", "nbformat==5.7.3"),
+            *("pytest==6.2.5", "pytest-benchmark==4.0.0", "nbconvert==7.2.9"),
+            *("torch-scatter==2.1.1", "torch-sparse==0.6.17", "torch-cluster==1.6.1"),
+            "torch-spline-conv==1.2.2",
+        ),
+        "3.8",
+    )
+}
+
+
+def library(source, work):
+    """The package, which is on no index, under the name that it is installed by."""
+    (work / "poptorch_geometric").symlink_to(source / "poptorch_geometric" / "python")
+
+
+def of(path):
+    """The tests in a folder or file, on made-up molecules and papers."""
+    return Program(
+        "tests/gnn/" + path,
+        PASSES,
+        arguments="-p no:cacheprovider -W ignore --external-datasets-dir={work}",
+        adaptation="made-up QM9 and Cora",
+        prepare=library,
+        graphs=("qm9/some", "planetoid/Cora"),
+        folder="tests",
+        variables={"PYTHONPATH": "{work}"},
+        seconds=3600,
+    )
+
+
+PROGRAMS = tuple(of(path) for path in ("nn/conv", "nn/norm"))

@@ -1,0 +1,296 @@
+"""The tutorials, feature examples and graph networks of Graphcore's examples."""
+
+import pickle
+import struct
+import subprocess
+
+import numpy as np
+
+from tests.programs.program import (
+    FAILS,
+    OUT_OF_REACH,
+    PASSES,
+    RUNS,
+    TRAINS,
+    Environment,
+    Program,
+    Source,
+)
+
+SOURCE = Source(
+    "Tutorials and graph networks of Graphcore's examples",
+    "https://github.com/graphcore/examples",
+    "3cc8f81f13728dd8c17d0d3c8d2fc1549b159485",
+)
+
+ENVIRONMENTS = {
+    "default": Environment(
+        ("torchvision==0.15.2", "matplotlib", "scikit-learn", "filelock", "octconv"), "3.8"
+    ),
+    # torch-scatter, torch-sparse and torch-cluster come as source, which needs torch to be built.
+    "graphs": Environment(
+        (
+            *("pyg-nightly==2.4.0.dev20230613", "pandas==2.0.1", "scipy", "scikit-learn"),
+            *("matplotlib", "seaborn==0.12.1", "periodictable", "py3Dmol", "ipywidgets"),
+            *("torchinfo", "networkx==3.0", "pyyaml", "jupytext", "ipython"),
+        ),
+        "3.8",
+    ),
+    "compiled": Environment(
+        (
+            *("pyg-nightly==2.4.0.dev20230613", "pandas==2.0.1", "scipy", "scikit-learn"),
+            *("matplotlib", "torchinfo", "networkx==3.0", "pyyaml", "jupytext"),
+            *("torch-scatter==2.1.1", "torch-sparse==0.6.17", "torch-cluster==1.6.1"),
+        ),
+        "3.8",
+    ),
+}
+
+
+def pictures(source, work):
+    """Digits and clothes, as many as the real ones, in the files that torchvision reads."""
+    rng = np.random.default_rng(0)
+    means = rng.integers(0, 200, (10, 28, 28))
+    for part, count in (("train", 60000), ("t10k", 10000)):
+        labels = rng.integers(0, 10, count).astype(np.uint8)
+        images = (means[labels] + rng.integers(0, 56, (28, 28))).astype(np.uint8)
+        for name in ("MNIST", "FashionMNIST"):
+            for root in (work / ".torch" / "datasets", work):
+                raw = root / name / "raw"
+                raw.mkdir(parents=True, exist_ok=True)
+                head = struct.pack(">iiii", 2051, count, 28, 28)
+                (raw / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
+                head = struct.pack(">ii", 2049, count)
+                (raw / f"{part}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
+
+
+def compiled_operator(source, work):
+    """Pictures, and a shared library with nothing in it in the place of the compiled operator."""
+    pictures(source, work)
+    build = source / "tutorials/feature_examples/pytorch/custom_op/leaky_relu_example/build"
+    build.mkdir()
+    subprocess.run(
+        ["cc", "-shared", "-o", str(build / "custom_ops.so"), "-x", "c", "/dev/null"], check=True
+    )
+
+
+def cifar(source, work):
+    """CIFAR-10 in its files, and a module that lets torchvision take them without their sums."""
+    rng = np.random.default_rng(0)
+    means = rng.integers(0, 200, (10, 3072))
+    folder = work / ".torch" / "datasets" / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
+        labels = rng.integers(0, 10, 400)
+        data = (means[labels] + rng.integers(0, 56, (400, 3072))).astype(np.uint8)
+        (folder / name).write_bytes(pickle.dumps({"data": data, "labels": labels.tolist()}))
+    meta = {"label_names": [str(label) for label in range(10)]}
+    (folder / "batches.meta").write_bytes(pickle.dumps(meta))
+    (work / "sitecustomize.py").write_text(
+        "import os\nimport torchvision.datasets.cifar as cifar\n"
+        "cifar.check_integrity = lambda path, md5=None: os.path.isfile(path)\n"
+    )
+
+
+def library(source, work):
+    """PopTorch Geometric of PopTorch's repository, which is on no package index."""
+    poptorch = source.parent / "poptorch"
+    git = ("git", "-C", str(poptorch))
+    commit = "c2a8b17762f1d7106f7bf048ff011ab4fee7685e"
+    if not poptorch.exists():
+        subprocess.run(["git", "init", "--quiet", str(poptorch)], check=True)
+        repository = "https://github.com/graphcore/poptorch"
+        subprocess.run([*git, "fetch", "--quiet", "--depth=1", repository, commit], check=True)
+        subprocess.run([*git, "checkout", "--quiet", "FETCH_HEAD"], check=True)
+    (work / "poptorch_geometric").symlink_to(poptorch / "poptorch_geometric" / "python")
+
+
+def facts(source, work):
+    """The folder of data sets that the network of facts looks into."""
+    (source / "gnn/nbfnet/pytorch_geometric/data").symlink_to(work)
+
+
+TUTORIAL = "tutorials/tutorials/"
+FEATURE = "tutorials/feature_examples/pytorch/"
+HOME = {"HOME": "{work}"}
+UTILITIES = {**HOME, "PYTHONPATH": "{work}:{source}/tutorials/utils"}
+
+
+def of_graphs(path, *names, environment="graphs", **rest):
+    """A program on made-up graphs of these names."""
+    return Program(
+        path,
+        TRAINS,
+        prepare=library,
+        graphs=names,
+        adaptation="made-up graphs",
+        variables={"DATASETS_DIR": "{work}", "PYTHONPATH": "{work}"},
+        environment=environment,
+        **rest,
+    )
+
+
+def on_pictures(path, result=TRAINS, prepare=pictures, **rest):
+    """A program on made-up pictures."""
+    variables = {**HOME, **rest.pop("variables", {})}
+    adaptation = rest.pop("adaptation", "made-up pictures")
+    return Program(
+        path, result, prepare=prepare, variables=variables, adaptation=adaptation, **rest
+    )
+
+
+NO_DOWNLOAD = "a published model or data set is downloaded"
+NO_POPLAR = "C++ for IPUs, which the Poplar SDK compiles"
+NO_PROFILE = "libpva reads profiles that the Poplar SDK writes"
+
+PROGRAMS = (
+    on_pictures("tutorials/simple_applications/pytorch/mnist/mnist_poptorch.py"),
+    on_pictures("tutorials/simple_applications/pytorch/mnist/mnist_poptorch_code_only.py"),
+    on_pictures(TUTORIAL + "pytorch/basics/walkthrough_code_only.py"),
+    on_pictures(TUTORIAL + "pytorch/mixed_precision/walkthrough_code_only.py"),
+    on_pictures(TUTORIAL + "pytorch/pipelining/mnist_pipeline.py"),
+    Program(
+        TUTORIAL + "pytorch/pipelining/walkthrough_code_only.py",
+        RUNS,
+        "outside of a notebook it names mnist_pipeline.py and ends",
+    ),
+    Program(TUTORIAL + "pytorch/efficient_data_loading/tuto_data_loading.py", TRAINS),
+    Program(
+        TUTORIAL + "pytorch/efficient_data_loading/walkthrough_code_only.py",
+        RUNS,
+        "outside of a notebook it names tuto_data_loading.py and ends",
+    ),
+    on_pictures(TUTORIAL + "pytorch/observing_tensors/anchor_tensor_example.py"),
+    on_pictures(TUTORIAL + "popvision/reading_pvti_files/poptorch_mnist.py"),
+    on_pictures(TUTORIAL + "popvision/system_analyser_instrumentation/poptorch_mnist.py"),
+    on_pictures(TUTORIAL + "popvision/system_analyser_instrumentation/poptorch_mnist_complete.py"),
+    Program(
+        TUTORIAL + "popvision/reading_pvti_files/walkthrough_code_only.py",
+        OUT_OF_REACH,
+        "libpvti reads files that PopVision's own library writes",
+    ),
+    Program(TUTORIAL + "popvision/libpva/walkthrough_code_only.py", OUT_OF_REACH, NO_PROFILE),
+    Program(
+        TUTORIAL + "popvision/lightweight_profiling/tests/test_lightweight_profiling.py",
+        OUT_OF_REACH,
+        NO_POPLAR,
+    ),
+    on_pictures(
+        FEATURE + "custom_op/poptorch_custom_op.py",
+        prepare=compiled_operator,
+        adaptation="made-up pictures; an empty library where the compiled operator would be",
+    ),
+    Program(
+        FEATURE + "custom_op/leaky_relu_example/run_leaky_relu.py",
+        OUT_OF_REACH,
+        "a graph of PopART, which comes with the Poplar SDK",
+    ),
+    Program(FEATURE + "custom_op/cube_op_example/tests/test_cube_op.py", OUT_OF_REACH, NO_POPLAR),
+    on_pictures(
+        FEATURE + "octconv/octconv_example.py",
+        arguments="--epochs 1 --data-dir {work}/.torch/datasets",
+        prepare=cifar,
+        variables={"PYTHONPATH": "{work}"},
+    ),
+    Program(
+        FEATURE + "octconv/test_octconv.py",
+        PASSES,
+        arguments="--deselect test_octconv.py::test_smoke"
+        " --deselect test_octconv.py::test_profiling",
+        adaptation="without the cases that download CIFAR-10",
+        variables=UTILITIES,
+    ),
+    on_pictures(
+        FEATURE + "popdist/popdist_training.py",
+        arguments="--epochs 1 --num-replicas 2 --dataloader-workers 1",
+        prepare=cifar,
+        variables={"PYTHONPATH": "{work}"},
+    ),
+    Program(
+        FEATURE + "popdist/tests/test_popdist_training.py",
+        OUT_OF_REACH,
+        "poprun starts it, which comes with the Poplar SDK",
+    ),
+    Program(
+        "tutorials/tech_notes_code/available_memory/pytorch_demo.py",
+        OUT_OF_REACH,
+        NO_DOWNLOAD + ", and its tests wait for an IPU that has no memory left",
+    ),
+    Program(TUTORIAL + "pytorch/finetuning_bert/Fine-tuning-BERT.py", OUT_OF_REACH, NO_DOWNLOAD),
+    Program(
+        TUTORIAL + "pytorch/vit_model_training/walkthrough_code_only.py", OUT_OF_REACH, NO_DOWNLOAD
+    ),
+    of_graphs(
+        TUTORIAL + "pytorch_geometric/1_at_a_glance/1_at_a_glance_code_only.py",
+        *("Cora", "MUTAG", "self_loops/MUTAG"),
+    ),
+    of_graphs(
+        TUTORIAL + "pytorch_geometric/2_a_worked_example/2_a_worked_example_code_only.py", "Cora"
+    ),
+    of_graphs(
+        TUTORIAL + "pytorch_geometric/3_small_graph_batching_with_padding/"
+        "3_small_graph_batching_with_padding_code_only.py",
+        "QM9",
+    ),
+    of_graphs(
+        TUTORIAL + "pytorch_geometric/4_small_graph_batching_with_packing/"
+        "4_small_graph_batching_with_packing_code_only.py",
+        "TUDataset/MUTAG",
+    ),
+    of_graphs(
+        TUTORIAL + "pytorch_geometric/5_large_graph_sampling/5_large_graph_sampling_code_only.py",
+        "PubMed",
+        environment="compiled",
+    ),
+    of_graphs(
+        TUTORIAL + "pytorch_geometric/6_heterogeneous_graphs/6_heterogeneous_graphs_code_only.py",
+        "IMDB",
+        environment="compiled",
+    ),
+    of_graphs(
+        "gnn/message_passing/pytorch_geometric/molecular_property_prediction_with_gin_code_only.py",
+        "TUDataset/NCI1",
+    ),
+    Program(
+        "gnn/tgn/pytorch/test/test_tgn.py", PASSES, folder="gnn/tgn/pytorch", environment="compiled"
+    ),
+    Program(
+        "gnn/tgn/pytorch/test/test_buffer.py",
+        PASSES,
+        folder="gnn/tgn/pytorch",
+        environment="graphs",
+    ),
+    of_graphs(
+        "gnn/tgn/pytorch/train.py",
+        "wikipedia",
+        arguments="--data {work} --epochs 3",
+        environment="compiled",
+    ),
+    of_graphs(
+        "gnn/cluster_gcn/pytorch_geometric/node_classification_with_cluster_gcn_code_only.py",
+        "Reddit",
+        environment="compiled",
+        seconds=1200,
+    ),
+    Program(
+        "gnn/nbfnet/pytorch_geometric/run_nbfnet.py",
+        FAILS,
+        "torch-scatter's compiled scatter_max can't be recorded without values",
+        arguments="--c configs/IndFB15k-237_v1.yaml",
+        prepare=facts,
+        graphs=("FB15k-237",),
+        environment="compiled",
+    ),
+    Program(
+        "gnn/nbfnet/pytorch_geometric/tests/test_utils.py",
+        PASSES,
+        folder="gnn/nbfnet/pytorch_geometric",
+        environment="graphs",
+    ),
+    Program(
+        "gnn/fraud_detection/pytorch_geometric/test/test_loss.py",
+        PASSES,
+        folder="gnn/fraud_detection/pytorch_geometric",
+        environment="graphs",
+    ),
+)
