@@ -34,7 +34,7 @@ def of(path):
         arguments="-p no:cacheprovider -W ignore --external-datasets-dir={work}",
         adaptation="made-up QM9 and Cora",
         prepare=library,
-        graphs=("qm9/some", "planetoid/Cora"),
+        graphs=("qm9/all", "planetoid/Cora"),
         folder="tests",
         variables={"PYTHONPATH": "{work}"},
         seconds=3600,

@@ -187,7 +187,6 @@ WRITERS = {
     "TUDataset/MUTAG": lambda place: molecules(f"{place}/TUDataset", "MUTAG", 188, 7, bonds=4),
     "TUDataset/NCI1": lambda place: molecules(f"{place}/TUDataset", "NCI1", 4110, 37),
     "QM9": lambda place: qm9(place, 300),
-    "qm9/some": lambda place: qm9(f"{place}/qm9", 300),
     "qm9/all": lambda place: qm9(f"{place}/qm9", 130831),
     "planetoid/Cora": lambda place: planetoid(f"{place}/planetoid", "Cora", 7, 1433),
     "IMDB": lambda place: imdb(f"{place}/IMDB"),
