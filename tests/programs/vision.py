@@ -1,0 +1,612 @@
+"""Graphcore's examples of computer vision: classification, detection, self-supervised learning."""
+
+import json
+import os
+import pickle
+import shlex
+import subprocess
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tests.programs.program import (
+    OUT_OF_REACH,
+    PASSES,
+    RUNS,
+    TRAINS,
+    Environment,
+    Program,
+    Source,
+)
+
+SOURCE = Source(
+    "Graphcore's examples: vision",
+    "https://github.com/graphcore/examples",
+    "3cc8f81f13728dd8c17d0d3c8d2fc1549b159485",
+)
+
+_PACKAGES = (
+    "torchvision==0.15.2",
+    "numpy==1.23.5",
+    "pytest==6.2.5",
+    "setuptools<66",
+    "transformers==4.18.0",
+    "protobuf==3.19.4",
+    "wandb==0.12.8",
+    "pyyaml",
+    "pillow==8.4.0",
+    "attrdict==2.0.1",
+    "randaugment==1.0.2",
+    "simplejpeg",
+    "PyTurboJPEG==1.6.3",
+    "yacs==0.1.8",
+    "ruamel.yaml==0.17.21",
+    "scipy",
+    "pycocotools==2.0.7",
+    "torchinfo==1.5.4",
+    "matplotlib",
+    "requests==2.27.1",
+)
+ENVIRONMENTS = {
+    "default": Environment((*_PACKAGES, "timm==0.5.4"), "3.8"),
+    "swin": Environment((*_PACKAGES, "timm==0.4.5"), "3.8"),
+}
+
+CNNS = "vision/cnns/pytorch"
+VIT = "vision/vit/pytorch"
+SWIN = "vision/swin/pytorch"
+DINO = "vision/dino/pytorch"
+MAE = "vision/mae/pytorch"
+YOLO = ("vision/yolo_v4/pytorch", "preview/vision/yolo_v4/pytorch")
+
+
+def cifar(folder, train, test):
+    """Write CIFAR-10's files: ten colours, with noise."""
+    rng = np.random.default_rng(0)
+    colours = rng.integers(0, 255, (10, 3, 1, 1))
+    folder = folder / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    parts = [(f"data_batch_{number}", train // 5) for number in range(1, 6)]
+    for name, samples in [*parts, ("test_batch", test)]:
+        labels = rng.permutation(np.arange(samples) % 10)
+        images = colours[labels] + rng.normal(0, 20, (samples, 3, 32, 32))
+        rows = np.clip(images, 0, 255).astype(np.uint8).reshape(samples, -1)
+        # As NumPy before 2 finds it.
+        text = pickle.dumps({"data": rows, "labels": labels.tolist()}, protocol=2)
+        (folder / name).write_bytes(text.replace(b"numpy._core", b"numpy.core"))
+    classes = {"label_names": [str(number) for number in range(10)]}
+    (folder / "batches.meta").write_bytes(pickle.dumps(classes))
+
+
+def pictures(folder, names, size=256):
+    """Write JPEG files of random colours."""
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        coarse = rng.integers(0, 255, (8, 8, 3)).astype(np.uint8)
+        Image.fromarray(coarse).resize((size, size)).save(folder / name, "JPEG")
+
+
+def imagenet(folder, classes, each):
+    """Write ImageNet's folders of classes, for training and validation."""
+    for split in ("train", "validation"):
+        for number in range(classes):
+            names = [f"{index}.JPEG" for index in range(each)]
+            pictures(folder / split / f"n{number:08d}", names)
+
+
+def coco(folder, train=12, val=4, size=96):
+    """Write COCO's pictures, labels and annotations."""
+    rng = np.random.default_rng(0)
+    for split, samples in (("train2017", train), ("val2017", val)):
+        names = [f"{number:012d}" for number in range(1, samples + 1)]
+        pictures(folder / "images" / split, [f"{name}.jpg" for name in names], size)
+        (folder / "labels" / split).mkdir(parents=True)
+        boxes = []
+        for number, name in enumerate(names, 1):
+            rows = [
+                (int(rng.integers(80)), *rng.uniform(0.3, 0.7, 2), *rng.uniform(0.1, 0.5, 2))
+                for _ in range(3)
+            ]
+            text = "".join(" ".join(map(str, row)) + "\n" for row in rows)
+            (folder / "labels" / split / f"{name}.txt").write_text(text)
+            for kind, x, y, width, height in rows:
+                corner = [(x - width / 2) * size, (y - height / 2) * size]
+                boxes.append(
+                    {
+                        "id": len(boxes) + 1,
+                        "image_id": number,
+                        "category_id": kind + 1,
+                        "iscrowd": 0,
+                        "area": width * height * size * size,
+                        "bbox": [*corner, width * size, height * size],
+                    }
+                )
+        (folder / f"{split}.txt").write_text(
+            "\n".join(f"./images/{split}/{name}.jpg" for name in names)
+        )
+        (folder / "annotations").mkdir(exist_ok=True)
+        annotations = {
+            "images": [
+                {"id": number, "width": size, "height": size} for number, _ in enumerate(names, 1)
+            ],
+            "annotations": boxes,
+            "categories": [{"id": number, "name": str(number)} for number in range(1, 91)],
+        }
+        path = folder / "annotations" / f"instances_{split}.json"
+        path.write_text(json.dumps(annotations))
+
+
+# torchvision compares CIFAR's files with their checksums, which made-up ones can't have.
+_NO_CHECKSUMS = """
+import importlib.util, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != "torchvision.datasets.cifar":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            files = module.CIFAR10
+            files.train_list = [[name, None] for name, _ in files.train_list]
+            files.test_list = [[name, None] for name, _ in files.test_list]
+            files.meta["md5"] = None
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+# What the program's compiled operators compute.
+_OPERATORS = """
+import torch
+from ipufit import poptorch
+
+def exp_mov_avg(parameter, average, factor):
+    with torch.no_grad():
+        average.copy_(factor * average.float() + (1 - factor) * parameter.float())
+    return parameter.clone()
+
+poptorch.register_custom_op("ExpMovAvg", "com.acme", exp_mov_avg)
+"""
+
+
+def library(path):
+    """Write a shared library with nothing in it, as what a program compiles for IPUs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+    subprocess.run(command, input="int nothing;", text=True, check=True)
+
+
+def before(prepare, folder, *commands, environment="default"):
+    """What prepares, and then runs other programs of the same folder: their files are read."""
+
+    def prepared(source, work):
+        from tests.programs import __main__ as runner
+        from tests.programs import vision
+
+        prepare(source, work)
+        python = runner.python_of(vision, environment)
+        paths = [str(work), str(source / folder), str(source / "utils"), str(runner.ROOT)]
+        variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "2"}
+        for command in commands:
+            subprocess.run(
+                [python, "-m", "ipufit", "run", "--claim-ipus", *shlex.split(command)],
+                cwd=str(source / folder),
+                env={**os.environ, **variables},
+                check=True,
+            )
+
+    return prepared
+
+
+def cnns(source, work, train=30, test=10):
+    """Make up what the convolutional networks read, and say that it was downloaded."""
+    (work / "sitecustomize.py").write_text(_NO_CHECKSUMS)
+    cifar(source / CNNS / "data" / "cifar10", train, test)
+    names = ("zebra", "jay", "polar_bear", "banana", "hippo", "ostrich", "pelican")
+    pictures(source / CNNS / "data" / "images", [f"{name}.jpg" for name in names])
+    (source / CNNS / "lockfile.lock").touch()
+
+
+def vit(source, work):
+    """Make up what the vision transformer reads, a checkpoint of random weights included."""
+    (work / "sitecustomize.py").write_text(_NO_CHECKSUMS)
+    cifar(source / VIT / "data" / "cifar10", 30, 20)
+    imagenet(source / VIT / "data" / "imagenet1k", 4, 14)
+    (source / VIT / "made-up").mkdir()
+    weights = {"vit.embeddings.cls_token": torch.zeros(1, 1, 32)}
+    torch.save(weights, source / VIT / "made-up" / "pytorch_model.bin")
+
+
+def dino(source, work, each=11):
+    """Make up pictures, and register the moving average."""
+    imagenet(source / DINO / "data" / "imagenet1k", 3, each)
+    library(source / DINO / "ema" / "build" / "exp_avg_custom_op.so")
+    (work / "sitecustomize.py").write_text(_OPERATORS)
+
+
+def mae(source, work):
+    """Make up pictures and a compiled library."""
+    imagenet(source / MAE / "data" / "imagenet1k", 3, 8)
+    library(source / MAE / "remap" / "remap_ops.so")
+
+
+def swin(source, work, each=16):
+    """Make up pictures and a compiled library."""
+    imagenet(source / SWIN / "data" / "imagenet1k", 4, each)
+    library(source / SWIN / "custom_ops.so")
+
+
+# Makes weights in the order in which the detector lists its own, answers requests for pictures,
+# and registers the compiled selection of boxes: of each class, the best that overlap no better one.
+_DETECTION = """
+import http.server, io, os, threading
+import numpy as np
+import torch
+from PIL import Image
+from ipufit import poptorch
+
+EMPTY = torch.iinfo(torch.int32).max
+
+def nms(scores, boxes, threshold, scoreThreshold, numDetections, useGather):
+    samples, places, classes = scores.shape
+    low = float("-inf")
+    left = scores.float().masked_fill(scores <= scoreThreshold, low)
+    areas = (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
+    kind = torch.arange(classes)
+    rows = []
+    for _ in range(numDetections):
+        best, index = left.reshape(samples, -1).max(1)
+        there, place, label = best > low, index // classes, index % classes
+        box = boxes.gather(1, place.view(-1, 1, 1).expand(-1, 1, 4)).squeeze(1)
+        corner = torch.maximum(boxes[..., :2], box[:, None, :2])
+        other = torch.minimum(boxes[..., 2:], box[:, None, 2:])
+        both = (other - corner).clamp(min=0).prod(-1)
+        area = (box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1])
+        near = both / (areas + area[:, None] - both) > threshold
+        same = torch.arange(places) == place[:, None]
+        gone = (near | same)[..., None] & (kind == label[:, None])[:, None]
+        left = left.masked_fill(gone, low)
+        rows.append((there, place, best, box, label))
+    there, place, best, box, label = (torch.stack(parts, 1) for parts in zip(*rows))
+    empty = ~there
+    return [
+        place.masked_fill(empty, -1),
+        best.masked_fill(empty, 0.0),
+        box.masked_fill(empty[..., None], 0.0),
+        label.int().masked_fill(empty, EMPTY),
+        there.int().sum(1).int(),
+    ]
+
+poptorch.register_custom_op("Nms", "ai.graphcore", nms)
+
+class Picture(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        image = np.random.default_rng(0).integers(0, 255, (480, 640, 3)).astype(np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(image).save(file, "JPEG")
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(file.getvalue())
+
+    def log_message(self, *arguments):
+        pass
+
+def pytest_sessionstart(session):
+    server = http.server.HTTPServer(("127.0.0.1", 0), Picture)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    os.environ["http_proxy"] = "http://127.0.0.1:%d" % server.server_port
+    from models.yolov4_p5 import Yolov4P5
+    from utils.config import get_cfg_defaults
+    torch.manual_seed(0)
+    config = get_cfg_defaults()
+    config.model.normalization, config.model.activation = "batch", "mish"
+    config.model.ipu = False
+    model = Yolov4P5(config).eval()
+    model.optimize_for_inference(fuse_all_layers=False)
+    os.makedirs("weights", exist_ok=True)
+    torch.save(model.state_dict(), "weights/yolov4-p5-sd.pt")
+"""
+
+
+def yolo(folder, source, work):
+    """Make up pictures with boxes, and register the selection of boxes."""
+    coco(source / folder / "data" / "coco")
+    for name in ("nms", "copy_tensor"):
+        library(source / folder / "utils" / "custom_ops" / "build" / f"{name}_custom_op.so")
+    # A package, so that no other `tests` is found before it.
+    (source / folder / "tests" / "__init__.py").touch()
+    (work / "made_up.py").write_text(_DETECTION)
+    (work / "sitecustomize.py").write_text("import made_up\n")
+
+
+def inside(folder, programs, environment="default"):
+    """Programs that all run in one folder, to which their paths are relative."""
+    variables = {
+        "PYTHONPATH": os.pathsep.join(("{work}", "{source}/" + folder, "{source}/utils")),
+        "WANDB_MODE": "disabled",
+        "PYTORCH_APPS_DETECTION_PATH": "{source}/" + folder,
+    }
+    common = {"folder": folder, "variables": variables, "environment": environment}
+    return [replace(one, path=f"{folder}/{one.path}", **common) for one in programs]
+
+
+_RESNET = (
+    "--data cifar10 --model resnet18 --precision 32.32 --optimizer sgd_combined --lr 0.1 "
+    "--micro-batch-size 2 --gradient-accumulation 3 --norm-type group --norm-num-groups 32 "
+    "--dataloader-worker 1 --seed 0"
+)
+_TRAINED_RESNET = before(
+    cnns,
+    CNNS,
+    f"train/train.py {_RESNET} --epoch 2 --validation-mode none --checkpoint-output-dir made-up",
+)
+_CIFAR = "30 pictures in CIFAR-10's files"
+_FOLDERS = "a few pictures in ImageNet's folders"
+_POPRUN = "starts several processes by poprun, of the Poplar SDK"
+
+_NETWORKS = [
+    Program(
+        "train/train.py",
+        TRAINS,
+        arguments=f"{_RESNET} --epoch 1 --checkpoint-output-dir {{work}}/out",
+        adaptation=_CIFAR,
+        prepare=cnns,
+    ),
+    Program(
+        "train/restore.py",
+        TRAINS,
+        arguments="--checkpoint-input-path made-up/resnet18_cifar10_1.pt",
+        adaptation=f"{_CIFAR}; after two epochs of train.py",
+        prepare=_TRAINED_RESNET,
+    ),
+    Program(
+        "train/weight_avg.py",
+        RUNS,
+        arguments="--checkpoint-input-path made-up --checkpoint-output-path made-up "
+        "--weight-avg-strategy mean",
+        adaptation=f"{_CIFAR}; after two epochs of train.py",
+        prepare=_TRAINED_RESNET,
+    ),
+    Program(
+        "train/validate.py",
+        RUNS,
+        arguments="--checkpoint-input-path made-up",
+        adaptation=f"{_CIFAR}; after two epochs of train.py",
+        prepare=_TRAINED_RESNET,
+    ),
+    Program(
+        "datasets/host_benchmark.py",
+        RUNS,
+        arguments="--data cifar10 --micro-batch-size 5 --dataloader-worker 1",
+        adaptation=_CIFAR,
+        prepare=cnns,
+    ),
+    Program(
+        "inference/run_benchmark.py",
+        RUNS,
+        arguments="--data real --model resnet18 --pipeline-splits layer3/0 --precision 32.32 "
+        "--micro-batch-size 1 --device-iterations 2 --iterations 4 --dataloader-worker 1 "
+        "--random-weights",
+        adaptation="7 made-up pictures, random weights",
+        prepare=cnns,
+    ),
+    Program(
+        "inference/run_benchmark_with_triton_server.py",
+        OUT_OF_REACH,
+        "builds and starts a Triton server with Graphcore's backend for IPUs",
+    ),
+    Program("tests/tritonserver/multi_client_test.py", OUT_OF_REACH, "needs that server, too"),
+    Program("tests/test_models.py", PASSES, prepare=cnns),
+    Program(
+        "tests/test_train.py",
+        PASSES,
+        arguments="-k recomputation_checkpoints",
+        adaptation="one of its tests: what the others start, with all of CIFAR-10, is above",
+        prepare=cnns,
+    ),
+    Program("tests/test_popdist.py", OUT_OF_REACH, _POPRUN),
+]
+
+_VIT = (
+    "--hidden-size 32 --num-hidden-layers 4 --layers-per-ipu 1 1 1 1 --num-attention-heads 2 "
+    "--mlp-dim 32 --micro-batch-size 1 --gradient-accumulation 7 --replication-factor 1 "
+    "--warmup-steps 1 --dataloader-workers 1 --checkpoint-save-steps 1 "
+)
+_VIT_PRETRAIN = (
+    f"--config b16_in1k_pretrain {_VIT} --epochs 0 --dataset generated --iterations 4 "
+    "--representation-size 32 "
+)
+_VIT_FINETUNE = f"--config b16_cifar10 {_VIT} --pretrained-checkpoint made-up "
+_VIT_VALIDATE = (
+    f"--config b16_in1k_pretrain_valid {_VIT} --micro-batch-size 4 --gradient-accumulation 1 "
+    "--device-iterations 4 --representation-size 32 --pretrained-checkpoint out/step_2"
+)
+_TRANSFORMERS = [
+    Program(
+        "pretrain.py",
+        TRAINS,
+        arguments=f"{_VIT_PRETRAIN} --training-steps 4 --checkpoint-output-dir {{work}}/out",
+        adaptation="a small model; the program's own generated data",
+        prepare=vit,
+    ),
+    Program(
+        "pretrain.py",
+        TRAINS,
+        arguments=f"--config b16_in1k_pretrain_lamb {_VIT} --epochs 0 --training-steps 4 "
+        "--micro-batch-size 2 --representation-size 32 --checkpoint-output-dir {work}/out",
+        adaptation=f"a small model; {_FOLDERS}",
+        prepare=vit,
+    ),
+    Program(
+        "finetune.py",
+        TRAINS,
+        arguments=f"{_VIT_FINETUNE} --training-steps 4 --checkpoint-output-dir {{work}}/out",
+        adaptation=f"a small model with random weights; {_CIFAR}",
+        prepare=vit,
+    ),
+    Program(
+        "validation.py",
+        RUNS,
+        arguments=_VIT_VALIDATE,
+        adaptation=f"a small model, after four steps of pretrain.py; {_FOLDERS}; four device "
+        "iterations, which its pipeline needs",
+        prepare=before(
+            vit,
+            VIT,
+            f"pretrain.py {_VIT_PRETRAIN} --training-steps 4 --checkpoint-output-dir out",
+        ),
+    ),
+    Program(
+        "test_vit.py",
+        OUT_OF_REACH,
+        "starts with Google's weights and COCO's pictures, which are downloads",
+    ),
+]
+
+_SWIN = "--cfg SWIN_TINY --data-path data/imagenet1k --num-workers 1"
+_WINDOWS = [
+    Program(
+        "train_swin.py",
+        RUNS,
+        arguments=f"{_SWIN} --checkpoint-output-dir {{work}} --batch-size 2 --ga 7 --compile-only",
+        adaptation=f"{_FOLDERS}; its option to compile alone",
+        prepare=swin,
+    ),
+]
+
+_DINO = (
+    "--config vit_small_pod16 --arch vit_tiny --pipeline 12 0 "
+    "--ipu_per_replica 2 --out_dim 64 "
+    "--batch_size 1 --ga 11 --replica 1 --epochs 1 --warmup_epochs 0 "
+    "--warmup_teacher_temp_epochs 0 --num_workers 1 --local_crops_number 1 --threads 1 "
+    "--data_path data/imagenet1k/train --precision float32 --checkpoint-output-dir out"
+)
+_SELF_DISTILLED = [
+    Program(
+        "train_ipu.py",
+        TRAINS,
+        arguments=_DINO,
+        adaptation=f"{_FOLDERS}; its operator for the moving average is registered",
+        prepare=dino,
+        seconds=1200,
+    ),
+    Program(
+        "tests/test_dino.py",
+        PASSES,
+        arguments="--noconftest -k alignment",
+        adaptation="one of its two tests; its compiled operator is registered",
+        prepare=dino,
+        seconds=3600,
+    ),
+    Program(
+        "ema/test_ema.py",
+        OUT_OF_REACH,
+        "builds a model of PopART by popart.Builder, of the Poplar SDK",
+    ),
+]
+
+_MASKED = [
+    Program(
+        "main_pretrain.py",
+        TRAINS,
+        arguments="--config vit_base_pod16 --model mae_vit_align_patch16 --pipeline 3 2 --ipus 2 "
+        "--batch_size 1 --gradient_accumulation_count 6 --replica 1 --epochs 1 --num_workers 1 "
+        "--data_path data/imagenet1k --output {work} --log log --warmup_epochs 0 --loss_scale 128",
+        adaptation=_FOLDERS,
+        prepare=mae,
+        seconds=1200,
+    ),
+    Program(
+        "tests/test_mae.py",
+        PASSES,
+        arguments="--noconftest -k alignment",
+        adaptation="an empty library in the place of its compiled operator",
+        prepare=mae,
+        seconds=3600,
+    ),
+]
+
+_DETECT = "--config configs/inference-yolov4p5.yaml --data {source}/%s/data --num-workers 1"
+
+
+def _detection_tests(folder, name):
+    return Program(
+        f"tests/{name}_test.py",
+        PASSES,
+        arguments="--noconftest -p made_up",
+        adaptation="random weights; made-up pictures from a server on this machine",
+        prepare=partial(yolo, folder),
+        seconds=1200,
+    )
+
+
+def detection(folder):
+    """The programs of the detector, which is published twice."""
+    light = ("autoanchors", "backbone", "fusing", "head", "label_preprocessing", "neck")
+    names = (*light, "preprocessing", "tools", "nms", "model")
+    return [
+        Program(
+            "run.py",
+            RUNS,
+            arguments=f"{_DETECT % folder} --image-size 128 --pre-nms-topk-k 500 "
+            "--nms-max-detections 20 --class-conf-threshold 0.01",
+            adaptation="4 pictures in COCO's files, random weights; its operator is registered",
+            prepare=partial(yolo, folder),
+        ),
+        *(_detection_tests(folder, name) for name in names),
+        replace(
+            _detection_tests(folder, "loss"),
+            reason="one test compares with stored predictions, a download",
+            failures=1,
+        ),
+    ]
+
+
+_NOTEBOOK = [
+    Program(
+        "tests/test_yolo_notebook.py",
+        OUT_OF_REACH,
+        "its notebook, which api.py is for, downloads the trained weights",
+    ),
+]
+_DETECTION_TRAINING = [
+    Program(
+        "run.py",
+        OUT_OF_REACH,
+        "its configuration has no training.device_iterations, which it reads; its loss reads the "
+        "value of a tensor to make a shape, which PopTorch 3.4 refuses, too",
+        arguments="--config configs/training-yolov4p5.yaml",
+    ),
+]
+_PERCEIVER = [
+    Program(
+        "run_ipu.py",
+        OUT_OF_REACH,
+        "asks the Hugging Face Hub for its metric, data and configurations, which are downloads",
+    ),
+    Program("run_cpu.py", OUT_OF_REACH, "uses no IPU; downloads the same"),
+    Program(
+        "run_multimodal_inference.py",
+        OUT_OF_REACH,
+        "downloads a film and the weights, and has ffmpeg take its sound",
+    ),
+]
+
+PROGRAMS = [
+    *inside(CNNS, _NETWORKS),
+    *inside(VIT, _TRANSFORMERS),
+    *inside(SWIN, _WINDOWS, "swin"),
+    *inside(DINO, _SELF_DISTILLED),
+    *inside(MAE, _MASKED),
+    *inside(YOLO[0], [*detection(YOLO[0]), *_NOTEBOOK]),
+    *inside(YOLO[1], [*detection(YOLO[1]), *_DETECTION_TRAINING]),
+    *inside("preview/multimodal/perceiver_io/pytorch", _PERCEIVER),
+]
