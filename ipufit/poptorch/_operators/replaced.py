@@ -307,9 +307,27 @@ def _whole(kind: str) -> Callable[..., object]:
     return layer
 
 
+def _assign(tensor: Tensor, places: Any, values: Any) -> None:
+    """Assign to places of a tensor; over a mask as the device does, by a choice of two tensors.
+
+    Torch takes the gradient of the values at the mask's places, of which there may be any number.
+    A choice has the same gradient, of a fixed shape, if each place gets the same values.
+    """
+    if isinstance(places, Tensor) and places.dtype == torch.bool and isinstance(values, Tensor):
+        inner = tensor.dim() - places.dim()
+        is_shared = values.dim() <= inner + (values.shape[:1] == (1,))
+        fits = tensor.shape[: places.dim()] == places.shape and values.dtype == tensor.dtype
+        if is_shared and fits:
+            padded = places.reshape(*places.shape, *[1] * inner)
+            tensor.copy_(torch.where(padded, values, tensor))
+            return
+    tensor[places] = values
+
+
 # What takes the place of a function of torch, with the same arguments.
 REPLACED: Dict[object, Callable[..., object]] = {
     **{getattr(torch, kind): _whole(kind) for kind in recurrent.KINDS},
+    Tensor.__setitem__: _assign,
     torch.bincount: bincount,
     Tensor.bincount: bincount,
     F.one_hot: one_hot_by_comparison,
