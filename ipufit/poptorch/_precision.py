@@ -49,6 +49,7 @@ __all__ = [
     "narrowed",
     "narrowed_output",
     "output_dtype",
+    "record_half",
 ]
 
 _preserved = False
@@ -218,6 +219,30 @@ _LACKING: Set[object] = {
     torch.ops.aten.convolution.default,
     torch.ops.aten.convolution_backward.default,
 }
+
+
+# Operators of matrices, which torch multiplies with others of their own type alone.
+_PRODUCTS = {
+    getattr(torch.ops.aten, name) for name in ("addmm", "addmv", "baddbmm", "bmm", "mm", "mv")
+}
+
+
+def record_half(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """Call an operator while a model is recorded, in float32 where torch has none for its types.
+
+    What has no kernel for tensors without values is run on zeros by torch 2.0, so that a recording
+    needs one for float16, too. A product of float16 and float32 is float32, as PopTorch casts it.
+    """
+    dtypes = {tensor.dtype for tensor in tensors_in((args, kwargs))}
+    if func.overloadpacket in _PRODUCTS and dtypes == {_HALF, torch.float32}:
+        return _in_single(func, args, kwargs)
+    try:
+        result: object = func(*args, **kwargs)
+    except RuntimeError as fault:
+        if _MISSING not in str(fault):
+            raise
+        return _in_single(func, args, kwargs)
+    return result
 
 
 def makes_half(graph: fx.GraphModule) -> bool:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._operators.routing import call
+from ipufit.poptorch._precision import record_half
 from ipufit.poptorch._tracing import Trace, tensors_in, written_tensors
 from ipufit.tracing.flat_storage import storage_id
 
@@ -169,7 +170,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._refuse_host(tensor)
         for tensor in written_tensors(func, args, kwargs):
             self._values.before_change(tensor)
-        result = func(*args, **kwargs)
+        result = record_half(func, args, kwargs)
         results = list(tensors_in(result))
         # torch.tensor is a call of torch's, torch.LongTensor is not.
         if func._schema.name.startswith("aten::lift_fresh") and not self._calls.inside:

@@ -160,9 +160,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except LookupError:
             return func(*args, **kwargs)
         name = tracer.graph._target_to_str(func.overloadpacket.__name__)
-        node = tracer.graph.create_node("call_function", func, inputs, options, name)
         with proxy_tensor.disable_proxy_modes_tracing():
+            # What fails leaves nothing in the graph.
             result = func(*args, **kwargs)
+            node = tracer.graph.create_node("call_function", func, inputs, options, name)
             self._follow(result, node)
         return result
 

@@ -141,6 +141,59 @@ def test_layers_that_torch_can_not_record_in_half(layer, size):
     assert torch.equal(found, expected.half())
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_losses_of_classes_at_places_are_recorded_in_half(reduction):
+    """Torch 2.0 runs them on zeros to record them, which it can't in float16."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(half(2, 3, 4))
+
+        def forward(self, classes):
+            loss = F.cross_entropy(self.weight, classes, reduction=reduction)
+            return poptorch.identity_loss(loss.float().sum(), reduction="none")
+
+    net, classes = Net(), torch.tensor([[0, 1, 2, 1], [2, 2, 0, 1]])
+    other = net.weight.detach().float().requires_grad_()
+    expected = F.cross_entropy(other, classes, reduction=reduction).sum()
+    expected.backward()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    loss = poptorch.trainingModel(net, poptorch.Options(), optimizer)(classes)
+    torch.testing.assert_close(loss, expected.detach(), rtol=5e-3, atol=2e-3)
+    updated = other.detach() - 0.5 * other.grad
+    torch.testing.assert_close(net.weight.detach().float(), updated, rtol=5e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [torch.matmul, lambda x, w: torch.bmm(x[None], w[None])[0], lambda x, w: x @ w[0]],
+)
+def test_products_of_half_and_float32_are_of_float32(product):
+    """PopTorch casts the half; torch's kernels take one type alone."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(half(4, 4))
+
+        def forward(self, x):
+            out = product(x, self.weight)
+            return out, poptorch.identity_loss(out.sum(), reduction="none")
+
+    net, x = Net(), torch.randn(3, 4)
+    other = net.weight.detach().float().requires_grad_()
+    expected = product(x, other)
+    expected.sum().backward()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    out, _ = poptorch.trainingModel(net, poptorch.Options(), optimizer)(x)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, expected.detach())
+    updated = other.detach() - 0.5 * other.grad
+    assert net.weight.dtype == torch.float16
+    torch.testing.assert_close(net.weight.detach().float(), updated, rtol=5e-3, atol=2e-3)
+
+
 def test_an_operator_in_place_changes_the_tensor_that_it_was_given():
     x = half(4)
     given = x.clone()
