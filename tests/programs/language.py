@@ -356,7 +356,7 @@ CLIP_SIZES = (
     "--bpe_vocab_path {work}/merges.gz "
     "--batch_size 1 --epochs 2 --dataloader_workers 1 --warmup_epochs 1 --memory_size 2 "
     "--embed_dim 16 --transformer_width 16 --transformer_heads 2 --context_length 16 "
-    "--vision_width 16 --vision_heads 2"
+    "--vision_width 64 --vision_heads 1"
 )
 
 
