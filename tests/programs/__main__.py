@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,6 +21,8 @@ from tests.programs.program import FAILS, OUT_OF_REACH, PASSES, RUNS, TRAINS, ta
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "programs"
 PAGE = ROOT / "docs" / "programs.md"
+# What stands behind it on the page is written here.
+TABLES = "<!-- python -m tests.programs --write -->"
 GROUPS = (
     *("tutorials", "geometric", "vision", "language"),
     *("lightning", "lightning_strategy", "lightning_examples", "optimum"),
@@ -97,7 +100,7 @@ def run(group, program, python):
         return passed(junit, program.failures)
     counts = json.loads(report.read_text("utf-8"))
     if counts["updates"] >= program.updates:
-        return TRAINS, f"{counts['updates']} updates"
+        return TRAINS, f"{counts['updates']} updates in {counts['seconds']} s of processor time"
     if done.returncode == 0:
         return (RUNS if not counts["updates"] else TRAINS), f"to its end, {counts}"
     return FAILS, "\n".join(done.stdout.splitlines()[-5:])
@@ -115,13 +118,26 @@ def passed(junit, failures):
 
 def page(groups):
     """The text of docs/programs.md, with its tables anew."""
-    text = PAGE.read_text("utf-8")
+    head = PAGE.read_text("utf-8").partition(f"{TABLES}\n")[0]
+    outcomes = Counter(program.result for group in groups for program in group.PROGRAMS)
+    good = sum(outcomes[name] for name in (TRAINS, RUNS, PASSES))
+    able = good + outcomes[FAILS]
+    parts = [
+        f"{head}{TABLES}",
+        f"{able} programs and files of tests can run without an IPU: {outcomes[TRAINS]} train, "
+        f"{outcomes[RUNS]} run, {outcomes[PASSES]} pass, {outcomes[FAILS]} fail. "
+        f"{outcomes[OUT_OF_REACH]} are out of reach.",
+    ]
     for group in groups:
-        name = group.__name__.rpartition(".")[2]
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
-        head, _, rest = text.partition(begin)
-        text = head + begin + table(group.PROGRAMS) + end + rest.partition(end)[2]
-    return text
+        source = group.SOURCE
+        where = f"[{source.repository[8:]}]({source.repository}) at `{source.commit[:12]}`"
+        parts += [f"## {source.title}", f"From {where}.", table(group.PROGRAMS)]
+    return "\n\n".join(parts) + "\n"
+
+
+def load_groups():
+    """Import the lists, in the order of the page."""
+    return [importlib.import_module(f"tests.programs.{name}") for name in GROUPS]
 
 
 def results(groups, words, here):
@@ -153,7 +169,7 @@ def main():
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to a file")
     parser.add_argument("--write", action="store_true", help="write the tables of docs/programs.md")
     options = parser.parse_args()
-    groups = [importlib.import_module(f"tests.programs.{name}") for name in GROUPS]
+    groups = load_groups()
     if options.write:
         PAGE.write_text(page(groups), encoding="utf-8")
         return 0

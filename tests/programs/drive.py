@@ -1,12 +1,14 @@
 """``python drive.py REPORT UPDATES ...``: what ``ipufit run --claim-ipus ...`` does, counted.
 
 The report is a JSON object: ``updates``, the calls of models for training whose results were
-finite, and ``calls``, those of all models. After so many updates the program is ended.
+finite, ``calls``, those of all models, and ``seconds``, the processor time of each call, the first
+of which records and compiles. After so many updates the program is ended.
 """
 
 import json
 import pathlib
 import sys
+import time
 
 import torch
 
@@ -29,13 +31,15 @@ def count(report, updates):
     """Count the calls of models from here on, into this file."""
     install(claim_ipus=True)
     executor = __import__("poptorch").PoplarExecutor
-    counts = {"updates": 0, "calls": 0}
+    counts = {"updates": 0, "calls": 0, "seconds": []}
     report.write_text(json.dumps(counts), encoding="utf-8")
     call = executor.__call__
 
     def counted(self, *args, **kwargs):
+        begun = time.process_time()
         results = call(self, *args, **kwargs)
         counts["calls"] += 1
+        counts["seconds"].append(round(time.process_time() - begun, 1))
         if self._training:
             losses = [t for t in tensors(results) if t.is_floating_point()]
             if not all(torch.isfinite(t).all() for t in losses):
