@@ -3,8 +3,8 @@
 import os
 import sys
 
-from ipufit.as_poptorch import install
 from ipufit.cli.main import main
+from ipufit.utils.poptorch_sdk import install
 
 __all__: "list[str]" = []
 

@@ -3,16 +3,14 @@
 The names are those of the API reference of libpvti, which writes a file of its own for PopVision.
 """
 
-import importlib
 from typing import Any, Dict, List, Sequence, Tuple
 
-from ipufit.as_poptorch import refuse, stands_in
+from ipufit.poptorch.profiling import Channel as createTraceChannel
+from ipufit.utils.poptorch_sdk import refuse, stands_in
 
 __all__ = ["Graph", "HeatmapDouble", "Tracepoint", "createTraceChannel", "instrument"]
 
 stands_in(__name__, "whose spans torch.profiler shows, and which keeps no graphs")
-# What becomes of poptorch.profiling's spans becomes of these: a channel is one of its channels.
-createTraceChannel: Any = importlib.import_module("ipufit.poptorch.profiling").Channel
 
 
 def instrument(obj: object, methods: Sequence[str], channel: Any) -> None:

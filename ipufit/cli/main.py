@@ -9,7 +9,6 @@ import sys
 from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from ipufit._version import __version__
-from ipufit.as_poptorch import install
 from ipufit.cli import doctor, report, script_args, watch
 from ipufit.cli.parsing import CommandParser, add_completion
 from ipufit.cli.run import (
@@ -22,6 +21,7 @@ from ipufit.cli.run import (
 )
 from ipufit.conformance import command_line
 from ipufit.errors import IpufitError, UnknownNameError
+from ipufit.utils.poptorch_sdk import install
 
 __all__ = ["main"]
 

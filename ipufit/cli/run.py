@@ -12,8 +12,8 @@ import types
 from dataclasses import dataclass
 from typing import Callable, Optional, Sequence
 
-from ipufit.as_poptorch import search_in
 from ipufit.utils.console import PACKAGE
+from ipufit.utils.poptorch_sdk import search_in
 
 __all__ = [
     "Script",

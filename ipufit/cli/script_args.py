@@ -6,8 +6,8 @@ import argparse
 import math
 from typing import List, Tuple
 
-from ipufit.as_poptorch import CHOICES
 from ipufit.cli.parsing import CommandParser, add_command
+from ipufit.utils.poptorch_sdk import CHOICES
 
 __all__ = ["NAMES", "add", "split"]
 

@@ -1,10 +1,9 @@
 """PopTorch's public API on the embedded engine: no SDK, no IPU, the same meaning."""
 
-from ipufit.as_poptorch import POPTORCH_VERSION as __version__
-from ipufit.as_poptorch import install as install
 from ipufit.poptorch import enums, ops, optim, options, profiling, testing
 from ipufit.poptorch._accessor import AsynchronousDataAccessor
 from ipufit.poptorch._dataloader import DataLoader
+from ipufit.poptorch._executor import VERSION as __version__
 from ipufit.poptorch._executor import inferenceModel, load, trainingModel
 from ipufit.poptorch._impl import createPoptorchError, isRunningOnIpu, poptorchAtExit
 from ipufit.poptorch._logging import logger, setLogLevel
@@ -46,6 +45,7 @@ from ipufit.poptorch.poptorch_core import (
     UnrecoverableError,
     importPoptorchMetadataFromFile,
 )
+from ipufit.utils.poptorch_sdk import install as install
 
 # The enums and the operators are listed where they are, for here too.
 __all__ = [

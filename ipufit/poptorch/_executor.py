@@ -13,7 +13,6 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, TypeVar, Union
 import torch
 from torch import Tensor, nn
 
-from ipufit.as_poptorch import POPTORCH_VERSION
 from ipufit.poptorch import _saving, poptorch_core, profiling
 from ipufit.poptorch._arguments import ArgumentParser, Arguments
 from ipufit.poptorch._compiled import Compiled, Inspection
@@ -32,7 +31,10 @@ from ipufit.poptorch.enums import ConnectionType
 from ipufit.poptorch.optim import SGD, StateSync
 from ipufit.poptorch.options import Options
 
-__all__ = ["PoplarExecutor", "inferenceModel", "load", "trainingModel"]
+__all__ = ["VERSION", "PoplarExecutor", "inferenceModel", "load", "trainingModel"]
+
+# PopTorch 3.4.0; what follows the plus is the engine, where PopTorch has its commit.
+VERSION = "3.4.0+ipufit"
 
 
 T = TypeVar("T")
@@ -487,7 +489,7 @@ def trainingModel(
     """
     module = model._user_model if isinstance(model, PoplarExecutor) else model
     check_not_wrapped(module)
-    return PoplarExecutor(copy.copy(module), options, True, POPTORCH_VERSION, optimizer, module)
+    return PoplarExecutor(copy.copy(module), options, True, VERSION, optimizer, module)
 
 
 def inferenceModel(
@@ -505,7 +507,7 @@ def inferenceModel(
     """
     module = model._user_model if isinstance(model, PoplarExecutor) else model
     called = copy.copy(module) if isinstance(module, nn.Module) else module
-    return PoplarExecutor(called, options, False, POPTORCH_VERSION)
+    return PoplarExecutor(called, options, False, VERSION)
 
 
 def load(
@@ -527,7 +529,7 @@ def load(
         Error: it is no such file, of another version, or damaged; or the options were changed in
             what the program is compiled for.
     """
-    saved = read(filename, POPTORCH_VERSION)
+    saved = read(filename, VERSION)
     if saved.model is None:
         name = "trainingModel" if saved.recorded.trace.training else "inferenceModel"
         raise AssertionError(

@@ -7,7 +7,6 @@ import os
 import threading
 from typing import Any, Dict, Hashable, List, NamedTuple, Optional, Sequence, Tuple
 
-from ipufit.as_poptorch import CLAIM_IPUS
 from ipufit.poptorch import enums
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._options.execution import (
@@ -20,6 +19,7 @@ from ipufit.poptorch._options.execution import (
 )
 from ipufit.poptorch._options.options import Options
 from ipufit.poptorch.enums import ConnectionType
+from ipufit.utils.poptorch_sdk import CLAIM_IPUS
 
 __all__ = [
     "DeviceAllocation",

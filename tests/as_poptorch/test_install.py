@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import ipufit.poptorch
-from ipufit.as_poptorch import install
 from ipufit.cli.main import main
 from ipufit.engines.ipu.sdk import find_sdk, why_no_sdk
+from ipufit.utils.poptorch_sdk import install
 
 OF_NO_SDK = "no SDK is installed for this Python"
 

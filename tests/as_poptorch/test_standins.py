@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ipufit.as_poptorch import install
+from ipufit.utils.poptorch_sdk import install
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -49,7 +49,7 @@ def run(*lines):
     """Run lines as a script of ``ipufit run``; returns what it prints."""
     script = textwrap.dedent("\n".join(lines))
     program = f"import sys; sys.argv = ['x']; exec({script!r})"
-    offered = "from ipufit.as_poptorch import install; install('standin', quiet=True); "
+    offered = "from ipufit.utils.poptorch_sdk import install; install('standin', quiet=True); "
     done = subprocess.run(
         [sys.executable, "-c", offered + program], capture_output=True, text=True, timeout=120
     )

@@ -12,8 +12,8 @@ import time
 
 import torch
 
-from ipufit.as_poptorch import install
 from ipufit.cli.main import main
+from ipufit.utils.poptorch_sdk import install
 
 
 def tensors(value):

@@ -1,5 +1,5 @@
 """A stand-in for ``horovod`` where it is not installed: ``horovod.torch``, for one process."""
 
-from ipufit.as_poptorch import stands_in
+from ipufit.utils.poptorch_sdk import stands_in
 
 stands_in(__name__, "for one process")

@@ -8,7 +8,7 @@ from typing import List, Optional, Sequence
 
 import torch
 
-from ipufit.as_poptorch import check_alone, refuse
+from ipufit.utils.poptorch_sdk import check_alone, refuse
 
 __all__ = [
     "Average",

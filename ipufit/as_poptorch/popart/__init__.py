@@ -5,7 +5,7 @@ PopTorch's options take these numbers. They are those of ``willow/include/popart
 
 import enum
 
-from ipufit.as_poptorch import refuse, stands_in
+from ipufit.utils.poptorch_sdk import refuse, stands_in
 
 stands_in(__name__, "with its enums alone")
 

@@ -6,7 +6,7 @@ comes with the SDK alone.
 
 from typing import Any, Callable, Iterable
 
-from ipufit.as_poptorch import check_alone, refuse, stands_in
+from ipufit.utils.poptorch_sdk import check_alone, refuse, stands_in
 
 __all__ = [
     "execute_on_instances",

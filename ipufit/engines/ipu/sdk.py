@@ -17,7 +17,6 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Protocol, 
 import torch
 from torch import Tensor
 
-from ipufit.as_poptorch import DOOR, installed
 from ipufit.errors import (
     ConfigurationError,
     DeviceError,
@@ -26,6 +25,7 @@ from ipufit.errors import (
     UnrecoverableDeviceError,
     brief_error,
 )
+from ipufit.utils.poptorch_sdk import DOOR, STANDIN, installed
 from ipufit.utils.random_streams import LOCK
 
 __all__ = [
@@ -115,7 +115,7 @@ def sdk_or_none() -> Optional[types.ModuleType]:
 
 def is_standin(module: types.ModuleType) -> bool:
     """Tell whether this PopTorch is the stand-in."""
-    return bool(module.__name__ == "ipufit.poptorch")
+    return bool(module.__name__ == STANDIN)
 
 
 def load_standin() -> types.ModuleType:
