@@ -19,7 +19,8 @@ from ipufit.cli.run import (
     run_module,
     run_script,
 )
-from ipufit.conformance import command_line
+from ipufit.conformance.__main__ import add_arguments
+from ipufit.conformance.__main__ import main as run_conformance
 from ipufit.errors import IpufitError, UnknownNameError
 from ipufit.utils.poptorch_sdk import install
 
@@ -57,9 +58,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     if words and words[0] in script_args.NAMES:
         words, rest = script_args.split(words)
     if words and words[0] == _CONFORMANCE:
-        # Imported here: another command does without. It reads its arguments itself.
-        from ipufit.conformance.__main__ import main as run_conformance
-
+        # It reads its arguments itself.
         raise SystemExit(run_conformance(words[1:], prog=f"ipufit {_CONFORMANCE}"))
     options = parser.parse_args(words)
     if options.command is None:
@@ -143,7 +142,7 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, CommandParser]]:
     watch.add(commands)
     doctor.add(commands)
     # For shells that complete it, and for --help.
-    command_line.add_arguments(
+    add_arguments(
         commands.add_parser(_CONFORMANCE, help="hold the engines against PopTorch's semantics")
     )
     return parser, commands.choices

@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from typing import List, Optional, Sequence
+from typing import Optional, Sequence
 
-from ipufit.conformance.command_line import ABOUT, EXAMPLES, add_arguments
-from ipufit.conformance.evidence import write_kit
-from ipufit.conformance.implementations import IMPLEMENTATIONS, Implementation, MissingError
-from ipufit.conformance.running import ResultTable, chosen, run, write_json
+__all__ = ["ENGINES", "add_arguments", "main"]
 
-__all__ = ["main"]
+_ABOUT = """\
+Run the cases that fix what PopTorch's words mean, each against a loop written by hand, and print a
+table. Exit status: 0 all that is judged passed, 1 a case failed, 2 the command line asks for what
+is not there.
+"""
+_EXAMPLES = """\
+examples:
+  {prog}                                         every case, on whatever is here
+  {prog} --engine standin --only 'training/*'    some, on PopTorch's API in plain torch
+  {prog} --json table.json                       a file to be sent on
+  {prog} --kit kit.json                          that, with programs and speeds, in an hour
+"""
+# The names of ``ipufit.conformance.implementations``, whose import takes a while.
+ENGINES = ("embedded", "poptorch", "standin")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments to a parser."""
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        help="what is examined; without it, one after the other, whatever is on this machine",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the table to a file, too")
+    parser.add_argument(
+        "--kit",
+        metavar="FILE",
+        help="run published programs and a small benchmark, too, and write all of it to a file "
+        "that can be sent back",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="PATTERN",
+        action="append",
+        help="run the cases whose name fits, such as 'training/*'; may be given again",
+    )
 
 
 def main(
@@ -28,60 +59,18 @@ def main(
     Raises:
         SystemExit: with status 2, where the command line asks for what is not there.
     """
-    parser = _parser(prog)
-    options = parser.parse_args(arguments)
-    patterns = options.only or ["*"]
-    with contextlib.ExitStack() as stack:
-        files = {}
-        for option, path in (("--json", options.json), ("--kit", options.kit)):
-            try:
-                if path is not None:
-                    files[option] = stack.enter_context(open(path, "w", encoding="utf-8"))
-            except OSError as fault:
-                parser.error(f"{option} {path} can't be written: {fault.strerror}")
-        implementations = _implementations(parser, options.engine)
-        if not any(chosen(patterns, each) for each in implementations):
-            parser.error(f"--only {' '.join(patterns)} fits no case. Try 'training/*'.")
-        tables: List[ResultTable] = []
-        try:
-            for implementation in implementations:
-                tables.append(ResultTable(implementation, sys.stdout))
-                tables[-1].print(run(implementation, patterns))
-        finally:  # what has been seen before an interrupt is not lost
-            if "--json" in files:
-                write_json(tables, files["--json"])
-        if "--kit" in files:
-            write_kit(tables, files["--kit"], sys.stdout)
-    return 0 if all(table.passed for table in tables) else 1
-
-
-def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description=ABOUT,
-        epilog=EXAMPLES.format(prog=prog),
+        description=_ABOUT,
+        epilog=_EXAMPLES.format(prog=prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
-    return parser
+    options = parser.parse_args(arguments)
+    # Imported here: the cases take a while, and a shell that completes the command does without.
+    from ipufit.conformance.evidence import collect
 
-
-def _implementations(
-    parser: argparse.ArgumentParser, engine: Optional[str]
-) -> List[Implementation]:
-    """Return the requested implementation, or all there are, printing why others are missing."""
-    if engine is not None:
-        try:
-            return [IMPLEMENTATIONS[engine]()]
-        except MissingError as reason:
-            parser.error(str(reason))
-    implementations: List[Implementation] = []
-    for make in IMPLEMENTATIONS.values():
-        try:
-            implementations.append(make())
-        except MissingError as reason:
-            sys.stdout.write(f"{make.name}: not examined. {reason}\n\n")
-    return implementations
+    return collect(options, parser.error)
 
 
 if __name__ == "__main__":

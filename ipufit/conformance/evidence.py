@@ -1,28 +1,31 @@
-"""What ``ipufit conformance --kit`` measures beside the cases: programs, and how fast models train.
+"""Tables of the cases, and beside them programs and how fast models train: ``--kit``.
 
-With the table of the cases it is one file to send back from a machine that has IPUs.
+All of it is one file to send back from a machine that has IPUs.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import pathlib
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Dict, Iterator, List, TextIO
+from typing import Callable, Dict, Iterator, List, NoReturn, Optional, TextIO
 
 import torch
 from torch import nn
 
 import ipufit
 from ipufit.callbacks.callback import Callback
-from ipufit.conformance.running import ResultTable, environment
+from ipufit.conformance.implementations import IMPLEMENTATIONS, Implementation, MissingError
+from ipufit.conformance.running import ResultTable, chosen, environment, run, write_json
 from ipufit.engines.choice import list_engines
 from ipufit.training.model import Model
 
-__all__ = ["timings", "write_kit"]
+__all__ = ["collect", "timings"]
 
 _ROOT = pathlib.Path(ipufit.__file__).resolve().parents[1]
 _EPOCHS = 4
@@ -34,7 +37,7 @@ class _Clock(Callback):
     def __init__(self) -> None:
         self.times = [time.perf_counter()]
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
         """Note the time."""
         self.times.append(time.perf_counter())
 
@@ -54,7 +57,7 @@ def _convolutions() -> nn.Module:
 _MODULES = {"perceptron": _perceptron, "convolutions": _convolutions}
 
 
-def timings(samples: int = 3200) -> Iterator[Dict[str, Any]]:
+def timings(samples: int = 3200) -> Iterator[Dict[str, object]]:
     """Train small models on every engine that can run here.
 
     Args:
@@ -91,7 +94,7 @@ def timings(samples: int = 3200) -> Iterator[Dict[str, Any]]:
                 }
 
 
-def _programs(out: TextIO) -> List[Dict[str, Any]]:
+def _programs(out: TextIO) -> List[Dict[str, object]]:
     """Run published programs with what is installed here, as a checkout of ipufit lists them."""
     if not (_ROOT / "tests" / "programs").exists():
         out.write("Published programs: not run. They are listed in a checkout of ipufit.\n")
@@ -100,11 +103,12 @@ def _programs(out: TextIO) -> List[Dict[str, Any]]:
         file = pathlib.Path(folder, "programs.json")
         command = [sys.executable, "-m", "tests.programs", "--here", f"--json={file}", "tutorials"]
         subprocess.run(command, cwd=str(_ROOT), stdout=out)
-        results: List[Dict[str, Any]] = json.loads(file.read_text("utf-8")) if file.exists() else []
+        text = file.read_text("utf-8") if file.exists() else "[]"
+    results: List[Dict[str, object]] = json.loads(text)
     return results
 
 
-def write_kit(tables: List[ResultTable], file: TextIO, out: TextIO) -> None:
+def _write_kit(tables: List[ResultTable], file: TextIO, out: TextIO) -> None:
     """Run programs and models, and write all results as one JSON object.
 
     Args:
@@ -126,3 +130,55 @@ def write_kit(tables: List[ResultTable], file: TextIO, out: TextIO) -> None:
     }
     json.dump(kit, file, indent=1, allow_nan=False)
     file.write("\n")
+
+
+def collect(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> int:
+    """Run what a command line asks for.
+
+    Args:
+        options: of the command line.
+        refuse: ends the program with a text, where they ask for what is not there.
+    Returns:
+        The exit status: 0 if all that is judged passed, 1 if not.
+    """
+    patterns = options.only or ["*"]
+    with contextlib.ExitStack() as stack:
+        files = {}
+        for option, path in (("--json", options.json), ("--kit", options.kit)):
+            try:
+                if path is not None:
+                    files[option] = stack.enter_context(open(path, "w", encoding="utf-8"))
+            except OSError as fault:
+                refuse(f"{option} {path} can't be written: {fault.strerror}")
+        implementations = _implementations(options.engine, refuse)
+        if not any(chosen(patterns, each) for each in implementations):
+            refuse(f"--only {' '.join(patterns)} fits no case. Try 'training/*'.")
+        tables: List[ResultTable] = []
+        try:
+            for implementation in implementations:
+                tables.append(ResultTable(implementation, sys.stdout))
+                tables[-1].print(run(implementation, patterns))
+        finally:  # what has been seen before an interrupt is not lost
+            if "--json" in files:
+                write_json(tables, files["--json"])
+        if "--kit" in files:
+            _write_kit(tables, files["--kit"], sys.stdout)
+    return 0 if all(table.passed for table in tables) else 1
+
+
+def _implementations(
+    engine: Optional[str], refuse: Callable[[str], NoReturn]
+) -> List[Implementation]:
+    """Return the requested implementation, or all there are, printing why others are missing."""
+    if engine is not None:
+        try:
+            return [IMPLEMENTATIONS[engine]()]
+        except MissingError as reason:
+            refuse(str(reason))
+    implementations: List[Implementation] = []
+    for make in IMPLEMENTATIONS.values():
+        try:
+            implementations.append(make())
+        except MissingError as reason:
+            sys.stdout.write(f"{make.name}: not examined. {reason}\n\n")
+    return implementations

@@ -3,7 +3,7 @@
 import pytest
 
 from ipufit.cli.main import main
-from ipufit.conformance.command_line import ENGINES
+from ipufit.conformance.__main__ import ENGINES
 from ipufit.conformance.implementations import IMPLEMENTATIONS
 
 CASE = "values/structures come back as they were"
