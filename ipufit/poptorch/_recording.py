@@ -269,8 +269,8 @@ class _Step:
         for is_computed, tensor in zip(computed, outputs):
             if not is_computed:
                 continue
-            inner = self.trace.is_inner_reduced(tensor, final)
-            tensors.append((tensor.reshape(1) if inner else tensor).detach())
+            is_long = self.trace.has_one_element(tensor, final)
+            tensors.append((tensor.reshape(1) if is_long else tensor).detach())
         self.outputs = Outputs(result, computed, constants)
         return tensors
 

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ipufit.partition.own_blocks import EnteredBlocks
 from ipufit.poptorch._logging import error
 from ipufit.tracing.flat_storage import storage_id
+from ipufit.tracing.graph_analysis import operator_name
 from ipufit.tracing.recording import current_graph, current_tracer
 from ipufit.utils.state import watch_modules
 
@@ -216,7 +217,7 @@ class _Loss:
     Attributes:
         tensor: the marked tensor.
         reaching: numbers of the losses that it was computed from.
-        reduced: whether it is an identity loss that was reduced to one number.
+        reduced: whether it was reduced to one number.
     """
 
     tensor: Tensor
@@ -247,12 +248,12 @@ class Trace:
         # Memory that is freed may be given out again, and would bring its old losses along.
         self._alive: List[Tensor] = []
 
-    def mark_loss(self, loss: Tensor, reduced: bool = False) -> Tensor:
+    def mark_loss(self, loss: Tensor, reduced: bool) -> Tensor:
         """Mark a tensor as a loss.
 
         Args:
             loss: any shape.
-            reduced: whether it is an identity loss that was reduced to one number.
+            reduced: whether a tensor without dimensions is the reduction of another one.
         Returns:
             A tensor of the same value, to be used in its place; without training, itself.
         """
@@ -261,7 +262,8 @@ class Trace:
             return loss
         number = len(self._losses)
         marked = loss.clone()
-        self._losses.append(_Loss(marked, frozenset(self._of(loss)), reduced))
+        is_reduced = reduced and not loss.dim()
+        self._losses.append(_Loss(marked, frozenset(self._of(loss)), is_reduced))
         self._reaching[storage_id(marked)] = {number, *self._of(loss)}
         self._alive.append(marked)
         return marked
@@ -318,11 +320,37 @@ class Trace:
             )
         return self._losses[final[0]].tensor
 
-    def is_inner_reduced(self, tensor: Tensor, final: Optional[Tensor]) -> bool:
-        """Return True for a reduced identity loss that goes into another loss."""
-        return any(
-            loss.tensor is tensor and loss.reduced and tensor is not final for loss in self._losses
-        )
+    def has_one_element(self, tensor: Tensor, final: Optional[Tensor]) -> bool:
+        """Return True for a tensor without dimensions that has the shape [1] on an IPU.
+
+        There the reduction of a loss that goes into another loss leaves one dimension, which stays
+        in all that is computed from it element by element. Call it during the recording.
+
+        Args:
+            tensor: an output of forward.
+            final: the loss that goes into no other one.
+        """
+        inner = [each for each in self._losses if each.reduced and each.tensor is not final]
+        reduced = {node_of(each.tensor) for each in inner}
+        pending = [] if tensor.dim() else [node_of(tensor)]
+        visited: Set[Optional[fx.Node]] = set()
+        while pending:
+            node = pending.pop()
+            if node in reduced:
+                return True
+            if node is not None and node not in visited and _is_elementwise(node):
+                pending += node.all_input_nodes
+            visited.add(node)
+        return False
+
+
+# Those without the tag.
+_COPIES = ("aten.clone", "aten.detach", "aten._to_copy", "aten.alias")
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    is_tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return is_tagged or operator_name(node) in _COPIES
 
 
 _stack: List[Trace] = []

@@ -243,6 +243,36 @@ def test_there_must_be_a_loss_and_only_one():
     )
 
 
+L1 = nn.functional.l1_loss
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        # What goes into no other loss is a number, as is all that is made of it.
+        (lambda a, b, x: (a, a * 2), [(), ()]),
+        # A reduction inside another loss has one element, as has all that is made of it.
+        (lambda a, b, x: (poptorch.identity_loss(a + b, "none"), b), [(1,), ()]),
+        (lambda a, b, x: (poptorch.identity_loss(a, "sum"), (a / 2).half().detach()), [(), (1,)]),
+        (lambda a, b, x: (poptorch.identity_loss(a + b, "mean"), a > b, a + x), [(), (1,), (2,)]),
+        (lambda a, b, x: (MSE(poptorch.identity_loss(a + x, "sum"), b), a + b), [(), (1,)]),
+        # The L1 loss reduces by itself.
+        (lambda a, b, x: (poptorch.identity_loss(b, "none"), b), [(), ()]),
+    ],
+)
+def test_reductions_within_a_loss_have_one_element(function, shapes):
+    """As on an IPU, where the reduction of a flattened loss leaves a dimension."""
+
+    def forward(module, x):
+        return function(MSE(module.weight * x, x), L1(module.weight * x, x), x)
+
+    _, results = trained(forward)
+    assert [tuple(result.shape) for result in results] == shapes
+    # In a model for inference no loss is taken away.
+    shapes = [tuple(s for s in shape if s != 1) for shape in shapes]
+    assert [tuple(result.shape) for result in inferred(forward, X)] == shapes
+
+
 def test_backward_is_the_models_own():
     _, loss = trained(lambda module, x: MSE(module.weight * x, x))
     with pytest.raises(poptorch.Error, match=r"backward\(\) cannot be called explicitly"):

@@ -274,4 +274,7 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, object]) -> Any:
     args = with_bool_masks(func, args, kwargs)
     result = REPLACED.get(func, func)(*args, **kwargs)
     trace = tracing()
-    return trace.mark_loss(result) if func in LOSSES and trace is not None else result
+    if func not in LOSSES or trace is None:
+        return result
+    # The L1 loss of an IPU reduces by itself; for all others PopTorch adds a reduction.
+    return trace.mark_loss(result, reduced=func.__name__ != "l1_loss")
