@@ -52,6 +52,7 @@ class Program:
         result: one of the five above.
         reason: for a result that is not the whole of it.
         arguments: behind it on the command line; ``{work}`` is an empty folder.
+        before: command lines that run before it in the same way, and write what it reads.
         adaptation: what was made up or made smaller, for the table.
         prepare: writes what it reads, into the folder of the repository that it is given, and
             the empty one.
@@ -69,6 +70,7 @@ class Program:
     result: str
     reason: str = ""
     arguments: str = ""
+    before: Tuple[str, ...] = ()
     adaptation: str = ""
     prepare: Optional[Callable[[Path, Path], None]] = None
     graphs: Tuple[str, ...] = ()
