@@ -86,7 +86,8 @@ CLIP = "multimodal/CLIP/pytorch"
 FROZEN = "multimodal/frozen_in_time/pytorch"
 DALLE = "multimodal/mini_dalle/pytorch"
 
-# Nothing is reported or fetched, and packages that only Graphcore and NVIDIA have are made up.
+# Nothing is reported or fetched. Packages that no index has, or that are hard to build, are made
+# up: what they would compile or log, they don't.
 VARIABLES = {
     "PYTHONPATH": "{work}/packages",
     "HOME": "{work}",
@@ -95,7 +96,9 @@ VARIABLES = {
     "TORCH_HOME": "{work}/torch",
     "WANDB_MODE": "disabled",
 }
-NO_COMPILER = "operators in C++ are not compiled"
+NO_COMPILER = "`examples_utils.load_lib`, which compiles operators in C++, does nothing"
+NO_OPERATORS = "a `custom_ops.so` without operators"
+NO_LOGGER = "a `dllogger` that logs nothing"
 
 WORDS = "a the dog number is cute my hello , . ? it unit test for frozen yo where city tower in was"
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -498,7 +501,7 @@ PROGRAMS = (
         TRAINS,
         speech,
         arguments=f"train {CONFORMER_SIZES} --trainer.num_epochs 2",
-        adaptation="made-up tones and letters; small sizes, float32",
+        adaptation=f"made-up tones and letters; small sizes, float32; {NO_OPERATORS}",
         seconds=900,
     ),
     program(
@@ -510,10 +513,10 @@ PROGRAMS = (
         "--ipu_options.device_iterations 4 "
         "--compute_cer.average_num 1 --compute_cer.label_text {work}/texts "
         "--compute_cer.beam_size 3",
-        adaptation="the same, with the weights of one epoch",
+        adaptation=f"the same, with the weights of one epoch; {NO_OPERATORS}",
         seconds=900,
     ),
-    suite(CONFORMER, "test_forward_grad", speech),
+    suite(CONFORMER, "test_forward_grad", speech, adaptation=NO_OPERATORS),
     program(
         f"{FASTPITCH}/train.py",
         TRAINS,
@@ -523,8 +526,8 @@ PROGRAMS = (
         "--pitch-mean-std-file {work}/pitch.json --epochs 1 --batch-size 1 "
         "--gradient-accumulation 3 --num-dataloader-workers 1 --learning-rate 0.1 "
         "--optimizer lamb --in-fft-n-layers 1 --out-fft-n-layers 1",
-        adaptation="random spectra; one layer each. Its generated data is all zeros, of which its "
-        "loss is 0 / 0",
+        adaptation="random spectra, since its generated data is all zeros, of which its loss is "
+        f"0 / 0; one layer each; {NO_LOGGER}",
         seconds=1200,
     ),
     program(
@@ -533,7 +536,7 @@ PROGRAMS = (
         sounds,
         arguments="--dataset-path {work} --wav-text-filelist {work}/files.txt --batch-size 2 "
         "--log-file {work}/log.json --extract-mels --extract-durations --extract-pitch-char",
-        adaptation="made-up tones; Tacotron of random weights",
+        adaptation=f"made-up tones; Tacotron of random weights; {NO_LOGGER}",
     ),
     unreachable(
         f"{FASTPITCH}/inference.py", "needs CUDA: it times each model by `torch.cuda.synchronize`"
@@ -566,8 +569,8 @@ PROGRAMS = (
         TRAINS,
         vqgan,
         arguments=f"{DALLE_SIZES} --epochs 3",
-        adaptation="its own unit-test configuration; made-up pictures, captions and tokenizer; a "
-        "small VQGAN of random weights",
+        adaptation="its own unit-test configuration; made-up pictures and captions, and "
+        "`youtokentome`; a small VQGAN of random weights",
     ),
     program(
         f"{DALLE}/generate.py",
@@ -576,7 +579,7 @@ PROGRAMS = (
         before=(f"train.py {DALLE_SIZES} --epochs 1",),
         arguments="--dalle_path {work}/out/dalle_1.pt --text dog --num_images 1 --batch_size 1 "
         "--outputs_dir {work}/pictures",
-        adaptation="the weights that the training above writes",
+        adaptation="the weights that an epoch of the training above writes",
     ),
     suite(DALLE, "cpu_ipu_test", vqgan, adaptation="a small VQGAN of random weights"),
 )
