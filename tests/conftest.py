@@ -37,7 +37,7 @@ EXAMPLES, ALL_EXAMPLES = 200, 2000
 
 TESTS = pathlib.Path(__file__).parent
 BROWSER = TESTS / "browser"
-OF_THE_SDK = ("horovod", "libpvti", "popart", "popdist", "poptorch")
+OF_THE_SDK = ("horovod", "libpvti", "popart", "popdist", "poptorch", "poptorch_geometric")
 ENGINES = ("embedded", "ipu-standin")
 # Where a test, and what runs now, keep the name of their engine.
 ENGINE = pytest.StashKey()

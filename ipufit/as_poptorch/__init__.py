@@ -6,6 +6,7 @@ module in it has the name of one of the SDK's, and gives way to that one where i
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -69,3 +70,7 @@ def become_poptorch(standin: types.ModuleType, operators: types.ModuleType) -> N
     # No library of torch's: PopTorch's own could not be imported into this process any more.
     setattr(torch.ops, POPTORCH, operators)
     sys.modules[POPTORCH] = standin
+    # As PopTorch does: programs pass batches of torch_geometric without another import.
+    if importlib.util.find_spec("poptorch_geometric") is not None:
+        with contextlib.suppress(standin.Error):
+            standin.registerGeometricCustomArgParsers()

@@ -4,10 +4,12 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 import ipufit.poptorch
 from ipufit.cli.main import main
@@ -144,6 +146,34 @@ def test_an_sdk_that_cannot_be_imported_gives_way_and_is_named(sdk, capsys):
     assert metadata.version("poptorch") == "3.4.0+ipufit"
     with pytest.raises(ImportError):
         __import__("poptorch.half")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_parsers_of_poptorch_geometric_are_there_where_they_can_be(works, imports, tmp_path):
+    """A program passes batches of torch_geometric, and imports poptorch and nothing else."""
+    text = """
+    import poptorch
+
+    class Box: pass
+
+    class Parser(poptorch.ICustomArgParser):
+        def yieldTensors(self, struct): yield struct.tensor
+        def reconstruct(self, original_structure, tensor_iterator): return Box()
+
+    def registerCustomArgParsers():
+        poptorch.registerCustomArgParser(Box, Parser())
+    """
+    text = textwrap.dedent(text) if works else "import a_library_that_is_missing"
+    write(tmp_path, "", "poptorch_geometric/__init__.py")
+    write(tmp_path, text, "poptorch_geometric/types.py")
+    sys.path.insert(1, str(tmp_path))
+    install(quiet=True)
+    module = __import__("poptorch")
+    if works:
+        box = sys.modules["poptorch_geometric.types"].Box()
+        box.tensor = torch.ones(2)
+        assert module.flattenTensorStructure([box]) == [box.tensor]
+        module.registerCustomArgParser(type(box), None)
 
 
 @pytest.mark.parametrize(
