@@ -349,6 +349,7 @@ class MicroBatchRunner:
         results = _Results(shape, self._outputs)
         anchors = _Results(shape, len(self._anchored.names))
         total: Dict[str, Tensor] = {}
+        averages: Dict[str, Tuple[Tensor, Tensor, Tensor]] = {}
         large: List[Tensor] = []
         pending: List[Tuple[Tuple[int, int, int], Mapping[str, Tensor]]] = []
         parts = [_parts(tensor, shape.micro_batches) for tensor in inputs]
@@ -370,10 +371,12 @@ class MicroBatchRunner:
                 if returned.large is not None:
                     large.append(returned.large)
                 self._accumulate(total, place[2], returned.gradients)
+                averages.update(self._averages(place[2], returned.factors))
                 anchored = self._anchored.read(place[2], leaves, returned)
                 pending.append((place, {**anchored, **dict(zip(self._inner, inner))}))
                 if place[1:] == (shape.accumulation - 1, shape.replicas - 1):
                     self._update(total, large)
+                    self._move(averages)
                     for each, values in pending:
                         anchors.add(each, self._anchored.complete(each[2], values))
                     total, large, pending = {}, [], []
@@ -400,6 +403,22 @@ class MicroBatchRunner:
             else:
                 dtype = self._device.accumulator(gradient.dtype)
                 total[part] = gradient.to(dtype, copy=True)
+
+    def _averages(
+        self, replica: int, factors: Sequence[Tensor]
+    ) -> Dict[str, Tuple[Tensor, Tensor, Tensor]]:
+        """Return weight, average and factor by the average's copy that the replica has."""
+        state = dict(zip(self._device.names, self._device.state(replica)))
+        return {
+            self._device.part_of(average, replica): (state[weight], state[average], factor)
+            for (weight, average), factor in zip(self._recorded.averages, factors)
+        }
+
+    def _move(self, averages: Mapping[str, Tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Move averages towards the weights as the update has left them."""
+        for weight, average, factor in averages.values():
+            old, new = factor.to(average.dtype), (1 - factor).to(average.dtype)
+            average.copy_(old * average + new * weight.to(average.dtype))
 
     def _update(self, total: Mapping[str, Tensor], large: Sequence[Tensor]) -> None:
         if not total:

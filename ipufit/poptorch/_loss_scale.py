@@ -147,7 +147,7 @@ _PRODUCTS = {
 }
 
 
-def count_large(graph: fx.GraphModule, settings: ScalingSettings, gradients: int) -> int:
+def count_large(graph: fx.GraphModule, settings: ScalingSettings, behind: int) -> int:
     """Make the graph return the number of large elements of gradients, before its gradients.
 
     Tracked are float16 values that the gradient of the loss flows through, and that are not views.
@@ -156,7 +156,7 @@ def count_large(graph: fx.GraphModule, settings: ScalingSettings, gradients: int
     Args:
         graph: changed in place; its last input is the scale of the loss.
         settings: the size from which an element is large, and which gradients are tracked.
-        gradients: how many gradients the graph returns, last of all.
+        behind: how many tensors the graph returns from its gradients on.
     Returns:
         Number of elements that are tracked.
     Raises:
@@ -185,7 +185,7 @@ def count_large(graph: fx.GraphModule, settings: ScalingSettings, gradients: int
             total = number
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     returned = list(output.args[0])
-    returned.insert(len(returned) - gradients, total)
+    returned.insert(len(returned) - behind, total)
     output.args = (returned,)
     graph.graph.lint()
     graph.recompile()

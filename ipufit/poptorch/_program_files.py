@@ -188,6 +188,7 @@ def program_to_values(recorded: RecordedProgram) -> Values:
         "changed_inputs": list(recorded.changed_inputs),
         "changed_state": list(recorded.changed_state),
         "statistics": list(recorded.statistics),
+        "averages": list(recorded.averages),
         "random": recorded.random,
         "overlapped": recorded.overlapped,
         "counted": recorded.counted,
@@ -234,6 +235,7 @@ def program_from_values(values: Values) -> RecordedProgram:
             int(values["counted"]),
             {str(name): str(node) for name, node in values["activations"].items()},
             tuple(values.get("statistics", ())),
+            tuple((weight, average) for weight, average in values.get("averages", ())),
         )
 
 

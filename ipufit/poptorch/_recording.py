@@ -76,12 +76,14 @@ class MicroBatchResults(NamedTuple):
         loss: None for inference.
         large: number of large elements of gradients; None where they are not counted.
         gradients: gradients by the parameter's name.
+        factors: of the old values of moving averages.
     """
 
     outputs: Sequence[Tensor]
     loss: Optional[Tensor]
     large: Optional[Tensor]
     gradients: Mapping[str, Tensor]
+    factors: Sequence[Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,17 +92,19 @@ class RecordedProgram:
 
     Attributes:
         graph: returns the computed outputs, the loss when training, the number of large elements
-            of gradients where they are counted, and the gradients of ``with_gradient``.
+            of gradients where they are counted, the gradients of ``with_gradient``, and the factors
+            of ``averages``.
         outputs: how the graph's outputs become those of forward.
         with_gradient: names of the parameters that the loss depends on, when training.
         changed_inputs: positions of the inputs that forward changes in place.
-        changed_state: names of the parameters and buffers that forward changes in place.
+        changed_state: names of the parameters and buffers that change other than by training.
         statistics: names of the buffers that only batch normalisation changes.
         random: whether the program draws random numbers.
         overlapped: whether a transfer is to overlap with computing.
         trace: what the model declared while it was recorded.
         counted: number of elements of gradients of which large ones are counted.
         activations: names of the graph's nodes, by the names under which tensors can be anchored.
+        averages: for each moving average, the names of the weight that it follows, and its own.
     """
 
     graph: fx.GraphModule
@@ -114,16 +118,19 @@ class RecordedProgram:
     counted: int = 0
     activations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     statistics: Tuple[str, ...] = ()
+    averages: Tuple[Tuple[str, str], ...] = ()
 
     def returned(self, tensors: Sequence[Tensor]) -> MicroBatchResults:
         """Name the tensors that the graph returned."""
         outputs = sum(self.outputs.computed)
-        gradients = len(tensors) - len(self.with_gradient)
+        factors = len(tensors) - len(self.averages)
+        gradients = factors - len(self.with_gradient)
         return MicroBatchResults(
             tensors[:outputs],
             tensors[outputs] if self.trace.training else None,
             tensors[gradients - 1] if self.counted else None,
-            dict(zip(self.with_gradient, tensors[gradients:])),
+            dict(zip(self.with_gradient, tensors[gradients:factors])),
+            tensors[factors:],
         )
 
 
@@ -211,7 +218,7 @@ class _Step:
         model, trained, make_arguments, wide, scoped: as for ``record``.
         names: of the device's parameters and buffers.
         trace: the recording.
-        outputs, with_gradient: as in a ``RecordedProgram``, after the call.
+        outputs, with_gradient, averages: as in a ``RecordedProgram``, after the call.
     """
 
     model: nn.Module
@@ -223,6 +230,7 @@ class _Step:
     scoped: bool
     outputs: Outputs = dataclasses.field(default_factory=lambda: Outputs(None, [], []))
     with_gradient: Tuple[str, ...] = ()
+    averages: Tuple[Tuple[str, str], ...] = ()
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         count, training = len(self.names), self.trace.training
@@ -248,7 +256,24 @@ class _Step:
                 final = self.trace.final_loss([*outputs, *changed])
                 gradients = self._gradients(final, state, scale)
         computed = self._note(result, outputs, final)
-        return [*computed, *([] if final is None else [final.detach()]), *gradients]
+        losses = [] if final is None else [final.detach()]
+        return [*computed, *losses, *gradients, *self._factors(state)]
+
+    def _factors(self, state: Mapping[str, Tensor]) -> List[Tensor]:
+        names = {id(tensor): name for name, tensor in state.items()}
+        averages = []
+        for *tensors, _ in self.trace.averages:
+            weight, average = (names.get(id(tensor)) for tensor in tensors)
+            if weight is None or average is None:
+                shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
+                raise error(
+                    "ExpMovAvg expects a parameter or buffer of the model and another one, which "
+                    f"follows it, got computed tensors of shapes {shapes}. Pass them as they are "
+                    "in the model."
+                )
+            averages.append((weight, average))
+        self.averages = tuple(averages)
+        return [factor for *_, factor in self.trace.averages]
 
     def _gradients(self, loss: Tensor, state: Mapping[str, Tensor], scale: Tensor) -> List[Tensor]:
         weights = [state[name] for name in self.trained]
@@ -329,19 +354,21 @@ def record(
     overlapped = _overlaps(graph, len(state), len(leaves), sum(step.outputs.computed))
     changed, statistics = _changed_inputs(graph)
     names = list(state)
-    counted = 0 if scaling is None else count_large(graph, scaling, len(step.with_gradient))
+    behind = len(step.with_gradient) + len(step.averages)
+    counted = 0 if scaling is None else count_large(graph, scaling, behind)
     return RecordedProgram(
         graph,
         step.outputs,
         step.with_gradient,
         tuple(i - len(names) for i in changed if len(names) <= i < len(tensors) - 1),
-        tuple(names[i] for i in changed if i < len(names)),
+        (*(names[i] for i in changed if i < len(names)), *(name for _, name in step.averages)),
         any(uses_random_numbers(each) for each in everywhere(graph)),
         overlapped,
         trace,
         counted,
         trace.activations.names_in(graph),
         tuple(names[i] for i in statistics if i < len(names)),
+        step.averages,
     )
 
 

@@ -16,6 +16,7 @@ from typing import (
     Optional,
     Sequence,
     Set,
+    Tuple,
 )
 
 import torch
@@ -234,6 +235,8 @@ class Trace:
         keep_alive: objects that must live as long as the recorded graph.
         losses: number of tensors that were said to be losses.
         activations: names of what its operators make.
+        averages: for each moving average of the model, the weight that it follows, itself, and the
+            factor of its old value.
     """
 
     def __init__(self, training: bool) -> None:
@@ -242,6 +245,7 @@ class Trace:
         self.keep_alive: List[object] = []
         self.losses = 0
         self.activations = Activations()
+        self.averages: List[Tuple[Tensor, Tensor, Tensor]] = []
         self._losses: List[_Loss] = []
         self._reaching: Dict[int, Set[int]] = {}
         self._foreign: Set[int] = set()

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import ipufit
 from ipufit import poptorch
 from ipufit.poptorch._operators import custom as custom_operators
 from tests.poptorch.recording import record
@@ -317,3 +318,147 @@ def test_equal_attributes_of_other_types_are_others():
         {"values_of_this_test": [1, 2]},
         {"values_of_this_test": [1.0, 2.0]},
     ]
+
+
+class Follower(nn.Module):
+    """A layer that is trained, and averages of its weight and bias that its outputs need."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x, factor):
+        for weight, average in zip(self.student.parameters(), self.teacher.parameters()):
+            inputs = [weight, average, factor]
+            poptorch.custom_op(inputs, "ExpMovAvg", "com.acme", 1, [weight])
+        error = self.student(x) - self.teacher(x)
+        return error, poptorch.identity_loss(error.square().sum(), reduction="none")
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_moving_average_moves_once_an_update_after_the_step(accumulation, replicas):
+    """All micro-batches of an update see the average that the one before has left."""
+    net, expected = Follower(), Follower()
+    options = poptorch.Options().replicationFactor(replicas).deviceIterations(2)
+    options.Training.gradientAccumulation(accumulation)
+    options.outputMode(poptorch.OutputMode.All)
+    reduction = poptorch.ReductionType.Sum
+    options.Training.accumulationAndReplicationReductionType(reduction)
+    optimizer = poptorch.optim.SGD(net.parameters(), lr=0.01)
+    samples = 2 * accumulation * replicas
+    x, factor = torch.randn(samples, 3), torch.tensor([0.9]).repeat(samples)
+    factor[-accumulation * replicas :] = 0.5
+    errors, _ = poptorch.trainingModel(net, options, optimizer)(x, factor)
+    sgd = torch.optim.SGD(expected.student.parameters(), lr=0.01)
+    for part, old, rows in zip(errors.chunk(2), (0.9, 0.5), x.chunk(2)):
+        sgd.zero_grad()
+        error = expected.student(rows) - expected.teacher(rows)
+        torch.testing.assert_close(part, error.detach())
+        error.square().sum().backward()
+        sgd.step()
+        pairs = zip(expected.student.parameters(), expected.teacher.parameters())
+        for weight, average in pairs:
+            average.copy_(old * average + (1 - old) * weight.detach())
+    for (name, tensor), other in zip(net.state_dict().items(), expected.state_dict().values()):
+        torch.testing.assert_close(tensor, other, msg=name)
+
+
+def test_a_moving_average_is_kept_in_half_precision_and_in_files(tmp_path):
+    options = poptorch.Options().enableExecutableCaching(str(tmp_path))
+    results = []
+    for _ in range(2):
+        net = Follower().half()
+        optimizer = poptorch.optim.SGD(net.parameters(), lr=0.0)
+        model = poptorch.trainingModel(net, options, optimizer)
+        model(torch.randn(1, 3).half(), torch.tensor([0.75]))
+        results.append(net.teacher.weight.clone())
+    assert len(list(tmp_path.iterdir())) == 1
+    before = Follower().half()
+    expected = 0.75 * before.teacher.weight + 0.25 * before.student.weight
+    for result in results:
+        torch.testing.assert_close(result, expected.detach())
+
+
+def test_what_follows_a_moving_average_is_a_weight():
+    class Computed(Follower):
+        def forward(self, x, factor):
+            inputs = [self.student.weight * 2, self.teacher.weight, factor]
+            poptorch.custom_op(inputs, "ExpMovAvg", "com.acme", 1, [self.teacher.weight])
+            return super().forward(x, factor)
+
+    net = Computed()
+    model = poptorch.trainingModel(net, optimizer=poptorch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(poptorch.Error) as failure:
+        model(torch.ones(1, 3), torch.ones(1))
+    assert failure.value.message == (
+        "ExpMovAvg expects a parameter or buffer of the model and another one, which follows it, "
+        "got computed tensors of shapes [2, 3] and [2, 3]. Pass them as they are in the model."
+    )
+
+
+def test_a_model_of_ipufit_moves_no_average_for_an_operator():
+    model = ipufit.Model(Follower())
+    model.compile("sgd", lambda outputs, target: outputs[1])
+    with pytest.raises(poptorch.Error) as failure:
+        model.fit((torch.ones(2, 3), torch.ones(2)), torch.ones(2), batch_size=1)
+    assert failure.value.message == (
+        "ExpMovAvg moves an average after each update of a poptorch.trainingModel, and an "
+        "ipufit.Model moves averages itself. Leave the operator out, and use "
+        "compile(ema=ipufit.EMA(...))."
+    )
+
+
+def test_boxes_are_selected_as_torchvision_does():
+    """Of each class by itself; torchvision's rule, written out, on random boxes."""
+    torch.manual_seed(0)
+    corner, scores = torch.rand(2, 30, 2), torch.rand(2, 30, 3)
+    boxes = torch.cat([corner, corner + 0.1 + torch.rand(2, 30, 2)], 2)
+
+    def overlap(one, other):
+        sides = torch.min(one[2:], other[2:]) - torch.max(one[:2], other[:2])
+        both = float(sides.clamp(min=0).prod())
+        return both / (float(sum((box[2:] - box[:2]).prod() for box in (one, other))) - both)
+
+    def selected(scores, boxes, count):
+        chosen = []
+        for score, place, kind in sorted(
+            ((float(s), p, k) for p, row in enumerate(scores) for k, s in enumerate(row)),
+            reverse=True,
+        ):
+            same = [other for _, other, other_kind in chosen if other_kind == kind]
+            if score > 0.4 and all(overlap(boxes[place], boxes[p]) <= 0.5 for p in same):
+                chosen.append((score, place, kind))
+        return chosen[:count]
+
+    for count in (5, 60):
+        like = [
+            torch.zeros(2, count, dtype=torch.int64),
+            torch.zeros(2, count),
+            torch.zeros(2, count, 4),
+            *(torch.zeros(shape, dtype=torch.int32) for shape in ((2, count), (2,))),
+        ]
+        settings = {"threshold": 0.5, "scoreThreshold": 0.4, "numDetections": count, "useGather": 1}
+        places, best, corners, kinds, lengths = record(
+            lambda *inputs, like=like, settings=settings: poptorch.custom_op(
+                inputs, "Nms", "ai.graphcore", 1, like, settings
+            ),
+            scores,
+            boxes,
+        )(scores, boxes)
+        for sample in range(2):
+            chosen = selected(scores[sample], boxes[sample], count)
+            there = int(lengths[sample])
+            rows = zip(best[sample].tolist(), places[sample].tolist(), kinds[sample].tolist())
+            assert there == len(chosen)
+            assert list(rows)[:there] == chosen
+            torch.testing.assert_close(
+                corners[sample, :there], boxes[sample, places[sample, :there]]
+            )
+            assert set(places[sample, there:].tolist()) <= {-1}
+            assert not best[sample, there:].any()
+            assert not corners[sample, there:].any()
+            assert set(kinds[sample, there:].tolist()) <= {2**31 - 1}
+    assert 5 < there < 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -180,8 +181,8 @@ def custom_op(
 
     Those are what ``register_custom_op`` was called with, and at first ``FastGatherLastDim``
     of ``poptorch.custom_ops``, PopTorch's own (``torch.gather`` on the last dimension), and what
-    Graphcore's published programs use of ``ai.graphcore`` (``RemapCE``, ``CopyTensor``, ``Ctc``)
-    and ``custom.ops`` (``LeakyRelu``).
+    Graphcore's published programs use of ``ai.graphcore`` (``RemapCE``, ``CopyTensor``, ``Ctc``,
+    ``Nms``), ``com.acme`` (``ExpMovAvg``) and ``custom.ops`` (``LeakyRelu``).
 
     Args:
         inputs: its tensors.
@@ -286,12 +287,91 @@ def _leaky_relu(x: Tensor, alpha: float) -> Tensor:
     return torch.nn.functional.leaky_relu(x, alpha)
 
 
+def _moving_average(weight: Tensor, average: Tensor, factor: Tensor) -> Tensor:
+    """Move an average towards a weight once an update, after it; returns it as it is before."""
+    trace = tracing()
+    if trace is None:
+        raise error(
+            "ExpMovAvg moves an average after each update of a poptorch.trainingModel, and an "
+            "ipufit.Model moves averages itself. Leave the operator out, and use "
+            "compile(ema=ipufit.EMA(...))."
+        )
+    trace.averages.append((weight, average, factor.clone()))
+    return average.clone()
+
+
+def _run_nms(
+    scores: Tensor, boxes: Tensor, threshold: float, lowest: float, count: int
+) -> Sequence[Tensor]:
+    results = _no_boxes(scores, boxes, threshold, lowest, count)
+    places, best, corners, classes, lengths = results
+    for sample, (rest, box) in enumerate(zip(scores.float(), boxes.float())):
+        rest = rest.masked_fill(rest <= lowest, -math.inf)
+        areas = (box[:, 2:] - box[:, :2]).prod(1)
+        for number in range(count):
+            place, kind = divmod(int(rest.argmax()), rest.shape[1])
+            if rest[place, kind] == -math.inf:
+                break
+            places[sample, number], classes[sample, number] = place, kind
+            best[sample, number] = scores[sample, place, kind]
+            corners[sample, number] = boxes[sample, place]
+            lengths[sample] += 1
+            sides = torch.min(box, box[place])[:, 2:] - torch.max(box, box[place])[:, :2]
+            shared = sides.clamp(min=0).prod(1)
+            overlaps = shared / (areas + areas[place] - shared) > threshold
+            rest[:, kind].masked_fill_(overlaps, -math.inf)
+            rest[place, kind] = -math.inf
+    return results
+
+
+def _no_boxes(
+    scores: Tensor, boxes: Tensor, threshold: float, lowest: float, count: int
+) -> Sequence[Tensor]:
+    shape = (len(scores), count)
+    return (
+        scores.new_full(shape, -1, dtype=torch.int64),
+        scores.new_zeros(shape),
+        boxes.new_zeros((*shape, 4)),
+        scores.new_full(shape, torch.iinfo(torch.int32).max, dtype=torch.int32),
+        scores.new_zeros(shape[:1], dtype=torch.int32),
+    )
+
+
+_NMS = define(
+    "nms(Tensor scores, Tensor boxes, float threshold, float lowest, int count) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_nms,
+    _no_boxes,
+)
+
+
+def _nms(
+    scores: Tensor,
+    boxes: Tensor,
+    threshold: float = 0.5,
+    scoreThreshold: float = -_LARGEST,
+    numDetections: int = 100,
+    useGather: int = 0,
+) -> Sequence[Tensor]:
+    """Select boxes of each class by score, none of which overlaps a better one too much.
+
+    Returns:
+        Places, scores, boxes and classes of the best ones, and how many there are.
+    """
+    results: Sequence[Tensor] = _NMS(
+        scores.detach(), boxes.detach(), threshold, scoreThreshold, numDetections
+    )
+    return results
+
+
 # The compiled operator that PopTorch brings along, and those of Graphcore's published programs.
 _IMPLEMENTATIONS: Dict[Tuple[str, str, int], Callable[..., Any]] = {
     ("poptorch.custom_ops", "FastGatherLastDim", 1): _fast_gather_last_dim,
     ("ai.graphcore", "CopyTensor", 1): _itself,
     ("ai.graphcore", "Ctc", 1): _ctc,
+    ("ai.graphcore", "Nms", 1): _nms,
     ("ai.graphcore", "RemapCE", 1): _itself,
+    ("com.acme", "ExpMovAvg", 1): _moving_average,
     ("custom.ops", "LeakyRelu", 1): _leaky_relu,
 }
 
