@@ -8,14 +8,13 @@ import itertools
 import json
 import statistics
 import time
-from types import FrameType
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ipufit.analysis.tuner import Trial, seed_of_trial
-from ipufit.cli.intercept_fit import check_fit_arguments, intercept_fit
+from ipufit.cli.intercept_fit import Examination, FitCall
 from ipufit.core.batch import CombinedBatch
 from ipufit.core.compile_arguments import GRAPH, INDUCTOR, KERNELS, OFF
 from ipufit.core.plan import Plan
@@ -27,7 +26,7 @@ from ipufit.training.model import Model
 from ipufit.training.session import Session, require_single_process
 from ipufit.training.trainer import Job
 
-__all__ = ["bench_script"]
+__all__ = ["Bench"]
 
 ALIKE, DIFFERENT = 0, 1
 
@@ -65,39 +64,31 @@ class _Way:
     explanation: List[str] = dataclasses.field(default_factory=list)
 
 
-def bench_script(
-    execute: Callable[[], None], as_json: bool, seconds: float, with_inductor: bool
-) -> int:
-    """Run a script up to its first ``fit``, and time what it would train.
+class Bench(Examination[_Values]):
+    """Times what a script's first ``fit`` would train.
 
-    Args:
-        execute: runs it.
-        as_json: print the result as JSON; what the script prints goes to stderr.
-        seconds: for all that is timed; recording comes on top.
-        with_inductor: compile the program with TorchInductor too.
+    ``--seconds`` are for all that is timed; recording comes on top. With ``--inductor`` the program
+    is compiled with TorchInductor too.
 
-    Returns:
-        The exit status: 0 where all ways give the same losses, 1 where one does not, 2 where the
-        script failed or fits no model.
+    The exit status is 0 where all ways give the same losses, 1 where one does not, 2 where the
+    script failed or fits no model.
     """
 
-    def look(
-        model: Model, session: Session, fit_args: Mapping[str, object], caller: FrameType
-    ) -> _Values:
+    def look(self, call: FitCall) -> _Values:
+        """Time the program in each way."""
+        session = call.session
         require_single_process(session, "ipufit bench", "Start it without a launcher.")
-        ways = _ways(session, with_inductor)
-        request = check_fit_arguments(session, fit_args)
-        plan = _measure(ways, session, model, request, seconds)
+        ways = _ways(session, self.options.inductor)
+        plan = _measure(ways, session, call.model, call.check_arguments(), self.options.seconds)
         return _result(ways, session, plan)
 
-    def show(results: List[_Values]) -> Tuple[int, str]:
+    def show(self, results: List[_Values]) -> Tuple[int, str]:
+        """Show a table of all ways."""
         (result,) = results
         text = "\n".join(_lines(result))
-        if as_json:
+        if self.options.json:
             text = json.dumps(result, indent=2, allow_nan=False)
         return ALIKE if result["agree"] else DIFFERENT, text
-
-    return intercept_fit(execute, look, show, "bench", as_json, in_one_line=True)
 
 
 def _ways(session: Session, with_inductor: bool) -> List[_Way]:

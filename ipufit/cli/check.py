@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from types import FrameType
-from typing import Callable, List, Mapping, Tuple
+from typing import List, Tuple
 
 from ipufit.analysis.check.check import checked_sample
 from ipufit.analysis.check.findings import CheckReport
-from ipufit.cli.intercept_fit import first_micro_batch, intercept_fit
-from ipufit.training.model import Model
-from ipufit.training.session import Session
+from ipufit.cli.intercept_fit import Examination, FitCall
 
-__all__ = ["check_script"]
+__all__ = ["Checking"]
 
 CLEAN, FOUND = 0, 1
 
 
-def check_script(execute: Callable[[], None], as_json: bool, every: bool) -> int:
-    """Run a script with ``Model.fit`` replaced by a check of its first micro-batch.
+class Checking(Examination[CheckReport]):
+    """Checks the first micro-batch of a script's first ``fit``, or with ``--all`` of every one.
 
-    Args:
-        execute: runs it.
-        as_json: print the findings as JSON; what the script prints goes to stderr.
-        every: go on after the first ``fit``, which then returns an empty history.
-
-    Returns:
-        The exit status: 0 where nothing was found, 1 for findings, 2 where the script failed or
-        fits no model.
+    The exit status is 0 where nothing was found, 1 for findings, 2 where the script failed or fits
+    no model.
     """
 
-    def look(
-        model: Model, session: Session, fit_args: Mapping[str, object], caller: FrameType
-    ) -> CheckReport:
-        sample = first_micro_batch(session, fit_args)
-        return checked_sample(model.module, session, sample, caller)
+    in_one_line = False
 
-    def show(reports: List[CheckReport]) -> Tuple[int, str]:
-        text = "\n\n".join(map(str, reports))
-        if as_json:
-            text = json.dumps({"reports": [report.as_dict() for report in reports]}, indent=2)
-        return FOUND if any(reports) else CLEAN, text
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        self.every = options.all
 
-    return intercept_fit(execute, look, show, "check", as_json, every)
+    def look(self, call: FitCall) -> CheckReport:
+        """Check the micro-batch."""
+        sample = call.first_micro_batch()
+        return checked_sample(call.model.module, call.session, sample, call.caller)
+
+    def show(self, results: List[CheckReport]) -> Tuple[int, str]:
+        """Show all findings."""
+        text = "\n\n".join(map(str, results))
+        if self.options.json:
+            text = json.dumps({"reports": [report.as_dict() for report in results]}, indent=2)
+        return FOUND if any(results) else CLEAN, text

@@ -1,13 +1,15 @@
-"""Interception of ``fit`` while a script runs, by a function that looks at what it would train."""
+"""Interception of ``fit`` while a script runs, by a command that looks at what it would train."""
 
 from __future__ import annotations
 
+import abc
+import argparse
 import contextlib
 import dataclasses
 import inspect
 import sys
 from types import FrameType
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, TypeVar
+from typing import Any, Callable, Dict, Generic, Iterator, List, Mapping, Optional, Tuple, TypeVar
 
 from ipufit.callbacks.history import History
 from ipufit.core.batch import MicroBatch, Mode
@@ -19,13 +21,57 @@ from ipufit.training.model import Model
 from ipufit.training.session import Session
 from ipufit.utils.random_streams import isolated
 
-__all__ = ["UNREADABLE", "Look", "check_fit_arguments", "first_micro_batch", "intercept_fit"]
+__all__ = ["UNREADABLE", "Examination", "FitCall"]
 
 UNREADABLE = 2
 
 T = TypeVar("T")
-# Called in the place of fit with the model, its session, the arguments by name, and who calls.
-Look = Callable[[Model, Session, Mapping[str, Any], FrameType], T]
+
+
+@dataclasses.dataclass(frozen=True)
+class FitCall:
+    """A call of ``fit`` that was intercepted.
+
+    Attributes:
+        model: whose it is.
+        session: of the model.
+        arguments: by name, with their defaults.
+        caller: frame of who calls.
+    """
+
+    model: Model
+    session: Session
+    arguments: Mapping[str, Any]
+    caller: FrameType
+
+    @property
+    def _data(self) -> DataArguments:
+        names = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
+        return DataArguments("training data", *(self.arguments[name] for name in names))
+
+    def check_arguments(self, **instead: object) -> FitConfig:
+        """Check the arguments, without files that ``fit`` would write.
+
+        Args:
+            instead: arguments in the place of these.
+        """
+        names = [field.name for field in dataclasses.fields(FitRequest) if field.name != "data"]
+        writes: Dict[str, Any] = {"checkpoint": None, "callbacks": ()}
+        values = {**{name: self.arguments[name] for name in names}, **writes, **instead}
+        return FitConfig.check(self.session, FitRequest(self._data, **values))
+
+    def first_micro_batch(self) -> MicroBatch:
+        """Read the first micro-batch of the training data.
+
+        Raises:
+            DataError: there is none, or it can't be fed.
+        """
+        source = get_data_adapter(self._data, Mode.TRAIN, self.session.loss.in_module)
+        with isolated():
+            batch = next(iter(source.loader), None)
+        if batch is None:
+            raise source.no_batches(0)
+        return self.session.unpack(source, Mode.TRAIN, batch)
 
 
 class _EnoughError(BaseException):
@@ -40,72 +86,85 @@ class _EnoughError(BaseException):
         self.fault = fault
 
 
-def intercept_fit(
-    execute: Callable[[], None],
-    look: Look[T],
-    show: Callable[[List[T]], Tuple[int, str]],
-    verb: str,
-    as_json: bool,
-    every: bool = False,
-    in_one_line: bool = False,
-) -> int:
-    """Run a script with ``Model.fit`` replaced, and print what came of it.
+class Examination(abc.ABC, Generic[T]):
+    """A command that runs a script with ``Model.fit`` replaced, and prints what came of it.
 
     Args:
-        execute: runs it.
-        look: what is done instead; it returns what it found out.
-        show: makes the exit status and the text to print of all that was found out.
-        verb: name of the command, for messages.
-        as_json: the text is JSON; what the script prints goes to stderr.
+        options: of the command line, with ``command``, its name, and ``json``: the text is JSON
+            then, and what the script prints goes to stderr.
+
+    Attributes:
         every: go on after the first ``fit``, which then returns an empty history.
         in_one_line: tell an error of ours in ``look`` without its traceback. One that the script
             meets by itself keeps its own, which says where.
-
-    Returns:
-        The exit status; 2 of a script that failed or fits no model.
     """
-    results: List[T] = []
 
-    def looking(
-        model: Model, session: Session, arguments: Mapping[str, object], caller: FrameType
-    ) -> None:
+    every = False
+    in_one_line = True
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+
+    @abc.abstractmethod
+    def look(self, call: FitCall) -> T:
+        """Do what is done instead of ``fit``, and return what was found out."""
+
+    @abc.abstractmethod
+    def show(self, results: List[T]) -> Tuple[int, str]:
+        """Make the exit status and the text to print of all that was found out."""
+
+    def run(self, execute: Callable[[], None]) -> int:
+        """Run a script.
+
+        Args:
+            execute: runs it.
+
+        Returns:
+            The exit status; 2 of a script that failed or fits no model.
+        """
+        results: List[T] = []
+
+        def look(call: FitCall) -> None:
+            try:
+                # A script may catch what ends it, and go on to another fit.
+                if self.every or not results:
+                    results.append(self.look(call))
+            except IpufitError as fault:
+                if not self.in_one_line:
+                    raise
+                raise _EnoughError(fault) from fault
+
+        name = self.options.command
+        out = sys.stderr if self.options.json else sys.stdout
         try:
-            # A script may catch what ends it, and go on to another fit.
-            if every or not results:
-                results.append(look(model, session, arguments, caller))
-        except IpufitError as fault:
-            if not in_one_line:
-                raise
-            raise _EnoughError(fault) from fault
-
-    out = sys.stderr if as_json else sys.stdout
-    try:
-        with _fit_replaced(looking, every), contextlib.redirect_stdout(out):
-            execute()
-    except _EnoughError as enough:
-        if enough.fault is not None:
-            sys.stderr.write(f"ipufit {verb}: {enough.fault}\n")
+            with _fit_replaced(look, self.every), contextlib.redirect_stdout(out):
+                execute()
+        except _EnoughError as enough:
+            if enough.fault is not None:
+                sys.stderr.write(f"ipufit {name}: {enough.fault}\n")
+                return UNREADABLE
+        except SystemExit:
+            pass
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.write(
+                f"ipufit {name}: the script failed, so that the {name} is not complete.\n"
+            )
             return UNREADABLE
-    except SystemExit:
-        pass
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        sys.stderr.write(f"ipufit {verb}: the script failed, so that the {verb} is not complete.\n")
-        return UNREADABLE
-    if not results:
-        sys.stderr.write(
-            f"ipufit {verb}: the script must call fit of an ipufit.Model, but did not. Pass the "
-            "arguments with which it trains.\n"
-        )
-        return UNREADABLE
-    status, text = show(results)
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-    return status
+        if not results:
+            sys.stderr.write(
+                f"ipufit {name}: the script must call fit of an ipufit.Model, but did not. Pass "
+                "the arguments with which it trains.\n"
+            )
+            return UNREADABLE
+        status, text = self.show(results)
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+        return status
 
 
 @contextlib.contextmanager
-def _fit_replaced(look: Look[None], every: bool) -> Iterator[None]:
+def _fit_replaced(look: Callable[[FitCall], None], every: bool) -> Iterator[None]:
     original: Any = Model.fit
     signature = inspect.signature(original)
 
@@ -116,7 +175,7 @@ def _fit_replaced(look: Look[None], every: bool) -> Iterator[None]:
             original(self, *args, **kwargs)  # which says what was meant
             raise
         bound.apply_defaults()
-        look(self, self._trainable("fit"), bound.arguments, sys._getframe(1))
+        look(FitCall(self, self._trainable("fit"), bound.arguments, sys._getframe(1)))
         if not every:
             raise _EnoughError
         self.history = History()
@@ -127,43 +186,3 @@ def _fit_replaced(look: Look[None], every: bool) -> Iterator[None]:
         yield
     finally:
         Model.fit = original  # type: ignore[method-assign]
-
-
-def check_fit_arguments(
-    session: Session, arguments: Mapping[str, object], **instead: object
-) -> FitConfig:
-    """Check the arguments of ``fit``, without files that it would write.
-
-    Args:
-        session: of the model.
-        arguments: its arguments by name.
-        instead: arguments in the place of these.
-    """
-    names = [field.name for field in dataclasses.fields(FitRequest) if field.name != "data"]
-    writes: Dict[str, Any] = {"checkpoint": None, "callbacks": ()}
-    values = {**{name: arguments[name] for name in names}, **writes, **instead}
-    return FitConfig.check(session, FitRequest(_data_of(arguments), **values))
-
-
-def _data_of(arguments: Mapping[str, Any]) -> DataArguments:
-    names = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
-    return DataArguments("training data", *(arguments[name] for name in names))
-
-
-def first_micro_batch(session: Session, arguments: Mapping[str, Any]) -> MicroBatch:
-    """Read the first micro-batch of the training data.
-
-    Args:
-        session: of the model.
-        arguments: its arguments by name.
-
-    Raises:
-        DataError: there is none, or it can't be fed.
-    """
-    own_loss = session.loss.in_module
-    source = get_data_adapter(_data_of(arguments), Mode.TRAIN, own_loss)
-    with isolated():
-        batch = next(iter(source.loader), None)
-    if batch is None:
-        raise source.no_batches(0)
-    return session.unpack(source, Mode.TRAIN, batch)

@@ -98,16 +98,16 @@ def _examine(options: argparse.Namespace, execute: Callable[[], None]) -> int:
     install(options.poptorch, quiet=True)
     # Imported here: another command does without.
     if options.command == "plan":
-        from ipufit.cli.plan import plan_script
+        from ipufit.cli.plan import Planning
 
-        return plan_script(execute, options.json, options.ipus, options.ipus_per_replica)
+        return Planning(options).run(execute)
     if options.command == "bench":
-        from ipufit.cli.bench import bench_script
+        from ipufit.cli.bench import Bench
 
-        return bench_script(execute, options.json, options.seconds, options.inductor)
-    from ipufit.cli.check import check_script
+        return Bench(options).run(execute)
+    from ipufit.cli.check import Checking
 
-    return check_script(execute, options.json, options.all)
+    return Checking(options).run(execute)
 
 
 def _found(

@@ -4,65 +4,59 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from types import FrameType
-from typing import Any, Callable, List, Mapping, Optional, Tuple
+from typing import List, Optional, Tuple
 
-from ipufit.cli.intercept_fit import check_fit_arguments, first_micro_batch, intercept_fit
+from ipufit.cli.intercept_fit import Examination, FitCall
 from ipufit.core.plan import Plan
 from ipufit.partition.request import PartitionRequest
 from ipufit.planner.partition_plan import PartitionPlan
 from ipufit.planner.plan_partition import plan_partition
-from ipufit.training.model import Model
-from ipufit.training.session import Session
 from ipufit.training.summary import stripped
 
-__all__ = ["plan_script"]
+__all__ = ["Planning"]
 
 FITS, TOO_LARGE = 0, 1
 
+# Of the batches; None where the division is another one than that of fit.
+_Plans = Tuple[Optional[Plan], PartitionPlan]
 
-def plan_script(
-    execute: Callable[[], None], as_json: bool, ipus: Optional[int], per_replica: Optional[int]
-) -> int:
-    """Run a script up to its first ``fit``, and print the plan of what it would train.
 
-    Args:
-        execute: runs it.
-        as_json: print it as JSON; what the script prints goes to stderr.
-        ipus: in all, instead of those of ``fit``.
-        per_replica: find a division into so many stages, instead of that of ``compile``; then the
-            plan of the batches, which is of the division that ``fit`` would use, is left out.
+class Planning(Examination[_Plans]):
+    """Plans what a script's first ``fit`` would train.
 
-    Returns:
-        The exit status: 0 where every stage fits its IPU, 1 where one does not, 2 where the script
-        failed or fits no model.
+    ``--ipus`` is in the place of those of ``fit``, and ``--ipus-per-replica`` finds a division into
+    so many stages, instead of that of ``compile``; then the plan of the batches, which is of the
+    division that ``fit`` would use, is left out.
+
+    The exit status is 0 where every stage fits its IPU, 1 where one does not, 2 where the script
+    failed or fits no model.
     """
 
-    def look(
-        model: Model, session: Session, fit_args: Mapping[str, Any], caller: FrameType
-    ) -> Tuple[Optional[Plan], PartitionPlan]:
-        sample = first_micro_batch(session, fit_args)
-        request = check_fit_arguments(session, fit_args, **({} if ipus is None else {"ipus": ipus}))
-        accumulation, batches = fit_args["gradient_accumulation"], None
+    def look(self, call: FitCall) -> _Plans:
+        """Plan the batches, and the division of the model."""
+        ipus, per_replica = self.options.ipus, self.options.ipus_per_replica
+        sample = call.first_micro_batch()
+        request = call.check_arguments(**({} if ipus is None else {"ipus": ipus}))
+        accumulation, batches = call.arguments["gradient_accumulation"], None
         if per_replica is None:
             # As fit has it, where only the data itself says how large a micro-batch is.
             batches = dataclasses.replace(request.plan, micro_batch_size=sample.size)
         elif accumulation == 1:
             # What nobody has chosen: the least that fills the pipeline.
             accumulation = None
+        session = call.session
         session.sample = sample = stripped(sample)
-        work = (fit_args["ipus"] if ipus is None else ipus, accumulation)
+        work = (call.arguments["ipus"] if ipus is None else ipus, accumulation)
         division = PartitionRequest(ipus_per_replica=per_replica)
         estimator = session.plan_estimator
         plan = plan_partition(session.divided, estimator, lambda: sample, division, *work)
         return batches, plan
 
-    def show(plans: List[Tuple[Optional[Plan], PartitionPlan]]) -> Tuple[int, str]:
-        ((batches, plan),) = plans
+    def show(self, results: List[_Plans]) -> Tuple[int, str]:
+        """Show both plans."""
+        ((batches, plan),) = results
         text = str(plan) if batches is None else f"{batches.explain()}\n\n{plan}"
-        if as_json:
+        if self.options.json:
             of_batches = None if batches is None else dataclasses.asdict(batches)
             text = json.dumps({"batches": of_batches, **plan.to_dict()}, indent=2)
         return FITS if plan.fits else TOO_LARGE, text
-
-    return intercept_fit(execute, look, show, "plan", as_json, in_one_line=True)
