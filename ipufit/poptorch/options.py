@@ -13,19 +13,17 @@ from ipufit.poptorch._options.execution import (
     SerialPhasedExecution,
     ShardedExecution,
     Stage,
-    _IExecutionStrategy,
-    _IPhasedExecution,
 )
+from ipufit.poptorch._options.execution import _IExecutionStrategy as _IExecutionStrategy
+from ipufit.poptorch._options.execution import _IPhasedExecution as _IPhasedExecution
 from ipufit.poptorch._options.files import ConfigFileError
-from ipufit.poptorch._options.group import (
-    TensorLocationSettings,
-    _DistributedOptions,
-    _JitOptions,
-    _PopartOptions,
-    _PrecisionOptions,
-    _TensorLocationOptions,
-    _TrainingOptions,
-)
+from ipufit.poptorch._options.group import TensorLocationSettings
+from ipufit.poptorch._options.group import _DistributedOptions as _DistributedOptions
+from ipufit.poptorch._options.group import _JitOptions as _JitOptions
+from ipufit.poptorch._options.group import _PopartOptions as _PopartOptions
+from ipufit.poptorch._options.group import _PrecisionOptions as _PrecisionOptions
+from ipufit.poptorch._options.group import _TensorLocationOptions as _TensorLocationOptions
+from ipufit.poptorch._options.group import _TrainingOptions as _TrainingOptions
 from ipufit.poptorch._options.options import Options
 
 __all__ = [
@@ -40,14 +38,6 @@ __all__ = [
     "ShardedExecution",
     "Stage",
     "TensorLocationSettings",
-    "_DistributedOptions",
-    "_IExecutionStrategy",
-    "_IPhasedExecution",
-    "_JitOptions",
-    "_PopartOptions",
-    "_PrecisionOptions",
-    "_TensorLocationOptions",
-    "_TrainingOptions",
     "enums",
     "logger",
     "ops",
