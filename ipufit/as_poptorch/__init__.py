@@ -7,7 +7,6 @@ module in it has the name of one of the SDK's, and gives way to that one where i
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util

@@ -19,8 +19,7 @@ from ipufit.cli.run import (
     run_module,
     run_script,
 )
-from ipufit.conformance.__main__ import add_arguments
-from ipufit.conformance.__main__ import main as run_conformance
+from ipufit.conformance import __main__ as conformance
 from ipufit.errors import IpufitError, UnknownNameError
 from ipufit.utils.poptorch_sdk import install
 
@@ -59,7 +58,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         words, rest = script_args.split(words)
     if words and words[0] == _CONFORMANCE:
         # It reads its arguments itself.
-        raise SystemExit(run_conformance(words[1:], prog=f"ipufit {_CONFORMANCE}"))
+        raise SystemExit(conformance.main(words[1:], prog=f"ipufit {_CONFORMANCE}"))
     options = parser.parse_args(words)
     if options.command is None:
         parser.print_help()
@@ -142,7 +141,7 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, CommandParser]]:
     watch.add(commands)
     doctor.add(commands)
     # For shells that complete it, and for --help.
-    add_arguments(
+    conformance.add_arguments(
         commands.add_parser(_CONFORMANCE, help="hold the engines against PopTorch's semantics")
     )
     return parser, commands.choices

@@ -27,6 +27,7 @@ from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses.loss import OwnLoss
 from ipufit.utils import tree
 from ipufit.utils.error_collector import ErrorCollector, at_least
+from ipufit.utils.poptorch_sdk import sdk_kind
 
 __all__ = ["DataArguments", "are_inputs", "comes_in_samples", "get_data_adapter", "split_data"]
 
@@ -173,7 +174,7 @@ def _kind(arguments: DataArguments) -> str:
 
 def _refuse_combined_batches(loader: Any, role: str) -> None:
     """A loader of PopTorch's has joined what an execution takes; one update would take it all."""
-    size = getattr(loader, "_combined_batch_size", None)
+    size = loader._combined_batch_size if sdk_kind(loader, ("DataLoader",)) else None
     if size is None:
         return
     options = loader.options

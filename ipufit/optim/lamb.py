@@ -103,15 +103,7 @@ class LAMB(torch.optim.Optimizer):
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    lamb_update(param, param.grad, self.state[param], group)
-        return loss
+        return lamb_step(self, closure)
 
 
 def _check_group(group: Settings) -> None:
@@ -125,7 +117,32 @@ def _check_group(group: Settings) -> None:
         raise ValueError(f"LAMB needs max_weight_norm > 0, got {limit}. Give None for no limit.")
 
 
-def lamb_update(param: Tensor, grad: Tensor, state: Settings, group: Settings) -> None:
+def lamb_step(
+    optimizer: torch.optim.Optimizer, closure: Optional[Callable[[], float]], **settings: object
+) -> Optional[float]:
+    """Update every parameter of an optimizer that has a gradient.
+
+    Args:
+        optimizer: has the hyper-parameters in its groups, and the state.
+        closure: evaluates the loss again and returns it, as for every optimizer of torch.
+        settings: those that are in no group.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    for param_group in optimizer.param_groups:
+        group = {**param_group, **settings}
+        for param in group["params"]:
+            if param.grad is not None:
+                _update(param, param.grad, optimizer.state[param], group)
+    return loss
+
+
+def _update(param: Tensor, grad: Tensor, state: Settings, group: Settings) -> None:
     """Algorithm 2 for one tensor."""
     if grad.is_sparse:
         raise RuntimeError(

@@ -10,6 +10,7 @@ import torch.utils.data
 from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 
+from ipufit.data.loaders import length_of
 from ipufit.poptorch._accessor import AsynchronousDataAccessor
 from ipufit.poptorch._data_worker import CombiningLoader
 from ipufit.poptorch._logging import error, logger
@@ -162,7 +163,7 @@ def log_iterable(num_workers: int, kwargs: Dict[str, object]) -> None:
 
 def log_sized(dataset: object, step: int, drop_last: bool) -> None:
     """Log what happens to the samples that don't fill ``step``, the combined batches of one run."""
-    samples = _length(dataset)
+    samples = length_of(dataset)
     if samples is None:
         return
     rest = samples % step
@@ -197,7 +198,7 @@ def log_sampled(sampler: object, batch_size: Optional[int], number: Optional[int
     """Warn that the last batches of a sampler may not make a combined batch of ``number``."""
     if not number or not batch_size:
         return
-    batches = _length(sampler)
+    batches = length_of(sampler)
     if batches is None:
         logger.warning(
             "The batch_sampler has no length and drop_last=False: the last combined batch may be "
@@ -241,13 +242,6 @@ def log_unused(
             "rebatched_worker_size has no effect with mode=DataLoaderMode.%s: use AsyncRebatched.",
             mode.name,
         )
-
-
-def _length(sampler: Any) -> Optional[int]:
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 class DataLoader(CombiningLoader):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ipufit.poptorch._logging import Error, error
 from ipufit.poptorch._tracing import tracing
 from ipufit.poptorch._wrapping import isWrapped, rewrapModelIfNecessary, unwrapModelIfNecessary
+from ipufit.poptorch.poptorch_core import poptorchAtExit
 
 __all__ = [
     "createPoptorchError",
@@ -41,7 +42,3 @@ def _restoreWrapperIfNecessary(obj: object) -> object:
     Our own files have plain modules and tensors, and don't call it.
     """
     return obj
-
-
-def poptorchAtExit() -> None:
-    """Release resources outside of Python, of which this engine has none."""

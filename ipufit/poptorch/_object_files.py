@@ -26,11 +26,9 @@ from ipufit.poptorch._codec import (
 from ipufit.poptorch._logging import Error, error
 from ipufit.poptorch._optimizer_settings import OPTIMIZERS
 from ipufit.poptorch._options.execution import (
-    ParallelPhasedExecution,
+    STRATEGIES,
     Phase,
     PipelinedExecution,
-    SerialPhasedExecution,
-    ShardedExecution,
     Stage,
     _IExecutionStrategy,
     _IPhasedExecution,
@@ -291,15 +289,6 @@ def optimizer_from_values(values: Optional[Values]) -> Optional[torch.optim.Opti
         return optimizer
 
 
-_STRATEGIES: Dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        ParallelPhasedExecution,
-        PipelinedExecution,
-        SerialPhasedExecution,
-        ShardedExecution,
-    )
-}
 _GROUPS = ("_training", "_distributed", "_tensor_locations")
 _FLAGS = (
     "_module_namescope_enabled",
@@ -357,9 +346,9 @@ def _stage(data: Values) -> Stage:
 def _strategy_values(strategy: _IExecutionStrategy) -> Dict[str, object]:
     """Convert a strategy to its class' name and its stages."""
     kind = type(strategy).__name__
-    if type(strategy) is not _STRATEGIES.get(kind):
+    if type(strategy) is not STRATEGIES.get(kind):
         raise error(
-            f"An execution strategy in a file is one of {', '.join(_STRATEGIES)}, got {kind}."
+            f"An execution strategy in a file is one of {', '.join(STRATEGIES)}, got {kind}."
         )
     if isinstance(strategy, _IPhasedExecution):
         return {
@@ -383,7 +372,7 @@ def _strategy_values(strategy: _IExecutionStrategy) -> Dict[str, object]:
 
 def _strategy(data: Values) -> _IExecutionStrategy:
     """Rebuild a strategy from plain data."""
-    kind = _STRATEGIES[data["kind"]]
+    kind = STRATEGIES[data["kind"]]
     if "phases" in data:
         phased: _IPhasedExecution = kind(*(Phase(*map(_stage, p)) for p in data["phases"]))
         phased._tensors_liveness = enums.Liveness[data["liveness"]]

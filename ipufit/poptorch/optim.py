@@ -19,7 +19,7 @@ from typing import Any, Callable, ClassVar, Dict, Iterable, List, Mapping, Optio
 import torch
 from torch import Tensor
 
-from ipufit.optim.lamb import lamb_update
+from ipufit.optim.lamb import lamb_step
 from ipufit.poptorch._logging import logger
 
 __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes", "logger"]
@@ -561,14 +561,4 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         Args:
             closure: evaluates the loss again and returns it, as for every optimizer of torch.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            settings = {**group, "bias_correction": self.bias_correction}
-            for parameter in group["params"]:
-                gradient: Optional[Tensor] = parameter.grad
-                if gradient is not None:
-                    lamb_update(parameter, gradient, self.state[parameter], settings)
-        return loss
+        return lamb_step(self, closure, bias_correction=self.bias_correction)

@@ -6,24 +6,26 @@ import contextlib
 import time
 from typing import Any, ContextManager, Dict, Iterator, List, Sequence, TypeVar
 
-__all__ = ["NO_CLOCK", "PHASES", "Clock", "NoClock", "Span"]
+__all__ = ["NO_CLOCK", "PHASES", "PHASE_NAMES", "Clock", "NoClock", "Span"]
 
 T = TypeVar("T")
 
-# In the order in which an execution meets them; the last two stand beside executions.
-PHASES = (
-    "data",
-    "to_device",
-    "compute",
-    "anchors",
-    "metrics",
-    "callbacks",
-    "checkpoint",
-    "capture",
-    "validation",
-    "report",
-    "other",
-)
+# By what they are called, in the order in which an execution meets them; the last two stand beside
+# executions.
+PHASE_NAMES = {
+    "data": "waiting for data",
+    "to_device": "host to device",
+    "compute": "compute",
+    "anchors": "anchors to host",
+    "metrics": "loss and metrics",
+    "callbacks": "callbacks",
+    "checkpoint": "checkpoints",
+    "capture": "capture",
+    "validation": "validation",
+    "report": "this report",
+    "other": "the rest",
+}
+PHASES = tuple(PHASE_NAMES)
 
 
 class NoClock:

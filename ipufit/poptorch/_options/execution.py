@@ -13,6 +13,7 @@ from ipufit.poptorch._logging import logger
 from ipufit.poptorch._options.group import OptionGroup, need_type
 
 __all__ = [
+    "STRATEGIES",
     "Attribute",
     "BlockId",
     "ExecutionOptions",
@@ -327,6 +328,17 @@ class SerialPhasedExecution(_IPhasedExecution):
         self._tensors_liveness = liveness
         return self
 
+
+# By the names under which files have them.
+STRATEGIES: Dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        ParallelPhasedExecution,
+        PipelinedExecution,
+        SerialPhasedExecution,
+        ShardedExecution,
+    )
+}
 
 Self = TypeVar("Self", bound="ExecutionOptions")
 

@@ -10,11 +10,8 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Tuple, Type
 
 from ipufit.poptorch import enums
 from ipufit.poptorch._options.execution import (
-    ParallelPhasedExecution,
+    STRATEGIES,
     Phase,
-    PipelinedExecution,
-    SerialPhasedExecution,
-    ShardedExecution,
     Stage,
     _IExecutionStrategy,
 )
@@ -100,21 +97,13 @@ def apply_json(options: OptionGroup, text: str, source: str) -> None:
 Reading = Callable[[OptionGroup], Any]
 
 _MAKERS: Dict[str, object] = {
-    maker.__name__: maker
-    for maker in (
-        ParallelPhasedExecution,
-        Phase,
-        PipelinedExecution,
-        SerialPhasedExecution,
-        ShardedExecution,
-        Stage,
-        TensorLocationSettings,
-    )
+    **STRATEGIES,
+    **{maker.__name__: maker for maker in (Phase, Stage, TensorLocationSettings)},
 }
 _ALLOWED = (
     "A line is one call, such as deviceIterations(2) or Training.gradientAccumulation(4), with "
     "numbers, strings, True, False, None, lists, tuples, sets, dicts, enums "
-    f"(poptorch.OutputMode.All), and poptorch.{', poptorch.'.join(_MAKERS)} as arguments. "
+    f"(poptorch.OutputMode.All), and poptorch.{', poptorch.'.join(sorted(_MAKERS))} as arguments. "
     "The file is read, never run."
 )
 _SETTERS_FAULTS = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)

@@ -20,7 +20,7 @@ from ipufit.report.page.sections import (
     thinned,
 )
 from ipufit.report.run import NamedRuns, Run, binned, ends, samples_per_second, total
-from ipufit.utils.phase_timer import PHASES
+from ipufit.utils.phase_timer import PHASE_NAMES, PHASES
 
 __all__ = [
     "OVER_RUN",
@@ -234,20 +234,6 @@ def _table_of_epochs(run: Run) -> Dict[str, object]:
     return {"epochs": rows, "columns": [[name] for name in values], "caption": caption}
 
 
-# What a phase is called.
-_PHASE_NAMES = {
-    "data": "waiting for data",
-    "to_device": "host to device",
-    "compute": "compute",
-    "anchors": "anchors to host",
-    "metrics": "loss and metrics",
-    "callbacks": "callbacks",
-    "checkpoint": "checkpoints",
-    "capture": "capture",
-    "validation": "validation",
-    "report": "this report",
-    "other": "the rest",
-}
 # Of each phase the number of its colour and pattern: what a run is for has the plain one.
 _LOOKS = ("compute", *(phase for phase in PHASES if phase != "compute"))
 
@@ -284,7 +270,7 @@ def phases(runs: NamedRuns) -> Section:
         "caption": caption,
         "is_single": len(runs) == 1,
         "columns": columns(measured, "time", "share"),
-        "phases": [(_PHASE_NAMES[p], [seconds[p] for seconds in by_run]) for p in PHASES],
+        "phases": [(PHASE_NAMES[p], [seconds[p] for seconds in by_run]) for p in PHASES],
         "wholes": wholes,
     }
     return Section("time", "Time", values, [chart for chart in charts if chart is not None])
@@ -302,7 +288,7 @@ def _side_by_side(
     unit, unit_name = texts.scale(max(wholes), "seconds")
     series = [
         Series(
-            _PHASE_NAMES[phase],
+            PHASE_NAMES[phase],
             [[rounded(seconds[phase] / unit, 5) for seconds in by_run]],
             names,
             _LOOKS.index(phase),
@@ -359,10 +345,10 @@ def _stacked(
     for phase in used:
         y = [rounded(each[phase] / unit, 5) for each in stretches]
         y = y if is_few else [*y, y[-1]]
-        series.append(Series(_PHASE_NAMES[phase], [places], y, _LOOKS.index(phase), style))
+        series.append(Series(PHASE_NAMES[phase], [places], y, _LOOKS.index(phase), style))
     most = max(used, key=lambda phase: math.fsum(each[phase] for each in stretches))
     part = math.fsum(each[most] for each in stretches) / math.fsum(sums)
-    summary = f"Most of it, {texts.share(part)}, is {_PHASE_NAMES[most]}; the table has all phases."
+    summary = f"Most of it, {texts.share(part)}, is {PHASE_NAMES[most]}; the table has all phases."
     if size > 1:
         summary = f"Every place is the mean of up to {texts.count(size)} {what}. {summary}"
     return Chart(name, title, summary, series, (x,), unit_name, stacks=True, height=360)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ipufit.core.batch import MicroBatch
+from ipufit.core.objective_arguments import dtype_name
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.preflight.facts import (
     CHANGED,
@@ -20,7 +21,6 @@ from ipufit.engines.ipu.preflight.facts import (
     Fact,
     ParameterGroup,
     Table,
-    dtype_name,
     refused_arguments,
     refused_settings,
     unlisted,

@@ -54,7 +54,6 @@ __all__ = [
     "Line",
     "ParameterGroup",
     "Table",
-    "dtype_name",
     "refused_arguments",
     "refused_settings",
     "unlisted",
@@ -400,11 +399,6 @@ def unlisted(group: str, name: str = "", cause: str = "") -> Fact:
     fact = _UNLISTED[group]
     key, cure = fact.key.format(name=name), fact.cure.format(cause=cause)
     return dataclasses.replace(fact, key=key, subject=name or key, cure=cure)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the short name of a dtype, such as "float32"."""
-    return str(dtype).replace("torch.", "")
 
 
 # The texts are parts of the sentences with which the IPU engine refuses a setting, too.
