@@ -17,7 +17,6 @@ __all__ = [
     "CHOICES",
     "CLAIM_IPUS",
     "DOOR",
-    "POPTORCH",
     "STANDIN",
     "begin_block",
     "blocks_watched",
@@ -39,15 +38,15 @@ _CHOICE = "IPUFIT_POPTORCH"
 CLAIM_IPUS = "IPUFIT_CLAIM_IPUS"
 _NAMED = "IPUFIT_STANDINS_NAMED"
 
-POPTORCH = "poptorch"
+_POPTORCH = "poptorch"
 STANDIN = "ipufit.poptorch"
 # What a stand-in may be imported as.
-_NAMES = ("horovod", "libpvti", "popart", "popdist", POPTORCH)
+_NAMES = ("horovod", "libpvti", "popart", "popdist", _POPTORCH)
 
 # Each module in it has the name of one of the SDK's, and gives way to that one.
 _STANDINS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "as_poptorch")
 # What `import poptorch` finds first, which decides what it is.
-DOOR = os.path.join(_STANDINS, POPTORCH, "__init__.py")
+DOOR = os.path.join(_STANDINS, _POPTORCH, "__init__.py")
 # Where importlib.metadata finds the version of poptorch, on sys.path where the stand-in will be it.
 _METADATA = os.path.join(_STANDINS, "dist-info")
 
@@ -74,7 +73,7 @@ def install(choice: str = "auto", *, claim_ipus: bool = False, quiet: bool = Fal
         RuntimeError: poptorch has been imported, and it is not what this choice leads to.
     """
     _check_choice(choice, "`choice`")
-    present = sys.modules.get(POPTORCH)
+    present = sys.modules.get(_POPTORCH)
     if present is not None and choice != "auto":
         is_standin = present.__name__ == STANDIN
         if is_standin != (choice == "standin"):
@@ -89,7 +88,7 @@ def install(choice: str = "auto", *, claim_ipus: bool = False, quiet: bool = Fal
     if quiet:
         os.environ[_NAMED] = " ".join(_NAMES)
     search_in(_STANDINS)
-    if choice == "standin" or (choice == "auto" and installed(POPTORCH) is None):
+    if choice == "standin" or (choice == "auto" and installed(_POPTORCH) is None):
         search_in(_METADATA)
 
 
@@ -126,7 +125,7 @@ def stands_in(name: str, what: str) -> bool:
     """
     if name not in _NAMES:
         return False  # imported as a part of ipufit, by a tool that looks at all of it
-    choice = os.environ.get(_CHOICE, "auto") if name == POPTORCH else "auto"
+    choice = os.environ.get(_CHOICE, "auto") if name == _POPTORCH else "auto"
     _check_choice(choice, _CHOICE)
     reason = "as --poptorch standin asks"
     if choice != "standin":
@@ -141,7 +140,7 @@ def stands_in(name: str, what: str) -> bool:
                 name=name,
             )
         reason = absence
-    if name == POPTORCH:
+    if name == _POPTORCH:
         search_in(_METADATA)
         if os.environ.get(CLAIM_IPUS) == "1":
             reason += "; it claims IPUs, as --claim-ipus asks"
@@ -210,7 +209,7 @@ def _give_way(name: str) -> Optional[str]:
         sys.modules[name] = standin
         reason = " ".join(f"{type(fault).__name__}: {fault}".rstrip(": ").split())
         return f"the one in {_place(spec)} can't be imported ({reason})"
-    if name == POPTORCH:
+    if name == _POPTORCH:
         version = getattr(module, "__version__", "of unknown version")
         claims = os.environ.get(CLAIM_IPUS) == "1"
         unused = ", and --claim-ipus has no effect" if claims else ""

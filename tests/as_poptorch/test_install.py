@@ -1,6 +1,7 @@
 """Programs find a poptorch to import, the SDK's or the stand-in, and know which it is."""
 
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -93,6 +94,15 @@ def versions():
     """What is said of poptorch's version, by those who ask for it and who list everything."""
     listed = {d.metadata["Name"]: d.version for d in reversed(list(metadata.distributions()))}
     return [metadata.version("poptorch"), listed["poptorch"]]
+
+
+def test_every_module_of_the_stand_in_is_one_under_both_names(imports):
+    install(quiet=True)
+    __import__("poptorch")
+    prefix = f"{ipufit.poptorch.__name__}."
+    for module in pkgutil.walk_packages(ipufit.poptorch.__path__, prefix):
+        alias = module.name[len("ipufit.") :]
+        assert sys.modules[alias] is sys.modules[module.name]
 
 
 @pytest.mark.long
