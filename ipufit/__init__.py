@@ -28,11 +28,10 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "BatchSize": "ipufit.analysis.tuner",
-            "IPUConfig": "ipufit.engines.ipu.ipu_config",
-            "LearningRates": "ipufit.analysis.tuner",
-            "PartitionPlan": "ipufit.planner.partition_plan",
-            "PreflightReport": "ipufit.engines.ipu.preflight.report",
+            "ipufit.analysis.tuner": ("BatchSize", "LearningRates"),
+            "ipufit.engines.ipu.ipu_config": ("IPUConfig",),
+            "ipufit.engines.ipu.preflight.report": ("PreflightReport",),
+            "ipufit.planner.partition_plan": ("PartitionPlan",),
         },
         moved={
             "optimizer_state": "ipufit.optim.state",

@@ -27,21 +27,18 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "Asynchronous": "ipufit.callbacks.wrappers",
-            "CSVLogger": "ipufit.callbacks.loggers",
-            "EarlyStopping": "ipufit.callbacks.stopping",
-            "ExperimentLogger": "ipufit.callbacks.loggers",
-            "JSONLinesLogger": "ipufit.callbacks.loggers",
-            "LambdaCallback": "ipufit.callbacks.wrappers",
-            "LearningRateScheduler": "ipufit.callbacks.learning_rate",
-            "ModelCheckpoint": "ipufit.callbacks.weights",
-            "ProgbarLogger": "ipufit.callbacks.progbar_logger",
-            "ReduceLROnPlateau": "ipufit.callbacks.learning_rate",
-            "RemoteMonitor": "ipufit.callbacks.loggers",
-            "SwapEMAWeights": "ipufit.callbacks.weights",
-            "TensorBoard": "ipufit.callbacks.loggers",
-            "TerminateOnNaN": "ipufit.callbacks.stopping",
-            "Timer": "ipufit.callbacks.stopping",
+            "ipufit.callbacks.learning_rate": ("LearningRateScheduler", "ReduceLROnPlateau"),
+            "ipufit.callbacks.loggers": (
+                "CSVLogger",
+                "ExperimentLogger",
+                "JSONLinesLogger",
+                "RemoteMonitor",
+                "TensorBoard",
+            ),
+            "ipufit.callbacks.progbar_logger": ("ProgbarLogger",),
+            "ipufit.callbacks.stopping": ("EarlyStopping", "TerminateOnNaN", "Timer"),
+            "ipufit.callbacks.weights": ("ModelCheckpoint", "SwapEMAWeights"),
+            "ipufit.callbacks.wrappers": ("Asynchronous", "LambdaCallback"),
         },
     )
 

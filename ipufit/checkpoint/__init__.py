@@ -12,12 +12,9 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "Contents": "ipufit.checkpoint.files",
-            "Files": "ipufit.checkpoint.files",
-            "Store": "ipufit.checkpoint.store",
-            "decode": "ipufit.utils.codec",
-            "encode": "ipufit.utils.codec",
-            "name_of": "ipufit.checkpoint.store",
+            "ipufit.checkpoint.files": ("Contents", "Files"),
+            "ipufit.checkpoint.store": ("Store", "name_of"),
+            "ipufit.utils.codec": ("decode", "encode"),
         },
     )
 

@@ -23,9 +23,8 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "Serialization": "ipufit.partition.serialization",
-            "serialize": "ipufit.partition.cut_layers",
-            "to_dense": "ipufit.partition.cut_layers",
+            "ipufit.partition.cut_layers": ("serialize", "to_dense"),
+            "ipufit.partition.serialization": ("Serialization",),
         },
     )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Callable, List, Mapping, Optional, Tuple
+from typing import Callable, List, Mapping, Optional, Sequence, Tuple
 
 __all__ = ["lazy_exports"]
 
 
 def lazy_exports(
-    package: str, homes: Mapping[str, str], moved: Optional[Mapping[str, str]] = None
+    package: str, names: Mapping[str, Sequence[str]], moved: Optional[Mapping[str, str]] = None
 ) -> Tuple[Callable[[str], object], Callable[[], List[str]]]:
     """``__getattr__`` and ``__dir__`` of a package (PEP 562).
 
@@ -19,10 +19,11 @@ def lazy_exports(
 
     Args:
         package: its name.
-        homes: by name, the module that it is imported from.
+        names: by module, what is imported from there.
         moved: by a name of an earlier version, where it is now; using one is an error that says so.
     """
     module = sys.modules[package]
+    homes = {name: home for home in names for name in names[home]}
 
     def of_package(name: str) -> object:
         if moved is not None and name in moved:

@@ -15,9 +15,8 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "AtEpochEnd": "ipufit.optim.schedules.resolve",
-            "Schedule": "ipufit.optim.schedules.schedule",
-            "resolve_schedule": "ipufit.optim.schedules.resolve",
+            "ipufit.optim.schedules.resolve": ("AtEpochEnd", "resolve_schedule"),
+            "ipufit.optim.schedules.schedule": ("Schedule",),
         },
     )
 
