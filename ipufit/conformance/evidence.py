@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import pathlib
 import subprocess
@@ -16,10 +17,10 @@ import time
 from typing import Callable, Dict, Iterator, List, NoReturn, Optional, TextIO
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ipufit
-from ipufit.callbacks.callback import Callback
+from ipufit.callbacks import LambdaCallback
 from ipufit.conformance.implementations import IMPLEMENTATIONS, Implementation, MissingError
 from ipufit.conformance.running import ResultTable, chosen, environment, run, write_json
 from ipufit.engines.choice import list_engines
@@ -29,17 +30,6 @@ __all__ = ["collect", "timings"]
 
 _ROOT = pathlib.Path(ipufit.__file__).resolve().parents[1]
 _EPOCHS = 4
-
-
-class _Clock(Callback):
-    """Notes when each epoch ends."""
-
-    def __init__(self) -> None:
-        self.times = [time.perf_counter()]
-
-    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
-        """Note the time."""
-        self.times.append(time.perf_counter())
 
 
 def _perceptron() -> nn.Module:
@@ -69,29 +59,27 @@ def timings(samples: int = 3200) -> Iterator[Dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(samples, 784, generator=generator)
     y = torch.randint(10, (samples,), generator=generator)
-    for engine in (status.name for status in list_engines() if status.available):
-        for name, make in _MODULES.items():
-            for iterations in (1, 20):
-                model, clock = Model(make(), engine=engine), _Clock()
-                model.compile("sgd", "cross_entropy")
-                model.fit(
-                    x,
-                    y,
-                    batch_size=32,
-                    epochs=_EPOCHS,
-                    device_iterations=iterations,
-                    callbacks=[clock],
-                    verbose=0,
-                )
-                model.close()
-                first, *others = (after - t for t, after in zip(clock.times, clock.times[1:]))
-                yield {
-                    "module": name,
-                    "engine": engine,
-                    "device_iterations": iterations,
-                    "first_epoch_seconds": round(first, 3),
-                    "samples_per_second": round(samples / sorted(others)[len(others) // 2]),
-                }
+    engines = [status.name for status in list_engines() if status.available]
+    for engine, name, iterations in itertools.product(engines, _MODULES, (1, 20)):
+        model = Model(_MODULES[name](), engine=engine)
+        first, *others = _epoch_seconds(model, x, y, iterations)
+        yield {
+            "module": name,
+            "engine": engine,
+            "device_iterations": iterations,
+            "first_epoch_seconds": round(first, 3),
+            "samples_per_second": round(samples / sorted(others)[len(others) // 2]),
+        }
+
+
+def _epoch_seconds(model: Model, x: Tensor, y: Tensor, iterations: int) -> List[float]:
+    """Train a model, and return how long each epoch took."""
+    times = [time.perf_counter()]
+    clock = LambdaCallback(on_epoch_end=lambda epoch, logs: times.append(time.perf_counter()))
+    model.compile("sgd", "cross_entropy")
+    model.fit(x, y, 32, _EPOCHS, device_iterations=iterations, callbacks=[clock], verbose=0)
+    model.close()
+    return [after - before for before, after in zip(times, times[1:])]
 
 
 def _programs(out: TextIO) -> List[Dict[str, object]]:
