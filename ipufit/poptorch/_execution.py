@@ -17,7 +17,7 @@ from torch import Tensor
 from ipufit.engines.embedded.traced_step import computing
 from ipufit.poptorch._device import Device, Group
 from ipufit.poptorch._logging import error
-from ipufit.poptorch._precision import FloatCheck, half_computed, makes_half
+from ipufit.poptorch._precision import FloatCheck, half_computed, makes_half, trap_overflow
 from ipufit.poptorch._recording import MicroBatchResults, RecordedProgram
 from ipufit.poptorch._tracing import returning
 from ipufit.poptorch.enums import OutputMode
@@ -331,6 +331,7 @@ class MicroBatchRunner:
         self._inner = anchored.activations()
         graph = returning(recorded.graph, [recorded.activations[name] for name in self._inner])
         self._run: Callable[..., Sequence[Tensor]] = graph
+        self._check_floats = check_floats
         if check_floats:
             self._run = InstrumentedInterpreter(graph, [FloatCheck(graph.graph)]).run
         self._half = makes_half(recorded.graph)
@@ -355,7 +356,8 @@ class MicroBatchRunner:
         parts = [_parts(tensor, shape.micro_batches) for tensor in inputs]
         self._counters.begin(len(inputs), self._outputs)
         half = half_computed(self._half, [*inputs, *self._device.state(0)])
-        with computing(torch.device("cpu"), recorded.random), half:
+        traps = trap_overflow(self._check_floats)
+        with computing(torch.device("cpu"), recorded.random), half, traps:
             for place in shape.places():
                 started = time.perf_counter()
                 leaves = [each[shape.input_place(*place)] for each in parts]

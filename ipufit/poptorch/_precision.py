@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from typing import (
     Any,
     Callable,
@@ -27,6 +28,7 @@ from typing import (
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -50,6 +52,7 @@ __all__ = [
     "narrowed_output",
     "output_dtype",
     "record_half",
+    "trap_overflow",
 ]
 
 _preserved = False
@@ -211,7 +214,9 @@ def _values(value: object) -> List[Tensor]:
 
 
 _HALF = torch.float16
-_MISSING = "not implemented for 'Half'"
+
+# Said by torch before anything is computed or changed: no kernel, or too large a number.
+_MISSING = re.compile(r"not implemented for 'Half'|to type \S+::Half without overflow")
 
 # Operators that have said so: being told takes torch longer than computing. And convolutions, whose
 # kernels round partial sums on some processors.
@@ -221,7 +226,8 @@ _LACKING: Set[object] = {
 }
 
 
-# Operators of matrices, which torch multiplies with others of their own type alone.
+# Operators of matrices, which torch multiplies with others of their own type alone, and in float16
+# many times slower than in float32 where a processor has no instructions for it.
 _PRODUCTS = {
     getattr(torch.ops.aten, name) for name in ("addmm", "addmv", "baddbmm", "bmm", "mm", "mv")
 }
@@ -239,7 +245,7 @@ def record_half(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, o
     try:
         result: object = func(*args, **kwargs)
     except RuntimeError as fault:
-        if _MISSING not in str(fault):
+        if not _MISSING.search(str(fault)):
             raise
         return _in_single(func, args, kwargs)
     return result
@@ -267,8 +273,26 @@ def half_computed(makes_half_values: bool, tensors: Iterable[Tensor]) -> Context
     return contextlib.nullcontext()
 
 
+_clips = True
+
+
+@contextlib.contextmanager
+def trap_overflow(enabled: bool) -> Iterator[None]:
+    """If enabled, float16 overflows to infinities inside, for ``FloatCheck`` to see them."""
+    global _clips
+    before, _clips = _clips, not enabled
+    try:
+        yield
+    finally:
+        _clips = before
+
+
 class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls each operator, and computes in float32 those that torch lacks for float16."""
+    """Calls each operator, and computes in float32 what torch can't in float16, or overflows there.
+
+    PopART leaves Poplar's ``nanoo`` off, so that a result of half precision that overflows is the
+    largest number, not an infinity; with floating-point exceptions it is one of these.
+    """
 
     def __torch_dispatch__(
         self,
@@ -278,15 +302,38 @@ class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Optional[Dict[str, object]] = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _LACKING or not _has_half([*args, *kwargs.values()]):
+        if not _has_half([*args, *kwargs.values()]):
+            return func(*args, **kwargs)
+        # What is written over can't be computed once more.
+        changes = _clips and func._schema.is_mutable
+        if not changes and func not in _LACKING and func.overloadpacket not in _PRODUCTS:
             try:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
             except RuntimeError as fault:
-                # Said before anything is computed or changed.
-                if _MISSING not in str(fault):
+                if not _MISSING.search(str(fault)):
                     raise
-            _LACKING.add(func)
-        return _in_single(func, args, kwargs)
+                _LACKING.add(func)
+            else:
+                is_view = any(each.alias_info is not None for each in func._schema.returns)
+                if is_view or not _clips or all(map(_is_finite, tensors_in(result))):
+                    return result
+        return _in_single(func, args, kwargs, _clips)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return False if a float16 tensor of values has infinities or NaN."""
+    if tensor.dtype != _HALF or isinstance(tensor, FakeTensor):
+        return True
+    return math.isfinite(tensor.sum(dtype=torch.float32))
+
+
+def _narrowed(tensor: Tensor, clips: bool) -> Tensor:
+    """Round to float16; with ``clips``, what is finite stays so."""
+    narrow = tensor.to(_HALF)
+    if not clips or _is_finite(narrow):
+        return narrow
+    largest = torch.finfo(_HALF).max
+    return torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest)).to(_HALF)
 
 
 def _has_half(values: Sequence[object]) -> bool:
@@ -294,7 +341,9 @@ def _has_half(values: Sequence[object]) -> bool:
     return _HALF in dtypes or any(tensor.dtype == _HALF for tensor in tensors_in(values))
 
 
-def _in_single(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+def _in_single(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], clips: bool = False
+) -> Any:
     """Call an operator on float32 copies, and round its results to float16."""
     wide: Dict[int, Tensor] = {}
 
@@ -306,9 +355,8 @@ def _in_single(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, ob
     result = func(*tree_map(widened, tuple(args)), **tree_map(widened, dict(kwargs)))
     originals: Dict[int, Tensor] = {}
     for value in written_tensors(func, args, kwargs):
-        if id(value) in wide:
-            copy = wide[id(value)]
-            originals[id(copy)] = value.copy_(copy)
+        copy = wide.get(id(value), value)
+        originals[id(copy)] = value if copy is value else value.copy_(_narrowed(copy, clips))
     rounds = _rounds([*args, *kwargs.values()])
 
     def rounded(value: object) -> object:
@@ -316,7 +364,7 @@ def _in_single(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, ob
             return value
         if id(value) in originals:
             return originals[id(value)]
-        return value.to(_HALF) if rounds and value.dtype == torch.float32 else value
+        return _narrowed(value, clips) if rounds and value.dtype == torch.float32 else value
 
     return tree_map(rounded, result)
 

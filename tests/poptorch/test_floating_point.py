@@ -26,6 +26,7 @@ TRAPS = [
     (lambda x: x * 0, INF, "aten.mul.Tensor made a NaN of numbers"),
     (torch.log, -2.0, "aten.log.default made a NaN of numbers"),
     (torch.exp, 100.0, "aten.exp.default made an infinity of finite numbers"),
+    (lambda x: x.half() * 6e4, 2.0, "aten.mul.Tensor made an infinity of finite numbers"),
     (lambda x: x > 1, NAN, "aten.gt.Scalar compared a NaN"),
     (lambda x: x <= 1, NAN, "aten.le.Scalar compared a NaN"),
 ]

@@ -242,3 +242,62 @@ def test_an_operator_that_lacks_half_is_left_alone_without_it(monkeypatch):
     assert thirds.dtype == torch.float16
     assert ratio.dtype == torch.float32
     assert torch.equal(ratio, torch.tensor([1 / 3]))
+
+
+LARGEST = 65504.0
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x * 1e5, [0.0, LARGEST, -LARGEST]),
+        (lambda x: x - 100000 * torch.ones(3, dtype=torch.int32), [-LARGEST] * 3),
+        (lambda x: (x * 6e4)[:, None] @ (x * 10)[None, 1:2], [[0.0], [LARGEST], [-LARGEST]]),
+        (lambda x: (x.float() * 1e6).half(), [0.0, LARGEST, -LARGEST]),
+        (lambda x: x.clone().mul_(6e4).add_(x * 6e4), [0.0, LARGEST, -LARGEST]),
+        (lambda x: x.masked_fill(x > 0, -1e9), [0.0, -LARGEST, -2.0]),
+        (lambda x: x.masked_fill(x > 0, -float("inf")), [0.0, -float("inf"), -2.0]),
+        (lambda x: 1 / x, [float("inf"), 1.0, -0.5]),
+        (lambda x: torch.where(x > 0, float("inf"), x) * 6e4, [0.0, float("inf"), -LARGEST]),
+    ],
+)
+def test_half_numbers_that_overflow_are_the_largest(function, expected):
+    """A device clips results of half precision; infinities that are not too large numbers stay."""
+    model = Apply(lambda x, _: function(x), 1)
+    out = poptorch.inferenceModel(model)(torch.tensor([0.0, 1.0, -2.0]).half())
+    assert out.dtype == torch.float16
+    assert torch.equal(out, torch.tensor(expected).half())
+
+
+def test_a_softmax_of_half_over_a_row_that_is_all_masked_is_finite():
+    """A mask of -100000 leaves equal shares, where infinities make NaN, and the model trains."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scores = nn.Parameter(half(2, 3))
+
+        def forward(self, mask):
+            shares = torch.softmax(self.scores - 100000 * mask, -1)
+            return shares, poptorch.identity_loss((shares**2).float().sum(), reduction="none")
+
+    model = Attention()
+    training = poptorch.trainingModel(
+        model, optimizer=poptorch.optim.SGD(model.parameters(), lr=0.5)
+    )
+    shares, _ = training(torch.tensor([[1, 1, 1], [0, 1, 0]], dtype=torch.int32))
+    assert torch.equal(shares[0], torch.full((3,), 1 / 3).half())
+    assert shares[1, 1] == 0
+    assert torch.isfinite(model.scores).all()
+
+
+def test_accumulated_gradients_of_half_that_overflow_are_the_largest():
+    """Two micro-batches whose gradients add up to too much."""
+    model = Apply(lambda x, w: poptorch.identity_loss(x * w, reduction="sum"), 1)
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(2)
+    options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=1.0, accum_type=torch.float16)
+    model.weight.data.fill_(0)
+    poptorch.trainingModel(model, options, optimizer)(torch.full((2,), 5e4).half())
+    assert model.weight.item() == -LARGEST
