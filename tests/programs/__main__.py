@@ -80,6 +80,8 @@ def run(group, program, python):
     arguments = program.arguments.format(**places).split()
     folder = source / (os.path.dirname(program.path) if program.folder is None else program.folder)
     path = os.path.relpath(source / program.path, folder)
+    if path.endswith(".ipynb"):
+        path = script_of(folder / path)
     report, junit = work / "counts.json", work / "results.xml"
     is_tests = program.result == PASSES
     command = ["-m", "pytest", "-q", f"--junitxml={junit}", path] if is_tests else [path]
@@ -111,6 +113,16 @@ def run(group, program, python):
     if done.returncode == 0:
         return (RUNS if not counts["updates"] else TRAINS), f"to its end, {counts}"
     return FAILS, "\n".join(done.stdout.splitlines()[-5:])
+
+
+def script_of(notebook):
+    """The name of a script beside a notebook: its code, without what only a notebook can do."""
+    cells = json.loads(notebook.read_text("utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    lines = [line for line in code.splitlines() if not line.startswith(("%", "!"))]
+    script = notebook.with_name(f"{notebook.stem}_notebook.py")
+    script.write_text("\n".join(lines), encoding="utf-8")
+    return script.name
 
 
 def passed(junit, failures):

@@ -138,18 +138,20 @@ def wikipedia(place, edits=800):
 
 
 def facts(place, relations=237):
-    """Facts of FB15k-237 about other entities in training than in the test."""
-    path = folder(place, "FB15k-237", "v1", "raw")
-    with open(os.path.join(path, "relations.dict"), "w") as file:
-        file.writelines(f"{number}\tr{number}\n" for number in range(relations))
-    for name, count, entities in (
-        *[("train.txt", 800, 200), ("valid.txt", 64, 200)],
-        *[("train_ind.txt", 400, 100), ("test_ind.txt", 64, 100)],
-    ):
-        with open(os.path.join(path, name), "w") as file:
-            for number in range(count):
-                relation, tail = RANDOM.integers(relations), RANDOM.integers(entities)
-                file.write(f"e{number % entities}\tr{relation}\te{tail}\n")
+    """Facts of FB15k-237, and of two versions that know other entities in training than later."""
+    parts = (("train.txt", 800, 200), ("valid.txt", 64, 200), ("test.txt", 64, 200))
+    later = (("train_ind.txt", 400, 100), ("test_ind.txt", 64, 100))
+    for version in ("", "v1", "v4"):
+        path = folder(place, "FB15k-237", version, "raw")
+        for kind, count in (("entities", 200), ("relations", relations)):
+            with open(os.path.join(path, f"{kind}.dict"), "w") as file:
+                names = (f"{kind[0]}{number}" for number in range(count))
+                file.writelines(f"{number}\t{name}\n" for number, name in enumerate(names))
+        for name, count, entities in (*parts, *later):
+            with open(os.path.join(path, name), "w") as file:
+                for number in range(count):
+                    relation, tail = RANDOM.integers(relations), RANDOM.integers(entities)
+                    file.write(f"e{number % entities}\tr{relation}\te{tail}\n")
 
 
 def clusters(place, count, dataset):
@@ -193,6 +195,7 @@ WRITERS = {
     "IMDB": lambda place: imdb(f"{place}/IMDB"),
     "Reddit": lambda place: posts(f"{place}/Reddit"),
     "wikipedia": wikipedia,
+    "JODIE/wikipedia": lambda place: wikipedia(f"{place}/JODIE"),
     "FB15k-237": facts,
 }
 

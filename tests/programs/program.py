@@ -48,7 +48,7 @@ class Program:
     """A program or a file of tests, how it is started, and what comes of it.
 
     Attributes:
-        path: in the repository.
+        path: in the repository; of a notebook, its code is run as a script.
         result: one of the five above.
         reason: for a result that is not the whole of it.
         arguments: behind it on the command line; ``{work}`` is an empty folder.
