@@ -102,8 +102,9 @@ def run(group, program, python):
         timeout=program.seconds,
     )
     for line in program.before:
-        execute([python, *drive, "0", *line.format(**places).split()])
-    done = execute([python, *drive, str(updates), *command, *arguments])
+        execute([python, *drive, "0", "inf", *line.format(**places).split()])
+    drive += [str(updates), str(program.calls)]
+    done = execute([python, *drive, *command, *arguments])
     (BUILD / "output.txt").write_text(done.stdout, encoding="utf-8")
     if is_tests:
         return passed(junit, program.failures)

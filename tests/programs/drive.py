@@ -1,8 +1,8 @@
-"""``python drive.py REPORT UPDATES ...``: what ``ipufit run --claim-ipus ...`` does, counted.
+"""``python drive.py REPORT UPDATES CALLS ...``: what ``ipufit run --claim-ipus ...`` does, counted.
 
 The report is a JSON object: ``updates``, the calls of models for training whose results were
 finite, ``calls``, those of all models, and ``seconds``, the processor time of each call, the first
-of which records and compiles. After so many updates the program is ended.
+of which records and compiles. After so many of one or the other the program is ended.
 """
 
 import json
@@ -27,8 +27,8 @@ def tensors(value):
     return [tensor for one in value for tensor in tensors(one)]
 
 
-def count(report, updates):
-    """Count the calls of models from here on, into this file."""
+def count(report, updates, calls):
+    """Count the calls of models from here on, into this file; end the program after so many."""
     install(claim_ipus=True)
     executor = __import__("poptorch").PoplarExecutor
     counts = {"updates": 0, "calls": 0, "seconds": []}
@@ -46,7 +46,7 @@ def count(report, updates):
                 raise SystemExit("a result of the model is not finite")
             counts["updates"] += 1
         report.write_text(json.dumps(counts), encoding="utf-8")
-        if counts["updates"] >= updates:
+        if counts["updates"] >= updates or counts["calls"] >= calls:
             raise SystemExit(0)
         return results
 
@@ -54,7 +54,7 @@ def count(report, updates):
 
 
 if __name__ == "__main__":
-    report, updates, *arguments = sys.argv[1:]
+    report, updates, calls, *arguments = sys.argv[1:]
     if int(updates):
-        count(pathlib.Path(report), int(updates))
+        count(pathlib.Path(report), int(updates), float(calls))
     main(["run", "--claim-ipus", *arguments])

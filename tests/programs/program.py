@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Callable, Mapping, Optional, Sequence, Tuple
 
@@ -62,6 +63,7 @@ class Program:
         variables: of the environment; ``{work}`` and ``{source}`` are the two folders.
         environment: the name of the environment that it runs in.
         updates: after so many executions of a model for training it is ended.
+        calls: after so many of any model, too.
         failures: tests of it that fail or can't be collected, for the reason given.
         seconds: that it may take.
     """
@@ -78,6 +80,7 @@ class Program:
     variables: Mapping[str, str] = field(default_factory=dict)
     environment: str = "default"
     updates: int = 3
+    calls: float = inf
     failures: int = 0
     seconds: int = 600
 
