@@ -32,7 +32,7 @@ def of(path, reason="", failures=0, arguments=""):
         path,
         PASSES,
         reason,
-        arguments=f"-p no:cacheprovider -W ignore --external-datasets-dir={{work}} {arguments}",
+        arguments=f"{arguments} -p no:cacheprovider -W ignore --external-datasets-dir={{work}}".strip(),
         adaptation="made-up QM9 and Cora",
         prepare=library,
         graphs=("qm9/all", "planetoid/Cora"),

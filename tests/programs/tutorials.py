@@ -1,10 +1,12 @@
 """The tutorials, feature examples and graph networks of Graphcore's examples."""
 
+import json
 import pickle
 import struct
 import subprocess
 
 import numpy as np
+import torch
 
 from tests.programs.program import (
     OUT_OF_REACH,
@@ -25,6 +27,16 @@ SOURCE = Source(
 ENVIRONMENTS = {
     "default": Environment(
         ("torchvision==0.15.2", "matplotlib", "scikit-learn", "filelock", "octconv"), "3.8"
+    ),
+    # datasets 2.2.0 and optimum 1.3.0 come from before these releases of fsspec and packaging.
+    "transformers": Environment(
+        (
+            *("transformers==4.20.1", "optimum==1.3.0", "optimum-graphcore==0.5.0"),
+            *("datasets==2.2.0", "fsspec==2023.9.2", "packaging==21.3", "torchvision==0.15.2"),
+            *("numpy==1.23.5", "protobuf==3.19.4", "pandas", "matplotlib", "scikit-learn"),
+            *("scipy", "ipywidgets"),
+        ),
+        "3.8",
     ),
     # torch-scatter, torch-sparse and torch-cluster come as source, which needs torch to be built.
     "graphs": Environment(
@@ -149,6 +161,82 @@ def transactions(source, work):
         first += rows
 
 
+def no_training(folder, config, shapes, **files):
+    """A model in a folder that has a few random weights; transformers draws the others."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {name: torch.randn(shape) for name, shape in shapes.items()}
+    torch.save(weights, str(folder / "pytorch_model.bin"))
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+
+
+def chests(source, work):
+    """Pictures of chests with findings, a small model of pictures, and a metric, in folders."""
+    rng = np.random.default_rng(0)
+    images = work / "chest-xray-nihcc" / "images"
+    images.mkdir(parents=True)
+    rows = ["Image Index,Finding Labels"]
+    for number in range(200):
+        pixels = rng.integers(0, 255, 32 * 32).astype(np.uint8)
+        (images / f"{number:08}.pgm").write_bytes(b"P5 32 32 255\n" + pixels.tobytes())
+        rows.append(f"{number:08}.pgm,{('Mass', 'Edema', 'Mass|Edema', 'No Finding')[number % 4]}")
+    (images.parent / "Data_Entry_2017_v2020.csv").write_text("\n".join(rows))
+    here = source / TUTORIAL / "pytorch/vit_model_training"
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    no_training(
+        here / "google/vit-base-patch16-224-in21k",
+        {"model_type": "vit", "num_hidden_layers": 4, "image_size": 32, "patch_size": 8, **small},
+        # What is all zeros has no gradient through a layer norm in half precision.
+        {"embeddings.cls_token": (1, 1, 32), "embeddings.position_embeddings": (1, 17, 32)},
+        preprocessor_config={
+            **{"feature_extractor_type": "ViTFeatureExtractor", "size": 32},
+            **{"image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        },
+    )
+    ipus = {"layers_per_ipu": [2, 2], "ipus_per_replica": 2, "gradient_accumulation_steps": 4}
+    no_training(here / "Graphcore/vit-base-ipu", {}, {}, ipu_config=ipus)
+    # optimum 1.3 joins the name of a folder with that of the file in it, which has the folder's.
+    (here / "Graphcore/vit-base-ipu/Graphcore").symlink_to(here / "Graphcore")
+    (here / "roc_auc").mkdir()
+    (here / "roc_auc/roc_auc.py").write_text(
+        "import datasets\n"
+        "class Area(datasets.Metric):\n"
+        "    def _info(self):\n"
+        "        numbers = datasets.Sequence(datasets.Value('float'))\n"
+        "        features = {'prediction_scores': numbers, 'references': numbers}\n"
+        "        return datasets.MetricInfo('', '', datasets.Features(features))\n"
+        "    def _compute(self, prediction_scores, references, **options):\n"
+        "        return {'roc_auc': 0.5}\n"
+    )
+
+
+def answers(source, work):
+    """Questions with answers, and a small BERT, in folders with the names of the hub."""
+    here = source / TUTORIAL / "pytorch/finetuning_bert"
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "?", "where", "is", "the", "here"]
+    words += [f"word{number}" for number in range(90)]
+    (here / "bert-base-uncased").mkdir()
+    (here / "bert-base-uncased/vocab.txt").write_text("\n".join(words))
+    no_training(here / "Graphcore/bert-large-uncased", {"model_type": "bert"}, {})
+    (here / "squad").mkdir()
+    for part, count in (("train", 10100), ("validation", 20)):
+        with (here / f"squad/{part}.json").open("w") as file:
+            for number in range(count):
+                word = words[10 + number % 90]
+                answer = {"text": [word], "answer_start": [len("here is the ")]}
+                row = {"id": str(number), "title": word, "context": f"here is the {word}"}
+                row.update({"question": f"where is the {word}?", "answers": answer})
+                file.write(json.dumps(row) + "\n")
+    (work / "sitecustomize.py").write_text(
+        "import transformers\n"
+        "make = transformers.BertConfig.__init__\n"
+        "small = {'hidden_size': 32, 'intermediate_size': 64, 'num_attention_heads': 2}\n"
+        "def changed(self, **options): make(self, **{**options, **small})\n"
+        "transformers.BertConfig.__init__ = changed\n"
+    )
+
+
 def no_weights(source, work):
     """A module that has torchvision take weights of no training for those of a download."""
     (work / "sitecustomize.py").write_text(
@@ -164,6 +252,7 @@ MEMORY = "tutorials/tech_notes_code/available_memory/"
 FRAUD = "gnn/fraud_detection/pytorch_geometric/"
 FEATURE = "tutorials/feature_examples/pytorch/"
 HOME = {"HOME": "{work}"}
+OFFLINE = {**HOME, "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 UTILITIES = {**HOME, "PYTHONPATH": "{work}:{source}/tutorials/utils"}
 
 
@@ -276,9 +365,23 @@ PROGRAMS = (
         OUT_OF_REACH,
         "they wait for an IPU that has no memory left",
     ),
-    Program(TUTORIAL + "pytorch/finetuning_bert/Fine-tuning-BERT.py", OUT_OF_REACH, NO_DOWNLOAD),
     Program(
-        TUTORIAL + "pytorch/vit_model_training/walkthrough_code_only.py", OUT_OF_REACH, NO_DOWNLOAD
+        TUTORIAL + "pytorch/finetuning_bert/Fine-tuning-BERT.py",
+        TRAINS,
+        adaptation="made-up questions; 24 layers of 32 features instead of 1024; a later "
+        "transformers, 4.20.1",
+        prepare=answers,
+        variables={**OFFLINE, "PYTHONPATH": "{work}"},
+        environment="transformers",
+        seconds=2400,
+    ),
+    Program(
+        TUTORIAL + "pytorch/vit_model_training/walkthrough_code_only.py",
+        TRAINS,
+        adaptation="made-up pictures; a small model and a metric in local folders",
+        prepare=chests,
+        variables={**OFFLINE, "DATASETS_DIR": "{work}"},
+        environment="transformers",
     ),
     of_graphs(
         TUTORIAL + "pytorch_geometric/1_at_a_glance/1_at_a_glance_code_only.py",
