@@ -32,7 +32,7 @@ def of(path, reason="", failures=0, arguments=""):
         path,
         PASSES,
         reason,
-        arguments=f"{arguments} -p no:cacheprovider -W ignore --external-datasets-dir={{work}}".strip(),
+        arguments=f"{arguments}-p no:cacheprovider -W ignore --external-datasets-dir={{work}}",
         adaptation="made-up QM9 and Cora",
         prepare=library,
         graphs=("qm9/all", "planetoid/Cora"),
@@ -52,7 +52,7 @@ PROGRAMS = (
         "tests/gnn/nn",
         f"one asks {OF_EQUALS}",
         failures=1,
-        arguments="--ignore=gnn/nn/conv --ignore=gnn/nn/norm",
+        arguments="--ignore=gnn/nn/conv --ignore=gnn/nn/norm ",
     ),
     of("tests/gnn/ops", f"one asks {OF_EQUALS}", failures=1),
     of(
@@ -60,7 +60,7 @@ PROGRAMS = (
         "twelve need a torch-sparse that was built with METIS; one asks for the base classes of "
         "poptorch.DataLoader, of which the stand-in has one more",
         failures=13,
-        arguments="--ignore=gnn/nn --ignore=gnn/ops",
+        arguments="--ignore=gnn/nn --ignore=gnn/ops ",
     ),
     of(
         "tests/pyg_torch_scatter_test.py",
