@@ -380,32 +380,22 @@ def _check_attributes(attributes: Dict[str, object]) -> None:
     for key, value in attributes.items():
         if not isinstance(key, str):
             raise ValueError(f"All attribute keys must be strings. Got {key!r}.")
-        if not isinstance(value, (float, int, str, list, tuple)):
-            raise ValueError(
-                "Attribute values must be floats, ints, strings or a list/tuple of float, ints "
-                f"of strings. Got {type(value).__name__} for {key!r}."
-            )
-        if isinstance(value, (list, tuple)):
-            for element in value:
-                if not isinstance(element, (float, int, str)):
-                    raise ValueError(
-                        "Attribute values must be floats, ints, strings or a list/tuple of "
-                        f"float, ints of strings. Got a {type(value).__name__} that holds "
-                        f"{type(element).__name__} for {key!r}."
-                    )
-                if not isinstance(element, type(value[0])):
-                    raise ValueError(
-                        "The types in a list/tuple attribute must all be the same. Got "
-                        f"{type(value[0]).__name__} and {type(element).__name__} for {key!r}."
-                    )
-    for value in [*attributes, *attributes.values()]:
-        _check_ascii(value)
-
-
-def _check_ascii(value: object) -> None:
-    for text in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(text, str) and not text.isascii():
-            raise ValueError(f"{text} contains non-ASCII characters. Use ASCII only.")
+        elements = value if isinstance(value, (list, tuple)) else [value]
+        for element in elements:
+            if not isinstance(element, (float, int, str)):
+                holder = "" if element is value else f"a {type(value).__name__} that holds "
+                raise ValueError(
+                    "Attribute values must be floats, ints, strings or a list/tuple of float, ints "
+                    f"of strings. Got {holder}{type(element).__name__} for {key!r}."
+                )
+            if not isinstance(element, type(elements[0])):
+                raise ValueError(
+                    "The types in a list/tuple attribute must all be the same. Got "
+                    f"{type(elements[0]).__name__} and {type(element).__name__} for {key!r}."
+                )
+        for text in (key, *elements):
+            if isinstance(text, str) and not text.isascii():
+                raise ValueError(f"{text} contains non-ASCII characters. Use ASCII only.")
 
 
 def _check_range(value: object) -> None:
