@@ -439,6 +439,14 @@ PROGRAMS = (
     ),
     suite(BERT, "checkpoint_test", bert),
     suite(BERT, "cpu_ipu_test", bert, adaptation=f"made-up tokenizer; {NO_COMPILER}"),
+    unreachable(
+        f"{BERT}/data/packing/shuffle_packed_data.py",
+        "reads the configuration `pretrain_base_128_packed`, which its own file lacks",
+    ),
+    unreachable(
+        f"{BERT}/data/packing/pack_pretraining_data.py",
+        "not run: its configuration starts 64 processes that read files of Wikipedia",
+    ),
     unreachable(f"{BERT}/tests/recompute_checkpoint_test.py", "counts operators of PopART's graph"),
     unreachable(f"{BERT}/tests/packing_script_test.py", "skips itself: it needs Wikipedia"),
     unreachable(f"{BERT}/tests/wikipedia_dataset_test.py", "skips itself: it needs Wikipedia"),
@@ -564,6 +572,10 @@ PROGRAMS = (
         seconds=1200,
     ),
     suite(FROZEN, "cpu_ipu_test", video, adaptation="random weights"),
+    unreachable(
+        f"{FROZEN}/tests/test_train.py",
+        "its package `examples_tests` is in no package index; the program that it starts is above",
+    ),
     program(
         f"{DALLE}/train.py",
         TRAINS,
@@ -578,7 +590,7 @@ PROGRAMS = (
         vqgan,
         before=(f"train.py {DALLE_SIZES} --epochs 1",),
         arguments="--dalle_path {work}/out/dalle_1.pt --text dog --num_images 1 --batch_size 1 "
-        "--outputs_dir {work}/pictures",
+        "--outputs_dir {work}/pictures --bpe_path models/bpe/bpe_yttm_vocab.txt",
         adaptation="the weights that an epoch of the training above writes",
     ),
     suite(DALLE, "cpu_ipu_test", vqgan, adaptation="a small VQGAN of random weights"),
