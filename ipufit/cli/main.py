@@ -9,7 +9,7 @@ import sys
 from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from ipufit._version import __version__
-from ipufit.cli import doctor, report, script_args, watch
+from ipufit.cli import doctor, report, script_args
 from ipufit.cli.parsing import CommandParser, add_completion
 from ipufit.cli.run import (
     ScriptError,
@@ -138,7 +138,6 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, CommandParser]]:
     commands = parser.add_subparsers(dest="command", metavar="command", parser_class=CommandParser)
     script_args.add(commands)
     report.add(commands)
-    watch.add(commands)
     doctor.add(commands)
     # For shells that complete it, and for --help.
     conformance.add_arguments(

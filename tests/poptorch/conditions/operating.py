@@ -166,7 +166,7 @@ ROWS = [
         lambda: infer(lambda net, x: ops.custom_op([x], "a", "b", 1, [x])),
         poptorch.Error,
         "poptorch.custom_op: 'a' of 'b', version 1, is",
-        "operators where the model runs elsewhere.",
+        "which returns tensors like example_outputs.",
     ),
     Row(
         "CPU in training",
