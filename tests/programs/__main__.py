@@ -90,11 +90,11 @@ def run(group, program, python):
     variables = {name: value.format(**places) for name, value in program.variables.items()}
     # What a program starts as `python3` is this one, too.
     search = os.pathsep.join([os.path.dirname(python), os.environ["PATH"]])
-    threads = {"OMP_NUM_THREADS": "2", "MPLBACKEND": "Agg"}
+    defaults = {"OMP_NUM_THREADS": "2", "MPLBACKEND": "Agg"}
     execute = functools.partial(
         subprocess.run,
         cwd=str(folder),
-        env={**os.environ, "PATH": search, **threads, **variables},
+        env={**defaults, **os.environ, "PATH": search, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

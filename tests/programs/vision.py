@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import shlex
 import subprocess
 from dataclasses import replace
 from functools import partial
@@ -49,10 +48,19 @@ _PACKAGES = (
     "torchinfo==1.5.4",
     "matplotlib",
     "requests==2.27.1",
+    "fvcore==0.1.5.post20210727",
 )
 ENVIRONMENTS = {
     "default": Environment((*_PACKAGES, "timm==0.5.4"), "3.8"),
     "swin": Environment((*_PACKAGES, "timm==0.4.5"), "3.8"),
+    "perceiver": Environment(
+        (
+            *("torchvision==0.15.2", "numpy==1.23.5", "transformers==4.20.1", "protobuf==3.19.4"),
+            *("wandb==0.12.8", "datasets==2.2.0", "timm==0.5.4", "pillow==8.4.0", "scikit-learn"),
+            *("optimum==1.3.0", "optimum-graphcore==0.5.0", "opencv-python-headless"),
+        ),
+        "3.8",
+    ),
 }
 
 CNNS = "vision/cnns/pytorch"
@@ -60,6 +68,7 @@ VIT = "vision/vit/pytorch"
 SWIN = "vision/swin/pytorch"
 DINO = "vision/dino/pytorch"
 MAE = "vision/mae/pytorch"
+PERCEIVER = "preview/multimodal/perceiver_io/pytorch"
 YOLO = ("vision/yolo_v4/pytorch", "preview/vision/yolo_v4/pytorch")
 
 
@@ -163,47 +172,12 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """
 
-# What the program's compiled operators compute.
-_OPERATORS = """
-import torch
-from ipufit import poptorch
-
-def exp_mov_avg(parameter, average, factor):
-    with torch.no_grad():
-        average.copy_(factor * average.float() + (1 - factor) * parameter.float())
-    return parameter.clone()
-
-poptorch.register_custom_op("ExpMovAvg", "com.acme", exp_mov_avg)
-"""
-
 
 def library(path):
     """Write a shared library with nothing in it, as what a program compiles for IPUs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
     subprocess.run(command, input="int nothing;", text=True, check=True)
-
-
-def before(prepare, folder, *commands, environment="default"):
-    """What prepares, and then runs other programs of the same folder: their files are read."""
-
-    def prepared(source, work):
-        from tests.programs import __main__ as runner
-        from tests.programs import vision
-
-        prepare(source, work)
-        python = runner.python_of(vision, environment)
-        paths = [str(work), str(source / folder), str(source / "utils"), str(runner.ROOT)]
-        variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "2"}
-        for command in commands:
-            subprocess.run(
-                [python, "-m", "ipufit", "run", "--claim-ipus", *shlex.split(command)],
-                cwd=str(source / folder),
-                env={**os.environ, **variables},
-                check=True,
-            )
-
-    return prepared
 
 
 def cnns(source, work, train=30, test=10):
@@ -225,11 +199,11 @@ def vit(source, work):
     torch.save(weights, source / VIT / "made-up" / "pytorch_model.bin")
 
 
-def dino(source, work, each=11):
-    """Make up pictures, and register the moving average."""
-    imagenet(source / DINO / "data" / "imagenet1k", 3, each)
+def dino(source, work):
+    """Make up pictures and a compiled library."""
+    imagenet(source / DINO / "data" / "imagenet1k", 3, 11)
+    imagenet(source / DINO / "data" / "few", 3, 4)
     library(source / DINO / "ema" / "build" / "exp_avg_custom_op.so")
-    (work / "sitecustomize.py").write_text(_OPERATORS)
 
 
 def mae(source, work):
@@ -238,54 +212,67 @@ def mae(source, work):
     library(source / MAE / "remap" / "remap_ops.so")
 
 
-def swin(source, work, each=16):
+def swin(source, work):
     """Make up pictures and a compiled library."""
-    imagenet(source / SWIN / "data" / "imagenet1k", 4, each)
+    imagenet(source / SWIN / "data" / "imagenet1k", 4, 16)
     library(source / SWIN / "custom_ops.so")
 
 
-# Makes weights in the order in which the detector lists its own, answers requests for pictures,
-# and registers the compiled selection of boxes: of each class, the best that overlap no better one.
+_CIFAR10 = """
+import datasets
+import numpy as np
+
+class Coloured(datasets.GeneratorBasedBuilder):
+    def _info(self):
+        labels = datasets.ClassLabel(num_classes=10)
+        return datasets.DatasetInfo(
+            features=datasets.Features({"img": datasets.Image(), "label": labels})
+        )
+
+    def _split_generators(self, manager):
+        sizes = {datasets.Split.TRAIN: 192, datasets.Split.TEST: 32}
+        return [datasets.SplitGenerator(name=n, gen_kwargs={"size": s}) for n, s in sizes.items()]
+
+    def _generate_examples(self, size):
+        from PIL import Image
+        rng = np.random.default_rng(0)
+        for number in range(size):
+            image = rng.integers(0, 255, (32, 32, 3)).astype(np.uint8)
+            yield number, {"img": Image.fromarray(image), "label": number % 10}
+"""
+_ACCURACY = """
+import datasets
+
+class Accuracy(datasets.Metric):
+    def _info(self):
+        integer = datasets.Value("int32")
+        features = datasets.Features({"predictions": integer, "references": integer})
+        return datasets.MetricInfo(description="", citation="", features=features)
+
+    def _compute(self, predictions, references):
+        same = [p == r for p, r in zip(predictions, references)]
+        return {"accuracy": sum(same) / len(same)}
+"""
+
+
+def perceiver(source, work):
+    """Make up the model's configuration, and the scripts of a data set and of a metric."""
+    folder = source / PERCEIVER
+    model = folder / "deepmind" / "vision-perceiver-conv"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps({"model_type": "perceiver"}))
+    (model / "preprocessor_config.json").write_text(json.dumps({"size": 32, "crop_size": 32}))
+    for name, text in (("cifar10", _CIFAR10), ("accuracy", _ACCURACY)):
+        (folder / name).mkdir()
+        (folder / name / f"{name}.py").write_text(text)
+
+
+# Makes weights in the order in which the detector lists its own, and answers requests for pictures.
 _DETECTION = """
 import http.server, io, os, threading
 import numpy as np
 import torch
 from PIL import Image
-from ipufit import poptorch
-
-EMPTY = torch.iinfo(torch.int32).max
-
-def nms(scores, boxes, threshold, scoreThreshold, numDetections, useGather):
-    samples, places, classes = scores.shape
-    low = float("-inf")
-    left = scores.float().masked_fill(scores <= scoreThreshold, low)
-    areas = (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
-    kind = torch.arange(classes)
-    rows = []
-    for _ in range(numDetections):
-        best, index = left.reshape(samples, -1).max(1)
-        there, place, label = best > low, index // classes, index % classes
-        box = boxes.gather(1, place.view(-1, 1, 1).expand(-1, 1, 4)).squeeze(1)
-        corner = torch.maximum(boxes[..., :2], box[:, None, :2])
-        other = torch.minimum(boxes[..., 2:], box[:, None, 2:])
-        both = (other - corner).clamp(min=0).prod(-1)
-        area = (box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1])
-        near = both / (areas + area[:, None] - both) > threshold
-        same = torch.arange(places) == place[:, None]
-        gone = (near | same)[..., None] & (kind == label[:, None])[:, None]
-        left = left.masked_fill(gone, low)
-        rows.append((there, place, best, box, label))
-    there, place, best, box, label = (torch.stack(parts, 1) for parts in zip(*rows))
-    empty = ~there
-    return [
-        place.masked_fill(empty, -1),
-        best.masked_fill(empty, 0.0),
-        box.masked_fill(empty[..., None], 0.0),
-        label.int().masked_fill(empty, EMPTY),
-        there.int().sum(1).int(),
-    ]
-
-poptorch.register_custom_op("Nms", "ai.graphcore", nms)
 
 class Picture(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -317,14 +304,13 @@ def pytest_sessionstart(session):
 
 
 def yolo(folder, source, work):
-    """Make up pictures with boxes, and register the selection of boxes."""
+    """Make up pictures with boxes, and compiled libraries."""
     coco(source / folder / "data" / "coco")
     for name in ("nms", "copy_tensor"):
         library(source / folder / "utils" / "custom_ops" / "build" / f"{name}_custom_op.so")
     # A package, so that no other `tests` is found before it.
     (source / folder / "tests" / "__init__.py").touch()
     (work / "made_up.py").write_text(_DETECTION)
-    (work / "sitecustomize.py").write_text("import made_up\n")
 
 
 def inside(folder, programs, environment="default"):
@@ -343,9 +329,7 @@ _RESNET = (
     "--micro-batch-size 2 --gradient-accumulation 3 --norm-type group --norm-num-groups 32 "
     "--dataloader-worker 1 --seed 0"
 )
-_TRAINED_RESNET = before(
-    cnns,
-    CNNS,
+_TRAINED_RESNET = (
     f"train/train.py {_RESNET} --epoch 2 --validation-mode none --checkpoint-output-dir made-up",
 )
 _CIFAR = "30 pictures in CIFAR-10's files"
@@ -365,7 +349,8 @@ _NETWORKS = [
         TRAINS,
         arguments="--checkpoint-input-path made-up/resnet18_cifar10_1.pt",
         adaptation=f"{_CIFAR}; after two epochs of train.py",
-        prepare=_TRAINED_RESNET,
+        before=_TRAINED_RESNET,
+        prepare=cnns,
     ),
     Program(
         "train/weight_avg.py",
@@ -373,14 +358,16 @@ _NETWORKS = [
         arguments="--checkpoint-input-path made-up --checkpoint-output-path made-up "
         "--weight-avg-strategy mean",
         adaptation=f"{_CIFAR}; after two epochs of train.py",
-        prepare=_TRAINED_RESNET,
+        before=_TRAINED_RESNET,
+        prepare=cnns,
     ),
     Program(
         "train/validate.py",
         RUNS,
         arguments="--checkpoint-input-path made-up",
         adaptation=f"{_CIFAR}; after two epochs of train.py",
-        prepare=_TRAINED_RESNET,
+        before=_TRAINED_RESNET,
+        prepare=cnns,
     ),
     Program(
         "datasets/host_benchmark.py",
@@ -410,6 +397,13 @@ _NETWORKS = [
         PASSES,
         arguments="-k recomputation_checkpoints",
         adaptation="one of its tests: what the others start, with all of CIFAR-10, is above",
+        prepare=cnns,
+    ),
+    Program(
+        "tests/test_inference.py",
+        PASSES,
+        arguments="-k normlayer_efficientnet",
+        adaptation="two of its tests: the others download trained weights",
         prepare=cnns,
     ),
     Program("tests/test_popdist.py", OUT_OF_REACH, _POPRUN),
@@ -458,11 +452,8 @@ _TRANSFORMERS = [
         arguments=_VIT_VALIDATE,
         adaptation=f"a small model, after four steps of pretrain.py; {_FOLDERS}; four device "
         "iterations, which its pipeline needs",
-        prepare=before(
-            vit,
-            VIT,
-            f"pretrain.py {_VIT_PRETRAIN} --training-steps 4 --checkpoint-output-dir out",
-        ),
+        before=(f"pretrain.py {_VIT_PRETRAIN} --training-steps 4 --checkpoint-output-dir out",),
+        prepare=vit,
     ),
     Program(
         "test_vit.py",
@@ -489,20 +480,32 @@ _DINO = (
     "--warmup_teacher_temp_epochs 0 --num_workers 1 --local_crops_number 1 --threads 1 "
     "--data_path data/imagenet1k/train --precision float32 --checkpoint-output-dir out"
 )
+_VIT_TINY = "--arch vit_tiny"
+_WEIGHTS = f"{_VIT_TINY} --out_dim 64 --weights out/checkpoint.pth --output out/vit.pth"
+_AFTER_DINO = f"{_FOLDERS}; after an update of train_ipu.py"
+_DINO_TRAINED = (f"train_ipu.py {_DINO}".replace("imagenet1k", "few"),)
 _SELF_DISTILLED = [
     Program(
         "train_ipu.py",
         TRAINS,
         arguments=_DINO,
-        adaptation=f"{_FOLDERS}; its operator for the moving average is registered",
+        adaptation=f"{_FOLDERS}; an empty library in the place of its compiled operator",
         prepare=dino,
         seconds=1200,
+    ),
+    Program(
+        "script/extract_weights.py",
+        RUNS,
+        arguments=_WEIGHTS,
+        adaptation=_AFTER_DINO,
+        before=_DINO_TRAINED,
+        prepare=dino,
     ),
     Program(
         "tests/test_dino.py",
         PASSES,
         arguments="--noconftest -k alignment",
-        adaptation="one of its two tests; its compiled operator is registered",
+        adaptation="an empty library in the place of its compiled operator",
         prepare=dino,
         seconds=3600,
     ),
@@ -513,6 +516,11 @@ _SELF_DISTILLED = [
     ),
 ]
 
+_MAE_FINETUNE = (
+    "--config vit_base_finetune --batch_size 1 --gradient_accumulation_count 8 --replica 1 "
+    "--epochs 1 --num_workers 1 --data_path data/imagenet1k --nb_classes 10 "
+    "--rebatched_worker_size 8"
+)
 _MASKED = [
     Program(
         "main_pretrain.py",
@@ -531,6 +539,14 @@ _MASKED = [
         adaptation="an empty library in the place of its compiled operator",
         prepare=mae,
         seconds=3600,
+    ),
+    Program(
+        "main_finetune.py",
+        TRAINS,
+        arguments=f"{_MAE_FINETUNE} --output {{work}}",
+        adaptation=_FOLDERS,
+        prepare=mae,
+        seconds=1800,
     ),
 ]
 
@@ -558,7 +574,15 @@ def detection(folder):
             RUNS,
             arguments=f"{_DETECT % folder} --image-size 128 --pre-nms-topk-k 500 "
             "--nms-max-detections 20 --class-conf-threshold 0.01",
-            adaptation="4 pictures in COCO's files, random weights; its operator is registered",
+            adaptation="4 pictures in COCO's files, random weights; empty libraries in the place "
+            "of its compiled operators",
+            prepare=partial(yolo, folder),
+        ),
+        Program(
+            "utils/autoanchors_nlabels_sweep.py",
+            RUNS,
+            arguments=f"--data {{source}}/{folder}/data/",
+            adaptation="pictures in COCO's files",
             prepare=partial(yolo, folder),
         ),
         *(_detection_tests(folder, name) for name in names),
@@ -589,8 +613,14 @@ _DETECTION_TRAINING = [
 _PERCEIVER = [
     Program(
         "run_ipu.py",
-        OUT_OF_REACH,
-        "asks the Hugging Face Hub for its metric, data and configurations, which are downloads",
+        TRAINS,
+        arguments="--config configs/cifar10_classification.json --pod_type pod4 --fp32 True "
+        "--per_device_train_batch_size 1 --gradient_accumulation_steps 2 --num_train_epochs 3 "
+        "--dataloader_num_workers 1 --dataloader_mode async --profile_dir made-up",
+        adaptation="made-up data, metric and configuration in the folders that it loads; "
+        "optimum-graphcore 0.5.0: its own of July 2022 asks for poptorch.autocast, which PopTorch "
+        "3.4 has no longer",
+        prepare=perceiver,
     ),
     Program("run_cpu.py", OUT_OF_REACH, "uses no IPU; downloads the same"),
     Program(
@@ -608,5 +638,5 @@ PROGRAMS = [
     *inside(MAE, _MASKED),
     *inside(YOLO[0], [*detection(YOLO[0]), *_NOTEBOOK]),
     *inside(YOLO[1], [*detection(YOLO[1]), *_DETECTION_TRAINING]),
-    *inside("preview/multimodal/perceiver_io/pytorch", _PERCEIVER),
+    *inside(PERCEIVER, _PERCEIVER, "perceiver"),
 ]
