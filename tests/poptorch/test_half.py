@@ -301,3 +301,22 @@ def test_accumulated_gradients_of_half_that_overflow_are_the_largest():
     model.weight.data.fill_(0)
     poptorch.trainingModel(model, options, optimizer)(torch.full((2,), 5e4).half())
     assert model.weight.item() == -LARGEST
+
+
+def test_statistics_in_half_precision_stay_those_of_replicas():
+    """torch 2.0 normalises no float16: what is copied back is no change of the model's own."""
+
+    class Normalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return y, poptorch.identity_loss(y.square().sum(), reduction="none")
+
+    net, x = Normalised().half(), torch.randn(8, 3).half()
+    options = poptorch.Options().replicationFactor(2)
+    poptorch.trainingModel(net, options, poptorch.optim.SGD(net.parameters(), lr=0.0))(x)
+    expected = 0.1 * x[:4].float().mean(0)
+    torch.testing.assert_close(net.norm.running_mean.float(), expected, atol=1e-3, rtol=1e-2)
