@@ -120,9 +120,11 @@ def script_of(notebook):
     """The name of a script beside a notebook: its code, without what only a notebook can do."""
     cells = json.loads(notebook.read_text("utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    lines = [line for line in code.splitlines() if not line.startswith(("%", "!"))]
+    code = "\n".join(line for line in code.splitlines() if not line.startswith(("%", "!")))
     script = notebook.with_name(f"{notebook.stem}_notebook.py")
-    script.write_text("\n".join(lines), encoding="utf-8")
+    # A process that a notebook starts does not run its cells again.
+    text = f"CODE = {code!r}\nif __name__ == '__main__':\n    exec(CODE)\n"
+    script.write_text(text, encoding="utf-8")
     return script.name
 
 

@@ -26,7 +26,8 @@ SOURCE = Source(
 
 ENVIRONMENTS = {
     "default": Environment(
-        ("torchvision==0.15.2", "matplotlib", "scikit-learn", "filelock", "octconv"), "3.8"
+        ("torchvision==0.15.2", "matplotlib", "scikit-learn", "filelock", "octconv", "psutil"),
+        "3.8",
     ),
     # datasets 2.2.0 and optimum 1.3.0 come from before these releases of fsspec and packaging.
     "transformers": Environment(
@@ -94,7 +95,9 @@ def cifar(source, work):
     for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
         labels = rng.integers(0, 10, 400)
         data = (means[labels] + rng.integers(0, 56, (400, 3072))).astype(np.uint8)
-        (folder / name).write_bytes(pickle.dumps({"data": data, "labels": labels.tolist()}))
+        # As an earlier NumPy writes it, which every NumPy reads.
+        text = pickle.dumps({"data": data, "labels": labels.tolist()}, protocol=2)
+        (folder / name).write_bytes(text.replace(b"numpy._core", b"numpy.core"))
     meta = {"label_names": [str(label) for label in range(10)]}
     (folder / "batches.meta").write_bytes(pickle.dumps(meta))
     (work / "sitecustomize.py").write_text(
@@ -335,8 +338,7 @@ PROGRAMS = (
     Program(
         FEATURE + "octconv/test_octconv.py",
         PASSES,
-        arguments="--deselect test_octconv.py::test_smoke"
-        " --deselect test_octconv.py::test_profiling",
+        arguments="-k not(test_smoke)and(not(test_profiling))",
         adaptation="without the cases that download CIFAR-10",
         variables=UTILITIES,
     ),
