@@ -196,7 +196,6 @@ WRITERS = {
     "IMDB": lambda place: imdb(f"{place}/IMDB"),
     "Reddit": lambda place: posts(f"{place}/Reddit"),
     "wikipedia": wikipedia,
-    "JODIE/wikipedia": lambda place: wikipedia(f"{place}/JODIE"),
     "FB15k-237": facts,
 }
 

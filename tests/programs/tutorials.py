@@ -428,7 +428,6 @@ PROGRAMS = (
         arguments="--data {work} --epochs 3",
         environment="compiled",
     ),
-    of_graphs("gnn/tgn/pytorch/Train_TGN.ipynb", "JODIE/wikipedia", environment="compiled"),
     of_graphs(
         "gnn/schnet/pytorch_geometric/molecular_property_prediction_with_schnet_code_only.py",
         "qm9/all",
@@ -447,9 +446,6 @@ PROGRAMS = (
         prepare=facts,
         graphs=("FB15k-237",),
         environment="compiled",
-    ),
-    of_graphs(
-        "gnn/nbfnet/pytorch_geometric/NBFNet_training.ipynb", "FB15k-237", environment="compiled"
     ),
     Program(
         "gnn/nbfnet/pytorch_geometric/tests/test_utils.py",
