@@ -1,4 +1,6 @@
-"""``python optimum_models.py FOLDER``: small models with random weights, under their names.
+"""``python optimum_models.py FOLDER [NAME ...]``: small models with random weights, by their names.
+
+With names these models alone, and data and metrics for the examples.
 
 Transformers looks for a folder before it asks the hub, so the tests of optimum-graphcore find
 models, tokenizers, data sets and configurations for IPUs in the folder that they run in.
@@ -467,11 +469,101 @@ CONFIGURATIONS = {
     "Graphcore/whisper-tiny-ipu": [2, 2],
 }
 
+
+def lines(name, rows):
+    """A file of JSON lines."""
+    with open(f"data/{name}.json", "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def said(at, count):
+    return " ".join(WORDS[(at * 3 + step) % len(WORDS)] for step in range(count))
+
+
+def example_data():
+    """What the examples read, and the metrics that they load from the folder they run in."""
+    import datasets
+    import numpy as np
+    from PIL import Image
+
+    os.makedirs("data", exist_ok=True)
+    rows = range(200)
+    lines("glue", [{"sentence": said(at, 9), "label": at % 2} for at in rows])
+    tags = ["O", "PLACE", "NAME"]
+    lines(
+        "ner",
+        [{"tokens": said(at, 6).split(), "ner_tags": [tags[at % 3]] * 6} for at in rows],
+    )
+    endings = [{f"ending{number}": said(number, 4) for number in range(4)}] * 200
+    lines(
+        "swag",
+        [
+            {"sent1": said(at, 6), "sent2": said(at + 1, 2), "label": at % 4, **one}
+            for at, one in enumerate(endings)
+        ],
+    )
+    lines("translation", [{"translation": {"en": said(at, 8), "fr": said(at, 6)}} for at in rows])
+    lines("summary", [{"text": said(at, 20), "summary": said(at, 5)} for at in rows])
+    with open("data/text.txt", "w") as file:
+        file.writelines(said(at, 60) + "\n" for at in range(400))
+    answers = [
+        {
+            "id": str(at),
+            "context": said(at, 120),
+            "question": said(at, 5) + "?",
+            "answers": {"text": [said(at, 2)], "answer_start": [0]},
+        }
+        for at in rows
+    ]
+    with open("data/qa.json", "w") as file:
+        json.dump({"data": answers}, file)
+    draw = np.random.default_rng(0)
+    for at in range(120):
+        os.makedirs(f"data/pictures/{at % 2}", exist_ok=True)
+        pixels = draw.integers(0, 255, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(f"data/pictures/{at % 2}/{at}.png")
+    heard = [(draw.standard_normal(16000) * 0.1).astype(np.float32) for _ in range(60)]
+    features = datasets.Features(
+        audio=datasets.Audio(16000),
+        text=datasets.Value("string"),
+        label=datasets.ClassLabel(names=["no", "yes"]),
+    )
+    spoken = {
+        "audio": [{"array": one, "sampling_rate": 16000} for one in heard],
+        "text": ["who saw the hare"] * 60,
+        "label": [at % 2 for at in range(60)],
+    }
+    os.makedirs("data/spoken")
+    spoken = datasets.Dataset.from_dict(spoken, features=features)
+    spoken.to_parquet("data/spoken/train.parquet")
+    spoken.select(range(8)).to_parquet("data/spoken/validation.parquet")
+    for name in ("accuracy", "seqeval", "squad", "sacrebleu", "rouge", "wer", "cer"):
+        os.makedirs(name, exist_ok=True)
+        with open(f"{name}/{name}.py", "w") as file:
+            file.write(METRIC)
+    os.makedirs("data/tokenizers/punkt")  # for nltk; nothing is split before an evaluation
+
+
+METRIC = """
+import datasets
+import evaluate
+
+
+class Metric(evaluate.Metric):
+    def _info(self):
+        one = datasets.Value("float32")
+        features = datasets.Features({"predictions": one, "references": one})
+        return evaluate.MetricInfo(description="", citation="", features=features)
+
+    def _compute(self, predictions, references):
+        return {"accuracy": 0.0}
+"""
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     os.chdir(sys.argv[1])
-    for name, make in MODELS.items():
-        make(name)
+    for name in sys.argv[2:] or MODELS:
+        MODELS[name](name)
     for name, layers in CONFIGURATIONS.items():
         more = (
             {"embedding_serialization_factor": 4, "projection_serialization_factor": 4}
@@ -485,5 +577,8 @@ if __name__ == "__main__":
         ipus_per_replica=2,
         inference_ipus_per_replica=2,
     )
-    sounds()
-    articles()
+    if sys.argv[2:]:
+        example_data()
+    else:
+        sounds()
+        articles()
