@@ -72,7 +72,7 @@ def of_examples(path, model, ipus, arguments, **fields):
         adaptation="a small model, made-up data",
         prepare=lambda source, work: models(source, work, model),
         folder="",
-        seconds=1200,
+        seconds=1800,
         variables={**OFFLINE, "NLTK_DATA": "{source}/data"},
         **fields,
     )
@@ -133,7 +133,7 @@ PROGRAMS = (
     ),
     of_examples(
         "audio-classification/run_audio_classification.py",
-        *("facebook/wav2vec2-base", "wav2vec2-base-ipu"),
+        *("facebook/hubert-base-ls960", "hubert-base-ipu"),
         "--dataset_name ./data/spoken --audio_column_name audio --remove_unused_columns False"
         " --max_length_seconds 1",
     ),
