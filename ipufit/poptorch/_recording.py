@@ -146,13 +146,13 @@ def _changed_inputs(graph: fx.GraphModule) -> Tuple[List[int], List[int]]:
     statistics: List[int] = []
     for place in memories.changed:
         writers = memories.writes[memories.of(memories.inputs[place])]
-        made: List[fx.Node] = []
+        origins: List[fx.Node] = []
         for node in writers:
             # Of a float32 copy, where torch normalises no float16.
             is_copy = operator_name(node) == "aten.copy_"
             source = memories.of(node.all_input_nodes[-1]) if is_copy else node
-            made += memories.writes.get(source) or [node]
-        is_normalised = all("batch_norm" in operator_name(node) for node in made)
+            origins += memories.writes.get(source) or [node]
+        is_normalised = all("batch_norm" in operator_name(node) for node in origins)
         (statistics if is_normalised else changed).append(place)
     return changed, statistics
 
