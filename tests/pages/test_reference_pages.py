@@ -295,7 +295,8 @@ def test_headings_of_troubleshooting_are_texts_of_errors():
 
 def test_tests_that_the_pages_cite_exist():
     """A promise with the name of a test that is gone is an empty promise."""
-    for path in PAGES:
+    # The files of programs.md are those of other repositories.
+    for path in [page for page in PAGES if page.name != "programs.md"]:
         for file, name in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", path.read_text("utf-8")):
             source = (ROOT / file).read_text("utf-8")
             assert f"\ndef {name}" in source, f"{path.name}: {file}::{name}"
