@@ -254,7 +254,7 @@ def integrations(session: nox.Session) -> None:
 @nox.session
 def programs(session: nox.Session) -> None:
     """Fetch published programs for IPUs and run them as they are: `-- WORD ...` chooses some."""
-    session.install("numpy", "pillow")  # what their data is made up with
+    session.install(*group("torch"), "numpy", "pillow")  # what their data is made up with
     session.run("python", "-m", "tests.programs", *session.posargs)
 
 
