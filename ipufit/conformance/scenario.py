@@ -69,6 +69,8 @@ LOSSES: Dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     ),
 }
 
+# Made of losses that are reduced: on an IPU each of these has one element, and so has their sum.
+_OF_LOSSES = ("identity of two",)
 # Those whose target is a class.
 CLASSES = ("cross entropy", "cross entropy sum", "nll")
 
@@ -348,4 +350,6 @@ def _returned(scenario: Scenario, results: Results) -> Dict[str, Tensor]:
         returned[name] = values[0] if len(values) == 1 else torch.stack(values)
         if index == 0 and len(values) > 1:
             returned[name] = returned[name].flatten(0, 1)
+    if scenario.loss in _OF_LOSSES:
+        returned["loss"] = returned["loss"].reshape(-1)
     return returned

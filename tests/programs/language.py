@@ -1,12 +1,12 @@
 """Programs of Graphcore's examples for language, speech, and pictures with texts."""
 
-import _ctypes
 import gzip
 import json
 import math
 import random
 import shutil
 import struct
+import subprocess
 import wave
 import zlib
 
@@ -233,7 +233,8 @@ def speech(source, work):
     """Tones with two letters each, and what Conformer's configuration names beside them."""
     packages(source, work)
     # Its own library is loaded by name, and nothing in it is called.
-    shutil.copy(_ctypes.__file__, source / CONFORMER / "custom_ops.so")
+    compile_nothing = ["gcc", "-shared", "-fPIC", "-x", "c", "/dev/null", "-o", "custom_ops.so"]
+    subprocess.run(compile_nothing, cwd=str(source / CONFORMER), check=True)
     symbols = ["<blank>", "<unk>", *LETTERS[:8]]
     rows = [f"{symbol} {place}" for place, symbol in enumerate(symbols)]
     (work / "symbols.txt").write_text("\n".join([*rows, "<sos/eos> 49"]), encoding="utf-8")
