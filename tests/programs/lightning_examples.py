@@ -14,10 +14,9 @@ SOURCE = Source(
 ENVIRONMENTS = {
     "default": Environment(
         (
-            *("pytorch-lightning==1.9.5", "torchvision==0.15.2", "rich==13.3.1", "wandb"),
+            *("pytorch-lightning==1.9.5", "torchvision==0.28.0", "rich==13.3.1", "wandb"),
             *("timm==0.5.4", "PyTurboJPEG==1.6.3", "text_unidecode", "pyyaml", "tqdm"),
-        ),
-        "3.8",
+        )
     )
 }
 CNNS = "vision/cnns/pytorch-lightning"
