@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch._logging import error
-from ipufit.poptorch._operators.replaced import CTC, ctc_loss
+from ipufit.poptorch._operators.replaced import ctc_and_gradient
 from ipufit.poptorch._tracing import define, tracing, untraced
 from ipufit.tracing.ipu_only import is_for_this_engine
 
@@ -278,9 +278,7 @@ def _ctc(
 ) -> List[Tensor]:
     """Return PopART's CTC loss, and the gradient of its sum with respect to ``log_probs``."""
     lengths = (input_lengths, target_lengths)
-    loss = ctc_loss(log_probs, targets, *lengths, blank, reduction.lower())
-    gradient = CTC(log_probs.detach().float(), targets, *lengths, blank, False)[1]
-    return [loss, gradient.to(log_probs.dtype)]
+    return [*ctc_and_gradient(log_probs, targets, *lengths, blank, reduction.lower(), False)]
 
 
 def _leaky_relu(x: Tensor, alpha: float) -> Tensor:

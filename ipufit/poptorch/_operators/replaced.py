@@ -13,7 +13,7 @@ from ipufit.poptorch._tracing import define, tensors_in, tracing
 from ipufit.tracing import recurrent
 from ipufit.tracing.mask_rewrites import one_hot_by_comparison
 
-__all__ = ["CTC", "REPLACED", "ctc_loss"]
+__all__ = ["REPLACED", "ctc_and_gradient"]
 
 
 class _Product(torch.autograd.Function):
@@ -149,7 +149,7 @@ def _run_ctc(
 
 
 # Both at once: what the backward pass of torch needs has a shape that depends on values.
-CTC = define(
+_CTC = define(
     "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
     "int blank, bool zero_infinity) -> (Tensor, Tensor)",
     _run_ctc,
@@ -164,10 +164,11 @@ class _Losses(torch.autograd.Function):
     """Computes the loss of each sample, and its gradient in the same operator."""
 
     @staticmethod
-    def forward(ctx: Any, log_probs: Tensor, *rest: object) -> Tensor:
-        losses, gradient = CTC(log_probs, *rest)
+    def forward(ctx: Any, log_probs: Tensor, *rest: object) -> Tuple[Tensor, Tensor]:
+        losses, gradient = _CTC(log_probs, *rest)
         ctx.save_for_backward(gradient)
-        return losses  # type: ignore[no-any-return]
+        ctx.mark_non_differentiable(gradient)
+        return losses, gradient
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tuple[Optional[Tensor], ...]:
@@ -182,7 +183,7 @@ def _length_tensor(lengths: Union[int, Lengths]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def ctc_loss(
+def ctc_and_gradient(
     log_probs: Tensor,
     targets: Tensor,
     input_lengths: Lengths,
@@ -190,24 +191,26 @@ def ctc_loss(
     blank: int = 0,
     reduction: Union[str, int] = "mean",
     zero_infinity: bool = False,
-) -> Tensor:
+) -> Tuple[Tensor, Tensor]:
     """Compute ``torch.nn.functional.ctc_loss`` with lengths that may change from run to run.
 
-    ``reduction`` is ``"mean"`` or ``"sum"``, or torch's number for it.
+    ``reduction`` is ``"mean"`` or ``"sum"``, or torch's number for it. Beside the loss comes the
+    gradient of its sum over the samples by ``log_probs``.
     """
     if log_probs.dim() == 2:
         log_probs, targets = log_probs[:, None], targets.reshape(1, -1)
     single = log_probs.float() if log_probs.dtype == torch.float16 else log_probs
     lengths = _length_tensor(target_lengths)
-    losses: Tensor = _Losses.apply(  # type: ignore[no-untyped-call]
+    losses, gradient = _Losses.apply(  # type: ignore[no-untyped-call]
         single, targets, _length_tensor(input_lengths), lengths, blank, zero_infinity
     )
     if zero_infinity:
         losses = torch.where(losses == float("inf"), torch.zeros_like(losses), losses)
     if reduction in ("mean", 1):
-        losses = losses / lengths.clamp(min=1).to(losses.device, losses.dtype)
-        return losses.mean().to(log_probs.dtype)
-    return losses.sum().to(log_probs.dtype)
+        loss = (losses / lengths.clamp(min=1).to(losses.device, losses.dtype)).mean()
+    else:
+        loss = losses.sum()
+    return loss.to(log_probs.dtype), gradient.to(log_probs.dtype)
 
 
 def bincount(input: Tensor, weights: Optional[Tensor] = None, minlength: int = 0) -> Tensor:
@@ -331,8 +334,8 @@ REPLACED: Dict[object, Callable[..., object]] = {
     torch.bincount: bincount,
     Tensor.bincount: bincount,
     F.one_hot: one_hot_by_comparison,
-    F.ctc_loss: ctc_loss,
-    torch.ctc_loss: ctc_loss,
+    F.ctc_loss: lambda *args, **kwargs: ctc_and_gradient(*args, **kwargs)[0],
+    torch.ctc_loss: lambda *args, **kwargs: ctc_and_gradient(*args, **kwargs)[0],
     F.batch_norm: batch_norm,
     F.instance_norm: _in_single(F.instance_norm),
     F.max_pool3d: _in_single(F.max_pool3d),
