@@ -116,8 +116,7 @@ def _write_kit(tables: List[ResultTable], file: TextIO, out: TextIO) -> None:
         "speeds": speeds,
         "programs": _programs(out),
     }
-    json.dump(kit, file, indent=1, allow_nan=False)
-    file.write("\n")
+    write_json(kit, file)
 
 
 def collect(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> int:
@@ -148,7 +147,7 @@ def collect(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> i
                 tables[-1].print(run(implementation, patterns))
         finally:  # what has been seen before an interrupt is not lost
             if "--json" in files:
-                write_json(tables, files["--json"])
+                write_json([table.as_dict() for table in tables], files["--json"])
         if "--kit" in files:
             _write_kit(tables, files["--kit"], sys.stdout)
     return 0 if all(table.passed for table in tables) else 1

@@ -226,9 +226,9 @@ class ResultTable:
         self._out.flush()
 
 
-def write_json(tables: Iterable[ResultTable], file: TextIO) -> None:
-    """Write all tables as one JSON document."""
-    json.dump([table.as_dict() for table in tables], file, indent=1, allow_nan=False)
+def write_json(value: object, file: TextIO) -> None:
+    """Write a value as one JSON document."""
+    json.dump(value, file, indent=1, allow_nan=False)
     file.write("\n")
 
 
