@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 
 def idx(values):
@@ -22,6 +21,9 @@ def idx(values):
 
 def main(folder):
     """Write the four files."""
+    # Imported here: who writes other pictures does without.
+    from sklearn.datasets import load_digits
+
     folder.mkdir(parents=True, exist_ok=True)
     digits = load_digits()
     large = np.kron(np.minimum(digits.images * 16, 255), np.ones((3, 3)))

@@ -6,13 +6,13 @@ import math
 import random
 import shutil
 import struct
-import subprocess
 import wave
 import zlib
 
 import numpy as np
 import torch
 
+from tests.programs.made_up import empty_library
 from tests.programs.program import (
     OUT_OF_REACH,
     PASSES,
@@ -20,14 +20,10 @@ from tests.programs.program import (
     TRAINS,
     Environment,
     Program,
-    Source,
+    graphcore_examples,
 )
 
-SOURCE = Source(
-    "Graphcore's examples: language, speech, and pictures with texts",
-    "https://github.com/graphcore/examples",
-    "3cc8f81f13728dd8c17d0d3c8d2fc1549b159485",
-)
+SOURCE = graphcore_examples("Graphcore's examples: language, speech, and pictures with texts")
 
 ENVIRONMENTS = {
     "default": Environment(
@@ -233,8 +229,7 @@ def speech(source, work):
     """Tones with two letters each, and what Conformer's configuration names beside them."""
     packages(source, work)
     # Its own library is loaded by name, and nothing in it is called.
-    compile_nothing = ["gcc", "-shared", "-fPIC", "-x", "c", "/dev/null", "-o", "custom_ops.so"]
-    subprocess.run(compile_nothing, cwd=str(source / CONFORMER), check=True)
+    empty_library(source / CONFORMER / "custom_ops.so")
     symbols = ["<blank>", "<unk>", *LETTERS[:8]]
     rows = [f"{symbol} {place}" for place, symbol in enumerate(symbols)]
     (work / "symbols.txt").write_text("\n".join([*rows, "<sos/eos> 49"]), encoding="utf-8")

@@ -1,16 +1,11 @@
 """Graphcore's examples that train with Lightning 1.9."""
 
-import struct
-
 import numpy as np
 
-from tests.programs.program import OUT_OF_REACH, TRAINS, Environment, Program, Source
+from tests.programs.made_up import write_idx
+from tests.programs.program import OUT_OF_REACH, TRAINS, Environment, Program, graphcore_examples
 
-SOURCE = Source(
-    title="graphcore/examples with Lightning",
-    repository="https://github.com/graphcore/examples",
-    commit="3cc8f81f13728dd8c17d0d3c8d2fc1549b159485",
-)
+SOURCE = graphcore_examples("graphcore/examples with Lightning")
 ENVIRONMENTS = {
     "default": Environment(
         (
@@ -27,16 +22,11 @@ def clothes(folder, rows):
     """A function that writes so many made-up images of FashionMNIST into this folder."""
 
     def prepare(source, work):
-        raw = source / folder / "FashionMNIST" / "raw"
-        raw.mkdir(parents=True)
         random = np.random.RandomState(0)
         for name, count in (("train", rows), ("t10k", rows)):
             labels = random.randint(0, 10, count).astype(np.uint8)
             images = random.randint(0, 256, (count, 28, 28)).astype(np.uint8)
-            head = struct.pack(">IIII", 0x803, count, 28, 28)
-            (raw / f"{name}-images-idx3-ubyte").write_bytes(head + images.tobytes())
-            head = struct.pack(">II", 0x801, count)
-            (raw / f"{name}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
+            write_idx(source / folder / "FashionMNIST" / "raw", name, images, labels)
 
     return prepare
 

@@ -23,6 +23,12 @@ class Source:
     commit: str
 
 
+def graphcore_examples(title: str) -> Source:
+    """Return Graphcore's examples, of which several lists have a part each."""
+    commit = "3cc8f81f13728dd8c17d0d3c8d2fc1549b159485"
+    return Source(title, "https://github.com/graphcore/examples", commit)
+
+
 @dataclass(frozen=True)
 class Environment:
     """A virtual environment that programs run in; torch and ipufit are in it.

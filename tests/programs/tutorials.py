@@ -2,12 +2,12 @@
 
 import json
 import pickle
-import struct
 import subprocess
 
 import numpy as np
 import torch
 
+from tests.programs.made_up import empty_library, write_idx
 from tests.programs.program import (
     OUT_OF_REACH,
     PASSES,
@@ -15,14 +15,10 @@ from tests.programs.program import (
     TRAINS,
     Environment,
     Program,
-    Source,
+    graphcore_examples,
 )
 
-SOURCE = Source(
-    "Tutorials and graph networks of Graphcore's examples",
-    "https://github.com/graphcore/examples",
-    "3cc8f81f13728dd8c17d0d3c8d2fc1549b159485",
-)
+SOURCE = graphcore_examples("Tutorials and graph networks of Graphcore's examples")
 
 ENVIRONMENTS = {
     "default": Environment(
@@ -68,22 +64,14 @@ def pictures(source, work):
         images = (means[labels] + rng.integers(0, 56, (28, 28))).astype(np.uint8)
         for name in ("MNIST", "FashionMNIST"):
             for root in (work / ".torch" / "datasets", work):
-                raw = root / name / "raw"
-                raw.mkdir(parents=True, exist_ok=True)
-                head = struct.pack(">iiii", 2051, count, 28, 28)
-                (raw / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
-                head = struct.pack(">ii", 2049, count)
-                (raw / f"{part}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
+                write_idx(root / name / "raw", part, images, labels)
 
 
 def compiled_operator(source, work):
     """Pictures, and a shared library with nothing in it in the place of the compiled operator."""
     pictures(source, work)
-    build = source / "tutorials/feature_examples/pytorch/custom_op/leaky_relu_example/build"
-    build.mkdir()
-    subprocess.run(
-        ["cc", "-shared", "-o", str(build / "custom_ops.so"), "-x", "c", "/dev/null"], check=True
-    )
+    example = source / "tutorials/feature_examples/pytorch/custom_op/leaky_relu_example"
+    empty_library(example / "build" / "custom_ops.so")
 
 
 def cifar(source, work):

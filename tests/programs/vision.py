@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import subprocess
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from tests.programs.made_up import empty_library
 from tests.programs.program import (
     OUT_OF_REACH,
     PASSES,
@@ -18,14 +18,10 @@ from tests.programs.program import (
     TRAINS,
     Environment,
     Program,
-    Source,
+    graphcore_examples,
 )
 
-SOURCE = Source(
-    "Graphcore's examples: vision",
-    "https://github.com/graphcore/examples",
-    "3cc8f81f13728dd8c17d0d3c8d2fc1549b159485",
-)
+SOURCE = graphcore_examples("Graphcore's examples: vision")
 
 _PACKAGES = (
     "torchvision==0.15.2",
@@ -173,13 +169,6 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def library(path):
-    """Write a shared library with nothing in it, as what a program compiles for IPUs."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
-    subprocess.run(command, input="int nothing;", text=True, check=True)
-
-
 def cnns(source, work, train=30, test=10):
     """Make up what the convolutional networks read, and say that it was downloaded."""
     (work / "sitecustomize.py").write_text(_NO_CHECKSUMS)
@@ -203,19 +192,19 @@ def dino(source, work):
     """Make up pictures and a compiled library."""
     imagenet(source / DINO / "data" / "imagenet1k", 3, 11)
     imagenet(source / DINO / "data" / "few", 3, 4)
-    library(source / DINO / "ema" / "build" / "exp_avg_custom_op.so")
+    empty_library(source / DINO / "ema" / "build" / "exp_avg_custom_op.so")
 
 
 def mae(source, work):
     """Make up pictures and a compiled library."""
     imagenet(source / MAE / "data" / "imagenet1k", 3, 8)
-    library(source / MAE / "remap" / "remap_ops.so")
+    empty_library(source / MAE / "remap" / "remap_ops.so")
 
 
 def swin(source, work):
     """Make up pictures and a compiled library."""
     imagenet(source / SWIN / "data" / "imagenet1k", 4, 16)
-    library(source / SWIN / "custom_ops.so")
+    empty_library(source / SWIN / "custom_ops.so")
 
 
 _CIFAR10 = """
@@ -307,7 +296,7 @@ def yolo(folder, source, work):
     """Make up pictures with boxes, and compiled libraries."""
     coco(source / folder / "data" / "coco")
     for name in ("nms", "copy_tensor"):
-        library(source / folder / "utils" / "custom_ops" / "build" / f"{name}_custom_op.so")
+        empty_library(source / folder / "utils" / "custom_ops" / "build" / f"{name}_custom_op.so")
     # A package, so that no other `tests` is found before it.
     (source / folder / "tests" / "__init__.py").touch()
     (work / "made_up.py").write_text(_DETECTION)
