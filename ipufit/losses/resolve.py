@@ -181,7 +181,7 @@ def _check_parameters(name: str, call: Callable[..., object]) -> None:
     if "ctc" in name.lower():
         advice = (
             "Pass the lengths in the batch, compute the loss in forward, and use "
-            "compile(loss=None, run_eagerly=True)."
+            "compile(loss=None)."
         )
     elif len(needed) > 2:
         advice = (

@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ipufit.errors import CaptureError
-from ipufit.tracing.mask_rewrites import reads_classes, without_values
 from ipufit.tracing.recording import NEEDS_VALUES, LeftBehindError, OpRecorder, make_graph
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
+from ipufit.tracing.unread_values import reads_classes, without_values
 from ipufit.utils.console import PACKAGE
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import replaced
@@ -208,11 +208,6 @@ _FAULTS = {
         "k instead of nonzero or unique.",
         "shape",
     ),
-    "ctc": (
-        f"ctc_loss reads the lengths of its sequences as numbers, {_BEFORE_VALUES}",
-        "No other form of its arguments changes that.",
-        "shape",
-    ),
     "packed": (
         "a packed sequence has a shape that depends on the values of its lengths, "
         f"{_BEFORE_VALUES}",
@@ -374,24 +369,23 @@ class _ValueGuard(OpRecorder):  # type: ignore[no-untyped-call]
                 read_by = _one_hot_error if reads_classes(sys._getframe()) else value_error
                 raise read_by(user_frame(sys._getframe()))
             if makes_shape(func, args):
-                is_ctc = func._schema.name == "aten::_ctc_loss"
-                raise fault_error("ctc" if is_ctc else "shape", user_frame(sys._getframe()))
+                raise fault_error("shape", user_frame(sys._getframe()))
         return self.run(func, args, kwargs or {})
 
 
 @contextlib.contextmanager
-def recordable(rewrites_one_hot: bool = True) -> Iterator[None]:
+def recordable(rewrites: bool = True) -> Iterator[None]:
     """Torch's own layers go the ways that a recording of them goes.
 
     Args:
-        rewrites_one_hot: as for :func:`capture`.
+        rewrites: as for :func:`capture`.
     """
     # Distributions look at the values of their arguments.
     unchecked = (torch.distributions.Distribution, "_validate_args", False)
     # Torch 2.13 can't record oneDNN's kernel for whole recurrent layers. Only what the graph holds
     # changes: a convolution in it still runs on oneDNN.
     slow = (torch.backends.mkldnn, "enabled", False)
-    with replaced(unchecked, slow, *without_values(rewrites_one_hot)):
+    with replaced(unchecked, slow, *without_values(rewrites)):
         yield
 
 
@@ -417,7 +411,7 @@ def capture(
     args: Sequence[Tensor],
     guard: bool = True,
     whole_layers: bool = True,
-    rewrites_one_hot: bool = True,
+    rewrites: bool = True,
 ) -> fx.GraphModule:
     """Record ``function`` of tensors, returning tensors, as a graph.
 
@@ -428,7 +422,7 @@ def capture(
         guard: refuse operators that need a value. Off only where reading one is known to cost no
             synchronisation.
         whole_layers: record a recurrent layer as one operator; else as those of its time steps.
-        rewrites_one_hot: where torch can't record one_hot, record what it comes to instead.
+        rewrites: where torch can't record one_hot or ctc_loss, record what it comes to instead.
 
     Raises:
         CaptureError: the function needs a value or makes a shape of one; with the user's file and
@@ -443,7 +437,7 @@ def capture(
     try:
         # Of oneDNN, whether it is on is noted before it is off for the recording.
         layers = whole_recurrent_layers() if whole_layers else contextlib.nullcontext()
-        ways = recordable(rewrites_one_hot)
+        ways = recordable(rewrites)
         watched = replaced(
             (_Restored, "generator", False),
             (torch, "set_rng_state", _Restored.notice),
@@ -456,7 +450,7 @@ def capture(
             graph = make_graph(guarded, inputs)
     except SecondGradientError:
         with time_steps():
-            return capture(function, args, guard, whole_layers, rewrites_one_hot)
+            return capture(function, args, guard, whole_layers, rewrites)
     except CaptureError:
         raise
     except Exception as error:

@@ -104,7 +104,7 @@ def of_three(prediction, target, margin):
             nn.CTCLoss(),
             "a loss is called with (prediction, target), but 'CTCLoss' takes (log_probs, targets, "
             "input_lengths, target_lengths). Pass the lengths in the batch, compute the loss in "
-            "forward, and use compile(loss=None, run_eagerly=True).",
+            "forward, and use compile(loss=None).",
         ),
     ],
     ids=["three", "one", "torch", "ctc"],
@@ -132,26 +132,6 @@ def test_a_loss_with_other_parameters_is_refused_by_compile(loss, text):
 def test_a_loss_that_can_be_called_with_two_arguments_trains(loss):
     """The advice of that error must work, and it must refuse nothing else."""
     assert fit(compiled(loss=loss)).epoch == [0]
-
-
-class WithCtc(nn.Module):
-    """Computes a loss that needs lengths."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x, symbols, steps, lengths):
-        likely = self.head(x).log_softmax(-1)
-        return likely, nn.functional.ctc_loss(likely.transpose(0, 1), symbols, steps, lengths)
-
-
-@runs_eagerly
-def test_a_module_with_ctc_loss_of_its_own_trains_eagerly():
-    """The advice for it must work."""
-    lengths = (torch.full((4,), 5), torch.full((4,), 2))
-    batch = (torch.randn(4, 5, 4), torch.randint(1, 3, (4, 2)), *lengths)
-    assert fit(compiled(WithCtc(), loss=None, run_eagerly=True), [batch]).epoch == [0]
 
 
 @pytest.mark.long("ipu-standin")

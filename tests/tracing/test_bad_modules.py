@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot
 
 import ipufit
 from ipufit.errors import CaptureError
-from tests.engines import EAGER, EAGER_OR_NOT, embedded_only, has_kept_values, runs_eagerly
+from tests.engines import EAGER, EAGER_OR_NOT, has_kept_values, runs_eagerly
 from tests.faulty import (
     Net,
     Told,
@@ -781,29 +781,6 @@ def test_a_packed_sequence_trains_eagerly():
     """The advice of that error must work."""
     batch = ((torch.randn(4, 5, 4), torch.tensor([5, 2, 3, 1])), torch.randn(4, 3))
     assert fit(compiled(Packed(), run_eagerly=True), [batch]).epoch == [0]
-
-
-def ctc(prediction, target):
-    """Recognises three symbols in five steps."""
-    steps, symbols = (torch.full(prediction.shape[:1], n) for n in (5, 2))
-    likely = prediction.transpose(0, 1).log_softmax(-1)
-    return nn.functional.ctc_loss(likely, target, steps, symbols)  # here
-
-
-@embedded_only("the stand-in computes CTC with PopTorch's own operator")
-def test_ctc_loss_is_refused_for_what_it_reads():
-    """There is no mask and no nonzero in it that could be written in another way."""
-    batch = (torch.randn(4, 5, 4), torch.randint(1, 3, (4, 2)))
-    model = compiled(nn.Linear(4, 3), ctc)
-    line, source = marked(ctc)
-    text = (
-        "ctc_loss reads the lengths of its sequences as numbers, but the program is recorded "
-        f"once, before there are values, at {__file__}:{line} in ctc: `{source}`. No other form of "
-        f"its arguments changes that. {EAGERLY}"
-    )
-    with refused(model, CaptureError, text):
-        fit(model, [batch])
-    assert fit(compiled(nn.Linear(4, 3), ctc, run_eagerly=True), [batch]).epoch == [0]
 
 
 def squashed(x):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch._logging import error
-from ipufit.poptorch._operators.replaced import ctc_and_gradient
 from ipufit.poptorch._tracing import define, tracing, untraced
 from ipufit.tracing.ipu_only import is_for_this_engine
+from ipufit.tracing.unread_values import ctc_loss_and_gradient
 
 __all__ = [
     "CALL_CPU",
@@ -278,7 +278,7 @@ def _ctc(
 ) -> List[Tensor]:
     """Return PopART's CTC loss, and the gradient of its sum with respect to ``log_probs``."""
     lengths = (input_lengths, target_lengths)
-    return [*ctc_and_gradient(log_probs, targets, *lengths, blank, reduction.lower(), False)]
+    return [*ctc_loss_and_gradient(log_probs, targets, *lengths, blank, reduction.lower())]
 
 
 def _leaky_relu(x: Tensor, alpha: float) -> Tensor:

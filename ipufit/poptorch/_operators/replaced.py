@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ipufit.poptorch._tracing import define, tensors_in, tracing
+from ipufit.poptorch._tracing import tensors_in, tracing
 from ipufit.tracing import recurrent
-from ipufit.tracing.mask_rewrites import one_hot_by_comparison
+from ipufit.tracing.unread_values import ctc_loss_and_gradient, one_hot_by_comparison
 
-__all__ = ["REPLACED", "ctc_and_gradient"]
+__all__ = ["REPLACED"]
 
 
 class _Product(torch.autograd.Function):
@@ -116,101 +116,6 @@ def in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return input.copy_(function(input.clone(), *args, **kwargs))
 
     return changed
-
-
-Lengths = Union[Tensor, Sequence[int]]
-
-
-def _run_ctc(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> Tuple[Tensor, Tensor]:
-    labels, steps = targets.to(torch.int64), input_lengths.tolist()
-    lengths = target_lengths.tolist()
-    losses, alphas = torch.ops.aten._ctc_loss(
-        log_probs, labels, steps, lengths, blank, zero_infinity
-    )
-    gradient = torch.ops.aten._ctc_loss_backward(
-        torch.ones_like(losses),
-        log_probs,
-        labels,
-        steps,
-        lengths,
-        losses,
-        alphas,
-        blank,
-        zero_infinity,
-    )
-    return losses, gradient
-
-
-# Both at once: what the backward pass of torch needs has a shape that depends on values.
-_CTC = define(
-    "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
-    "int blank, bool zero_infinity) -> (Tensor, Tensor)",
-    _run_ctc,
-    lambda log_probs, *rest: (
-        log_probs.new_empty(log_probs.shape[1]),
-        torch.empty_like(log_probs),
-    ),
-)
-
-
-class _Losses(torch.autograd.Function):
-    """Computes the loss of each sample, and its gradient in the same operator."""
-
-    @staticmethod
-    def forward(ctx: Any, log_probs: Tensor, *rest: object) -> Tuple[Tensor, Tensor]:
-        losses, gradient = _CTC(log_probs, *rest)
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(gradient)
-        return losses, gradient
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tuple[Optional[Tensor], ...]:
-        (of_inputs,) = ctx.saved_tensors
-        return (of_inputs * gradients[0][None, :, None], *[None] * 5)
-
-
-def _length_tensor(lengths: Union[int, Lengths]) -> Tensor:
-    if isinstance(lengths, Tensor):
-        return lengths.reshape(-1)
-    numbers = [lengths] if isinstance(lengths, int) else list(lengths)
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
-def ctc_and_gradient(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Lengths,
-    target_lengths: Lengths,
-    blank: int = 0,
-    reduction: Union[str, int] = "mean",
-    zero_infinity: bool = False,
-) -> Tuple[Tensor, Tensor]:
-    """Compute ``torch.nn.functional.ctc_loss`` with lengths that may change from run to run.
-
-    ``reduction`` is ``"mean"`` or ``"sum"``, or torch's number for it. Beside the loss comes the
-    gradient of its sum over the samples by ``log_probs``.
-    """
-    if log_probs.dim() == 2:
-        log_probs, targets = log_probs[:, None], targets.reshape(1, -1)
-    single = log_probs.float() if log_probs.dtype == torch.float16 else log_probs
-    lengths = _length_tensor(target_lengths)
-    losses, gradient = _Losses.apply(  # type: ignore[no-untyped-call]
-        single, targets, _length_tensor(input_lengths), lengths, blank, zero_infinity
-    )
-    if zero_infinity:
-        losses = torch.where(losses == float("inf"), torch.zeros_like(losses), losses)
-    if reduction in ("mean", 1):
-        loss = (losses / lengths.clamp(min=1).to(losses.device, losses.dtype)).mean()
-    else:
-        loss = losses.sum()
-    return loss.to(log_probs.dtype), gradient.to(log_probs.dtype)
 
 
 def bincount(input: Tensor, weights: Optional[Tensor] = None, minlength: int = 0) -> Tensor:
@@ -334,8 +239,8 @@ REPLACED: Dict[object, Callable[..., object]] = {
     torch.bincount: bincount,
     Tensor.bincount: bincount,
     F.one_hot: one_hot_by_comparison,
-    F.ctc_loss: lambda *args, **kwargs: ctc_and_gradient(*args, **kwargs)[0],
-    torch.ctc_loss: lambda *args, **kwargs: ctc_and_gradient(*args, **kwargs)[0],
+    F.ctc_loss: lambda *args, **kwargs: ctc_loss_and_gradient(*args, **kwargs)[0],
+    torch.ctc_loss: lambda *args, **kwargs: ctc_loss_and_gradient(*args, **kwargs)[0],
     F.batch_norm: batch_norm,
     F.instance_norm: _in_single(F.instance_norm),
     F.max_pool3d: _in_single(F.max_pool3d),

@@ -247,7 +247,7 @@ def record(
             call_with(step, state, (inputs, state, with_loss))
 
     try:
-        capture_step(step, batch, run, is_training, whole_layers=False, rewrites_one_hot=False)
+        capture_step(step, batch, run, is_training, whole_layers=False, rewrites=False)
     except CaptureError as error:
         recorder.recording.failure = error
     return recorder.recording
