@@ -39,6 +39,7 @@ __all__ = [
     "BACKWARD",
     "FORWARD",
     "KINDS",
+    "LIBRARY",
     "SecondGradientError",
     "call_whole",
     "run_backward",
@@ -351,23 +352,23 @@ def _with_gradient(tensors: Sequence[Tensor], *settings: object) -> List[Tensor]
     return _below_autograd(FORWARD, tensors, *settings)
 
 
-# Lives as long as the process: its operators would go with it.
-_LIBRARY: Any = torch.library.Library("ipufit", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define(
+# Of all operators of a recording; lives as long as the process: they would go with it.
+LIBRARY: Any = torch.library.Library("ipufit", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY.define(
     "recurrent(Tensor[] tensors, int states, str kind, bool has_biases, int num_layers, "
     "float dropout_p, bool train, bool bidirectional, int? autocast, int[] dtypes, int[] wanted)"
     " -> Tensor[]"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "recurrent_backward(Tensor reserve, Tensor?[] gradients, Tensor[] tensors, int[] wanted, "
     "int directions) -> Tensor[]"
 )
 for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("recurrent", run_forward, _device)
-    _LIBRARY.impl("recurrent_backward", run_backward, _device)
-_LIBRARY.impl("recurrent", _empty_forward, "Meta")
-_LIBRARY.impl("recurrent", _with_gradient, "Autograd")
-_LIBRARY.impl("recurrent_backward", _empty_backward, "Meta")
+    LIBRARY.impl("recurrent", run_forward, _device)
+    LIBRARY.impl("recurrent_backward", run_backward, _device)
+LIBRARY.impl("recurrent", _empty_forward, "Meta")
+LIBRARY.impl("recurrent", _with_gradient, "Autograd")
+LIBRARY.impl("recurrent_backward", _empty_backward, "Meta")
 
 FORWARD = torch.ops.ipufit.recurrent.default
 BACKWARD = torch.ops.ipufit.recurrent_backward.default

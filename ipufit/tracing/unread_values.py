@@ -12,11 +12,11 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from torch.nn.modules import transformer
 
 from ipufit.core.precision import autocast_state
+from ipufit.tracing.recurrent import LIBRARY
 
 __all__ = ["ctc_loss_and_gradient", "one_hot_by_comparison", "reads_classes", "without_values"]
 
@@ -124,21 +124,19 @@ def _empty_ctc(log_probs: Tensor, *rest: object) -> Tuple[Tensor, Tensor]:
 
 
 # Loss and gradient at once: what torch keeps between them has a shape that depends on the targets.
-# The library lives as long as the process: its operator would go with it.
-_LIBRARY: Any = torch.library.Library("ipufit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(
+LIBRARY.define(
     "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
     "int blank, bool zero_infinity, bool wants_gradient) -> (Tensor, Tensor)"
 )
-_LIBRARY.impl("ctc_loss", _run_ctc, "CompositeExplicitAutograd")
-_LIBRARY.impl("ctc_loss", _empty_ctc, "Meta")
+LIBRARY.impl("ctc_loss", _run_ctc, "CompositeExplicitAutograd")
+LIBRARY.impl("ctc_loss", _empty_ctc, "Meta")
 
 
 class _Losses(torch.autograd.Function):
     """Computes the loss of each sample, and its gradient in the same operator."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, log_probs: Tensor, *rest: object) -> Tuple[Tensor, Tensor]:
+    def forward(ctx: Any, log_probs: Tensor, *rest: object) -> Tuple[Tensor, Tensor]:
         """Compute losses of shape (samples,) and the gradient of their sum."""
         losses, gradient = torch.ops.ipufit.ctc_loss.default(log_probs, *rest)
         ctx.save_for_backward(gradient)
