@@ -70,6 +70,12 @@ class HyperparameterSchedule(Protocol):
         """Refuse coming updates that have no usable values; nothing changes."""
         ...
 
+    def begin_run(
+        self, updates: Optional[int], epochs: Optional[int], is_trial: bool = False
+    ) -> None:
+        """Learn how long the run is that begins, or goes on and whose state comes next."""
+        ...
+
     def end_epoch(self, logs: Mapping[str, float]) -> None:
         """Move on where settings change at epoch ends."""
         ...

@@ -297,7 +297,14 @@ def _check(
         validation.check(job.first)
     schedule = session.config.schedule
     updates = _updates_per_epoch(job.plan, config.source)
-    if schedule is not None and updates is not None:
+    if schedule is None:
+        return
+    restored = config.restored
+    first = config.epochs.start if restored is None else restored.run["first_epoch"]
+    epochs = config.epochs.stop - first
+    whole = None if updates is None else updates * epochs
+    schedule.begin_run(whole, epochs, is_trial="fast_dev_run" in config.notes)
+    if updates is not None:
         coming = min(updates * len(config.epochs), _CHECKED_UPDATES)
         schedule.check(coming, _accumulation_steps(job.plan, config.source, updates))
 

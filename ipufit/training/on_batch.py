@@ -55,6 +55,8 @@ def train_on_batch(
     Random numbers depend on the count of updates, so each call draws others.
     """
     _refuse_unseen_outputs(session)
+    if session.config.schedule is not None and not session.updates:
+        session.config.schedule.begin_run(None, None)
     return _measured(session, batch, Mode.TRAIN, seed, class_weight)
 
 

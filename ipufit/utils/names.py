@@ -103,7 +103,12 @@ _HELD_OUT = Meant("fit", "validation_data", "(x, y), a loader or a dataset")
 _HELD_OUT_SIZE = Meant("fit", "validation_batch_size", "the samples that one replica sees at once")
 _WORKERS = Meant("fit", "x", "a DataLoader(dataset, batch_size=..., num_workers=...)")
 _CALLBACKS = Meant("fit", "callbacks", "a list, such as [ipufit.callbacks.EarlyStopping()]")
-_SCHEDULE = Meant("compile", "lr_scheduler", "a scheduler of torch's, or a function of the update")
+_SCHEDULE = Meant(
+    "compile", "lr_scheduler", "'cosine', a scheduler of torch's, or a function of the update"
+)
+_WARMUP = Meant(
+    "compile", "lr_scheduler", "a curve with a warm-up: ipufit.optim.schedules.Cosine(warmup=0.1)"
+)
 _RESUME = Meant("fit", "resume", "the path of a checkpoint, or 'auto'")
 
 # By the name that Keras, Lightning or transformers have.
@@ -127,7 +132,8 @@ MEANT: Mapping[str, Meant] = {
     **dict.fromkeys(("workers", "num_workers", "collate_fn"), _WORKERS),
     **dict.fromkeys(("use_multiprocessing", "max_queue_size"), _WORKERS),
     **dict.fromkeys(("callback", "early_stopping", "logger"), _CALLBACKS),
-    **dict.fromkeys(("lr_schedule", "scheduler"), _SCHEDULE),
+    **dict.fromkeys(("lr_schedule", "lr_scheduler_type", "scheduler"), _SCHEDULE),
+    **dict.fromkeys(("warmup", "warmup_steps", "warmup_ratio"), _WARMUP),
     **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), _RESUME),
     "accelerator": Meant("Model", "engine", "'embedded' or 'ipu'; device='cuda' for a GPU"),
     "auto_scale_loss": Meant("compile", "loss_scale", "'dynamic'"),

@@ -656,11 +656,11 @@ ADVICE = (
             "optimizer.",
         ),
         (
-            "cosine",
-            "lr_scheduler must be an object of torch.optim.lr_scheduler, a factory, a callable or "
-            "a dict of callables, got 'cosine'. Pass for example lambda optimizer: "
-            "torch.optim.lr_scheduler.StepLR(optimizer, step_size=10) or lambda update: 0.1 * 0.99 "
-            "** update; torch's SequentialLR and ChainedScheduler make one of several.",
+            0.1,
+            "lr_scheduler must be a name, an object of torch.optim.lr_scheduler, a factory, a "
+            "callable or a dict of callables, got 0.1. Pass for example 'cosine' or lambda "
+            "optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10) or lambda update: "
+            "0.1 * 0.99 ** update; torch's SequentialLR and ChainedScheduler make one of several.",
         ),
         (
             {},

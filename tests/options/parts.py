@@ -412,6 +412,73 @@ of(
 )
 
 
+def curved(curve, updates=8, epochs=8, interval="update", is_trial=False):
+    """Settings of the first updates of a run, an epoch each."""
+    optimizer = torch.optim.SGD(linear().parameters(), 0.1, momentum=0.9)
+    found = schedules.resolve_schedule(curve, optimizer, interval)
+    found.begin_run(updates, epochs, is_trial)
+    rates = []
+    for _ in range(min(updates, epochs)):
+        rates += [(row[0]["lr"], row[0]["momentum"]) for row in found.rows(1)]
+        found.end_epoch({})
+    return rates
+
+
+CURVES = {
+    "Constant": {},
+    "Linear": {"final": (0.0, 0.1)},
+    "Cosine": {"final": (0.0, 0.1)},
+    "Polynomial": {"power": (1.0, 2.0), "final": (0.0, 0.1)},
+    "WSD": {
+        "decay": (4, 0.25),
+        "shape": With("cosine", "1-sqrt", decay=4),
+        "final": With(0.0, 0.1, decay=4),
+    },
+    "OneCycle": {
+        "shape": ("cosine", "linear"),
+        "div_factor": (25.0, 10.0),
+        "final_div_factor": (1e4, 10.0),
+        "momentum": ((0.85, 0.95), None),
+    },
+}
+
+
+def of_curve(name, options):
+    """Its arguments, and the value of one update without an optimizer."""
+    kind = getattr(schedules, name)
+    first = 0.3 if name == "OneCycle" else 0
+    of(
+        f"optim.schedules.{name}",
+        lambda **given: curved(kind(**given)),
+        warmup=(first, 0.5),
+        total=(None, 9),
+        **options,
+    )
+    of(
+        f"optim.schedules.{name}.multiplier",
+        lambda update=3, length=8: kind(warmup=0.75).multiplier(update, length),
+        update=(3, 5),
+        length=(8, 12),
+    )
+
+
+for curve, options in CURVES.items():
+    of_curve(curve, options)
+of(
+    "optim.schedules.OneCycle.momentum_at",
+    lambda update=3, length=8: schedules.OneCycle().momentum_at(update, length),
+    update=(3, 5),
+    length=(8, 12),
+)
+of(
+    "optim.schedules.Schedule.begin_run",
+    lambda **run: curved("linear", **run),
+    updates=(8, 6),
+    epochs=With(8, 6, interval="epoch"),
+    is_trial=(False, True),
+)
+
+
 class Doubling(schedules.Schedule):
     """A schedule of a user's own."""
 

@@ -6,6 +6,7 @@ docs/schedules.md.
 
 from typing import TYPE_CHECKING
 
+from ipufit.optim.schedules.curves import WSD, Constant, Cosine, Linear, OneCycle, Polynomial
 from ipufit.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
@@ -20,4 +21,15 @@ else:
         },
     )
 
-__all__ = ["AtEpochEnd", "Schedule", "resolve_schedule"]
+# Sorted as sorted() does: WSD is no constant.
+__all__ = [  # noqa: RUF022
+    "AtEpochEnd",
+    "Constant",
+    "Cosine",
+    "Linear",
+    "OneCycle",
+    "Polynomial",
+    "Schedule",
+    "WSD",
+    "resolve_schedule",
+]

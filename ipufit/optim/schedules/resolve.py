@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ipufit.errors import ConfigurationError
 from ipufit.optim.schedules import settings
+from ipufit.optim.schedules.curves import ENDLESS, Curve, OneCycle, curve_by_name, resolve_length
 from ipufit.optim.schedules.schedule import (
     Schedule,
     Scheduler,
@@ -135,6 +136,110 @@ class CallableSchedule(Schedule):
         return restore
 
 
+class RunSchedule(CallableSchedule):
+    """A curve over all updates of a run, or over its epochs; every ``fit`` is a run.
+
+    Args:
+        optimizer: whose learning rates are multiplied.
+        curve: says with what.
+        per_update: whether it goes over the updates or over the epochs.
+
+    Raises:
+        ConfigurationError: the curve changes momentum, and the optimizer has none.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, curve: Curve, per_update: bool) -> None:
+        self._curve = curve
+        # Until a run begins; the first values do not depend on it.
+        self._length = curve.total or ENDLESS
+        self._begin = 0
+        super().__init__(optimizer, self._parts_of(optimizer), per_update)
+
+    def _parts_of(self, optimizer: torch.optim.Optimizer) -> List[ScheduledGroups]:
+        others: Dict[str, Callable[[int], object]] = {}
+        curve = self._curve
+        if isinstance(curve, OneCycle) and curve.momentum is not None:
+            name = "beta1" if "betas" in optimizer.defaults else "momentum"
+            if any(name not in settings.numbers_of(group) for group in settings.read(optimizer)):
+                raise ConfigurationError(
+                    f"{curve!r} changes momentum beside the learning rate, but "
+                    f"{type(optimizer).__name__} has none. Pass OneCycle(momentum=None)."
+                )
+            others[name] = lambda place: curve.momentum_at(place - self._begin, self._length)
+        parts = []
+        self._rates: List[float] = []
+        functions: Dict[str, Callable[[int], object]]
+        for index, group in enumerate(optimizer.param_groups):
+            # Where torch's schedulers keep it too: what group["lr"] is from now on is the curve's.
+            rate = float(group.setdefault("initial_lr", float(group["lr"])))
+            self._rates.append(rate)
+            functions = {"lr": functools.partial(self._rate, rate), **others}
+            parts.append(ScheduledGroups([index], functions))
+        return parts
+
+    def _rate(self, rate: float, place: int) -> float:
+        return rate * self._curve.multiplier(place - self._begin, self._length)
+
+    def begin_run(
+        self, updates: Optional[int], epochs: Optional[int], is_trial: bool = False
+    ) -> None:
+        """Begin a run, or one that goes on and whose state comes next.
+
+        Args:
+            updates: of the whole run; None if nobody knows.
+            epochs: of the whole run; None if nobody knows.
+            is_trial: whether it ends after its first updates, however long it would be.
+
+        Raises:
+            ConfigurationError: the curve does not fit into the run, or needs to know its length; or
+                somebody has set a rate by hand.
+        """
+        self._before_row()
+        length, unit = (updates, "updates") if self._per_update else (epochs, "epochs")
+        curve = self._curve
+        self._length = curve.total or ENDLESS
+        if not is_trial:
+            self._length = resolve_length(curve, length, unit)
+        self._begin = self._place
+        self._fault = self._cause = None
+        self._set(self._place)
+        self._settled()
+
+    @property
+    def name(self) -> str:
+        """Name of the curve's class."""
+        return type(self._curve).__name__
+
+    @property
+    def configuration(self) -> Dict[str, object]:
+        """The curve, its length, and the rates that it multiplies."""
+        configuration = {**super().configuration, **vars(self._curve)}
+        del configuration["parts"], configuration["total"]
+        return {**configuration, "length": self._length, "rates": self._rates}
+
+    @property
+    def _place(self) -> int:
+        return self.updates if self._per_update else self.epochs
+
+    def _advance(self) -> None:
+        super()._advance()
+        place = self.updates if self._per_update else self.epochs + 1
+        if place - self._begin >= self._length:
+            unit = "update" if self._per_update else "epoch"
+            self._fault = (
+                f"lr_scheduler={self._curve!r} is over after {self._length} {unit}s, but another "
+                f"{unit} comes. Let total be the length of the run, or leave it out, where the "
+                "training data says how long it is."
+            )
+
+    def _own_state(self) -> object:
+        return {"begin": self._begin}
+
+    def _load_own(self, state: object) -> None:
+        assert isinstance(state, dict)
+        self._begin = state["begin"]
+
+
 _SPELLINGS = (
     "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10) or "
     "lambda update: 0.1 * 0.99 ** update"
@@ -182,6 +287,9 @@ def resolve_schedule(
         lr_scheduler: one of
 
             - None;
+            - "constant", "cosine", "linear", "one_cycle", "polynomial" or "wsd", a curve over the
+              whole run; or one of these with settings, such as
+              ``ipufit.optim.schedules.Cosine(warmup=0.1)``;
             - a torch scheduler over this optimizer, kept as it is; ReduceLROnPlateau steps at epoch
               ends, whatever ``interval`` says;
             - a factory, called with the optimizer: ``lambda opt: OneCycleLR(opt, ...)``, or a
@@ -237,7 +345,9 @@ def check_form(lr_scheduler: object) -> None:
         lr_scheduler = lr_scheduler.scheduler
     is_list = isinstance(lr_scheduler, list) and all(isinstance(e, Mapping) for e in lr_scheduler)
     is_factory = callable(lr_scheduler) and not isinstance(lr_scheduler, type)
-    if not (is_list or is_factory or isinstance(lr_scheduler, Scheduler)):
+    if isinstance(lr_scheduler, str):
+        curve_by_name(lr_scheduler)
+    elif not (is_list or is_factory or isinstance(lr_scheduler, (Curve, *Scheduler))):
         _parts(lr_scheduler, 1)
 
 
@@ -273,6 +383,10 @@ def _stepped(
     if isinstance(scheduler, Scheduler):
         _check_scheduler(scheduler, optimizer)
         return TorchSchedule(optimizer, scheduler, per_update, monitor)
+    if isinstance(scheduler, str):
+        scheduler = curve_by_name(scheduler)
+    if isinstance(scheduler, Curve):
+        return RunSchedule(optimizer, scheduler, per_update)
     return CallableSchedule(optimizer, _parts(scheduler, len(optimizer.param_groups)), per_update)
 
 
@@ -311,10 +425,13 @@ def _parts(scheduler: object, groups: int) -> List[ScheduledGroups]:
             _check_functions(one, empty=any(scheduler))
         return [ScheduledGroups([index], dict(one)) for index, one in enumerate(scheduler)]
     if isinstance(scheduler, type):
+        name = scheduler.__name__
+        instead = f"functools.partial({name}, ...), which is called with the optimizer"
+        if issubclass(scheduler, Curve):
+            instead = f"{name}()"
         raise ConfigurationError(
             f"lr_scheduler must be an object, a factory, a callable or a dict, got the class "
-            f"{scheduler.__name__}. Pass for example functools.partial({scheduler.__name__}, "
-            "...), which is called with the optimizer."
+            f"{name}. Pass for example {instead}."
         )
     came = (
         f"{type(scheduler).__name__} of {len(scheduler)}"
@@ -322,9 +439,9 @@ def _parts(scheduler: object, groups: int) -> List[ScheduledGroups]:
         else ""
     )
     raise ConfigurationError(
-        "lr_scheduler must be an object of torch.optim.lr_scheduler, a factory, a callable or a "
-        f"dict of callables, got {came or repr(scheduler)}. Pass for example {_SPELLINGS}; torch's "
-        "SequentialLR and ChainedScheduler make one of several."
+        "lr_scheduler must be a name, an object of torch.optim.lr_scheduler, a factory, a callable "
+        f"or a dict of callables, got {came or repr(scheduler)}. Pass for example 'cosine' or "
+        f"{_SPELLINGS}; torch's SequentialLR and ChainedScheduler make one of several."
     )
 
 

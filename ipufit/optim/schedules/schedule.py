@@ -144,6 +144,20 @@ class Schedule(abc.ABC):
         finally:
             self.restore(snapshot)
 
+    def begin_run(  # noqa: B027 - most do not depend on how long it is
+        self, updates: Optional[int], epochs: Optional[int], is_trial: bool = False
+    ) -> None:
+        """Begin a run, or one that goes on and whose state comes next.
+
+        Args:
+            updates: of the whole run; None if nobody knows.
+            epochs: of the whole run; None if nobody knows.
+            is_trial: whether it ends after its first updates, however long it would be.
+
+        Raises:
+            ConfigurationError: the schedule does not fit into the run.
+        """
+
     def end_epoch(self, logs: Mapping[str, float]) -> None:
         """An epoch ended: the time for schedules that change then.
 
