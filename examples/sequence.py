@@ -2,9 +2,9 @@
 
 Python knows the names of all Unicode characters: LATIN SMALL LETTER AE is Latin. With the first
 word taken away, letters are what is left to tell Latin, Greek, Cyrillic, Hebrew, Arabic and others
-by. A recorded program has one shape, so sequences are padded to one length; the lengths come along
-as a tensor, and padding is masked. Nothing is downloaded. Prints the accuracy on held-out names (at
-least 0.9). Takes well under a minute on two cores.
+by. Sequences are padded to one length, which is recorded once; the lengths come along as a tensor,
+and padding is masked. Nothing is downloaded. Prints the accuracy on held-out names (at least 0.9).
+Takes well under a minute on two cores.
 
     pip install ipufit
     python examples/sequence.py

@@ -8,7 +8,7 @@ from typing import Any, Hashable, List, Mapping, Sequence, Tuple, Type, Union
 import torch
 from torch import Tensor, nn
 
-from ipufit.errors import CaptureError, ConfigurationError
+from ipufit.errors import CaptureError, ConfigurationError, DataError
 from ipufit.utils import tree
 
 __all__ = [
@@ -16,9 +16,11 @@ __all__ = [
     "accumulator_of",
     "add_to",
     "add_up",
+    "check_rows",
     "children",
     "describe_value",
     "drop_ignored_outputs",
+    "join_rows",
     "label",
     "pick",
     "refuse_hidden_tensors",
@@ -63,8 +65,18 @@ def accumulator_of(output: Tensor) -> Tensor:
 
 
 def add_to(total: Tensor, output: Tensor) -> None:
-    """Add an output to the sum; a smaller last micro-batch adds to the rows that it has."""
+    """Add an output to the sum; a smaller last micro-batch adds to the rows that it has.
+
+    Raises:
+        ConfigurationError: the output has other dimensions, or more rows.
+    """
     rows = total[: output.shape[0]] if output.dim() else total
+    if rows.shape != output.shape:
+        raise ConfigurationError(
+            "outputs='sum' adds up outputs of one shape, but micro-batches have outputs of shape "
+            f"{tuple(total.shape)} and {tuple(output.shape)}. Use outputs='all' or 'final', or pad "
+            "batches to one shape in collate_fn."
+        )
     rows.add_(output)
 
 
@@ -77,6 +89,53 @@ def add_up(outputs: Sequence[tree.Tree]) -> tree.Tree:
             if isinstance(total, Tensor):
                 add_to(total, leaf)
     return tree.unflatten(totals, structure)
+
+
+def check_rows(outputs: object, size: int) -> None:
+    """Make sure that ``predict`` can join the outputs for ``size`` samples with those for others.
+
+    Raises:
+        DataError: an output has no row for each sample.
+    """
+    for path, leaf in tree.flatten_with_paths(outputs, "output")[0]:
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != size):
+            raise DataError(
+                f"predict returns one row per sample, but {path} has shape {tuple(leaf.shape)} for "
+                f"{size} samples. Return it from forward with the samples along its first "
+                "dimension, or leave it out when the module is in eval mode."
+            )
+
+
+def join_rows(outputs: Sequence[tree.Tree]) -> tree.Tree:
+    """Join the outputs of micro-batches, in the structure of those of one.
+
+    Where they differ in more than the number of rows, what stands for the tensor is a list with a
+    tensor for each row, which has no dimension of samples. What is no tensor is that of the first
+    micro-batch.
+
+    Args:
+        outputs: of each micro-batch; a row for each sample.
+
+    Raises:
+        DataError: they have several structures.
+    """
+    leaves, structures = zip(*map(tree.flatten, outputs))
+    for structure in structures:
+        if structure != structures[0]:
+            raise DataError(
+                "predict joins the outputs of all batches, which must have one structure, but "
+                f"forward returned {structures[0]} and {structure}. Return one structure, or use "
+                "predict_iter(..., device_iterations=1), which yields them batch by batch."
+            )
+    return tree.unflatten([_join(column) for column in zip(*leaves)], structures[0])
+
+
+def _join(column: Sequence[tree.Leaf]) -> object:
+    if not isinstance(column[0], Tensor):
+        return column[0]
+    if len({tensor.shape[1:] for tensor in column}) == 1:
+        return torch.cat([*column])
+    return [row for tensor in column for row in tensor.unbind()]
 
 
 def refuse_hidden_tensors(outputs: object) -> None:

@@ -46,11 +46,14 @@ class BatchValidator:
         self._mode = mode
         self._own_loss = own_loss
         self._casting = casting
-        self._casts: Optional[Casts] = None
-        # Both as they came, before their dtypes are changed.
-        self._reference: Optional[MicroBatch] = None
+        # As they came, before their dtypes are changed: the very first batch, the first one of each
+        # structure, and the last one.
+        self._first: Optional[MicroBatch] = None
+        self._examples: Dict[tree.Structure, MicroBatch] = {}
         self._last: Optional[MicroBatch] = None
+        # Names of the tensors of the first batch, and the dtypes in which each structure comes.
         self._names: List[str] = []
+        self._casts: Dict[tree.Structure, Casts] = {}
         # Of picked rows that make a batch like the last: their structure, and how many are used.
         self._picked: Optional[tree.Structure] = None
         self._used = 0
@@ -70,7 +73,7 @@ class BatchValidator:
             return [micro_batch.clone() if self._source.reuses_memory else micro_batch]
         last = self._last
         if last is not None and raw.structure is self._picked and self._are_like(last, raw):
-            leaves = self._cast(raw.leaves[: self._used])
+            leaves = self._cast(raw.leaves[: self._used], last.structure)
             return MicroBatch.split_rows(leaves, last.structure, last.size)
         return [self._picked_one(each, index + i) for i, each in enumerate(raw.apart())]
 
@@ -97,8 +100,8 @@ class BatchValidator:
         """The micro-batch for the loader's batch number ``index`` of this epoch.
 
         Raises:
-            DataError: it is not what the module and loss take, or differs from the first one in
-                more than being smaller.
+            DataError: it is not what the module and loss take, has other dtypes than the first one
+                of its structure, or more samples than the loader's ``batch_size``.
         """
         return self._in_dtypes(self._unpacked(raw, index))
 
@@ -108,14 +111,15 @@ class BatchValidator:
         Returns:
             None where there is no other way.
         """
-        if self._casting is None or self._reference is None or self._casts is None:
+        first = self._first
+        if self._casting is None or first is None:
             return None
-        ways = self._casting.ways(self._reference)
-        others = ways[ways.index(self._casts) + 1 :]
+        ways = self._casting.ways(first)
+        others = ways[ways.index(self._casts[first.structure]) + 1 :]
         if not others:
             return None
-        self._casts = others[0]
-        return self._in_dtypes(self._reference)
+        self._casts[first.structure] = others[0]
+        return self._in_dtypes(first)
 
     def accept_dtypes(self, announce: bool) -> None:
         """Keep the dtypes of the first batch, which the program runs with.
@@ -123,20 +127,22 @@ class BatchValidator:
         Args:
             announce: whether to warn of those that differ from the user's.
         """
-        if self._casting is None or self._reference is None or self._casts is None:
+        first = self._first
+        if self._casting is None or first is None:
             return
-        self._casting.choose(self._reference, self._casts)
+        casts = self._casts[first.structure]
+        self._casting.choose(first, casts)
         if announce:
-            role = self._source.role
-            self._casting.announce(role, self._reference, self._names, self._casts)
+            self._casting.announce(self._source.role, first, self._names, casts)
 
-    def _cast(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self._casts is None or not any(self._casts):
+    def _cast(self, leaves: Sequence[Tensor], structure: tree.Structure) -> Sequence[Tensor]:
+        casts = self._casts.get(structure, ())
+        if not any(casts):
             return leaves
-        return [leaf if cast is None else leaf.to(cast) for leaf, cast in zip(leaves, self._casts)]
+        return [leaf if cast is None else leaf.to(cast) for leaf, cast in zip(leaves, casts)]
 
     def _in_dtypes(self, batch: MicroBatch) -> MicroBatch:
-        leaves = self._cast(batch.leaves)
+        leaves = self._cast(batch.leaves, batch.structure)
         if leaves is batch.leaves:
             return batch
         return MicroBatch(tuple(leaves), batch.structure, batch.size)
@@ -210,28 +216,23 @@ class BatchValidator:
         return (*_arguments(raw[0]), raw[1], raw[2] if len(raw) == 3 else None)
 
     def _compare(self, batch: MicroBatch, names: List[str], index: int) -> None:
+        where = f"{self._source.role}, batch {index}: "
         if self.micro_batch_size is None:
             self.micro_batch_size = batch.size
-        reference = self._reference
-        if reference is None:
-            self._reference = reference = batch
-            where = f"{self._source.role}, batch {index}: "
-            self._names = [name[len(where) :] for name in names]
-            self._casts = None if self._casting is None else self._casting.ways(batch)[0]
-        if batch.structure != reference.structure:
+        if self._first is None:
+            self._first, self._names = batch, [name[len(where) :] for name in names]
+        if is_weighted(batch) != is_weighted(self._first):
+            came = "one" if is_weighted(batch) else "none"
             raise DataError(
-                f"{self._source.role}, batch {index}: every batch must have the structure of the "
-                f"first, {_describe(reference.structure)}, got {_describe(batch.structure)}. Yield "
-                "one structure, in the dataset or collate_fn." + self._source.origin()
+                f"{where}all batches must have a sample_weight or none, but this one has "
+                f"{came}, unlike the first. Yield (inputs, target, sample_weight) each time; a "
+                "weight of 1 leaves a sample as it is." + self._source.origin()
             )
-        casts = self._casts or (None,) * len(names)
-        for name, first, now, cast in zip(names, reference.leaves, batch.leaves, casts):
-            if (first.shape[1:], first.dim()) != (now.shape[1:], now.dim()):
-                raise DataError(
-                    f"{name} has shape {tuple(now.shape)}, but the first batch has "
-                    f"{tuple(first.shape)}; only the number of samples may be smaller. Pad or crop "
-                    "to one shape in the dataset or collate_fn." + self._source.origin()
-                )
+        example = self._examples.setdefault(batch.structure, batch)
+        if example is batch and self._casting is not None:
+            self._casts[batch.structure] = self._casting.ways(batch)[0]
+        casts = self._casts.get(batch.structure, (None,) * len(names))
+        for name, first, now, cast in zip(names, example.leaves, batch.leaves, casts):
             is_cast = cast is not None and first.is_floating_point() == now.is_floating_point()
             if first.dtype != now.dtype and not is_cast:
                 raise DataError(
@@ -239,18 +240,13 @@ class BatchValidator:
                     f"{first.dtype}. Convert to one dtype in the dataset or collate_fn."
                     + self._source.origin()
                 )
-        if batch.size > self.micro_batch_size and self._source.micro_batch_size:
+        most = self._source.micro_batch_size
+        if most is not None and batch.size > most:
             raise DataError(
-                f"{self._source.role}, batch {index}: a batch may have as many samples as the "
-                f"DataLoader's batch_size at most, {self.micro_batch_size}, got {batch.size}. Let "
+                f"{where}a batch may have as many samples as the "
+                f"DataLoader's batch_size at most, {most}, got {batch.size}. Let "
                 "collate_fn put what it makes of one sample along another dimension, or pass an "
                 "object of your own whose __iter__ reads the DataLoader." + self._source.origin()
-            )
-        if batch.size > self.micro_batch_size:
-            raise DataError(
-                f"{self._source.role}, batch {index}: a batch may be smaller than the first "
-                f"({self.micro_batch_size} samples), not larger, got {batch.size}. Use a fixed "
-                "batch_size." + self._source.origin()
             )
 
 
@@ -281,18 +277,6 @@ def _in_words(path: str) -> str:
         if inside.startswith(prefix):
             return f"{head}: {word}{inside[len(prefix) :]}"
     return path
-
-
-def _describe(structure: tree.Structure) -> str:
-    """The structure of (args, kwargs, target, sample_weight) as the user knows it."""
-    args, kwargs, target, weight = structure.children
-    inputs = args.children[0] if len(args.children) == 1 else args
-    words = f"inputs {kwargs if kwargs.children else inputs}"
-    if target.kind is not type(None):
-        words += f" and target {target}"
-    if weight.kind is not type(None):
-        words += f" and sample_weight {weight}"
-    return words.replace("*", "tensor")
 
 
 def _tensor(name: str, leaf: object) -> Tensor:

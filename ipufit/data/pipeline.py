@@ -59,6 +59,8 @@ class JobSpec:
             of these.
         prefetch: executions to prepare ahead.
         profile_folder: where the engine puts a profile that its own tools read, if it can.
+        micro_batch_size: samples of a full micro-batch where the loader does not say; None takes
+            those of the first batch that is read.
     """
 
     source: DataAdapter
@@ -71,6 +73,7 @@ class JobSpec:
     cut_every: Sequence[int] = ()
     prefetch: int = 0
     profile_folder: Optional[str] = None
+    micro_batch_size: Optional[int] = None
 
 
 class BatchPipeline:
@@ -91,6 +94,8 @@ class BatchPipeline:
         self._job = job
         self._source = job.source
         self.unpacker = BatchValidator(job.source, job.mode, own_loss, casting)
+        if job.micro_batch_size is not None and self.unpacker.micro_batch_size is None:
+            self.unpacker.micro_batch_size = job.micro_batch_size
         self._updates = 0
         self._horizon = ReadAhead()
         self._open: Optional[Generator[RawBatch, None, None]] = None

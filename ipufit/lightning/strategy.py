@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import INFERENCE, TRAINING, role_of
+from ipufit.core.outputs import join_rows
 from ipufit.core.train_config import Clip
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
@@ -31,7 +32,6 @@ from ipufit.lightning_module.optimizers import configure_optimizer
 from ipufit.lightning_module.steps import acting_as
 from ipufit.processes import current
 from ipufit.report.settings import Report, refuse_report
-from ipufit.training.trainer import join_outputs
 from ipufit.utils.error_collector import folder_of, one_of
 from ipufit.utils.poptorch_sdk import sdk_kind
 
@@ -313,7 +313,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
 
     def predict_step(self, batch: ExecutionBatches, *_: object) -> object:
         """The outputs of one execution, joined."""
-        return join_outputs(self._inferred(batch, "predict", Mode.PREDICT))
+        return join_rows(self._inferred(batch, "predict", Mode.PREDICT))
 
     def _inferred(self, batch: ExecutionBatches, role: str, mode: Mode) -> List[object]:
         outputs: List[object] = []

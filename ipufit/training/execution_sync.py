@@ -174,21 +174,33 @@ class ExecutionSync:
         sizes: List[List[int]] = [[] for _ in range(self._plan.processes)]
         for (process, _), size in zip(order, (s for u in batch.layout or () for s in u if s)):
             sizes[process].append(size)
-        counts = [sum(each) for each in sizes]
         leaves, structure = tree.flatten(like)
         columns = [tree.flatten(each)[0] for each in outputs]
+        forms = self._row_shapes(columns)
         whole: List[List[object]] = []
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 whole.append([leaf] * len(order))
                 continue
-            own = [column[i] for column in columns]
-            shape = (0, *leaf.shape[1:])
-            joined = torch.cat(own) if own else torch.empty(shape, dtype=leaf.dtype)
-            rows = self.processes.gather_rows(joined, counts)
-            parts = [torch.split(each, size) for each, size in zip(rows, sizes)]
-            whole.append([parts[process][index] for process, index in order])
+            # Elements one after the other: their micro-batches may differ in shape.
+            own = [column[i].reshape(-1) for column in columns]
+            joined = torch.cat(own) if own else torch.empty(0, dtype=leaf.dtype)
+            shapes = [[(size, *rows[i]) for size, rows in zip(*each)] for each in zip(sizes, forms)]
+            counts = [[torch.Size(shape).numel() for shape in each] for each in shapes]
+            elements = self.processes.gather_rows(joined, list(map(sum, counts)))
+            parts = [torch.split(each, count) for each, count in zip(elements, counts)]
+            whole.append(
+                [parts[process][index].reshape(shapes[process][index]) for process, index in order]
+            )
         return [tree.unflatten(list(each), structure) for each in zip(*whole)]
+
+    def _row_shapes(self, columns: Sequence[Sequence[object]]) -> List[List[List[List[int]]]]:
+        """By process, micro-batch and leaf, the shape of a row; empty for what is no tensor."""
+        shapes = [
+            [list(leaf.shape[1:]) if isinstance(leaf, Tensor) else [] for leaf in column]
+            for column in columns
+        ]
+        return self.processes.gather(shapes, "shapes of outputs")
 
 
 def _numbers(

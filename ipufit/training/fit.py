@@ -22,7 +22,7 @@ from ipufit.training.fit_data import FitRequest, InferenceRequest
 from ipufit.training.rank_consistency import sync_inference_config, sync_run_config
 from ipufit.training.session import JobSpec, Session
 from ipufit.training.summary import stripped
-from ipufit.training.trainer import Job, PredictionObserver, Trainer, join_outputs
+from ipufit.training.trainer import Job, PredictionObserver, Trainer
 from ipufit.training.validation import ValidationRunner
 from ipufit.utils.console import say_dev_run, warn_user
 from ipufit.utils.phase_timer import NO_CLOCK
@@ -121,6 +121,9 @@ def _train(model: CallbackModel, session: Session, config: FitConfig) -> History
                 cut_every=_cuts(config),
                 prefetch=config.prefetch,
                 profile_folder=None if config.report is None else config.report.popvision,
+                micro_batch_size=None
+                if config.restored is None
+                else config.restored.document["micro_batch_size"],
             )
         )
         with session.running(job):
@@ -329,7 +332,9 @@ def predict(model: CallbackModel, session: Session, request: InferenceRequest) -
     """Check everything, and predict."""
     with _inferring(model, session, Mode.PREDICT, request) as (job, callbacks):
         observer = PredictionObserver(callbacks, job)
-        return join_outputs([observer.take() for _ in Trainer(job, [observer]).predict()])
+        for _ in Trainer(job, [observer]).predict():
+            pass
+        return observer.take()
 
 
 @contextlib.contextmanager

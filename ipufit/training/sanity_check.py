@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from typing import Iterator, Optional, Sequence, Tuple
+from typing import Callable, Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -59,6 +59,7 @@ class FailureExplainer:
         on_gpu: whether the module is on one.
         is_shared: whether other processes have parts of the data, so that batches have no numbers.
         labels: class indices that the loss takes, as far as they are known.
+        origin: names the place in the user's code where batches are made.
     """
 
     module: nn.Module
@@ -69,6 +70,7 @@ class FailureExplainer:
     on_gpu: bool = False
     is_shared: bool = False
     labels: Tuple[LabelRange, ...] = ()
+    origin: Callable[[], str] = str
 
     @contextlib.contextmanager
     def explained(self, batches: Sequence[MicroBatch], first: Optional[int] = 0) -> Iterator[None]:
@@ -94,6 +96,9 @@ class FailureExplainer:
     ) -> None:
         """Raise an error of ours in place of the other one, if more is known than that says."""
         fault = self.explain(error, batches, first)
+        if isinstance(fault, DataError) and fault.what and first:
+            # The first batch of the epoch was looked at before: this one is unlike it.
+            fault = DataError(f"{fault}{self.origin()}", what=fault.what, cure=fault.cure)
         if fault is not None:
             raise fault from error
 
@@ -112,6 +117,11 @@ class FailureExplainer:
         except DataError as fault:
             return fault
         loss = self.loss
+        for index, batch in enumerate(batches if isinstance(error, TypeError) else ()):
+            try:
+                check_call(self.module, batch, loss, self._where(first, index))
+            except DataError as fault:
+                return fault
         if loss is not None and self.mode is Mode.PREDICT and not loss.in_module:
             loss = None
         step = ModuleWithLoss(self.module, loss)
@@ -148,13 +158,19 @@ class FailureExplainer:
         return f"{self.role}, batch {first + index}: "
 
 
-def check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: DataAdapter) -> None:
-    """Hold the batch against the signature of forward, before torch's own error for it.
+def check_call(module: nn.Module, batch: MicroBatch, loss: Optional[Loss], where: str) -> None:
+    """Hold a batch against the signature of forward, before torch's own error for it.
+
+    Args:
+        module: the user's.
+        batch: a micro-batch.
+        loss: normal form; None where there is none.
+        where: beginning of the message: what the data is for.
 
     Raises:
         DataError: forward can't be called with it.
     """
-    args, kwargs, _, _ = first.unpack()
+    args, kwargs, _, _ = batch.unpack()
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):
@@ -165,13 +181,13 @@ def check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: DataAda
         given = [*(["1 input"] if len(args) == 1 else [f"{len(args)} inputs"] if args else [])]
         given += [f"{name}=" for name in kwargs]
         cure = "Bring the batch into the form that forward takes."
-        if loss.in_module:
+        if loss is not None and loss.in_module:
             cure = (
                 "With loss=None every part of the batch goes to forward: pass loss= to compile, or "
                 "let forward take the target and return (outputs, loss)."
             )
         raise DataError(
-            f"{source.role}: {type(module).__name__}.forward{signature} can't take a batch of "
+            f"{where}{type(module).__name__}.forward{signature} can't take a batch of "
             f"{', '.join(given)}: {error}. {cure}"
         ) from error
 

@@ -13,6 +13,7 @@ from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.compile_arguments import role_of
 from ipufit.core.logged_values import merge_rules
+from ipufit.core.outputs import check_rows
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig, check_interval
 from ipufit.data.batches import BatchValidator, is_weighted
@@ -36,7 +37,7 @@ from ipufit.training.sanity_check import (
     probe,
     wrap_batch_errors,
 )
-from ipufit.training.trainer import Job, check_rows
+from ipufit.training.trainer import Job
 from ipufit.utils.console import warn_user
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.names import check_log_name
@@ -250,17 +251,23 @@ class Session:
             LossError: the loss can't be trained on.
             MetricError: the metrics don't fit the outputs and targets.
         """
-        if job.mode is Mode.TRAIN:
-            check_interval(self.config.outputs, job.plan.device_iterations)
         pipeline = BatchPipeline(job, self.loss.in_module, self.casting)
         try:
-            with pipeline.watched():
-                first = pipeline.peek(job.epoch, job.plan)
-                with self.explainer(job.mode, job.source.role).explained([first]):
-                    return self._prepare_in_a_dtype(pipeline, first, job)
+            return self._start(pipeline, self._read_first(pipeline, job), job)
         except BaseException:
             pipeline.close()
             raise
+
+    def _read_first(self, pipeline: BatchPipeline, job: JobSpec) -> MicroBatch:
+        if job.mode is Mode.TRAIN:
+            check_interval(self.config.outputs, job.plan.device_iterations)
+        with pipeline.watched():
+            return pipeline.peek(job.epoch, job.plan)
+
+    def _start(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
+        explained = self.explainer(job.mode, job.source.role).explained([first])
+        with pipeline.watched(), explained:
+            return self._prepare_in_a_dtype(pipeline, first, job)
 
     def _prepare_in_a_dtype(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
         """Prepare with whole numbers in the first dtype that module and loss run with."""
@@ -286,23 +293,26 @@ class Session:
         Raises:
             ProcessError: it fails in another one.
         """
+        processes = self.processes
+        pipeline = BatchPipeline(job, self.loss.in_module, self.casting)
         started: List[Job] = []
-
-        def start() -> Job:
-            started.append(self.start(job))
-            return started[0]
-
         try:
-            return self.processes.run_on_all_ranks(start)
+            first = processes.run_on_all_ranks(lambda: self._read_first(pipeline, job))
+            # Where the loader does not say, all have the size of the first batch of process 0.
+            sizes = processes.gather(pipeline.unpacker.micro_batch_size, "size of a batch")
+            pipeline.unpacker.micro_batch_size = sizes[0]
+            start = functools.partial(self._start, pipeline, first, job)
+            processes.run_on_all_ranks(lambda: started.append(start()))
+            return started[0]
         except BaseException:
+            pipeline.close()
             for each in started:
-                each.pipeline.close()
                 self.finish(each.program)
             raise
 
     def _prepare(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
         training = job.mode is Mode.TRAIN
-        check_call(self.module, first, self.loss, job.source)
+        check_call(self.module, first, self.loss, f"{job.source.role}: ")
         if training and job.source.class_weights is not None:
             check_class_weights(job.source.class_weights, self.module, first, self.loss)
         self.divided.divide(first, training)
@@ -316,6 +326,7 @@ class Session:
     def _prepare_program(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
         mode = job.mode
         explainer = self.explainer(mode, job.source.role)
+        explainer.origin = job.source.origin
         self.divided.count_stages(first, mode is Mode.TRAIN)
         plan = self.divided.with_stage_count(job.plan)
         size = pipeline.unpacker.micro_batch_size or first.size

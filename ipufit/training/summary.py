@@ -293,7 +293,7 @@ def sample_for(session: Session, x: object, asks: str) -> MicroBatch:
     """
     if x is not None:
         sample = sample_of(x, session.loss.in_module, asks, True, session.casting)
-        check_call(session.module, sample, session.loss, DataAdapter([], asks))
+        check_call(session.module, sample, session.loss, f"{asks}: ")
         return sample
     if session.sample is None:
         raise no_batch(asks)

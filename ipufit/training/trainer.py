@@ -7,26 +7,23 @@ import dataclasses
 import functools
 from typing import Any, Callable, Dict, Generator, Iterator, List, Mapping, Optional, Sequence
 
-import torch
-from torch import Tensor
-
 from ipufit.callbacks.callback_list import BATCH_HOOKS, CallbackObserver, Observer
 from ipufit.callbacks.history import History
 from ipufit.callbacks.running_fit import Measurement
 from ipufit.core.batch import CombinedBatch, DataCursor, Mode
+from ipufit.core.outputs import check_rows, join_rows
 from ipufit.core.train_config import HyperparameterSchedule
 from ipufit.data.pipeline import BatchPipeline
 from ipufit.engines.program import ExecutionResult
-from ipufit.errors import DataError, NonFiniteLossError
+from ipufit.errors import NonFiniteLossError
 from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.sanity_check import FailureExplainer
-from ipufit.utils import tree
 from ipufit.utils.console import warn_user
 from ipufit.utils.fault_injection import raise_injected_fault
 from ipufit.utils.interrupts import ForkGuard, defer_sigint
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
-__all__ = ["Job", "PredictionObserver", "Trainer", "check_rows", "join_outputs"]
+__all__ = ["Job", "PredictionObserver", "Trainer"]
 
 
 @dataclasses.dataclass
@@ -295,40 +292,16 @@ def _end_all(observers: Sequence[Observer], logs: Dict[str, float]) -> None:
 class PredictionObserver(CallbackObserver):
     """Shows callbacks what each execution predicts, and keeps it until it is taken."""
 
-    _rows: object = None
+    _outputs: Optional[List[object]] = None
 
     def end_execution(self, epoch: int, outputs: List[object]) -> None:
         """Call ``on_predict_batch_end`` with the outputs for all samples of the execution."""
-        self._rows = join_outputs(outputs)
-        self.callbacks.call("on_predict_batch_end", self.meter.updates - 1, {"outputs": self._rows})
+        self._outputs = self._outputs or []
+        self._outputs += outputs
+        logs = {"outputs": join_rows(outputs)}
+        self.callbacks.call("on_predict_batch_end", self.meter.updates - 1, logs)
 
     def take(self) -> Any:
-        """Return the outputs of the last execution, and keep them no longer."""
-        rows, self._rows = self._rows, None
-        return rows
-
-
-def join_outputs(outputs: Sequence[object]) -> Any:
-    """Return the outputs of several micro-batches in the structure of those of one."""
-    structure = tree.flatten(outputs[-1])[1]
-    columns = zip(*(tree.flatten(each)[0] for each in outputs))
-    return tree.unflatten([_join(list(column)) for column in columns], structure)
-
-
-def check_rows(outputs: object, size: int) -> None:
-    """Make sure that ``predict`` can join the outputs for ``size`` samples with those for others.
-
-    Raises:
-        DataError: an output has no row for each sample.
-    """
-    for path, leaf in tree.flatten_with_paths(outputs, "output")[0]:
-        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != size):
-            raise DataError(
-                f"predict returns one row per sample, but {path} has shape {tuple(leaf.shape)} for "
-                f"{size} samples. Return it from forward with the samples along its first "
-                "dimension, or leave it out when the module is in eval mode."
-            )
-
-
-def _join(column: List[Any]) -> object:
-    return torch.cat(column) if isinstance(column[0], Tensor) else column[0]
+        """Return the outputs of all executions since the last call, and keep them no longer."""
+        outputs, self._outputs = self._outputs, None
+        return join_rows(outputs or [])

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 import ipufit
-from ipufit.errors import DataError
-from tests.engines import embedded_only
+from ipufit.errors import DataError, LossError
+from tests.engines import embedded_only, one_shape
 from tests.faulty import (
     SEVERAL,
     Batches,
@@ -34,7 +34,6 @@ from tests.faulty import (
 X, Y = batches(1, 8)[0]
 FORM = "a batch must be (inputs, target) or (inputs, target, sample_weight)"
 CONVERT = "Convert it in the dataset or in collate_fn, or leave it out of the batch."
-PAD = "Pad or crop to one shape in the dataset or collate_fn."
 
 
 def place(function):
@@ -180,56 +179,49 @@ def other(features=4, size=4, dtype=torch.float32):
 CHANGES = {
     "shape": (
         other(features=5),
-        "input [0] has shape (4, 5), but the first batch has (4, 4); only the number of "
-        f"samples may be smaller. {PAD}",
+        DataError,
+        "training data, batch 5: layer 'body', Linear(in_features=4, out_features=6, bias=True), "
+        "needs 4 features in the last dimension, got shape (4, 5), dtype float32, at ",
     ),
     "rank": (
         (torch.zeros(4, 4, 1), torch.zeros(4, 3)),
-        "input [0] has shape (4, 4, 1), but the first batch has (4, 4); only the number "
-        f"of samples may be smaller. {PAD}",
+        DataError,
+        "training data, batch 5: layer 'body', Linear(in_features=4, out_features=6, bias=True), "
+        "needs 4 features in the last dimension, got shape (4, 4, 1), dtype float32, at ",
     ),
     "target": (
         (torch.zeros(4, 4), torch.zeros(4, 2)),
-        "target has shape (4, 2), but the first batch has (4, 3); only the number of "
-        f"samples may be smaller. {PAD}",
+        LossError,
+        "loss 'mse' needs prediction and target of one shape, got prediction (4, 3) and target "
+        "(4, 2). Make both shapes equal.",
     ),
     "dtype": (
         other(dtype=torch.float64),
-        "input [0] has dtype torch.float64, but the first batch has torch.float32. "
-        "Convert to one dtype in the dataset or collate_fn.",
-    ),
-    "larger": (
-        other(size=6),
-        "a batch may be smaller than the first (4 samples), not larger, got 6. Use a fixed "
-        "batch_size.",
-    ),
-    "structure": (
-        ({"x": torch.zeros(4, 4)}, torch.zeros(4, 3)),
-        "every batch must have the structure of the first, inputs tensor and target tensor, got "
-        "inputs dict('x': tensor) and target tensor. Yield one structure, in the dataset or "
-        "collate_fn.",
+        DataError,
+        "training data, batch 5: input [0] has dtype torch.float64, but the first batch has "
+        "torch.float32. Convert to one dtype in the dataset or collate_fn.",
     ),
     "more": (
         ((torch.zeros(4, 4), torch.zeros(4, 4)), torch.zeros(4, 3)),
-        "every batch must have the structure of the first, inputs tensor and target tensor, got "
-        "inputs tuple(0: tensor, 1: tensor) and target tensor. Yield one structure, in the dataset "
-        "or collate_fn.",
+        DataError,
+        "training data, batch 5: Net.forward(x) can't take a batch of 2 inputs: too many "
+        "positional arguments. Bring the batch into the form that forward takes.",
     ),
 }
 
 
-@pytest.mark.long("ipu-standin")
+@one_shape
 @pytest.mark.few("shape-1", "more-1")
 @pytest.mark.parametrize(("name", "di"), [*zip(CHANGES, itertools.cycle([1, 4]))])
 def test_a_batch_unlike_the_first_ends_training_without_loss(name, di):
-    """The program has one shape: training stops before the batch, with what was learned so far."""
-    batch, text = CHANGES[name]
+    """What the module can't take stops training before it, with what was learned so far."""
+    batch, kind, text = CHANGES[name]
     items = batches(5)
     model, twin = compiled(), compiled()
     twin.module.load_state_dict(model.module.state_dict())
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(kind) as caught:
         fit(model, Batches([*items, batch]), device_iterations=di)
-    assert str(caught.value) == f"training data, batch 5: {text}{place(Batches.__iter__)}"
+    assert str(caught.value).startswith(text)
     # An execution is fed whole or not at all.
     fit(twin, items[: 5 // di * di])
     assert_same_bits(state(model), state(twin))
@@ -286,7 +278,7 @@ def generator():
     yield torch.zeros(4, 5), torch.zeros(4, 3)
 
 
-@pytest.mark.long("ipu-standin")
+@one_shape
 @pytest.mark.parametrize(
     ("make", "where"),
     [
@@ -311,10 +303,8 @@ def test_a_change_of_shape_names_the_line_where_batches_are_made(make, where):
     model = compiled()
     with pytest.raises(DataError) as caught:
         fit(model, make())
-    assert str(caught.value) == (
-        "training data, batch 1: input [0] has shape (4, 5), but the first batch has "
-        f"(4, 4); only the number of samples may be smaller. {PAD}{place(where)}"
-    )
+    assert str(caught.value).startswith("training data, batch 1: layer 'body', ")
+    assert str(caught.value).endswith(place(where))
 
 
 # ---- the user's own errors ----------------------------------------------------------------------

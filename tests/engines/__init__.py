@@ -24,6 +24,7 @@ ragged = embedded_only(
     "beside buffers that forward changes, an update that is not full is refused where no smaller "
     "program is it exactly"
 )
+one_shape = embedded_only("a compiled program has one shape")
 replicas_meet = embedded_only(
     "on an IPU replicas start each program with the statistics of the first"
 )

@@ -31,7 +31,6 @@ from ipufit.analysis.check.runs import CheckRun, ModuleUnderTest
 from ipufit.analysis.check.static_checks import mode_findings, untrained_findings
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.train_config import Precision
-from ipufit.data.source import DataAdapter
 from ipufit.errors import CaptureError, IpufitError, LossError, brief_error
 from ipufit.partition.partition import NOT_DIVIDED
 from ipufit.tracing.capture import Frame
@@ -361,7 +360,7 @@ def checked_sample(
     """
     loss = session.loss if session is not None else None
     if loss is not None:
-        check_call(module, sample, loss, DataAdapter([], "check"))
+        check_call(module, sample, loss, "check: ")
         if not loss.in_module and sample.unpack()[2] is None:
             loss = None
     precision = session.config.precision if session is not None else Precision()

@@ -91,12 +91,16 @@ class EngineContext(Engine):
         state: Sequence[Tensor],
         layout: Optional[Callable[[Sequence[str]], Sequence[FlatBlock]]],
     ) -> TracedStep:
-        """The recorded micro-batch for the example's shapes; recorded now if it is new."""
+        """The recorded micro-batch for the example's shapes; recorded now if it is new.
+
+        The module itself, run eagerly, is the same step for all shapes.
+        """
         step = self.step_module(spec.module, spec.loss)
         config = spec.config
         scaled = config.loss_scale is not None and layout is not None
         recompute = config.recompute if layout is not None else ()
         frozen, held = fingerprint(step)
+        tensors = [*state] if spec.run_eagerly else [*state, *example.leaves]
         key: Tuple[object, ...] = (
             frozen,
             spec.mode,
@@ -106,7 +110,7 @@ class EngineContext(Engine):
             example.structure,
             tuple(trained),
             _partition(layout(trained)) if layout else (),
-            tuple((t.shape, t.dtype, t.device, t.stride()) for t in [*state, *example.leaves]),
+            tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors),
             (config.precision, scaled, recompute, spec.divides_weights),
             autocast_state(state[0].device if state else torch.device("cpu")),
         )
@@ -134,7 +138,7 @@ class EngineContext(Engine):
             )
             self.hints.update(micro.hints)
             key = (fingerprint(step)[0], *key[1:])
-            self._traced[key] = TracedStep(run, lowered, micro, micro.outputs, random, held, graph)
+            self._traced[key] = TracedStep(run, lowered, micro, random, held, graph)
             if len(self._traced) > _KEPT:
                 self._traced.popitem(last=False)
         self._traced.move_to_end(key)

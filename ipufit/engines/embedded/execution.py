@@ -19,7 +19,7 @@ from ipufit.core.outputs import accumulator_of, add_to
 from ipufit.engines.embedded.flat_optimizer import Rows
 from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.program import ExecutionResult
-from ipufit.tracing.grad_step import ReportedScalars, unpack_reported
+from ipufit.tracing.grad_step import OutputShape, ReportedScalars, unpack_reported
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
@@ -63,7 +63,8 @@ class ExecutionWork:
         shares: parts of the updates of all processes that these are; None for one process.
         is_here: whether the micro-batches are on the device.
         is_random: whether any may draw random numbers.
-        merged: takes several micro-batches at once, where an update is made of such; None: never.
+        merged: by what is recorded for a micro-batch, what takes several like it at once, where an
+            update is made of such alone.
         compiled: makes the updates that fit it; None for none.
     """
 
@@ -73,7 +74,7 @@ class ExecutionWork:
     shares: Optional[Sequence[ProcessShard]] = None
     is_here: bool = True
     is_random: bool = True
-    merged: Optional[BatchedStep] = None
+    merged: Mapping[TracedStep, BatchedStep] = dataclasses.field(default_factory=dict)
     compiled: Optional[WholeUpdates] = None
 
 
@@ -137,7 +138,7 @@ class ExecutionOutputs:
 
     def __init__(self, wanted: Collection[int] = (), replicas: int = 0) -> None:
         self.numbers: List[Tuple[Sequence[ReportedScalars], Tensor]] = []
-        self.outputs: List[Tuple[TracedStep, List[Tensor]]] = []
+        self.outputs: List[Tuple[OutputShape, List[Tensor]]] = []
         self.places: List[int] = []
         self.finite: List[Tensor] = []
         self.skipped = 0
@@ -172,10 +173,12 @@ class ExecutionOutputs:
     def add_outputs(self, recorded: TracedStep, tensors: List[Tensor], place: int) -> None:
         """Keep the outputs of a micro-batch of this execution, or add them to its replica's sum."""
         if not self._replicas:
-            self.outputs.append((recorded, tensors))
+            # Of a module run eagerly it is that of the last call.
+            self.outputs.append((recorded.micro.outputs, tensors))
             self.places.append(place)
         elif place < self._replicas:
-            self.outputs.append((recorded, [accumulator_of(tensor) for tensor in tensors]))
+            totals = [accumulator_of(tensor) for tensor in tensors]
+            self.outputs.append((recorded.micro.outputs, totals))
         else:
             for total, tensor in zip(self.outputs[place % self._replicas][1], tensors):
                 add_to(total, tensor)
@@ -207,8 +210,8 @@ class ExecutionOutputs:
         self.numbers = [(kinds, _without_values(each)) for kinds, each in self.numbers]
         self.finite = [_without_values(tensor) for tensor in self.finite]
         self.outputs = [
-            (recorded, [_without_values(tensor) for tensor in tensors])
-            for recorded, tensors in self.outputs
+            (shape, [_without_values(tensor) for tensor in tensors])
+            for shape, tensors in self.outputs
         ]
 
     def anchors(
@@ -219,8 +222,8 @@ class ExecutionOutputs:
         values = next(host).to(torch.float64) if self.numbers else torch.empty(0)
         finite = next(host).tolist() if self.finite else []
         outputs = [
-            recorded.outputs.rebuild(list(itertools.islice(host, len(tensors))))
-            for recorded, tensors in self.outputs
+            shape.rebuild(list(itertools.islice(host, len(tensors))))
+            for shape, tensors in self.outputs
         ]
         kinds = [kind for several, _ in self.numbers for kind in several]
         losses, counts, logged, rules = unpack_reported(kinds, values)

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.passes.select_kernels import Lowered
-from ipufit.tracing.grad_step import GradStep, OutputShape
+from ipufit.tracing.grad_step import GradStep
 from ipufit.utils.random_streams import isolated
 
 __all__ = ["Seeding", "TracedStep", "Update", "computing"]
@@ -39,7 +39,6 @@ class TracedStep:
             reported numbers, outputs and flat gradients.
         lowered: how it does so.
         micro: what was recorded.
-        outputs: how the output tensors become the module's outputs.
         random: whether it may draw random numbers.
         kept_alive: objects whose identity the recording depends on.
         graph: what ``run`` runs; None where it runs the module itself.
@@ -48,7 +47,6 @@ class TracedStep:
     run: Callable[..., List[Tensor]]
     lowered: Lowered
     micro: GradStep
-    outputs: OutputShape
     random: bool
     kept_alive: Tuple[object, ...]
     graph: Optional[fx.GraphModule]

@@ -265,7 +265,7 @@ class UpdateRunner(UpdateWay):
         update, state = execution.updates[index], self._state
         share = None if execution.shares is None else execution.shares[index]
         total = self._reduction.start([batch.size for batch, _ in update], share)
-        merged = execution.merged
+        merged = execution.merged.get(update[0][1]) if update else None
         # Of micro-batches of several sizes the gradients have factors of their own.
         alike = share is None or len(set(share.sizes)) == 1
         scale, loss_scale = self._scale() if self._is_scaled else ([], 1.0)

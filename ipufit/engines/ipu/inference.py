@@ -14,7 +14,7 @@ from ipufit.core.batch import CombinedBatch, MicroBatch, counts_by_rank
 from ipufit.engines.ipu.executable import Executable, Host, Result, anchors_of, unwrapped
 from ipufit.engines.ipu.options import fixes_replicas, make_options, seed_of
 from ipufit.engines.ipu.sdk import OWNER, alone, keeps_float64, translate_errors
-from ipufit.engines.ipu.size import Size, padded
+from ipufit.engines.ipu.size import Size, padded, refuse_other_shapes, row_form
 from ipufit.engines.ipu.step import IpuStep
 from ipufit.engines.program import (
     Engine,
@@ -29,6 +29,7 @@ from ipufit.tracing.grad_step import ModuleWithLoss
 
 __all__ = ["IpuContext", "PoptorchInferenceProgram"]
 
+_ONE_SHAPE = "several processes with IPUs compile the same programs, for batches of one shape"
 # Compiled inference programs that are kept for later; the least recently used go first.
 _KEPT = 8
 
@@ -60,14 +61,12 @@ class IpuContext(Engine):
         """The compiled program for the example's shapes; compiled now if it is new."""
         whole = ModuleWithLoss(spec.module, spec.loss)
         frozen, referents = fingerprint(whole)
-        forms = tuple((leaf.dtype, leaf.shape[1:]) for leaf in example.leaves)
         key: Tuple[object, ...] = (
             unwrapped(frozen),
             spec.mode,
             spec.want_outputs,
             size,
-            example.structure,
-            forms,
+            row_form(example),
             id(spec.module),
             id(spec.loss),
             id(spec.options),
@@ -177,10 +176,12 @@ class PoptorchInferenceProgram(Program):
         """
         sizes, layout = [each.size for each in batch.micro_batches], batch.layout
         if layout is None:
-            for size, group in itertools.groupby(range(len(sizes)), sizes.__getitem__):
+            forms = [(each.size, row_form(each)) for each in batch.micro_batches]
+            for (size, _), group in itertools.groupby(range(len(sizes)), forms.__getitem__):
                 places = list(group)
                 yield size, places, [len(places)]
             return
+        refuse_other_shapes(batch.micro_batches, self._example, _ONE_SHAPE, larger=True)
         for size in sorted({each for update in layout for each in update if each}, reverse=True):
             columns = zip(*(counts_by_rank(update, self._spec.plan, size) for update in layout))
             places = [place for place, each in enumerate(sizes) if each == size]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, List, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,20 @@ from ipufit.core.plan import Plan
 from ipufit.core.precision import with_inputs_in
 from ipufit.core.train_config import Precision
 from ipufit.engines.program import ProgramSpec
+from ipufit.errors import DataError
 from ipufit.losses import Loss
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated, seed_generators
 
-__all__ = ["Size", "filled", "padded", "padding_needed", "samples_stand_apart"]
+__all__ = [
+    "Size",
+    "filled",
+    "padded",
+    "padding_needed",
+    "refuse_other_shapes",
+    "row_form",
+    "samples_stand_apart",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +70,40 @@ class Size:
     def micro_batches(self) -> int:
         """Micro-batches of one call."""
         return self.iterations * self.per_update
+
+
+def row_form(batch: MicroBatch) -> Tuple[object, ...]:
+    """Structure of a micro-batch, and dtype and shape of a sample in each of its tensors."""
+    return (batch.structure, *((leaf.dtype, leaf.dim(), leaf.shape[1:]) for leaf in batch.leaves))
+
+
+def refuse_other_shapes(
+    batches: Sequence[MicroBatch], example: Optional[MicroBatch], rule: str, larger: bool = False
+) -> None:
+    """Make sure that micro-batches have the shapes of an example, but for the number of samples.
+
+    Args:
+        batches: of an execution.
+        example: whatever the programs were compiled for; None where there is nothing to compare.
+        rule: why that is so, as the beginning of the message.
+        larger: whether they may have more samples than the example.
+
+    Raises:
+        DataError: one has other shapes.
+    """
+    if example is None:
+        return
+    for batch in batches:
+        is_too_large = batch.size > example.size and not larger
+        if is_too_large or row_form(batch) != row_form(example):
+            came, before = (
+                ", ".join(str(tuple(leaf.shape)) for leaf in each.leaves)
+                for each in (batch, example)
+            )
+            raise DataError(
+                f"{rule}, but after tensors of shape {before} some of shape {came} came. Pad them "
+                "to one shape in collate_fn, or use engine='embedded'."
+            )
 
 
 def padding_needed(sizes: Sequence[int], plan: Plan) -> str:

@@ -14,7 +14,7 @@ from ipufit.engines.ipu.inference import IpuContext
 from ipufit.engines.ipu.options import place_of_profile, seed_of
 from ipufit.engines.ipu.program_cache import ProgramCache, ProgramSelector
 from ipufit.engines.ipu.sdk import alone, translate_errors
-from ipufit.engines.ipu.size import Size, filled, padded, padding_needed
+from ipufit.engines.ipu.size import Size, filled, padded, padding_needed, refuse_other_shapes
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
 from ipufit.errors import LossError, NonFiniteLossError
 from ipufit.optim.resolve import refuse_step_hooks
@@ -25,6 +25,7 @@ from ipufit.utils.state import copy_optimizer_state
 
 __all__ = ["PoptorchTrainingProgram"]
 
+_ONE_SHAPE = "the training program of an IPU takes micro-batches of one shape"
 # Settings of an optimizer in one update, by parameter group.
 OptimizerRow = Sequence[Mapping[str, Any]]
 
@@ -147,6 +148,7 @@ class PoptorchTrainingProgram(Program):
     def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution: every update in turn, its micro-batches in stream order."""
         self._host.refuse_changes()
+        refuse_other_shapes(batch.micro_batches, self._programs.example, _ONE_SHAPE)
         self._frozen_values.look()
         self._programs.follow_the_optimizer()
         updates = self._by_update(batch)

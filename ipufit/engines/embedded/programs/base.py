@@ -25,7 +25,7 @@ __all__ = ["BaseProgram"]
 
 
 class BaseProgram(Program):
-    """The tensors of a program, and what is recorded for each size of micro-batch."""
+    """The tensors of a program, and what is recorded for each form of micro-batch."""
 
     def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:
         self._engine = engine
@@ -40,17 +40,22 @@ class BaseProgram(Program):
         self._device = named[0][1].device if named else torch.device("cpu")
         if self._device.type == "cpu":
             keep_freed_memory()
+        self._is_eager = spec.run_eagerly
         self._by_form: Dict[object, TracedStep] = {}
 
     def _record(self, example: MicroBatch) -> TracedStep:
         raise NotImplementedError
 
     def _recorded(self, batch: MicroBatch) -> TracedStep:
-        # The data layer sees to it that micro-batches differ in nothing but size and memory layout.
-        form = (batch.size, *[leaf.stride() for leaf in batch.leaves])
-        if form not in self._by_form:
-            self._by_form[form] = self._record(batch.to(self._device))
-        return self._by_form[form]
+        # The data layer sees to it that micro-batches of one structure have the same dtypes. The
+        # module itself, run eagerly, takes all shapes.
+        form: List[object] = [batch.structure]
+        if not self._is_eager:
+            form += [(leaf.shape, leaf.stride()) for leaf in batch.leaves]
+        key = tuple(form)
+        if key not in self._by_form:
+            self._by_form[key] = self._record(batch.to(self._device))
+        return self._by_form[key]
 
     def _trace(
         self, batches: Sequence[MicroBatch]
@@ -76,7 +81,7 @@ class BaseProgram(Program):
     def prepare(self, example: MicroBatch) -> Prepared:
         """Record the program for micro-batches like this one."""
         recorded = self._recorded(example)
-        outputs = recorded.outputs.rebuild(recorded.outputs.tensors)
+        outputs = recorded.micro.outputs.rebuild(recorded.micro.outputs.tensors)
         return Prepared(outputs, recorded.micro.reported.rules, recorded.micro.labels or ())
 
     def _seed(self, recorded: TracedStep, update: int, place: int = 0) -> None:

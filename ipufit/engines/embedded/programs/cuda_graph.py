@@ -220,7 +220,7 @@ class CapturedExecutions(UpdateWay):
         every = ema.overwrite_frequency if ema is not None else None
         key = (
             tuple(id(recorded) for update in execution.updates for _, recorded in update),
-            id(execution.merged),
+            tuple(map(id, execution.merged.values())),
             updater.constants(execution.rows),
             live.updates % every if every is not None else 0,
             # Somebody may have given a buffer other memory. Parameters are followed.

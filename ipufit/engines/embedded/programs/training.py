@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -77,6 +77,11 @@ class TrainingProgram(BaseProgram):
             self._compile_updates()
         self.lowered: Optional[Lowered] = None
         self.merging: Optional[Decision] = None
+        self._may_merge = (
+            spec.plan.own_micro_batches_per_update > 1
+            and spec.config.jit in (AUTO, KERNELS)
+            and not spec.divides_weights
+        )
         self._closed = False
         self._frozen_values = None if spec.run_eagerly else FrozenValues(self._step)
 
@@ -154,7 +159,8 @@ class TrainingProgram(BaseProgram):
         if is_full or self._runner.overlap is None:
             self._runner.overlap = self._find_overlap(recorded)
         self._runner.counted = recorded.micro.reported.counted
-        self._find_merged(example)
+        if is_full and self._may_merge:
+            self._merge(example, recorded)
         return prepared
 
     def _find_overlap(self, recorded: TracedStep) -> Optional[Overlap]:
@@ -166,21 +172,31 @@ class TrainingProgram(BaseProgram):
             carried.overlap = Overlap(self._spec.processes, meeting.order)
         return carried.overlap
 
-    def _find_merged(self, example: MicroBatch) -> Optional[BatchedStep]:
+    def _merged(self, updates: Sequence[Update]) -> Dict[TracedStep, BatchedStep]:
+        """Return, by recorded micro-batch, what takes several at once where an update allows it.
+
+        Which they are depends on each update alone, and so on no division into executions.
+        """
+        plan = self._spec.plan
+        merged: Dict[TracedStep, BatchedStep] = {}
+        for update in updates:
+            if len({recorded for _, recorded in update}) != 1:
+                continue
+            batch, recorded = update[0]
+            is_whole = len(update) == plan.own_micro_batches_per_update
+            if recorded not in merged and (is_whole or batch.size == plan.micro_batch_size):
+                step = self._merge(batch, recorded)
+                if step is not None:
+                    merged[recorded] = step
+        return merged
+
+    def _merge(self, example: MicroBatch, recorded: TracedStep) -> Optional[BatchedStep]:
         """Return the step that takes several micro-batches like this one at once, if any."""
-        plan, state = self._spec.plan, self.state
-        if (
-            plan.own_micro_batches_per_update == 1
-            or example.size != plan.micro_batch_size
-            or self._spec.config.jit not in (AUTO, KERNELS)
-            or state.placement.weights is not None
-        ):
-            return None
         # Imported here: what few models need.
         from ipufit.engines.embedded.batching import Merger
 
-        merger = Merger(self._spec, self._recorded(example), example, state.states[0])
-        self.merging = self._engine.merge(merger, state.replicas)
+        merger = Merger(self._spec, recorded, example, self.state.states[0])
+        self.merging = self._engine.merge(merger, self.state.replicas)
         return self.merging.merged
 
     def run(self, batch: CombinedBatch) -> ExecutionResult:
@@ -202,7 +218,7 @@ class TrainingProgram(BaseProgram):
         work, is_here, is_random = self._trace(batch.micro_batches)
         state.placement.follow_the_module()
         updates, shares = self._by_update(work, batch)
-        merged = self._find_merged(batch.micro_batches[0]) if batch.micro_batches else None
+        merged = self._merged(updates) if self._may_merge else {}
         rows: Rows = [self._optimizer.param_groups] * len(updates)
         start = state.updates
         if schedule is not None:
@@ -265,7 +281,8 @@ class TrainingProgram(BaseProgram):
             return {"missing": DIVIDED}
         batch = batch.to(self._device)
         recorded = self._recorded(batch)
-        merged = self._find_merged(batch)
+        is_full = batch.size == self._spec.plan.micro_batch_size
+        merged = self._merge(batch, recorded) if is_full and self._may_merge else None
         seed = functools.partial(self._seed, recorded, self.updates)
         # Forward runs once more to be recorded, and may draw from any of them.
         with LOCK, fork_rng(), torch.no_grad():
