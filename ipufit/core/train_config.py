@@ -8,7 +8,7 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Protocol, Sequ
 
 import torch
 
-from ipufit.core.compile_arguments import AUTO, OFF
+from ipufit.core.compile_arguments import AUTO, OFF, Backend
 from ipufit.core.objective_arguments import dtype_name
 from ipufit.errors import ConfigurationError
 from ipufit.utils.error_collector import ErrorCollector, one_of
@@ -485,7 +485,9 @@ class TrainConfig:
         shard_weights: whether each has a part of the weights too; then ``shard_optimizer`` is true.
         detect_nan: whether losses, gradients and weights are looked at in every update, and what
             is not finite is traced to where it began.
-        jit: how a recorded program runs, a name of ``LOWERINGS``; "off" is ``run_eagerly=True``.
+        jit: how a recorded program runs, a name of ``LOWERINGS`` or of a backend of torch.compile;
+            "off" is ``run_eagerly=True``.
+        backend: that backend; None where ``jit`` was compiled as another way.
     """
 
     gradient_reduction: str = "mean"
@@ -502,6 +504,14 @@ class TrainConfig:
     shard_weights: bool = False
     detect_nan: bool = False
     jit: str = AUTO
+    backend: Optional[Backend] = None
+
+    @property
+    def compiler(self) -> Optional[Backend]:
+        """The backend of torch.compile that recorded graphs are handed to; None for none."""
+        backend = self.backend
+        # A trial may run this configuration in another way.
+        return backend if backend is not None and backend.name == self.jit else None
 
     @property
     def run_eagerly(self) -> bool:

@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 import types
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ipufit.errors import CaptureError
+from ipufit.tracing.random_operators import draws
 from ipufit.tracing.recording import NEEDS_VALUES, LeftBehindError, OpRecorder, make_graph
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
 from ipufit.tracing.unread_values import reads_classes, without_values
@@ -39,13 +40,11 @@ __all__ = [
     "capture",
     "capture_error",
     "describe_frame",
-    "draws",
     "fault_error",
     "frame_of",
     "makes_shape",
     "recordable",
     "user_frame",
-    "uses_random_numbers",
     "value_error",
 ]
 
@@ -510,32 +509,3 @@ def _simplify(graph: fx.GraphModule) -> None:
             graph.graph.erase_node(node)
     graph.graph.lint()
     graph.recompile()
-
-
-def uses_random_numbers(graph: fx.GraphModule) -> bool:
-    """Tell whether the graph draws from a random generator."""
-    return any(
-        draws(node.target, node.args, node.kwargs)
-        for node in graph.graph.nodes
-        if node.op == "call_function"
-    )
-
-
-def draws(operator: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Say whether a call of an operator draws random numbers.
-
-    Attention and recurrent layers draw them for their dropout alone, which may be 0.
-
-    Args:
-        operator: of the dispatcher; another function draws none.
-        args, kwargs: of the call.
-    """
-    if not isinstance(operator, torch._ops.OpOverload):
-        return False
-    if operator._schema.name.endswith("_backward"):
-        return False
-    for place, argument in enumerate(operator._schema.arguments):
-        if argument.name == "dropout_p":
-            positional = args[place] if place < len(args) else argument.default_value
-            return bool(kwargs.get("dropout_p", positional) != 0.0)
-    return torch.Tag.nondeterministic_seeded in operator.tags

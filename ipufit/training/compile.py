@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
 
-from ipufit.core.compile_arguments import INFERENCE, TRAINING, resolve_jit
+from ipufit.core.compile_arguments import INFERENCE, TRAINING, CompilerFunction, resolve_jit
 from ipufit.core.train_config import (
     EMA,
     Clip,
@@ -58,7 +58,7 @@ class CompileConfig(IpuArguments):
     loss_weights: object
     weighted_metrics: object
     run_eagerly: bool
-    jit: str
+    jit: Union[str, CompilerFunction]
     lr_scheduler: object
     lr_scheduler_interval: str
     clip: Clip
@@ -357,7 +357,7 @@ def _resolve_settings(
         if outputs.mode == "sum":
             refuse_metrics_of_sums(request.metrics or request.weighted_metrics)
     with faults.collect():
-        settings["jit"] = resolve_jit(request.jit, request.run_eagerly)
+        settings["jit"], settings["backend"] = resolve_jit(request.jit, request.run_eagerly)
         settings["recompute"] = resolve_recompute(module, memory.recompute, settings["jit"])
     for name, choices in _CHOICES.items():
         with faults.collect():

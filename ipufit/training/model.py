@@ -23,6 +23,7 @@ from torch import nn
 from ipufit.callbacks import Callback
 from ipufit.callbacks.history import History
 from ipufit.checkpoint.settings import Checkpoint
+from ipufit.core.compile_arguments import CompilerFunction
 from ipufit.core.train_config import EMA, Clip, Memory, Outputs, Precision, Reduction
 from ipufit.data.adapters import DataArguments, are_inputs
 from ipufit.data.settings import Loading
@@ -147,7 +148,7 @@ class Model(InspectionMixin):
         loss_weights: Any = None,
         weighted_metrics: Any = None,
         run_eagerly: bool = False,
-        jit: str = "auto",
+        jit: Union[str, CompilerFunction] = "auto",
         lr_scheduler: Any = None,
         lr_scheduler_interval: str = "update",
         reduction: Optional[Reduction] = None,
@@ -190,7 +191,9 @@ class Model(InspectionMixin):
                 the CPU, for which the first update waits, equal likewise; "cudagraph", whole
                 executions as captured CUDA graphs. "auto" captures those on a GPU, chooses by
                 measurement on a CPU, and says in ``explain`` and ``History.params["jit"]`` what it
-                chose.
+                chose. Any other name, such as "aot_eager" or "openxla", or a function is a backend
+                of torch.compile, to which recorded graphs are handed; what it makes of one must
+                compute the same, up to the order of summation.
             lr_scheduler: hyper-parameters that change from update to update; see
                 :func:`ipufit.optim.schedules.resolve_schedule`.
             lr_scheduler_interval: "update" or "epoch": after what the schedule moves on.

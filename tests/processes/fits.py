@@ -181,6 +181,8 @@ def models():
         "lamb": (mlp, {"optimizer": "lamb"}),
         "accumulated wide": (mlp, {"precision": ipufit.Precision(accumulation_dtype="float64")}),
         "schedule": (mlp, {"lr_scheduler": lambda update: 0.01 / (1 + update)}),
+        # A backend of torch.compile's is given whole graphs.
+        "backend": (cnn, {"jit": lambda graph, inputs: graph.forward}),
     }
     for name, (net, compiled) in given.items():
         if is_wanted(f"models {name}"):

@@ -14,7 +14,7 @@ SCRIPT = (ROOT / "tests" / "processes" / "fits.py").read_text()
 # and norms, all in one net; tokens; metrics; callbacks that stop.
 SAMPLE = (
     *("lengths 61", "forms batch_sampler"),
-    *("models joined", "models tokens", "measures", "callbacks"),
+    *("models joined", "models backend", "models tokens", "measures", "callbacks"),
 )
 # In four: an update of which some have no micro-batch, and what is added up.
 IN_FOUR = ("models joined",)
@@ -40,7 +40,7 @@ def alone(tmp_path_factory, sample):
     """What one process finds."""
     (found,) = results(tmp_path_factory.mktemp("alone"), 1, sample)
     # Callbacks are two of them: what they saw, and which files they wrote.
-    assert len(found) == (len(sample) + 1 if sample else 37)
+    assert len(found) == (len(sample) + 1 if sample else 38)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.core.compile_arguments import GRAPH, OFF
+from ipufit.core.compile_arguments import GRAPH, OFF, Backend
 from ipufit.core.precision import (
     autocast_state,
     computes_in_half,
@@ -21,16 +21,18 @@ from ipufit.core.precision import (
 from ipufit.engines.embedded.cuda_graphs import GraphMaker
 from ipufit.engines.embedded.execution import ExecutionOutputs, Transfer
 from ipufit.engines.embedded.passes.select_kernels import Lowered, lower
+from ipufit.engines.embedded.passes.torch_compile import compile_micro_batch
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import CarriedState
 from ipufit.engines.program import Engine, ExecutionResult, ProgramSpec
 from ipufit.losses import Loss
-from ipufit.tracing.capture import capture, uses_random_numbers
+from ipufit.tracing.capture import capture
 from ipufit.tracing.fingerprint import fingerprint
 from ipufit.tracing.flat_storage import FlatBlock
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.ipu_only import for_this_engine
+from ipufit.tracing.random_operators import uses_random_numbers
 from ipufit.tracing.recompute import recompute_layers
 from ipufit.tracing.untraced_random import refuse_draws
 from ipufit.utils.console import warn_user
@@ -105,7 +107,7 @@ class EngineContext(Engine):
             frozen,
             spec.mode,
             spec.want_outputs,
-            config.jit,
+            (config.jit, config.compiler),
             id(step),
             example.structure,
             tuple(trained),
@@ -134,7 +136,14 @@ class EngineContext(Engine):
                 arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
             names = micro.names if spec.divides_weights else None
             run, random, lowered, graph = self._make(
-                micro, step, arguments, config.jit, recompute, names, spec.processes.is_distributed
+                micro,
+                step,
+                arguments,
+                config.jit,
+                recompute,
+                names,
+                spec.processes.is_distributed,
+                config.compiler,
             )
             self.hints.update(micro.hints)
             key = (fingerprint(step)[0], *key[1:])
@@ -178,12 +187,14 @@ class EngineContext(Engine):
         recompute: Sequence[str],
         divided: Optional[Sequence[str]] = None,
         several: bool = False,
+        compiler: Optional[Backend] = None,
     ) -> Tuple[Callable[..., List[Tensor]], bool, Lowered, Optional[fx.GraphModule]]:
         """Trace a function; return what runs, whether it draws random numbers, how, and the graph.
 
         Args:
             divided: names of the first arguments, where these are weights in parts.
             several: whether gradients go to other processes.
+            compiler: compiles the graph; None: it runs by torch's own operators.
         """
         if jit == OFF:
             # Once on copies, to see the outputs and which parameters a gradient reaches.
@@ -213,7 +224,10 @@ class EngineContext(Engine):
             run = without_autocast(kept.run, arguments)
             return run, uses_random_numbers(graph), kept, graph
         with self.timed():
-            lowered = lower(graph, arguments, jit, blocks if several and blocks > 1 else 0)
+            if compiler is not None:
+                lowered = compile_micro_batch(compiler, graph, arguments)
+            else:
+                lowered = lower(graph, arguments, jit, blocks if several and blocks > 1 else 0)
         run = without_autocast(lowered.run, arguments)
         values = [node.meta.get("val") for node in graph.graph.nodes]
         on_cpu = arguments[-1].device.type == "cpu"

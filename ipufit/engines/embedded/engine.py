@@ -17,6 +17,7 @@ from ipufit.engines.embedded.cuda_graphs import check_cudagraph
 from ipufit.engines.embedded.inductor.requirements import refuse_missing
 from ipufit.engines.embedded.non_finite import refuse_detection
 from ipufit.engines.embedded.optimizer_state_location import HostMemory
+from ipufit.engines.embedded.passes.torch_compile import reads_values
 from ipufit.engines.embedded.programs.inference import InferenceProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.engines.program import Program, ProgramSpec
@@ -32,6 +33,12 @@ _OFFLOADED = "The optimizer's state is in host memory, and on the device during 
 _NOT_OFFLOADED = (
     "offload_optimizer changes nothing where the module is in the host's memory itself."
 )
+
+_READS_COUNTERS = (
+    "The optimizer's step reads counters of its own on the host, so that updates run as recorded, "
+    "uncompiled."
+)
+_MAY_MERGE = "The backend may compute once what recompute computes twice, and need more memory."
 
 _NOT_SHARDED = "{} changes nothing in one process, where all replicas have one state."
 _SHARDED = "{} in parts over {} processes; each gets {}."
@@ -130,6 +137,8 @@ class EmbeddedEngine(EngineContext):
         training = self.training
         if training is not None and training.lowered is not None and training.lowered.why:
             sentences.append(training.lowered.why)
+        if training is not None and config.compiler is not None:
+            sentences += _left_to_torch(training, config)
         if training is not None and training.merging is not None:
             sentences.append(training.merging.explanation)
         if config.offload_optimizer_state:
@@ -149,6 +158,13 @@ class EmbeddedEngine(EngineContext):
             f"again: values of a micro-batch take {_mebibytes(after)} at most, "
             f"{_mebibytes(before)} without.",
         ]
+
+
+def _left_to_torch(training: TrainingProgram, config: TrainConfig) -> List[str]:
+    """Say what the backend of torch.compile is not handed, or may undo."""
+    sentences = [_MAY_MERGE] if config.recompute else []
+    graph = training.state.updater.recorded()
+    return [*sentences, _READS_COUNTERS] if graph is not None and reads_values(graph) else sentences
 
 
 def _sharded(config: TrainConfig) -> str:

@@ -8,11 +8,13 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, fx, nn
 
+from ipufit.core.compile_arguments import Backend
 from ipufit.core.precision import computes_in_half, try_out
 from ipufit.core.train_config import HyperparameterSchedule, TrainConfig
 from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.fused_optimizers import FusedKernel, fused_for, numbers_for
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
+from ipufit.engines.embedded.passes.torch_compile import compile_update
 from ipufit.engines.embedded.traced_optimizer import TracedOptimizer
 from ipufit.errors import OptimizerError
 from ipufit.optim.resolve import refuse_step_hooks
@@ -25,7 +27,7 @@ __all__ = ["FlatOptimizer", "Graphs", "RuleOptimizer", "make_flat_optimizer"]
 
 
 # Recorded updates, by all that they depend on.
-Graphs = Dict[Tuple[object, ...], fx.GraphModule]
+Graphs = Dict[Tuple[object, ...], Callable[..., object]]
 
 # For every coming update, the settings of every parameter group.
 Rows = Sequence[Sequence[Mapping[str, Any]]]
@@ -42,6 +44,7 @@ class RuleOptimizer:
         schedule: changes hyper-parameters from update to update; None: nothing does.
         memory: where the state is between two updates.
         tabled: whether hyper-parameters that change must reach an update as tensors.
+        compiler: compiles the recorded update; None: it runs by torch's own operators.
 
     Attributes:
         memory: where the state is between two updates.
@@ -56,8 +59,10 @@ class RuleOptimizer:
         schedule: Optional[HyperparameterSchedule],
         memory: StateMemory,
         tabled: bool = False,
+        compiler: Optional[Backend] = None,
     ) -> None:
         self._optimizer = optimizer
+        self._compiler = compiler
         # A decay that is zero now and then is still a decay: times zero it changes nothing.
         decays = schedule is not None and "weight_decay" in schedule.names
         self._always = {"weight_decay": 1.0} if decays else {}
@@ -124,17 +129,22 @@ class RuleOptimizer:
         storage = self._storage
         at_work = self.memory.fetch(self._kept)
         arguments = self._arguments(self._finish.examples(storage.flats), at_work)
-        key = (self._kind, self._switches, storage.form, self._finish)
+        key = (self._kind, self._switches, storage.form, self._finish, self._compiler)
         if not run_eagerly:
             if key not in self._graphs:
-                self._graphs[key] = capture(self._update, arguments)
+                self._graphs[key] = self._compiled(capture(self._update, arguments))
             self._run = self._graphs[key]
         if arguments[-1].device.type == "cpu" and computes_in_half(arguments):
             try_out(self._run, arguments)
 
+    def _compiled(self, graph: fx.GraphModule) -> Callable[..., object]:
+        if self._compiler is None:
+            return graph
+        return compile_update(self._compiler, graph, self._arguments((), ()))
+
     def _kernels(self) -> List[FusedKernel]:
-        # They take hyper-parameters as numbers.
-        if self._tabled:
+        # They take hyper-parameters as numbers, and are no graph that could be compiled.
+        if self._tabled or self._compiler is not None:
             return []
         fused = [fused_for(rule, flat) for rule, flat in zip(self._rules, self._storage.flats)]
         kernels = [kernel for kernel in fused if kernel is not None]
@@ -433,14 +443,15 @@ def make_flat_optimizer(
     finish, schedule = GradientTransform(config.clip, config.accumulation_dtype), config.schedule
     rule = rule_for(optimizer)
     if rule is not None:
-        return RuleOptimizer(optimizer, rule, graphs, finish, schedule, memory, tabled)
+        compiler = config.compiler
+        return RuleOptimizer(optimizer, rule, graphs, finish, schedule, memory, tabled, compiler)
     if schedule is not None:
         raise OptimizerError(
             f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, but "
             f"those of {type(optimizer).__name__} are constants of it. Use "
             f"{list_rule_names()}, or leave lr_scheduler out."
         )
-    return TracedOptimizer(optimizer, finish, memory)
+    return TracedOptimizer(optimizer, finish, memory, config.compiler)
 
 
 def _numbers(group: Mapping[str, object]) -> Dict[str, object]:

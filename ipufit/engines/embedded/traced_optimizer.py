@@ -8,9 +8,11 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, 
 import torch
 from torch import Tensor, fx, nn
 
+from ipufit.core.compile_arguments import Backend
 from ipufit.core.precision import computes_in_half, refuse_missing_half, try_out
 from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
+from ipufit.engines.embedded.passes.torch_compile import compile_update, reads_values
 from ipufit.errors import CaptureError, OptimizerError
 from ipufit.optim.rules import list_rule_names
 from ipufit.tracing.capture import capture
@@ -80,9 +82,14 @@ class TracedOptimizer:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, finish: GradientTransform, memory: StateMemory
+        self,
+        optimizer: torch.optim.Optimizer,
+        finish: GradientTransform,
+        memory: StateMemory,
+        compiler: Optional[Backend] = None,
     ) -> None:
         self._optimizer = optimizer
+        self._compiler = compiler
         self._finish = finish
         self.memory = memory
         self._storage = FlatStorage([])
@@ -90,6 +97,8 @@ class TracedOptimizer:
         # What of it the memory keeps; counters stay where torch has them.
         self._kept: Set[_Key] = set()
         self._graphs: Dict[bool, fx.GraphModule] = {}
+        # What runs them.
+        self._runs: Dict[bool, Callable[..., List[Tensor]]] = {}
         self._keys: List[_Key] = []
         self._known_keys: List[_Key] = []
         self._whole: Set[_Key] = set()
@@ -126,6 +135,10 @@ class TracedOptimizer:
                 self._record_later()
         except _CAN_FAIL as error:
             raise self._refusal(error) from error
+        self._runs.update(self._graphs)
+        for is_first, graph in self._graphs.items():
+            if self._compiler is not None and not reads_values(graph):
+                self._runs[is_first] = compile_update(self._compiler, graph, storage.flats)
 
     def _refusal(self, error: Exception) -> OptimizerError:
         reads_value = isinstance(error, CaptureError)
@@ -266,7 +279,7 @@ class TracedOptimizer:
             return
         first = True in self._graphs and set(self._state) != self._whole
         state = [fetched[key] for key in (self._known_keys if first else self._keys)]
-        tensors = self._graphs[first](*self._storage.flats, *gradients, *state)
+        tensors = self._runs[first](*self._storage.flats, *gradients, *state)
         if first:
             self._state = dict(self._numbers)
         else:

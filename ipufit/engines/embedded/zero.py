@@ -265,6 +265,12 @@ def refuse_whole(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
             "they are read, but got run_eagerly=True, which runs the module itself. "
             "Leave one of them out."
         )
+    if config.shard_weights and config.compiler is not None:
+        raise ConfigurationError(
+            "shard='weights' needs a recorded program, in which weights are whole only while "
+            f"they are read, but got jit={config.jit!r}, a backend of torch.compile that has "
+            "whole graphs. Use shard='optimizer', or jit='auto'."
+        )
     if config.shard_weights and config.ema is not None:
         raise ConfigurationError(
             "shard='weights' keeps each weight once, in one process, but ema exchanges whole "
@@ -297,7 +303,9 @@ class ShardedOptimizer(RuleOptimizer):
         # A norm is that of whole gradients, so it is bounded before the rest.
         self._bound = config.clip if by_norm else Clip()
         finish = GradientTransform(Clip() if by_norm else config.clip, config.accumulation_dtype)
-        super().__init__(optimizer, rule, graphs, finish, config.schedule, memory)
+        super().__init__(
+            optimizer, rule, graphs, finish, config.schedule, memory, compiler=config.compiler
+        )
         self._parts = parts
         self._processes = processes
         self._whole = FlatStorage([])

@@ -23,12 +23,6 @@ def compiling(**options):
     return lambda: ipufit.Model(MLP()).compile("adam", "cross_entropy", **options)
 
 
-@pytest.mark.parametrize("jit", ["fast", None, True, "Graph"])
-def test_no_way_by_that_name(jit):
-    names = "'auto' or 'graph' or 'kernels' or 'inductor' or 'cudagraph'"
-    refused(compiling(jit=jit), f"jit must be {names}, got {jit!r}.")
-
-
 def test_two_ways_at_once_are_refused():
     refused(
         compiling(jit="graph", run_eagerly=True),

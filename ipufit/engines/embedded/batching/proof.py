@@ -22,8 +22,8 @@ from ipufit.engines.embedded.batching.batch_dim import (
     State,
 )
 from ipufit.engines.embedded.batching.rules import BATCHING_RULES, IN_PLACE, SIZED, OperatorPair
-from ipufit.tracing.capture import draws
 from ipufit.tracing.graph_analysis import Memories, operator_name, same_constants
+from ipufit.tracing.random_operators import draws
 
 __all__ = ["prove"]
 

@@ -27,10 +27,11 @@ from ipufit.utils.random_streams import isolated
 if TYPE_CHECKING:
     from ipufit.engines.embedded.passes.collective_hooks import CollectiveHooks
 
-__all__ = ["Lowered", "lower"]
+__all__ = ["Lowered", "agree", "lower"]
 
-# How far apart, of the largest value of a tensor, two orders of summation may be in float32.
-_TOLERANCE = 1e-3
+# How far apart, of the largest value of a tensor, two orders of summation may be.
+_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3}
+_TOLERANCE_OF_OTHERS = 5e-2
 
 _AS_IT_IS = "Runs the graph as it was recorded"
 
@@ -41,7 +42,7 @@ class Lowered:
 
     Attributes:
         run: takes and returns what the recorded graph does.
-        way: "graph" or "kernels".
+        way: "graph", "kernels", or the name of a backend of torch.compile.
         why: a sentence for ``explain``.
         meeting: where its gradients may go to other processes; None where they don't.
     """
@@ -142,11 +143,15 @@ def _disagreement(
             except Exception as error:
                 return f"other kernels end with {type(error).__name__}" if results else "it fails"
     for one, other in zip(*results):
-        if one.is_floating_point() and not _agree(one, other):
+        if one.is_floating_point() and not agree(one, other):
             return "other kernels give other numbers"
     return None
 
 
-def _agree(one: Tensor, other: Tensor) -> bool:
+def agree(one: Tensor, other: Tensor) -> bool:
+    """Tell whether tensors of one form are equal up to the order of summation."""
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
     scale = one.abs().amax() if one.numel() else one.new_zeros(())
-    return torch.allclose(one, other, rtol=0.0, atol=float(_TOLERANCE * scale), equal_nan=True)
+    tolerance = _TOLERANCES.get(one.dtype, _TOLERANCE_OF_OTHERS)
+    return torch.allclose(one, other, rtol=0.0, atol=float(tolerance * scale), equal_nan=True)
