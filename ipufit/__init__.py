@@ -11,6 +11,7 @@ from ipufit.core.plan import Plan
 from ipufit.core.train_config import EMA, Clip, LossScale, Memory, Outputs, Precision, Reduction
 from ipufit.data.settings import Loading, Validation
 from ipufit.data.sharding import Sharded
+from ipufit.losses import TrainStep
 from ipufit.partition.request import Parallel
 from ipufit.processes import distributed
 from ipufit.report import Report
@@ -62,6 +63,7 @@ __all__ = [  # noqa: RUF022
     "Reduction",
     "Report",
     "Sharded",
+    "TrainStep",
     "Validation",
     "callbacks",
     "distributed",

@@ -274,11 +274,15 @@ def _add_all(running: Running, values: Sequence[Tuple[Optional[float], _Share]])
 def metric_target(micro_batch: MicroBatch, loss: Loss) -> Tuple[Any, Any]:
     """Return the target that metrics compare with, and the weight of each sample.
 
-    The target, or what a module with its own loss gets last.
+    The target, or what a module with its own loss gets last; of a batch that goes to the user's
+    code as it is, its second part.
     """
     args, kwargs, target, sample_weight = micro_batch.unpack()
     if not loss.in_module:
         return target, sample_weight
+    if loss.in_module == "whole":
+        (batch,) = args
+        args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch)[1:2], {})
     if args:
         return args[-1], sample_weight
     return kwargs.get("labels", kwargs.get("target")), sample_weight

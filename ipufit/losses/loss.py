@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import numbers
-from typing import Any, Callable, List, Literal, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, List, Literal, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 
+from ipufit.core.batch import Mode
 from ipufit.core.objective_arguments import (
     PREDICTION_FIRST,
     ArgumentOrder,
@@ -38,6 +39,7 @@ __all__ = [
     "Normalize",
     "OwnLoss",
     "SampleWeightReduction",
+    "Turn",
     "WholeBatch",
     "find_loss",
     "own_loss_advice",
@@ -135,6 +137,38 @@ class Loss:
     def functions(self) -> Tuple[Callable[..., object], ...]:
         """Functions and objects of the user's that the loss calls; modules left out."""
         return () if self.function is None else (self.function,)
+
+    # Whether it may compute gradients itself, also in an evaluation.
+    differentiates = False
+
+    @property
+    def turns(self) -> Tuple[Turn, ...]:
+        """Losses that an update computes one after another; () of a loss that is computed once."""
+        return ()
+
+    def moved(self, names: Sequence[str], index: Optional[int] = None) -> List[str]:
+        """Choose, of these names of parameters, those that the loss moves.
+
+        Args:
+            names: those that the optimizer has.
+            index: of several losses that are computed at once; None for all of them.
+        """
+        return list(names)
+
+    def own_loss(self, mode: Mode) -> OwnLoss:
+        """Tell whether batches hold only what the user's code takes, in a mode."""
+        return self.in_module
+
+    def call(
+        self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        """Call what makes of a batch the outputs, or what :meth:`split` takes apart.
+
+        Args:
+            module: the user's.
+            args, kwargs: of a batch.
+        """
+        return module(*args, **kwargs)
 
     @property
     def part_names(self) -> Tuple[str, ...]:
@@ -462,3 +496,24 @@ class Loss:
             )
         rest = {key: value for key, value in outputs.items() if key != "loss_count"}
         return rest, self._with_count(loss, outputs["loss_count"], where)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One of the losses that make an update, in their order.
+
+    Attributes:
+        loss: what is computed and what it moves.
+        every: it is made in one update of so many, the last of each.
+        repeat: how often it is made in one update.
+        step: which of the user's steps it belongs to, whose turns see the same random numbers.
+    """
+
+    loss: Loss
+    every: int
+    repeat: int
+    step: int
+
+    def is_due(self, update: int) -> bool:
+        """Tell whether it is made in an update, counted from 0."""
+        return (update + 1) % self.every == 0

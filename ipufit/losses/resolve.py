@@ -16,6 +16,7 @@ from ipufit.core.outputs import Key, label
 from ipufit.errors import ConfigurationError, LossError
 from ipufit.losses.loss import Loss, WholeBatch
 from ipufit.losses.named import by_name
+from ipufit.losses.train_step import TrainStep, resolve_steps
 from ipufit.utils.names import check_log_name
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ def resolve_loss(
         "normalize": normalize,
         "sample_weight_reduction": sample_weight_reduction,
     }
+    if isinstance(loss, TrainStep):
+        return _of_steps([loss], loss_weights, options)
+    if isinstance(loss, (list, tuple)) and any(isinstance(each, TrainStep) for each in loss):
+        return _of_steps(loss, loss_weights, options)
     if isinstance(loss, (list, tuple, Mapping)) and not isinstance(loss, str):
         return _several(loss, loss_weights, options)
     if loss_weights is not None:
@@ -194,6 +199,25 @@ def _check_parameters(name: str, call: Callable[..., object]) -> None:
     raise LossError(
         f"a loss is called with (prediction, target), but {name!r} takes ({shown}). {advice}"
     )
+
+
+def _of_steps(steps: Sequence[object], loss_weights: object, options: Mapping[str, Any]) -> Loss:
+    """Bring steps of the user's own into normal form."""
+    of_users = [step for step in steps if isinstance(step, TrainStep)]
+    others = [step for step in steps if not isinstance(step, TrainStep)]
+    if others:
+        raise ConfigurationError(
+            "loss must be TrainSteps alone where there is one, since they take turns, got "
+            f"{type(others[0]).__name__} among them. Wrap it: TrainStep(lambda module, batch: ...)."
+        )
+    if loss_weights is not None:
+        raise ConfigurationError(
+            f"loss_weights must go with losses of outputs, got {loss_weights!r} with a TrainStep. "
+            "Multiply in the step."
+        )
+    resolved = resolve_steps(of_users, options)
+    _check_options(resolved)
+    return resolved
 
 
 # ---- several losses -----------------------------------------------------------------------------

@@ -55,11 +55,14 @@ class LossTerm:
             mean over; None for the samples.
         parts: of several losses, ``<output>_loss`` to the mean of that one, without its
             ``loss_weights``; shape () each, detached. Empty for one loss.
+        separate: losses of a step that move parameters of their own; ``value`` is their sum. Empty
+            where that moves all.
     """
 
     value: Tensor
     count: Optional[Tensor] = None
     parts: Dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    separate: Tuple[Tensor, ...] = ()
 
 
 def constant(value: float, like: Tensor) -> Tensor:

@@ -194,6 +194,15 @@ class FlatStorage:
             for block, flat in zip(self.blocks, self.flats)
         )
 
+    def part(self, places: Sequence[int]) -> FlatStorage:
+        """Some of the blocks, in the same memory, which this storage goes on to own."""
+        part = FlatStorage([])
+        part.blocks = [self.blocks[place] for place in places]
+        part.flats = [self.flats[place] for place in places]
+        part.views = self.views
+        part.form = tuple(self.form[place] for place in places)
+        return part
+
     def release(self) -> None:
         """Give every parameter memory of its own, with the present values; safe twice."""
         with torch.no_grad():

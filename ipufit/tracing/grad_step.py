@@ -163,7 +163,10 @@ class ModuleWithLoss(StepModule):
         """
         args, kwargs, target, sample_weight = batch
         before = storages(tensors)
-        result = self.net(*args, **kwargs)
+        if self.loss is None:
+            result = self.net(*args, **kwargs)
+        else:
+            result = self.loss.call(self.net, args, kwargs)
         outputs, term = split_loss(self.loss, result, target, sample_weight, with_loss)
         for error in rebound(self, tensors, before):
             if self.forgive is None:
@@ -374,7 +377,8 @@ class GradStep:
         batch = tree.unflatten(leaves, self.structure)
         result: List[Tensor] = []
         gradients: List[Tensor] = []
-        with torch.set_grad_enabled(self._trains):
+        loss = self.step.loss
+        with torch.set_grad_enabled(self._trains or (loss is not None and loss.differentiates)):
             marked = mark_layers(self.step.net, self.recompute)
             precision = computing_in(self.precision, tensors[-1].device)
             with collecting() as entries, precision, marked:
@@ -388,7 +392,7 @@ class GradStep:
                 self.reported, numbers = ReportedScalars.of(term, entries)
                 result.append(numbers)
             if self._trains:
-                gradients = self._gradients(term.value, state, scale)
+                gradients = self._gradients(term, state, scale)
         if self.want_outputs:
             result += self._detached_outputs(outputs, tensors)
         return result + gradients
@@ -406,16 +410,21 @@ class GradStep:
                 state[name].register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _gradients(
-        self, loss: Tensor, state: Mapping[str, Tensor], scale: Optional[Tensor]
+        self, term: LossTerm, state: Mapping[str, Tensor], scale: Optional[Tensor]
     ) -> List[Tensor]:
-        weights = [state[name] for name in self.trained]
-        gradients: Sequence[Optional[Tensor]] = [None] * len(weights)
-        if loss.requires_grad:
+        by_name: Dict[str, Tensor] = {}
+        for loss, names in self._moves(term):
+            if not loss.requires_grad:
+                continue
             self._refuse_bypass(loss)
             objective = loss if scale is None else loss * scale.to(loss.dtype)
+            weights = [state[name] for name in names]
             with mark_backward_pass(objective):
-                gradients = torch.autograd.grad(objective, weights, allow_unused=True)
-        by_name = {n: g for n, g in zip(self.trained, gradients) if g is not None}
+                keeps = loss is not term.value
+                gradients = torch.autograd.grad(
+                    objective, weights, retain_graph=keeps, allow_unused=True
+                )
+            by_name.update((n, g) for n, g in zip(names, gradients) if g is not None)
         if not self.with_gradient:
             self._lay_out(by_name)
         late = sorted(set(by_name).difference(self.with_gradient))
@@ -429,6 +438,17 @@ class GradStep:
             if name not in by_name:
                 by_name[name] = torch.zeros_like(state[name])
         return [block.gather(by_name) for block in self.blocks]
+
+    def _moves(self, term: LossTerm) -> Iterator[Tuple[Tensor, Sequence[str]]]:
+        """Yield each loss with the names of the parameters that it moves."""
+        if not term.separate:
+            yield term.value, self.trained
+            return
+        assert self.step.loss is not None
+        by_public = {public_name(name): name for name in self.trained}
+        for index, loss in enumerate(term.separate):
+            moved = self.step.loss.moved(list(by_public), index)
+            yield loss, [by_public[name] for name in moved]
 
     def _refuse_bypass(self, loss: Tensor) -> None:
         """A parameter reached by a reference from outside the module would get no gradient."""

@@ -55,7 +55,7 @@ class InferenceConfig(JobSpec):
         source = plan = None
         steps, prefetch = request.steps, 0
         with faults.collect():
-            source = get_data_adapter(request.data, mode, session.loss.in_module)
+            source = get_data_adapter(request.data, mode, session.loss.own_loss(mode))
         with faults.collect():
             steps = None if steps is None else at_least("steps", steps, 1, " or None")
         with faults.collect():

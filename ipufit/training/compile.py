@@ -22,7 +22,7 @@ from ipufit.core.train_config import (
 from ipufit.engines.ipu_settings import IpuArguments, IpuSettings
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
-from ipufit.losses import Loss, resolve_loss
+from ipufit.losses import Loss, check_moves, resolve_loss
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optim.resolve import resolve_optimizer
 from ipufit.partition.own_blocks import annotated_ipus
@@ -325,6 +325,9 @@ def _resolve_objectives(
             if not any(parameter.requires_grad for _, parameter in named):
                 refuse_unregistered(module)
             optimizer = resolve_optimizer(request.optimizer, named)
+            if loss is not None and loss.differentiates:
+                owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                check_moves(loss, [n for n, p in named if p.requires_grad and id(p) in owned])
     with faults.collect():
         # What metrics of several outputs go by is not known without their losses.
         if loss is not None or not isinstance(request.loss, (list, tuple, dict)):

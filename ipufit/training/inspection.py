@@ -123,8 +123,11 @@ class InspectionMixin:
         if session is None:
             sample, more, marks = None if x is None else sample_of(x, False), [], {}
         else:
-            in_module, casting = session.loss.in_module, session.casting
-            sample = session.sample if x is None else sample_of(x, in_module, casting=casting)
+            own_loss = session.loss.own_loss(Mode.PREDICT)
+            # What steps of the user's own take is nothing to call the module with.
+            sample = session.sample if own_loss == session.loss.in_module else None
+            if x is not None:
+                sample = sample_of(x, own_loss, casting=session.casting)
             more = [session.last_plan.explain()] if session.last_plan is not None else []
             more.append(session.explain())
             marks = session.divided.partitions.marks()

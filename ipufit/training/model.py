@@ -23,6 +23,7 @@ from torch import nn
 from ipufit.callbacks import Callback
 from ipufit.callbacks.history import History
 from ipufit.checkpoint.settings import Checkpoint
+from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import CompilerFunction
 from ipufit.core.train_config import EMA, Clip, Memory, Outputs, Precision, Reduction
 from ipufit.data.adapters import DataArguments, are_inputs
@@ -175,7 +176,8 @@ class Model(InspectionMixin):
             loss: a name, a module or such a class, or a callable ``(prediction, target)`` that
                 returns the mean over a micro-batch or one value per sample, or None when the module
                 returns ``(outputs, loss)`` itself. Several losses are a dict by name of the
-                module's outputs, or a list by position.
+                module's outputs, or a list by position. A :class:`ipufit.TrainStep`, or a list of
+                them, is a step of one's own: which loss moves what, in which order, how often.
             metrics: names, callables ``(prediction, target)`` or torchmetrics objects; one, a list,
                 or a dict by name; with several losses a dict or list by output. Parameters of
                 losses and metrics such as ``y_true, y_pred`` say another order.
@@ -628,7 +630,8 @@ class Model(InspectionMixin):
             DataError: a batch that can't be fed.
         """
         session = self._compiled("predict_on_batch")
-        return on_batch.predict_on_batch(session, x if session.loss.in_module else (x,))
+        is_whole = session.loss.own_loss(Mode.PREDICT)
+        return on_batch.predict_on_batch(session, x if is_whole else (x,))
 
     def find_lr(
         self,

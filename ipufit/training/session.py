@@ -196,7 +196,7 @@ class Session:
         Raises:
             DataError: it can't be fed.
         """
-        return BatchValidator(source, mode, self.loss.in_module, self.casting)(batch, 0)
+        return BatchValidator(source, mode, self.loss.own_loss(mode), self.casting)(batch, 0)
 
     def plan(
         self,
@@ -251,7 +251,7 @@ class Session:
             LossError: the loss can't be trained on.
             MetricError: the metrics don't fit the outputs and targets.
         """
-        pipeline = BatchPipeline(job, self.loss.in_module, self.casting)
+        pipeline = BatchPipeline(job, self.loss.own_loss(job.mode), self.casting)
         try:
             return self._start(pipeline, self._read_first(pipeline, job), job)
         except BaseException:
@@ -294,7 +294,7 @@ class Session:
             ProcessError: it fails in another one.
         """
         processes = self.processes
-        pipeline = BatchPipeline(job, self.loss.in_module, self.casting)
+        pipeline = BatchPipeline(job, self.loss.own_loss(job.mode), self.casting)
         started: List[Job] = []
         try:
             first = processes.run_on_all_ranks(lambda: self._read_first(pipeline, job))

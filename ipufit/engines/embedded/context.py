@@ -92,12 +92,12 @@ class EngineContext(Engine):
         fixed: Sequence[str],
         state: Sequence[Tensor],
         layout: Optional[Callable[[Sequence[str]], Sequence[FlatBlock]]],
+        step: ModuleWithLoss,
     ) -> TracedStep:
         """The recorded micro-batch for the example's shapes; recorded now if it is new.
 
         The module itself, run eagerly, is the same step for all shapes.
         """
-        step = self.step_module(spec.module, spec.loss)
         config = spec.config
         scaled = config.loss_scale is not None and layout is not None
         recompute = config.recompute if layout is not None else ()

@@ -21,6 +21,7 @@ from ipufit.engines.embedded.passes.torch_compile import reads_values
 from ipufit.engines.embedded.programs.inference import InferenceProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.engines.program import Program, ProgramSpec
+from ipufit.errors import ConfigurationError
 from ipufit.losses import Loss
 from ipufit.partition.partition import Partitions
 from ipufit.processes import current
@@ -69,10 +70,13 @@ class EmbeddedEngine(EngineContext):
         Raises:
             ConfigurationError: a device whose random numbers can't be keyed, CUDA graphs of a
                 module that is on no GPU, nothing to compile programs with, an optimizer whose state
-                can't lie in parts, or a search for what is not finite where nothing can be run
+                can't lie in parts, several turns of an update with what works on one loss, or a
+                search for what is not finite where nothing can be run
                 again operator by operator.
         """
         check_keyed_devices([*module.named_parameters(), *module.named_buffers()])
+        if loss.turns:
+            _refuse_with_turns(config)
         if config.detect_nan:
             refuse_detection(config)
         if config.shard_optimizer and optimizer is not None and current().is_distributed:
@@ -165,6 +169,26 @@ def _left_to_torch(training: TrainingProgram, config: TrainConfig) -> List[str]:
     sentences = [_MAY_MERGE] if config.recompute else []
     graph = training.state.updater.recorded()
     return [*sentences, _READS_COUNTERS] if graph is not None and reads_values(graph) else sentences
+
+
+def _refuse_with_turns(config: TrainConfig) -> None:
+    """Refuse what works on updates that one loss makes.
+
+    Raises:
+        ConfigurationError: naming it.
+    """
+    asked_for = {
+        f"jit={config.jit!r}": config.jit in (INDUCTOR, CUDAGRAPH),
+        "a loss scale": config.loss_scale is not None,
+        "detect_nan=True": config.detect_nan,
+        "Memory(shard=...)": config.shard_optimizer,
+    }
+    for name, is_set in asked_for.items():
+        if is_set:
+            raise ConfigurationError(
+                f"{name} works on updates that one loss makes, but TrainSteps take turns in each. "
+                "Leave it out, or compute the losses in one TrainStep with at_once=True."
+            )
 
 
 def _sharded(config: TrainConfig) -> str:

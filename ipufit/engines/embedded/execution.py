@@ -18,6 +18,7 @@ from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard
 from ipufit.core.outputs import accumulator_of, add_to
 from ipufit.engines.embedded.flat_optimizer import Rows
 from ipufit.engines.embedded.traced_step import TracedStep, Update
+from ipufit.engines.embedded.turns import Move
 from ipufit.engines.program import ExecutionResult
 from ipufit.tracing.grad_step import OutputShape, ReportedScalars, unpack_reported
 
@@ -66,6 +67,8 @@ class ExecutionWork:
         merged: by what is recorded for a micro-batch, what takes several like it at once, where an
             update is made of such alone.
         compiled: makes the updates that fit it; None for none.
+        moves: where an update has several turns, of which each is an entry of ``updates``, what
+            each entry moves; else empty.
     """
 
     batch: CombinedBatch
@@ -76,6 +79,7 @@ class ExecutionWork:
     is_random: bool = True
     merged: Mapping[TracedStep, BatchedStep] = dataclasses.field(default_factory=dict)
     compiled: Optional[WholeUpdates] = None
+    moves: Sequence[Move] = ()
 
 
 class UpdateWay:
@@ -153,6 +157,7 @@ class ExecutionOutputs:
         kinds: Sequence[ReportedScalars],
         numbers: Tensor,
         outputs: List[Tensor],
+        hands_out: bool = True,
     ) -> None:
         """Keep what the next micro-batches report, and of their outputs those that are wanted.
 
@@ -161,8 +166,11 @@ class ExecutionOutputs:
             kinds: what the numbers of each are.
             numbers: a row for each, or without rows for one.
             outputs: of the first, the second, and so on; empty where nobody wants any.
+            hands_out: whether this is the turn of an update whose outputs come back.
         """
         self.numbers.append((kinds, numbers))
+        if not hands_out:
+            return
         each = len(outputs) // len(kinds)
         for index in range(len(kinds)) if self._wanted else ():
             if self._next + index in self._wanted:

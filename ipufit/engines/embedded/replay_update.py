@@ -66,7 +66,7 @@ class Replay:
             if as_recorded and recorded.graph is None:
                 return None
             replica = place % len(states)
-            self.seed(recorded, self.live.updates, place)
+            self.seed(recorded, self.live.updates, place, "")
             cause, gradients = self._micro_batch(recorded, states[replica], batch, as_recorded)
             if cause is not None:
                 return dataclasses.replace(

@@ -55,5 +55,6 @@ class TracedStep:
 # The micro-batches of an update, each with the traced step that runs it.
 Update = Sequence[Tuple[MicroBatch, TracedStep]]
 
-# Starts the random numbers of a micro-batch, given its update and its place in it.
-Seeding = Callable[[TracedStep, int, int], None]
+# Starts the random numbers of a micro-batch, given its update, its place in it, and what sets them
+# apart from others of the update.
+Seeding = Callable[[TracedStep, int, int, str], None]

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from ipufit.core.batch import CombinedBatch
 from ipufit.core.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.ema import MovingAverages
-from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Graphs, Rows
+from ipufit.engines.embedded.flat_optimizer import Graphs, Rows
 from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
 from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
+from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, Updater
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
@@ -158,7 +159,7 @@ class StatePlacement:
         spec: ProgramSpec,
         step: ModuleWithLoss,
         carried: CarriedState,
-        updater: FlatOptimizer,
+        updater: Updater,
         device: torch.device,
     ) -> None:
         assert spec.optimizer is not None
@@ -319,7 +320,7 @@ class TrainingState:
         spec, step, placement: as passed.
         device: of the module.
         parameters, buffers: of the step, by name.
-        trained, frozen: names of the parameters that are trained, and of the others.
+        trained: names of the parameters that are trained.
         with_gradient: names of those that a gradient reaches; empty while nothing is bound.
         updater: applies the optimizer, and holds its state.
         scaler: follows the loss scale; None without one.
@@ -327,7 +328,8 @@ class TrainingState:
         updates: weight updates done since ``compile``, skipped ones included.
         storage: the trained parameters.
         averages: their moving averages; None without averaging.
-        states: for each replica, what a micro-batch is computed from: parameters and its buffers.
+        turns: losses that an update computes one after another, with what each moves; one of a
+            program with one loss.
     """
 
     def __init__(
@@ -336,6 +338,7 @@ class TrainingState:
         step: ModuleWithLoss,
         carried: CarriedState,
         placement: StatePlacement,
+        turns: Sequence[TurnState] = (),
     ) -> None:
         assert spec.optimizer is not None
         self.spec = spec
@@ -349,7 +352,6 @@ class TrainingState:
         self.trained = [
             name for name, p in self.parameters.items() if p.requires_grad and id(p) in owned
         ]
-        self.frozen = [name for name in self.parameters if name not in set(self.trained)]
         refuse_shared_memory(self.trained, self.parameters, self.buffers)
         warn_of_vanishing_eps(spec.optimizer)
         self.placement = placement
@@ -362,27 +364,34 @@ class TrainingState:
         self.updates = spec.first_update
         self.storage = placement.storage
         self.averages: Optional[MovingAverages] = None
-        self.states: List[List[Tensor]] = []
+        self._parts: List[List[str]] = []
+        frozen = [name for name in self.parameters if name not in set(self.trained)]
+        self.turns = [*turns] or [TurnState(step, self.trained, frozen)]
         self.with_gradient: Tuple[str, ...] = ()
 
     @property
-    def fixed(self) -> List[str]:
-        """Names of all that a micro-batch is computed from and that is not trained."""
-        return [*self.frozen, *self.buffers]
+    def states(self) -> List[List[Tensor]]:
+        """For each replica, what a micro-batch is computed from: parameters and its buffers."""
+        return self.turns[0].states
 
     def lay_out(self, names: Sequence[str]) -> List[FlatBlock]:
-        """Divide these parameters into blocks that are updated alike."""
-        named = [(name, self.parameters[name]) for name in names]
+        """Divide these parameters into blocks that are updated alike, and in the same turns."""
         layout = self.updater.layout
+        if self._parts:
+            chosen, divided = set(names), {name for part in self._parts for name in part}
+            parts = [[name for name in part if name in chosen] for part in self._parts]
+            parts.append([name for name in names if name not in divided])
+            return [b for part in parts for b in layout([(n, self.parameters[n]) for n in part])]
+        named = [(name, self.parameters[name]) for name in names]
         if not self.spec.processes.is_distributed:
             return layout(named)
         return [block for bucket in buckets_of(named) for block in layout(bucket)]
 
-    def arguments(self, buffers: Mapping[str, Tensor]) -> List[Tensor]:
+    def arguments(self, buffers: Mapping[str, Tensor], turn: TurnState) -> List[Tensor]:
         """Return what a micro-batch of a replica with these buffers is computed from."""
         # Not what the module has: somebody who shares that with other processes moves it.
         views, parameters = self.storage.views, self.parameters
-        names = [*self.trained, *self.frozen]
+        names = [*turn.trained, *turn.others]
         tensors = [views[n] if n in views else parameters[n].detach() for n in names]
         return [*tensors, *buffers.values()]
 
@@ -405,13 +414,34 @@ class TrainingState:
             self.averages = MovingAverages(
                 rule, storage.blocks, storage.flats, self._carried.averages
             )
-        self.states = [self.arguments(buffers) for buffers in self.replicas]
+        updater = self.updater
+        for turn in self.turns:
+            turn.states = [self.arguments(buffers, turn) for buffers in self.replicas]
+            if isinstance(updater, TurnOptimizer):
+                turn.blocks = [place for part in turn.parts for place in updater.cuts[part]]
+                turn.apply = updater.applying(turn.parts)
+            else:
+                turn.blocks = range(len(self.storage.blocks))
+                turn.apply = updater.apply
+
+    def bind_parts(self, parts: List[List[str]]) -> None:
+        """Take over parameters and optimizer state in parts, which turns move.
+
+        Args:
+            parts: names of the parameters of each.
+        """
+        assert isinstance(self.updater, TurnOptimizer)
+        self._parts = parts
+        self.updater.divide([len(self.lay_out(part)) for part in parts])
+        self.bind(tuple(name for part in parts for name in part))
 
     def unbind(self) -> None:
         """Give back parameters and state; what is there then is taken over by the next one."""
         self._keep_averages()
         self.placement.unbind()
-        self.states, self.with_gradient = [], ()
+        for turn in self.turns:
+            turn.release()
+        self.with_gradient, self._parts = (), []
 
     def close(self) -> None:
         """Give the module memory of its own again, and the optimizer its state."""
@@ -426,7 +456,8 @@ class TrainingState:
         self._keep_averages()
         # Callbacks and what explains the run may hold on to the program.
         self.placement.unbind()
-        self.states = []
+        for turn in self.turns:
+            turn.release()
         self.placement.release()
 
     def _keep_averages(self) -> None:

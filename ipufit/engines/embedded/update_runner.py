@@ -17,6 +17,7 @@ from ipufit.engines.embedded.non_finite import refuse_gradients, refuse_loss, re
 from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update, computing
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState, copy_of, put_back
+from ipufit.engines.embedded.turns import Move, TurnOptimizer, by_micro_batch
 from ipufit.engines.gradient_reduction import GradientReduction, GradientSum
 from ipufit.engines.program import ExecutionResult
 from ipufit.errors import NonFiniteLossError
@@ -73,6 +74,7 @@ class UpdateRunner(UpdateWay):
         self._replay = replay
         self._scales = scales
         self._reduction = GradientReduction(spec)
+        self._only_move = Move(state.turns[0])
         self._processes = spec.processes
         self._is_scaled = state.scaler is not None
         # Whether anybody looks at gradients before they are applied.
@@ -90,7 +92,10 @@ class UpdateRunner(UpdateWay):
                     [(batch.to(self._device), recorded) for batch, recorded in update]
                     for update in execution.updates
                 ]
-        self._state.updater.refresh(execution.rows)
+        if execution.moves:
+            self._refresh_turns(execution)
+        else:
+            self._state.updater.refresh(execution.rows)
         with computing(self._device, execution.is_random):
             if self._replay is not None:
                 return self._run_watched(execution, self._replay)
@@ -134,16 +139,36 @@ class UpdateRunner(UpdateWay):
             bad = next((i for i, ok in enumerate(finite) if not ok and i not in left_out), None)
             if lost is not None and (bad is None or lost <= bad):
                 self._go_back(snapshot, execution)
-                self.make(execution, updates[:lost], left_out)
+                self.make(execution, updates[: self._begin_of(execution, lost)], left_out)
                 self._refuse(execution, lost, anchors.losses)
             if bad is None:
-                return anchors
+                return self._by_micro_batch(anchors, execution) if execution.moves else anchors
             left_out.add(bad)
             self._go_back(snapshot, execution)
 
     def _go_back(self, snapshot: Snapshot, execution: ExecutionWork) -> None:
         self._state.restore(snapshot)
-        self._state.updater.refresh(execution.rows)
+        if execution.moves:
+            self._refresh_turns(execution)
+        else:
+            self._state.updater.refresh(execution.rows)
+
+    def _refresh_turns(self, execution: ExecutionWork) -> None:
+        updater = self._state.updater
+        assert isinstance(updater, TurnOptimizer)
+        updater.follow(execution.rows, execution.moves)
+
+    def _begin_of(self, execution: ExecutionWork, index: int) -> int:
+        """Return the first entry of the update that an entry of the execution belongs to."""
+        while execution.moves and not execution.moves[index].is_first:
+            index -= 1
+        return index
+
+    def _by_micro_batch(self, result: ExecutionResult, execution: ExecutionWork) -> ExecutionResult:
+        """Bring together what several turns report of one micro-batch."""
+        moves = execution.moves
+        counts = [len(u) for u, move in zip(execution.updates, moves) if move.is_first]
+        return by_micro_batch(result, moves, counts)
 
     def _first_lost(self, execution: ExecutionWork, losses: Tensor) -> Optional[int]:
         """Return the first update with a loss that is not finite in any process."""
@@ -172,7 +197,8 @@ class UpdateRunner(UpdateWay):
 
         Args:
             execution: that they belong to.
-            updates: all of the execution, or the first ones.
+            updates: all of the execution, or the first ones; where an update has several turns,
+                each is one here.
             left_out: updates known to have a gradient that is not finite; None to look at once.
 
         Returns:
@@ -188,7 +214,9 @@ class UpdateRunner(UpdateWay):
         wanted = self._places_wanted(execution) if self._spec.want_outputs else set()
         results = ExecutionOutputs(wanted, self._spec.plan.replicas if is_sum else 0)
         has_buffers = bool(state.replicas[0])
+        moves = execution.moves or [self._only_move] * len(updates)
         for index, update in enumerate(updates):
+            move = moves[index]
             if compiled is not None and compiled.fits(update):
                 compiled.make(update, results)
                 continue
@@ -197,7 +225,7 @@ class UpdateRunner(UpdateWay):
             saves = has_buffers and left is not False
             saved = [copy_of(buffers) for buffers in state.replicas] if saves else []
             try:
-                gradients = self._gradients(execution, index, results)
+                gradients = self._gradients(execution, index, results, move)
                 is_skipped = self._is_judged and self._judge(gradients, left, results)
             except BaseException:
                 for buffers, values in zip(state.replicas, saved):
@@ -207,11 +235,13 @@ class UpdateRunner(UpdateWay):
                 results.skipped += 1
                 state.updater.skip()
             else:
-                state.updater.apply(gradients)
+                move.turn.apply(gradients)
                 if self._replay is not None:
                     refuse_weights(state)
             # Not held while those of the next update are computed.
             del gradients, saved
+            if not move.is_last:
+                continue
             state.updates += 1
             if state.averages is not None:
                 state.averages.after_update(state.storage.flats, state.updates, is_skipped)
@@ -253,17 +283,19 @@ class UpdateRunner(UpdateWay):
         return torch.where(count > 0, math.inf, 0.0)
 
     def _gradients(
-        self, execution: ExecutionWork, index: int, results: ExecutionOutputs
+        self, execution: ExecutionWork, index: int, results: ExecutionOutputs, move: Move
     ) -> List[Tensor]:
-        """Compute the gradient of an update, one flat tensor per block.
+        """Compute the gradient of an update, one flat tensor per block that is moved.
 
         Args:
             execution: that the update belongs to.
             index: of the update in it.
             results: takes what micro-batches report.
+            move: the turn that it is of.
         """
-        update, state = execution.updates[index], self._state
-        share = None if execution.shares is None else execution.shares[index]
+        update, state, states = execution.updates[index], self._state, move.turn.states
+        shares = execution.shares
+        share = None if shares is None else shares[move.update if execution.moves else index]
         total = self._reduction.start([batch.size for batch, _ in update], share)
         merged = execution.merged.get(update[0][1]) if update else None
         # Of micro-batches of several sizes the gradients have factors of their own.
@@ -274,25 +306,26 @@ class UpdateRunner(UpdateWay):
         if merged is not None and alike and merged.takes([recorded for _, recorded in update]):
             self._add_merged(merged, total, update, results)
         elif share is not None:
-            self._add_share(share, update, total, results, scale, sums if goes_along else None)
+            last = sums if goes_along else None
+            self._add_share(share, update, total, results, scale, last, move)
         else:
-            blocks = len(state.storage.blocks)
+            blocks = len(move.turn.blocks)
             for place, (batch, recorded) in enumerate(update):
                 if recorded.random:
-                    self._seed(recorded, state.updates, place)
-                weights = state.states[place % len(state.states)]
+                    self._seed(recorded, state.updates, place, move.stream)
+                weights = states[place % len(states)]
                 numbers, *rest = recorded.run(*weights, *batch.leaves, *scale)
                 if self.at_once:
                     value = (numbers[0] if numbers.dim() else numbers).item()
                     if not math.isfinite(value):
                         refuse_loss(state, value)
                 kind = recorded.micro.reported
-                results.add(recorded, [kind], numbers, rest[:-blocks])
+                results.add(recorded, [kind], numbers, rest[:-blocks], move.hands_out)
                 total.add(rest[-blocks:], numbers[1] if kind.counted else None)
                 # Not held while the next one is computed.
                 del rest
         if share is not None:
-            self._add_others(total, share, results, reported, sums)
+            self._add_others(total, share, results, reported, sums, move)
         return total.reduced(loss_scale)
 
     def _scale(self) -> Tuple[List[Tensor], Union[float, Tensor]]:
@@ -320,6 +353,7 @@ class UpdateRunner(UpdateWay):
         results: ExecutionOutputs,
         scale: Sequence[Tensor],
         sums: Optional[BucketSums],
+        move: Move,
     ) -> None:
         """Add the own gradients of an update of which other processes have micro-batches as well.
 
@@ -330,13 +364,14 @@ class UpdateRunner(UpdateWay):
             results: takes what they report.
             scale: the loss scale as an argument of a recording; empty without one.
             sums: take the last gradients as they come; None where sums follow the backward pass.
+            move: the turn that the update is of.
         """
         state, divided = self._state, self._state.placement.weights
-        blocks = len(state.storage.blocks)
+        states, blocks = move.turn.states, len(move.turn.blocks)
         for index, (batch, recorded) in enumerate(update):
             place = share.places[index]
-            self._seed(recorded, state.updates, place)
-            weights = state.states[place % len(state.states)]
+            self._seed(recorded, state.updates, place, move.stream)
+            weights = states[place % len(states)]
             if divided is not None:
                 divided.factor = None if self.counted else total.next_factor()
             is_last = index == len(update) - 1
@@ -344,7 +379,7 @@ class UpdateRunner(UpdateWay):
                 numbers, *rest = recorded.run(*weights, *batch.leaves, *scale)
             kind, gradients = recorded.micro.reported, rest[-blocks:]
             count = numbers[1] if kind.counted else None
-            results.add(recorded, [kind], numbers, rest[:-blocks])
+            results.add(recorded, [kind], numbers, rest[:-blocks], move.hands_out)
             if meets:
                 if count is not None:
                     total.note(count)
@@ -385,6 +420,7 @@ class UpdateRunner(UpdateWay):
         results: ExecutionOutputs,
         reported: int,
         sums: Optional[BucketSums],
+        move: Move,
     ) -> None:
         """Add the gradients of the other processes.
 
@@ -394,10 +430,12 @@ class UpdateRunner(UpdateWay):
             results: with what the update's micro-batches have reported.
             reported: how many entries of it are of earlier updates.
             sums: those of buckets, some begun perhaps; None for all of the gradient at once.
+            move: the turn that the update is of.
         """
         losses: List[float] = results.losses(reported).tolist() if self.at_once else []
         is_lost = not all(map(math.isfinite, losses))
-        placement, flats = self._state.placement, self._state.storage.flats
+        placement, whole = self._state.placement, self._state.storage.flats
+        flats = [whole[place] for place in move.turn.blocks]
         if sums is not None:
             assert self.overlap is not None
             sums.finish(flats)

@@ -22,7 +22,7 @@ from ipufit.engines.ipu.sdk import ignored_options
 from ipufit.engines.ipu.training import PoptorchTrainingProgram
 from ipufit.engines.program import Program, ProgramSpec
 from ipufit.errors import ConfigurationError, PlanError
-from ipufit.losses import Loss
+from ipufit.losses import Loss, TurnLoss
 from ipufit.partition.partition import Partitions
 from ipufit.utils.error_collector import ErrorCollector
 
@@ -68,6 +68,13 @@ class IpuEngine(IpuContext):
             with faults.collect():
                 raise ConfigurationError(
                     f"an IPU can't run {name}: {fact.says}. {fact.cure}, or use engine='embedded'."
+                )
+        with faults.collect():
+            if loss.turns or (isinstance(loss, TurnLoss) and len(loss.moves) > 1):
+                raise ConfigurationError(
+                    "an IPU makes each update from one loss that moves all parameters, and several "
+                    "in a TrainStep move parameters of their own. Use engine='embedded', or add "
+                    "them up into one loss."
                 )
         with faults.collect():
             if optimizer is not None:

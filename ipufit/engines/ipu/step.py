@@ -200,7 +200,7 @@ class IpuStep(StepModule):
     ) -> Tuple[Any, Optional[LossTerm]]:
         args, kwargs, target, sample_weight = batch
         with follow_stages(self._partition, self.net, self._begin) as blocks:
-            result = self._called(*args, **kwargs)
+            result = self._called(args, kwargs)
             begin_loss(self._sdk, self._partition, blocks)
             return split_loss(self.loss, result, target, sample_weight, self.reports, valid)
 
@@ -208,9 +208,11 @@ class IpuStep(StepModule):
         assert self._partition is not None
         self._sdk.Block.start(block_of(stage), ipu_id=self._partition.ipu_of(stage))
 
-    def _called(self, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
-            return self.net(*args, **kwargs)
+            if self.loss is None:
+                return self.net(*args, **kwargs)
+            return self.loss.call(self.net, args, kwargs)
         except AttributeError as error:
             if "has no attribute 'ipu'" not in str(error):
                 raise

@@ -43,18 +43,18 @@ class BaseProgram(Program):
         self._is_eager = spec.run_eagerly
         self._by_form: Dict[object, TracedStep] = {}
 
-    def _record(self, example: MicroBatch) -> TracedStep:
+    def _record(self, example: MicroBatch, turn: int) -> TracedStep:
         raise NotImplementedError
 
-    def _recorded(self, batch: MicroBatch) -> TracedStep:
+    def _recorded(self, batch: MicroBatch, turn: int = 0) -> TracedStep:
         # The data layer sees to it that micro-batches of one structure have the same dtypes. The
         # module itself, run eagerly, takes all shapes.
-        form: List[object] = [batch.structure]
+        form: List[object] = [turn, batch.structure]
         if not self._is_eager:
             form += [(leaf.shape, leaf.stride()) for leaf in batch.leaves]
         key = tuple(form)
         if key not in self._by_form:
-            self._by_form[key] = self._record(batch.to(self._device))
+            self._by_form[key] = self._record(batch.to(self._device), turn)
         return self._by_form[key]
 
     def _trace(
@@ -84,9 +84,10 @@ class BaseProgram(Program):
         outputs = recorded.micro.outputs.rebuild(recorded.micro.outputs.tensors)
         return Prepared(outputs, recorded.micro.reported.rules, recorded.micro.labels or ())
 
-    def _seed(self, recorded: TracedStep, update: int, place: int = 0) -> None:
+    def _seed(self, recorded: TracedStep, update: int, place: int = 0, stream: str = "") -> None:
         if recorded.random:
-            seed_generators(self._key(update, place), self._device)
+            seed_generators(self._key(update, place, stream), self._device)
 
-    def _key(self, update: int, place: int) -> int:
-        return micro_batch_key(update_key(self._spec.seed, self._spec.domain, update), place)
+    def _key(self, update: int, place: int, stream: str = "") -> int:
+        domain = self._spec.domain + stream
+        return micro_batch_key(update_key(self._spec.seed, domain, update), place)

@@ -281,7 +281,7 @@ class CapturedExecutions(UpdateWay):
         def run(draw: Draw) -> None:
             first, scales = live.updates, [table.unbind() for table in static.tensors[blocks:]]
 
-            def seed(recorded: TracedStep, update: int, place: int) -> None:
+            def seed(recorded: TracedStep, update: int, place: int, stream: str) -> None:
                 if recorded.random:
                     draw(draws[update - first, place], self._key_of(update, place))
 

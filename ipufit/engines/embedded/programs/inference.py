@@ -39,9 +39,11 @@ class InferenceProgram(BaseProgram):
 
         return FSDPWeights(self._spec, self._engine.carried, self._parameters, self._device)
 
-    def _record(self, example: MicroBatch) -> TracedStep:
+    def _record(self, example: MicroBatch, turn: int) -> TracedStep:
         fixed = [*self._parameters, *self._buffers]
-        recorded = self._engine.record(self._spec, example, (), fixed, self._state, None)
+        recorded = self._engine.record(
+            self._spec, example, (), fixed, self._state, None, self._step
+        )
         self._weights.attach(recorded)
         return recorded
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
@@ -9,6 +10,7 @@ import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.compile_arguments import AUTO, INDUCTOR, KERNELS
+from ipufit.core.logged_values import merge_rules
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs import graph_maker
 from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
@@ -20,6 +22,13 @@ from ipufit.engines.embedded.passes.select_kernels import Lowered
 from ipufit.engines.embedded.programs.base import BaseProgram
 from ipufit.engines.embedded.traced_step import TracedStep, Update, computing
 from ipufit.engines.embedded.training_state import StatePlacement, TrainingState
+from ipufit.engines.embedded.turns import (
+    TurnOptimizer,
+    TurnState,
+    Updater,
+    moves_of,
+    parts_of,
+)
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.external_changes import refuse_frozen
 from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
@@ -36,6 +45,8 @@ if TYPE_CHECKING:
     from ipufit.tracing.comparison import Comparison, Tolerance
 
 __all__ = ["TrainingProgram"]
+
+_TURNS = "Operators are timed of one loss, and the updates have several in turn."
 
 
 class TrainingProgram(BaseProgram):
@@ -56,9 +67,16 @@ class TrainingProgram(BaseProgram):
         assert spec.optimizer is not None
         assert spec.loss is not None
         self._optimizer = spec.optimizer
-        graphs = graph_maker(spec, self._device, engine.tape)
+        self._takes_turns = bool(spec.loss.turns)
+        graphs = None if self._takes_turns else graph_maker(spec, self._device, engine.tape)
         placement = _choose_placement(engine, spec, self._step, self._device, graphs is not None)
-        self.state = TrainingState(spec, self._step, engine.carried, placement)
+        self.state = TrainingState(
+            spec,
+            self._step,
+            engine.carried,
+            placement,
+            _turn_states(engine, spec) if self._takes_turns else (),
+        )
         on_host = self._device.type == "cpu" and not engine.as_device
         replay = None
         if spec.config.detect_nan:
@@ -66,19 +84,21 @@ class TrainingProgram(BaseProgram):
             from ipufit.engines.embedded.replay_update import Replay
 
             replay = Replay(self.state, self._seed)
-        at_once = on_host or replay is not None
+        # What an earlier turn has moved is taken back with the whole execution.
+        at_once = (on_host and not self._takes_turns) or replay is not None
         self._runner = UpdateRunner(engine, self.state, self._seed, at_once, replay)
         self.way: UpdateWay = self._runner
         if graphs is not None:
             from ipufit.engines.embedded.programs.cuda_graph import CapturedExecutions
 
             self.way = CapturedExecutions(engine, self.state, graphs, self._key, self._runner)
-        else:
+        elif not self._takes_turns:
             self._compile_updates()
         self.lowered: Optional[Lowered] = None
         self.merging: Optional[Decision] = None
         self._may_merge = (
             spec.plan.own_micro_batches_per_update > 1
+            and not self._takes_turns
             and spec.config.jit in (AUTO, KERNELS)
             and not spec.divides_weights
         )
@@ -112,17 +132,43 @@ class TrainingProgram(BaseProgram):
         """Weight updates done since ``compile``, skipped ones included."""
         return self.state.updates
 
-    def _record(self, example: MicroBatch) -> TracedStep:
+    def _record(self, example: MicroBatch, turn: int) -> TracedStep:
         state = self.state
-        arguments = state.states[0] if state.states else state.arguments(self._buffers)
-        recorded = self._engine.record(
-            self._spec, example, state.trained, state.fixed, arguments, state.lay_out
-        )
+        if not state.with_gradient and self._takes_turns:
+            self._bind_turns(example)
+        recorded = self._record_turn(state.turns[turn], example)
         if not state.with_gradient:
             with self._engine.timed():
                 state.bind(recorded.micro.with_gradient)
-        if recorded.micro.with_gradient != state.with_gradient:
-            different = sorted(set(recorded.micro.with_gradient) ^ set(state.with_gradient))[0]
+        return recorded
+
+    def _bind_turns(self, example: MicroBatch) -> None:
+        """Take over the state in the parts that the turns train.
+
+        Which parameters get a gradient in a turn shows when it is recorded.
+        """
+        state = self.state
+        for turn in state.turns:
+            self._record_turn(turn, example)
+        parts = parts_of(state.trained, state.turns)
+        for index, turn in enumerate(state.turns):
+            turn.parts = [place for place, key in enumerate(parts) if index in key]
+        with self._engine.timed():
+            state.bind_parts(list(parts.values()))
+
+    def _record_turn(self, turn: TurnState, example: MicroBatch) -> TracedStep:
+        state, spec = self.state, self._spec
+        if not turn.hands_out:
+            spec = dataclasses.replace(spec, want_outputs=False)
+        arguments = turn.states[0] if turn.states else state.arguments(self._buffers, turn)
+        fixed = [*turn.others, *state.buffers]
+        recorded = self._engine.record(
+            spec, example, turn.trained, fixed, arguments, state.lay_out, turn.step
+        )
+        names = recorded.micro.with_gradient
+        turn.with_gradient = turn.with_gradient or names
+        if names != turn.with_gradient:
+            different = sorted(set(names) ^ set(turn.with_gradient))[0]
             raise CaptureError(
                 "the same parameters must get a gradient whatever the micro-batch's size, but with "
                 f"{example.size} samples {public_name(different)!r} differs. Remove the branch on "
@@ -151,6 +197,9 @@ class TrainingProgram(BaseProgram):
             self._frozen_values.note()
         example = example.to(self._device)
         recorded = self._recorded(example)
+        if self._takes_turns:
+            self.lowered = recorded.lowered
+            return self._prepare_turns(example, prepared)
         is_full = example.size == self._spec.plan.micro_batch_size
         if is_full or self.lowered is None:
             self.lowered = recorded.lowered
@@ -162,6 +211,17 @@ class TrainingProgram(BaseProgram):
         if is_full and self._may_merge:
             self._merge(example, recorded)
         return prepared
+
+    def _prepare_turns(self, example: MicroBatch, prepared: Prepared) -> Prepared:
+        """Record the other turns, and join what is known of all."""
+        state, rules = self.state, dict(prepared.rules)
+        for turn in state.turns:
+            micro = self._recorded(example, turn.number).micro
+            rules = merge_rules(rules, micro.reported.rules)
+            if turn.hands_out:
+                outputs = micro.outputs.rebuild(micro.outputs.tensors)
+                prepared = dataclasses.replace(prepared, outputs=outputs)
+        return dataclasses.replace(prepared, rules=rules)
 
     def _find_overlap(self, recorded: TracedStep) -> Optional[Overlap]:
         """Return what times the sums over processes, where there are several buckets."""
@@ -225,6 +285,14 @@ class TrainingProgram(BaseProgram):
             before, steps = schedule.snapshot(), batch.accumulation_steps(self._spec.plan)
             rows = schedule.rows(len(updates), steps)
         execution = ExecutionWork(batch, updates, rows, shares, is_here, is_random, merged)
+        if self._takes_turns:
+            execution.moves = moves_of(state.turns, start, len(updates))
+            execution.updates = [
+                [(each, self._recorded(each, move.turn.number)) for each, _ in updates[move.update]]
+                for move in execution.moves
+            ]
+            recorded_steps = [recorded for update in execution.updates for _, recorded in update]
+            execution.is_random = any(recorded.random for recorded in recorded_steps)
         try:
             return self.way.run(execution)
         except BaseException as error:
@@ -261,6 +329,11 @@ class TrainingProgram(BaseProgram):
         """
         from ipufit.engines.embedded.compare_with_reference import ReferenceComparison
 
+        if self._takes_turns:
+            raise ConfigurationError(
+                "compare works on one loss, but the updates have several in turn. Compile one "
+                "TrainStep alone to compare it."
+            )
         batch = batch.to(self._device)
         recorded = self._recorded(batch)
         seed = functools.partial(self._seed, recorded, self.updates)
@@ -276,6 +349,8 @@ class TrainingProgram(BaseProgram):
         """
         from ipufit.engines.embedded.profiling.profile import DIVIDED, OperatorProfiler
 
+        if self._takes_turns:
+            return {"missing": _TURNS}
         if self.state.placement.weights is not None:
             # A micro-batch meets the other processes on its way.
             return {"missing": DIVIDED}
@@ -355,6 +430,26 @@ class TrainingProgram(BaseProgram):
         self.way.forget()
 
 
+def _turn_states(engine: EngineContext, spec: ProgramSpec) -> List[TurnState]:
+    """Describe each turn of an update, before it is recorded."""
+    assert spec.optimizer is not None
+    assert spec.loss is not None
+    owned = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
+    states: List[TurnState] = []
+    for turn in spec.loss.turns:
+        step = engine.step_module(spec.module, turn.loss)
+        named = dict(step.named_parameters())
+        moved = turn.loss.moved(
+            [public_name(n) for n, p in named.items() if p.requires_grad and id(p) in owned]
+        )
+        trained = [name for name in named if public_name(name) in set(moved)]
+        others = [name for name in named if name not in set(trained)]
+        # Outputs come from the first turn that is made in every update.
+        hands_out = turn.every == 1 and not any(state.hands_out for state in states)
+        states.append(TurnState(step, trained, others, turn, len(states), hands_out))
+    return states
+
+
 def _choose_placement(
     engine: EngineContext,
     spec: ProgramSpec,
@@ -384,5 +479,7 @@ def _choose_placement(
         return ShardedPlacement(spec, step, carried, memory, device)
     assert spec.optimizer is not None
     graphs = carried.optimizer_graphs
-    updater = make_flat_optimizer(spec.optimizer, graphs, config, memory, tabled)
+    make = functools.partial(make_flat_optimizer, spec.optimizer, graphs, config, memory, tabled)
+    assert spec.loss is not None
+    updater: Updater = TurnOptimizer(make) if spec.loss.turns else make()
     return StatePlacement(spec, step, carried, updater, device)

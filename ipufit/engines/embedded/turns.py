@@ -1,0 +1,273 @@
+"""Turns of an update: losses computed one after another, and what of the weights each moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Union
+
+import torch
+from torch import Tensor, fx, nn
+
+from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows
+from ipufit.engines.program import ExecutionResult
+from ipufit.losses import Turn
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
+from ipufit.tracing.grad_step import ModuleWithLoss
+
+__all__ = [
+    "Move",
+    "TurnOptimizer",
+    "TurnState",
+    "Updater",
+    "by_micro_batch",
+    "moves_of",
+    "parts_of",
+]
+
+
+def _refuse_update(gradients: Sequence[Tensor]) -> None:
+    raise AssertionError("a turn makes updates where a program has the state")
+
+
+@dataclasses.dataclass(eq=False)
+class TurnState:
+    """A turn in a training program: the module with its loss, and the state that it moves.
+
+    Attributes:
+        step: module and loss.
+        trained: names of the parameters that it moves, in the order of the program's.
+        others: names of all other parameters.
+        turn: how often it is made; None for the only loss of a program.
+        number: place among the turns of an update.
+        hands_out: whether the program's outputs are those of this turn.
+        with_gradient: names of those that a gradient reaches; empty before it is recorded.
+        blocks: places of these in the storage.
+        parts: of the optimizer, which it moves.
+        states: for each replica, what a micro-batch is computed from.
+        apply: makes a weight update from the gradients of its blocks.
+    """
+
+    step: ModuleWithLoss
+    trained: Sequence[str]
+    others: Sequence[str]
+    turn: Optional[Turn] = None
+    number: int = 0
+    hands_out: bool = True
+    with_gradient: Tuple[str, ...] = ()
+    blocks: Sequence[int] = ()
+    parts: Sequence[int] = ()
+    states: List[List[Tensor]] = dataclasses.field(default_factory=list)
+    apply: Callable[[Sequence[Tensor]], None] = _refuse_update
+
+    def release(self) -> None:
+        """Let go of the state, which is bound to nothing any more; safe twice."""
+        self.states, self.blocks, self.apply = [], (), _refuse_update
+        self.with_gradient = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One weight update of one turn.
+
+    Attributes:
+        turn: of which.
+        update: index of the update that it belongs to, in its execution.
+        is_first, is_last: among the moves of that update.
+        stream: sets its random numbers apart from those of others in the update.
+        hands_out: whether outputs of the module come from it.
+    """
+
+    turn: TurnState
+    update: int = 0
+    is_first: bool = True
+    is_last: bool = True
+    stream: str = ""
+    hands_out: bool = True
+
+
+def moves_of(turns: Sequence[TurnState], first_update: int, updates: int) -> List[Move]:
+    """List the moves of an execution, in their order.
+
+    Args:
+        turns: of every update.
+        first_update: index of the first update since ``compile``.
+        updates: how many there are.
+    """
+    moves: List[Move] = []
+    for update in range(updates):
+        due: List[Move] = []
+        for state in turns:
+            turn = state.turn
+            assert turn is not None
+            if not turn.is_due(first_update + update):
+                continue
+            for repetition in range(turn.repeat):
+                is_plain = not (turn.step or repetition)
+                stream = "" if is_plain else f", step {turn.step}, repetition {repetition}"
+                hands_out = state.hands_out and not repetition
+                due.append(Move(state, update, not due, False, stream, hands_out))
+        moves += due[:-1] + [dataclasses.replace(move, is_last=True) for move in due[-1:]]
+    return moves
+
+
+def by_micro_batch(
+    result: ExecutionResult, moves: Sequence[Move], counts: Sequence[int]
+) -> ExecutionResult:
+    """Bring together what the moves of an update report of each of its micro-batches.
+
+    The loss of a micro-batch is the sum over turns, and of a turn that is repeated the mean over
+    its repetitions; logged values likewise.
+
+    Args:
+        result: with losses and logged values by move, and in it by micro-batch.
+        moves: of the execution.
+        counts: micro-batches of each of its updates.
+    """
+    losses: List[float] = []
+    logged: List[Dict[str, float]] = []
+    values = iter(result.losses.tolist())
+    entries = iter(result.logged or [{}] * len(result.losses))
+    by_update: Dict[int, List[Move]] = {}
+    for move in moves:
+        by_update.setdefault(move.update, []).append(move)
+    for update, count in enumerate(counts):
+        sums = [0.0] * count
+        means: List[Dict[str, List[float]]] = [{} for _ in range(count)]
+        for move in by_update.get(update, ()):
+            assert move.turn.turn is not None
+            for place in range(count):
+                sums[place] += next(values) / move.turn.turn.repeat
+                for name, value in next(entries).items():
+                    means[place].setdefault(name, []).append(value)
+        losses += sums
+        logged += [{n: sum(each) / len(each) for n, each in mean.items()} for mean in means]
+    return dataclasses.replace(
+        result, losses=torch.tensor(losses, dtype=torch.float64), logged=logged
+    )
+
+
+class TurnOptimizer:
+    """One optimizer in parts, of which each turn moves some.
+
+    A part has the parameters that the same turns reach: a turn that no gradient of a parameter
+    comes from leaves it and its state as they are, like a torch optimizer without a gradient.
+
+    Args:
+        make: makes what applies the optimizer to a part.
+
+    Attributes:
+        memory: where the state is between two updates.
+    """
+
+    def __init__(self, make: Callable[[], FlatOptimizer]) -> None:
+        self._make = make
+        self._whole = make()
+        self.memory = self._whole.memory
+        self._parts: List[FlatOptimizer] = []
+        self.cuts: List[range] = []
+
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
+        """Divide parameters of one part into blocks that are updated alike."""
+        return self._whole.layout(named)
+
+    def divide(self, sizes: Iterable[int]) -> List[range]:
+        """Learn how many blocks each part has; return their places."""
+        self.cuts, start = [], 0
+        for size in sizes:
+            self.cuts.append(range(start, start + size))
+            start += size
+        return self.cuts
+
+    def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
+        """Take over the optimizer's state and record an update of each part."""
+        self._parts = [self._make() for _ in self.cuts]
+        for part, cut in zip(self._parts, self.cuts):
+            part.memory = self.memory
+            part.bind(storage.part(cut), run_eagerly)
+
+    def refresh(self, rows: Rows) -> None:
+        """Work out the coefficients of coming updates, in each of which every part has its turn."""
+        for part in self._parts:
+            part.refresh(rows)
+
+    def follow(self, rows: Rows, moves: Sequence[Move]) -> None:
+        """Work out the coefficients of the coming moves.
+
+        Args:
+            rows: hyper-parameters of each update.
+            moves: of the execution.
+        """
+        for index, part in enumerate(self._parts):
+            part.refresh([rows[move.update] for move in moves if index in move.turn.parts])
+
+    def applying(self, parts: Sequence[int]) -> Callable[[Sequence[Tensor]], None]:
+        """Return what makes a weight update of these parts, from their gradients in a row."""
+        chosen = [(self._parts[part], len(self.cuts[part])) for part in parts]
+
+        def apply(gradients: Sequence[Tensor]) -> None:
+            start = 0
+            for part, count in chosen:
+                part.apply(gradients[start : start + count])
+                start += count
+
+        return apply
+
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """One weight update of all parts."""
+        self.applying(range(len(self._parts)))(gradients)
+
+    def skip(self) -> None:
+        """Leave a weight update out of all parts."""
+        for part in self._parts:
+            part.skip()
+
+    def snapshot(self) -> List[object]:
+        """A copy of the state."""
+        return [part.snapshot() for part in self._parts]
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a copy of the state, in place."""
+        for part, state in zip(self._parts, snapshot):
+            part.restore(state)
+
+    def export(self) -> None:
+        """Let the torch optimizer have the state."""
+        for part in self._parts:
+            part.export()
+
+    def state_tensors(self) -> List[Tensor]:
+        """The tensors of the state, where it is between two updates."""
+        return [tensor for part in self._parts for tensor in part.state_tensors()]
+
+    def release(self) -> None:
+        """Let go of the state, which no update needs any more; safe twice."""
+        for part in self._parts:
+            part.release()
+
+    def recorded(self) -> Optional[fx.GraphModule]:
+        """Nothing: each part has a graph of its own."""
+        return None
+
+    def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
+        """Nothing: parts are not tried on copies."""
+        return None
+
+
+# Applies one optimizer, to all of an update or turn by turn.
+Updater = Union[FlatOptimizer, TurnOptimizer]
+
+
+def parts_of(names: Sequence[str], turns: Sequence[TurnState]) -> Dict[Tuple[int, ...], List[str]]:
+    """Divide names of parameters by the turns that reach them; None of them is left out.
+
+    Args:
+        names: in the order of the program.
+        turns: recorded, so that they know what they reach.
+    """
+    sets: List[Set[str]] = [set(turn.with_gradient) for turn in turns]
+    parts: Dict[Tuple[int, ...], List[str]] = {}
+    for name in names:
+        key = tuple(index for index, those in enumerate(sets) if name in those)
+        if key:
+            parts.setdefault(key, []).append(name)
+    return parts

@@ -1,0 +1,370 @@
+"""Losses that a step of the user's own computes: which moves which parameters, when, how often."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+from torch import Tensor, nn
+
+from ipufit.core.batch import Mode
+from ipufit.core.logged_values import LogRule, report
+from ipufit.core.objective_arguments import describe
+from ipufit.errors import ConfigurationError, LossError
+from ipufit.losses.loss import Loss, OwnLoss, Turn
+from ipufit.losses.named import check_loss_value
+from ipufit.losses.rules import LossTerm
+from ipufit.utils.error_collector import at_least, one_of
+from ipufit.utils.names import check_log_name
+
+__all__ = ["StepLosses", "TrainStep", "TurnLoss", "check_moves", "resolve_steps"]
+
+# Names of parameters, as one pattern or several; None for all that the optimizer has.
+_Patterns = Union[str, Sequence[str], None]
+# Under which a step hands out what metrics compare.
+_OUTPUTS = "outputs"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStep:
+    """A step of one's own for ``compile(loss=...)``: what an update computes, and what that moves.
+
+    A list of several is made one after another in every update, each with the weights that the one
+    before has left. Each sees all micro-batches of the update, on all replicas, before its
+    parameters move. docs/own-steps.md shows some: GANs, an actor and a critic, SAM.
+
+    Args:
+        function: called with the module and a batch as the loader yields it. Returns the loss, a
+            tensor of one element that is a mean over the batch, or a dict: losses by the names in
+            ``moves``, other tensors of one element, which are logged, and under "outputs" what
+            metrics compare with the batch's last part.
+        moves: names of the parameters that the loss moves, as in ``module.named_parameters()``: a
+            name, that of a part for all that is below it, or a pattern such as "encoder.*.weight";
+            one, or a list. None moves all that the optimizer has. For several losses a dict by
+            their names; they take turns in its order, each computed anew.
+        every: make the step in one update of so many, the last of each.
+        repeat: make it so often in an update, with other random numbers each time.
+        at_once: compute several losses with the same weights, and move what each of them moves
+            afterwards.
+
+    Raises:
+        ConfigurationError: an argument that can't work.
+    """
+
+    function: Callable[..., object]
+    moves: Union[_Patterns, Mapping[str, _Patterns]] = None
+    every: int = 1
+    repeat: int = 1
+    at_once: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.function) or isinstance(self.function, (type, nn.Module)):
+            raise ConfigurationError(
+                "TrainStep takes a function of (module, batch) that returns a loss or a dict of "
+                f"losses, got {self.function!r}. Write for example TrainStep(lambda module, batch: "
+                "module(batch[0]).mean())."
+            )
+        at_least("every", self.every, 1)
+        at_least("repeat", self.repeat, 1)
+        one_of("at_once", self.at_once, (True, False))
+        names: List[str] = []
+        if isinstance(self.moves, Mapping):
+            if not self.moves:
+                raise ConfigurationError(
+                    "moves must name at least one loss, got {}. Write for example "
+                    "moves={'critic': 'critic', 'actor': 'actor'}."
+                )
+            for name in self.moves:
+                names.append(name if name == "loss" else check_log_name(name, names))
+            if _OUTPUTS in names:
+                raise ConfigurationError(
+                    "moves must name losses, got 'outputs', under which a step hands out what "
+                    "metrics compare. Give the loss another name."
+                )
+        for patterns in self.by_loss.values():
+            _check_patterns(patterns)
+
+    @property
+    def by_loss(self) -> Mapping[Optional[str], _Patterns]:
+        """Patterns of what each loss moves, by its name; None for the name of the only one."""
+        by_loss: Dict[Optional[str], _Patterns] = {}
+        if isinstance(self.moves, Mapping):
+            by_loss.update(self.moves.items())
+        else:
+            by_loss[None] = self.moves
+        return by_loss
+
+
+def _check_patterns(patterns: object) -> None:
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    if listed is None:
+        return
+    if not isinstance(listed, (list, tuple)) or not listed:
+        raise ConfigurationError(
+            "moves must be names of parameters, one or a list of them, or a dict of such by loss, "
+            f"got {patterns!r}. Write for example moves='critic', or moves={{'critic': 'critic'}}."
+        )
+    for pattern in listed:
+        if not isinstance(pattern, str) or not pattern:
+            raise ConfigurationError(
+                f"moves must name parameters by texts, got {pattern!r}. Write for example "
+                "'critic', or 'critic.*.weight'."
+            )
+
+
+class _OfSteps(Loss):
+    """Base of what calls steps of the user's own, which take the module and a whole batch."""
+
+    differentiates = True
+
+    def own_loss(self, mode: Mode) -> OwnLoss:
+        """Tell that a batch goes to the steps as it is, but for predictions of the module."""
+        return False if mode is Mode.PREDICT else "whole"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TurnLoss(_OfSteps):
+    """The losses that a step computes with the same weights, before it moves what they move.
+
+    Attributes:
+        moves: for each loss its name, None for the only one, and the patterns of what it moves.
+        others: names of losses that have turns of their own.
+        is_first: whether the step has its first turn, in which it logs values and hands out
+            outputs.
+    """
+
+    moves: Tuple[Tuple[Optional[str], Optional[Tuple[str, ...]]], ...] = ()
+    others: Tuple[str, ...] = ()
+    is_first: bool = True
+
+    @property
+    def part_names(self) -> Tuple[str, ...]:
+        """Names under which losses are logged beside their sum."""
+        return tuple(name for name, _ in self.moves if name not in (None, "loss"))
+
+    def call(
+        self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        """Call the step with the module and the batch, which is the only argument."""
+        assert self.function is not None
+        return self.function(module, *args)
+
+    def moved(self, names: Sequence[str], index: Optional[int] = None) -> List[str]:
+        """Choose, of these names of parameters, those that the loss, or one of several, moves."""
+        chosen = self.moves if index is None else self.moves[index : index + 1]
+        listed = [patterns for _, patterns in chosen]
+        if None in listed:
+            return list(names)
+        patterns = [pattern for several in listed for pattern in several or ()]
+        return [name for name in names if any(matches(name, each) for each in patterns)]
+
+    def split(self, result: object) -> Tuple[object, LossTerm]:
+        """Take apart what the step has returned, and log what is neither loss nor output.
+
+        Raises:
+            LossError: a loss is missing or no number, or there is something else.
+        """
+        where = f"the step {self.name!r}"
+        if not isinstance(result, Mapping):
+            if len(self.moves) == 1 and self.moves[0][0] in (None, "loss") and not self.others:
+                return None, LossTerm(check_loss_value(result, where))
+            raise LossError(
+                f"{where} must return a dict with {_listed(self._names)}, which moves names, got "
+                f"{describe(result)}. Return each loss under its name."
+            )
+        values = dict(result)
+        outputs = values.pop(_OUTPUTS, None)
+        missing = [name for name in self._names if name not in values]
+        if missing:
+            raise LossError(
+                f"{where} must return {_listed(self._names)}, got a dict of "
+                f"{_listed(list(result))}. Return each loss under its name, or name in moves what "
+                "is there."
+            )
+        names = [name or "loss" for name, _ in self.moves]
+        losses = [check_loss_value(values.pop(name), f"{where}, {name!r}") for name in names]
+        for name, value in values.items():
+            if name not in self.others:
+                self._report(name, value, where)
+        parts = {n: loss for n, loss in zip(names, losses) if n != "loss"}
+        separate = tuple(losses) if len(losses) > 1 else ()
+        return outputs, LossTerm(sum(losses[1:], losses[0]), None, parts, separate)
+
+    @property
+    def _names(self) -> List[str]:
+        return [*(name or "loss" for name, _ in self.moves), *self.others]
+
+    def _report(self, name: object, value: object, where: str) -> None:
+        is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+        if not is_number:
+            raise LossError(
+                f"{where} may return losses, tensors of one element, which are logged, and "
+                f"'outputs', got {describe(value)} for {name!r}. Reduce it, or put it into "
+                "'outputs'."
+            )
+        assert isinstance(value, Tensor)
+        if self.is_first:
+            report(check_log_name(name), value, LogRule())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepLosses(_OfSteps):
+    """All turns of an update; called itself, for an evaluation, it computes each step once.
+
+    Attributes:
+        in_turn: the turns, in the order in which they are made.
+    """
+
+    in_turn: Tuple[Turn, ...] = ()
+
+    @property
+    def turns(self) -> Tuple[Turn, ...]:
+        """The turns of an update, in their order."""
+        return self.in_turn
+
+    @property
+    def functions(self) -> Tuple[Callable[..., object], ...]:
+        """Functions of the user's that the turns call."""
+        return tuple(dict.fromkeys(f for turn in self.turns for f in turn.loss.functions))
+
+    @property
+    def part_names(self) -> Tuple[str, ...]:
+        """Names under which losses are logged beside their sum."""
+        return tuple(name for turn in self.turns for name in turn.loss.part_names)
+
+    def call(
+        self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        """Call each step with the module and the batch: what each has returned."""
+        firsts = {turn.step: turn.loss for turn in reversed(self.turns)}
+        return [firsts[step].call(module, args, kwargs) for step in range(len(firsts))]
+
+    def split(self, result: object) -> Tuple[object, LossTerm]:
+        """Take apart what the steps have returned: outputs of the first that has any, their sum."""
+        assert isinstance(result, list)
+        outputs: object = None
+        terms: List[LossTerm] = []
+        for turn in self.turns:
+            one, term = turn.loss.split(result[turn.step])
+            outputs = one if outputs is None else outputs
+            terms.append(term)
+        parts: Dict[str, Tensor] = {}
+        for term in terms:
+            parts.update(term.parts)
+        values = [term.value for term in terms]
+        return outputs, LossTerm(sum(values[1:], values[0]), None, parts)
+
+
+def resolve_steps(steps: Sequence[TrainStep], options: Mapping[str, Any]) -> Loss:
+    """Bring steps of the user's own into normal form.
+
+    Args:
+        steps: in the order in which they are made.
+        options: what else :class:`Loss` takes.
+
+    Raises:
+        ConfigurationError: losses of one name, or options that don't go with steps.
+    """
+    if options["normalize"] == "tokens":
+        raise ConfigurationError(
+            "normalize='tokens' needs a loss that says how many tokens it is a mean over, and a "
+            "TrainStep returns means over samples. Leave it out."
+        )
+    turns: List[Turn] = []
+    names: List[str] = []
+    for index, step in enumerate(steps):
+        listed = {name: _as_tuple(patterns) for name, patterns in step.by_loss.items()}
+        for name in listed:
+            if name is not None and name in names:
+                raise ConfigurationError(
+                    f"losses of several steps must have different names, got {name!r} twice. "
+                    "Rename one, in moves and in what the step returns."
+                )
+            names += [name] if name is not None else []
+        groups = [listed] if step.at_once else [{name: moved} for name, moved in listed.items()]
+        for place, group in enumerate(groups):
+            loss = TurnLoss(
+                _name_of(step.function),
+                function=step.function,
+                in_module="whole",
+                moves=tuple(group.items()),
+                others=tuple(name for name in listed if name is not None and name not in group),
+                is_first=place == 0,
+                **options,
+            )
+            turns.append(Turn(loss, step.every, step.repeat, index))
+    if len(turns) == 1 and steps[0].every == 1 and steps[0].repeat == 1:
+        return turns[0].loss
+    return StepLosses("the steps' losses", in_module="whole", in_turn=tuple(turns), **options)
+
+
+def check_moves(loss: Loss, names: Sequence[str]) -> None:
+    """Make sure that the losses of steps move all parameters of the optimizer, and nothing else.
+
+    Args:
+        loss: of steps, in normal form.
+        names: of these parameters.
+
+    Raises:
+        ConfigurationError: a parameter is not moved, or what is to be moved is none of them.
+    """
+    left = set(names)
+    for each in [turn.loss for turn in loss.turns] or [loss]:
+        assert isinstance(each, TurnLoss)
+        left.difference_update(_check_turn(each, names))
+    if left:
+        raise ConfigurationError(
+            f"some loss must move each parameter of the optimizer, but none moves "
+            f"{_shortened([name for name in names if name in left])}. Name them in moves, or call "
+            "requires_grad_(False) of them before compile."
+        )
+
+
+def _check_turn(loss: TurnLoss, names: Sequence[str]) -> Dict[str, Optional[str]]:
+    """Return, by the names of the parameters that a turn moves, the loss that does so."""
+    moved: Dict[str, Optional[str]] = {}
+    for index, (name, patterns) in enumerate(loss.moves):
+        where = f"of {name!r}" if name else f"of the step {loss.name!r}"
+        for pattern in patterns or ():
+            if not any(matches(each, pattern) for each in names):
+                parts = list(dict.fromkeys(each.partition(".")[0] for each in names))
+                raise ConfigurationError(
+                    f"moves {where} must name trainable parameters of the optimizer, got "
+                    f"{pattern!r}, which is the name of none. Name one of the parts "
+                    f"{_listed(parts)}, or parameters in them."
+                )
+        for parameter in loss.moved(names, index):
+            if parameter in moved:
+                raise ConfigurationError(
+                    f"losses that are computed at once must move parameters of their own, but "
+                    f"{moved[parameter]!r} and {name!r} both move {parameter!r}. Add them up into "
+                    "one loss, or let them take turns (at_once=False)."
+                )
+            moved[parameter] = name
+    return moved
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Tell whether a pattern names a parameter: itself, a part above it, or by wildcards."""
+    return name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
+
+
+def _as_tuple(patterns: _Patterns) -> Optional[Tuple[str, ...]]:
+    if patterns is None:
+        return None
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _name_of(function: Callable[..., object]) -> str:
+    inner = function.func if isinstance(function, functools.partial) else function
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return _listed(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _listed(names: Sequence[object]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"

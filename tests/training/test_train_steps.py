@@ -1,0 +1,448 @@
+"""Steps of one's own: equal to their loops, the same bits however they run, and clear refusals."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import ipufit
+from ipufit import TrainStep
+from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
+from tests.training.own_steps import (
+    PROGRAMS,
+    Adversaries,
+    adam,
+    by_hand,
+    deceive,
+    fit,
+    make,
+    samples,
+    tell_apart,
+)
+
+pytestmark = pytest.mark.embedded_only("most steps move parts, or compute gradients themselves")
+GAN = PROGRAMS["dcgan"]
+
+
+def difference(net, other):
+    """The largest difference of two modules' states."""
+    pairs = zip(net.state_dict().values(), other.state_dict().values())
+    return max((one.double() - two.double()).abs().max().item() for one, two in pairs)
+
+
+def equal(first, second):
+    """Whether two fits agree in every bit."""
+    (net, history, _), (other, other_history, _) = first, second
+    return difference(net, other) == 0 and history.history == other_history.history
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_step_equals_its_loop(name, accumulation):
+    """44 samples in micro-batches of 4: with accumulation the last update is a smaller one."""
+    program = PROGRAMS[name]
+    net, history, _ = fit(program, gradient_accumulation=accumulation)
+    assert difference(net, by_hand(program, accumulation=accumulation)) < 1e-10
+    assert history.history["loss"][0] != history.history["loss"][-1]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_device_iterations_and_eager_runs_have_the_same_bits(name):
+    """Executions of several updates, and the module itself in place of a recording."""
+    first = fit(PROGRAMS[name], gradient_accumulation=2)
+    assert equal(first, fit(PROGRAMS[name], gradient_accumulation=2, device_iterations=3))
+    eager = {"run_eagerly": True}
+    assert equal(first, fit(PROGRAMS[name], gradient_accumulation=2, compile_options=eager))
+
+
+@pytest.mark.parametrize("name", ["wgan-gp", "actor-critic"])
+def test_replicas_are_accumulation(name):
+    """But for running statistics of BatchNorm, which each replica has of its own."""
+    program = PROGRAMS[name]
+    pairs = zip(fit(program, ipus=4)[0].parameters(), by_hand(program, accumulation=4).parameters())
+    assert max((one - two).abs().max().item() for one, two in pairs) < 1e-10
+    assert equal(fit(program, ipus=4), fit(program, ipus=4, device_iterations=2))
+
+
+@pytest.mark.parametrize("name", ["wgan-gp", "critic-more-often", "actor-critic", "contrast"])
+def test_an_interrupted_run_goes_on_with_the_same_bits(name, tmp_path):
+    """In the middle of an epoch, between updates that make a step and updates that don't."""
+
+    class Stop(ipufit.callbacks.Callback):
+        def __init__(self, stops):
+            super().__init__()
+            self.stops = stops
+
+        def on_train_batch_end(self, batch, logs=None):
+            if self.stops and self.model.history.epoch and batch == 4:
+                raise KeyboardInterrupt
+
+    def run(stops=False, **options):
+        checkpoint = ipufit.Checkpoint(tmp_path / options.pop("folder"), **options)
+        work = {"gradient_accumulation": 2, "checkpoint": checkpoint}
+        return fit(PROGRAMS[name], callbacks=[Stop(stops)], **work)
+
+    whole = run(folder="whole", every_updates=1)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder="parts", every_updates=1, stops=True)
+    assert equal(whole, run(folder="parts", every_updates=1, resume="auto"))
+
+
+def noisy(net, batch):
+    """Draws noise inside the step."""
+    real, _ = batch
+    noise = torch.randn(len(real), 3, dtype=real.dtype)
+    fake = net.generator(noise)
+    deceived = net.critic(fake).mean()
+    lost = net.critic(fake.detach()).mean() - net.critic(real).mean()
+    return {"d": lost, "deceived": deceived, "noise": noise.mean()}
+
+
+def test_random_numbers_are_functions_of_update_step_and_repetition():
+    """Repetitions draw other numbers, executions of several updates the same."""
+    seen = {}
+
+    def watched(net, batch):
+        result = noisy(net, batch)
+        seen.setdefault(net.training, []).append(result["noise"].item())
+        return result
+
+    def run(function, repeat=3, **options):
+        net = make(GAN)
+        model = ipufit.Model(net)
+        steps = [TrainStep(function, {"d": "critic"}, repeat=repeat)]
+        steps.append(TrainStep(lambda n, b: {"g": -noisy(n, b)["deceived"]}, {"g": "generator"}))
+        options = {"run_eagerly": function is watched, **options}
+        device_iterations = options.pop("device_iterations", 1)
+        model.compile(adam(net, GAN.rates), steps, **options)
+        x = samples()[0]
+        history = model.fit(
+            x, x, batch_size=4, epochs=2, shuffle=False, verbose=0, seed=3,
+            device_iterations=device_iterations,
+        )  # fmt: skip
+        return net, history, model
+
+    first = run(noisy)
+    assert equal(first, run(noisy, device_iterations=4))
+    assert equal(first, run(watched))
+    # The first call is the check before any work.
+    drawn = seen[True][-3 * 22 :]
+    assert len(set(drawn)) == 3 * 22
+
+
+def test_history_has_each_loss_and_what_the_steps_log():
+    """Their sum is the loss; a step that is made now and then counts when it is made."""
+    _, history, model = fit(PROGRAMS["critic-more-often"], epochs=1)
+    assert set(history.history) == {"loss", "d", "gp", "g"}
+    assert history.history["loss"][0] != history.history["d"][0]
+    x, y = samples()
+    values = model.evaluate(list(zip(x.split(4), y.split(4))), verbose=0)
+    assert set(values) == {"loss", "d", "gp", "g"}
+    assert values["loss"] == pytest.approx(values["d"] + values["g"], abs=1e-12)
+
+
+def test_evaluation_is_the_mean_of_the_steps_over_all_samples():
+    """In eval mode, with a gradient where a step takes one, and nothing moves."""
+    _, _, model = fit(PROGRAMS["wgan-gp"], epochs=1)
+    x, y = samples()
+    before = {name: value.clone() for name, value in model.module.state_dict().items()}
+    values = model.evaluate(list(zip(x.split(4), y.split(4))), verbose=0)
+    model.module.eval()
+    total = 0.0
+    for pair in zip(x.split(4), y.split(4)):
+        with torch.enable_grad():
+            total += 4 * PROGRAMS["wgan-gp"].turns[0][0](model.module, pair)["d"].item()
+    assert values["d"] == pytest.approx(total / 44, abs=1e-12)
+    after = model.module.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_forward_of_several_arguments_is_the_steps_to_call():
+    """The batch is held against the step, not against forward."""
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(2, 1), nn.Linear(3, 1)
+
+        def forward(self, x, y, *, scale):
+            return scale * (self.one(x) + self.two(y))
+
+    net = Sum().double()
+    model = ipufit.Model(net)
+    model.compile("sgd", TrainStep(lambda net, batch: net(*batch, scale=2.0).square().mean()))
+    x, y = samples()
+    losses = model.fit(list(zip(x.split(4), y.split(4))), epochs=2, verbose=0).history["loss"]
+    assert losses[1] < losses[0]
+
+
+def test_predict_calls_the_module_itself():
+    """A step is for training; what comes out of the module is its forward's."""
+    net, _, model = fit(GAN, epochs=1)
+    noise = samples()[1]
+    net.eval()
+    assert torch.equal(model.predict(noise, batch_size=4, verbose=0), net(noise))
+
+
+def test_metrics_compare_outputs_with_the_second_part_of_the_batch():
+    """Under "outputs" a step hands out what it has computed anyway."""
+
+    def step(net, batch):
+        x, y = batch
+        out = net(x)
+        return {"loss": (out - y).square().mean(), "outputs": out}
+
+    net = make(PROGRAMS["sam"])
+    model = ipufit.Model(net)
+    model.compile("sgd", TrainStep(step), metrics=["mse"])
+    x, y = samples()
+    history = model.fit(x, y, batch_size=4, epochs=2, verbose=0, validation_data=(x, y)).history
+    assert history["mse"] == pytest.approx(history["loss"])
+    assert history["val_mse"] == pytest.approx(history["val_loss"])
+
+
+def test_schedules_averages_and_clipping_go_with_turns():
+    """A rate that falls with the update falls for all turns of one update at once."""
+    rates = []
+
+    class Rates(ipufit.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            rates.append(logs["learning_rate"])
+
+    options = {
+        "lr_scheduler": lambda update: 0.9**update,
+        "ema": ipufit.EMA(0.9),
+        "clip": ipufit.Clip(global_norm=0.1),
+    }
+    first = fit(PROGRAMS["wgan-gp"], epochs=2, compile_options=options, callbacks=[Rates()])
+    assert rates[1] == pytest.approx(0.9 * rates[0])
+    assert equal(first, fit(PROGRAMS["wgan-gp"], epochs=2, compile_options=options,
+                            device_iterations=3, callbacks=[Rates()]))  # fmt: skip
+
+
+def test_a_parameter_without_a_gradient_keeps_its_state():
+    """Two losses on the same optimizer: what one of them does not reach, its turn leaves alone."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(2, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.head(self.body(x))
+
+    def both(net, batch):
+        return {"both": (net(batch[0]) - batch[1]).square().mean()}
+
+    def body(net, batch):
+        return {"body": (net.body(batch[0]) - batch[1]).abs().mean()}
+
+    torch.manual_seed(2)
+    net = Two().double()
+    torch.manual_seed(2)
+    twin = Two().double()
+    model = ipufit.Model(net)
+    model.compile("adamw", [TrainStep(both, {"both": None}), TrainStep(body, {"body": None})])
+    x, y = samples()
+    model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    optimizer = torch.optim.AdamW(twin.parameters())
+    for _ in range(2):
+        for pair in zip(x.split(4), y.split(4)):
+            for function in (both, body):
+                optimizer.zero_grad()
+                sum(function(twin, pair).values()).backward()
+                optimizer.step()
+    assert difference(net, twin) < 1e-12
+    steps = [float(model.optimizer.state[p]["step"]) for p in net.parameters()]
+    assert steps == [44, 44, 22, 22]
+
+
+def test_a_loss_that_is_not_finite_leaves_the_state_before_its_update():
+    """Also where an earlier turn of the update has moved weights already."""
+
+    def lost(net, batch):
+        return {"g": -net.critic(net.generator(batch[1])).mean() / batch[1][0, 0].abs()}
+
+    steps = [TrainStep(tell_apart, {"d": "critic"}), TrainStep(lost, {"g": "generator"})]
+    x, y = (tensor.clone() for tensor in samples())
+    y[4 * 5, 0] = 0.0
+
+    def run(updates, device_iterations):
+        net = make(GAN)
+        model = ipufit.Model(net)
+        model.compile(adam(net, GAN.rates), steps)
+        loader = list(zip(x.split(4), y.split(4)))[:updates]
+        model.fit(loader, verbose=0, device_iterations=device_iterations)
+        return net
+
+    for device_iterations in (1, 4):
+        net = make(GAN)
+        model = ipufit.Model(net)
+        model.compile(adam(net, GAN.rates), steps)
+        with pytest.raises(NonFiniteLossError, match="update 5"):
+            model.fit(
+                list(zip(x.split(4), y.split(4))), verbose=0, device_iterations=device_iterations
+            )
+        assert difference(net, run(5, device_iterations)) == 0
+
+
+def compiled(loss, optimizer=None, net=None, **options):
+    """A model of the adversaries, or of another module."""
+    net = net or make(GAN)
+    model = ipufit.Model(net)
+    model.compile(optimizer or adam(net, GAN.rates), loss, **options)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make_loss", "options", "text"),
+    [
+        (
+            lambda: TrainStep(nn.Linear(1, 1)),
+            {},
+            "TrainStep takes a function of (module, batch) that returns a loss or a dict of losses",
+        ),
+        (lambda: TrainStep(deceive, {}), {}, "moves must name at least one loss, got {}."),
+        (
+            lambda: TrainStep(deceive, {"outputs": None}),
+            {},
+            "moves must name losses, got 'outputs'",
+        ),
+        (lambda: TrainStep(deceive, {"samples": None}), {}, "got 'samples'. Choose another name"),
+        (lambda: TrainStep(deceive, 3), {}, "moves must be names of parameters, one or a list"),
+        (lambda: TrainStep(deceive, [3]), {}, "moves must name parameters by texts, got 3."),
+        (lambda: TrainStep(deceive, every=0), {}, "every must be an integer of at least 1, got 0"),
+        (lambda: TrainStep(deceive, repeat=True), {}, "repeat must be an integer of at least 1"),
+        (lambda: TrainStep(deceive, at_once=1), {}, "at_once must be True or False, got 1."),
+        (
+            lambda: [TrainStep(deceive), "mse"],
+            {},
+            "loss must be TrainSteps alone where there is one, since they take turns, got str",
+        ),
+        (
+            lambda: TrainStep(deceive),
+            {"loss_weights": [1]},
+            "loss_weights must go with losses of outputs, got [1] with a TrainStep.",
+        ),
+        (
+            lambda: TrainStep(deceive),
+            {"reduction": ipufit.Reduction(normalize="tokens")},
+            "normalize='tokens' needs a loss that says how many tokens it is a mean over",
+        ),
+        (
+            lambda: [TrainStep(deceive, {"g": None}), TrainStep(deceive, {"g": None})],
+            {},
+            "losses of several steps must have different names, got 'g' twice.",
+        ),
+        (
+            lambda: TrainStep(deceive, {"g": "generater"}),
+            {},
+            "moves of 'g' must name trainable parameters of the optimizer, got 'generater', which "
+            "is the name of none. Name one of the parts 'generator', 'critic', or parameters in",
+        ),
+        (
+            lambda: TrainStep(deceive, {"g": "generator"}),
+            {},
+            "some loss must move each parameter of the optimizer, but none moves "
+            "'critic.0.weight', 'critic.0.bias', 'critic.2.weight' and 1 more.",
+        ),
+        (
+            lambda: TrainStep(tell_apart, {"d": None, "e": "critic"}, at_once=True),
+            {},
+            "losses that are computed at once must move parameters of their own, but 'd' and 'e' "
+            "both move 'critic.0.weight'.",
+        ),
+        (
+            lambda: GAN.loss,
+            {"jit": "inductor"},
+            "jit='inductor' works on updates that one loss makes, but TrainSteps take turns in",
+        ),
+        (lambda: GAN.loss, {"detect_nan": True}, "detect_nan=True works on updates that one loss"),
+        (
+            lambda: GAN.loss,
+            {"precision": ipufit.Precision("mixed_float16", loss_scale=8.0)},
+            "a loss scale works on updates that one loss makes",
+        ),
+    ],
+)
+def test_what_can_not_work_is_refused_before_any_work(make_loss, options, text):
+    """The texts name what came and what to write."""
+    with pytest.raises((ConfigurationError, LossError), match=re.escape(text)):
+        compiled(make_loss(), **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "moves", "text"),
+    [
+        (
+            lambda net, batch: net.critic(batch[0]).mean(),
+            {"d": None},
+            "must return a dict with 'd', which moves names, got a tensor of shape ()",
+        ),
+        (
+            lambda net, batch: {"g": net.critic(batch[0]).mean()},
+            {"d": None},
+            "must return 'd', got a dict of 'g'. Return each loss under its name",
+        ),
+        (
+            lambda net, batch: {"d": net.critic(batch[0])},
+            {"d": None},
+            "must be a scalar, got shape (4, 1).",
+        ),
+        (
+            lambda net, batch: {"d": net.critic(batch[0]).mean(), "rows": batch[0]},
+            {"d": None},
+            "may return losses, tensors of one element, which are logged, and 'outputs', got a "
+            "tensor of shape (4, 2), dtype float64 for 'rows'.",
+        ),
+    ],
+)
+def test_a_step_that_returns_no_loss_says_so_with_the_first_batch(function, moves, text):
+    """Before an update is made."""
+    net = make(GAN)
+    net.generator.requires_grad_(False)
+    optimizer = torch.optim.SGD(net.critic.parameters(), 0.1)
+    model = compiled(TrainStep(function, moves), optimizer, net)
+    with pytest.raises(LossError, match=re.escape(text)):
+        model.fit(*samples(), batch_size=4, verbose=0)
+
+
+@pytest.mark.both_engines
+def test_an_ipu_refuses_several_losses_by_name():
+    """PopTorch follows one loss."""
+    text = "an IPU makes each update from one loss that moves all parameters"
+    for loss in (GAN.loss, PROGRAMS["actor-critic"].loss):
+        program = GAN if loss is GAN.loss else PROGRAMS["actor-critic"]
+        net = make(program)
+        model = ipufit.Model(net, engine="ipu-standin")
+        with pytest.raises(ConfigurationError, match=text):
+            model.compile(adam(net, program.rates), loss)
+
+
+@pytest.mark.both_engines
+def test_one_loss_of_a_step_trains_on_an_ipu():
+    """Knowledge distillation needs nothing that PopTorch has not."""
+    program = PROGRAMS["distillation"]
+    net = make(program).float()
+    model = ipufit.Model(net, engine="ipu-standin")
+    model.compile(adam(net, program.rates), program.loss)
+    x, y = samples()
+    data = {"batch_size": 4, "shuffle": False}
+    history = model.fit(x.float(), y.float(), epochs=3, verbose=0, **data).history
+    assert difference(net, by_hand(program)) < 1e-5
+    assert set(history) == {"loss", "soft"}
+
+
+def test_compare_and_profiles_say_that_they_work_on_one_loss():
+    """What looks into operators looks into one recording."""
+    model = compiled(GAN.loss)
+    with pytest.raises(ConfigurationError, match="compare works on one loss"):
+        model.compare(tuple(tensor[:4] for tensor in samples()))
+
+
+def test_the_adversaries_are_what_the_docs_show():
+    """Both parts move, and the module is the user's."""
+    net, _, _ = fit(GAN, epochs=1)
+    assert isinstance(net, Adversaries)
+    assert difference(net, make(GAN)) > 0
