@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ipufit import callbacks, engines, errors, metrics, optim, partition
+from ipufit import callbacks, data, engines, errors, metrics, optim, partition
 from ipufit._version import __version__ as __version__
 from ipufit.callbacks.history import History
 from ipufit.checkpoint.settings import Checkpoint
@@ -66,6 +66,7 @@ __all__ = [  # noqa: RUF022
     "TrainStep",
     "Validation",
     "callbacks",
+    "data",
     "distributed",
     "engines",
     "errors",

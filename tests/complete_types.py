@@ -18,6 +18,7 @@ PUBLIC = (
     "ipufit",
     "ipufit.callbacks",
     "ipufit.analysis.check",
+    "ipufit.data",
     "ipufit.errors",
     "ipufit.optim",
     "ipufit.partition",

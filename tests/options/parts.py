@@ -22,6 +22,7 @@ from ipufit import (
     testing,
 )
 from ipufit.core.batch import Mode
+from ipufit.data import LengthBuckets
 from ipufit.engines.ipu.preflight import FACTS, PreflightFinding
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import NonFiniteValue
@@ -567,6 +568,32 @@ of("optim.schedules.Schedule.check", checked, updates=(2, 9), epoch=With((), (1,
 of("optim.schedules.Schedule.end_epoch", ended, logs=({"loss": 1.0}, {"other": 1.0}))
 of("optim.schedules.Schedule.restore", restored, snapshot=("first", "later"))
 of("optim.schedules.Schedule.load_state_dict", continued, state=(1, 2))
+
+
+# data
+
+
+def grouped(size=4, count=11, **options):
+    """Batches of an epoch, padded, each sample of a length of its own."""
+    data = [{"x": torch.full((1 + i,), 1.0 + i)} for i in range(options.pop("dataset", count))]
+    buckets = LengthBuckets(data, options.pop("batch_size", size), **options)
+    torch.manual_seed(0)
+    return [buckets.pad([data[i] for i in indices]) for indices in buckets]
+
+
+of(
+    "data.LengthBuckets",
+    grouped,
+    dataset=(11, 7),
+    batch_size=(4, 3),
+    lengths=(None, [5] * 11),
+    boundaries=(None, (6, 11)),
+    max_recordings=(None, 3),
+    multiple_of=(1, 4),
+    pad=(0, -1),
+    mask=(None, "there"),
+    shuffle=(True, False),
+)
 
 
 # errors

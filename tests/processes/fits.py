@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, T
 
 import ipufit
 from ipufit.callbacks import Callback, CSVLogger, LambdaCallback
+from ipufit.data import LengthBuckets
 from ipufit.engines.embedded import overlapped_reduction
 
 REPLICAS = 4
@@ -132,6 +133,7 @@ def forms():
     """Data in every form that is cut by ipufit."""
     x, y = data(37)
     batches = [(x[i : i + 4], y[i : i + 4]) for i in range(0, 37, 4)]
+    buckets = LengthBuckets(Pairs(x, y), 4, [1 + i % 7 for i in range(37)], max_recordings=3)
     sampled = BatchSampler(RandomSampler(Pairs(x, y)), 4, drop_last=False)
     given = {
         "arrays": ((x.numpy(), y.numpy()), {"batch_size": 4}),
@@ -142,6 +144,7 @@ def forms():
         "generator": ((shuffled(37, generator=torch.Generator().manual_seed(7)),), {}),
         "drop_last": ((shuffled(37, drop_last=True),), {}),
         "batch_sampler": ((DataLoader(Pairs(x, y), batch_sampler=sampled),), {}),
+        "buckets": ((DataLoader(Pairs(x, y), batch_sampler=buckets),), {}),
         "list": ((batches,), {}),
         "passes": ((shuffled(13),), {"steps_per_epoch": 3, "epochs": 3}),
         "passes of arrays": (data(13), {"batch_size": 4, "steps_per_epoch": 3, "epochs": 3}),

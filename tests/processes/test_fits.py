@@ -13,7 +13,7 @@ SCRIPT = (ROOT / "tests" / "processes" / "fits.py").read_text()
 # the user's sampler), and what processes add up: statistics of BatchNorm, dropout, logged values
 # and norms, all in one net; tokens; metrics; callbacks that stop.
 SAMPLE = (
-    *("lengths 61", "forms batch_sampler"),
+    *("lengths 61", "forms buckets"),
     *("models joined", "models backend", "models tokens", "measures", "callbacks"),
 )
 # In four: an update of which some have no micro-batch, and what is added up.
@@ -40,7 +40,7 @@ def alone(tmp_path_factory, sample):
     """What one process finds."""
     (found,) = results(tmp_path_factory.mktemp("alone"), 1, sample)
     # Callbacks are two of them: what they saw, and which files they wrote.
-    assert len(found) == (len(sample) + 1 if sample else 38)
+    assert len(found) == (len(sample) + 1 if sample else 39)
     return found
 
 

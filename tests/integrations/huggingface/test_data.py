@@ -4,6 +4,7 @@ import functools
 import warnings
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 pytest.importorskip("transformers")
@@ -11,6 +12,8 @@ pytest.importorskip("transformers")
 import transformers
 
 import ipufit
+from ipufit.data import LengthBuckets
+from tests.engines import one_shape
 from tests.integrations.tiny_models import batch_of, net_of
 
 
@@ -64,6 +67,75 @@ def test_labels_under_another_name_are_told():
     batch["label"] = batch.pop("labels")
     with pytest.raises(ipufit.errors.LossError, match="put them into the batch, under the name"):
         fitted(batch, batch_size=4)
+
+
+def tokenizer(side="right"):
+    """One that splits at blanks, made here: nothing is downloaded."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    words = {"[PAD]": 3, "[UNK]": 4, **{str(number): number for number in range(5, 31)}}
+    whole = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    whole.pre_tokenizer = WhitespaceSplit()
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "padding_side": side}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=whole, **special)
+
+
+def sentences():
+    """Texts of one to sixteen words."""
+    return [" ".join(str(5 + (i * j) % 25) for j in range(1, 2 + i * 7 % 16)) for i in range(22)]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("form", [{}, {"return_tensors": "pt"}], ids=["lists", "tensors"])
+def test_buckets_pad_as_the_tokenizer_does(side, form):
+    """To the boundary, from outputs of the tokenizer with and without tensors."""
+    made = tokenizer(side)
+    encoded = [made(text, **form) for text in sentences()]
+    buckets = LengthBuckets(encoded, 4, boundaries=(6, 16), pad=made)
+    plain = [made(text) for text in sentences()]
+    for indices in buckets:
+        some = [plain[i] for i in indices]
+        border = 6 if max(len(each["input_ids"]) for each in some) <= 6 else 16
+        expected = made.pad(
+            {name: [each[name] for each in some] for name in some[0]},
+            padding="max_length",
+            max_length=border,
+            return_tensors="pt",
+        )
+        batch = buckets.pad([encoded[i] for i in indices])
+        assert {name: value.tolist() for name, value in batch.items()} == {
+            name: value.tolist() for name, value in expected.items()
+        }
+
+
+@one_shape
+def test_buckets_train_as_texts_that_are_all_padded_to_the_longest():
+    """The attention mask hides padding, so the weights are those of a plain loop over it."""
+    made = tokenizer()
+    encoded = [{**made(text), "labels": i % 2} for i, text in enumerate(sentences())]
+    buckets = LengthBuckets(encoded, 4, max_recordings=4, pad=made, shuffle=False)
+    net, other = net_of("bert"), net_of("bert")
+    model = ipufit.Model(net)
+    model.compile(lambda params: torch.optim.AdamW(params, lr=0.01), loss=None)
+    loader = DataLoader(encoded, batch_sampler=buckets, collate_fn=buckets.pad)
+    model.fit(loader, epochs=2, verbose=0)
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
+    for indices in [*buckets] * 2:
+        some = [encoded[i] for i in indices]
+        names = [name for name in some[0] if name != "labels"]
+        batch = made.pad(
+            {name: [each[name] for each in some] for name in names},
+            padding="max_length",
+            max_length=16,
+            return_tensors="pt",
+        )
+        optimizer.zero_grad()
+        other(**batch, labels=torch.tensor([each["labels"] for each in some])).loss.backward()
+        optimizer.step()
+    for one, expected in zip(net.parameters(), other.parameters()):
+        torch.testing.assert_close(one, expected, rtol=0, atol=1e-10)
 
 
 class TestTables:
