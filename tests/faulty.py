@@ -13,8 +13,8 @@ from ipufit.callbacks import Callback
 from ipufit.engines.embedded.engine import EmbeddedEngine
 
 SEVERAL = (
-    "For several inputs yield ((first, second), target) or ({'name': first, ...}, target); if the "
-    "module computes its own loss, use compile(loss=None)."
+    "For several inputs yield ((first, second), target), ({'name': first, ...}, target) or one "
+    "dict of all; if the module computes its own loss, use compile(loss=None)."
 )
 EMPTY = (
     "must yield at least one batch, but it is empty. Check the dataset's length and the sampler."

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
 
 from ipufit.callbacks.callback import EVENTS, Callback, missing_value
 from ipufit.callbacks.history import History
 from ipufit.callbacks.running_fit import CallbackModel, Measurement, RunningFit
-from ipufit.core.batch import Mode
+from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.errors import ConfigurationError
 
 __all__ = ["BATCH_HOOKS", "CallbackList", "CallbackObserver", "Observer", "checked"]
@@ -19,6 +20,7 @@ BATCH_HOOKS = {
     Mode.PREDICT: ("on_predict_batch_begin", "on_predict_batch_end"),
 }
 
+_EXTRAS = operator.attrgetter("extras")
 _ENDS = {"close", *(event.hook for event in EVENTS.values() if event.is_end_of_run)}
 
 
@@ -34,6 +36,7 @@ class CallbackList:
 
     Attributes:
         callbacks: the callbacks.
+        model: what every callback has as its ``model``.
         params: what every callback is told of the run.
 
     Raises:
@@ -45,7 +48,7 @@ class CallbackList:
     ) -> None:
         self.params = params
         self.callbacks: List[Callback] = checked(callbacks)
-        self._model = model
+        self.model = model
         self._begun: List[Callback] = []
         for callback in self.callbacks:
             callback.set_model(model)
@@ -63,7 +66,7 @@ class CallbackList:
             outputs: what the module returned, for each micro-batch.
         """
         if self.wants_outputs:
-            self._model.outputs = outputs
+            self.model.outputs = outputs
 
     def call(self, hook: str, *args: object) -> bool:
         """Call one hook, such as "on_epoch_end", of every callback; whether any answered True.
@@ -129,6 +132,9 @@ class Observer:
     def begin_executions(self, epoch: int) -> None:
         """Look before the first execution of an epoch, or of what is left of one."""
 
+    def begin_execution(self, update: int, batch: CombinedBatch) -> None:
+        """Look before an execution, whose first update of the epoch has this index."""
+
     def end_execution(self, epoch: int, outputs: List[Any]) -> None:
         """Look after an execution that went well, with the outputs that it brought back."""
 
@@ -164,7 +170,7 @@ class CallbackObserver(Observer):
         self.meter = job.meter
         self._history = history
         self._shows_outputs = job.mode is Mode.TRAIN and callbacks.wants_outputs
-        self._batch_end = BATCH_HOOKS[job.mode][1]
+        self._batch_begin, self._batch_end = BATCH_HOOKS[job.mode]
 
     def notify(self, hook: str, *args: object) -> bool:
         """Call the hook of every callback; whether any has answered True."""
@@ -173,6 +179,11 @@ class CallbackObserver(Observer):
     def begin_fit(self, fit: RunningFit) -> None:
         """Call ``on_train_begin``."""
         self.callbacks.call("on_train_begin", {})
+
+    def begin_execution(self, update: int, batch: CombinedBatch) -> None:
+        """Call ``on_train_batch_begin`` with the index of the first update."""
+        self.callbacks.model.extras = list(map(_EXTRAS, batch.micro_batches))
+        self.callbacks.call(self._batch_begin, update, {})
 
     def end_execution(self, epoch: int, outputs: List[Any]) -> None:
         """Call ``on_train_batch_end`` with the index of the last update and the running means."""

@@ -155,6 +155,7 @@ class EpochMetrics:
         """Return what metrics see of the micro-batches whose outputs came back."""
         inputs: List[MetricInputs] = []
         structure, is_target_last = None, False
+        takes_fields = self.metrics.takes_fields
         for place, outputs in zip(anchors.places, anchors.outputs):
             micro_batch = batch.micro_batches[place]
             # There are thousands of them in an epoch, and they are alike.
@@ -165,7 +166,8 @@ class EpochMetrics:
                 target, sample_weight = micro_batch.leaves[-1], None
             else:
                 target, sample_weight = metric_target(micro_batch, self._loss)
-            inputs.append((outputs, target, micro_batch.size, sample_weight))
+            fields = micro_batch.fields if takes_fields else {}
+            inputs.append((outputs, target, micro_batch.size, sample_weight, fields))
         return inputs
 
     def _add_logged(

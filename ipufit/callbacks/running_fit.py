@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Protocol, Sequence
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Protocol, Sequence
 
 import torch
 from torch import nn
@@ -34,12 +34,14 @@ class CallbackModel(Protocol):
         history: of the last ``fit``.
         stop_training: ends ``fit`` with the present execution where it is True.
         outputs: the module's, of the last execution, for callbacks with ``wants_outputs``.
+        extras: fields of the batches of the last execution that forward does not take.
     """
 
     module: nn.Module
     history: History
     stop_training: bool
     outputs: List[Any]
+    extras: List[Mapping[str, object]]
 
     @property
     def optimizer(self) -> Optional[torch.optim.Optimizer]:

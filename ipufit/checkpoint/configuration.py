@@ -282,12 +282,13 @@ def _loss(loss: Loss) -> Configuration:
     described = _instance(loss)
     stored = described.get("parts")
     parts = stored if isinstance(stored, list) else []
-    reductions = {name: described.pop(name) for name in ("normalize", "sample_weight_reduction")}
+    names = ("normalize", "sample_weight_reduction", "inputs", "targets")
+    settings = {name: value for name in names if (value := described.pop(name)) is not None}
     for part in parts:
-        for name in reductions:
+        for name in names:
             part["loss"].pop(name, None)
     weights = [part.pop("weight") for part in parts]
-    return {"loss": described, "loss_weights": weights or None, **reductions}
+    return {"loss": described, "loss_weights": weights or None, **settings}
 
 
 def _module(module: nn.Module) -> Configuration:

@@ -53,11 +53,14 @@ class MicroBatch:
             with, what the loss is held against (None when the module computes its own loss), and
             how much each sample counts (None when all count the same).
         size: number of samples, the first dimension of every leaf that has one.
+        extras: fields of the batch that the program does not take, by name, such as ids and file
+            names: anything, as it came.
     """
 
     leaves: Tuple[Tensor, ...]
     structure: tree.Structure
     size: int
+    extras: Mapping[str, object] = dataclasses.field(default_factory=dict)
     # The tensors that its leaves are rows of, and how many of its size come before it there.
     _place: Optional[Tuple[Sequence[Tensor], int]] = dataclasses.field(
         default=None, init=False, repr=False, compare=False
@@ -117,11 +120,21 @@ class MicroBatch:
     def head(self, size: int) -> MicroBatch:
         """Cut the micro-batch down to its first samples."""
         leaves = tuple(leaf[:size] if leaf.dim() else leaf for leaf in self.leaves)
-        return MicroBatch(leaves, self.structure, size)
+        extras = {name: _first_rows(value, self.size, size) for name, value in self.extras.items()}
+        return MicroBatch(leaves, self.structure, size, extras)
 
     def clone(self) -> MicroBatch:
         """Copy the micro-batch into memory of its own."""
-        return dataclasses.replace(self, leaves=tuple(leaf.clone() for leaf in self.leaves))
+        leaves = tuple(leaf.clone() for leaf in self.leaves)
+        if not self.extras:
+            return dataclasses.replace(self, leaves=leaves)
+        return dataclasses.replace(self, leaves=leaves, extras=_copy_of(dict(self.extras)))
+
+    @property
+    def fields(self) -> Dict[str, object]:
+        """Everything in the batch that has a name: inputs, targets and extras."""
+        _, kwargs, target, _ = self.unpack()
+        return {**self.extras, **(target if isinstance(target, Mapping) else {}), **kwargs}
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move the micro-batch to a device; returns itself if it is there already."""
@@ -129,6 +142,29 @@ class MicroBatch:
             return self
         leaves = tuple(leaf.to(device, non_blocking=True) for leaf in self.leaves)
         return dataclasses.replace(self, leaves=leaves)
+
+
+def _copy_of(value: tree.Tree) -> tree.Tree:
+    """Copy the numbers of a field, which a loader may write into again."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_copy_of, value))
+    if type(value) is dict:
+        return {name: _copy_of(part) for name, part in value.items()}
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value.copy() if type(value).__module__ == "numpy" else value
+
+
+def _first_rows(value: tree.Tree, size: int, count: int) -> tree.Tree:
+    """Cut a field with a value for each of ``size`` samples; any other one stays."""
+    if isinstance(value, Mapping):
+        return {name: _first_rows(part, size, count) for name, part in value.items()}
+    is_text = isinstance(value, (str, bytes))
+    try:
+        has_rows = not is_text and len(value) == size
+        return value[:count] if has_rows else value
+    except TypeError:  # a number, a tensor of one, a set
+        return value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,7 @@ __all__ = [
     "fit_values",
     "is_running_metric",
     "keyword_names",
+    "required_names",
     "shape_advice",
     "spread_shape",
     "total",
@@ -87,7 +88,12 @@ class ArgumentOrder:
     keywords: Tuple[Optional[str], Optional[str]] = (None, None)
 
     def call(
-        self, function: Callable[..., object], prediction: object, target: object, **more: object
+        self,
+        function: Callable[..., object],
+        prediction: object,
+        target: object,
+        /,
+        **more: object,
     ) -> Any:
         """Call the function with prediction and target where it takes them.
 
@@ -179,6 +185,16 @@ def keyword_names(call: Callable[..., object]) -> Tuple[str, ...]:
         return ()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, _BY_NAME)
     return tuple(p.name for p in parameters if p.kind in by_name)
+
+
+def required_names(call: Callable[..., object]) -> Tuple[str, ...]:
+    """List the parameters that have no default, in order; () where the signature can't be read."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    kinds = (*_POSITIONAL, _BY_NAME)
+    return tuple(p.name for p in parameters if p.default is p.empty and p.kind in kinds)
 
 
 def _role(name: str) -> Optional[_Role]:

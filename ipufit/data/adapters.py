@@ -266,7 +266,8 @@ def _refuse_missing_or_weights(arguments: DataArguments, mode: Mode, own_loss: O
         raise ConfigurationError(
             "sample_weight goes with a target, but y is None. Pass y= beside x."
         )
-    if arguments.y is None and mode is not Mode.PREDICT and not own_loss:
+    may_hold = isinstance(arguments.x, Mapping)
+    if arguments.y is None and mode is not Mode.PREDICT and not own_loss and not may_hold:
         raise ConfigurationError(
             f"the {arguments.role} needs a target for the loss, but y is None. Pass y= beside x, "
             "or use compile(loss=None) if the module computes its own loss."

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -12,17 +13,15 @@ from torch.nn.utils.rnn import PackedSequence
 from ipufit.core.batch import BatchParts, CombinedBatch, MicroBatch, Mode, RawBatch
 from ipufit.core.plan import Plan
 from ipufit.data.casting import Casting, Casts
+from ipufit.data.fields import BatchForm
 from ipufit.data.in_memory import ReadAhead, RowBlock, frame_as_tensor, is_frame
 from ipufit.data.sharding import GlobalBatchIndex, layout_of
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import check_weight
 from ipufit.errors import DataError
-from ipufit.losses.loss import OwnLoss
 from ipufit.utils import tree
 
 __all__ = ["BatchValidator", "executions", "is_weighted", "sharded_executions"]
-
-# What forward is called with (positional, by name), the target, and the samples' weights.
 
 
 class BatchValidator:
@@ -31,8 +30,7 @@ class BatchValidator:
     Args:
         source: where the batches come from, for messages.
         mode: train, evaluate or predict.
-        own_loss: whether the module computes its own loss, so that a batch holds only its
-            arguments; "whole" where it is one argument.
+        form: in which module and loss take batches.
         casting: chooses dtypes by the first batch; None leaves all as they are.
 
     Attributes:
@@ -40,11 +38,11 @@ class BatchValidator:
     """
 
     def __init__(
-        self, source: DataAdapter, mode: Mode, own_loss: OwnLoss, casting: Optional[Casting] = None
+        self, source: DataAdapter, mode: Mode, form: BatchForm, casting: Optional[Casting] = None
     ) -> None:
         self._source = source
         self._mode = mode
-        self._own_loss = own_loss
+        self._form = form
         self._casting = casting
         # As they came, before their dtypes are changed: the very first batch, the first one of each
         # structure, and the last one.
@@ -80,7 +78,8 @@ class BatchValidator:
     def _picked_one(self, one: RowBlock, index: int) -> MicroBatch:
         batch = self._unpacked(tree.unflatten(one.leaves, one.structure), index)
         used = one.leaves[: len(batch.leaves)]
-        same = not is_weighted(batch) and all(map(operator.is_, used, batch.leaves))
+        same = not is_weighted(batch) and not batch.extras
+        same = same and all(map(operator.is_, used, batch.leaves))
         self._picked, self._used = (one.structure if same else None), len(used)
         return self._in_dtypes(batch)
 
@@ -145,15 +144,17 @@ class BatchValidator:
         leaves = self._cast(batch.leaves, batch.structure)
         if leaves is batch.leaves:
             return batch
-        return MicroBatch(tuple(leaves), batch.structure, batch.size)
+        return dataclasses.replace(batch, leaves=tuple(leaves))
 
     def _unpacked(self, raw: object, index: int) -> MicroBatch:
-        call = self._weighted(self._split(raw, index), index)
+        where = f"{self._source.role}, batch {index}"
+        parts, extras = self._form.split(raw, self._mode, where)
+        call = self._weighted(parts, index)
         leaves, structure = tree.flatten(call)
         last = self._last
         if last is not None and _is_like(last, leaves, structure):
-            return MicroBatch(tuple(leaves), structure, last.size)
-        where = f"{self._source.role}, batch {index}: "
+            return MicroBatch(tuple(leaves), structure, last.size, extras)
+        where = f"{where}: "
         if _holds_packed(structure):
             raise DataError(
                 f"{where}a batch must hold padded tensors, got a PackedSequence. Pad in collate_fn "
@@ -161,7 +162,8 @@ class BatchValidator:
             )
         pairs, _ = tree.flatten_with_paths(call, where)
         named = [(_in_words(path), _tensor(_in_words(path), leaf)) for path, leaf in pairs]
-        batch = MicroBatch(tuple(tensor for _, tensor in named), structure, _size(named, where))
+        tensors = tuple(tensor for _, tensor in named)
+        batch = MicroBatch(tensors, structure, _size(named, where), extras)
         self._compare(batch, [name for name, _ in named], index)
         self._last = batch
         return batch
@@ -181,39 +183,6 @@ class BatchValidator:
                 "are there. Leave one out, or multiply them in the dataset."
             )
         return args, kwargs, target, by_class.of(target, f"{where}target")
-
-    def _split(self, raw: RawBatch, index: int) -> BatchParts:
-        where = f"{self._source.role}, batch {index}"
-        if self._own_loss == "whole":
-            return (raw,), {}, None, None
-        if self._own_loss:
-            return (*_arguments(raw), None, None)
-        is_sequence = tree.is_sequence(raw)
-        if self._mode is Mode.PREDICT:
-            if not is_sequence:
-                return (*_arguments(raw), None, None)
-            if len(raw) in (1, 2, 3):
-                return (*_arguments(raw[0]), None, None)
-        came = f"{type(raw).__name__} of {len(raw)}" if is_sequence else type(raw).__name__
-        if self._mode is Mode.PREDICT:
-            raise DataError(
-                f"{where}: a batch must be inputs, (inputs, target) or (inputs, target, "
-                f"sample_weight), got {came}. For several inputs yield ((first, second), target) "
-                "or {'name': first, ...}."
-            )
-        if not is_sequence or len(raw) not in (2, 3):
-            raise DataError(
-                f"{where}: a batch must be (inputs, target) or (inputs, target, sample_weight), "
-                f"got {came}. For several inputs yield ((first, second), target) or ({{'name': "
-                "first, ...}, target); if the module computes its own loss, use "
-                "compile(loss=None)."
-            )
-        if raw[1] is None:
-            raise DataError(
-                f"{where}: the target is missing (None), but the loss needs one. Yield (inputs, "
-                "target), or use compile(loss=None) if the module computes its own loss."
-            )
-        return (*_arguments(raw[0]), raw[1], raw[2] if len(raw) == 3 else None)
 
     def _compare(self, batch: MicroBatch, names: List[str], index: int) -> None:
         where = f"{self._source.role}, batch {index}: "
@@ -294,7 +263,8 @@ def _tensor(name: str, leaf: object) -> Tensor:
     else:
         raise DataError(
             f"{name} must be a tensor, got {type(leaf).__name__}. Convert it in the dataset or "
-            "in collate_fn, or leave it out of the batch."
+            "in collate_fn, or leave it out of what forward gets: compile(..., inputs=[...]) names "
+            "the fields that it does."
         )
     if tensor.requires_grad:
         raise DataError(
@@ -322,15 +292,6 @@ def _size(named: List[Tuple[str, Tensor]], where: str) -> int:
     if size == 0:
         raise DataError(f"{first_name} has no samples. Leave empty batches out of the loader.")
     return int(size)
-
-
-def _arguments(inputs: tree.Tree) -> Tuple[Tuple[tree.Tree, ...], Dict[str, tree.Tree]]:
-    """Positional and keyword arguments of forward."""
-    if isinstance(inputs, Mapping):
-        return (), {str(name): value for name, value in inputs.items()}
-    if tree.is_sequence(inputs):
-        return tuple(inputs), {}
-    return (inputs,), {}
 
 
 def executions(

@@ -12,6 +12,7 @@ from ipufit.core.batch import CombinedBatch, DataCursor, MicroBatch, Mode, RawBa
 from ipufit.core.plan import Plan
 from ipufit.data.batches import BatchValidator, executions, sharded_executions
 from ipufit.data.casting import Casting
+from ipufit.data.fields import BatchForm
 from ipufit.data.in_memory import ReadAhead, RowBlock, batch_count
 from ipufit.data.prefetch import fetch_ahead
 from ipufit.data.read_errors import describe_dead_worker, is_dead_worker
@@ -19,7 +20,6 @@ from ipufit.data.sharding import GlobalBatchIndex, RankShard
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import refuse_zero_update
 from ipufit.errors import DataError
-from ipufit.losses.loss import OwnLoss
 from ipufit.utils.interrupts import is_interrupted
 from ipufit.utils.random_streams import DataStream, stream_key
 from ipufit.utils.state import fork_rng
@@ -82,7 +82,7 @@ class BatchPipeline:
     Args:
         job: whose data it is. Its seed and domain fix the order of samples, and the random numbers
             that the loader draws from torch in this process.
-        own_loss: whether the module computes its own loss.
+        form: in which module and loss take batches.
         casting: chooses the dtypes of batches.
 
     Attributes:
@@ -90,10 +90,10 @@ class BatchPipeline:
         unpacker: makes micro-batches of what the source yields.
     """
 
-    def __init__(self, job: JobSpec, own_loss: OwnLoss, casting: Optional[Casting] = None) -> None:
+    def __init__(self, job: JobSpec, form: BatchForm, casting: Optional[Casting] = None) -> None:
         self._job = job
         self._source = job.source
-        self.unpacker = BatchValidator(job.source, job.mode, own_loss, casting)
+        self.unpacker = BatchValidator(job.source, job.mode, form, casting)
         if job.micro_batch_size is not None and self.unpacker.micro_batch_size is None:
             self.unpacker.micro_batch_size = job.micro_batch_size
         self._updates = 0

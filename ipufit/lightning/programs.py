@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib
 import itertools
+import sys
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional
 
 import torch
@@ -18,10 +20,10 @@ from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.logged_values import LogRule, Running
 from ipufit.core.plan import Plan, round_up
 from ipufit.data.batches import BatchValidator
+from ipufit.data.fields import BatchForm
 from ipufit.data.source import DataAdapter
 from ipufit.engines.program import ExecutionResult, Program
 from ipufit.errors import CaptureError, ConfigurationError, PlanError
-from ipufit.lightning.packages import part
 from ipufit.lightning_module.inspection import lightning_parts
 from ipufit.lightning_module.model import LightningModel
 from ipufit.lightning_module.trainer_proxy import replace_attributes
@@ -44,8 +46,33 @@ __all__ = [
     "Executions",
     "Programs",
     "TrainingReport",
+    "part",
     "words_of_strategy",
 ]
+
+
+def _package() -> str:
+    """Return the name of the package that is in use already, else of the newer one."""
+    names = ("lightning.pytorch", "pytorch_lightning")
+    for name in names:
+        if sys.modules.get(name) is not None:
+            return name
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+        return name
+    raise ConfigurationError(
+        "ipufit.lightning needs Lightning 2.1 or newer, which is not installed. Run pip install "
+        "ipufit[lightning]."
+    )
+
+
+def part(name: str) -> Any:
+    """Import a module of Lightning, such as "strategies"; "" is the package itself."""
+    package = _package()
+    return importlib.import_module(f"{package}.{name}" if name else package)
 
 
 class ExecutionBatches(List[object]):
@@ -188,7 +215,7 @@ class Programs:
     def _micro_batches(self, batch: ExecutionBatches, mode: Mode) -> List[MicroBatch]:
         if mode not in self._unpackers:
             source = DataAdapter([batch[0]], f"{mode.value} data")
-            self._unpackers[mode] = BatchValidator(source, mode, "whole")
+            self._unpackers[mode] = BatchValidator(source, mode, BatchForm(own_loss="whole"))
         unpacker = self._unpackers[mode]
         return [unpacker(raw, index) for index, raw in enumerate(batch)]
 

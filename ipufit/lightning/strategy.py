@@ -17,7 +17,6 @@ from ipufit.core.outputs import join_rows
 from ipufit.core.train_config import Clip
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
-from ipufit.lightning.packages import part
 from ipufit.lightning.programs import (
     Done,
     ExecutionBatches,
@@ -25,6 +24,7 @@ from ipufit.lightning.programs import (
     ExecutionSize,
     Programs,
     TrainingReport,
+    part,
     words_of_strategy,
 )
 from ipufit.lightning_module.model import LightningModel

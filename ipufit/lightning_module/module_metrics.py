@@ -254,6 +254,7 @@ class StepMetrics:
     name = "of the steps"
     writes = counts = False
     exact = lasts = True
+    fields: Tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -297,7 +298,9 @@ class StepMetrics:
         if self._role is not None and self._copies is None:
             self._metrics.reset(self._role)
 
-    def update(self, prediction: object, target: object, size: int, weight: object) -> None:
+    def update(
+        self, prediction: object, target: object, size: int, weight: object, /, **fields: object
+    ) -> None:
         """Do nothing: the program has updated the metrics."""
 
     def compute(self) -> Dict[str, float]:

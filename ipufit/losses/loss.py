@@ -35,16 +35,22 @@ from ipufit.utils import tree
 
 __all__ = [
     "WHOLE_BATCH",
+    "InputNames",
     "Loss",
     "Normalize",
     "OwnLoss",
     "SampleWeightReduction",
+    "TargetNames",
     "Turn",
     "WholeBatch",
     "find_loss",
     "own_loss_advice",
 ]
 
+# Fields of a batch that go into forward: one, by position; several, by name; or by parameter.
+InputNames = Union[str, Tuple[str, ...], Mapping[str, str], None]
+# Fields of a batch that are the target: one, or several as a dict.
+TargetNames = Union[str, Tuple[str, ...], None]
 # Whether a module computes its own loss; "whole" where it takes a batch as one argument.
 OwnLoss = Union[bool, Literal["whole"]]
 
@@ -121,6 +127,8 @@ class Loss:
             of elements, or the sum of their weights.
         takes_weight: whether it has a parameter called ``sample_weight``.
         order: in which module or function take prediction and target.
+        inputs: which fields of a batch go into forward; None for those whose names it takes.
+        targets: which fields of a batch are the target; None for the one that forward leaves.
     """
 
     name: str
@@ -132,6 +140,8 @@ class Loss:
     sample_weight_reduction: SampleWeightReduction = "sum_over_batch_size"
     takes_weight: bool = False
     order: ArgumentOrder = PREDICTION_FIRST
+    inputs: InputNames = None
+    targets: TargetNames = None
 
     @property
     def functions(self) -> Tuple[Callable[..., object], ...]:

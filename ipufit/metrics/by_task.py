@@ -568,7 +568,9 @@ class TaskMetricAdapter(Metric):
         self._form = self._built = None
 
     @torch.no_grad()
-    def update(self, prediction: object, target: object, size: int, weight: object) -> None:
+    def update(
+        self, prediction: object, target: object, size: int, weight: object, /, **fields: object
+    ) -> None:
         """Add one micro-batch."""
         prediction, target = tensors_of(self.name, prediction, target)
         form = self._metric.form_of(self.name, prediction, target)

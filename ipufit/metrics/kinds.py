@@ -44,6 +44,7 @@ class Metric(Protocol):
             give in turn.
         exact: whether its names are the same in validation, without "val_" before them.
         lasts: whether it may go on with what it has seen when an epoch has ended.
+        fields: names of what it takes of a batch beside prediction and target.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Metric(Protocol):
     counts: bool = False
     exact: bool = False
     lasts: bool = False
+    fields: Tuple[str, ...] = ()
 
     def fresh(self) -> Metric:
         """Clone the metric without state, sharing nothing."""
@@ -61,7 +63,9 @@ class Metric(Protocol):
         """Forget everything seen."""
         ...
 
-    def update(self, prediction: object, target: object, size: int, weight: object) -> None:
+    def update(
+        self, prediction: object, target: object, size: int, weight: object, /, **fields: object
+    ) -> None:
         """Add one micro-batch."""
         ...
 
@@ -113,6 +117,7 @@ class Mean(Metric):
         weighted: whether it gets the sample weights.
         better: whether higher is better; None if nobody knows.
         counts: whether the sum is a number of elements.
+        fields: names of what it takes of a batch beside prediction and target.
     """
 
     def __init__(
@@ -124,7 +129,9 @@ class Mean(Metric):
         weighted: bool = False,
         better: Optional[bool] = None,
         counts: bool = False,
+        fields: Tuple[str, ...] = (),
     ) -> None:
+        self.fields = fields
         self._own = name
         self.name = shown
         self.names: Tuple[str, ...] = (name,)
@@ -137,7 +144,14 @@ class Mean(Metric):
 
     def fresh(self) -> Mean:
         """Clone the metric without state, sharing nothing."""
-        settings = (self._part, self._finish, self._weighted, self._better, self.counts)
+        settings = (
+            self._part,
+            self._finish,
+            self._weighted,
+            self._better,
+            self.counts,
+            self.fields,
+        )
         return Mean(self._own, self.name, *settings)
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
@@ -165,9 +179,12 @@ class Mean(Metric):
         """Accept any number of processes: sums can be added."""
 
     @torch.no_grad()
-    def update(self, prediction: object, target: object, size: int, weight: object) -> None:
+    def update(
+        self, prediction: object, target: object, size: int, weight: object, /, **fields: object
+    ) -> None:
         """Add one micro-batch."""
-        total, count = self._part(prediction, target, size, weight if self._weighted else None)
+        weight = weight if self._weighted else None
+        total, count = self._part(prediction, target, size, weight, **fields)
         self._total += total
         self._count += count
 
@@ -187,6 +204,7 @@ class TorchMetricAdapter(Metric):
         weight_name: under which its update takes the sample weights, or None.
         names: keys of the result if they are known.
         order: in which its update takes prediction and target.
+        fields: names of what its update takes of a batch beside these.
     """
 
     def __init__(
@@ -197,7 +215,9 @@ class TorchMetricAdapter(Metric):
         weight_name: Optional[str] = None,
         names: Tuple[str, ...] = (),
         order: ArgumentOrder = PREDICTION_FIRST,
+        fields: Tuple[str, ...] = (),
     ) -> None:
+        self.fields = fields
         self._key = key
         # One object in training and validation would mix both, and the user's is the user's.
         self._metric = copy.deepcopy(metric)
@@ -219,7 +239,7 @@ class TorchMetricAdapter(Metric):
 
     def fresh(self) -> TorchMetricAdapter:
         """Clone the metric without state, sharing nothing."""
-        how = (self._weight_name, self.names, self._order)
+        how = (self._weight_name, self.names, self._order, self.fields)
         return TorchMetricAdapter(self._key, self._metric, self.name, *how)
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
@@ -269,13 +289,14 @@ class TorchMetricAdapter(Metric):
         refuse_unjoined(self._metric, self.name, processes)
 
     @torch.no_grad()
-    def update(self, prediction: object, target: object, size: int, weight: object) -> None:
+    def update(
+        self, prediction: object, target: object, size: int, weight: object, /, **fields: object
+    ) -> None:
         """Add one micro-batch."""
-        more = {}
         if self._weight_name is not None:
             weight = torch.ones(size) if weight is None else as_weights(weight, MetricError)
-            more[self._weight_name] = weight
-        self._order.call(self._metric.update, prediction, target, **more)
+            fields[self._weight_name] = weight
+        self._order.call(self._metric.update, prediction, target, **fields)
         self._seen = True
 
     def compute(self) -> Dict[str, float]:
@@ -301,7 +322,7 @@ class OutputMetric(Metric):
         self._prefix = prefix
         self._inner = inner
         self._key = key
-        self.name = inner.name
+        self.name, self.fields = inner.name, inner.fields
 
     @property
     def names(self) -> Tuple[str, ...]:
@@ -341,7 +362,9 @@ class OutputMetric(Metric):
         """Refuse a metric for this output whose states can't be merged."""
         self._inner.check_joined(processes)
 
-    def update(self, prediction: object, target: object, size: int, weight: object) -> None:
+    def update(
+        self, prediction: object, target: object, size: int, weight: object, /, **fields: object
+    ) -> None:
         """Add one micro-batch."""
         if self._key is not None:
             where = f"metric {self.name!r}"
@@ -354,7 +377,7 @@ class OutputMetric(Metric):
                     if absent
                     else pick(weight, self._key, f"{where}: sample_weight", MetricError)
                 )
-        self._inner.update(prediction, target, size, weight)
+        self._inner.update(prediction, target, size, weight, **fields)
 
     def compute(self) -> Dict[str, float]:
         """The values so far; nan before the first micro-batch."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+from types import MappingProxyType
+from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,11 @@ from ipufit.utils.tree import flatten, map_leaves
 
 __all__ = ["MetricInputs", "MetricSet", "concatenate", "random_like"]
 
-# What metrics get of a micro-batch: prediction, target, size and sample_weight.
-MetricInputs = Tuple[object, object, int, object]
+# What metrics get of a micro-batch: prediction, target, size, sample_weight, and fields by name.
+MetricInputs = Tuple[object, object, int, object, Mapping[str, object]]
 
 # Several micro-batches as one, without weights.
-JoinedBatches = Tuple[Tensor, Tensor, int, None]
+JoinedBatches = Tuple[Tensor, Tensor, int, None, Mapping[str, object]]
 
 # Elements that are worth a copy, to look at them all at once; and at most of those that wait.
 _JOINED, _MOST = 2**16, 2**18
@@ -31,7 +32,7 @@ _JOINED, _MOST = 2**16, 2**18
 
 def concatenate(batches: Sequence[MetricInputs]) -> Optional[JoinedBatches]:
     """A copy of several micro-batches as one; None where they are not alike, or not small."""
-    predictions, targets, _, weights = zip(*batches) if batches else ((), (), (), ())
+    predictions, targets, _, weights, _ = zip(*batches) if batches else ((), (), (), (), ())
     if {*map(type, (*predictions, *targets))} != {Tensor} or {*map(type, weights)} != {type(None)}:
         return None
     # What follows looks at each form once, not at each of many micro-batches.
@@ -46,12 +47,12 @@ def concatenate(batches: Sequence[MetricInputs]) -> Optional[JoinedBatches]:
 
 
 def _as_one(batches: Sequence[MetricInputs]) -> JoinedBatches:
-    predictions, targets, sizes, _ = zip(*batches)
-    return torch.cat(predictions), torch.cat(targets), sum(sizes), None
+    predictions, targets, sizes, *_ = zip(*batches)
+    return torch.cat(predictions), torch.cat(targets), sum(sizes), None, {}
 
 
 def _form(one: JoinedBatches) -> object:
-    prediction, target, _, _ = one
+    prediction, target, *_ = one
     return prediction.shape[1:], target.shape[1:], prediction.dtype, target.dtype
 
 
@@ -59,11 +60,17 @@ class MetricSet:
     """The metrics of one epoch of one kind; training and validation have one each.
 
     Made by :func:`resolve_metrics`; without arguments it is empty.
+
+    Attributes:
+        takes_fields: whether a metric takes more of a batch than its target.
     """
 
     def __init__(self, metrics: Sequence[Metric] = ()) -> None:
         """Hold metrics that nobody else holds."""
         self._metrics = list(metrics)
+        self.takes_fields = False
+        for metric in metrics:
+            self.takes_fields |= bool(metric.fields)
         # Executions whose metrics nobody has asked for yet. After the update of a network a metric
         # finds nothing of its own in the processor's caches: what is computed of several at once
         # costs hardly more than of one. They wait if the metrics are sure to take them: those that
@@ -104,7 +111,12 @@ class MetricSet:
             metric.reset()
 
     def update(
-        self, prediction: object, target: object, size: int, sample_weight: object = None
+        self,
+        prediction: object,
+        target: object,
+        size: int,
+        sample_weight: object = None,
+        fields: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         """Add one micro-batch.
 
@@ -114,11 +126,12 @@ class MetricSet:
             size: number of samples in both; of none, nothing happens.
             sample_weight: for the weighted metrics, on the host: one tensor, or one for each output
                 in the structure of the outputs; None counts as weights of 1.
+            fields: of the batch, by name, for metrics that take some of them.
 
         Raises:
             MetricError: a metric can't take them, chained from the metric's own error.
         """
-        self._update(self._metrics, (prediction, target, size, sample_weight))
+        self._update(self._metrics, (prediction, target, size, sample_weight, fields))
 
     def update_all(self, batches: Sequence[MetricInputs]) -> None:
         """Add the micro-batches of an execution, the arguments of :meth:`update` for each.
@@ -167,17 +180,18 @@ class MetricSet:
         self._pending, self._elements = [], 0
 
     def _update(self, metrics: Sequence[Metric], inputs: MetricInputs) -> None:
-        prediction, target, size, sample_weight = inputs
+        prediction, target, size, sample_weight, fields = inputs
         if not size:
             return
         for metric in metrics:
-            arguments = (prediction, target, sample_weight)
+            chosen = _fields_for(metric, fields) if metric.fields else {}
+            arguments = (prediction, target, sample_weight, chosen)
             if metric.writes:
                 arguments = map_leaves(_copy, arguments)
             tensors = [leaf for leaf in flatten(arguments)[0] if isinstance(leaf, Tensor)]
             before = _versions(tensors)
             with _named_failure(metric.name, prediction, target):
-                metric.update(arguments[0], arguments[1], size, arguments[2])
+                metric.update(arguments[0], arguments[1], size, arguments[2], **arguments[3])
             # One metric's scratch work must not be what the next one, or the loss, sees.
             metric.writes = metric.writes or _versions(tensors) != before
 
@@ -249,7 +263,12 @@ class MetricSet:
                 metric.load_state_dict(metric_state)
 
     def probe(
-        self, prediction: object, target: object, size: int, sample_weight: object = None
+        self,
+        prediction: object,
+        target: object,
+        size: int,
+        sample_weight: object = None,
+        fields: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         """Find out, before any training, whether the metrics can take such tensors.
 
@@ -261,7 +280,7 @@ class MetricSet:
             prediction: tensors of the right shapes and dtypes, values anywhere in (0, 1).
             target: tensors of the right shapes and dtypes.
             size: number of samples in both.
-            sample_weight: as in :meth:`update`.
+            sample_weight, fields: as in :meth:`update`.
 
         Raises:
             MetricError: a metric can't take them, or its value is not a number.
@@ -273,13 +292,29 @@ class MetricSet:
         # Another thread may be reading data with torch's generator.
         with warnings.catch_warnings(), LOCK, fork_rng():
             warnings.simplefilter("ignore")
-            trial.update(prediction, target, size, sample_weight)
+            trial.update(prediction, target, size, sample_weight, fields)
             for metric in trial._metrics:
                 with _named_failure(metric.name, prediction, target):
                     metric.names = tuple(metric.compute())
             trial.compute()
         for metric, tried in zip(self._metrics, trial._metrics):
             metric.names, metric.writes = tried.names, tried.writes
+
+
+def _fields_for(metric: Metric, fields: Mapping[str, object]) -> Dict[str, object]:
+    """Pick what a metric takes of a batch beside prediction and target.
+
+    Raises:
+        MetricError: the batch has no such field.
+    """
+    for name in metric.fields:
+        if name not in fields:
+            raise MetricError(
+                f"metric {metric.name!r} takes {name!r} from the batch, whose fields are "
+                f"{', '.join(map(repr, fields)) or 'none'}. Give the parameter the name of one of "
+                "these, or a default; fields are the parts of a batch that comes as a dict."
+            )
+    return {name: fields[name] for name in metric.fields}
 
 
 def random_like(leaf: object) -> object:

@@ -7,6 +7,7 @@ from typing import (
     Any,
     Callable,
     Collection,
+    Iterable,
     Iterator,
     List,
     Mapping,
@@ -14,10 +15,18 @@ from typing import (
     Optional,
     Sequence,
     Set,
+    Tuple,
     Union,
 )
 
-from ipufit.core.objective_arguments import argument_order, is_running_metric, keyword_names
+from torch import nn
+
+from ipufit.core.objective_arguments import (
+    argument_order,
+    is_running_metric,
+    keyword_names,
+    required_names,
+)
 from ipufit.core.outputs import Key, label
 from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.metrics.by_task import BY_TASK, TaskMetric, TaskMetricAdapter
@@ -51,7 +60,8 @@ def resolve_metrics(
             weighted with its samples, or a tensor with one value per sample in dimension 0; or an
             object of torchmetrics, which is copied and never touched. Parameters such as
             ``y_true, y_pred`` of a callable or of an object's ``update`` say another order: see
-            :func:`ipufit.core.objective_arguments.argument_order`. A list, tuple or dict as a
+            :func:`ipufit.core.objective_arguments.argument_order`. Further parameters without a
+            default get the fields of the batch that have their names. A list, tuple or dict as a
             value of the dict goes to the output that is its key, and its metrics are logged as
             ``<output>_<metric>``.
         weighted_metrics: the same, but every value is multiplied with its sample's weight, and the
@@ -208,7 +218,13 @@ def _build(item: _Item, weighted: bool, prefix: str, names: Set[str]) -> Metric:
         name = item.name or type(metric).__name__
         weight_name = _weight_name(metric, prefix + name) if weighted else None
         order = argument_order(metric.update, f"update of metric {prefix + name!r}")
-        return TorchMetricAdapter(item.name, metric, prefix + name, weight_name, order=order)
+        # Of a collection, those of all its members.
+        members: Iterable[Any] = [metric]
+        if isinstance(metric, nn.ModuleDict):
+            members = metric.values()
+        fields = tuple({name: 0 for each in members for name in _fields(each.update, weight_name)})
+        how = (weight_name, (), order, fields)
+        return TorchMetricAdapter(item.name, metric, prefix + name, *how)
     if is_running_metric(metric):
         raise ConfigurationError(
             "a metric must be a name, a callable (prediction, target), or an object of "
@@ -221,12 +237,14 @@ def _build(item: _Item, weighted: bool, prefix: str, names: Set[str]) -> Metric:
         better = getattr(metric, "higher_is_better", None)
         order = argument_order(metric, f"metric {prefix + name!r}")
         ordered = functools.partial(order.call, metric)
+        call = getattr(metric, "forward", metric)
+        fields = _fields(call, "sample_weight" if weighted else None)
         if not weighted:
-            plain = functools.partial(sum_of_samples, ordered, prefix + name)
-            return Mean(name, prefix + name, plain, float, False, better)
-        takes = "sample_weight" in keyword_names(getattr(metric, "forward", metric))
-        part = functools.partial(sum_of_weighted_samples, ordered, takes, prefix + name)
-        return Mean(name, prefix + name, part, float, weighted, better)
+            part = functools.partial(sum_of_samples, ordered, prefix + name)
+        else:
+            takes = "sample_weight" in keyword_names(call)
+            part = functools.partial(sum_of_weighted_samples, ordered, takes, prefix + name)
+        return Mean(name, prefix + name, part, float, weighted, better, fields=fields)
     if isinstance(metric, type):
         came = f"the class {metric.__name__}. Pass an instance, {metric.__name__}(...)"
     else:
@@ -235,6 +253,11 @@ def _build(item: _Item, weighted: bool, prefix: str, names: Set[str]) -> Metric:
         "a metric must be a name, a callable (prediction, target), or an object of torchmetrics, "
         f"got {came}."
     )
+
+
+def _fields(call: Callable[..., object], weight_name: Optional[str]) -> Tuple[str, ...]:
+    """Name what a metric takes of a batch: parameters without a default, behind the first two."""
+    return tuple(name for name in required_names(call)[2:] if name != weight_name)
 
 
 def _by_task(name: str, metric: TaskMetric, shown: str, weighted: bool) -> Metric:

@@ -289,8 +289,9 @@ def lookup(name: str) -> Optional[NamedMetric]:
     return _share(functools.partial(_top_k_accuracy, int(top.group(1)))) if top else None
 
 
-# Sum and count of one micro-batch, from (prediction, target, size, sample_weight).
-Part = Callable[[object, object, int, object], Tuple[float, float]]
+# Sum and count of one micro-batch, from (prediction, target, size, sample_weight), and the fields
+# that a metric takes by name.
+Part = Callable[..., Tuple[float, float]]
 
 
 def shapes(value: object) -> str:
@@ -357,9 +358,11 @@ def sum_of_samples(
     target: object,
     size: int,
     weight: object,
+    /,
+    **fields: object,
 ) -> Tuple[float, float]:
     """Sum a user's callable: one value per sample, or one for the micro-batch."""
-    value = metric(prediction, target)
+    value = metric(prediction, target, **fields)
     number = _number(value)
     if number is not None:
         return number * size, size
@@ -380,10 +383,12 @@ def sum_of_weighted_samples(
     target: object,
     size: int,
     weight: object,
+    /,
+    **fields: object,
 ) -> Tuple[float, float]:
     """Sum a user's callable under weighted_metrics: it takes the weights, or leaves them to us."""
     if not takes_weight:
-        value = metric(prediction, target)
+        value = metric(prediction, target, **fields)
         rows = _rows(value, size)
         if rows is not None:
             return sums(name, rows, None, weight)
@@ -393,7 +398,7 @@ def sum_of_weighted_samples(
             "third argument and return the weighted mean."
         )
     weight = torch.ones(size) if weight is None else as_weights(weight, MetricError)
-    value = metric(prediction, target, sample_weight=weight)
+    value = metric(prediction, target, sample_weight=weight, **fields)
     number = _number(value)
     if number is None:
         raise MetricError(

@@ -19,6 +19,7 @@ from ipufit.core.train_config import (
     TrainConfig,
     refuse_metrics_of_sums,
 )
+from ipufit.data.fields import name_fields
 from ipufit.engines.ipu_settings import IpuArguments, IpuSettings
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
@@ -57,6 +58,8 @@ class CompileConfig(IpuArguments):
     metrics: object
     loss_weights: object
     weighted_metrics: object
+    inputs: object
+    targets: object
     run_eagerly: bool
     jit: Union[str, CompilerFunction]
     lr_scheduler: object
@@ -318,6 +321,8 @@ def _resolve_objectives(
             request.reduction.normalize,
             request.reduction.sample_weights,
         )
+        if request.inputs is not None or request.targets is not None:
+            loss = name_fields(loss, request.inputs, request.targets)
         if loss.module is not None:
             named += [(f"loss.{name}", p) for name, p in loss.module.named_parameters()]
     with faults.collect():

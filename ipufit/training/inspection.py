@@ -121,13 +121,13 @@ class InspectionMixin:
         check_options(line_length, depth, expand_nested, print_fn)
         session = self._session
         if session is None:
-            sample, more, marks = None if x is None else sample_of(x, False), [], {}
+            sample, more, marks = None if x is None else sample_of(x, None), [], {}
         else:
-            own_loss = session.loss.own_loss(Mode.PREDICT)
+            form = session.form(Mode.PREDICT)
             # What steps of the user's own take is nothing to call the module with.
-            sample = session.sample if own_loss == session.loss.in_module else None
+            sample = session.sample if form.own_loss == session.loss.in_module else None
             if x is not None:
-                sample = sample_of(x, own_loss, casting=session.casting)
+                sample = sample_of(x, form, casting=session.casting)
             more = [session.last_plan.explain()] if session.last_plan is not None else []
             more.append(session.explain())
             marks = session.divided.partitions.marks()

@@ -71,6 +71,8 @@ class Model(InspectionMixin):
         stop_training: set it to True in a callback to end ``fit`` with the present execution.
         outputs: what the module returned in the last training execution, for each micro-batch that
             ``outputs`` of ``compile`` chooses; filled for callbacks with ``wants_outputs``.
+        extras: for hooks of callbacks around an execution, the fields of its batches that forward
+            does not take, such as ids: for each micro-batch of this process, by name.
 
     Raises:
         ConfigurationError: the module or the engine is none, or the device is not there.
@@ -92,6 +94,7 @@ class Model(InspectionMixin):
         self.history: History = History()
         self.stop_training = False
         self.outputs: List[Any] = []
+        self.extras: List[Mapping[str, object]] = []
         self._make_engine = engine_maker(engine)
         self._session: Optional[Session] = None
         self._predictor: Optional[Session] = None
@@ -148,6 +151,8 @@ class Model(InspectionMixin):
         *,
         loss_weights: Any = None,
         weighted_metrics: Any = None,
+        inputs: Union[str, Sequence[str], Mapping[str, str], None] = None,
+        targets: Union[str, Sequence[str], None] = None,
         run_eagerly: bool = False,
         jit: Union[str, CompilerFunction] = "auto",
         lr_scheduler: Any = None,
@@ -185,6 +190,13 @@ class Model(InspectionMixin):
                 1 by default.
             weighted_metrics: metrics that are weighted with the sample weights, in the form of
                 ``metrics``.
+            inputs: where batches are dicts, the fields that forward gets: the name of one, which it
+                gets by position, a list of names that are those of its parameters, or a dict from
+                parameters to names. None are those whose names forward takes. What is neither input
+                nor target stays beside the program: for metrics that ask for it by the name of a
+                parameter, and for callbacks, as ``extras``.
+            targets: where batches are dicts, the field that the loss is held against, or a list of
+                names for a dict of targets. None is the one that forward leaves.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
                 slower, and open to a debugger.
             jit: how a recorded program runs: "graph", as it was recorded, with the bits of
@@ -246,6 +258,8 @@ class Model(InspectionMixin):
             metrics=metrics,
             loss_weights=loss_weights,
             weighted_metrics=weighted_metrics,
+            inputs=inputs,
+            targets=targets,
             run_eagerly=run_eagerly,
             jit=jit,
             lr_scheduler=lr_scheduler,

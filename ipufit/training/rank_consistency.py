@@ -103,7 +103,7 @@ def _facts(session: Session, plan: Plan, is_portioned: bool) -> Dict[str, object
         "version_of_torch": torch.__version__.partition("+")[0],
         "engine": session.engine.name,
         "class_of_the_module": type(module).__name__,
-        "loss": [loss.reduction, loss.normalize, loss.in_module],
+        "loss": [loss.reduction, loss.normalize, loss.in_module, loss.inputs, loss.targets],
         "metrics": list(session.metrics.names),
         "settings_of_compile": {
             name: str(value) for name, value in session.config.describe().items()

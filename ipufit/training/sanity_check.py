@@ -249,7 +249,8 @@ def probe(metrics: MetricSet, outputs: object, first: MicroBatch, loss: Loss) ->
         )
     with isolated():
         numbers = tree.map_leaves(random_like, outputs)
-        metrics.probe(numbers, target, first.size, sample_weight)
+        fields = first.fields if metrics.takes_fields else {}
+        metrics.probe(numbers, target, first.size, sample_weight, fields)
 
 
 def prepare_tail(

@@ -18,6 +18,7 @@ from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig, check_interval
 from ipufit.data.batches import BatchValidator, is_weighted
 from ipufit.data.casting import Casting
+from ipufit.data.fields import BatchForm
 from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.source import DataAdapter
 from ipufit.engines.ipu_settings import IpuSettings
@@ -185,6 +186,11 @@ class Session:
         except Exception:
             return None  # whoever reads the data says what is wrong with it
 
+    def form(self, mode: Mode) -> BatchForm:
+        """Describe the batches that module and loss take in a mode."""
+        loss = self.loss
+        return BatchForm(self.module, loss.own_loss(mode), loss.inputs, loss.targets)
+
     def unpack(self, source: DataAdapter, mode: Mode, batch: object) -> MicroBatch:
         """Bring the first batch of a source into the form that a program takes.
 
@@ -196,7 +202,7 @@ class Session:
         Raises:
             DataError: it can't be fed.
         """
-        return BatchValidator(source, mode, self.loss.own_loss(mode), self.casting)(batch, 0)
+        return BatchValidator(source, mode, self.form(mode), self.casting)(batch, 0)
 
     def plan(
         self,
@@ -251,7 +257,7 @@ class Session:
             LossError: the loss can't be trained on.
             MetricError: the metrics don't fit the outputs and targets.
         """
-        pipeline = BatchPipeline(job, self.loss.own_loss(job.mode), self.casting)
+        pipeline = BatchPipeline(job, self.form(job.mode), self.casting)
         try:
             return self._start(pipeline, self._read_first(pipeline, job), job)
         except BaseException:
@@ -294,7 +300,7 @@ class Session:
             ProcessError: it fails in another one.
         """
         processes = self.processes
-        pipeline = BatchPipeline(job, self.loss.own_loss(job.mode), self.casting)
+        pipeline = BatchPipeline(job, self.form(job.mode), self.casting)
         started: List[Job] = []
         try:
             first = processes.run_on_all_ranks(lambda: self._read_first(pipeline, job))

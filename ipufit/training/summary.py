@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.data.batches import BatchValidator
 from ipufit.data.casting import Casting
+from ipufit.data.fields import BatchForm
 from ipufit.data.in_memory import is_array
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
@@ -74,7 +75,7 @@ def check_options(
 
 def sample_of(
     x: object,
-    own_loss: OwnLoss,
+    form: Optional[BatchForm],
     asks: str = "summary",
     target: bool = False,
     casting: Optional[Casting] = None,
@@ -84,7 +85,7 @@ def sample_of(
     Args:
         x: the batch or the loader; a list of two or three parts of which one is a tensor is a
             batch, as a DataLoader makes it.
-        own_loss: whether the module computes its own loss.
+        form: in which module and loss take batches; None before ``compile``.
         asks: the method that asks, for messages.
         target: whether to keep the target of a batch that has one.
         casting: chooses its dtypes, as for ``fit``; None leaves them as they are.
@@ -93,11 +94,15 @@ def sample_of(
         ConfigurationError: a loader that can be read only once, or is empty.
         DataError: it can't be fed.
     """
-    batch = batch_of(x, own_loss, asks)
-    with_target = target and isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
-    with_target = with_target and batch[1] is not None
-    mode = Mode.TRAIN if own_loss or with_target else Mode.PREDICT
-    return BatchValidator(DataAdapter([batch], "the sample"), mode, own_loss, casting)(batch, 0)
+    form = form or BatchForm()
+    batch = batch_of(x, form.own_loss, asks)
+    if isinstance(batch, Mapping):
+        with_target = target and form.has_target(batch)
+    else:
+        with_target = target and isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
+        with_target = with_target and batch[1] is not None
+    mode = Mode.TRAIN if form.own_loss or with_target else Mode.PREDICT
+    return BatchValidator(DataAdapter([batch], "the sample"), mode, form, casting)(batch, 0)
 
 
 def batch_of(x: object, own_loss: OwnLoss, asks: str) -> Any:
@@ -292,7 +297,7 @@ def sample_for(session: Session, x: object, asks: str) -> MicroBatch:
         DataError: it can't be fed.
     """
     if x is not None:
-        sample = sample_of(x, session.loss.in_module, asks, True, session.casting)
+        sample = sample_of(x, session.form(Mode.TRAIN), asks, True, session.casting)
         check_call(session.module, sample, session.loss, f"{asks}: ")
         return sample
     if session.sample is None:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from typing import Any, Callable, Dict, Generator, Iterator, List, Mapping, Optional, Sequence
 
-from ipufit.callbacks.callback_list import BATCH_HOOKS, CallbackObserver, Observer
+from ipufit.callbacks.callback_list import CallbackObserver, Observer
 from ipufit.callbacks.history import History
 from ipufit.callbacks.running_fit import Measurement
 from ipufit.core.batch import CombinedBatch, DataCursor, Mode
@@ -199,10 +199,9 @@ class Trainer:
     def run_execution(self, batch: CombinedBatch, epoch: int) -> Optional[List[Any]]:
         """Run one execution, and return its outputs; None for one whose loss ends training."""
         clock, job = self.clock, self.job
-        hook, _ = BATCH_HOOKS[job.mode]
         for observer in self._observers:
             clock.turn(observer.phase)
-            observer.notify(hook, job.meter.updates, {})
+            observer.begin_execution(job.meter.updates, batch)
         clock.turn("compute")
         try:
             if job.mode is Mode.TRAIN:

@@ -33,7 +33,10 @@ from tests.faulty import (
 
 X, Y = batches(1, 8)[0]
 FORM = "a batch must be (inputs, target) or (inputs, target, sample_weight)"
-CONVERT = "Convert it in the dataset or in collate_fn, or leave it out of the batch."
+CONVERT = (
+    "Convert it in the dataset or in collate_fn, or leave it out of what forward gets: "
+    "compile(..., inputs=[...]) names the fields that it does."
+)
 
 
 def place(function):
@@ -53,7 +56,6 @@ BAD_BATCHES = {
     ),
     "one": ((X,), f"{FORM}, got tuple of 1. {SEVERAL}"),
     "four": ([X, Y, Y, Y], f"{FORM}, got list of 4. {SEVERAL}"),
-    "dict": ({"x": X, "y": Y}, f"{FORM}, got dict. {SEVERAL}"),
     "nothing": (None, f"{FORM}, got NoneType. {SEVERAL}"),
     "lengths": (
         (X, Y[:5]),
@@ -61,9 +63,9 @@ BAD_BATCHES = {
         "Check the dataset or collate_fn.",
     ),
     "inputs": (
-        ({"x": X, "mask": X[:3]}, Y),
-        "all parts must have the same number of samples, but input ['x'] has 8 and input ['mask'] "
-        "has 3. Check the dataset or collate_fn.",
+        ((X, X[:3]), Y),
+        "all parts must have the same number of samples, but input [0] has 8 and input [1] has 3. "
+        "Check the dataset or collate_fn.",
     ),
     "empty": ((X[:0], Y[:0]), "input [0] has no samples. Leave empty batches out of the loader."),
     "scalars": (
@@ -403,8 +405,9 @@ class Named(nn.Module):
         (
             "mse",
             ({"image": X}, Y),
-            "training data: Named.forward(x) can't take a batch of image=: missing a required "
-            "argument: 'x'. Bring the batch into the form that forward takes.",
+            "training data, batch 0: Named.forward takes 'x', but the fields of the batch are "
+            "'image'. Say which it gets: one by position, compile(..., inputs='image'), or by "
+            "name, inputs={'parameter': 'field'}.",
         ),
         (
             None,

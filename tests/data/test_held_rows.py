@@ -16,6 +16,7 @@ from torch.utils.data import (
 
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
+from ipufit.data.fields import BatchForm
 from ipufit.data.in_memory import ArrayLoader, EpochOrder, RowBatches, rows_in_memory
 from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.prefetch import fetch_ahead
@@ -151,7 +152,7 @@ def feed(samples, cut_every=(), limit=None, mode=Mode.PREDICT):
     if limit is not None:
         source.limit(limit)
     job = JobSpec(source, plan(1), mode, 0, "train", cut_every=cut_every)
-    return BatchPipeline(job, True), reads.spans
+    return BatchPipeline(job, BatchForm(own_loss=True)), reads.spans
 
 
 def plan(device_iterations, fixed_updates=None):

@@ -11,6 +11,7 @@ import ipufit
 from ipufit.callbacks import Callback
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
+from ipufit.data.fields import BatchForm
 from ipufit.data.in_memory import EpochOrder
 from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.source import DataAdapter
@@ -416,7 +417,7 @@ def test_executions_end_at_every_kth_update_of_the_fit(cut_every, sizes, prefetc
     )
     plan = Plan.make(micro_batch_size=1, device_iterations=4, gradient_accumulation=2)
     job = JobSpec(source, plan, Mode.TRAIN, 0, "train", cut_every=cut_every, prefetch=prefetch)
-    feed = BatchPipeline(job, False)
+    feed = BatchPipeline(job, BatchForm())
     executions = [e for epoch in range(2) for e in feed.executions(epoch, plan)]
     assert [len(e.micro_batches) // 2 for e in executions] == sizes
     order = [b.leaves[0].item() for e in executions for b in e.micro_batches]

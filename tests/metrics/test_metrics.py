@@ -181,7 +181,7 @@ COUNTS = ["accuracy", "sparse_categorical_accuracy", "top_3_accuracy"]
 def cut(prediction, target, sizes=UNEVEN):
     """Micro-batches as ``update_all`` takes them."""
     rows = zip(prediction.split(sizes), target.split(sizes), sizes)
-    return [(own, wanted, size, None) for own, wanted, size in rows]
+    return [(own, wanted, size, None, {}) for own, wanted, size in rows]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
@@ -237,14 +237,15 @@ def test_only_what_is_alike_is_counted_at_once():
     metrics = resolve_metrics(["accuracy"])
     with pytest.raises(MetricError, match=r"got prediction of shape \(2, 8\)"):
         metrics.update_all(
-            [(LOGITS[:2], CLASSES[:3], 2, None), (LOGITS[2:5], CLASSES[3:5], 3, None)]
+            [(LOGITS[:2], CLASSES[:3], 2, None, {}), (LOGITS[2:5], CLASSES[3:5], 3, None, {})]
         )
 
 
 def test_weighted_micro_batches_are_taken_in_turn():
     weight = torch.rand(SAMPLES, dtype=torch.float64)
     weighted, plain = (resolve_metrics(None, ["accuracy"]) for _ in range(2))
-    parts = [(p, t, n, w) for (p, t, n, _), w in zip(cut(LOGITS, CLASSES), weight.split(UNEVEN))]
+    cuts = zip(cut(LOGITS, CLASSES), weight.split(UNEVEN))
+    parts = [(p, t, n, w, {}) for (p, t, n, *_), w in cuts]
     weighted.update_all(parts)
     for part in parts:
         plain.update(*part)
@@ -293,7 +294,7 @@ def test_what_waits_is_bounded():
     logits, classes = torch.rand(1000, 5), torch.zeros(1000).long()
     lengths = []
     for _ in range(200):
-        metrics.update_all([(logits, classes, 1000, None)])
+        metrics.update_all([(logits, classes, 1000, None, {})])
         lengths.append(len(metrics._pending))
     assert max(lengths) == 2**18 // 6000
     assert lengths.count(0) > 3
@@ -304,7 +305,7 @@ def test_what_waits_is_not_what_a_callback_changes():
     metrics = resolve_metrics(["accuracy"])
     for _ in range(3):
         logits, classes = LOGITS.clone(), CLASSES.clone()
-        metrics.update_all([(logits, classes, SAMPLES, None)])
+        metrics.update_all([(logits, classes, SAMPLES, None, {})])
         logits.neg_(), classes.fill_(0)
     assert metrics.compute() == fed(["accuracy"], LOGITS, CLASSES)
 
@@ -313,17 +314,17 @@ def test_what_depends_on_values_does_not_wait():
     """Probabilities out of bounds are an error of their own execution."""
     metrics = resolve_metrics(["accuracy"])
     good, bad = torch.full((4, 1), 0.5), torch.full((4, 1), 2.0)
-    metrics.update_all([(good, torch.ones(4, 1), 4, None)])
+    metrics.update_all([(good, torch.ones(4, 1), 4, None, {})])
     with pytest.raises(MetricError, match="probabilities between 0 and 1"):
-        metrics.update_all([(bad, torch.ones(4, 1), 4, None)])
+        metrics.update_all([(bad, torch.ones(4, 1), 4, None, {})])
 
 
 def test_a_new_epoch_forgets_what_waits():
     metrics = resolve_metrics(["accuracy"])
     for _ in range(3):
-        metrics.update_all([(LOGITS, CLASSES, SAMPLES, None)])
+        metrics.update_all([(LOGITS, CLASSES, SAMPLES, None, {})])
     metrics.reset()
-    metrics.update_all([(LOGITS, LOGITS.argmax(1), SAMPLES, None)])
+    metrics.update_all([(LOGITS, LOGITS.argmax(1), SAMPLES, None, {})])
     assert metrics.compute() == {"accuracy": 1.0}
 
 

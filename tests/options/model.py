@@ -95,8 +95,8 @@ def trained(work=None, net=Counted, **options):
     model = ipufit.Model(net())
     eagerly = {"run_eagerly": "jit" not in options}
     model.compile(**{"optimizer": "sgd", "loss": "cross_entropy", **eagerly, **options})
-    given = {"y": Y, "batch_size": 3, "epochs": 2, "seed": 1, "verbose": 0, **(work or {})}
-    history = model.fit(X, **given)
+    given = {"x": X, "y": Y, "batch_size": 3, "epochs": 2, "seed": 1, "verbose": 0, **(work or {})}
+    history = model.fit(**given)
     model.explain()
     return told(history), [p.detach() for p in model.module.parameters()], len(CALLS)
 
@@ -116,6 +116,9 @@ def stacks():
     return nn.Sequential(OrderedDict(a=stack(), middle=nn.Tanh(), b=stack()))
 
 
+# Of two pictures and two labels.
+NAMED = {"image": X, "other": X + 1, "label": Y, "shifted": (Y + 1) % 3}
+FIELDS = {"net": linear, "work": {"x": [NAMED], "y": None, "batch_size": None}}
 FILLED = {"net": stack, "work": {"gradient_accumulation": 3}}
 
 of(
@@ -126,6 +129,8 @@ of(
     metrics=(None, ["accuracy"]),
     loss_weights=With(None, {"first": 2.0, "second": 1.0}, **SEVERAL),
     weighted_metrics=With(None, ["accuracy"], work={"sample_weight": WEIGHTS}),
+    inputs=With("image", "other", targets="label", **FIELDS),
+    targets=With("label", "shifted", inputs="image", **FIELDS),
     lr_scheduler=(None, lambda update: 0.1 * 0.5**update),
     lr_scheduler_interval=With("update", "epoch", lr_scheduler=lambda i: 0.1 * 0.5**i),
     reduction=With(None, ipufit.Reduction(gradients="sum"), work={"gradient_accumulation": 2}),

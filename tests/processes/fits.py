@@ -217,6 +217,40 @@ def measures():
     yield "measures", fit(mlp, x, y, batch_size=4, compiled=compiled, validation_split=0.2)[1]
 
 
+class Named(Pairs):
+    """Pairs as dicts, with a name that nothing but a metric and a callback takes."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return {"name": f"{index}", "x": x, "y": y}
+
+
+def fields():
+    """What the module does not take goes with its samples, to metrics and to callbacks."""
+    if not is_wanted("fields"):
+        return
+    seen = []
+
+    def numbers(prediction, target, name):
+        return torch.tensor([float(each) for each in name]) * prediction[:, 0]
+
+    class Sees(Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            seen.extend(int(each) for extras in self.model.extras for each in extras["name"])
+
+    compiled = {"metrics": [numbers], "inputs": "x", "targets": "y"}
+    loader = DataLoader(Named(*data(53)), batch_size=4, shuffle=True)
+    model, found = fit(mlp, loader, compiled=compiled, callbacks=[Sees()], epochs=1)
+    found["evaluated"] = model.evaluate(loader, verbose=0)
+    parts = [None] * PROCESSES
+    if PROCESSES > 1:
+        torch.distributed.all_gather_object(parts, seen)
+    else:
+        parts = [seen]
+    found["names"] = sorted(each for part in parts for each in part)
+    yield "fields", found
+
+
 class StopsInOne(Callback):
     """Asks to stop in the last process alone."""
 
@@ -253,7 +287,7 @@ def main():
         overlapped_reduction.BucketSums.sum = noted
     torch.set_default_dtype(torch.float64)
     results = {}
-    for part in (lengths, forms, models, measures, callbacks):
+    for part in (lengths, forms, models, measures, fields, callbacks):
         results.update(part())
     assert bool(begun) == ("buckets" in sys.argv[2:])
     with open(os.path.join(sys.argv[1], f"{PROCESSES}-{PROCESS}.json"), "w") as file:

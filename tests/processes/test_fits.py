@@ -14,7 +14,7 @@ SCRIPT = (ROOT / "tests" / "processes" / "fits.py").read_text()
 # and norms, all in one net; tokens; metrics; callbacks that stop.
 SAMPLE = (
     *("lengths 61", "forms buckets"),
-    *("models joined", "models backend", "models tokens", "measures", "callbacks"),
+    *("models joined", "models backend", "models tokens", "measures", "fields", "callbacks"),
 )
 # In four: an update of which some have no micro-batch, and what is added up.
 IN_FOUR = ("models joined",)

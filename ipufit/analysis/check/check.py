@@ -335,10 +335,10 @@ def checked(
         ConfigurationError: neither a batch nor an earlier ``fit``.
         DataError: the batch can't be fed.
     """
-    own_loss = session is not None and session.loss.in_module
     if x is not None:
+        form = None if session is None else session.form(Mode.TRAIN)
         casting = None if session is None else session.casting
-        sample = sample_of(x, own_loss, "check", True, casting)
+        sample = sample_of(x, form, "check", True, casting)
     elif session is not None and session.sample is not None:
         leaves = tuple(_random(leaf) for leaf in session.sample.leaves)
         sample = MicroBatch(leaves, session.sample.structure, session.sample.size)

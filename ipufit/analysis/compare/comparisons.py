@@ -113,9 +113,8 @@ def check_invariance(
     require_single_process(session, "check_invariance", instead)
     tolerance = Tolerance(*tolerances)
     tolerance.check()
-    own_loss = session.loss.in_module
-    batch = batch_of(sample, own_loss, "check_invariance")
-    size = sample_of(batch, own_loss, "check_invariance", target=True).size
+    batch = batch_of(sample, session.loss.in_module, "check_invariance")
+    size = sample_of(batch, session.form(Mode.TRAIN), "check_invariance", target=True).size
     if size < 2:
         raise DataError(
             f"check_invariance divides the samples of a batch, which needs at least 2, got {size}. "
@@ -264,7 +263,8 @@ class _Trial:
         """Find what breaks invariance, on a copy of the module."""
         module, _, loss = self._copies()
         with train_mode(module, loss.module):
-            batch = sample_of(self._batch, loss.in_module, "check_invariance", target=True)
+            form = self._session.form(Mode.TRAIN)
+            batch = sample_of(self._batch, form, "check_invariance", target=True)
             batch = batch.to(device_of(module))
             return find_causes(module, loss, batch, self._config.gradient_reduction)
 

@@ -1,0 +1,304 @@
+"""Parts of a batch: which go into forward, which to the loss, and which stay beside the program."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+
+from torch import nn
+
+from ipufit.core.batch import BatchParts, Mode, RawBatch
+from ipufit.errors import ConfigurationError, DataError
+from ipufit.losses.loss import InputNames, Loss, OwnLoss, TargetNames
+from ipufit.utils import tree
+
+__all__ = ["BatchForm", "name_fields"]
+
+# How alike a field that forward does not take and a parameter that gets nothing are by mistake.
+_ALIKE = 0.8
+_WEIGHT = "sample_weight"
+
+
+class _Route(NamedTuple):
+    """Where the fields of a batch with certain names go.
+
+    Attributes:
+        args: fields that forward is called with by position.
+        kwargs: parameters of forward, with the field that each gets.
+        target: the field that is the target, or fields that make a dict of targets.
+        extras: fields that stay beside the program.
+    """
+
+    args: Sequence[str]
+    kwargs: Mapping[str, str]
+    target: TargetNames
+    extras: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchForm:
+    """The form in which a module and a loss take the batches of a loader.
+
+    Attributes:
+        module: whose forward gets the inputs.
+        own_loss: whether the module computes its own loss, so that a batch holds only its
+            arguments; "whole" where it is one argument.
+        inputs: which fields of a batch forward gets, as ``compile`` takes it; None for those whose
+            names it takes.
+        targets: which fields are the target, as ``compile`` takes it.
+    """
+
+    module: Optional[nn.Module] = None
+    own_loss: OwnLoss = False
+    inputs: InputNames = None
+    targets: TargetNames = None
+    _routes: Dict[Tuple[object, ...], _Route] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def name(self) -> str:
+        """The class of the module, for messages."""
+        return type(self.module).__name__
+
+    @property
+    def parameters(self) -> Optional[List[str]]:
+        """Names that forward takes; None where it takes any, or nobody knows."""
+        if self.module is None:
+            return None
+        try:
+            parameters = inspect.signature(self.module.forward).parameters.values()
+        except (TypeError, ValueError):
+            return None
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return None
+        return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+    def split(
+        self, raw: RawBatch, mode: Mode, where: str
+    ) -> Tuple[BatchParts, Mapping[str, object]]:
+        """Split a batch into what forward is called with, target and weights, and what is left.
+
+        Args:
+            raw: as a loader yields it.
+            mode: what the batch is for; to predict, no target is needed.
+            where: the batch, for messages.
+
+        Returns:
+            The parts, and the fields that neither forward nor the loss takes, by name.
+
+        Raises:
+            DataError: it can't be split, or names that are not there.
+        """
+        if self.own_loss == "whole":
+            return ((raw,), {}, None, None), {}
+        if self.own_loss:
+            return self._inputs(raw, where)
+        if isinstance(raw, Mapping) and mode is not Mode.PREDICT:
+            return self._with_target(raw, where)
+        is_sequence = tree.is_sequence(raw)
+        if mode is Mode.PREDICT:
+            if not is_sequence:
+                return self._inputs(raw, where)
+            if len(raw) in (1, 2, 3):
+                return self._inputs(raw[0], where)
+        came = f"{type(raw).__name__} of {len(raw)}" if is_sequence else type(raw).__name__
+        if mode is Mode.PREDICT:
+            raise DataError(
+                f"{where}: a batch must be inputs, (inputs, target) or (inputs, target, "
+                f"sample_weight), got {came}. For several inputs yield ((first, second), target) "
+                "or {'name': first, ...}."
+            )
+        if not is_sequence or len(raw) not in (2, 3):
+            raise DataError(
+                f"{where}: a batch must be (inputs, target) or (inputs, target, sample_weight), "
+                f"got {came}. For several inputs yield ((first, second), target), ({{'name': "
+                "first, ...}, target) or one dict of all; if the module computes its own loss, use "
+                "compile(loss=None)."
+            )
+        if raw[1] is None:
+            raise DataError(
+                f"{where}: the target is missing (None), but the loss needs one. Yield (inputs, "
+                "target), or use compile(loss=None) if the module computes its own loss."
+            )
+        (args, kwargs, _, _), extras = self._inputs(raw[0], where)
+        return (args, kwargs, raw[1], raw[2] if len(raw) == 3 else None), extras
+
+    def has_target(self, batch: Mapping[str, object]) -> bool:
+        """Say whether one of the fields of a batch is the target."""
+        try:
+            return self._with_target(batch, "")[0][2] is not None
+        except DataError:
+            return False
+
+    def _inputs(self, raw: RawBatch, where: str) -> Tuple[BatchParts, Mapping[str, object]]:
+        """Positional and keyword arguments of forward, and what it does not take."""
+        if isinstance(raw, Mapping):
+            return self._by_route(raw, self._route(raw, False, where))
+        return (tuple(raw) if tree.is_sequence(raw) else (raw,), {}, None, None), {}
+
+    def _with_target(
+        self, raw: Mapping[str, object], where: str
+    ) -> Tuple[BatchParts, Mapping[str, object]]:
+        route = self._route(raw, True, where)
+        (args, kwargs, _, _), extras = self._by_route(raw, route)
+        target: object = None
+        if isinstance(route.target, tuple):
+            target = {name: raw[name] for name in route.target}
+        elif route.target is not None:
+            target = raw[route.target]
+        return (args, kwargs, target, raw.get(_WEIGHT)), extras
+
+    @staticmethod
+    def _by_route(
+        raw: Mapping[str, object], route: _Route
+    ) -> Tuple[BatchParts, Mapping[str, object]]:
+        kwargs = {parameter: raw[name] for parameter, name in route.kwargs.items()}
+        extras = {str(name): raw[name] for name in route.extras}
+        return (tuple(raw[name] for name in route.args), kwargs, None, None), extras
+
+    def _route(self, raw: Mapping[str, object], with_target: bool, where: str) -> _Route:
+        key = (with_target, *raw)
+        route = self._routes.get(key)
+        if route is None:
+            route = self._routes[key] = self._find_route(list(raw), with_target, where)
+        return route
+
+    def _find_route(self, names: List[str], with_target: bool, where: str) -> _Route:
+        """Find out where the fields of these names go."""
+        targets = (self.targets,) if isinstance(self.targets, str) else self.targets or ()
+        self._refuse_missing("targets", targets if with_target else (), names, where)
+        aside = set() if self.own_loss else {_WEIGHT, *targets}
+        args, kwargs = self._find_inputs(names, aside, with_target, where)
+        rest = [name for name in names if name not in (*args, *kwargs.values())]
+        if not with_target:
+            return _Route(args, kwargs, None, rest)
+        target = self.targets
+        if target is None:
+            target = self._find_target(names, [name for name in rest if name != _WEIGHT], where)
+            targets = (target,)
+        return _Route(args, kwargs, target, [n for n in rest if n not in (*targets, _WEIGHT)])
+
+    def _find_inputs(
+        self, names: List[str], aside: Set[str], with_target: bool, where: str
+    ) -> Tuple[Sequence[str], Mapping[str, str]]:
+        """Fields that forward gets by position, and by which parameter others."""
+        inputs, parameters = self.inputs, self.parameters
+        if inputs is not None:
+            if isinstance(inputs, str):
+                inputs = (inputs,)
+                self._refuse_missing("inputs", inputs, names, where)
+                return inputs, {}
+            by_name = inputs if isinstance(inputs, Mapping) else {name: name for name in inputs}
+            self._refuse_missing("inputs", list(by_name.values()), names, where)
+            return (), by_name
+        if parameters is None and with_target:
+            raise DataError(
+                f"{where}: which fields of the batch {self.name}.forward gets must be said, "
+                f"because it takes any name, got {_listed(names)}. Write for example "
+                f"compile(..., inputs=[{names[0]!r}], targets={names[-1]!r})."
+            )
+        chosen = [
+            name
+            for name in names
+            if name not in aside and (parameters is None or name in parameters)
+        ]
+        for name in names:
+            idle = [p for p in parameters or () if p not in chosen]
+            alike = difflib.get_close_matches(str(name), idle, 1, _ALIKE)
+            if alike and name not in chosen and name not in aside:
+                raise DataError(
+                    f"{where}: {self.name}.forward gets nothing for {alike[0]!r}, but the batch "
+                    f"has {name!r}, which it does not take. Give the field the name of the "
+                    f"parameter, or say what forward gets: compile(..., inputs={{{alike[0]!r}: "
+                    f"{name!r}, ...}})."
+                )
+        if not chosen:
+            raise DataError(
+                f"{where}: {self.name}.forward takes {_listed(parameters or ())}, but the fields "
+                f"of the batch are {_listed(names)}. Say which it gets: one by position, "
+                f"compile(..., inputs={names[0]!r}), or by name, inputs={{'parameter': 'field'}}."
+            )
+        return (), {str(name): name for name in chosen}
+
+    def _find_target(self, names: List[str], rest: List[str], where: str) -> str:
+        """The one field that forward leaves."""
+        if len(rest) == 1:
+            return rest[0]
+        if not rest:
+            raise DataError(
+                f"{where}: the loss needs a target, but {self.name}.forward takes all fields of "
+                f"the batch, {_listed(names)}. Add it, say which it is with compile(..., "
+                f"targets={names[-1]!r}), or use compile(loss=None) if the module computes its "
+                "own loss."
+            )
+        raise DataError(
+            f"{where}: which field of the batch is the target must be said, because "
+            f"{self.name}.forward leaves {_listed(rest)}. Write compile(..., "
+            f"targets={rest[-1]!r}), or a list of names for several."
+        )
+
+    def _refuse_missing(
+        self, argument: str, wanted: Sequence[str], names: List[str], where: str
+    ) -> None:
+        for name in wanted:
+            if name not in names:
+                raise DataError(
+                    f"{where}: the batch must have the field {name!r}, which {argument} of compile "
+                    f"names, got {_listed(names)}. Name one of these, or add it in the dataset or "
+                    "collate_fn."
+                )
+
+
+def _listed(names: Sequence[object]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def name_fields(loss: Loss, inputs: object, targets: object) -> Loss:
+    """Let a loss know which fields of a batch go into forward, and which are the target.
+
+    Args:
+        loss: normal form.
+        inputs, targets: as ``compile`` takes them.
+
+    Raises:
+        ConfigurationError: something else than names, or names that nobody would look at.
+    """
+    if inputs is not None and loss.in_module == "whole":
+        raise ConfigurationError(
+            f"inputs= names fields that forward gets, but steps get the whole batch, got "
+            f"{inputs!r}. Leave it out."
+        )
+    if targets is not None and loss.in_module:
+        raise ConfigurationError(
+            "targets= names what a loss is held against, but with loss=None the module computes "
+            f"its own, got {targets!r}. Leave it out, or pass loss= to compile."
+        )
+    input_names: InputNames = _names(inputs)
+    if isinstance(inputs, Mapping) and _names([*inputs, *inputs.values()]):
+        input_names = dict(inputs)
+    if inputs is not None and not input_names:
+        raise ConfigurationError(
+            "inputs must be the name of a field of a batch, a list of names, or a dict from "
+            f"parameters of forward to names, got {inputs!r}. Write for example "
+            "inputs=['image', 'mask']."
+        )
+    target_names = _names(targets)
+    if targets is not None and not target_names:
+        raise ConfigurationError(
+            "targets must be the name of a field of a batch, or a list of names for a dict of "
+            f"targets, got {targets!r}. Write for example targets='label'."
+        )
+    return dataclasses.replace(loss, inputs=input_names, targets=target_names)
+
+
+def _names(value: object) -> TargetNames:
+    """One name, or several; None of anything else."""
+    if isinstance(value, str):
+        return value or None
+    if not isinstance(value, (list, tuple)):
+        return None
+    names = tuple(name for name in value if isinstance(name, str) and name)
+    return names if len(names) == len(value) and names else None
