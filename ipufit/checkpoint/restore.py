@@ -22,6 +22,7 @@ from ipufit.core.batch import DataCursor
 from ipufit.core.weights_file import differences
 from ipufit.engines.program import TrainState
 from ipufit.errors import CheckpointError, ConfigurationError
+from ipufit.optim.rules import rule_for
 from ipufit.optim.schedules import settings
 
 __all__ = ["restore"]
@@ -169,11 +170,13 @@ def _optimizer_differences(
     shapes = [parameter.shape for group in groups for parameter in group["params"]]
     places = [key for group in stored for key in group["params"]]
     by_place = dict(zip(places, shapes))
+    # Others may have anything for each parameter: factors of a matrix, say.
+    has_rule = rule_for(optimizer) is not None
     for key, values in state["state"].items():
         for name, value in values.items():
             is_number = value is None or isinstance(value, NUMBERS)
             is_tensor = isinstance(value, Tensor) and value.shape in (by_place.get(key), ())
-            if key not in by_place or not (is_number or is_tensor):
+            if key not in by_place or (has_rule and not (is_number or is_tensor)):
                 faults.append(f"{name!r} of the optimizer's parameter {key}")
     return faults
 

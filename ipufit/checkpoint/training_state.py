@@ -20,6 +20,7 @@ from ipufit.metrics import MetricSet
 from ipufit.processes import Processes
 from ipufit.utils.codec import decode, encode
 from ipufit.utils.state import generator_states, set_generators
+from ipufit.utils.tree import flatten
 
 __all__ = [
     "NUMBERS",
@@ -343,8 +344,8 @@ def _check_optimizer(state: Document) -> None:
 def _check_value(name: object, value: object) -> None:
     if type(name) is not str:
         raise ValueError(f"the optimizer has a value without a name, {name!r}")
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    if not all(part is None or isinstance(part, (Tensor, str, *NUMBERS)) for part in parts):
+    leaves, _ = flatten(value)
+    if not all(leaf is None or isinstance(leaf, (Tensor, str, *NUMBERS)) for leaf in leaves):
         raise ValueError(f"{name} of the optimizer is a {type(value).__name__}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, Iterable, Mapping, Sequence, Tuple
+from typing import Collection, Dict, Iterable, Mapping, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,7 @@ class OptimizerStateVersion:
         self._held: object = None
         # Addresses of what the program itself works on: the first, and one past the last.
         self._live: Sequence[Tuple[int, int]] = ()
+        self._left_out: Collection[int] = ()
         self._updates = 0
 
     @property
@@ -81,14 +82,18 @@ class OptimizerStateVersion:
         """True when the optimizer holds something else now."""
         return self._held is not None and self._signature() != self._held
 
-    def note(self, updates: int, live: Sequence[Tensor] = ()) -> None:
+    def note(
+        self, updates: int, live: Sequence[Tensor] = (), left_out: Collection[int] = ()
+    ) -> None:
         """It holds the state after so many updates.
 
         Args:
             updates: how many.
             live: what the program itself works on. Values that look into these are always up to
                 date, and what is written into them the next update finds.
+            left_out: identities of parameters whose state the program has nowhere else.
         """
+        self._left_out = left_out
         self._live = [
             (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
             for tensor in live
@@ -123,7 +128,7 @@ class OptimizerStateVersion:
         """Return a value that changes with the optimizer's state, but for what is live."""
         signature = {}
         for parameter, state in self._optimizer.state.items():
-            for name, value in state.items():
+            for name, value in state.items() if id(parameter) not in self._left_out else ():
                 content = value
                 if isinstance(value, Tensor):
                     content = value._version

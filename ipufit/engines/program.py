@@ -290,6 +290,12 @@ class Program(abc.ABC):
         All processes call this at the same time.
         """
 
+    def enter_eval(self) -> None:
+        """Let an optimizer that has weights for evaluation put them into the module.
+
+        They stay there until the next execution.
+        """
+
     def fail(self, action: Optional[str]) -> None:
         """Raise the error that a failing device would raise, where the program has a device.
 
@@ -390,6 +396,10 @@ class ForwardingProgram(Program):
     def gather_weights(self) -> None:
         """Bring the module's weights up to date."""
         self._program.gather_weights()
+
+    def enter_eval(self) -> None:
+        """Let an optimizer that has weights for evaluation put them into the module."""
+        self._program.enter_eval()
 
     def fail(self, action: Optional[str]) -> None:
         """Raise the error that a failing device would raise."""

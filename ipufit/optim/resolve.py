@@ -11,7 +11,13 @@ from torch import nn
 from ipufit.errors import OptimizerError, UnknownNameError
 from ipufit.optim.lamb import LAMB
 
-__all__ = ["class_by_name", "refuse_step_hooks", "resolve_optimizer", "settings_by_name"]
+__all__ = [
+    "class_by_name",
+    "has_step_hooks",
+    "refuse_step_hooks",
+    "resolve_optimizer",
+    "settings_by_name",
+]
 
 NamedParameters = Sequence[Tuple[str, nn.Parameter]]
 
@@ -198,15 +204,20 @@ def _several(optimizers: Collection[object], expected: str) -> OptimizerError:
     )
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether there are hooks on an optimizer's step."""
+    hooks = vars(optimizer)
+    return any(hooks.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
+
+
 def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse hooks on an optimizer's step, which a program would never call.
+    """Refuse hooks on an optimizer's step, which this program would never call.
 
     Raises:
         OptimizerError: there are hooks on ``step``.
     """
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        if getattr(optimizer, name, None):
-            raise OptimizerError(
-                f"hooks on the step of {type(optimizer).__name__} can't run: in one program there "
-                "is no call of step. Remove them, or do their work in a callback."
-            )
+    if has_step_hooks(optimizer):
+        raise OptimizerError(
+            f"hooks on the step of {type(optimizer).__name__} can't run: in one program there is "
+            "no call of step. Remove them, or do their work in a callback."
+        )

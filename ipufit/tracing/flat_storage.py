@@ -203,6 +203,22 @@ class FlatStorage:
         part.form = tuple(self.form[place] for place in places)
         return part
 
+    def follow(self, refused: Callable[[str], Exception]) -> None:
+        """Take over what was put into parameters by other means than in place.
+
+        Args:
+            refused: makes the error for a parameter of this name that is of another form now.
+        """
+        for flat, block in zip(self.flats, self.blocks):
+            for slot in block.slots:
+                view, data = self.views[slot.name], slot.parameter.data
+                if data.data_ptr() == view.data_ptr():
+                    continue
+                if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
+                    raise refused(slot.name)
+                view.copy_(data)
+                slot.parameter.data = slot.window(flat)
+
     def release(self) -> None:
         """Give every parameter memory of its own, with the present values; safe twice."""
         with torch.no_grad():

@@ -26,6 +26,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.losses import Loss, check_moves, resolve_loss
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optim.resolve import resolve_optimizer
+from ipufit.optim.schedules.settings import keep
 from ipufit.partition.own_blocks import annotated_ipus
 from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.partition.recomputation import resolve_recompute
@@ -287,7 +288,6 @@ def _schedule(
         faults.raise_all()
         return None
     from ipufit.optim.schedules.resolve import check_form, resolve_schedule
-    from ipufit.optim.schedules.settings import keep
 
     schedule, restore = None, None
     interval = request.lr_scheduler_interval

@@ -750,6 +750,8 @@ class Model(InspectionMixin):
         # Imported here, as below: many programs have no files of weights.
         from ipufit.core.weights_file import save_weights
 
+        if self._session is not None:
+            self._session.enter_eval()
         save_weights(self.module, path)
 
     def save(self, path: Union[str, os.PathLike[str]]) -> None:
@@ -768,6 +770,8 @@ class Model(InspectionMixin):
 
         session = self._session
         updates = 0 if session is None else session.updates
+        if session is not None:
+            session.enter_eval()
         save_weights(self.module, path, described(self.module, updates))
 
     def load_weights(self, path: Union[str, os.PathLike[str]], strict: bool = True) -> None:

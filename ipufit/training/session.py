@@ -122,6 +122,11 @@ class Session:
         (self._training or self.engine).gather_optimizer()
         return self.optimizer
 
+    def enter_eval(self) -> None:
+        """Let an optimizer that has weights for evaluation put them into the module."""
+        if self._training is not None:
+            self._training.enter_eval()
+
     def gather_weights(self) -> None:
         """Bring the module's weights up to date, in all processes at the same time."""
         if self._training is not None:
@@ -406,6 +411,8 @@ class Session:
             processes=self.processes,
             profile_folder=profile_folder,
         )
+        if mode is not Mode.TRAIN:
+            self.enter_eval()
         program = self.engine.build(spec)
         if not isinstance(program, Program):
             raise ConfigurationError(

@@ -257,6 +257,7 @@ class Trainer:
             logs["loss"] = self._non_finite.value
         self._warn_of_skipped(epoch)
         job.sync.share_buffers(job.program)
+        job.program.enter_eval()
         if self._validate is not None and self._validates(epoch):
             with self.clock.during("validation"):
                 logs.update(self._validate(epoch))

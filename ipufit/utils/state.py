@@ -37,6 +37,7 @@ __all__ = [
     "generator_states",
     "generators_of",
     "is_of_torch",
+    "load_optimizer_state",
     "preserve_state",
     "recurrent_on_gpu",
     "refill",
@@ -127,6 +128,20 @@ def preserve_state(
 def copy_optimizer_state(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
     """A copy of ``optimizer.state_dict()``; tensors that shared memory have their own in it."""
     return {key: _copied(value) for key, value in optimizer.state_dict().items()}
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Dict[str, Any]) -> None:
+    """Load a state; what torch would bring to the dtype of the parameters stays as it was saved."""
+    optimizer.load_state_dict(state)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, parameters):
+        loaded = optimizer.state.get(parameter, {})
+        for name, value in state["state"].get(number, {}).items():
+            present = loaded.get(name)
+            both = isinstance(value, Tensor) and isinstance(present, Tensor)
+            if both and present.dtype != value.dtype:
+                loaded[name] = value.to(present.device, copy=True)
 
 
 def _copied(value: object) -> Any:

@@ -252,22 +252,6 @@ def test_a_second_fit_goes_on_where_the_first_one_stopped():
     assert history.history["learning_rate"] == [0.1 * 0.9**19]
 
 
-@embedded_only("an IPU has no such optimizer at all")
-def test_an_optimizer_with_constant_numbers_is_refused_by_name():
-    net = MLP().double()
-    with pytest.raises(OptimizerError) as caught:
-        fit(
-            net,
-            torch.optim.Adadelta(net.parameters()),
-            compile_options={"lr_scheduler": lambda u: 0.1},
-        )
-    assert str(caught.value) == (
-        "a schedule needs an optimizer whose hyper-parameters are inputs of the program, but those "
-        "of Adadelta are constants of it. Use sgd, adam, adamw, rmsprop or lamb, or leave "
-        "lr_scheduler out."
-    )
-
-
 @embedded_only("PopTorch's SGD takes momentum as a number")
 def test_a_schedule_that_would_change_the_program_is_refused():
     """Momentum that goes through zero is another program."""

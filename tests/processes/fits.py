@@ -178,8 +178,10 @@ def models():
         "eager": (mlp, {"run_eagerly": True}),
         "own step": (
             mlp,
-            # Recorded, it asks old versions of torch for a tensor's value.
-            {"optimizer": lambda p: torch.optim.Adagrad(p, lr=0.05), "run_eagerly": True},
+            {
+                "optimizer": lambda p: torch.optim.Adagrad(p, lr=0.05),
+                "lr_scheduler": lambda update: 0.05 / (1 + update),
+            },
         ),
         "lamb": (mlp, {"optimizer": "lamb"}),
         "accumulated wide": (mlp, {"precision": ipufit.Precision(accumulation_dtype="float64")}),

@@ -239,25 +239,6 @@ def test_checkpointing_is_recorded_and_with_dropout_refused():
     compiled(Checkpointed(0.5).double(), run_eagerly=True).fit(loader(), verbose=0)
 
 
-class GroupCounter(torch.optim.SGD):
-    """Counts in its group, as some third-party optimizers do."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-        return super().step(closure)
-
-
-class Rebinding(torch.optim.SGD):
-    """Gives parameters new data."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = p.data - group["lr"] * p.grad.data
-
-
 class WithAttribute(torch.optim.SGD):
     """Reads an attribute of its own."""
 
@@ -272,29 +253,6 @@ class WithAttribute(torch.optim.SGD):
                 p.sub_(p.grad * group["lr"] * self.scale)
 
 
-@pytest.mark.few(
-    "GroupCounter-it keeps what changes outside of its parameters' state-traced",
-    "Rebinding-it replaces the parameters' data instead of changing it in place-eager",
-)
-@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (GroupCounter, "it keeps what changes outside of its parameters' state"),
-        (Rebinding, "it replaces the parameters' data instead of changing it in place"),
-    ],
-)
-@own_step
-def test_an_optimizer_that_cannot_be_followed_is_refused(kind, reason, eager):
-    """Its counter would stand still, or its weights never move."""
-    net = MLP().double()
-    before = copy.deepcopy(net)
-    model = compiled(net, optimizer=lambda p: kind(p, lr=0.1), run_eagerly=eager)
-    with pytest.raises(OptimizerError, match=reason):
-        model.fit(loader(), verbose=0)
-    assert_same(net, before, atol=0)
-
-
 @pytest.mark.long
 @own_step
 def test_an_optimizer_with_attributes_of_its_own_runs():
@@ -304,22 +262,6 @@ def test_an_optimizer_with_attributes_of_its_own_runs():
     compiled(net, optimizer=lambda p: WithAttribute(p, lr=0.2)).fit(loader(), verbose=0)
     compiled(other).fit(loader(), verbose=0)
     assert_same(net, other)
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.optim.Optimizer, "register_step_pre_hook"), reason="torch without step hooks"
-)
-def test_hooks_on_the_optimizers_step_are_refused():
-    """There is no call of step to hook into."""
-    net = MLP().double()
-    optimizer = descent(net.parameters())
-    optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(OptimizerError) as caught:
-        compiled(net, optimizer=optimizer).fit(loader(), verbose=0)
-    assert str(caught.value) == (
-        "hooks on the step of SGD can't run: in one program there is no call of step. Remove them, "
-        "or do their work in a callback."
-    )
 
 
 def halve_by_vector(net):

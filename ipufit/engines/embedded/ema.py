@@ -1,16 +1,20 @@
-"""Exponential moving averages of the trained weights, as Keras' optimizers keep them."""
+"""Weights to evaluate with: moving averages, as Keras keeps them, or those of the optimizer."""
 
 from __future__ import annotations
 
-from typing import Dict, List, Mapping, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 from ipufit.core.train_config import EMA
-from ipufit.tracing.flat_storage import FlatBlock
+from ipufit.engines.external_changes import changed_shape
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 
-__all__ = ["MovingAverages"]
+__all__ = ["MovingAverages", "OptimizerMode"]
+
+# In which weights that went to eval mode and back may differ by rounding, in units of the dtype's.
+_ROUNDING = 64
 
 
 class MovingAverages:
@@ -117,3 +121,48 @@ class MovingAverages:
         self.fresh = not snapshot
         for tensor, value in zip(self.tensors, snapshot):
             tensor.copy_(value)
+
+
+class OptimizerMode:
+    """Train and eval mode of an optimizer that has both, as schedule-free ones do.
+
+    Each changes the weights. Where nobody else has done so in between, training goes on with the
+    very weights that it had, so that to look at a model changes no bit of its training.
+
+    Args:
+        optimizer: torch's.
+
+    Attributes:
+        evaluates: whether the module has the weights for evaluation.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer: Any = optimizer
+        self.evaluates = False
+        # None before anybody has called either.
+        self._is_training: Optional[bool] = None
+        # The weights of training, while those for evaluation are in their place.
+        self._weights: List[Tensor] = []
+
+    def train(self, storage: FlatStorage) -> None:
+        """Put the weights of training into their place."""
+        if self._is_training:
+            return
+        self._switch(storage, True)
+        for flat, weights in zip(storage.flats, self._weights):
+            largest = torch.maximum(flat.abs().max(), weights.abs().max())
+            rounding = _ROUNDING * torch.finfo(flat.dtype).eps * largest
+            flat.copy_(torch.where((flat - weights).abs() <= rounding, weights, flat))
+        self._weights = []
+
+    def eval(self, storage: FlatStorage) -> None:
+        """Put the weights for evaluation into their place."""
+        if self._is_training is not False:
+            self._weights = [flat.clone() for flat in storage.flats] if self._is_training else []
+            self._switch(storage, False)
+
+    def _switch(self, storage: FlatStorage, is_training: bool) -> None:
+        self._is_training, self.evaluates = is_training, not is_training
+        with torch.no_grad():
+            (self._optimizer.train if is_training else self._optimizer.eval)()
+        storage.follow(changed_shape)

@@ -17,7 +17,6 @@ from ipufit.engines.embedded.cuda_graphs import check_cudagraph
 from ipufit.engines.embedded.inductor.requirements import refuse_missing
 from ipufit.engines.embedded.non_finite import refuse_detection
 from ipufit.engines.embedded.optimizer_state_location import HostMemory
-from ipufit.engines.embedded.passes.torch_compile import reads_values
 from ipufit.engines.embedded.programs.inference import InferenceProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.engines.program import Program, ProgramSpec
@@ -35,10 +34,6 @@ _NOT_OFFLOADED = (
     "offload_optimizer changes nothing where the module is in the host's memory itself."
 )
 
-_READS_COUNTERS = (
-    "The optimizer's step reads counters of its own on the host, so that updates run as recorded, "
-    "uncompiled."
-)
 _MAY_MERGE = "The backend may compute once what recompute computes twice, and need more memory."
 
 _NOT_SHARDED = "{} changes nothing in one process, where all replicas have one state."
@@ -142,9 +137,11 @@ class EmbeddedEngine(EngineContext):
         if training is not None and training.lowered is not None and training.lowered.why:
             sentences.append(training.lowered.why)
         if training is not None and config.compiler is not None:
-            sentences += _left_to_torch(training, config)
+            sentences += [_MAY_MERGE] if config.recompute else []
         if training is not None and training.merging is not None:
             sentences.append(training.merging.explanation)
+        if training is not None:
+            sentences += training.state.updater.explain()
         if config.offload_optimizer_state:
             memory = None if training is None else training.state.placement.memory
             sentences.append(_OFFLOADED if isinstance(memory, HostMemory) else _NOT_OFFLOADED)
@@ -162,13 +159,6 @@ class EmbeddedEngine(EngineContext):
             f"again: values of a micro-batch take {_mebibytes(after)} at most, "
             f"{_mebibytes(before)} without.",
         ]
-
-
-def _left_to_torch(training: TrainingProgram, config: TrainConfig) -> List[str]:
-    """Say what the backend of torch.compile is not handed, or may undo."""
-    sentences = [_MAY_MERGE] if config.recompute else []
-    graph = training.state.updater.recorded()
-    return [*sentences, _READS_COUNTERS] if graph is not None and reads_values(graph) else sentences
 
 
 def _refuse_with_turns(config: TrainConfig) -> None:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import abc
 import copy
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Union
+from typing import AbstractSet, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type
 
 import torch
 from torch import Tensor, fx, nn
 
 from ipufit.core.compile_arguments import Backend
 from ipufit.core.precision import computes_in_half, try_out
-from ipufit.core.train_config import HyperparameterSchedule, TrainConfig
+from ipufit.core.train_config import HyperparameterSchedule
 from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.fused_optimizers import FusedKernel, fused_for, numbers_for
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.passes.torch_compile import compile_update
-from ipufit.engines.embedded.traced_optimizer import TracedOptimizer
 from ipufit.errors import OptimizerError
-from ipufit.optim.resolve import refuse_step_hooks
-from ipufit.optim.rules import OptimizerRule, list_rule_names, rule_for
+from ipufit.optim.rules import OptimizerRule
 from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_alike
 
-__all__ = ["FlatOptimizer", "Graphs", "RuleOptimizer", "make_flat_optimizer"]
+__all__ = ["FlatOptimizer", "Graphs", "Rows", "RuleOptimizer"]
 
 
 # Recorded updates, by all that they depend on.
@@ -33,7 +32,74 @@ Graphs = Dict[Tuple[object, ...], Callable[..., object]]
 Rows = Sequence[Sequence[Mapping[str, Any]]]
 
 
-class RuleOptimizer:
+class FlatOptimizer(abc.ABC):
+    """Applies one optimizer to flat tensors.
+
+    To :meth:`bind` state and weights, to :meth:`refresh` the hyper-parameters before every
+    execution, then to :meth:`apply` or :meth:`skip` each update.
+
+    Attributes:
+        memory: where the state is between two updates.
+        own_parameters: identities of the parameters whose state is in torch's optimizer alone.
+    """
+
+    memory: StateMemory
+    own_parameters: AbstractSet[int] = frozenset()
+
+    @abc.abstractmethod
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
+        """Divide parameters into blocks that are updated alike."""
+
+    @abc.abstractmethod
+    def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
+        """Take over the optimizer's state and record the update."""
+
+    @abc.abstractmethod
+    def refresh(self, rows: Rows) -> None:
+        """Take the hyper-parameters of the coming updates."""
+
+    @abc.abstractmethod
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """One weight update, from gradients as they were accumulated."""
+
+    @abc.abstractmethod
+    def skip(self) -> None:
+        """Leave a weight update out."""
+
+    @abc.abstractmethod
+    def snapshot(self) -> object:
+        """A copy of the state."""
+
+    @abc.abstractmethod
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a copy of the state."""
+
+    @abc.abstractmethod
+    def export(self) -> None:
+        """Let the torch optimizer have the state, under torch's names and dtypes."""
+
+    @abc.abstractmethod
+    def state_tensors(self) -> List[Tensor]:
+        """The tensors of the state, where it is between two updates."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Let go of the state, which no update needs any more; safe twice."""
+
+    def recorded(self) -> Optional[fx.GraphModule]:
+        """The graph of an update; None where it runs without one."""
+        return None
+
+    def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
+        """Weight updates like the next one, on copies of weights and state; None where none are."""
+        return None
+
+    def explain(self) -> List[str]:
+        """Describe in sentences what is particular about how updates are made."""
+        return []
+
+
+class RuleOptimizer(FlatOptimizer):
     """One rule per parameter group over flat tensors.
 
     Args:
@@ -345,7 +411,7 @@ class RuleOptimizer:
         if rows:
             self.refresh(rows)
 
-    def snapshot(self) -> Any:
+    def snapshot(self) -> object:
         """A copy of the state."""
         states = [{name: t.clone() for name, t in state.items()} for state in self._states]
         return states, self.counts
@@ -412,46 +478,6 @@ class RuleOptimizer:
         other._kept = [tensor for state in other._states for tensor in state.values()]
         other.refresh([self._optimizer.param_groups] * times)
         return other.apply
-
-
-# Applies one optimizer to flat tensors: to :meth:`bind` state and weights, to :meth:`refresh` the
-# hyper-parameters before every execution, then to :meth:`apply` or :meth:`skip` each update.
-FlatOptimizer = Union[RuleOptimizer, TracedOptimizer]
-
-
-def make_flat_optimizer(
-    optimizer: torch.optim.Optimizer,
-    graphs: Graphs,
-    config: TrainConfig,
-    memory: StateMemory,
-    tabled: bool,
-) -> FlatOptimizer:
-    """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other.
-
-    Args:
-        optimizer: torch's.
-        graphs: what has been recorded already.
-        config: how an update is made.
-        memory: where the state is between two updates.
-        tabled: whether hyper-parameters that change must reach an update as tensors.
-
-    Raises:
-        OptimizerError: hooks on ``step``, or a schedule for an optimizer whose hyper-parameters are
-            constants.
-    """
-    refuse_step_hooks(optimizer)
-    finish, schedule = GradientTransform(config.clip, config.accumulation_dtype), config.schedule
-    rule = rule_for(optimizer)
-    if rule is not None:
-        compiler = config.compiler
-        return RuleOptimizer(optimizer, rule, graphs, finish, schedule, memory, tabled, compiler)
-    if schedule is not None:
-        raise OptimizerError(
-            f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, but "
-            f"those of {type(optimizer).__name__} are constants of it. Use "
-            f"{list_rule_names()}, or leave lr_scheduler out."
-        )
-    return TracedOptimizer(optimizer, finish, memory, config.compiler)
 
 
 def _numbers(group: Mapping[str, object]) -> Dict[str, object]:

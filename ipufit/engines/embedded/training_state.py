@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from ipufit.core.batch import CombinedBatch
 from ipufit.core.precision import warn_of_vanishing_eps
-from ipufit.engines.embedded.ema import MovingAverages
-from ipufit.engines.embedded.flat_optimizer import Graphs, Rows
+from ipufit.engines.embedded.ema import MovingAverages, OptimizerMode
+from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Graphs, Rows
 from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
 from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
-from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, Updater
+from ipufit.engines.embedded.turns import TurnOptimizer, TurnState
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.validate import refuse_shared_memory
 from ipufit.utils import tree
-from ipufit.utils.state import copy_optimizer_state, same_values
+from ipufit.utils.state import copy_optimizer_state, load_optimizer_state, same_values
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.fsdp import ShardedWeights
@@ -159,7 +159,7 @@ class StatePlacement:
         spec: ProgramSpec,
         step: ModuleWithLoss,
         carried: CarriedState,
-        updater: Updater,
+        updater: FlatOptimizer,
         device: torch.device,
     ) -> None:
         assert spec.optimizer is not None
@@ -206,7 +206,8 @@ class StatePlacement:
 
     def _note(self, updates: int) -> None:
         """Remember that torch's optimizer has the state after so many updates."""
-        self._version.note(updates, live=self.updater.state_tensors())
+        updater = self.updater
+        self._version.note(updates, updater.state_tensors(), updater.own_parameters)
 
     def attach(self, recorded: TracedStep) -> None:
         """Let a recording know the weights that it takes, where these are not its arguments."""
@@ -234,15 +235,11 @@ class StatePlacement:
         """
         refuse_replaced(self._step, self._tensors)
         storage = self.storage
-        for flat, block in zip(storage.flats, storage.blocks):
+        for block in storage.blocks:
             for slot in block.slots:
-                view, data = storage.views[slot.name], slot.parameter.data
-                if data.data_ptr() == view.data_ptr():
-                    continue
-                if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
-                    raise changed_shape(slot.name)
-                view.copy_(data)
-                slot.parameter.data = slot.window(flat)
+                if slot.parameter.data.data_ptr() != storage.views[slot.name].data_ptr():
+                    storage.follow(changed_shape)
+                    return
 
     def publish(self, updates: int) -> None:
         """Write the optimizer's state, after so many updates, where torch keeps it."""
@@ -328,6 +325,7 @@ class TrainingState:
         updates: weight updates done since ``compile``, skipped ones included.
         storage: the trained parameters.
         averages: their moving averages; None without averaging.
+        mode: of the optimizer, where it has weights of its own for evaluation; else None.
         turns: losses that an update computes one after another, with what each moves; one of a
             program with one loss.
     """
@@ -364,6 +362,8 @@ class TrainingState:
         self.updates = spec.first_update
         self.storage = placement.storage
         self.averages: Optional[MovingAverages] = None
+        has_modes = hasattr(spec.optimizer, "train") and hasattr(spec.optimizer, "eval")
+        self.mode = OptimizerMode(spec.optimizer) if has_modes else None
         self._parts: List[List[str]] = []
         frozen = [name for name in self.parameters if name not in set(self.trained)]
         self.turns = [*turns] or [TurnState(step, self.trained, frozen)]
@@ -406,6 +406,8 @@ class TrainingState:
         Args:
             with_gradient: names of the parameters that a gradient reaches.
         """
+        if self.mode is not None:
+            self.mode.train(self.storage)
         others = [(n, p) for n, p in self.parameters.items() if n not in set(with_gradient)]
         self.storage = self.placement.bind(self.lay_out(with_gradient), others, self.updates)
         self.with_gradient = with_gradient
@@ -437,6 +439,8 @@ class TrainingState:
 
     def unbind(self) -> None:
         """Give back parameters and state; what is there then is taken over by the next one."""
+        if self.mode is not None and self.mode.evaluates:
+            self.mode.train(self.storage)
         self._keep_averages()
         self.placement.unbind()
         for turn in self.turns:
@@ -451,6 +455,8 @@ class TrainingState:
             self._carried.replicas.keep(self.replicas, self.buffers)
             if self.averages is not None and self.averages.swapped:
                 self.averages.swap(self.storage.flats)
+            if self.mode is not None:
+                self.mode.eval(self.storage)
         if self.scaler is not None:
             self._carried.scale = self.scaler.state
         self._keep_averages()
@@ -483,6 +489,12 @@ class TrainingState:
                 return self.read()
             finally:
                 self.swap_averages()
+        if self.mode is not None and self.mode.evaluates:
+            self.mode.train(self.storage)
+            try:
+                return self.read()
+            finally:
+                self.mode.eval(self.storage)
         self.placement.gather_weights()
         weights = on_host(self.parameters)
         gathered = self.spec.processes.gather(
@@ -505,6 +517,8 @@ class TrainingState:
 
     def write(self, state: TrainState) -> None:
         """Continue from another state. Replicas that it does not know start like its first."""
+        if self.mode is not None:
+            self.mode.train(self.storage)
         state.write_to(self.parameters, {})
         with torch.no_grad():
             if not self.spec.processes.is_rank_zero:
@@ -517,7 +531,7 @@ class TrainingState:
                 put_back(
                     buffers, {name: state.buffers[source][public_name(name)] for name in buffers}
                 )
-        self._optimizer.load_state_dict(state.optimizer)
+        load_optimizer_state(self._optimizer, state.optimizer)
         self.unbind()
         self.placement.forget()
         names = {public_name(name): name for name in self.parameters}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows
 from ipufit.engines.program import ExecutionResult
@@ -18,7 +18,6 @@ __all__ = [
     "Move",
     "TurnOptimizer",
     "TurnState",
-    "Updater",
     "by_micro_batch",
     "moves_of",
     "parts_of",
@@ -146,7 +145,7 @@ def by_micro_batch(
     )
 
 
-class TurnOptimizer:
+class TurnOptimizer(FlatOptimizer):
     """One optimizer in parts, of which each turn moves some.
 
     A part has the parameters that the same turns reach: a turn that no gradient of a parameter
@@ -184,6 +183,7 @@ class TurnOptimizer:
         for part, cut in zip(self._parts, self.cuts):
             part.memory = self.memory
             part.bind(storage.part(cut), run_eagerly)
+        self.own_parameters = {own for part in self._parts for own in part.own_parameters}
 
     def refresh(self, rows: Rows) -> None:
         """Work out the coefficients of coming updates, in each of which every part has its turn."""
@@ -244,17 +244,9 @@ class TurnOptimizer:
         for part in self._parts:
             part.release()
 
-    def recorded(self) -> Optional[fx.GraphModule]:
-        """Nothing: each part has a graph of its own."""
-        return None
-
-    def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
-        """Nothing: parts are not tried on copies."""
-        return None
-
-
-# Applies one optimizer, to all of an update or turn by turn.
-Updater = Union[FlatOptimizer, TurnOptimizer]
+    def explain(self) -> List[str]:
+        """Describe in sentences what is particular about how updates are made."""
+        return list(dict.fromkeys(line for part in self._parts for line in part.explain()))
 
 
 def parts_of(names: Sequence[str], turns: Sequence[TurnState]) -> Dict[Tuple[int, ...], List[str]]:

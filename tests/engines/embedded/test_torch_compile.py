@@ -161,8 +161,8 @@ def test_explain_says_what_compiles(capsys):
         "Hands the graphs of micro-batches and updates to the backend 'eager' of "
         "torch.compile; each computes what the graph does, as was compared when it was compiled.",
         "The backend may compute once what recompute computes twice, and need more memory.",
-        "The optimizer's step reads counters of its own on the host, so that updates run as "
-        "recorded, uncompiled.",
+        "The optimizer's step takes numbers that change, so that updates run as recorded, "
+        "uncompiled.",
     ):
         assert sentence in text
 

@@ -420,6 +420,24 @@ def test_optimizers_that_a_device_has_not_are_refused(optimizer, text):
     assert str(caught.value).startswith(text)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.optim.Optimizer, "register_step_pre_hook"), reason="torch without step hooks"
+)
+def test_hooks_on_the_optimizers_step_are_refused():
+    """There is no call of step to hook into."""
+    net = MLP().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    model = ipufit.Model(net, engine="ipu-standin")
+    model.compile(optimizer, "cross_entropy")
+    with pytest.raises(OptimizerError) as caught:
+        model.fit(X, Y, batch_size=4, verbose=0)
+    assert str(caught.value) == (
+        "hooks on the step of SGD can't run: in one program there is no call of step. Remove them, "
+        "or do their work in a callback."
+    )
+
+
 @pytest.mark.long
 def test_dampening_without_momentum_is_nothing_as_in_torch():
     """A device would make the learning rate smaller."""

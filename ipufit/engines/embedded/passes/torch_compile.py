@@ -15,7 +15,7 @@ from ipufit.errors import ConfigurationError, brief_error
 from ipufit.tracing.random_operators import hoist_draws, uses_random_numbers
 from ipufit.utils.random_streams import isolated, seed_generators
 
-__all__ = ["compile_micro_batch", "compile_update", "reads_values"]
+__all__ = ["compile_micro_batch", "compile_update"]
 
 _WHY = (
     "Hands the graphs of micro-batches and updates to the backend {!r} of torch.compile; each "
@@ -200,12 +200,6 @@ class _CompiledGraph:
             for place, (one, other) in enumerate(zip(results, repeated))
             if one.numel() and one.data_ptr() == other.data_ptr()
         ]
-
-
-def reads_values(graph: fx.GraphModule) -> bool:
-    """Tell whether a graph reads numbers of its tensors on the host, as no compiled one can."""
-    scalar = torch.ops.aten._local_scalar_dense.default
-    return any(node.target is scalar for node in graph.graph.nodes)
 
 
 def _positive(like: Sequence[Tensor]) -> List[Tensor]:

@@ -11,21 +11,21 @@ import torch
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.compile_arguments import AUTO, INDUCTOR, KERNELS
 from ipufit.core.logged_values import merge_rules
+from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs import graph_maker
 from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
-from ipufit.engines.embedded.flat_optimizer import Rows, make_flat_optimizer
+from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows, RuleOptimizer
 from ipufit.engines.embedded.inductor.requirements import missing
-from ipufit.engines.embedded.optimizer_state_location import state_memory
+from ipufit.engines.embedded.optimizer_state_location import StateMemory, state_memory
 from ipufit.engines.embedded.overlapped_reduction import Overlap
 from ipufit.engines.embedded.passes.select_kernels import Lowered
 from ipufit.engines.embedded.programs.base import BaseProgram
 from ipufit.engines.embedded.traced_step import TracedStep, Update, computing
-from ipufit.engines.embedded.training_state import StatePlacement, TrainingState
+from ipufit.engines.embedded.training_state import CarriedState, StatePlacement, TrainingState
 from ipufit.engines.embedded.turns import (
     TurnOptimizer,
     TurnState,
-    Updater,
     moves_of,
     parts_of,
 )
@@ -33,6 +33,8 @@ from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.external_changes import refuse_frozen
 from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError
+from ipufit.optim.resolve import has_step_hooks
+from ipufit.optim.rules import rule_for
 from ipufit.tracing.fingerprint import FrozenValues
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.utils.console import warn_user
@@ -271,6 +273,8 @@ class TrainingProgram(BaseProgram):
                 "training works on the weights, but their moving averages stand in their place. "
                 "Call model.swap_ema_weights() again before training goes on."
             )
+        if state.mode is not None:
+            state.mode.train(state.storage)
         if self._frozen_values is not None:
             self._frozen_values.look()
         if state.with_gradient and state.placement.follow_the_optimizer(state.updates):
@@ -383,6 +387,11 @@ class TrainingProgram(BaseProgram):
         """Bring the module's parameters up to date, where they lie in parts."""
         self.state.placement.gather_weights()
 
+    def enter_eval(self) -> None:
+        """Let an optimizer that has weights for evaluation put them into the module."""
+        if self.state.mode is not None:
+            self.state.mode.eval(self.state.storage)
+
     def gather_optimizer(self) -> None:
         """Give torch's optimizer the whole state, where it lies in parts."""
         self.state.gather_optimizer()
@@ -457,7 +466,7 @@ def _choose_placement(
     device: torch.device,
     tabled: bool,
 ) -> StatePlacement:
-    """Choose where weights and optimizer state of a training program lie.
+    """Choose where weights and optimizer state of a training program lie, and who updates them.
 
     Args:
         engine: has what an earlier program has left.
@@ -469,17 +478,32 @@ def _choose_placement(
     carried, config = engine.carried, spec.config
     memory = state_memory(config.offload_optimizer_state, device, engine.as_device)
     # Imported here: what few runs need.
-    if spec.divides_weights:
-        from ipufit.engines.embedded.programs.sharded import FSDPPlacement
+    if spec.divides_weights or (config.shard_optimizer and spec.processes.is_distributed):
+        from ipufit.engines.embedded.programs.sharded import FSDPPlacement, ShardedPlacement
 
-        return FSDPPlacement(spec, step, carried, memory, device)
-    if config.shard_optimizer and spec.processes.is_distributed:
-        from ipufit.engines.embedded.programs.sharded import ShardedPlacement
-
-        return ShardedPlacement(spec, step, carried, memory, device)
+        kind = FSDPPlacement if spec.divides_weights else ShardedPlacement
+        return kind(spec, step, carried, memory, device)
     assert spec.optimizer is not None
-    graphs = carried.optimizer_graphs
-    make = functools.partial(make_flat_optimizer, spec.optimizer, graphs, config, memory, tabled)
     assert spec.loss is not None
-    updater: Updater = TurnOptimizer(make) if spec.loss.turns else make()
+    make = functools.partial(_make_updater, spec, carried, memory, tabled)
+    updater: FlatOptimizer = TurnOptimizer(make) if spec.loss.turns else make()
     return StatePlacement(spec, step, carried, updater, device)
+
+
+def _make_updater(
+    spec: ProgramSpec, carried: CarriedState, memory: StateMemory, tabled: bool
+) -> FlatOptimizer:
+    """Flat rules for the optimizers that have one, the optimizer's own ``step`` for any other."""
+    optimizer, config = spec.optimizer, spec.config
+    assert optimizer is not None
+    finish = GradientTransform(config.clip, config.accumulation_dtype)
+    rule = rule_for(optimizer)
+    if rule is not None and not has_step_hooks(optimizer):
+        graphs, schedule = carried.optimizer_graphs, config.schedule
+        return RuleOptimizer(
+            optimizer, rule, graphs, finish, schedule, memory, tabled, config.compiler
+        )
+    # Imported here: what few runs need.
+    from ipufit.engines.embedded.traced_optimizer import TracedOptimizer
+
+    return TracedOptimizer(optimizer, finish, memory, config.compiler)
