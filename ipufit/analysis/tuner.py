@@ -32,6 +32,7 @@ from ipufit.planner.divided_module import DividedModule
 from ipufit.training.arguments import checked_seed
 from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.trainer import Job, Trainer
+from ipufit.utils.devices import clear_cache
 from ipufit.utils.figures import new_figure, save_figure
 from ipufit.utils.random_streams import draw_seed
 from ipufit.utils.state import fork_rng, preserve_state, train_mode
@@ -401,7 +402,7 @@ def find_batch_size(
         tried.append((size, rate))
         if rate is None:
             # Only now has the error let go of the tensors of its frames.
-            torch.cuda.empty_cache()
+            clear_cache()
             break
         best = (size, accumulation)
     if best is None:

@@ -360,14 +360,11 @@ def _stored_generators() -> Dict[str, object]:
 
 def load_generators(states: Document) -> None:
     """Let those generators that are here go on from the states in a checkpoint."""
-    usable = {name: states[name] for name in ("torch", "python")}
+    usable = {name: state for name, state in states.items() if name != "numpy"}
     numpy: Any = sys.modules.get("numpy")
     if "numpy" in states and numpy is not None:
         kind, keys, *rest = states["numpy"]
         usable["numpy"] = (kind, numpy.array(keys, dtype="uint32"), *rest)
-    cuda = states.get("cuda", [])
-    if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
-        usable["cuda"] = cuda
     set_generators(usable)
 
 

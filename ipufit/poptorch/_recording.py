@@ -30,7 +30,7 @@ from ipufit.poptorch._watching import watched
 from ipufit.tracing.capture import capture
 from ipufit.tracing.fingerprint import StepModule
 from ipufit.tracing.graph_analysis import Memories, operator_name
-from ipufit.tracing.random_operators import uses_random_numbers
+from ipufit.utils.random_operators import uses_random_numbers
 from ipufit.utils.state import call_with
 
 __all__ = ["MicroBatchResults", "Outputs", "RecordedProgram", "record"]

@@ -20,23 +20,23 @@ from ipufit.errors import IpufitError
 from ipufit.partition.request import PartitionRequest
 from ipufit.planner.partition_plan import PartitionPlan
 from ipufit.planner.plan_partition import plan_partition
+from ipufit.report.files import OF_PROCESS, OF_TENSORS
 from ipufit.tracing.layers import layers_of, note_calls, output_shapes
+from ipufit.utils.devices import memory_of_tensors, name_of
 
 __all__ = ["CapturedWarnings", "environment", "layers", "partition", "totals"]
 
 
 def environment(session: ObservedSession, device: torch.device) -> Dict[str, str]:
     """Describe versions, the device and the processes of a run."""
-    name = str(device)
-    if device.type == "cuda":
-        name = f"{device} ({torch.cuda.get_device_name(device)})"
     facts = {
         "ipufit": __version__,
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "engine": session.engine.name,
-        "device": name,
+        "device": name_of(device),
+        "memory": OF_PROCESS if memory_of_tensors(device) is None else OF_TENSORS,
         "threads": str(torch.get_num_threads()),
         "cores": str(os.cpu_count()),
     }

@@ -58,6 +58,8 @@ __all__ = [
     "EXECUTIONS",
     "FACTS",
     "FORMAT",
+    "OF_PROCESS",
+    "OF_TENSORS",
     "PAGE",
     "POPVISION",
     "TORCH_TRACE",
@@ -74,6 +76,8 @@ Facts = Mapping[str, Any]
 FACTS, EXECUTIONS = "run.json", "executions.f64"
 PAGE, TRACE, TORCH_TRACE = "report.html", "trace.json", "torch_trace.json"
 POPVISION = "popvision"
+# What the figures of memory are about.
+OF_TENSORS, OF_PROCESS = "of tensors on the device", "of the process"
 
 
 def plain(value: object) -> Any:

@@ -35,6 +35,7 @@ from ipufit.report.profiling import Profiler
 from ipufit.report.rows import ExecutionTable, columns_of
 from ipufit.report.settings import Report
 from ipufit.utils.console import warn_user
+from ipufit.utils.devices import memory_of_tensors
 from ipufit.utils.files import write_text
 from ipufit.utils.phase_timer import NO_CLOCK, PHASES
 from ipufit.utils.random_streams import LOCK
@@ -47,9 +48,10 @@ _STATUS = "/proc/self/statm"
 
 
 def in_use(device: torch.device) -> float:
-    """Bytes that tensors have on a GPU, or that this process has in memory; nan where unknown."""
-    if device.type == "cuda":
-        return float(torch.cuda.memory_allocated(device))
+    """Bytes that tensors have on a device, or this process has in memory; nan where unknown."""
+    of_tensors = memory_of_tensors(device)
+    if of_tensors is not None:
+        return of_tensors
     try:
         with open(_STATUS, encoding="ascii") as file:
             return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))

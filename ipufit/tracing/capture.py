@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 import types
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -25,11 +25,11 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ipufit.errors import CaptureError
-from ipufit.tracing.random_operators import draws
 from ipufit.tracing.recording import NEEDS_VALUES, LeftBehindError, OpRecorder, make_graph
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
 from ipufit.tracing.unread_values import reads_classes, without_values
 from ipufit.utils.console import PACKAGE
+from ipufit.utils.random_operators import draw_on_host, draws
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import replaced
 
@@ -359,6 +359,9 @@ class _ValueGuard(OpRecorder):  # type: ignore[no-untyped-call]
             # The name of this operator is a keyword, which the text of a graph can't hold.
             low, high = args[1:3]
             return torch.ops.aten.random_.to(args[0], high - low, **(kwargs or {})).add_(low)
+        drawn = draw_on_host(func, args, kwargs or {}, _refuse_draw)
+        if drawn is not NotImplemented:
+            return drawn
         _refuse_dtypes(func, args)
         needs_values = not NEEDS_VALUES.isdisjoint(func.tags)
         if needs_values and any(isinstance(a, FakeTensor) and a.constant is None for a in args):
@@ -370,6 +373,12 @@ class _ValueGuard(OpRecorder):  # type: ignore[no-untyped-call]
             if makes_shape(func, args):
                 raise fault_error("shape", user_frame(sys._getframe()))
         return self.run(func, args, kwargs or {})
+
+
+def _refuse_draw(what: str, instead: str) -> NoReturn:
+    raise capture_error(
+        what, instead, user_frame(sys._getframe()), kind="random", runs_eagerly=False
+    )
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Dict, Iterator, List, Optional, Set, Tuple
 import torch
 from torch import Tensor, fx
 
-from ipufit.tracing.random_operators import draws
+from ipufit.utils.random_operators import draws
 
 __all__ = [
     "NORMS",

@@ -14,8 +14,8 @@ from typing import Dict, List, Set
 from torch import fx
 
 from ipufit.tracing.graph_analysis import NORMS, Memories, schema_of
-from ipufit.tracing.random_operators import draws
 from ipufit.tracing.recording import is_backward, mark_again, mark_backward, segment_of
+from ipufit.utils.random_operators import draws
 
 __all__ = ["recompute_layers"]
 

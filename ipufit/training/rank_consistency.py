@@ -46,7 +46,7 @@ def sync_run_config(session: Session, given: FitConfig) -> FitConfig:
             processes.run_on_all_ranks(
                 lambda: require_single_process(session, f"jit={jit!r}", _OTHER_JIT)
             )
-        _refuse_one_gpu_for_two(session)
+        _check_device(session)
     restored = _restore_on_all_ranks(processes, given)
     asked = given
     given = processes.run_on_all_ranks(lambda: asked.going_on_from(restored))
@@ -69,7 +69,7 @@ def sync_inference_config(session: Session, given: InferenceConfig) -> None:
         facts = _facts(session, given.plan, given.source.is_portioned)
         processes.assert_equal_across_ranks(call=given.mode.value, seed=given.seed, **facts)
         _agree_on_tensors(session)
-        _refuse_one_gpu_for_two(session)
+        _check_device(session)
         if not session.is_training:
             _spread(session, with_optimizer=False)
 
@@ -147,13 +147,21 @@ _OTHER_JIT = (
 )
 
 
-def _refuse_one_gpu_for_two(session: Session) -> None:
-    """Each process needs a GPU for itself, if it has any.
+def _check_device(session: Session) -> None:
+    """Each process needs a GPU for itself, if it has any, and tensors that can be exchanged.
 
     Raises:
-        ProcessError: in all processes, if two of them are on one.
+        ProcessError: in all processes, if two of them are on one GPU, or on another device.
     """
     device = device_of(session.module)
+    if device.type not in ("cpu", "cuda"):
+        raise common(
+            ProcessError(
+                "several processes exchange tensors of CPUs and of CUDA devices, but "
+                f"{type(session.module).__name__} is on {device}. Train there in one process, or "
+                "move the module to such a device."
+            )
+        )
     told = session.processes.gather([socket.gethostname(), str(device)])
     for process, place in enumerate(told):
         if device.type == "cuda" and place in told[:process]:

@@ -24,18 +24,19 @@ import operator
 import random
 import sys
 import threading
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ipufit.errors import ConfigurationError
+from ipufit.utils.devices import HOST, generator_of, is_keyed
+from ipufit.utils.random_operators import HostDraws
 
 __all__ = [
     "LOCK",
     "DataStream",
     "Generators",
-    "check_keyed_devices",
     "draw_seed",
     "generator_state",
     "hashable",
@@ -82,49 +83,30 @@ def micro_batch_key(update: int, place: int) -> int:
     return stream_key(update, place)
 
 
-# Types of devices whose default generator `seed_generators` starts and `isolated` puts back.
-_KEYED = ("cpu", "cuda")
-_HOST = torch.device("cpu")
-
-
-def check_keyed_devices(tensors: Iterable[Tuple[str, torch.Tensor]]) -> None:
-    """Refuse devices whose random numbers would follow neither seed nor checkpoint.
-
-    Args:
-        tensors: parameters and buffers, with their names.
-
-    Raises:
-        ConfigurationError: one of them is on another device than a CPU or a CUDA device.
-    """
-    for name, tensor in tensors:
-        if tensor.device.type not in _KEYED:
-            raise ConfigurationError(
-                "the module must be on a CPU or a CUDA device, where ipufit can key random numbers "
-                f"by seed and update, but {name!r} is on {tensor.device}. Dropout there would "
-                "follow neither seed nor checkpoint: move the module with module.cpu()."
-            )
-
-
-def seed_generators(key: int, device: torch.device = _HOST) -> None:
-    """Start the default generator of the host, and of ``device`` if it has one, at ``key``."""
+def seed_generators(key: int, device: torch.device = HOST) -> None:
+    """Start the default generator of the host, and that of ``device``, at ``key``."""
     torch.default_generator.manual_seed(key)
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        torch.cuda.default_generators[index].manual_seed(key)
+    generator = generator_of(device)
+    if generator is not None:
+        generator.start(key)
 
 
 @contextlib.contextmanager
-def isolated(device: torch.device = _HOST) -> Iterator[None]:
-    """Leave the user's generators (host, and ``device``) as they were found."""
+def isolated(device: torch.device = HOST) -> Iterator[None]:
+    """Leave the user's generators (host, and ``device``) as they were found.
+
+    What is drawn in the block on a device whose generator can't be keyed is drawn on the host.
+    """
     with LOCK:
-        host = torch.get_rng_state()
-        accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        host, generator = torch.get_rng_state(), generator_of(device)
+        state = None if generator is None else generator.state()
         try:
-            yield
+            with contextlib.nullcontext() if is_keyed(device) else HostDraws():
+                yield
         finally:
             torch.set_rng_state(host)
-            if accelerator is not None:
-                torch.cuda.set_rng_state(accelerator, device)
+            if generator is not None and state is not None:
+                generator.go_on(state)
 
 
 class DataStream:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ipufit.utils.devices import accelerator_states, set_accelerator_states
 from ipufit.utils.interrupts import defer_sigint
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "call_with",
     "copied",
     "copy_optimizer_state",
-    "cuda_in_use",
     "device_of",
     "eval_mode",
     "fork_rng",
@@ -54,21 +54,13 @@ def device_of(module: nn.Module) -> torch.device:
     return first.device if first is not None else torch.device("cpu")
 
 
-def cuda_in_use() -> bool:
-    """True if anything has used CUDA yet; any other question would initialise it."""
-    cuda: Any = torch.cuda
-    return bool(cuda.is_initialized())
-
-
 def generator_states() -> Dict[str, Any]:
     """Read the states of the generators of torch, Python and NumPy, as far as they are in use."""
     numpy = sys.modules.get("numpy")
     states: Dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if numpy is not None:
         states["numpy"] = numpy.random.get_state()
-    if cuda_in_use():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
+    return {**states, **accelerator_states()}
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
@@ -77,8 +69,7 @@ def set_generators(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
+    set_accelerator_states(states)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Random numbers are reproducible, and nothing that should not matter changes them."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -267,52 +268,26 @@ def test_isolated_puts_the_generator_back_after_an_error():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class Elsewhere(torch.Tensor):
-    """A tensor that names a device which this machine does not have."""
-
-    place = "mps"
-
-    @property
-    def device(self):
-        return torch.device(self.place, 0)
-
-
-@pytest.fixture(params=["mps", "xpu", "privateuseone"])
-def elsewhere(request, monkeypatch):
-    """A tensor on a device for which ipufit keys no generator."""
-    monkeypatch.setattr(Elsewhere, "place", request.param)
-    return torch.zeros(5, 12, dtype=torch.float64).as_subclass(Elsewhere)
-
-
-def dropout_net():
-    return nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.Dropout(0.5)).double()
-
-
 @pytest.mark.embedded_only("an IPU's module lies on the CPU")
-def test_a_device_without_keyed_random_numbers_is_refused(elsewhere):
-    """Its dropout would follow neither the seed nor a checkpoint, and nobody would notice."""
-    model = ipufit.Model(dropout_net())
-    model.module[1].weight = nn.Parameter(elsewhere)
-    with pytest.raises(ipufit.errors.ConfigurationError) as caught:
-        model.compile("sgd", "cross_entropy")
-    assert str(caught.value) == (
-        "the module must be on a CPU or a CUDA device, where ipufit can key random numbers by seed "
-        f"and update, but '1.weight' is on {elsewhere.device}. Dropout there would follow neither "
-        "seed nor checkpoint: move the module with module.cpu()."
-    )
-
-
-@pytest.mark.few
-@pytest.mark.embedded_only("an IPU's module lies on the CPU")
-def test_a_module_moved_to_such_a_device_after_compile_is_refused(elsewhere):
-    """And trains once it is back, as the error advises."""
-    net = dropout_net()
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_module_without_values_is_refused(when):
+    """At compile, and where it was moved since; it trains once it has values."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).double()
     net.register_buffer("table", torch.zeros(5))
     model = ipufit.Model(net)
-    model.compile("sgd", "cross_entropy")
     x, y = data(8)
-    net.table = elsewhere
-    with pytest.raises(ipufit.errors.ConfigurationError, match=f"'table' is on {elsewhere.device}"):
-        model.fit(x, y, batch_size=4, verbose=0)
+    if when == "after":
+        model.compile("sgd", "cross_entropy")
+    net.table = torch.zeros(5, device="meta")
+    compiling = functools.partial(model.compile, "sgd", "cross_entropy")
+    fitting = functools.partial(model.fit, x, y, batch_size=4, verbose=0)
+    with pytest.raises(ipufit.errors.ConfigurationError) as caught:
+        (compiling if when == "before" else fitting)()
+    assert str(caught.value) == (
+        "a module must have values to compute with, but 'table' is on the device 'meta', where "
+        "tensors have none. Give it memory with module.to_empty(device='cpu'), and load or "
+        "initialise its weights."
+    )
     net.table = torch.zeros(5)
+    model.compile("sgd", "cross_entropy")
     model.fit(x, y, batch_size=4, verbose=0)

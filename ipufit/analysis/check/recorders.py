@@ -25,9 +25,9 @@ from ipufit.tracing.capture import Frame, fault_error, makes_shape, value_error
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import GradStep
 from ipufit.tracing.interpreter import Listener, OperatorCall
-from ipufit.tracing.random_operators import draws
 from ipufit.tracing.user_lines import is_installed, is_users, users_frame
 from ipufit.utils import tree
+from ipufit.utils.random_operators import draws
 from ipufit.utils.state import replaced
 
 __all__ = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -18,7 +19,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.losses import Loss
 from ipufit.tracing.comparison import Tolerance, distance
 from ipufit.utils import tree
-from ipufit.utils.state import cuda_in_use
+from ipufit.utils.devices import accelerator_states
 
 __all__ = ["InvarianceCause", "InvarianceReport", "InvarianceSetting", "find_causes"]
 
@@ -210,8 +211,8 @@ def _copy_tensor(leaf: object) -> object:
 
 
 def _generators() -> Tuple[Tensor, ...]:
-    states = torch.cuda.get_rng_state_all() if cuda_in_use() else ()
-    return (torch.get_rng_state(), *states)
+    states = accelerator_states().values()
+    return (torch.get_rng_state(), *itertools.chain.from_iterable(states))
 
 
 def _cause(call: _Call, size: int) -> Optional[InvarianceCause]:

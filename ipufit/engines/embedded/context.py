@@ -32,10 +32,10 @@ from ipufit.tracing.flat_storage import FlatBlock
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.ipu_only import for_this_engine
-from ipufit.tracing.random_operators import uses_random_numbers
 from ipufit.tracing.recompute import recompute_layers
 from ipufit.tracing.untraced_random import refuse_draws
 from ipufit.utils.console import warn_user
+from ipufit.utils.random_operators import uses_random_numbers
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import Decision, Merger

@@ -25,7 +25,7 @@ from ipufit.losses import Loss
 from ipufit.partition.partition import Partitions
 from ipufit.processes import current
 from ipufit.tracing.ipu_only import describe_hints
-from ipufit.utils.random_streams import check_keyed_devices
+from ipufit.utils.devices import check_devices
 
 __all__ = ["EmbeddedEngine"]
 
@@ -63,13 +63,12 @@ class EmbeddedEngine(EngineContext):
             options, partitions: for IPUs; without effect here.
 
         Raises:
-            ConfigurationError: a device whose random numbers can't be keyed, CUDA graphs of a
-                module that is on no GPU, nothing to compile programs with, an optimizer whose state
-                can't lie in parts, several turns of an update with what works on one loss, or a
-                search for what is not finite where nothing can be run
-                again operator by operator.
+            ConfigurationError: parameters without values, CUDA graphs of a module that is on no
+                GPU, nothing to compile programs with, an optimizer whose state can't lie in parts,
+                several turns of an update with what works on one loss, or a search for what is not
+                finite where nothing can be run again operator by operator.
         """
-        check_keyed_devices([*module.named_parameters(), *module.named_buffers()])
+        check_devices([*module.named_parameters(), *module.named_buffers()])
         if loss.turns:
             _refuse_with_turns(config)
         if config.detect_nan:

@@ -7,6 +7,8 @@ from typing import List, Sequence
 import torch
 from torch import Tensor
 
+from ipufit.utils.devices import can_pin
+
 __all__ = ["HostMemory", "StateMemory", "state_memory"]
 
 
@@ -57,7 +59,7 @@ class HostMemory(StateMemory):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """A copy in host memory, from which the device reads directly."""
-        pinned = self._device.type == "cuda"
+        pinned = can_pin(self._device)
         return torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
 
     def fetch(self, kept: Sequence[Tensor]) -> List[Tensor]:

@@ -7,7 +7,7 @@ from typing import Dict, List, Mapping, Sequence, Tuple
 
 from ipufit.planner.costs import by_ipu
 from ipufit.planner.pipeline_schedule import simulate
-from ipufit.report.files import Facts
+from ipufit.report.files import OF_TENSORS, Facts
 from ipufit.report.page import texts
 from ipufit.report.page.curves import OVER_RUN, places_of
 from ipufit.report.page.sections import POINTS, Chart, Section, Series, lacking, rounded
@@ -282,8 +282,8 @@ def _of_process(run: Run) -> Dict[str, object]:
         return {"missing": "this system does not say"}
     most = max(each["memory"] for each in stretches)
     unit, name = texts.scale(most, "bytes")
-    is_gpu = "cuda" in str(run.facts.get("environment", {}).get("device", ""))
-    what = "Memory of the GPU in tensors" if is_gpu else "Memory of the process"
+    is_of_tensors = run.facts.get("environment", {}).get("memory") == OF_TENSORS
+    what = "Memory of the device in tensors" if is_of_tensors else "Memory of the process"
     y = [rounded(each["memory"] / unit, 5) for each in stretches]
     summary = (
         f"{texts.size(stretches[0]['memory'])} at first, {texts.size(stretches[-1]['memory'])} at "
@@ -298,4 +298,4 @@ def _of_process(run: Run) -> Dict[str, object]:
         name,
         height=260,
     )
-    return {"chart": chart, "is_gpu": is_gpu}
+    return {"chart": chart, "is_of_tensors": is_of_tensors}

@@ -23,7 +23,7 @@ from ipufit.engines.embedded.batching.batch_dim import (
 )
 from ipufit.engines.embedded.batching.rules import BATCHING_RULES, IN_PLACE, SIZED, OperatorPair
 from ipufit.tracing.graph_analysis import Memories, operator_name, same_constants
-from ipufit.tracing.random_operators import draws
+from ipufit.utils.random_operators import draws
 
 __all__ = ["prove"]
 

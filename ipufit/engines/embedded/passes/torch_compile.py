@@ -12,7 +12,7 @@ from ipufit.core.compile_arguments import GRAPH, Backend
 from ipufit.engines.embedded.passes.select_kernels import Lowered, agree, lower
 from ipufit.engines.embedded.passes.simplify import value_of
 from ipufit.errors import ConfigurationError, brief_error
-from ipufit.tracing.random_operators import hoist_draws, uses_random_numbers
+from ipufit.utils.random_operators import hoist_draws, uses_random_numbers
 from ipufit.utils.random_streams import isolated, seed_generators
 
 __all__ = ["compile_micro_batch", "compile_update"]

@@ -19,6 +19,7 @@ from ipufit.tracing.interpreter import InstrumentedInterpreter, Listener, Operat
 from ipufit.tracing.recording import is_backward, recorded_name
 from ipufit.tracing.source_map import LOSS, Origin, TracedCall
 from ipufit.utils import tree
+from ipufit.utils.devices import TimingEvent, synchronize, timing_event
 
 __all__ = [
     "GRADIENTS",
@@ -71,40 +72,66 @@ class HostTimer:
 
 
 class DeviceTimer(HostTimer):
-    """Times calls by events on the stream of a GPU, so that the host need not wait for each.
+    """Times calls by events on the stream of a device, so that the host need not wait for each.
 
     Args:
-        device: the GPU.
+        device: one that has such events.
     """
 
-    method = "by events on the GPU"
+    method = "by events on the device"
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._pairs: List[Tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._pairs: List[Tuple[str, TimingEvent, TimingEvent]] = []
 
-    def begin(self) -> torch.cuda.Event:
+    def begin(self) -> Optional[TimingEvent]:
         """An event that is reached when all before it is done."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return timing_event(self._device)
 
     def end(self, name: str, begun: Any) -> None:
         """Record the event that ends the call."""
-        self._pairs.append((name, begun, self.begin()))
+        ended = self.begin()
+        assert ended is not None
+        self._pairs.append((name, begun, ended))
 
     def end_round(self) -> None:
         """Wait, and look at the events."""
-        torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         for name, begun, ended in self._pairs:
             self._keep(name, begun.elapsed_time(ended) / 1e3)
         self._pairs = []
 
 
+class WaitingTimer(HostTimer):
+    """Times calls on a device that has no events, by waiting for it before and after each.
+
+    Args:
+        device: the device.
+    """
+
+    method = "by the clock of the host, which waits for the device"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def begin(self) -> Any:
+        """Wait, and begin a call."""
+        synchronize(self._device)
+        return super().begin()
+
+    def end(self, name: str, begun: Any) -> None:
+        """Wait for the call, and end it."""
+        synchronize(self._device)
+        super().end(name, begun)
+
+
 def timer_for(device: torch.device) -> HostTimer:
     """Make the timer for calls on a device."""
-    return DeviceTimer(device) if device.type == "cuda" else HostTimer()
+    if device.type == "cpu":
+        return HostTimer()
+    return DeviceTimer(device) if timing_event(device) is not None else WaitingTimer(device)
 
 
 def bytes_in(tensors: Iterable[Tensor]) -> int:

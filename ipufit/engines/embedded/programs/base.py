@@ -13,13 +13,9 @@ from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.program import Prepared, Program, ProgramSpec
 from ipufit.tracing.grad_step import public_name
+from ipufit.utils.devices import check_devices
 from ipufit.utils.malloc_policy import keep_freed_memory
-from ipufit.utils.random_streams import (
-    check_keyed_devices,
-    micro_batch_key,
-    seed_generators,
-    update_key,
-)
+from ipufit.utils.random_streams import micro_batch_key, seed_generators, update_key
 
 __all__ = ["BaseProgram"]
 
@@ -36,7 +32,7 @@ class BaseProgram(Program):
         self._buffers: Dict[str, Tensor] = dict(step.named_buffers())
         named = [*self._parameters.items(), *self._buffers.items()]
         # The module may have been moved since it was compiled.
-        check_keyed_devices((public_name(name), tensor) for name, tensor in named)
+        check_devices((public_name(name), tensor) for name, tensor in named)
         self._device = named[0][1].device if named else torch.device("cpu")
         if self._device.type == "cpu":
             keep_freed_memory()
