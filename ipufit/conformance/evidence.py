@@ -25,6 +25,7 @@ from ipufit.conformance.implementations import IMPLEMENTATIONS, Implementation, 
 from ipufit.conformance.running import ResultTable, chosen, environment, run, write_json
 from ipufit.engines.choice import list_engines
 from ipufit.training.model import Model
+from ipufit.utils.interrupts import exit_at_sigterm
 
 __all__ = ["collect", "timings"]
 
@@ -82,41 +83,70 @@ def _epoch_seconds(model: Model, x: Tensor, y: Tensor, iterations: int) -> List[
     return [after - before for before, after in zip(times, times[1:])]
 
 
-def _programs(out: TextIO) -> List[Dict[str, object]]:
-    """Run published programs with what is installed here, as a checkout of ipufit lists them."""
-    if not (_ROOT / "tests" / "programs").exists():
-        out.write("Published programs: not run. They are listed in a checkout of ipufit.\n")
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder, "programs.json")
-        command = [sys.executable, "-m", "tests.programs", "--here", f"--json={file}", "tutorials"]
-        subprocess.run(command, cwd=str(_ROOT), stdout=out)
-        text = file.read_text("utf-8") if file.exists() else "[]"
-    results: List[Dict[str, object]] = json.loads(text)
-    return results
-
-
-def _write_kit(tables: List[ResultTable], file: TextIO, out: TextIO) -> None:
-    """Run programs and models, and write all results as one JSON object.
+class Evidence:
+    """Results of cases, models and programs, as far as they have come.
 
     Args:
+        out: to print them.
+
+    Attributes:
         tables: of the cases.
-        file: to write.
-        out: to print what is measured.
+        speeds: what ``timings`` has yielded.
+        programs: what became of published programs, as ``tests.programs`` writes it.
+        complete: whether nothing is missing, because nothing has interrupted the run.
     """
-    speeds = []
-    for row in timings():
-        speeds.append(row)
-        out.write(f"{' '.join(f'{name}={value}' for name, value in row.items())}\n")
-    kit = {
-        "format": 1,
-        "environment": environment(),
-        "engines": [str(status) for status in list_engines()],
-        "cases": [table.as_dict() for table in tables],
-        "speeds": speeds,
-        "programs": _programs(out),
-    }
-    write_json(kit, file)
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self.tables: List[ResultTable] = []
+        self.speeds: List[Dict[str, object]] = []
+        self.programs: List[Dict[str, object]] = []
+        self.complete = False
+
+    def run_cases(self, implementations: List[Implementation], patterns: List[str]) -> None:
+        """Run the cases whose names fit on all implementations."""
+        for implementation in implementations:
+            self.tables.append(ResultTable(implementation, self._out))
+            self.tables[-1].print(run(implementation, patterns))
+
+    def train_models(self) -> None:
+        """Measure how fast models train."""
+        for row in timings():
+            self.speeds.append(row)
+            self._out.write(f"{' '.join(f'{name}={value}' for name, value in row.items())}\n")
+
+    def run_programs(self) -> None:
+        """Run the published programs that a checkout lists, with what is installed here."""
+        if not (_ROOT / "tests" / "programs").exists():
+            self._out.write(
+                "Published programs: not run. They are listed in a checkout of ipufit.\n"
+            )
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder, "programs.json")
+            command = [sys.executable, "-m", "tests.programs"]
+            command += ["--here", f"--json={file}", "tutorials"]
+            try:
+                subprocess.run(command, cwd=str(_ROOT), stdout=self._out)
+            finally:
+                if file.exists():
+                    self.programs = json.loads(file.read_text("utf-8"))
+
+    def as_list(self) -> List[Dict[str, object]]:
+        """Return the tables in a form that JSON can hold."""
+        return [table.as_dict() for table in self.tables]
+
+    def as_dict(self) -> Dict[str, object]:
+        """Return all results in a form that JSON can hold."""
+        return {
+            "format": 1,
+            "complete": self.complete,
+            "environment": environment(),
+            "engines": [str(status) for status in list_engines()],
+            "cases": self.as_list(),
+            "speeds": self.speeds,
+            "programs": self.programs,
+        }
 
 
 def collect(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> int:
@@ -140,17 +170,20 @@ def collect(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> i
         implementations = _implementations(options.engine, refuse)
         if not any(chosen(patterns, each) for each in implementations):
             refuse(f"--only {' '.join(patterns)} fits no case. Try 'training/*'.")
-        tables: List[ResultTable] = []
+        evidence = Evidence(sys.stdout)
+        stack.enter_context(exit_at_sigterm())
         try:
-            for implementation in implementations:
-                tables.append(ResultTable(implementation, sys.stdout))
-                tables[-1].print(run(implementation, patterns))
+            evidence.run_cases(implementations, patterns)
+            if "--kit" in files:
+                evidence.train_models()
+                evidence.run_programs()
+            evidence.complete = True
         finally:  # what has been seen before an interrupt is not lost
             if "--json" in files:
-                write_json([table.as_dict() for table in tables], files["--json"])
-        if "--kit" in files:
-            _write_kit(tables, files["--kit"], sys.stdout)
-    return 0 if all(table.passed for table in tables) else 1
+                write_json(evidence.as_list(), files["--json"])
+            if "--kit" in files:
+                write_json(evidence.as_dict(), files["--kit"])
+    return 0 if all(table.passed for table in evidence.tables) else 1
 
 
 def _implementations(

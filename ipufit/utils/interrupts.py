@@ -18,7 +18,7 @@ from typing import Callable, Dict, Iterable, Iterator, List, Optional
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["ForkGuard", "defer_sigint", "is_interrupted", "starting_processes"]
+__all__ = ["ForkGuard", "defer_sigint", "exit_at_sigterm", "is_interrupted", "starting_processes"]
 
 _START = multiprocessing.process.BaseProcess.start.__code__
 _LOADER = "torch.utils.data.dataloader"
@@ -74,6 +74,26 @@ def defer_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if pending:
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def exit_at_sigterm() -> Iterator[None]:
+    """Make SIGTERM end the program by SystemExit within the block, so that files are written.
+
+    Does nothing outside the main thread, nor where the user has a handler of their own.
+    """
+
+    def end(number: int, frame: Optional[FrameType]) -> None:
+        raise SystemExit(128 + number)
+
+    if not _is_main() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def is_interrupted(error: Optional[BaseException]) -> bool:

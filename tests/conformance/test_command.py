@@ -5,7 +5,9 @@ import functools
 import itertools
 import json
 import math
+import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,7 +166,9 @@ def test_a_kit_has_cases_programs_and_speeds(tmp_path, monkeypatch, capfd):
     path = tmp_path / "kit.json"
     assert main(["--engine", "embedded", "--only", QUICK, "--kit", str(path)]) == 0
     kit = json.loads(path.read_text(encoding="utf-8"))
-    assert list(kit) == ["format", "environment", "engines", "cases", "speeds", "programs"]
+    parts = ["environment", "engines", "cases", "speeds", "programs"]
+    assert list(kit) == ["format", "complete", *parts]
+    assert kit["complete"] is True
     assert kit["cases"][0]["passed"] is True
     assert kit["programs"] == []
     engines = [status.name for status in ipufit.engines() if status.available]
@@ -185,7 +189,9 @@ def test_programs_are_those_of_the_checkout(tmp_path, monkeypatch, capfd):
     text = "import sys; open(sys.argv[2].partition('=')[2], 'w').write('[{\"path\": \"a.py\"}]')"
     (package / "__main__.py").write_text(f"print('begun', flush=True); {text}", encoding="utf-8")
     monkeypatch.setattr(evidence, "_ROOT", tmp_path)
-    assert evidence._programs(sys.stdout) == [{"path": "a.py"}]
+    kit = evidence.Evidence(sys.stdout)
+    kit.run_programs()
+    assert kit.programs == [{"path": "a.py"}]
     assert capfd.readouterr().out == "begun\n"
 
 
@@ -203,6 +209,50 @@ def test_what_was_seen_before_an_interrupt_is_in_the_file(tmp_path, monkeypatch,
         main(["--engine", "embedded", "--json", str(path), "--only", "training/*"])
     (table,) = json.loads(path.read_text(encoding="utf-8"))
     assert len(table["rows"]) == 1
+
+
+def interrupt_models(number):
+    """Send a signal when a model has been measured."""
+    yield {"module": "perceptron"}
+    signal.raise_signal(number)
+    yield {"module": "convolutions"}
+
+
+def interrupt_programs(number):
+    """Replace ``subprocess.run`` by a run of one program, and a signal."""
+
+    def run(command, **settings):
+        (option,) = [word for word in command if word.startswith("--json=")]
+        Path(option.partition("=")[2]).write_text('[{"program": "a.py"}]', encoding="utf-8")
+        signal.raise_signal(number)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("number", "ends_by"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+@pytest.mark.parametrize("at", ["speeds", "programs"])
+def test_a_kit_has_what_came_before_an_interrupt(
+    number, ends_by, at, tmp_path, monkeypatch, capsys
+):
+    """An hour on a machine with IPUs that somebody else wants back is not for nothing."""
+    (tmp_path / "tests" / "programs").mkdir(parents=True)
+    monkeypatch.setattr(evidence, "_ROOT", tmp_path)
+    rows = interrupt_models(number) if at == "speeds" else [{"module": "perceptron"}]
+    monkeypatch.setattr(evidence, "timings", lambda: rows)
+    monkeypatch.setattr(evidence.subprocess, "run", interrupt_programs(number))
+    path, before = tmp_path / "kit.json", signal.getsignal(number)
+    with pytest.raises(ends_by) as caught:
+        main(["--engine", "embedded", "--only", QUICK, "--kit", str(path)])
+    if ends_by is SystemExit:  # as a shell has it of a program that the signal has ended
+        assert caught.value.code == 128 + signal.SIGTERM
+    kit = json.loads(path.read_text(encoding="utf-8"))
+    assert kit["complete"] is False
+    assert [len(table["rows"]) for table in kit["cases"]] == [1]
+    assert kit["speeds"] == [{"module": "perceptron"}]
+    assert kit["programs"] == ([] if at == "speeds" else [{"program": "a.py"}])
+    assert signal.getsignal(number) is before
 
 
 def test_names_of_cases_are_different():
