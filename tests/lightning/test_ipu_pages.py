@@ -4,6 +4,7 @@ The names they were written with are here those of ipufit: ``Trainer`` and ``IPU
 ``ipufit.lightning``, and ``poptorch`` of ``ipufit``.
 """
 
+import json
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from ipufit import poptorch
+from ipufit.engines.ipu import options as ipu_options
 from tests.core.test_precision import needs_half_autocast
 from tests.lightning.twins import by_lightning, pl
 
@@ -158,6 +160,35 @@ def test_a_folder_for_reports(tmp_path):
     strategy = IPUStrategy(autoreport_dir=f"{tmp_path}/report_dir/")
     run(Net(), accelerator="ipu", devices=8, strategy=strategy)
     assert (tmp_path / "report_dir" / "report.html").exists()
+
+
+def test_a_profile_of_some_executions(tmp_path, monkeypatch):
+    """The first five with PopVision, any with torch's profiler, which a Trainer starts."""
+    compiled, make = [], ipu_options.make_options
+    monkeypatch.setattr(
+        "ipufit.engines.ipu.program_cache.make_options",
+        lambda *args: compiled.append(make(*args)) or compiled[-1],
+    )
+    options = poptorch.Options()
+    options._Popart.setEngineOptions({"autoReport.executionProfileProgramRunCount": "5"})
+    strategy = IPUStrategy(
+        engine="ipu-standin", training_opts=options, autoreport_dir=str(tmp_path / "popvision")
+    )
+    run(Net(), accelerator="ipu", devices=8, strategy=strategy)
+    settings = compiled[0]._Popart.options["engineOptions"]
+    assert settings["autoReport.executionProfileProgramRunCount"] == "5"
+    assert settings["autoReport.directory"] == str(tmp_path / "popvision")
+
+    window = torch.profiler.schedule(wait=5, warmup=1, active=3, repeat=1)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    where = {"dirpath": str(tmp_path / "torch"), "filename": "run", "activities": activities}
+    profiler = pl.profilers.PyTorchProfiler(**where, schedule=window)
+    strategy = IPUStrategy(device_iterations=2)
+    run(Net(), accelerator="ipu", devices=8, strategy=strategy, profiler=profiler)
+    (file,) = (tmp_path / "torch").glob("*training_step*.json")
+    events = json.loads(file.read_text("utf-8"))["traceEvents"]
+    steps = [event["name"] for event in events if event["name"].startswith("ProfilerStep#")]
+    assert sorted(steps) == ["ProfilerStep#6", "ProfilerStep#7", "ProfilerStep#8"]
 
 
 @ENGINES

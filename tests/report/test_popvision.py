@@ -149,6 +149,28 @@ def test_the_environment_comes_first(tmp_path, compiled, monkeypatch):
     assert engine_options(compiled[0]) == {}
 
 
+RUNS = {"autoReport.executionProfileProgramRunCount": "5"}
+
+
+@pytest.mark.parametrize("in_environment", [False, True])
+def test_a_number_of_runs_leaves_the_profile_where_it_is(
+    in_environment, tmp_path, compiled, monkeypatch
+):
+    """Poplar's default are the first two: a limit says neither whether there is one, nor where."""
+    monkeypatch.setattr(ipu_options, "is_standin", lambda sdk: False)
+    options = poptorch.Options()
+    if in_environment:
+        monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", json.dumps(RUNS))
+    else:
+        options._Popart.setEngineOptions(RUNS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(tmp_path, options=options)
+    expected = profile_into(tmp_path / "popvision")
+    assert engine_options(compiled[0]) == {**expected, **({} if in_environment else RUNS)}
+    assert facts(tmp_path)["popvision"] == str(tmp_path / "popvision")
+
+
 @pytest.mark.long
 def test_an_environment_that_agrees_or_says_nothing_of_profiles_is_no_warning(
     tmp_path, compiled, monkeypatch

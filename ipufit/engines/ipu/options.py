@@ -194,12 +194,15 @@ def _strategy(sdk: ModuleType, partition: Partition) -> Any:
 _VARIABLE = "POPLAR_ENGINE_OPTIONS"
 _PREFIX = "autoReport."
 _DIRECTORY = "autoReport.directory"
+# How many runs of a program its profile has; neither whether there is one nor where.
+_RUNS = "autoReport.executionProfileProgramRunCount"
 
 
 def set_profile(options: Any, spec: ProgramSpec, size: Size) -> None:
     """Have the profile of a program written, where that is asked for.
 
-    What the user's own options or environment say of a profile holds as a whole.
+    What the user's own options or environment say of a profile holds as a whole. How many runs it
+    has is beside that.
 
     Args:
         options: of the program; changed.
@@ -260,7 +263,8 @@ def _profile_settings(options: object) -> Dict[str, str]:
     popart = getattr(options, "_Popart", None)
     engine = getattr(popart, "options", {}).get("engineOptions", {})
     settings = {**engine, **_environment()}
-    return {name: str(value) for name, value in settings.items() if name.startswith(_PREFIX)}
+    names = [name for name in settings if name.startswith(_PREFIX) and name != _RUNS]
+    return {name: str(settings[name]) for name in names}
 
 
 def _environment() -> Dict[str, object]:
