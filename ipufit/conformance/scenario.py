@@ -53,9 +53,7 @@ LOSSES: Dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "bce with logits": lambda ops, out, y: F.binary_cross_entropy_with_logits(
         out, torch.sigmoid(y)
     ),
-    "kl div": lambda ops, out, y: F.kl_div(
-        F.log_softmax(out, 1), F.softmax(y, 1), reduction="batchmean"
-    ),
+    "kl div": lambda ops, out, y: F.kl_div(F.log_softmax(out, 1), F.softmax(y, 1), reduction="sum"),
     "poisson nll": lambda ops, out, y: F.poisson_nll_loss(out, torch.sigmoid(y)),
     "hinge embedding": lambda ops, out, y: F.hinge_embedding_loss(out, torch.sign(y)),
     "soft margin": lambda ops, out, y: F.soft_margin_loss(out, torch.sign(y)),

@@ -1,5 +1,7 @@
 """What a model may do in forward, and what is said where it may not."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -224,6 +226,36 @@ def test_the_loss_is_found_wherever_it_is(forward):
     model, _ = trained(forward)
     gradient = torch.tensor([0.0, (2 * -2 + 2) * -2.0])
     assert torch.allclose(model.model.weight, torch.tensor([1.0, 2.0]) - 0.01 * gradient)
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(
+    ("reduction", "factor"), [("sum", 1), ("mean", 1 / 6), ("batchmean", 1), ("none", 1)]
+)
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_divergence_over_the_batch_is_a_loss_before_it_is_divided(reduction, factor, is_marked):
+    """As in PopTorch, whose loss is the operator that sums; identity_loss makes it what it says."""
+    x = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+    def divergence(module, x, kind):
+        shares = (module.weight[1] * x).log_softmax(1)
+        return nn.functional.kl_div(shares, x.softmax(1), reduction=kind)
+
+    def forward(module, x):
+        loss = divergence(module, x, reduction)
+        return poptorch.identity_loss(loss, "none") if is_marked else loss
+
+    net = Does(forward)
+    expected = divergence(net, x, "sum")
+    (gradient,) = torch.autograd.grad(expected, net.weight)
+    model = poptorch.trainingModel(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says what "mean" is
+        value = model(x)
+    if reduction == "batchmean":
+        torch.testing.assert_close(value.squeeze(), expected.detach() / 2)
+        factor = 1 / 2 if is_marked else 1
+    torch.testing.assert_close(net.weight.detach(), Does(forward).weight - 0.01 * factor * gradient)
 
 
 def test_there_must_be_a_loss_and_only_one():

@@ -345,6 +345,30 @@ def _default(kit: Kit) -> None:
     kit.close("weight", net.layer.weight, hand.weight)
 
 
+class Divergence(nn.Module):
+    """A layer and its divergence from a target, as a mean over the batch."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, y):
+        shares, target = self.layer(x).log_softmax(1), y.softmax(1)
+        return nn.functional.kl_div(shares, target, reduction="batchmean")
+
+
+@judged("loss/kl div over the batch trains on the sum")
+def _divergence(kit: Kit) -> None:
+    """Check that the division by the batch comes behind what PopTorch marks as the loss."""
+    net, x, y = Divergence(kit.linear()), kit.rows(4), kit.rows(4, 2)
+    mean = net(x, y)
+    (gradient,) = torch.autograd.grad(mean * 4, net.layer.weight)
+    weight = net.layer.weight.detach() - 0.1 * gradient
+    model = kit.training(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    kit.close("loss", model(x, y), mean)
+    kit.close("weight", net.layer.weight, weight)
+
+
 @judged("weights/detached and attached again, training goes on")
 def _detach(kit: Kit) -> None:
     net, batch, hand = _regression(kit)

@@ -271,12 +271,13 @@ _NAMES = (
 )
 
 
-# Functions whose result is a loss, as they are called: torch.nn.functional's, torch's own.
+# Functions whose result is a loss, as they are called: torch.nn.functional's, torch's own. Of
+# F.kl_div the loss is the operator within, as its replacement says.
 LOSSES: FrozenSet[object] = frozenset(
     getattr(place, name)
     for place in (F, torch, torch._C._nn)
     for name in _NAMES
-    if hasattr(place, name)
+    if hasattr(place, name) and (place, name) != (F, "kl_div")
 )
 
 

@@ -191,6 +191,28 @@ def mse_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor
     return F.mse_loss(input.to(dtype), target.to(dtype), *args, **kwargs)
 
 
+def kl_div(
+    input: Tensor,
+    target: Tensor,
+    size_average: Optional[bool] = None,
+    reduce: Optional[bool] = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> Tensor:
+    """Compute ``torch.nn.functional.kl_div``, whose "batchmean" is no loss but a part of one.
+
+    PopTorch makes a loss of the operator within, which sums; torch's function then divides by the
+    batch. So training differentiates the sum, and the mean is what is returned.
+    """
+    divides = reduction == "batchmean"
+    reduction = "sum" if divides else reduction
+    loss = F.kl_div(input, target, size_average, reduce, reduction, log_target=log_target)
+    trace = tracing()
+    if trace is not None:
+        loss = trace.mark_loss(loss, reduced=True)
+    return loss / input.shape[0] if divides and input.dim() else loss
+
+
 def _typed_by_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Compute a cumulative function in the type of ``out``, which torch 2.0 does not record."""
 
@@ -243,6 +265,7 @@ REPLACED: Dict[object, Callable[..., object]] = {
     torch.ctc_loss: lambda *args, **kwargs: ctc_loss_and_gradient(*args, **kwargs)[0],
     F.batch_norm: batch_norm,
     F.instance_norm: _in_single(F.instance_norm),
+    F.kl_div: kl_div,
     F.max_pool3d: _in_single(F.max_pool3d),
     F.max_pool3d_with_indices: _in_single(F.max_pool3d_with_indices),
     F.mse_loss: mse_loss,
