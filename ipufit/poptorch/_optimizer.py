@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ipufit.core.train_config import Clip
 from ipufit.engines.embedded.clipping import clipped
+from ipufit.engines.embedded.flat_optimizer import apply_rules
 from ipufit.optim.rules import OptimizerRule
 from ipufit.poptorch._logging import error, logger
 from ipufit.poptorch._loss_scale import FINAL_SCALE, UPDATE_FACTOR, AutomaticLossScale
@@ -193,13 +194,15 @@ class CompiledOptimizer:
         """
         if not self._parts:
             return
-        flats = [part.block.gather(gradients) for part in self._parts]  # type: ignore[arg-type]
-        arguments = [*self._rows(), *self._storage.flats, *flats]
-        arguments += [tensor for part in self._parts for tensor in part.state.values()]
-        key = (self._storage.form, tuple(flat.dtype for flat in flats))
-        if key not in self._graphs:
-            self._graphs[key] = capture(self._update, arguments)
-        self._graphs[key](*arguments)
+        flats = self._storage.flats
+        scaled = [part.block.gather(gradients) for part in self._parts]  # type: ignore[arg-type]
+        unscaled = [self._unscaled(*each) for each in zip(self._parts, flats, scaled)]
+        rows = [self._row(part, flat) for part, flat in zip(self._parts, flats)]
+        states = [tensor for part in self._parts for tensor in part.state.values()]
+        arguments = [*rows, *flats, *unscaled, *states]
+        if self._storage.form not in self._graphs:
+            self._graphs[self._storage.form] = capture(self._update, arguments)
+        self._graphs[self._storage.form](*arguments)
         for member in self._members:
             member.updates += 1
         if self._automatic is not None:
@@ -214,38 +217,30 @@ class CompiledOptimizer:
         if self._automatic is not None:
             self._automatic.observe(large)
 
-    def _rows(self) -> List[Tensor]:
-        """Return the coefficients of the coming update, and the factor of its gradients."""
+    def _row(self, part: UpdateBucket, flat: Tensor) -> Tensor:
+        """Return the coefficients of a coming update."""
+        first = part.members[0]
+        group = group_of(self.settings, first.numbers)
+        dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        row = part.rule.coefficients(group, first.updates + 1)
+        return torch.tensor(row, dtype=dtype, device=flat.device)
+
+    def _unscaled(self, part: UpdateBucket, flat: Tensor, gradient: Tensor) -> Tensor:
+        """Undo the loss scaling; in half precision where small numbers are not lost."""
+        wide = gradient.to(torch.promote_types(flat.dtype, torch.float32))
         factor = 1.0 if self._automatic is None else self._automatic.factor
-        rows = []
-        for part in self._parts:
-            first = part.members[0]
-            group = group_of(self.settings, first.numbers)
-            row = part.rule.coefficients(group, first.updates + 1)
-            row.append(first.numbers["unscaling"] / factor)
-            weight = first.weight
-            dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-            rows.append(torch.tensor(row, dtype=dtype, device=weight.device))
-        return rows
+        return wide * (part.members[0].numbers["unscaling"] / factor) if self._scales else wide
 
     def _update(self, *tensors: Tensor) -> List[Tensor]:
-        count = len(self._parts)
-        rows, flats = tensors[:count], tensors[count : 2 * count]
-        state = iter(tensors[3 * count :])
-        gradients = []
-        for row, flat, gradient in zip(rows, flats, tensors[2 * count : 3 * count]):
-            # Gradients of half precision are unscaled where small numbers are not lost.
-            wide = gradient.to(torch.promote_types(flat.dtype, torch.float32))
-            gradients.append(wide * row[-1] if self._scales else wide)
+        blocks, rules = self._storage.blocks, [part.rule for part in self._parts]
+        return apply_rules(blocks, rules, self._clipped, tensors)
+
+    def _clipped(
+        self, gradients: Sequence[Tensor], blocks: Sequence[FlatBlock], _: Sequence[Tensor]
+    ) -> List[Tensor]:
         largest = self.settings.max_grad_norm
-        if math.isfinite(largest):
-            blocks = [part.block for part in self._parts]
-            gradients = clipped(gradients, blocks, Clip(global_norm=largest))
-        for part, row, flat, gradient in zip(self._parts, rows, flats, gradients):
-            part_state = {name: next(state) for name in part.state}
-            segments = [slice(slot.start, slot.stop) for slot in part.block.slots]
-            part.rule.update(flat, gradient, part_state, row[:-1].unbind(), segments)
-        return list(flats)
+        bound = Clip(global_norm=largest) if math.isfinite(largest) else Clip()
+        return clipped(gradients, blocks, bound)
 
     def state(self) -> DeviceState:
         """Return the state for :meth:`load_state`: new tensors on the host, by device names."""

@@ -419,15 +419,11 @@ def _unlimited(original):
 
 @mutant(
     "loss scaling is not undone",
-    "ipufit.poptorch._optimizer:CompiledOptimizer._rows",
+    "ipufit.poptorch._optimizer:CompiledOptimizer._unscaled",
     "optimizer/*loss_scaling*",
 )
 def _scaled(original):
-    def rows(self):
-        self._scales = False
-        return original(self)
-
-    return rows
+    return lambda self, part, flat, gradient: gradient
 
 
 @mutant(

@@ -22,7 +22,7 @@ from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_alike
 
-__all__ = ["FlatOptimizer", "Graphs", "Rows", "RuleOptimizer"]
+__all__ = ["FlatOptimizer", "Graphs", "Rows", "RuleOptimizer", "apply_rules"]
 
 
 # Recorded updates, by all that they depend on.
@@ -30,6 +30,34 @@ Graphs = Dict[Tuple[object, ...], Callable[..., object]]
 
 # For every coming update, the settings of every parameter group.
 Rows = Sequence[Sequence[Mapping[str, Any]]]
+
+
+def apply_rules(
+    blocks: Sequence[FlatBlock],
+    rules: Sequence[OptimizerRule],
+    finish: Callable[[Sequence[Tensor], Sequence[FlatBlock], Sequence[Tensor]], Sequence[Tensor]],
+    tensors: Sequence[Tensor],
+) -> List[Tensor]:
+    """Update flat weights and the state of their optimizer once; this is what is recorded.
+
+    Args:
+        blocks: which part of a flat tensor belongs to which parameter.
+        rules: one for each block.
+        finish: makes of the accumulated gradients, blocks and weights the gradients for the rules.
+        tensors: the coefficients of each block, its weights, its gradient; then all states, in
+            the order of the blocks and of the names that their rules have for them.
+
+    Returns:
+        The weights, which have changed in place as the states have.
+    """
+    count = len(blocks)
+    rows, flats, state = tensors[:count], tensors[count : 2 * count], iter(tensors[3 * count :])
+    gradients = finish(tensors[2 * count : 3 * count], blocks, flats)
+    for block, rule, row, flat, gradient in zip(blocks, rules, rows, flats, gradients):
+        block_state = {name: next(state) for name in rule.tensors}
+        segments = [slice(slot.start, slot.stop) for slot in block.slots]
+        rule.update(flat, gradient, block_state, row.unbind(), segments)
+    return list(flats)
 
 
 class FlatOptimizer(abc.ABC):
@@ -367,16 +395,7 @@ class RuleOptimizer(FlatOptimizer):
         return [*self._coming[self._made], *self._storage.flats, *gradients, *state]
 
     def _update(self, *tensors: Tensor) -> List[Tensor]:
-        count = len(self._storage.blocks)
-        state = iter(tensors[3 * count :])
-        flats = tensors[count : 2 * count]
-        gradients = self._finish(tensors[2 * count : 3 * count], self._storage.blocks, flats)
-        for i, (block, rule) in enumerate(zip(self._storage.blocks, self._rules)):
-            row, flat, gradient = tensors[i], flats[i], gradients[i]
-            block_state = {name: next(state) for name in self._states[i]}
-            segments = [slice(slot.start, slot.stop) for slot in block.slots]
-            rule.update(flat, gradient, block_state, row.unbind(), segments)
-        return list(flats)
+        return apply_rules(self._storage.blocks, self._rules, self._finish, tensors)
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update, from gradients as they were accumulated."""
