@@ -78,6 +78,30 @@ def _recorded_slice(tensor: Tensor, axis: int, start: Tensor, size: int, step: i
     return tensor.index_select(axis, _positions(start, size, step, length))
 
 
+def _check_kinds(name: str, tensor: object, dim: object, start: object, advice: str) -> None:
+    """Refuse arguments that both operators take and that are of another kind.
+
+    Args:
+        name: of the operator, for messages.
+        tensor, dim, start: its arguments.
+        advice: what to write where the start is fixed.
+    """
+    if not isinstance(tensor, Tensor):
+        raise error(f"{name} must take a torch.tensor input. {type(tensor)} is not supported.")
+    if not isinstance(dim, int):
+        raise error(f"Dimension must be an integer. Got {type(dim)}.")
+    if not isinstance(start, Tensor):
+        raise error(
+            f"Slice start argument to {name} must be a torch.tensor. {type(start)} is not "
+            f"supported. For a fixed start {advice}."
+        )
+
+
+def _check_fixed(size: object, name: str = "Size") -> None:
+    if not isinstance(size, int):
+        raise error(f"{name} must be an integer. Got {type(size)}: it may not change between runs.")
+
+
 def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int) -> Tensor:
     """Return ``tensor[start:start + size:step]`` of one dimension; start may change every run.
 
@@ -92,21 +116,9 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int)
     Raises:
         Error: an argument of another kind, or a size or step that a device can't slice by.
     """
-    if not isinstance(tensor, Tensor):
-        raise error(
-            f"dynamic_slice must take a torch.tensor input. {type(tensor)} is not supported."
-        )
-    if not isinstance(dim, int):
-        raise error(f"Dimension must be an integer. Got {type(dim)}.")
-    if not isinstance(start, Tensor):
-        raise error(
-            f"Slice start argument to dynamic_slice must be a torch.tensor. {type(start)} is not "
-            "supported. For a fixed start write x[start:start + size]."
-        )
-    if not isinstance(size, int):
-        raise error(f"Size must be an integer. Got {type(size)}: it may not change between runs.")
-    if not isinstance(step, int):
-        raise error(f"Step must be an integer. Got {type(step)}: it may not change between runs.")
+    _check_kinds("dynamic_slice", tensor, dim, start, "write x[start:start + size]")
+    _check_fixed(size)
+    _check_fixed(step, "Step")
     _check_start(start, "dynamic_slice")
     axis = _axis(tensor, dim, "dynamic_slice")
     if tracing() is not None:
@@ -130,23 +142,12 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: in
     Raises:
         Error: an argument of another kind, or a ``src`` that does not fit.
     """
-    if not isinstance(input, Tensor):
-        raise error(
-            f"dynamic_update must take a torch.tensor input. {type(input)} is not supported."
-        )
-    if not isinstance(dim, int):
-        raise error(f"Dimension must be an integer. Got {type(dim)}.")
-    if not isinstance(start, Tensor):
-        raise error(
-            f"Slice start argument to dynamic_update must be a torch.tensor. {type(start)} is "
-            "not supported. For a fixed start write into a copy of the input."
-        )
+    _check_kinds("dynamic_update", input, dim, start, "write into a copy of the input")
     if not isinstance(src, Tensor):
         raise error(
             f"Src argument to dynamic_update must be a torch.tensor. {type(src)} is not supported."
         )
-    if not isinstance(size, int):
-        raise error(f"Size must be an integer. Got {type(size)}: it may not change between runs.")
+    _check_fixed(size)
     if input.dim() != src.dim():
         raise error(
             "input and src tensors must have same dimensionality. "
