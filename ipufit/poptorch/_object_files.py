@@ -45,6 +45,7 @@ __all__ = [
     "optimizer_to_values",
     "options_from_values",
     "options_to_values",
+    "weights_from_values",
 ]
 
 
@@ -151,12 +152,27 @@ def module_from_values(values: List[Values]) -> nn.Module:
     """
     with refuse_malformed("it holds no sound module"):
         modules = [_empty(entry["class"]) for entry in values]
-        states = [_filled(module, entry, modules) for module, entry in zip(modules, values)]
-        for module, state in zip(modules, states):
+        _fill(modules, values)
+        for module, entry in zip(modules, values):
             # The method of nn.Module, but for classes of torch.
             kind: Any = type(module) if _is_torchs(type(module)) else nn.Module
-            kind.__setstate__(module, {**module.__dict__, **state})
+            kind.__setstate__(module, {**module.__dict__, **_attributes(entry)})
         return modules[0]
+
+
+def weights_from_values(path: str, values: List[Values]) -> nn.Module:
+    """Rebuild the weights of ``module_to_values`` in modules without code, under the same names.
+
+    Args:
+        path: the class of the whole module, as "module:name".
+        values: of the module and its submodules.
+
+    Raises:
+        InvalidContent: no module is written like this.
+    """
+    modules: List[nn.Module] = [WeightsOnly(path) for _ in values]
+    _fill(modules, values)
+    return modules[0]
 
 
 def _empty(path: object) -> nn.Module:
@@ -168,25 +184,31 @@ def _empty(path: object) -> nn.Module:
     return module
 
 
-def _filled(module: nn.Module, entry: Values, modules: List[nn.Module]) -> Values:
-    for name, parameter in entry["parameters"]:
-        _expect(name, parameter, nn.Parameter)
-        module._parameters[name] = parameter
-    for name, buffer in entry["buffers"]:
-        _expect(name, buffer, Tensor)
-        module._buffers[name] = buffer
-    for name, number in entry["modules"]:
-        _expect(name, number, int)
-        if number is not None and not 0 <= number < len(modules):
-            raise InvalidContent(f"it has no module {number}")
-        module._modules[name] = None if number is None else modules[number]
-    module._non_persistent_buffers_set = set(entry["not_saved"])
-    state = {"training": bool(entry["training"])}
+def _fill(modules: List[nn.Module], values: List[Values]) -> None:
+    """Give modules their parameters, buffers, submodules and modes."""
+    for module, entry in zip(modules, values):
+        for name, parameter in entry["parameters"]:
+            _expect(name, parameter, nn.Parameter)
+            module._parameters[name] = parameter
+        for name, buffer in entry["buffers"]:
+            _expect(name, buffer, Tensor)
+            module._buffers[name] = buffer
+        for name, number in entry["modules"]:
+            _expect(name, number, int)
+            if number is not None and not 0 <= number < len(modules):
+                raise InvalidContent(f"it has no module {number}")
+            module._modules[name] = None if number is None else modules[number]
+        module._non_persistent_buffers_set = set(entry["not_saved"])
+        module.training = bool(entry["training"])
+
+
+def _attributes(entry: Values) -> Values:
+    attributes: Values = {}
     for name, (kind, value) in entry["attributes"]:
         if not isinstance(name, str) or name in _OWN:
             raise InvalidContent(f"{name!r} can't be an attribute of a module")
-        state[name] = _function(value) if kind == "function" else value
-    return state
+        attributes[name] = _function(value) if kind == "function" else value
+    return attributes
 
 
 def _expect(name: object, value: object, kind: type) -> None:

@@ -19,13 +19,13 @@ from ipufit.poptorch._logging import error
 from ipufit.poptorch._loss_scale import ScalingSettings
 from ipufit.poptorch._object_files import (
     UnknownClass,
-    WeightsOnly,
     module_from_values,
     module_to_values,
     optimizer_from_values,
     optimizer_to_values,
     options_from_values,
     options_to_values,
+    weights_from_values,
 )
 from ipufit.poptorch._optimizer_link import OptimizerLink
 from ipufit.poptorch._parsers import flattenTensorStructure
@@ -181,7 +181,7 @@ def _model(values: List[Values], arguments: Arguments) -> nn.Module:
     try:
         return module_from_values(values)
     except UnknownClass as reason:
-        model = _weights_only(str(reason), values)
+        model = weights_from_values(str(reason), values)
     # Calls are bound as before, with the same constants in the place of what is left out.
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=_default(value))
@@ -202,20 +202,6 @@ def _model(values: List[Values], arguments: Arguments) -> nn.Module:
 
 def _default(value: object) -> object:
     return inspect.Parameter.empty if flattenTensorStructure(value) else value
-
-
-def _weights_only(path: str, values: List[Values]) -> nn.Module:
-    """Rebuild the weights in modules without code, under the same names."""
-    modules = [WeightsOnly(path) for _ in values]
-    for module, entry in zip(modules, values):
-        module.training = bool(entry["training"])
-        for name, parameter in entry["parameters"]:
-            module.register_parameter(name, parameter)
-        for name, buffer in entry["buffers"]:
-            module.register_buffer(name, buffer, persistent=name not in entry["not_saved"])
-        for name, number in entry["modules"]:
-            module.add_module(name, None if number is None else modules[number])
-    return modules[0]
 
 
 # Of the options, those that a program is compiled for, by the setter.
