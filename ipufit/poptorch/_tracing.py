@@ -38,6 +38,7 @@ __all__ = [
     "Trace",
     "define",
     "graph_so_far",
+    "need_kind",
     "node_of",
     "returning",
     "tensors_in",
@@ -69,6 +70,22 @@ def define(schema: str, run: Callable[..., object], shapes: Callable[..., object
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, shapes, "Meta")
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def need_kind(value: object, kind: type, expectation: str, advice: str = "") -> None:
+    """Refuse an argument of an operator that is of another kind.
+
+    Args:
+        value: the argument.
+        kind: its class.
+        expectation: a sentence that says what it must be.
+        advice: a sentence that says what to do.
+    Raises:
+        Error: both sentences, and of what type it is.
+    """
+    if not isinstance(value, kind):
+        refusal = f"{expectation} {type(value)} is not supported."
+        raise error(f"{refusal} {advice}" if advice else refusal)
 
 
 def node_of(tensor: Tensor) -> Optional[fx.Node]:

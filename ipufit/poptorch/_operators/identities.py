@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from ipufit.poptorch import enums
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorStructure
-from ipufit.poptorch._tracing import define, tracing
+from ipufit.poptorch._tracing import define, need_kind, tracing
 from ipufit.tracing.ipu_only import report_hint
 
 __all__ = [
@@ -36,11 +36,8 @@ def nop(tensor: Tensor) -> Tensor:
     Raises:
         Error: it is no tensor.
     """
-    if not isinstance(tensor, Tensor):
-        raise error(
-            f"nop must take a torch.tensor argument. {type(tensor)} is not supported. Call it "
-            "once for each tensor."
-        )
+    advice = "Call it once for each tensor."
+    need_kind(tensor, Tensor, "nop must take a torch.tensor argument.", advice)
     return tensor
 
 
@@ -113,11 +110,9 @@ def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> 
     Raises:
         Error: it is no tensor, or no such proportion.
     """
-    if not isinstance(tensor, Tensor):
-        raise error(
-            f"You may only set available memory for torch.tensor values. {type(tensor)} is not "
-            "supported. Give the result of the operator that it is meant for."
-        )
+    expectation = "You may only set available memory for torch.tensor values."
+    advice = "Give the result of the operator that it is meant for."
+    need_kind(tensor, Tensor, expectation, advice)
     if not 0 <= available_memory_proportion <= 1:
         raise error(
             "set_available_memory expects a proportion from 0 to 1, got "
@@ -153,11 +148,8 @@ class _Same(torch.autograd.Function):
 
 def _mark(structure: T, mode: enums.OverlapMode, operator: object, kind: str) -> T:
     def marked(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, Tensor):
-            raise error(
-                f"You may only set overlap for torch.tensor {kind}s. {type(tensor)} is not "
-                "supported. Leave out what is not a tensor."
-            )
+        expectation = f"You may only set overlap for torch.tensor {kind}s."
+        need_kind(tensor, Tensor, expectation, "Leave out what is not a tensor.")
         report_hint(f"set_overlap_for_{kind}", tensor)
         if tracing() is None:
             return tensor

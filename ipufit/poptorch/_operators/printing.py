@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch._logging import error
-from ipufit.poptorch._tracing import Trace, define, tracing
+from ipufit.poptorch._tracing import Trace, define, need_kind, tracing
 from ipufit.tracing.ipu_only import is_for_this_engine
 from ipufit.utils.console import warn_user
 
@@ -207,11 +207,8 @@ def ipu_print_tensor(
     Raises:
         Error: it is no tensor, or there is no such format.
     """
-    if not isinstance(tensor, Tensor):
-        raise error(
-            f"ipu print tensor must take a torch.tensor argument. {type(tensor)} is not "
-            "supported. Print Python values with print()."
-        )
+    expectation = "ipu print tensor must take a torch.tensor argument."
+    need_kind(tensor, Tensor, expectation, "Print Python values with print().")
     if float_format not in FLOAT_FORMATS:
         raise error(
             f"ipu print tensor expects float_format to be one of {', '.join(FLOAT_FORMATS)}, got "

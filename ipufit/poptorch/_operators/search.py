@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ipufit.poptorch._logging import error
-from ipufit.poptorch._tracing import define
+from ipufit.poptorch._tracing import define, need_kind
 
 __all__ = ["ctc_beam_search_decoder", "fps", "nearest"]
 
@@ -129,16 +129,8 @@ def ctc_beam_search_decoder(
     Raises:
         Error: shapes that don't fit, no such class, more paths than beams.
     """
-    if not isinstance(probs, Tensor):
-        raise error(
-            "ctc_beam_search_decoder: probs must be a torch.tensor argument. "
-            f"{type(probs)} is not supported."
-        )
-    if not isinstance(lengths, Tensor):
-        raise error(
-            "ctc_beam_search_decoder: lengths must be a torch.tensor argument. "
-            f"{type(lengths)} is not supported."
-        )
+    need_kind(probs, Tensor, "ctc_beam_search_decoder: probs must be a torch.tensor argument.")
+    need_kind(lengths, Tensor, "ctc_beam_search_decoder: lengths must be a torch.tensor argument.")
     if probs.dim() != 3:
         raise error(
             "Incorrect shape for first input to CTC beam search decoder. Expected (input length, "
@@ -211,8 +203,7 @@ def fps(src: Tensor, ptr: List[int], ratio: float = 0.5, random_start: bool = Fa
     Raises:
         Error: an argument of another kind, or a ``ptr`` that does not fit the points.
     """
-    if not isinstance(src, Tensor):
-        raise error(f"`fps` must take a torch.tensor input. {type(src)} is not supported.")
+    need_kind(src, Tensor, "`fps` must take a torch.tensor input.")
     if not isinstance(ptr, list):
         raise error(
             f"`ptr` must be a list of integers. Got {type(ptr)}: the number of points chosen is "
@@ -222,10 +213,8 @@ def fps(src: Tensor, ptr: List[int], ratio: float = 0.5, random_start: bool = Fa
         raise error(
             f"`ptr` must contain at least 2 elements. Got {ptr}; for one range write [0, len(src)]."
         )
-    if not isinstance(ratio, float):
-        raise error(f"`ratio` must be of float type. {type(ratio)} is not supported.")
-    if not isinstance(random_start, bool):
-        raise error(f"`random_start` must be of bool type. {type(random_start)} is not supported.")
+    need_kind(ratio, float, "`ratio` must be of float type.")
+    need_kind(random_start, bool, "`random_start` must be of bool type.")
     ordered = all(a <= b for a, b in zip(ptr, ptr[1:]))
     if not ordered or ptr[0] < 0 or ptr[-1] > src.shape[0]:
         raise error(
@@ -262,11 +251,7 @@ def nearest(x: Tensor, y: Tensor, batch_x: Batch = None, batch_y: Batch = None) 
         Error: shapes or batches that don't fit together.
     """
     for name, points in (("x", x), ("y", y)):
-        if not isinstance(points, Tensor):
-            raise error(
-                f"`nearest` must take a torch.tensor `{name}` input. {type(points)} is not "
-                "supported."
-            )
+        need_kind(points, Tensor, f"`nearest` must take a torch.tensor `{name}` input.")
         if points.dim() not in (1, 2):
             raise error(
                 "Inputs `x` and `y` should be max 2D tensors, while "

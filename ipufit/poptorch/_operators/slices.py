@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._precision import device_dtype
-from ipufit.poptorch._tracing import node_of, tracing
+from ipufit.poptorch._tracing import need_kind, node_of, tracing
 from ipufit.tracing.graph_analysis import schema_of
 from ipufit.tracing.recording import current_tracer
 
@@ -84,17 +84,13 @@ def _check_kinds(name: str, tensor: object, dim: object, start: object, advice: 
     Args:
         name: of the operator, for messages.
         tensor, dim, start: its arguments.
-        advice: what to write where the start is fixed.
+        advice: what to do where the start is fixed.
     """
-    if not isinstance(tensor, Tensor):
-        raise error(f"{name} must take a torch.tensor input. {type(tensor)} is not supported.")
+    need_kind(tensor, Tensor, f"{name} must take a torch.tensor input.")
     if not isinstance(dim, int):
         raise error(f"Dimension must be an integer. Got {type(dim)}.")
-    if not isinstance(start, Tensor):
-        raise error(
-            f"Slice start argument to {name} must be a torch.tensor. {type(start)} is not "
-            f"supported. For a fixed start {advice}."
-        )
+    expectation = f"Slice start argument to {name} must be a torch.tensor."
+    need_kind(start, Tensor, expectation, f"For a fixed start {advice}.")
 
 
 def _check_fixed(size: object, name: str = "Size") -> None:
@@ -143,10 +139,7 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: in
         Error: an argument of another kind, or a ``src`` that does not fit.
     """
     _check_kinds("dynamic_update", input, dim, start, "write into a copy of the input")
-    if not isinstance(src, Tensor):
-        raise error(
-            f"Src argument to dynamic_update must be a torch.tensor. {type(src)} is not supported."
-        )
+    need_kind(src, Tensor, "Src argument to dynamic_update must be a torch.tensor.")
     _check_fixed(size)
     if input.dim() != src.dim():
         raise error(
