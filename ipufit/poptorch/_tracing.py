@@ -254,6 +254,8 @@ class Trace:
         activations: names of what its operators make.
         averages: for each moving average of the model, the weight that it follows, itself, and the
             factor of its old value.
+        multi_conv: the ``poptorch.MultiConv`` that is open, and how many nodes came before it.
+        untitled: number of tensors that are printed without a title of their own.
     """
 
     def __init__(self, training: bool) -> None:
@@ -263,6 +265,8 @@ class Trace:
         self.losses = 0
         self.activations = Activations()
         self.averages: List[Tuple[Tensor, Tensor, Tensor]] = []
+        self.multi_conv: Optional[Tuple[Any, int]] = None
+        self.untitled = 0
         self._losses: List[_Loss] = []
         self._reaching: Dict[int, Set[int]] = {}
         self._foreign: Set[int] = set()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
 
 from ipufit.poptorch._logging import error
-from ipufit.poptorch._tracing import Trace, define, need_kind, tracing
+from ipufit.poptorch._tracing import define, need_kind, tracing
 from ipufit.tracing.ipu_only import is_for_this_engine
 from ipufit.utils.console import warn_user
 
@@ -165,14 +164,6 @@ class _Printed(torch.autograd.Function):
         return (gradient, None, None, *[None] * len(ctx.style))
 
 
-_untitled: weakref.WeakKeyDictionary[Trace, int] = weakref.WeakKeyDictionary()
-
-
-def _default_title(trace: Trace) -> str:
-    _untitled[trace] = _untitled.get(trace, -1) + 1
-    return f"Tensor:{_untitled[trace]}"
-
-
 def ipu_print_tensor(
     tensor: Tensor,
     title: str = "",
@@ -225,7 +216,8 @@ def ipu_print_tensor(
     if title:
         gradient_title = f"{title}_gradient"
     else:
-        title = _default_title(trace)
+        title = f"Tensor:{trace.untitled}"
+        trace.untitled += 1
         gradient_title = f"Gradient___{title}"
     printed: Tensor = _Printed.apply(  # type: ignore[no-untyped-call]
         tensor,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import weakref
 from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
@@ -13,7 +12,7 @@ from torch import fx
 from ipufit.partition.own_blocks import BLOCK_CLASSES, EnteredBlocks, recordings
 from ipufit.poptorch import enums
 from ipufit.poptorch._logging import error
-from ipufit.poptorch._tracing import Trace, graph_so_far, tracing
+from ipufit.poptorch._tracing import graph_so_far, tracing
 
 __all__ = [
     "BeginBlock",
@@ -210,10 +209,6 @@ def print(m: object) -> None:
     builtins.print(module_repr(m) if isinstance(m, torch.nn.Module) else m)
 
 
-# For each recording inside of a MultiConv: how many nodes there were before.
-_open: weakref.WeakKeyDictionary[Trace, int] = weakref.WeakKeyDictionary()
-
-
 def _is_convolution(node: fx.Node) -> bool:
     # A transposed one is another operator on the device.
     return node.target is torch.ops.aten.convolution.default and not node.args[6]
@@ -298,18 +293,18 @@ class MultiConv:
         trace = tracing()
         if trace is None:
             return
-        if trace in _open:
+        if trace.multi_conv is not None:
             raise error(
                 "Nested poptorch.MultiConv is not supported. Close the outer one first, or put "
                 "all convolutions into it."
             )
-        _open[trace] = len(graph_so_far())
+        trace.multi_conv = self, len(graph_so_far())
 
     def __exit__(self, type: object, value: object, traceback: object) -> None:
         trace = tracing()
         if trace is None:
             return
-        before = _open.pop(trace, 0)
+        (_, before), trace.multi_conv = trace.multi_conv or (None, 0), None
         if type is not None:
             return
         count = sum(_is_convolution(node) for node in graph_so_far()[before:])

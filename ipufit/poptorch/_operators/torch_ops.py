@@ -6,7 +6,6 @@ one end of a loop, a branch or a call of the host can't be recorded alone, and i
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence
 
 import torch
@@ -23,7 +22,7 @@ from ipufit.poptorch._operators.search import ctc_beam_search_decoder, fps, near
 from ipufit.poptorch._operators.slices import dynamic_slice, dynamic_update
 from ipufit.poptorch._options.execution import Attribute
 from ipufit.poptorch._parsers import accessAttributes
-from ipufit.poptorch._tracing import Trace, tracing
+from ipufit.poptorch._tracing import tracing
 
 __all__ = [
     "begin_ipu_block",
@@ -116,16 +115,9 @@ def end_ipu_block() -> None:
     Block().__exit__(None, None, None)
 
 
-_multi_convs: weakref.WeakKeyDictionary[Trace, MultiConv] = weakref.WeakKeyDictionary()
-
-
 def begin_multi_conv() -> None:
     """Let the convolutions that follow be one operator."""
-    trace = tracing()
-    if trace is not None:
-        several = MultiConv()
-        several.__enter__()
-        _multi_convs[trace] = several
+    MultiConv().__enter__()
 
 
 def end_multi_conv(
@@ -144,9 +136,9 @@ def end_multi_conv(
     trace = tracing()
     if trace is None:
         return
-    if trace not in _multi_convs:
+    if trace.multi_conv is None:
         raise error("Unexpected end_multi_conv without begin_multi_conv. Call that one first.")
-    several = _multi_convs.pop(trace)
+    several, _ = trace.multi_conv
     several._available_memory_proportions = available_memory_proportions
     several._partials_types = partials_types
     several._plan_type = None if plan_type is None else enums.MultiConvPlanType(plan_type)
