@@ -22,7 +22,6 @@ from ipufit.poptorch._operators.control import (
     TensorSpec,
     bodies_in,
     everywhere,
-    register,
     renumber,
 )
 from ipufit.poptorch._operators.custom import CALL_CPU
@@ -240,13 +239,12 @@ def program_from_values(values: Values) -> RecordedProgram:
 
 
 def _bodies(entries: Any, graph: fx.GraphModule) -> List[Body]:
-    """Register the bodies that a graph calls; each may call those before it."""
+    """Make the bodies that a graph calls; each may call those before it."""
     bodies: List[Body] = []
     numbers: Dict[int, int] = {}
     for number, inner, results in entries:
         renumber(inner, numbers)
         body = Body(inner, [TensorSpec(tensor.shape, tensor.dtype) for tensor in results])
-        register(body)
         bodies.append(body)
         numbers[number] = body.number
     renumber(graph, numbers)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import weakref
 from typing import (
     Any,
     Callable,
     ContextManager,
     Dict,
     FrozenSet,
+    Generic,
     Iterator,
     List,
     Mapping,
@@ -17,6 +20,7 @@ from typing import (
     Sequence,
     Set,
     Tuple,
+    TypeVar,
 )
 
 import torch
@@ -34,6 +38,7 @@ from ipufit.utils.state import watch_modules
 
 __all__ = [
     "Activations",
+    "Numbered",
     "RecordedBlocks",
     "Trace",
     "define",
@@ -70,6 +75,39 @@ def define(schema: str, run: Callable[..., object], shapes: Callable[..., object
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, shapes, "Meta")
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+T = TypeVar("T")
+
+
+class Numbered(Generic[T]):
+    """Objects that operators of recorded graphs refer to by number.
+
+    They live as long as the recording that holds them.
+
+    Args:
+        what: what they are, in the message about one that is gone.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._objects: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count(1)
+
+    def add(self, thing: T) -> int:
+        """Return the number of an object, which is new."""
+        number = next(self._numbers)
+        self._objects[number] = thing
+        return number
+
+    def __getitem__(self, number: int) -> T:
+        thing = self._objects.get(number)
+        if thing is None:
+            raise error(
+                f"{self._what} is gone: expected the model that recorded it to be alive. Compile "
+                "the model again."
+            )
+        return thing
 
 
 def need_kind(value: object, kind: type, expectation: str, advice: str = "") -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ipufit import poptorch
-from ipufit.poptorch._operators.control import Body, bodies_in, everywhere, register, renumber
+from ipufit.poptorch._operators.control import Body, bodies_in, everywhere, renumber
 from tests.poptorch.recording import record
 
 
@@ -271,7 +271,6 @@ def test_a_stored_graph_gets_bodies_of_its_own():
     for number, graph, results in parts:
         renumber(graph, {old: body.number for old, body in known.items()})
         known[number] = Body(graph, results)
-        register(known[number])
     renumber(stored, {old: body.number for old, body in known.items()})
     assert stored(torch.tensor(True), torch.ones(1))[0].item() == 8
     assert stored(torch.tensor(False), torch.ones(1))[0].item() == 4

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
 
 import torch
@@ -13,7 +11,7 @@ from torch.fx.experimental import proxy_tensor
 
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._precision import device_dtype, half_computed, makes_half
-from ipufit.poptorch._tracing import Trace, define, tracing
+from ipufit.poptorch._tracing import Numbered, Trace, define, tracing
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.graph_analysis import Memories
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
@@ -25,12 +23,10 @@ __all__ = [
     "Body",
     "TensorSpec",
     "bodies_in",
-    "body_of",
     "cond",
     "everywhere",
     "for_loop",
     "record",
-    "register",
     "renumber",
 ]
 
@@ -54,7 +50,7 @@ class Body:
     def __init__(self, graph: fx.GraphModule, results: Sequence[Union[Tensor, TensorSpec]]) -> None:
         self.graph = graph
         self.results = [TensorSpec(result.shape, result.dtype) for result in results]
-        self.number = next(_numbers)
+        self.number = BODIES.add(self)
         self._half = makes_half(graph)
         self._writes = bool(Memories(graph.graph).writes)
 
@@ -71,24 +67,7 @@ class Body:
             return list(self.graph(*arguments))
 
 
-# Held by the recording that made them, so that they go with it.
-_BODIES: weakref.WeakValueDictionary[int, Body] = weakref.WeakValueDictionary()
-_numbers = itertools.count(1)
-
-
-def body_of(number: int) -> Body:
-    """Return the body with this number.
-
-    Raises:
-        Error: the recording that made it is gone.
-    """
-    body = _BODIES.get(number)
-    if body is None:
-        raise error(
-            "the body of a poptorch.for_loop or poptorch.cond is gone: expected the model that "
-            "recorded it to be alive. Compile the model again."
-        )
-    return body
+BODIES: Numbered[Body] = Numbered("the body of a poptorch.for_loop or poptorch.cond")
 
 
 def _without_aliases(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> List[Tensor]:
@@ -105,7 +84,7 @@ def _without_aliases(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> Lis
 def _run_repeat(
     inputs: List[Tensor], captured: List[Tensor], count: int, body: int
 ) -> List[Tensor]:
-    recorded = body_of(body)
+    recorded = BODIES[body]
     state = list(inputs)
     for _ in range(count):
         state = recorded.run(state, captured)
@@ -131,11 +110,11 @@ def _run_branch(
     number, inputs, captured = then_body, then_inputs, then_captured
     if not condition.item():
         number, inputs, captured = else_body, else_inputs, else_captured
-    return _without_aliases(body_of(number).run(inputs, captured), [*inputs, *captured])
+    return _without_aliases(BODIES[number].run(inputs, captured), [*inputs, *captured])
 
 
 def _shape_branch(condition: Tensor, *rest: Any) -> List[Tensor]:
-    results = body_of(rest[4]).results
+    results = BODIES[rest[4]].results
     return [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in results]
 
 
@@ -208,7 +187,6 @@ def record(
         graph = proxy_tensor.make_fx(traced)(torch.empty(()), *fresh)
         captured = lifts[0].captured + _gather_inputs(graph, len(fresh))
         body = Body(graph, results)
-    register(body)
     trace = tracing()
     if trace is not None:
         trace.keep_alive.append(body)
@@ -262,7 +240,7 @@ def everywhere(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
     yield graph
     for node in graph.graph.nodes:
         for number in _called(node):
-            yield from everywhere(body_of(number).graph)
+            yield from everywhere(BODIES[number].graph)
 
 
 def _body_positions(node: fx.Node) -> Tuple[int, ...]:
@@ -279,12 +257,7 @@ def _called(node: fx.Node) -> List[int]:
 def bodies_in(graph: fx.GraphModule) -> Dict[int, Body]:
     """Map numbers to the bodies that a graph calls, at any depth; inner bodies come first."""
     numbers = {n for g in everywhere(graph) for node in g.graph.nodes for n in _called(node)}
-    return {number: body_of(number) for number in sorted(numbers)}
-
-
-def register(body: Body) -> None:
-    """Let graphs call the body by its number, for as long as something references it."""
-    _BODIES[body.number] = body
+    return {number: BODIES[number] for number in sorted(numbers)}
 
 
 def renumber(graph: fx.GraphModule, numbers: Mapping[int, int]) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import weakref
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ipufit.poptorch._logging import error
-from ipufit.poptorch._tracing import define, tracing, untraced
+from ipufit.poptorch._tracing import Numbered, define, tracing, untraced
 from ipufit.tracing.ipu_only import is_for_this_engine
 from ipufit.tracing.unread_values import ctc_loss_and_gradient
 
@@ -30,14 +29,14 @@ class _CallSite:
         self.caller = caller
         self.shapes = [result.shape for result in results]
         self.dtypes = [result.dtype for result in results]
+        self.number = _CALLS.add(self)
 
 
-# Held by the recording that made them.
-_CALLS: weakref.WeakValueDictionary[int, _CallSite] = weakref.WeakValueDictionary()
+_CALLS: Numbered[_CallSite] = Numbered("the function of a poptorch.CPU")
 
 
 def _run(inputs: List[Tensor], call: int) -> List[Tensor]:
-    site = _call_site(call)
+    site = _CALLS[call]
     device = inputs[0].device if inputs else torch.device("cpu")
     caller = site.caller
     caller.inputs = [tensor.detach().cpu().clone() for tensor in inputs]
@@ -48,21 +47,11 @@ def _run(inputs: List[Tensor], call: int) -> List[Tensor]:
 
 
 def _shapes(inputs: List[Tensor], call: int) -> List[Tensor]:
-    site = _call_site(call)
+    site = _CALLS[call]
     return [
         torch.empty(shape, dtype=dtype, device="meta")
         for shape, dtype in zip(site.shapes, site.dtypes)
     ]
-
-
-def _call_site(call: int) -> _CallSite:
-    site = _CALLS.get(call)
-    if site is None:
-        raise error(
-            "the function of a poptorch.CPU is gone: expected the model that recorded it to be "
-            "alive. Compile the model again."
-        )
-    return site
 
 
 CALL_CPU = define("call_cpu(Tensor[] inputs, int call) -> Tensor[]", _run, _shapes)
@@ -136,10 +125,9 @@ class CPU:
         self.in_shapes = [tensor.shape for tensor in input]
         self.out_shapes = [tensor.shape for tensor in results]
         call = _CallSite(self, results)
-        _CALLS[id(call)] = call
         trace.keep_alive.append(call)
         with torch.no_grad():
-            outputs = CALL_CPU(list(input), id(call))
+            outputs = CALL_CPU(list(input), call.number)
         return outputs[0] if isinstance(returned, Tensor) else outputs
 
     def _try(self, inputs: Sequence[Tensor]) -> object:
