@@ -46,6 +46,7 @@ __all__ = [
     "need_kind",
     "node_of",
     "returning",
+    "tensor_list",
     "tensors_in",
     "traced",
     "tracing",
@@ -124,6 +125,23 @@ def need_kind(value: object, kind: type, expectation: str, advice: str = "") -> 
     if not isinstance(value, kind):
         refusal = f"{expectation} {type(value)} is not supported."
         raise error(f"{refusal} {advice}" if advice else refusal)
+
+
+def tensor_list(value: Any, expectation: str, advice: str) -> List[Tensor]:
+    """Return a tensor, or a list or tuple of them, as a list.
+
+    Args:
+        value: what a function of the user's takes or returns.
+        expectation: the beginning of a sentence that says what it must be.
+        advice: a sentence that says what to do.
+    Raises:
+        Error: something else is in it.
+    """
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    for one in values:
+        if not isinstance(one, Tensor):
+            raise error(f"{expectation}, got {type(one).__name__}. {advice}")
+    return values
 
 
 def node_of(tensor: Tensor) -> Optional[fx.Node]:

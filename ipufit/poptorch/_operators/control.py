@@ -11,7 +11,7 @@ from torch.fx.experimental import proxy_tensor
 
 from ipufit.poptorch._logging import error
 from ipufit.poptorch._precision import device_dtype, half_computed, makes_half
-from ipufit.poptorch._tracing import Numbered, Trace, define, tracing
+from ipufit.poptorch._tracing import Numbered, Trace, define, tensor_list, tracing
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.graph_analysis import Memories
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
@@ -168,6 +168,8 @@ def record(
     Raises:
         Error: it returned something other than tensors.
     """
+    expectation = f"{what} must return tensors, or a list or tuple of them"
+    advice = "Return only what depends on its inputs as tensors."
     lifts: List[_Lift] = []
     results: List[Tensor] = []
 
@@ -176,7 +178,7 @@ def record(
         lift = _Lift(current_tracer())
         lifts.append(lift)
         with watch_operators(lift):
-            results.extend(_tensors(function(*arguments), what))
+            results.extend(tensor_list(function(*arguments), expectation, advice))
             for result in results:
                 lift.lift(result)
         return list(results)
@@ -191,17 +193,6 @@ def record(
     if trace is not None:
         trace.keep_alive.append(body)
     return body, captured
-
-
-def _tensors(value: Any, what: str) -> List[Tensor]:
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    for one in values:
-        if not isinstance(one, Tensor):
-            raise error(
-                f"{what} must return tensors, or a list or tuple of them, got "
-                f"{type(one).__name__}. Return only what depends on its inputs as tensors."
-            )
-    return values
 
 
 def _gather_inputs(graph: fx.GraphModule, count: int) -> List[Tensor]:

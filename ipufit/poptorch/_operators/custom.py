@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch._logging import error
-from ipufit.poptorch._tracing import Numbered, define, tracing, untraced
+from ipufit.poptorch._tracing import Numbered, define, tensor_list, tracing, untraced
 from ipufit.tracing.ipu_only import is_for_this_engine
 from ipufit.tracing.unread_values import ctc_loss_and_gradient
 
@@ -141,14 +141,8 @@ class CPU:
 
 
 def _tensors(value: Any, name: str, verb: str = "return") -> List[Tensor]:
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    for one in values:
-        if not isinstance(one, Tensor):
-            raise error(
-                f"poptorch.CPU {name!r} must {verb} tensors, got {type(one).__name__}. Write "
-                "torch.tensor(...) around a number."
-            )
-    return values
+    expectation = f"poptorch.CPU {name!r} must {verb} tensors"
+    return tensor_list(value, expectation, "Write torch.tensor(...) around a number.")
 
 
 _LARGEST = torch.finfo(torch.float32).max
