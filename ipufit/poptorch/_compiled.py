@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ipufit.poptorch._arguments import Arguments
-from ipufit.poptorch._device import Device, Group, ReplicaGrouping
+from ipufit.poptorch._device import Device, Group, ReplicaGrouping, group_of
 from ipufit.poptorch._execution import (
     AnchoredTensors,
     CallShape,
@@ -39,7 +39,7 @@ from ipufit.poptorch._placement import place_on_ipus
 from ipufit.poptorch._precision import check_input, keeps_float64, narrowed, narrowed_output
 from ipufit.poptorch._program_files import through_cache
 from ipufit.poptorch._recording import RecordedProgram, record
-from ipufit.poptorch.enums import CommGroupType, OutputMode, ReductionType
+from ipufit.poptorch.enums import OutputMode, ReductionType
 from ipufit.poptorch.options import Options
 
 __all__ = [
@@ -158,11 +158,8 @@ class _OverwriteContextManager:
 def shape_of(options: Options) -> CallShape:
     """Return number and order of the micro-batches of a call."""
     replicas, size = options.replication_factor, options.input_group_size
-    groups = replicas // size
-    if options.input_cgt == CommGroupType.Orthogonal:
-        members = tuple(replica % groups for replica in range(replicas))
-    else:
-        members = tuple(replica // size for replica in range(replicas))
+    kind = options.input_cgt
+    members = tuple(group_of(replica, kind, size, replicas) for replica in range(replicas))
     return CallShape(
         options.device_iterations,
         options.Training.gradient_accumulation,

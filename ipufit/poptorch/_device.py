@@ -20,7 +20,22 @@ __all__ = [
     "Group",
     "ParameterProxy",
     "ReplicaGrouping",
+    "group_of",
 ]
+
+
+def group_of(replica: int, kind: CommGroupType, size: int, replicas: int) -> int:
+    """Return the group of a replica.
+
+    Args:
+        replica: its number.
+        kind: which replicas are a group.
+        size: replicas in a group.
+        replicas: all of them.
+    """
+    if kind == CommGroupType.Orthogonal:
+        return replica % (replicas // size)
+    return replica // size
 
 
 class ReplicaGrouping(NamedTuple):
@@ -48,9 +63,7 @@ class ReplicaGrouping(NamedTuple):
 
     def group_of(self, replica: int, replicas: int) -> int:
         """Return the group of a replica, as a row of the host's tensor."""
-        if self.kind == CommGroupType.Orthogonal:
-            return replica % self.groups(replicas)
-        return replica // self.size(replicas)
+        return group_of(replica, self.kind, self.size(replicas), replicas)
 
     def check(self, name: str, tensor: Tensor, replicas: int) -> None:
         """Refuse a parameter that can't be grouped like this on this number of replicas.
