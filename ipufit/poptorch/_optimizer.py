@@ -232,15 +232,10 @@ class CompiledOptimizer:
         return wide * (part.members[0].numbers["unscaling"] / factor) if self._scales else wide
 
     def _update(self, *tensors: Tensor) -> List[Tensor]:
-        blocks, rules = self._storage.blocks, [part.rule for part in self._parts]
-        return apply_rules(blocks, rules, self._clipped, tensors)
-
-    def _clipped(
-        self, gradients: Sequence[Tensor], blocks: Sequence[FlatBlock], _: Sequence[Tensor]
-    ) -> List[Tensor]:
         largest = self.settings.max_grad_norm
         bound = Clip(global_norm=largest) if math.isfinite(largest) else Clip()
-        return clipped(gradients, blocks, bound)
+        blocks, rules = self._storage.blocks, [part.rule for part in self._parts]
+        return apply_rules(blocks, rules, lambda g, b, _: clipped(g, b, bound), tensors)
 
     def state(self) -> DeviceState:
         """Return the state for :meth:`load_state`: new tensors on the host, by device names."""
