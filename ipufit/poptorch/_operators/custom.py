@@ -140,7 +140,7 @@ class CPU:
                 return self._layer_to_call(*zeros)
 
 
-def _tensors(value: Any, name: str, verb: str = "return") -> List[Tensor]:
+def _tensors(value: object, name: str, verb: str = "return") -> List[Tensor]:
     expectation = f"poptorch.CPU {name!r} must {verb} tensors"
     return tensor_list(value, expectation, "Write torch.tensor(...) around a number.")
 
