@@ -66,10 +66,8 @@ def _decode(rows: Sequence[Sequence[float]], blank: int, width: int) -> List[Tup
 def _run_ctc(
     probs: Tensor, lengths: Tensor, blank: int, beam_width: int, top_paths: int
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    steps, batch, _ = probs.shape
-    scores = torch.full((batch, top_paths), _NEVER, dtype=torch.float64)
-    counts = torch.zeros((batch, top_paths), dtype=torch.int32)
-    paths = torch.full((batch, top_paths, steps), blank, dtype=torch.int32)
+    steps = len(probs)
+    scores, counts, paths = results = _no_paths(probs, lengths, blank, beam_width, top_paths)
     rows = probs.detach().double().cpu().transpose(0, 1).tolist()
     for sample, length in enumerate(lengths.tolist()):
         if not 0 <= length <= steps:
@@ -82,18 +80,17 @@ def _run_ctc(
             scores[sample, place] = score
             counts[sample, place] = len(path)
             paths[sample, place, : len(path)] = torch.tensor(path, dtype=torch.int32)
-    device = probs.device
-    return scores.to(device, probs.dtype), counts.to(device), paths.to(device)
+    return results
 
 
-def _shape_ctc(
+def _no_paths(
     probs: Tensor, lengths: Tensor, blank: int, beam_width: int, top_paths: int
 ) -> Tuple[Tensor, Tensor, Tensor]:
     steps, batch, _ = probs.shape
     return (
-        probs.new_empty((batch, top_paths)),
-        probs.new_empty((batch, top_paths), dtype=torch.int32),
-        probs.new_empty((batch, top_paths, steps), dtype=torch.int32),
+        probs.new_full((batch, top_paths), _NEVER),
+        probs.new_zeros((batch, top_paths), dtype=torch.int32),
+        probs.new_full((batch, top_paths, steps), blank, dtype=torch.int32),
     )
 
 
@@ -101,7 +98,7 @@ _DECODER = define(
     "ctc_beam_search_decoder(Tensor probs, Tensor lengths, int blank, int beam_width, "
     "int top_paths) -> (Tensor, Tensor, Tensor)",
     _run_ctc,
-    _shape_ctc,
+    _no_paths,
 )
 
 
