@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
@@ -22,6 +23,7 @@ __all__ = [
     "Mode",
     "ProcessShard",
     "RawBatch",
+    "copy_leaf",
     "counts_by_rank",
     "local_indices",
     "loss_counts",
@@ -43,16 +45,29 @@ class Mode(enum.Enum):
     PREDICT = "predict"
 
 
+def copy_leaf(leaf: tree.Leaf) -> tree.Leaf:
+    """Copy a tensor, or another object of a batch, into memory of its own."""
+    return leaf.clone() if hasattr(leaf, "clone") else copy.deepcopy(leaf)
+
+
+def _move(leaf: tree.Leaf, device: torch.device) -> tree.Leaf:
+    """Move a tensor to a device, or an object of a batch that can be moved."""
+    if isinstance(leaf, Tensor):
+        return leaf.to(device, non_blocking=True)
+    return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
     """Batch of samples that one replica's forward sees at once.
 
     Attributes:
-        leaves: its tensors, in the order of the structure.
+        leaves: its tensors, in the order of the structure; among them other objects, which only
+            a module that is run eagerly takes, such as a graph of PyTorch Geometric's.
         structure: of (args, kwargs, target, sample_weight): what the module's forward is called
             with, what the loss is held against (None when the module computes its own loss), and
             how much each sample counts (None when all count the same).
-        size: number of samples, the first dimension of every leaf that has one.
+        size: number of samples, mostly the first dimension of every leaf that has one.
         extras: fields of the batch that the program does not take, by name, such as ids and file
             names: anything, as it came.
     """
@@ -117,15 +132,23 @@ class MicroBatch:
         args, kwargs, target, sample_weight = tree.unflatten(self.leaves, self.structure)
         return args, kwargs, target, sample_weight
 
+    @property
+    def has_rows(self) -> bool:
+        """True if each leaf is a tensor with a row for each sample, or one number for all."""
+        return all(
+            isinstance(leaf, Tensor) and (not leaf.dim() or leaf.shape[0] == self.size)
+            for leaf in self.leaves
+        )
+
     def head(self, size: int) -> MicroBatch:
-        """Cut the micro-batch down to its first samples."""
+        """Cut a micro-batch that has rows down to its first samples."""
         leaves = tuple(leaf[:size] if leaf.dim() else leaf for leaf in self.leaves)
         extras = {name: _first_rows(value, self.size, size) for name, value in self.extras.items()}
         return MicroBatch(leaves, self.structure, size, extras)
 
     def clone(self) -> MicroBatch:
         """Copy the micro-batch into memory of its own."""
-        leaves = tuple(leaf.clone() for leaf in self.leaves)
+        leaves = tuple(map(copy_leaf, self.leaves))
         if not self.extras:
             return dataclasses.replace(self, leaves=leaves)
         return dataclasses.replace(self, leaves=leaves, extras=_copy_of(dict(self.extras)))
@@ -138,10 +161,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move the micro-batch to a device; returns itself if it is there already."""
-        if all(leaf.device == device for leaf in self.leaves):
+        if all(isinstance(leaf, Tensor) and leaf.device == device for leaf in self.leaves):
             return self
-        leaves = tuple(leaf.to(device, non_blocking=True) for leaf in self.leaves)
-        return dataclasses.replace(self, leaves=leaves)
+        return dataclasses.replace(self, leaves=tuple(_move(leaf, device) for leaf in self.leaves))
 
 
 def _copy_of(value: tree.Tree) -> tree.Tree:

@@ -165,6 +165,16 @@ class ProgramSpec:
         return self.config.run_eagerly
 
     @property
+    def varies(self) -> bool:
+        """True where one micro-batch may reach other parameters than another.
+
+        Where the state lies in parts, of processes or of turns, it is laid out for the first one's.
+        """
+        is_divided = self.config.shard_optimizer and self.processes.is_distributed
+        takes_turns = self.loss is not None and bool(self.loss.turns)
+        return self.run_eagerly and not is_divided and not takes_turns
+
+    @property
     def divides_weights(self) -> bool:
         """True where each of several processes has a part of the weights."""
         return self.config.shard_weights and self.processes.is_distributed
@@ -454,6 +464,15 @@ class Engine(abc.ABC):
         Args:
             spec: an ``ipufit.engines.program.ProgramSpec``: module, loss, optimizer, plan and mode.
         """
+
+    def can_run_eagerly(self, config: TrainConfig, error: Exception) -> bool:
+        """Tell whether the module itself may run where its program could not be prepared.
+
+        Args:
+            config: as for :meth:`check`.
+            error: that ended the preparation.
+        """
+        return False
 
     def check(
         self,

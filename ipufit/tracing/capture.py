@@ -36,6 +36,7 @@ from ipufit.utils.state import replaced
 __all__ = [
     "CALLERS",
     "TORCH_PATH",
+    "UNREGISTERED",
     "Frame",
     "capture",
     "capture_error",
@@ -43,6 +44,7 @@ __all__ = [
     "fault_error",
     "frame_of",
     "makes_shape",
+    "may_run_eagerly",
     "recordable",
     "user_frame",
     "value_error",
@@ -69,6 +71,9 @@ CALLERS = (
     os.path.join(PACKAGE, "poptorch", "_recording.py"),
     os.path.join(PACKAGE, "analysis", "check", "runs.py"),
 )
+
+# Kind of the error about layers that torch overlooks, which nothing trains.
+UNREGISTERED = "unregistered"
 
 _EAGERLY = "To run this module as it is, without capture, use compile(..., run_eagerly=True)."
 
@@ -149,6 +154,15 @@ def capture_error(
         what=what,
         cure=instead,
     )
+
+
+def may_run_eagerly(error: BaseException) -> bool:
+    """Tell whether a module may still run itself where its recording ended with this error."""
+    if isinstance(error, CaptureError):
+        return error.kind != UNREGISTERED
+    # It came from torch or from the user's code: from no check, and by no fault of ours.
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    return not innermost.f_code.co_filename.startswith(PACKAGE)
 
 
 # What the user's line looks like tells which of several causes it was; torch's error is the same.

@@ -16,6 +16,7 @@ import weakref
 import zlib
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
+import torch
 from torch import Tensor, nn
 
 from ipufit.losses import Loss
@@ -68,9 +69,15 @@ class StepModule(nn.Module):
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     def owners(self) -> Tuple[object, ...]:
-        """The user's modules and the objects that the loss calls, whose attributes are frozen."""
-        _, *parts = self.modules()  # the first one is the step itself
-        return (*parts, *self.called)
+        """The user's modules and the objects that the loss calls, whose attributes are frozen.
+
+        Those of a TorchScript module are not Python's.
+        """
+        owners: List[object] = []
+        for part in self.modules():
+            if part is not self and not isinstance(part, torch.jit.ScriptModule):
+                owners.append(part)
+        return (*owners, *self.called)
 
     @contextlib.contextmanager
     def preserve_attributes(self, notes_writes: bool = False) -> Iterator[List[str]]:

@@ -135,6 +135,11 @@ class FlatBlock:
     updates: float
     slots: Tuple[Slot, ...]
 
+    @property
+    def names(self) -> Tuple[str, ...]:
+        """Names of the parameters, in order."""
+        return tuple(slot.name for slot in self.slots)
+
     @staticmethod
     def of(named: Sequence[Tuple[str, Tensor]], group: int, updates: float) -> FlatBlock:
         """Lay the parameters out one after another."""

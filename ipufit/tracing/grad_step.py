@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, FrozenSet, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,20 @@ from ipufit.errors import CaptureError, LossError
 from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
 from ipufit.partition.own_blocks import OwnBlocks
 from ipufit.partition.partition import Partition
-from ipufit.tracing.capture import capture
+from ipufit.tracing.capture import UNREGISTERED, capture
 from ipufit.tracing.fingerprint import PLAIN, StepModule
 from ipufit.tracing.flat_storage import FlatBlock, storage_id
 from ipufit.tracing.ipu_only import record_hints
 from ipufit.tracing.recording import autograd_nodes, mark_backward_pass, mark_layers
-from ipufit.tracing.validate import find_unregistered, public_name, rebound, storages
+from ipufit.tracing.validate import (
+    find_unregistered,
+    public_name,
+    rebound,
+    refuse_unrecordable,
+    storages,
+)
 from ipufit.utils import tree
+from ipufit.utils.console import warn_user
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import call_with, device_of, eval_mode, train_mode
@@ -158,7 +165,8 @@ class ModuleWithLoss(StepModule):
 
         Args:
             batch: (args, kwargs, target, sample_weight).
-            tensors: those that were put in place for this call.
+            tensors: those that were put in place for this call; none where they are the module's
+                own, which forward may replace.
             with_loss: whether to compute it.
         """
         args, kwargs, target, sample_weight = batch
@@ -168,7 +176,7 @@ class ModuleWithLoss(StepModule):
         else:
             result = self.loss.call(self.net, args, kwargs)
         outputs, term = split_loss(self.loss, result, target, sample_weight, with_loss)
-        for error in rebound(self, tensors, before):
+        for error in rebound(self, tensors, before) if tensors else ():
             if self.forgive is None:
                 raise error
             self.forgive(error)
@@ -280,6 +288,7 @@ def capture_step(
     Raises:
         CaptureError: the function needs a value.
     """
+    refuse_unrecordable(step.net, batch)
     device = device_of(step.net)
     named = step.tensors()
     leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
@@ -319,7 +328,8 @@ class GradStep:
         structure: of the example.
         names: of all state; those that are trained come first.
         outputs: how the output tensors become the module's outputs.
-        with_gradient: names of the parameters that a gradient reached.
+        with_gradient: names of the parameters that have a place in the gradients.
+        with_grad: of an eager step, names of those that a gradient came to in the last call.
         blocks: what their gradients are packed into.
         reported: what the numbers are that came with the loss of the last call.
         labels: class indices that the loss takes; None before the first call with a loss.
@@ -337,6 +347,11 @@ class GradStep:
     partition: Optional[Partition] = None
     recompute: Sequence[str] = ()
 
+    # Whether the module itself runs, with its own parameters, and whether a micro-batch may then
+    # reach other ones than the first: all that are trained have a place in the gradients.
+    eager = False
+    varies = False
+
     def __post_init__(self, example: MicroBatch) -> None:
         self.structure = example.structure
         self.names = [*self.trained, *self.fixed]
@@ -347,6 +362,7 @@ class GradStep:
         self.blocks: Sequence[FlatBlock] = ()
         self.outputs: OutputShape = OutputShape(None)
         self.with_gradient: Tuple[str, ...] = ()
+        self.with_grad: FrozenSet[str] = frozenset()
 
     @property
     def forward_leaves(self) -> int:
@@ -380,12 +396,17 @@ class GradStep:
         loss = self.step.loss
         with torch.set_grad_enabled(self._trains or (loss is not None and loss.differentiates)):
             marked = mark_layers(self.step.net, self.recompute)
-            precision = computing_in(self.precision, tensors[-1].device)
+            # The last one may be no tensor where nothing is recorded.
+            last = tensors[-1] if isinstance(tensors[-1], Tensor) else tensors[0]
+            precision = computing_in(self.precision, last.device)
             with collecting() as entries, precision, marked:
                 batch = with_inputs_in(self.precision, batch)
                 with record_hints(batch, self.hints), follow_stages(self.partition, self.step.net):
-                    arguments = (batch, state, self.with_loss)
-                    outputs, term = call_with(self.step, state, arguments)
+                    if self.eager:
+                        outputs, term = self.step(batch, {}, self.with_loss)
+                    else:
+                        arguments = (batch, state, self.with_loss)
+                        outputs, term = call_with(self.step, state, arguments)
             if term is not None:
                 if self.labels is None:
                     self.labels = self.step.label_ranges(outputs, batch[2])
@@ -416,16 +437,20 @@ class GradStep:
         for loss, names in self._moves(term):
             if not loss.requires_grad:
                 continue
-            self._refuse_bypass(loss)
+            self._look_for_bypass(loss)
             objective = loss if scale is None else loss * scale.to(loss.dtype)
             weights = [state[name] for name in names]
             with mark_backward_pass(objective):
                 keeps = loss is not term.value
-                gradients = torch.autograd.grad(
-                    objective, weights, retain_graph=keeps, allow_unused=True
-                )
+                if self.eager and not keeps:
+                    gradients = self._backward(objective, names)
+                else:
+                    gradients = torch.autograd.grad(
+                        objective, weights, retain_graph=keeps, allow_unused=True
+                    )
             by_name.update((n, g) for n, g in zip(names, gradients) if g is not None)
-        if not self.with_gradient:
+        self.with_grad = frozenset(by_name) if self.eager else self.with_grad
+        if not self.with_gradient or (self.eager and not term.value.requires_grad):
             self._lay_out(by_name)
         late = sorted(set(by_name).difference(self.with_gradient))
         if late:
@@ -450,29 +475,41 @@ class GradStep:
             moved = self.step.loss.moved(list(by_public), index)
             yield loss, [by_public[name] for name in moved]
 
-    def _refuse_bypass(self, loss: Tensor) -> None:
-        """A parameter reached by a reference from outside the module would get no gradient."""
-        parameter_names = {id(p): name for name, p in self.step.named_parameters()}
+    def _backward(self, objective: Tensor, names: Sequence[str]) -> Sequence[Optional[Tensor]]:
+        """Gradients of these parameters by ``backward``, for a step that is eager."""
+        raise NotImplementedError
+
+    def _look_for_bypass(self, loss: Tensor) -> None:
+        """Refuse what the loss depends on past the module: it would get no gradient.
+
+        Of the module itself a parameter gets one on any way; what is none gets none, and is told.
+        """
+        parameter_names: Dict[int, str] = {}
+        for name, parameter in () if self.eager else self.step.named_parameters():
+            parameter_names[id(parameter)] = name
         # Those are looked for once: it takes longer than the rest.
         overlooked = {} if self.with_gradient else find_unregistered(self.step.net)
-        for node in autograd_nodes([loss.grad_fn]):
+        for node in autograd_nodes([loss.grad_fn]) if parameter_names or overlooked else ():
             leaf = id(getattr(node, "variable", None))
             if leaf in overlooked:
                 attribute = overlooked[leaf]
+                if self.eager:
+                    warn_user(f"{attribute.text}: they are not trained. {attribute.cure}")
+                    return
                 raise CaptureError(
                     f"{attribute.text}, so that they would not be trained. {attribute.cure} What "
-                    "is not to be trained, call requires_grad_(False) of."
+                    "is not to be trained, call requires_grad_(False) of.",
+                    kind=UNREGISTERED,
                 )
-            name = parameter_names.get(leaf)
-            if name is not None:
+            if leaf in parameter_names:
                 raise CaptureError(
-                    f"{public_name(name)!r} was used through a reference kept outside the module, "
-                    "such as a list of parameters, and would get no gradient from there. Reach it "
-                    "through the module in forward or in the loss, such as self.layer.weight."
+                    f"{public_name(parameter_names[leaf])!r} was used through a reference kept "
+                    "outside the module, such as a list of parameters, and would get no gradient "
+                    "from there. Reach it through the module in forward or in the loss, such as "
+                    "self.layer.weight."
                 )
 
     def _lay_out(self, gradients: Mapping[str, Tensor]) -> None:
-        assert self.layout is not None
         owner = type(self.step.net).__name__
         if not self.trained:
             raise LossError(
@@ -488,11 +525,12 @@ class GradStep:
             )
         for name, gradient in gradients.items():
             if gradient.layout is not torch.strided:
-                raise LossError(
-                    f"gradients must be dense, but that of {public_name(name)!r} is "
-                    f"{gradient.layout}. Build the layer with sparse=False."
-                )
-        self.with_gradient = tuple(name for name in self.trained if name in gradients)
+                what = f"gradients must be dense, but that of {public_name(name)!r} is "
+                cure = "Build the layer with sparse=False, or use compile(..., run_eagerly=True)."
+                raise CaptureError(f"{what}{gradient.layout}. {cure}", what=what, cure=cure)
+        assert self.layout is not None
+        names = self.trained if self.varies else filter(gradients.__contains__, self.trained)
+        self.with_gradient = tuple(names)
         self.blocks = self.layout(self.with_gradient)
         # It belongs to a program, which what is recorded outlives.
         self.layout = None
@@ -500,7 +538,7 @@ class GradStep:
     def _detached_outputs(self, outputs: object, inputs: Sequence[Tensor]) -> List[Tensor]:
         refuse_hidden_tensors(outputs)
         self.outputs = OutputShape(outputs)
-        storages = {storage_id(t) for t in inputs} - {0}
+        storages = {storage_id(t) for t in inputs if isinstance(t, Tensor)} - {0}
         # An output that shares memory with a weight, a buffer or the user's batch would change
         # later.
         tensors = [

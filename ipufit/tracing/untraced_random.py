@@ -18,10 +18,11 @@ from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import GraphSignature
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.user_lines import Lines
+from ipufit.tracing.validate import refuse_unrecordable
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import LOCK, Generators, generator_state
 
-__all__ = ["advise_call", "describe_draw", "record_alone", "refuse_draws"]
+__all__ = ["advise_call", "describe_draw", "reachable_generators", "record_alone", "refuse_draws"]
 
 
 def advise_call(frame: Optional[Frame]) -> str:
@@ -77,7 +78,7 @@ def refuse_draws(
     """
     # The data pipeline may draw as well, but not while this is held.
     with LOCK:
-        generators = Generators(_reachable_generators(step))
+        generators = Generators(reachable_generators(step, with_torch=False))
         yield
         if not generators.drawn():
             return
@@ -108,10 +109,8 @@ def _judge(
         return
     name, frame = places[0]
     also = "".join(f" So does {_place(other)}." for _, other in places[1:4] if other is not None)
-    # Where gradients reach other parameters each time, a recording fails, and so would every run.
-    runs = runs_eagerly and text is not None and None not in others
     cure = f"{advise_call(frame)}{also}"
-    raise capture_error(describe_draw(name), cure, frame, kind="random", runs_eagerly=runs)
+    raise capture_error(describe_draw(name), cure, frame, kind="random", runs_eagerly=runs_eagerly)
 
 
 def _recorded(record: Callable[[], fx.GraphModule]) -> Optional[GraphSignature]:
@@ -136,15 +135,21 @@ def _place(frame: Frame) -> str:
     return f"{frame[0]}:{frame[1]} in {frame[2]}"
 
 
-def _reachable_generators(step: StepModule) -> List[Tuple[str, object]]:
-    """Generators of the user's that code can reach, each once."""
+def reachable_generators(step: StepModule, with_torch: bool = True) -> List[Tuple[str, object]]:
+    """Generators of the user's that code can reach, each once, with a title.
+
+    Args:
+        step: whose code.
+        with_torch: whether those of torch's are among them.
+    """
     objects = list(CodeReader(step).generators)
     for part in step.owners():
         for name, value in vars(part).items():
             if generator_state(value) is not None:
                 objects.append((f"{type(part).__name__}.{name}", value))
     once = {id(value): (title, value) for title, value in reversed(objects)}
-    return [each for each in once.values() if not isinstance(each[1], torch.Generator)]
+    pairs = once.values()
+    return [each for each in pairs if with_torch or not isinstance(each[1], torch.Generator)]
 
 
 def record_alone(
@@ -159,6 +164,7 @@ def record_alone(
         with_loss: compute the loss.
         precision: in which it computes.
     """
+    refuse_unrecordable(step.net, example)
     tensors = step.tensors()
     trained = [name for name, tensor in tensors.items() if trains and tensor.requires_grad]
     names = step.state_names(trained)

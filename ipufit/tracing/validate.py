@@ -14,6 +14,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import torch
 from torch import Tensor, nn
 
+from ipufit.core.batch import MicroBatch
 from ipufit.errors import CaptureError, ConfigurationError, OptimizerError
 from ipufit.tracing.flat_storage import extent, storage_id
 
@@ -22,8 +23,10 @@ __all__ = [
     "line_of",
     "public_name",
     "rebound",
+    "rebound_error",
     "refuse_rebinding",
     "refuse_shared_memory",
+    "refuse_unready",
     "refuse_unrecordable",
     "refuse_unregistered",
     "storages",
@@ -132,24 +135,13 @@ def _registering(value: object, content: str) -> Tuple[str, str]:
     return "Tensor", "nn.Parameter"
 
 
-def refuse_unrecordable(module: nn.Module) -> None:
-    """Look through the module and all its parts.
+def refuse_unready(module: nn.Module) -> None:
+    """Make sure that all parameters of a module can be trained, in whichever way it runs.
 
     Raises:
-        ConfigurationError: a part is compiled already, or a parameter has no shape or no data yet.
+        ConfigurationError: a parameter has no shape or no data yet.
     """
-    for name, part in module.named_modules():
-        where = f"its part {name!r}" if name else "it"
-        if isinstance(part, torch.jit.ScriptModule):
-            raise ConfigurationError(
-                f"the module must be plain Python to be recorded, but {where} is a TorchScript "
-                f"module ({type(part).__name__}). Pass the module that it was scripted from."
-            )
-        if type(part).__name__ == "OptimizedModule":
-            raise ConfigurationError(
-                f"the module must be plain Python to be recorded, but {where} went through "
-                "torch.compile. Pass the module itself: ipufit records the whole training step."
-            )
+    for part in module.modules():
         for parameter_name, parameter in part.named_parameters(recurse=False):
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise ConfigurationError(
@@ -163,6 +155,35 @@ def refuse_unrecordable(module: nn.Module) -> None:
                     f"{type(part).__name__} is on the device meta. Use "
                     "module.to_empty(device=...) and load weights first."
                 )
+
+
+def refuse_unrecordable(module: nn.Module, batch: MicroBatch) -> None:
+    """Make sure that a module is plain Python, and a batch made of tensors.
+
+    Raises:
+        CaptureError: a part is compiled already, or another object is in the batch.
+    """
+    for name, part in module.named_modules():
+        where = f"its part {name!r}" if name else "it"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"the module must be plain Python to be recorded, but {where} is a TorchScript "
+                f"module ({type(part).__name__}). Pass the module that it was scripted from, or "
+                "use compile(..., run_eagerly=True)."
+            )
+        if type(part).__name__ == "OptimizedModule":
+            raise CaptureError(
+                f"the module must be plain Python to be recorded, but {where} went through "
+                "torch.compile. Pass the module itself: ipufit records the whole training step. "
+                "Or use compile(..., run_eagerly=True)."
+            )
+    for leaf in batch.leaves:
+        if not isinstance(leaf, Tensor):
+            raise CaptureError(
+                f"a batch must be made of tensors to be recorded, but a {type(leaf).__name__} is "
+                "in it. Yield its tensors, in tuples, lists, dicts or dataclasses, or use "
+                "compile(..., run_eagerly=True)."
+            )
 
 
 def public_name(name: str) -> str:
@@ -190,7 +211,7 @@ def rebound(
     for name in sorted({*tensors, *now}):
         tensor = tensors.get(name)
         if tensor is None or now.get(name) is not tensor or storage_id(tensor) != before[name]:
-            yield _rebound(module, name, new=tensor is None)
+            yield rebound_error(module, name, new=tensor is None)
 
 
 def refuse_rebinding(
@@ -205,7 +226,14 @@ def refuse_rebinding(
         raise error
 
 
-def _rebound(module: nn.Module, name: str, new: bool) -> CaptureError:
+def rebound_error(module: nn.Module, name: str, new: bool) -> CaptureError:
+    """The error, with the place, about a tensor that forward has put into a module.
+
+    Args:
+        module: whose forward has run.
+        name: of the parameter or buffer.
+        new: whether there was none before.
+    """
     path, _, attribute = name.rpartition(".")
     parts = path.split(".")
     owners = [module.get_submodule(".".join(parts[:i])) for i in range(len(parts), 0, -1)]

@@ -32,7 +32,7 @@ from ipufit.engines.choice import engine_maker
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, first_line
 from ipufit.partition.request import Parallel
-from ipufit.tracing.validate import refuse_unrecordable
+from ipufit.tracing.validate import refuse_unready
 from ipufit.training import fit, on_batch
 from ipufit.training.compile import CompileConfig, build_session
 from ipufit.training.fit_data import FitRequest, InferenceRequest
@@ -89,7 +89,7 @@ class Model(InspectionMixin):
                 f"Model takes a torch.nn.Module object, got {module!r}. Pass an instance, such as "
                 "ipufit.Model(MyNet())."
             )
-        refuse_unrecordable(module)
+        refuse_unready(module)
         self.module: nn.Module = module if device is None else _moved(module, device)
         self.history: History = History()
         self.stop_training = False

@@ -31,6 +31,7 @@ from ipufit.planner.divided_module import DividedModule
 from ipufit.processes import Processes, current
 from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.sanity_check import (
+    EagerModes,
     FailureExplainer,
     check_call,
     check_class_weights,
@@ -97,6 +98,7 @@ class Session:
         self._runs = self._swaps = 0
         self._seed: Optional[int] = None
         self._training: Optional[Program] = None
+        self._eager = EagerModes()
         self._left_out = self._outside_optimizer()
         self.around: Callable[[Program, ProgramSpec], Program] = lambda program, spec: program
 
@@ -314,7 +316,11 @@ class Session:
             pipeline.unpacker.micro_batch_size = sizes[0]
             start = functools.partial(self._start, pipeline, first, job)
             processes.run_on_all_ranks(lambda: started.append(start()))
-            return started[0]
+            if not processes.is_distributed or not self._eager.follow(job.mode, processes):
+                return started[0]
+            # They add up gradients in another way where the module itself runs.
+            self.finish(started[0].program)
+            return self._prepare_program(pipeline, first, job)
         except BaseException:
             pipeline.close()
             for each in started:
@@ -361,9 +367,12 @@ class Session:
             rules = merge_rules(prepared.rules, tail.rules if tail is not None else {})
             for name, rule in rules.items():
                 check_log_name(name, metrics.names, rule.exact)
-        except BaseException:
+        except BaseException as error:
             self.finish(program)
-            raise
+            if not self._eager.may_help(error, mode, self.engine, self.config):
+                raise
+            with self._eager.trying(error, mode, self.module):
+                return self._prepare_program(pipeline, first, job)
         settings = self.config.settings if mode is Mode.TRAIN else ()
         meter = EpochMetrics(metrics, plan, self.loss, rules, settings)
         weighted = job.source.role if mode is Mode.TRAIN and is_weighted(first) else None
@@ -405,7 +414,7 @@ class Session:
             seed=seed if fixed_seed is None else fixed_seed.value,
             domain=domain,
             first_update=self.updates,
-            config=self.config,
+            config=self._eager.config(self.config, mode) if self._eager.reasons else self.config,
             options=self._options.get(role_of(mode)),
             partition=self.divided.partitions.of(mode is Mode.TRAIN),
             processes=self.processes,
@@ -476,7 +485,8 @@ class Session:
         """How the program of this session runs, in one or two lines."""
         from ipufit.partition.cut_layers import describe_cuts
 
-        how = "the module itself, eagerly" if self.config.run_eagerly else "one recorded program"
+        is_eager = self.config.run_eagerly or Mode.TRAIN in self._eager.reasons
+        how = "the module itself, eagerly" if is_eager else "one recorded program"
         optimizer = type(self._optimizer).__name__ if self._optimizer else "no optimizer"
         text = (
             f"Runs {how} on the {self.engine.name} engine, device {device_of(self.module)}, with "
@@ -484,6 +494,7 @@ class Session:
         )
         more = [f"{name}={value!r}" for name, value in self.config.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
+        text += "".join(f"\n{line}" for line in self._eager.describe())
         text += "".join(f"\n{line}" for line in self.divided.partitions.describe())
         text += "".join(f"\n{line}" for line in describe_cuts(self.module))
         text += "".join(f"\n{line}" for line in self.fixed.remarks)

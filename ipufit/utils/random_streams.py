@@ -272,6 +272,8 @@ class Generators:
         for each in self._objects.values():
             if isinstance(each, random.Random):
                 each.seed(seed)
+            elif isinstance(each, torch.Generator):
+                each.manual_seed(seed)
             elif hasattr(each, "bit_generator"):
                 each.bit_generator.state = type(each.bit_generator)(seed).state
             else:

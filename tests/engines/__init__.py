@@ -4,6 +4,8 @@ Each reason is one of an IPU; what it refuses, and how, is in tests/engines/ipu/
 tests/engines/ipu/test_refusals.py.
 """
 
+import os
+
 import pytest
 
 embedded_only = pytest.mark.embedded_only
@@ -31,6 +33,14 @@ replicas_meet = embedded_only(
 
 # For a parameter that says whether to run eagerly.
 EAGER_OR_NOT = [False, pytest.param(True, marks=runs_eagerly)]
+
+
+def strict():
+    """Options of compile with which it is an error, on either engine, that nothing is recorded."""
+    is_ipu = os.environ.get("IPUFIT_ENGINE", "").startswith("ipu")
+    return {} if is_ipu else {"jit": "graph"}
+
+
 # A run through the module itself, to compare with, where one call takes engine and options.
 EAGER = {"engine": "embedded", "run_eagerly": True}
 

@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot
 
 import ipufit
 from ipufit.errors import CaptureError
-from tests.engines import EAGER, EAGER_OR_NOT, has_kept_values, runs_eagerly
+from tests.engines import EAGER, has_kept_values, runs_eagerly, strict
 from tests.faulty import (
     Net,
     Told,
@@ -277,7 +277,7 @@ VALUES = {
 def test_a_value_that_python_needs_is_refused_with_its_line(kind):
     """A recording that guessed the value would train another model than the user wrote."""
     engine = Watched()
-    model = compiled(kind(), engine=lambda: engine)
+    model = compiled(kind(), engine=lambda: engine, jit="graph")
     told = Told()
     function = helper if kind is Calls else kind.forward
     line, source = marked(function)
@@ -335,7 +335,7 @@ def test_a_loss_is_read_like_a_module():
         return (prediction - target).square().mean() * target.max().item()  # here
 
     line, source = marked(rounded)
-    model = compiled(loss=rounded)
+    model = compiled(loss=rounded, **strict())
     at = f"at {__file__}:{line} in rounded: `{source}`"
     with refused(model, CaptureError, f"{NUMBER[0]}, {at}. {NUMBER[1]} {EAGERLY}"):
         fit(model)
@@ -350,7 +350,7 @@ def test_a_fault_of_eval_mode_is_found_before_training():
             y = super().forward(x)
             return y if self.training else y * x.max().item()  # here
 
-    model = compiled(Evaluating())
+    model = compiled(Evaluating(), **strict())
     told = Told()
     line, source = marked(Evaluating.forward)
     at = f"at {__file__}:{line} in forward: `{source}`"
@@ -404,7 +404,6 @@ REPLACED = "was replaced by another tensor inside forward"
 IN_PLACE = "Change it in place: self.average.copy_(new_value)."
 
 
-@pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize(
     ("kind", "what", "instead"),
     [
@@ -423,9 +422,9 @@ IN_PLACE = "Change it in place: self.average.copy_(new_value)."
         ),
     ],
 )
-def test_a_rebound_tensor_is_refused(kind, what, instead, run_eagerly):
+def test_a_rebound_tensor_is_refused(kind, what, instead):
     """The program reads the old tensor for ever: the statistics would silently stand still."""
-    model = compiled(kind(), run_eagerly=run_eagerly)
+    model = compiled(kind(), **strict())
     line, _ = marked(kind.forward)
     text = f"{what}, at {__file__}:{line}, and the program would never see the new one. {instead}"
     with refused(model, CaptureError, text) as caught:
@@ -672,7 +671,7 @@ def test_a_tensor_that_a_library_keeps_is_refused_by_a_later_recording(monkeypat
     """What installed packages keep is not looked for."""
     library = nn.functional
     monkeypatch.setattr(library, "mask_of_a_test", Memo(), raising=False)
-    model = compiled(KeepsMask(lambda net, size: nn.functional.mask_of_a_test(size)))
+    model = compiled(KeepsMask(lambda net, size: nn.functional.mask_of_a_test(size)), **strict())
     fit(model)
     with pytest.raises(CaptureError, match="kept from an earlier recording") as caught:
         model.predict(loader(), verbose=0)
@@ -755,7 +754,7 @@ def test_a_packed_sequence_is_refused_and_the_padded_batch_gives_the_same():
     """The errors that torch raises for it are about sizes and devices, and differ by version."""
     lengths = torch.tensor([5, 2, 3, 1])
     batch = ((torch.randn(4, 5, 4), lengths), torch.randn(4, 3))
-    model = compiled(Packed())
+    model = compiled(Packed(), **strict())
     with pytest.raises(CaptureError) as caught:
         fit(model, [batch])
     text = str(caught.value)
@@ -800,7 +799,7 @@ class Compiles(Net):
 @pytest.mark.long("ipu-standin")
 def test_what_went_through_torch_compile_is_refused_and_what_it_was_made_of_runs():
     """Torch speaks of FX and of a dynamo-optimized function."""
-    model = compiled(Compiles())
+    model = compiled(Compiles(), **strict())
     line, source = marked(Compiles.forward)
     text = (
         "a function or module that went through torch.compile was called, but only plain Python "
@@ -841,7 +840,7 @@ def test_anomaly_detection_is_refused_by_its_name(anomaly):
         "torch.autograd.set_detect_anomaly(False), and use compile(..., detect_nan=True), which "
         f"names operator, line and samples. {EAGERLY}"
     )
-    model = compiled()
+    model = compiled(**strict())
     with refused(model, CaptureError, text):
         fit(model)
     # There are no gradients here.
@@ -862,7 +861,7 @@ def test_anomaly_detection_works_eagerly_and_its_replacement_does_not_need_it(an
 @pytest.mark.long("ipu-standin")
 def test_a_value_that_forward_needs_is_no_matter_of_anomaly_detection(anomaly):
     """Both ask for a number, and only one of them is in the user's file."""
-    model = compiled(Item())
+    model = compiled(Item(), **strict())
     line, source = marked(Item.forward)
     at = f"at {__file__}:{line} in forward: `{source}`"
     with refused(model, CaptureError, f"{NUMBER[0]}, {at}. {NUMBER[1]} {EAGERLY}"):

@@ -3,6 +3,7 @@ own."""
 
 import copy
 import dataclasses
+import functools
 import warnings
 from collections import OrderedDict, namedtuple
 from typing import Any
@@ -14,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ipufit
-from tests.engines import EAGER_OR_NOT, counts_in_a_buffer, embedded_only
+from tests.engines import EAGER_OR_NOT, counts_in_a_buffer, embedded_only, strict
 from tests.nets import CNN, MLP, Running, Transformer, data
 
 
@@ -650,7 +651,7 @@ def test_a_hook_for_after_accumulation_is_refused():
     net = MLP().double()
     net.layers[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     model = ipufit.Model(net)
-    model.compile("sgd", "cross_entropy")
+    model.compile("sgd", "cross_entropy", **strict())
     with pytest.raises(ipufit.errors.CaptureError) as caught:
         model.fit(loader(), verbose=0)
     assert str(caught.value) == (
@@ -679,28 +680,58 @@ def lazy():
             "every parameter must have a shape, but 'weight' of LazyLinear gets its own at the "
             "first forward. Call the module once on an example before ipufit.Model(module).",
         ),
+    ],
+    ids=["meta", "lazy"],
+)
+def test_modules_that_are_not_ready_are_refused_at_once(make, text):
+    """Torch's own errors for these come late and do not say what to do."""
+    with pytest.raises(ipufit.errors.ConfigurationError) as caught:
+        ipufit.Model(make())
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
         (
-            lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))),
-            "the module must be plain Python to be recorded, but its part '0' is a TorchScript "
-            "module (RecursiveScriptModule). Pass the module that it was scripted from.",
+            lambda: nn.Sequential(nn.Flatten(), torch.jit.script(nn.Linear(12, 5).double())),
+            "the module must be plain Python to be recorded, but its part '1' is a TorchScript "
+            "module (RecursiveScriptModule). Pass the module that it was scripted from, or use "
+            "compile(..., run_eagerly=True).",
         ),
         (
-            lambda: torch.compile(nn.Linear(2, 2)),
-            "the module must be plain Python to be recorded, but it went through torch.compile. "
-            "Pass the module itself: ipufit records the whole training step.",
+            lambda: nn.Sequential(
+                nn.Flatten(), torch.compile(nn.Linear(12, 5).double(), backend="eager")
+            ),
+            "the module must be plain Python to be recorded, but its part '1' went through "
+            "torch.compile. Pass the module itself: ipufit records the whole training step. Or "
+            "use compile(..., run_eagerly=True).",
         ),
     ],
-    ids=["meta", "lazy", "script", "compile"],
+    ids=["script", "compile"],
 )
-def test_modules_that_cannot_be_recorded_are_refused_at_once(make, text):
-    """Torch's own errors for these come late and do not say what to do."""
-    with warnings.catch_warnings():
-        # TorchScript is deprecated, and torch.compile imports much.
-        warnings.simplefilter("ignore")
-        module = make()
-    with pytest.raises(ipufit.errors.ConfigurationError) as caught:
-        ipufit.Model(module)
+@pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated, and torch.compile imports much
+def test_what_is_compiled_already_is_recorded_in_no_way_and_trains_eagerly(make, text, engine):
+    """Torch's own errors for these do not say what to do."""
+    model = ipufit.Model(make())
+    model.compile("sgd", "cross_entropy", **strict())
+    with pytest.raises(ipufit.errors.CaptureError) as caught:
+        model.fit(loader(), verbose=0)
     assert str(caught.value) == text
+    if engine == "embedded":
+        quick = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        module, by_hand = make(), make()
+        by_hand.load_state_dict(module.state_dict())
+        model = ipufit.Model(module)
+        model.compile(quick(module.parameters()), "cross_entropy", run_eagerly=True)
+        model.fit(loader(), verbose=0, epochs=2)
+        optimizer = quick(by_hand.parameters())
+        for x, y in [*loader(), *loader()]:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(by_hand(x), y).backward()
+            optimizer.step()
+        for one, other in zip(module.parameters(), by_hand.parameters()):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 @pytest.mark.long

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Callable, Dict, List, Mapping, Optional, Seque
 import torch
 from torch import Tensor, fx, nn
 
-from ipufit.core.batch import MicroBatch, Mode
+from ipufit.core.batch import MicroBatch, Mode, copy_leaf
 from ipufit.core.compile_arguments import GRAPH, OFF, Backend
 from ipufit.core.precision import (
     autocast_state,
     computes_in_half,
     mixes_double,
+    refuse_missing_half,
     try_out,
     without_autocast,
 )
@@ -22,7 +23,7 @@ from ipufit.engines.embedded.cuda_graphs import GraphMaker
 from ipufit.engines.embedded.execution import ExecutionOutputs, Transfer
 from ipufit.engines.embedded.passes.select_kernels import Lowered, lower
 from ipufit.engines.embedded.passes.torch_compile import compile_micro_batch
-from ipufit.engines.embedded.traced_step import TracedStep
+from ipufit.engines.embedded.traced_step import EagerStep, TracedStep
 from ipufit.engines.embedded.training_state import CarriedState
 from ipufit.engines.program import Engine, ExecutionResult, ProgramSpec
 from ipufit.losses import Loss
@@ -33,9 +34,12 @@ from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recompute import recompute_layers
-from ipufit.tracing.untraced_random import refuse_draws
+from ipufit.tracing.untraced_random import reachable_generators, refuse_draws
+from ipufit.tracing.validate import refuse_unrecordable
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_operators import uses_random_numbers
+from ipufit.utils.random_streams import Generators, isolated
+from ipufit.utils.state import device_of
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import Decision, Merger
@@ -99,6 +103,7 @@ class EngineContext(Engine):
         The module itself, run eagerly, is the same step for all shapes.
         """
         config = spec.config
+        refuse_unrecordable(spec.module, example)
         scaled = config.loss_scale is not None and layout is not None
         recompute = config.recompute if layout is not None else ()
         frozen, held = fingerprint(step)
@@ -153,6 +158,50 @@ class EngineContext(Engine):
         self._traced.move_to_end(key)
         return self._traced[key]
 
+    def try_eagerly(
+        self,
+        spec: ProgramSpec,
+        example: MicroBatch,
+        trained: Sequence[str],
+        fixed: Sequence[str],
+        state: Sequence[Tensor],
+        layout: Optional[Callable[[Sequence[str]], Sequence[FlatBlock]]],
+        step: ModuleWithLoss,
+    ) -> TracedStep:
+        """The micro-batch of the example's structure as the module itself runs it.
+
+        It runs once on copies, to see the outputs, and which parameters a gradient reaches.
+        """
+        config = spec.config
+        scaled = config.loss_scale is not None and layout is not None
+        micro = EagerStep(
+            step,
+            trained,
+            fixed,
+            example,
+            spec.mode is not Mode.PREDICT,
+            spec.want_outputs,
+            layout,
+            config.precision,
+            scaled,
+            spec.partition,
+        )
+        micro.varies = spec.varies
+        arguments = [*state, *example.leaves]
+        device = device_of(spec.module)
+        if scaled:
+            arguments.append(torch.ones((), dtype=torch.float64, device=device))
+        generators = Generators(reachable_generators(step))
+        with self.timed(), step.preserve_attributes(), for_this_engine():
+            try:
+                with isolated(device), refuse_missing_half():
+                    micro(*map(copy_leaf, arguments))
+            finally:
+                generators.restore()
+        self.hints.update(micro.hints)
+        lowered = Lowered(micro, OFF, "")
+        return TracedStep(micro, lowered, micro, True, (), None)
+
     def merge(self, merger: Merger, replicas: Sequence[Mapping[str, Tensor]]) -> Decision:
         """Decide whether micro-batches run as larger batches.
 
@@ -196,11 +245,6 @@ class EngineContext(Engine):
             several: whether gradients go to other processes.
             compiler: compiles the graph; None: it runs by torch's own operators.
         """
-        if jit == OFF:
-            # Once on copies, to see the outputs and which parameters a gradient reaches.
-            with step.preserve_attributes(), for_this_engine():
-                try_out(micro, arguments)
-            return micro, True, Lowered(micro, OFF, ""), None
         with self.timed(), step.preserve_attributes(notes_writes=True) as changed:
             record = functools.partial(capture, micro, arguments)
             with for_this_engine(), refuse_draws(step, record):

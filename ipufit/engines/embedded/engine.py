@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ipufit.core.batch import Mode
-from ipufit.core.compile_arguments import CUDAGRAPH, INDUCTOR
+from ipufit.core.compile_arguments import AUTO, CUDAGRAPH, INDUCTOR
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.context import EngineContext
@@ -24,6 +24,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.losses import Loss
 from ipufit.partition.partition import Partitions
 from ipufit.processes import current
+from ipufit.tracing.capture import may_run_eagerly
 from ipufit.tracing.ipu_only import describe_hints
 from ipufit.utils.devices import check_devices
 
@@ -95,6 +96,12 @@ class EmbeddedEngine(EngineContext):
         """Tell whether programs of the module run on this computer's own cores."""
         device = next(itertools.chain(module.parameters(), module.buffers()), torch.empty(0)).device
         return device.type == "cpu" and not self.as_device
+
+    def can_run_eagerly(self, config: TrainConfig, error: Exception) -> bool:
+        """Tell whether the module itself may run where a recording of it ended with this error."""
+        # These change or divide what is recorded.
+        is_changed = config.recompute or config.shard_weights
+        return config.jit == AUTO and not is_changed and may_run_eagerly(error)
 
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec. Recording happens when the first micro-batch of a shape comes."""

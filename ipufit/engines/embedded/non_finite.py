@@ -12,6 +12,7 @@ from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError, NonFiniteLossError, NonFiniteValue
 from ipufit.processes import current
+from ipufit.tracing.flat_storage import FlatBlock
 from ipufit.tracing.grad_step import public_name
 
 __all__ = [
@@ -76,7 +77,7 @@ def refuse_gradients(live: TrainingState, gradients: Sequence[Tensor]) -> None:
     Raises:
         NonFiniteLossError: they are not.
     """
-    name, value = first_non_finite(live, gradients)
+    name, value = first_non_finite(live.storage.blocks, gradients)
     if value is not None:
         raise NonFiniteLossError(
             f"the gradient must be finite, but that of {name!r} became {value} in update "
@@ -92,7 +93,7 @@ def refuse_weights(live: TrainingState) -> None:
     Raises:
         NonFiniteLossError: they are not; it is for the caller to go back.
     """
-    name, value = first_non_finite(live, live.storage.flats)
+    name, value = first_non_finite(live.storage.blocks, live.storage.flats)
     if value is not None:
         raise NonFiniteLossError(
             f"the weights must be finite, but {name!r} became {value} in update {live.updates}. "
@@ -104,15 +105,15 @@ def refuse_weights(live: TrainingState) -> None:
 
 
 def first_non_finite(
-    live: TrainingState, flats: Sequence[Tensor]
+    blocks: Sequence[FlatBlock], flats: Sequence[Tensor]
 ) -> Tuple[Optional[str], Optional[float]]:
     """The first parameter with a value that is not finite in flat tensors, and the value.
 
     Args:
-        live: lays them out.
+        blocks: how they are laid out.
         flats: weights or gradients.
     """
-    for block, flat in zip(live.storage.blocks, flats):
+    for block, flat in zip(blocks, flats):
         if bool(flat.isfinite().all()):
             continue
         for slot in block.slots:

@@ -79,7 +79,7 @@ class Replay:
             offset += batch.size
             total = [one + other for one, other in zip(total, gradients)] if total else gradients
         if not all(bool(flat.isfinite().all()) for flat in total):
-            name = first_non_finite(self.live, total)[0]
+            name = first_non_finite(update[0][1].micro.blocks, total)[0]
             return NonFiniteValue("accumulation", micro_batches=len(update), parameter=name)
         return None
 
@@ -109,6 +109,6 @@ class Replay:
         for flat in flats:
             if not bool(flat.isfinite().all()):
                 cause = search.cause_of(flat) or NonFiniteValue("unknown")
-                name = cause.parameter or first_non_finite(self.live, flats)[0]
+                name = cause.parameter or first_non_finite(recorded.micro.blocks, flats)[0]
                 return dataclasses.replace(cause, parameter=name), flats
         return None, flats

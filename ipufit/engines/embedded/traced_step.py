@@ -1,20 +1,21 @@
-"""A traced micro-batch and how it runs: what every program of the embedded engine is made of."""
+"""A micro-batch, traced or run by the module itself: what every program is made of."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.passes.select_kernels import Lowered
 from ipufit.tracing.grad_step import GradStep
+from ipufit.tracing.validate import rebound_error
 from ipufit.utils.random_streams import isolated
 
-__all__ = ["Seeding", "TracedStep", "Update", "computing"]
+__all__ = ["EagerStep", "Seeding", "TracedStep", "Update", "computing"]
 
 
 @contextlib.contextmanager
@@ -50,6 +51,110 @@ class TracedStep:
     random: bool
     kept_alive: Tuple[object, ...]
     graph: Optional[fx.GraphModule]
+
+
+class EagerStep(GradStep):
+    """The function that runs for micro-batches of one structure, whatever their shapes.
+
+    It is called as one that is recorded, and returns the same. Forward runs with the module's own
+    parameters, gradients come by ``backward``, and so code that looks at either has what it has in
+    a loop written by hand: hooks, references from elsewhere, ``.grad``.
+    """
+
+    eager = True
+
+    def __post_init__(self, example: MicroBatch) -> None:
+        super().__post_init__(example)
+        self._parameters: Dict[str, nn.Parameter] = dict(self.step.named_parameters())
+        owners: Dict[int, List[_Owner]] = {}
+        for part in self.step.modules():
+            for key, buffer in part._buffers.items():
+                owners.setdefault(id(buffer), []).append((part, key))
+        # Of those that a program was built over: not what forward has registered since.
+        self._buffers = [
+            (name, buffer, owners[id(buffer)])
+            for name, buffer in self.step.named_buffers()
+            if name in self.names
+        ]
+
+    def state_of(self, tensors: Sequence[Tensor]) -> Dict[str, Tensor]:
+        """State by name: the module's parameters, and these tensors for the rest."""
+        return {**dict(zip(self.names, tensors)), **self._parameters}
+
+    def __call__(self, *tensors: Tensor) -> List[Tensor]:
+        """Run the user's module and loss, and autograd, on these tensors."""
+        state = dict(zip(self.names, tensors))
+        moved = []
+        for name, parameter in self._parameters.items():
+            if parameter.data_ptr() != state[name].data_ptr():
+                moved.append((parameter, parameter.data))
+                parameter.data = state[name]
+        for name, buffer, places in self._buffers:
+            if _restore(buffer, places) and state[name] is not buffer:
+                _assign(state[name], places)
+        try:
+            return super().__call__(*tensors)
+        finally:
+            for name, buffer, places in self._buffers:
+                if _restore(state[name], places) and state[name] is not buffer:
+                    _assign(buffer, places)
+            for parameter, data in moved:
+                parameter.data = data
+
+    def _keep_hooks(self, state: Mapping[str, Tensor]) -> None:
+        """Hooks are where they were: the parameters are the module's own."""
+
+    def _look_for_bypass(self, loss: Tensor) -> None:
+        # A parameter that forward makes is not the optimizer's.
+        for name, parameter in () if self.with_gradient else self.step.named_parameters():
+            if self._parameters.get(name) is not parameter:
+                raise rebound_error(self.step, name, new=name not in self._parameters)
+        super()._look_for_bypass(loss)
+
+    def _backward(self, objective: Tensor, names: Sequence[str]) -> List[Optional[Tensor]]:
+        before = [(parameter, parameter.grad) for parameter in self._parameters.values()]
+        try:
+            for parameter, _ in before:
+                parameter.grad = None
+            objective.backward()  # type: ignore[no-untyped-call]
+            gradients = [self._parameters[name].grad for name in names]
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+        return [
+            gradient
+            if gradient is None or gradient.layout is torch.strided
+            else gradient.to_dense()
+            for gradient in gradients
+        ]
+
+
+# A module, and the name of a buffer in it.
+_Owner = Tuple[nn.Module, str]
+
+
+def _assign(tensor: Tensor, places: Sequence[_Owner]) -> None:
+    for owner, key in places:
+        setattr(owner, key, tensor)
+
+
+def _restore(tensor: Tensor, places: Sequence[_Owner]) -> bool:
+    """Have a module's buffer be this tensor again, with the value that forward has put there.
+
+    Returns:
+        Whether it is; not where that has another form, and stays.
+    """
+    owner, key = places[0]
+    value = dict(owner._buffers.items()).get(key)
+    if value is tensor:
+        return True
+    form = (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
+    if value is None or (value.shape, value.dtype, value.device, value.layout) != form:
+        return False
+    with torch.no_grad():
+        tensor.copy_(value)
+    _assign(tensor, places)
+    return True
 
 
 # The micro-batches of an update, each with the traced step that runs it.

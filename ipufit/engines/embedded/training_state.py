@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Collection, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +119,12 @@ class CarriedState:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Copies of everything in a :class:`TrainingState`."""
+    """Copies of everything in a :class:`TrainingState`.
+
+    Attributes:
+        whole: all of it by name, and the names of what was bound, where another update may bind
+            other parameters; then the rest is empty.
+    """
 
     flats: List[Tensor]
     buffers: List[Dict[str, Tensor]]
@@ -127,6 +132,7 @@ class Snapshot:
     averages: Optional[List[Tensor]]
     scale: Optional[ScaleState]
     updates: int
+    whole: Optional[Tuple[TrainState, Tuple[str, ...]]] = None
 
     def tensors(self) -> List[Tensor]:
         """All copies, in one order."""
@@ -174,8 +180,11 @@ class StatePlacement:
         self._carried = carried
         self._optimizer = spec.optimizer
         self._version = OptimizerStateVersion(spec.optimizer)
-        # All tensors of the module, which must stay the same objects.
+        # All tensors of the module, which must stay the same objects; one that runs eagerly may
+        # give its buffers others.
         self._tensors = step.tensors()
+        if spec.run_eagerly:
+            self._tensors = dict(step.named_parameters())
 
     def bind(
         self, blocks: List[FlatBlock], others: Sequence[Tuple[str, nn.Parameter]], updates: int
@@ -368,6 +377,9 @@ class TrainingState:
         frozen = [name for name in self.parameters if name not in set(self.trained)]
         self.turns = [*turns] or [TurnState(step, self.trained, frozen)]
         self.with_gradient: Tuple[str, ...] = ()
+        self._gradient_blocks: List[FlatBlock] = []
+        # Names of the parameters that were bound last, but for a single update.
+        self._ever_bound: Tuple[str, ...] = ()
 
     @property
     def states(self) -> List[List[Tensor]]:
@@ -386,6 +398,59 @@ class TrainingState:
         if not self.spec.processes.is_distributed:
             return layout(named)
         return [block for bucket in buckets_of(named) for block in layout(bucket)]
+
+    def lay_out_gradients(self, names: Sequence[str]) -> List[FlatBlock]:
+        """Divide these parameters into blocks for the gradients of a module that runs eagerly.
+
+        It is always the same division: micro-batches of several structures add to one sum.
+        """
+        if not self._gradient_blocks:
+            self._gradient_blocks = self.lay_out(names)
+        return self._gradient_blocks
+
+    def gradients_like(self) -> List[Tensor]:
+        """Tensors, of no memory, of the form of the gradients that are laid out so; else none."""
+        return [
+            block.slots[0].parameter.detach().new_zeros(()).expand(block.slots[-1].stop)
+            for block in self._gradient_blocks
+        ]
+
+    def bind_present(self, gradients: List[Tensor], present: Collection[str]) -> List[Tensor]:
+        """Bind the parameters that a gradient came to in an update, and cut the gradient to them.
+
+        An optimizer passes over the others, as torch's do where ``.grad`` is None. Those that ever
+        had a gradient are bound again by :meth:`bind_all`.
+
+        Args:
+            gradients: of the update, laid out by :meth:`lay_out_gradients`.
+            present: names of the parameters.
+        """
+        names = tuple(name for name in self.trained if name in present)
+        ever = {*present, *self.with_gradient}
+        if names != self.with_gradient:
+            self._rebind(names)
+            self._ever_bound = tuple(name for name in self.trained if name in ever)
+        blocks = self.storage.blocks
+        if [block.names for block in blocks] == [block.names for block in self._gradient_blocks]:
+            return gradients
+        views = {
+            slot.name: slot.view(flat)
+            for block, flat in zip(self._gradient_blocks, gradients)
+            for slot in block.slots
+        }
+        return [block.gather(views) for block in blocks]
+
+    def bind_all(self) -> bool:
+        """Bind all parameters that ever had a gradient; return whether some were not bound."""
+        if self._ever_bound == self.with_gradient:
+            return False
+        self._rebind(self._ever_bound)
+        return True
+
+    def _rebind(self, names: Tuple[str, ...]) -> None:
+        self.placement.publish(self.updates)
+        self.unbind()
+        self.bind(names)
 
     def arguments(self, buffers: Mapping[str, Tensor], turn: TurnState) -> List[Tensor]:
         """Return what a micro-batch of a replica with these buffers is computed from."""
@@ -408,6 +473,7 @@ class TrainingState:
         """
         if self.mode is not None:
             self.mode.train(self.storage)
+        self._ever_bound = with_gradient
         others = [(n, p) for n, p in self.parameters.items() if n not in set(with_gradient)]
         self.storage = self.placement.bind(self.lay_out(with_gradient), others, self.updates)
         self.with_gradient = with_gradient
@@ -571,6 +637,9 @@ class TrainingState:
 
     def snapshot(self) -> Snapshot:
         """Copies of everything."""
+        if self.spec.run_eagerly:
+            whole = self.read(), self.with_gradient
+            return Snapshot([], [], None, None, None, self.updates, whole)
         return Snapshot(
             flats=[flat.clone() for flat in self.storage.flats],
             buffers=[copy_of(own) for own in self.replicas],
@@ -582,6 +651,11 @@ class TrainingState:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot, in place; as often as one likes."""
+        if snapshot.whole is not None:
+            state, names = snapshot.whole
+            self.write(state)
+            self.bind(names)
+            return
         self.updates = snapshot.updates
         if self.scaler is not None and snapshot.scale is not None:
             self.scaler.state = snapshot.scale

@@ -13,6 +13,7 @@ from ipufit.core.batch import ProcessShard, local_indices
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.execution import ExecutionOutputs, ExecutionWork, UpdateWay, losses_of
+from ipufit.engines.embedded.flat_optimizer import Rows
 from ipufit.engines.embedded.non_finite import refuse_gradients, refuse_loss, refuse_weights
 from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update, computing
@@ -79,6 +80,10 @@ class UpdateRunner(UpdateWay):
         self._is_scaled = state.scaler is not None
         # Whether anybody looks at gradients before they are applied.
         self._is_judged = self._is_scaled or replay is not None
+        # Whether a micro-batch may reach other parameters than the one before, and names of those
+        # that a gradient came to in the present update.
+        self._varies = spec.run_eagerly and spec.varies
+        self._with_grad: Set[str] = set()
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
         """Run all updates.
@@ -221,18 +226,25 @@ class UpdateRunner(UpdateWay):
                 compiled.make(update, results)
                 continue
             left = None if left_out is None else index in left_out
+            self._with_grad = set()
             # Where an update is known to be made, nobody needs this: what fails takes all back.
             saves = has_buffers and left is not False
             saved = [copy_of(buffers) for buffers in state.replicas] if saves else []
             try:
                 gradients = self._gradients(execution, index, results, move)
-                is_skipped = self._is_judged and self._judge(gradients, left, results)
+                if self._varies:
+                    gradients = self._bind_present(gradients, execution.rows[index:])
+                is_skipped = not gradients or (
+                    self._is_judged and self._judge(gradients, left, results)
+                )
             except BaseException:
                 for buffers, values in zip(state.replicas, saved):
                     put_back(buffers, values)
+                if self._varies:
+                    self._bind_all(execution.rows[index:])
                 raise
             if is_skipped:
-                results.skipped += 1
+                results.skipped += bool(gradients)
                 state.updater.skip()
             else:
                 move.turn.apply(gradients)
@@ -240,12 +252,32 @@ class UpdateRunner(UpdateWay):
                     refuse_weights(state)
             # Not held while those of the next update are computed.
             del gradients, saved
+            if self._varies:
+                self._bind_all(execution.rows[index + 1 :])
             if not move.is_last:
                 continue
             state.updates += 1
             if state.averages is not None:
                 state.averages.after_update(state.storage.flats, state.updates, is_skipped)
         return results
+
+    def _bind_present(self, gradients: List[Tensor], rows: Rows) -> List[Tensor]:
+        """Bind what a gradient has reached in any process; return the gradients of that."""
+        present = self._with_grad
+        if self._processes.is_distributed:
+            present = set().union(*self._processes.gather(sorted(present)))
+        if not present:
+            return []
+        bound = self._state.with_gradient
+        gradients = self._state.bind_present(gradients, present)
+        if self._state.with_gradient != bound:
+            self._state.updater.refresh(rows)
+        return gradients
+
+    def _bind_all(self, rows: Rows) -> None:
+        """Bind again what an update has passed over."""
+        if self._state.bind_all() and rows:
+            self._state.updater.refresh(rows)
 
     def _places_wanted(self, execution: ExecutionWork) -> Set[int]:
         """Return the places among the own micro-batches whose outputs come back."""
@@ -309,12 +341,14 @@ class UpdateRunner(UpdateWay):
             last = sums if goes_along else None
             self._add_share(share, update, total, results, scale, last, move)
         else:
-            blocks = len(move.turn.blocks)
             for place, (batch, recorded) in enumerate(update):
+                blocks = len(recorded.micro.blocks)
                 if recorded.random:
                     self._seed(recorded, state.updates, place, move.stream)
                 weights = states[place % len(states)]
                 numbers, *rest = recorded.run(*weights, *batch.leaves, *scale)
+                if self._varies:
+                    self._with_grad |= recorded.micro.with_grad
                 if self.at_once:
                     value = (numbers[0] if numbers.dim() else numbers).item()
                     if not math.isfinite(value):
@@ -367,8 +401,9 @@ class UpdateRunner(UpdateWay):
             move: the turn that the update is of.
         """
         state, divided = self._state, self._state.placement.weights
-        states, blocks = move.turn.states, len(move.turn.blocks)
+        states = move.turn.states
         for index, (batch, recorded) in enumerate(update):
+            blocks = len(recorded.micro.blocks)
             place = share.places[index]
             self._seed(recorded, state.updates, place, move.stream)
             weights = states[place % len(states)]
@@ -377,6 +412,8 @@ class UpdateRunner(UpdateWay):
             is_last = index == len(update) - 1
             with self._met(sums if is_last else None, recorded, total) as meets:
                 numbers, *rest = recorded.run(*weights, *batch.leaves, *scale)
+            if self._varies:
+                self._with_grad |= recorded.micro.with_grad
             kind, gradients = recorded.micro.reported, rest[-blocks:]
             count = numbers[1] if kind.counted else None
             results.add(recorded, [kind], numbers, rest[:-blocks], move.hands_out)
@@ -435,7 +472,7 @@ class UpdateRunner(UpdateWay):
         losses: List[float] = results.losses(reported).tolist() if self.at_once else []
         is_lost = not all(map(math.isfinite, losses))
         placement, whole = self._state.placement, self._state.storage.flats
-        flats = [whole[place] for place in move.turn.blocks]
+        flats = self._state.gradients_like() or [whole[place] for place in move.turn.blocks]
         if sums is not None:
             assert self.overlap is not None
             sums.finish(flats)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Sequence, Tuple
+import contextlib
+from typing import Dict, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,16 @@ from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.program import Prepared, Program, ProgramSpec
 from ipufit.tracing.grad_step import public_name
+from ipufit.tracing.untraced_random import reachable_generators
 from ipufit.utils.devices import check_devices
 from ipufit.utils.malloc_policy import keep_freed_memory
-from ipufit.utils.random_streams import micro_batch_key, seed_generators, update_key
+from ipufit.utils.random_streams import (
+    LOCK,
+    Generators,
+    micro_batch_key,
+    seed_generators,
+    update_key,
+)
 
 __all__ = ["BaseProgram"]
 
@@ -26,6 +34,7 @@ class BaseProgram(Program):
     def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:
         self._engine = engine
         self._spec = spec
+        self._is_eager = spec.run_eagerly
         check_precision(spec.config.precision, spec.module)
         self._step = step = engine.step_module(spec.module, spec.loss)
         self._parameters: Dict[str, nn.Parameter] = dict(step.named_parameters())
@@ -38,6 +47,9 @@ class BaseProgram(Program):
             keep_freed_memory()
         self._is_eager = spec.run_eagerly
         self._by_form: Dict[object, TracedStep] = {}
+        # Those of Python, NumPy and the user, which code that runs eagerly may draw from.
+        self._generators = Generators()
+        self._drawing: List[Tuple[str, object]] = []
 
     def _record(self, example: MicroBatch, turn: int) -> TracedStep:
         raise NotImplementedError
@@ -47,7 +59,8 @@ class BaseProgram(Program):
         # module itself, run eagerly, takes all shapes.
         form: List[object] = [turn, batch.structure]
         if not self._is_eager:
-            form += [(leaf.shape, leaf.stride()) for leaf in batch.leaves]
+            for leaf in batch.leaves:
+                form.append((leaf.shape, leaf.stride()) if isinstance(leaf, Tensor) else None)
         key = tuple(form)
         if key not in self._by_form:
             self._by_form[key] = self._record(batch.to(self._device), turn)
@@ -71,11 +84,14 @@ class BaseProgram(Program):
             steps.append(self._recorded(batch))
             is_random = is_random or steps[-1].random
             for leaf in batch.leaves:
-                is_here = is_here and leaf.device == self._device
+                if isinstance(leaf, Tensor) or hasattr(leaf, "device"):
+                    is_here = is_here and leaf.device == self._device
         return [*zip(batches, steps)], is_here, is_random
 
     def prepare(self, example: MicroBatch) -> Prepared:
         """Record the program for micro-batches like this one."""
+        if self._is_eager:
+            self._drawing = reachable_generators(self._step)
         recorded = self._recorded(example)
         outputs = recorded.micro.outputs.rebuild(recorded.micro.outputs.tensors)
         return Prepared(outputs, recorded.micro.reported.rules, recorded.micro.labels or ())
@@ -83,6 +99,19 @@ class BaseProgram(Program):
     def _seed(self, recorded: TracedStep, update: int, place: int = 0, stream: str = "") -> None:
         if recorded.random:
             seed_generators(self._key(update, place, stream), self._device)
+        if self._is_eager:
+            self._generators.start(self._key(update, place, stream))
+
+    @contextlib.contextmanager
+    def _isolated_generators(self) -> Iterator[None]:
+        """Leave generators that are not torch's own as they were."""
+        # The data pipeline may draw as well, but not while this is held.
+        with LOCK:
+            self._generators = Generators(self._drawing)
+            try:
+                yield
+            finally:
+                self._generators.restore()
 
     def _key(self, update: int, place: int, stream: str = "") -> int:
         domain = self._spec.domain + stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Sequence
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, local_indices
@@ -41,9 +42,9 @@ class InferenceProgram(BaseProgram):
 
     def _record(self, example: MicroBatch, turn: int) -> TracedStep:
         fixed = [*self._parameters, *self._buffers]
-        recorded = self._engine.record(
-            self._spec, example, (), fixed, self._state, None, self._step
-        )
+        engine = self._engine
+        make = engine.try_eagerly if self._is_eager else engine.record
+        recorded = make(self._spec, example, (), fixed, self._state, None, self._step)
         self._weights.attach(recorded)
         return recorded
 
@@ -53,7 +54,8 @@ class InferenceProgram(BaseProgram):
         work, is_here, is_random = self._trace(batch.micro_batches)
         if not is_here:
             work = [(micro_batch.to(self._device), recorded) for micro_batch, recorded in work]
-        with computing(self._device, is_random):
+        isolated = self._isolated_generators() if self._is_eager else contextlib.nullcontext()
+        with isolated, computing(self._device, is_random):
             numbers: Sequence[int] = range(len(work))
             if batch.layout is not None:
                 numbers = local_indices(batch.shares(self._spec.plan))

@@ -86,8 +86,10 @@ class TrainingProgram(BaseProgram):
             from ipufit.engines.embedded.replay_update import Replay
 
             replay = Replay(self.state, self._seed)
-        # What an earlier turn has moved is taken back with the whole execution.
-        at_once = (on_host and not self._takes_turns) or replay is not None
+        # What an earlier turn has moved is taken back with the whole execution. Gradients of the
+        # module itself may reach other parameters each time: what is not by name is not taken back.
+        is_whole = not self._takes_turns and (on_host or spec.run_eagerly)
+        at_once = is_whole or replay is not None
         self._runner = UpdateRunner(engine, self.state, self._seed, at_once, replay)
         self.way: UpdateWay = self._runner
         if graphs is not None:
@@ -140,8 +142,10 @@ class TrainingProgram(BaseProgram):
             self._bind_turns(example)
         recorded = self._record_turn(state.turns[turn], example)
         if not state.with_gradient:
+            micro = recorded.micro
+            names = [n for n in micro.with_gradient if not micro.varies or n in micro.with_grad]
             with self._engine.timed():
-                state.bind(recorded.micro.with_gradient)
+                state.bind(tuple(names))
         return recorded
 
     def _bind_turns(self, example: MicroBatch) -> None:
@@ -164,9 +168,9 @@ class TrainingProgram(BaseProgram):
             spec = dataclasses.replace(spec, want_outputs=False)
         arguments = turn.states[0] if turn.states else state.arguments(self._buffers, turn)
         fixed = [*turn.others, *state.buffers]
-        recorded = self._engine.record(
-            spec, example, turn.trained, fixed, arguments, state.lay_out, turn.step
-        )
+        layout = state.lay_out_gradients if self._is_eager and spec.varies else state.lay_out
+        make = self._engine.try_eagerly if self._is_eager else self._engine.record
+        recorded = make(spec, example, turn.trained, fixed, arguments, layout, turn.step)
         names = recorded.micro.with_gradient
         turn.with_gradient = turn.with_gradient or names
         if names != turn.with_gradient:
@@ -193,7 +197,8 @@ class TrainingProgram(BaseProgram):
                 self._let_go()
             if state.with_gradient:
                 refuse_frozen(state.trained, state.parameters)
-            self._by_form = {}
+            if not self._is_eager:
+                self._by_form = {}
         prepared = super().prepare(example)
         if self._frozen_values is not None:
             self._frozen_values.note()
@@ -298,6 +303,9 @@ class TrainingProgram(BaseProgram):
             recorded_steps = [recorded for update in execution.updates for _, recorded in update]
             execution.is_random = any(recorded.random for recorded in recorded_steps)
         try:
+            if self._is_eager:
+                with self._isolated_generators():
+                    return self.way.run(execution)
             return self.way.run(execution)
         except BaseException as error:
             if schedule is not None:

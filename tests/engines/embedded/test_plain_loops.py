@@ -1,0 +1,458 @@
+"""Whatever a loop written by hand trains: eagerly to the same numbers, and by itself in "auto"."""
+
+import copy
+import functools
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import ipufit
+from ipufit.callbacks import Callback
+from ipufit.errors import CaptureError, LossError
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(44, 6, generator=GENERATOR, dtype=torch.float64)
+Y = torch.randint(0, 3, (44,), generator=GENERATOR)
+
+
+def loader():
+    """Batches of eight, the last one of four."""
+    return DataLoader(TensorDataset(X, Y), batch_size=8)
+
+
+class Net(nn.Module):
+    """Two layers, between which a subclass puts what no recording takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.double()
+
+    def between(self, x):
+        raise NotImplementedError
+
+    def forward(self, x):
+        return self.last(self.between(self.first(x).tanh()))
+
+
+class Masked(Net):
+    """Rows and elements chosen by their values."""
+
+    def between(self, x):
+        rows = x[:, 0].nonzero().squeeze(1)
+        return x.clone().index_add(0, rows, x[rows]) + x[x > 0].mean() + x.sum().item()
+
+
+class LayerDrop(Net):
+    """Layers that a sum over the batch leaves out: their gradients are None in turn."""
+
+    def __init__(self, modulus=3):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).double()
+        self.modulus = modulus
+
+    def between(self, x):
+        left_out = int(x.detach().abs().sum() * 97) % self.modulus
+        for i, layer in enumerate(self.layers):
+            if i != left_out:
+                x = x + layer(x).tanh()
+        return x
+
+
+class Experts(Net):
+    """Each sample goes to the expert that a gate chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(6, 4).double()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)).double()
+
+    def between(self, x):
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        result = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = torch.where(chosen == i)[0]
+            if len(rows):
+                result[rows] = expert(x[rows]) * weights[rows, None]
+        return result
+
+
+class Packed(Net):
+    """A packed sequence of sequences whose lengths are values."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRU(1, 6, batch_first=True).double()
+
+    def between(self, x):
+        lengths = (x[:, 0].abs() * 5).long() + 1
+        packed = nn.utils.rnn.pack_padded_sequence(x[..., None], lengths, True, False)
+        return self.cell(packed)[1][-1]
+
+
+class Averaged(Net):
+    """Statistics as a plain mean over all batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, momentum=None).double()
+
+    def between(self, x):
+        return self.norm(x)
+
+
+class Assigned(Net):
+    """Puts another tensor in the place of its buffer, and makes one on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(6, dtype=torch.float64))
+
+    def between(self, x):
+        self.seen = 0.9 * self.seen + x.detach().mean(0)
+        self.register_buffer("latest", x.detach()[0], persistent=False)
+        return x - self.seen
+
+
+class Reentrant(Net):
+    """Checkpointing as it was at first."""
+
+    def between(self, x):
+        return checkpoint(torch.sin, x, use_reentrant=True)
+
+
+class Outside(Net):
+    """Parameters that are reached by a list from before."""
+
+    def __init__(self):
+        super().__init__()
+        self.penalised = tuple(self.parameters())
+
+    def between(self, x):
+        return x + sum(p.square().sum() for p in self.penalised)
+
+
+class Hooked(Net):
+    """Bounds a gradient once it is in ``.grad``."""
+
+    def __init__(self):
+        super().__init__()
+        self.first.weight.register_post_accumulate_grad_hook(self.bound)
+
+    @staticmethod
+    def bound(parameter):
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    def between(self, x):
+        return x
+
+
+class Sparse(nn.Module):
+    """Embeddings whose gradients are sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.last = nn.Embedding(20, 6, sparse=True), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.last(self.words((x.abs() * 7).long().clamp(max=19)).mean(1))
+
+
+KINDS = (Masked, LayerDrop, Experts, Packed, Averaged, Assigned, Reentrant, Outside, Hooked, Sparse)
+adam = functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1)
+momentum = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
+# It has no rule of ipufit's.
+adagrad = functools.partial(torch.optim.NAdam, lr=0.02)
+
+
+def by_hand(net, make=adam, accumulation=1, epochs=2):
+    """The loop, in which an update is a mean over its samples."""
+    optimizer, batches = make(net.parameters()), list(loader())
+    for _ in range(epochs):
+        for start in range(0, len(batches), accumulation):
+            update = batches[start : start + accumulation]
+            samples = sum(len(y) for _, y in update)
+            optimizer.zero_grad()
+            for x, y in update:
+                (nn.functional.cross_entropy(net(x), y) * (len(y) / samples)).backward()
+            optimizer.step()
+    return net
+
+
+def fitted(net, make=adam, epochs=2, compiling=(("run_eagerly", True),), **options):
+    """A model that is trained in the same way."""
+    model = ipufit.Model(net)
+    model.compile(make(net.parameters()), "cross_entropy", **dict(compiling))
+    model.fit(loader(), epochs=epochs, **{"verbose": 0, **options})
+    return model
+
+
+def assert_same(one, other, atol=1e-10):
+    """All parameters and buffers agree."""
+    for (name, value), wanted in zip(one.state_dict().items(), other.state_dict().values()):
+        torch.testing.assert_close(value, wanted, rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_the_module_itself_trains_as_in_a_loop(kind, accumulation):
+    """What rests on no recording needs none: whatever forward does, and exact tails beside it."""
+    torch.manual_seed(0)
+    net = kind()
+    twin = copy.deepcopy(net)
+    if kind in (Outside, Hooked):
+        # What they hold is of the other one in a copy.
+        torch.manual_seed(0)
+        twin = kind()
+    make = momentum if kind is Sparse else adam
+    if kind is Sparse:
+        make = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    fitted(net, make, gradient_accumulation=accumulation, device_iterations=2)
+    if kind is Hooked and accumulation > 1:
+        # A hook sees the gradient of each micro-batch here, and the sum of them in a loop.
+        return
+    assert_same(net, by_hand(twin, make, accumulation))
+
+
+@pytest.mark.parametrize("make", [adam, momentum, adagrad])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_optimizer_passes_over_what_got_no_gradient_in_an_update(make, accumulation):
+    """As torch's do where .grad is None: no decay, no momentum, and a count of updates of its own.
+
+    A gradient in one of the update's micro-batches is enough.
+    """
+    torch.manual_seed(0)
+    net = LayerDrop(modulus=4 if accumulation == 1 else 3)
+    twin = copy.deepcopy(net)
+    model = fitted(net, make, epochs=3, gradient_accumulation=accumulation)
+    optimizer = model.optimizer
+    other = make(twin.parameters())
+    by_hand(twin, lambda parameters: other, accumulation, epochs=3)
+    assert_same(net, twin)
+    for one, two in zip(net.parameters(), twin.parameters()):
+        for name, value in other.state[two].items():
+            if value is not None:
+                torch.testing.assert_close(optimizer.state[one][name], value, rtol=0, atol=1e-10)
+
+
+def test_averages_follow_a_weight_that_an_update_passes_over():
+    """An average is one over all updates."""
+    torch.manual_seed(0)
+    net = LayerDrop()
+    twin = copy.deepcopy(net)
+    fitted(net, compiling=[("run_eagerly", True), ("ema", ipufit.EMA(momentum=0.8))])
+    optimizer, averages = adam(twin.parameters()), None
+    for _ in range(2):
+        for x, y in loader():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(twin(x), y).backward()
+            optimizer.step()
+            now = [p.detach().clone() for p in twin.parameters()]
+            averages = averages or now
+            averages = [0.8 * a + 0.2 * p for a, p in zip(averages, now)]
+    # A fit ends with the averages as weights.
+    for one, two in zip(net.parameters(), averages):
+        torch.testing.assert_close(one.detach(), two, rtol=0, atol=1e-10)
+
+
+class Noted(Callback):
+    """Leaves after a number of executions."""
+
+    def __init__(self, executions):
+        super().__init__()
+        self.left = executions
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            self.model.stop_training = True
+
+
+class Drawing(Net):
+    """Leaves layers out with Python's random numbers, and adds noise of its own generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).double()
+        self.generator = random.Random(4)
+        self.noise = torch.Generator()
+
+    def between(self, x):
+        for layer in self.layers:
+            if random.random() < 0.6:
+                x = x + layer(x).tanh()
+        x = x + 0.1 * torch.rand(x.shape, generator=self.noise, dtype=x.dtype)
+        return x * (1 + 0.1 * self.generator.random())
+
+
+def test_numbers_that_python_draws_are_the_same_for_every_division_and_after_a_resume(tmp_path):
+    """A seed fixes them for each micro-batch, as it does those of torch."""
+    torch.manual_seed(0)
+    start = Drawing()
+    nets = [copy.deepcopy(start) for _ in range(3)]
+    fitted(nets[0], seed=3, device_iterations=1)
+    fitted(nets[1], seed=3, device_iterations=5)
+    checkpoint_of = functools.partial(ipufit.Checkpoint, tmp_path)
+    fitted(nets[2], seed=3, epochs=1, checkpoint=checkpoint_of())
+    again = copy.deepcopy(start)
+    fitted(again, seed=3, checkpoint=checkpoint_of(resume="auto"))
+    for net in (nets[1], again):
+        assert_same(nets[0], net, atol=0)
+    other = copy.deepcopy(start)
+    fitted(other, seed=4)
+    assert not torch.equal(other.first.weight, nets[0].first.weight)
+
+
+def test_forward_sees_what_a_loop_has():
+    """Attributes keep what forward sets, and .grad is what it was."""
+
+    class Counts(Net):
+        calls = 0
+
+        def between(self, x):
+            self.calls += 1
+            assert x.sum() == x.sum()
+            return x
+
+    net = Counts()
+    net.last.bias.grad = torch.ones(3, dtype=torch.float64)
+    fitted(net)
+    assert net.calls == 12
+    assert [p.grad is None for p in net.parameters()] == [True, True, True, False]
+    assert net.last.bias.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_what_the_module_itself_cannot_train_is_refused():
+    """The optimizer has the old parameter, and a loss without gradients trains none."""
+
+    class Replaces(Net):
+        def between(self, x):
+            self.last.weight = nn.Parameter(0.9 * self.last.weight)
+            return x
+
+    net = Replaces()
+    weight = net.last.weight
+    with pytest.raises(CaptureError, match=r"'last\.weight' was replaced by another tensor inside"):
+        fitted(net)
+    assert net.last.weight is weight
+
+    class Detaches(Net):
+        def forward(self, x):
+            y = super().forward(x)
+            return y if x.sum() < -1e9 else y.detach()
+
+        def between(self, x):
+            return x
+
+    with pytest.raises(LossError, match="no gradient reached any of the 4 of Detaches"):
+        fitted(Detaches())
+
+
+# ---- jit="auto" ---------------------------------------------------------------------------------
+
+
+def caught(call):
+    """The texts of all warnings of a call."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in seen]
+
+
+def test_what_cannot_be_recorded_runs_itself_and_says_so_once(capsys):
+    """With module, line, what to write instead, and what it costs."""
+    torch.manual_seed(0)
+    net = Experts()
+    twin = copy.deepcopy(net)
+    model = ipufit.Model(net)
+    model.compile(adam(net.parameters()), "cross_entropy", ["accuracy"])
+
+    def work():
+        model.fit(loader(), epochs=2, validation_data=loader(), device_iterations=2, verbose=0)
+        model.evaluate(loader(), verbose=0)
+        assert model.predict(X, verbose=0).shape == (44, 3)
+
+    (text,) = caught(work)
+    line = Experts.between.__code__.co_firstlineno + 4
+    assert text == (
+        "Experts can't be recorded as one program, so jit='auto' runs the module itself: a shape "
+        "depends on a tensor's values, but the shapes of the program are fixed when it is "
+        f"recorded, at {__file__}:{line} in between: `rows = torch.where(chosen == i)[0]`. Keep "
+        "the full shape: write torch.where(mask, x, 0) instead of x[mask], topk with a fixed k "
+        "instead of nonzero or unique. It trains to the same numbers, but Python runs for every "
+        "micro-batch, operators run one by one, and none of them are chosen, joined or compiled. "
+        "compile(..., run_eagerly=True) says that this is meant, and jit='graph' makes it an "
+        "error."
+    )
+    assert model.history.params["jit"] == "off"
+    model.explain()
+    explanation = capsys.readouterr().out
+    assert "Runs the module itself, eagerly on the embedded engine" in explanation
+    assert (
+        "It can't be recorded to train, so jit='auto' runs it eagerly: a shape depends on"
+        in explanation
+    )
+    assert_same(net, by_hand(twin))
+
+
+@pytest.mark.parametrize("jit", ["graph", "kernels"])
+def test_other_ways_stay_strict(jit):
+    """Who asks for a recorded program gets one, or an error."""
+    with pytest.raises(CaptureError, match="a shape depends on a tensor's values"):
+        fitted(Experts(), compiling=[("jit", jit)])
+
+
+def test_what_is_recorded_stays_so():
+    """A module that can be recorded in training is, whatever it does in evaluation."""
+
+    class Evaluating(Net):
+        def between(self, x):
+            return x if self.training else x * x.max().item()
+
+    net = Evaluating()
+    model = ipufit.Model(net)
+    model.compile("sgd", "cross_entropy")
+    (text,) = caught(lambda: model.fit(loader(), validation_data=loader(), verbose=0))
+    assert "a tensor's value was turned into a Python number" in text
+    assert model.history.params["jit"] != "off"
+    assert caught(lambda: model.fit(loader(), verbose=0)) == []
+
+
+def test_a_size_that_cannot_be_recorded_comes_late():
+    """What was recorded before is taken over: the numbers are those of the loop."""
+
+    class Small(Net):
+        def between(self, x):
+            return x if len(x) > 4 else x * x.detach().max().item()
+
+    torch.manual_seed(0)
+    net = Small()
+    twin = copy.deepcopy(net)
+    model = ipufit.Model(net)
+    model.compile(adam(net.parameters()), "cross_entropy")
+    (text,) = caught(lambda: model.fit(loader(), epochs=2, verbose=0))
+    assert text.startswith("Small can't be recorded as one program")
+    assert_same(net, by_hand(twin))
+
+
+def test_a_fault_of_the_module_is_no_matter_of_recording():
+    """The module itself says what is wrong, and nothing is warned of."""
+
+    class Faulty(Net):
+        def between(self, x):
+            return x.reshape(-1, 7) * x.max().item()
+
+    model = ipufit.Model(Faulty())
+    model.compile("sgd", "cross_entropy")
+
+    def fit():
+        with pytest.raises(ipufit.errors.DataError, match="reshape"):
+            model.fit(loader(), verbose=0)
+
+    assert caught(fit) == []
