@@ -198,14 +198,14 @@ class Model(InspectionMixin):
             targets: where batches are dicts, the field that the loss is held against, or a list of
                 names for a dict of targets. None is the one that forward leaves.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
-                slower, and open to a debugger.
+                slower, open to a debugger, and for whatever a loop written by hand trains.
             jit: how a recorded program runs: "graph", as it was recorded, with the bits of
                 run_eagerly; "kernels", with other kernels of torch's where these are faster on this
                 machine, equal up to the order of summation; "inductor", whole updates compiled on
                 the CPU, for which the first update waits, equal likewise; "cudagraph", whole
                 executions as captured CUDA graphs. "auto" captures those on a GPU, chooses by
-                measurement on a CPU, and says in ``explain`` and ``History.params["jit"]`` what it
-                chose. Any other name, such as "aot_eager" or "openxla", or a function is a backend
+                measurement on a CPU, runs a module itself, with a warning, that can't be recorded,
+                and says in ``explain`` and ``History.params["jit"]`` what it chose. Any other name, such as "aot_eager" or "openxla", or a function is a backend
                 of torch.compile, to which recorded graphs are handed; what it makes of one must
                 compute the same, up to the order of summation.
             lr_scheduler: hyper-parameters that change from update to update; see

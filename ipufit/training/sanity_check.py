@@ -123,11 +123,10 @@ class EagerModes:
             yield f"It can't be recorded to {mode.value}, so jit='auto' runs it eagerly: {reason}"
 
 
-def _of_recording(error: BaseException) -> Exception:
+def _of_recording(error: Exception) -> Exception:
     """Return the error of the recording itself, of one about the last micro-batch of an epoch."""
-    cause = error.__cause__ if isinstance(error.__cause__, CaptureError) else error
-    assert isinstance(cause, Exception)
-    return cause
+    cause = error.__cause__ if isinstance(error, DataError) else error
+    return cause if isinstance(cause, CaptureError) else error
 
 
 @dataclasses.dataclass
