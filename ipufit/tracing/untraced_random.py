@@ -18,7 +18,6 @@ from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import GraphSignature
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.user_lines import Lines
-from ipufit.tracing.validate import refuse_unrecordable
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import LOCK, Generators, generator_state
 
@@ -164,7 +163,6 @@ def record_alone(
         with_loss: compute the loss.
         precision: in which it computes.
     """
-    refuse_unrecordable(step.net, example)
     tensors = step.tensors()
     trained = [name for name, tensor in tensors.items() if trains and tensor.requires_grad]
     names = step.state_names(trained)

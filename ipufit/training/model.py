@@ -205,9 +205,10 @@ class Model(InspectionMixin):
                 the CPU, for which the first update waits, equal likewise; "cudagraph", whole
                 executions as captured CUDA graphs. "auto" captures those on a GPU, chooses by
                 measurement on a CPU, runs a module itself, with a warning, that can't be recorded,
-                and says in ``explain`` and ``History.params["jit"]`` what it chose. Any other name, such as "aot_eager" or "openxla", or a function is a backend
-                of torch.compile, to which recorded graphs are handed; what it makes of one must
-                compute the same, up to the order of summation.
+                and says in ``explain`` and ``History.params["jit"]`` what it chose. Any other name,
+                such as "aot_eager" or "openxla", or a function is a backend of torch.compile, to
+                which recorded graphs are handed; what it makes of one must compute the same, up to
+                the order of summation.
             lr_scheduler: hyper-parameters that change from update to update; see
                 :func:`ipufit.optim.schedules.resolve_schedule`.
             lr_scheduler_interval: "update" or "epoch": after what the schedule moves on.

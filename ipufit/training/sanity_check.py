@@ -88,6 +88,7 @@ class EagerModes:
         Warns:
             UserWarning: it can; once for all purposes.
         """
+        assert isinstance(error, Exception)
         is_told = bool(self.reasons)
         error = _of_recording(error)
         is_ours = isinstance(error, CaptureError)
