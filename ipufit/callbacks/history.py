@@ -144,7 +144,8 @@ class History(Callback):
         params: how the run was made, by name: "epochs", "updates" and "samples" per epoch, "seed",
             "engine", the plan, "dropped_samples", "metrics", "directions" (which way each value is
             better), "updates_done" (weight updates that were made, also when it was stopped),
-            "capture_seconds" (spent on recording), "jit" (how the program ran), "prefetch", the
+            "capture_seconds" (spent on recording), "recordings" (shapes of batches that the program
+            was recorded for), "jit" (how the program ran), "prefetch", the
             limits that were set, and what ``compile`` was told about gradients, precision and
             outputs. Of a run that went on, "resumed" says from which "checkpoint", "update" and
             "epoch", and how the "data" came there; of one with other settings, "resume_changes"

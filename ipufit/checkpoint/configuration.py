@@ -76,7 +76,7 @@ _WITH_STATE = frozenset(("amsgrad", "centered"))
 _SAME_NUMBERS = frozenset(
     (
         *("recompute", "offload_optimizer_state", "shard_optimizer", "shard_weights"),
-        *("detect_nan", "jit", "lr_scheduler"),
+        *("detect_nan", "jit", "lr_scheduler", "max_recordings"),
     )
 )
 # PopTorch, and layers that are cut into parts, put classes of their own in place of the user's.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Hashable, List, Mapping, Sequence, Tuple, Type, Union
+from typing import Any, Hashable, List, Mapping, Optional, Sequence, Tuple, Type, Union
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,7 @@ def check_rows(outputs: object, size: int) -> None:
             )
 
 
-def join_rows(outputs: Sequence[tree.Tree]) -> tree.Tree:
+def join_rows(outputs: Sequence[tree.Tree], padding_value: Optional[float] = None) -> tree.Tree:
     """Join the outputs of micro-batches, in the structure of those of one.
 
     Where they differ in more than the number of rows, what stands for the tensor is a list with a
@@ -115,9 +115,12 @@ def join_rows(outputs: Sequence[tree.Tree]) -> tree.Tree:
 
     Args:
         outputs: of each micro-batch; a row for each sample.
+        padding_value: fills rows up at the end of every dimension, so that they make one tensor.
 
     Raises:
         DataError: they have several structures.
+        ConfigurationError: rows can't be filled up: they have several numbers of dimensions, or are
+            of integers.
     """
     leaves, structures = zip(*map(tree.flatten, outputs))
     for structure in structures:
@@ -127,15 +130,32 @@ def join_rows(outputs: Sequence[tree.Tree]) -> tree.Tree:
                 f"forward returned {structures[0]} and {structure}. Return one structure, or use "
                 "predict_iter(..., device_iterations=1), which yields them batch by batch."
             )
-    return tree.unflatten([_join(column) for column in zip(*leaves)], structures[0])
+    columns = [_join(column, padding_value) for column in zip(*leaves)]
+    return tree.unflatten(columns, structures[0])
 
 
-def _join(column: Sequence[tree.Leaf]) -> object:
+def _join(column: Sequence[tree.Leaf], padding_value: Optional[float]) -> object:
     if not isinstance(column[0], Tensor):
         return column[0]
     if len({tensor.shape[1:] for tensor in column}) == 1:
         return torch.cat([*column])
-    return [row for tensor in column for row in tensor.unbind()]
+    if padding_value is None:
+        return [row for tensor in column for row in tensor.unbind()]
+    sizes = {tensor.dim() for tensor in column}
+    is_whole = not any(tensor.is_floating_point() or tensor.is_complex() for tensor in column)
+    if len(sizes) > 1 or (is_whole and padding_value != int(padding_value)):
+        what = "integers" if len(sizes) == 1 else f"{min(sizes)} and {max(sizes)} dimensions"
+        raise ConfigurationError(
+            f"padding_value={padding_value!r} can't fill up outputs of {what}. Leave it out, which "
+            "makes them a list of rows, or pad them in forward."
+        )
+    rows = sum(tensor.shape[0] for tensor in column)
+    longest = [max(lengths) for lengths in zip(*(tensor.shape[1:] for tensor in column))]
+    result = column[0].new_full((rows, *longest), padding_value)
+    parts = torch.split(result, [tensor.shape[0] for tensor in column])
+    for tensor, part in zip(column, parts):
+        part[tuple(map(slice, tensor.shape))] = tensor
+    return result
 
 
 def refuse_hidden_tensors(outputs: object) -> None:

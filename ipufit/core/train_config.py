@@ -488,6 +488,7 @@ class TrainConfig:
         jit: how a recorded program runs, a name of ``LOWERINGS`` or of a backend of torch.compile;
             "off" is ``run_eagerly=True``.
         backend: that backend; None where ``jit`` was compiled as another way.
+        max_recordings: forms of micro-batches that a program may record.
     """
 
     gradient_reduction: str = "mean"
@@ -505,6 +506,7 @@ class TrainConfig:
     detect_nan: bool = False
     jit: str = AUTO
     backend: Optional[Backend] = None
+    max_recordings: int = 16
 
     @property
     def compiler(self) -> Optional[Backend]:
@@ -550,6 +552,7 @@ class TrainConfig:
             "shard_optimizer": self.shard_optimizer or None,
             "shard_weights": self.shard_weights or None,
             "detect_nan": self.detect_nan or None,
+            "max_recordings": None if self.max_recordings == 16 else self.max_recordings,
             "jit": None if self.jit == AUTO else self.jit,
         }
         return {name: value for name, value in found.items() if value is not None}

@@ -220,20 +220,21 @@ class BatchPipeline:
         Raises:
             DataError: there is none, or the program can't take it.
         """
-        plan = self._read_by(plan)
-        batches = self._start(epoch, plan)
-        self._horizon.batches = 1
-        first = next(batches, _NO_BATCH)
-        self._ahead_epoch = epoch
-        if first is _NO_BATCH:
-            self._ahead = batches
-            if self._portion is None or self._portion.example is None:
-                raise self._source.no_batches(epoch)
-            # All batches are read by other processes; what they look like must be known here too.
-            return self.unpacker.each(self._portion.example(), 0)[0]
-        micro_batch = self.unpacker.each(first, 0)[0]
-        self._ahead = itertools.chain([first], batches)
-        return micro_batch
+        with self.watched():
+            plan = self._read_by(plan)
+            batches = self._start(epoch, plan)
+            self._horizon.batches = 1
+            first = next(batches, _NO_BATCH)
+            self._ahead_epoch = epoch
+            if first is _NO_BATCH:
+                self._ahead = batches
+                if self._portion is None or self._portion.example is None:
+                    raise self._source.no_batches(epoch)
+                # Other processes read all batches; what they look like must be known here too.
+                return self.unpacker.each(self._portion.example(), 0)[0]
+            micro_batch = self.unpacker.each(first, 0)[0]
+            self._ahead = itertools.chain([first], batches)
+            return micro_batch
 
     @property
     def order(self) -> int:

@@ -10,7 +10,7 @@ import abc
 import contextlib
 import dataclasses
 import time
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ipufit.core.logged_values import LogRule
 from ipufit.core.outputs import add_up
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig, outputs_wanted
+from ipufit.errors import DataError
 from ipufit.losses import LabelRange, Loss
 from ipufit.partition.partition import Partition, Partitions
 from ipufit.processes import ALONE, Processes
@@ -34,8 +35,13 @@ __all__ = [
     "Prepared",
     "Program",
     "ProgramSpec",
+    "Recordings",
     "TrainState",
 ]
+
+T = TypeVar("T")
+# Structure of a micro-batch, and the shape of each tensor with whatever else counts.
+Form = Tuple[object, Tuple[Tuple[torch.Size, object], ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +207,58 @@ class ProgramSpec:
         return [outputs[place] for place in places], places
 
 
+class Recordings:
+    """Forms of micro-batches for which a program was recorded, or compiled.
+
+    Args:
+        most: how many there may be.
+
+    Attributes:
+        forms: of each the seconds that it took, 0 where an earlier program had recorded it.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.forms: Dict[Form, float] = {}
+
+    def add(self, form: Form, engine: Engine, record: Callable[[], T]) -> T:
+        """Record a form of micro-batch, which may be there already.
+
+        Args:
+            form: what sets it apart from others.
+            engine: counts the seconds.
+            record: does it.
+
+        Raises:
+            DataError: there are as many others already.
+        """
+        before = engine.seconds
+        if form not in self.forms and len(self.forms) >= self._most:
+            every = "; ".join(map(_in_words, [*self.forms, form]))
+            raise DataError(
+                f"a program is recorded for each shape of batch, max_recordings={self._most} at "
+                f"most, but batches of {self._most + 1} shapes came: {every}. Pad them to fewer "
+                "shapes in collate_fn, as ipufit.data.LengthBuckets does, or compile with a larger "
+                "max_recordings or with run_eagerly=True."
+            )
+        result = record()
+        self.forms.setdefault(form, engine.seconds - before)
+        return result
+
+    def explain(self) -> List[str]:
+        """Name them in a sentence, if there are several."""
+        if len(self.forms) < 2:
+            return []
+        forms = (f"{_in_words(form)} in {seconds:.2g} s" for form, seconds in self.forms.items())
+        return [
+            f"Training is recorded for {len(self.forms)} shapes of batches: {'; '.join(forms)}."
+        ]
+
+
+def _in_words(form: Form) -> str:
+    return ", ".join(dict.fromkeys(str(tuple(shape)) for shape, _ in form[1]))
+
+
 class Program(abc.ABC):
     """A whole training, evaluation or prediction step, ready to run.
 
@@ -209,9 +267,11 @@ class Program(abc.ABC):
 
     Attributes:
         popvision: folder of the profile that the program writes for PopVision; None for none.
+        recordings: forms of micro-batches that the program was recorded for; None where it is not.
     """
 
     popvision: Optional[str] = None
+    recordings: Optional[Recordings] = None
 
     @property
     @abc.abstractmethod
@@ -348,7 +408,7 @@ class ForwardingProgram(Program):
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self.popvision = program.popvision
+        self.popvision, self.recordings = program.popvision, program.recordings
 
     @property
     def updates(self) -> int:

@@ -43,10 +43,12 @@ class InferenceConfig(JobSpec):
     Attributes:
         callbacks: a list.
         level: how much to print: 0, 1 or 2.
+        padding_value: of outputs of several shapes; None for a list of rows.
     """
 
     callbacks: Sequence[Callback] = ()
     level: int = 0
+    padding_value: Optional[float] = None
 
     @staticmethod
     def check(session: Session, mode: Mode, request: InferenceRequest) -> InferenceConfig:
@@ -67,6 +69,12 @@ class InferenceConfig(JobSpec):
         callbacks, seed, level = _common(session, faults, request, mode)
         with faults.collect():
             prefetch = resolve_prefetch(request.prefetch, source, session)
+        value = request.padding_value
+        with faults.collect():
+            if value is not None and type(value) not in (int, float):
+                raise ConfigurationError(
+                    f"padding_value must be a number or None, got {value!r}. Pass for example 0.0."
+                )
         faults.raise_all()
         assert source is not None
         assert plan is not None
@@ -79,6 +87,7 @@ class InferenceConfig(JobSpec):
             prefetch=prefetch,
             callbacks=callbacks,
             level=level,
+            padding_value=value,
         )
 
 

@@ -35,7 +35,7 @@ from ipufit.partition.serialization import serialized_layers
 from ipufit.planner.divided_module import DividedModule
 from ipufit.tracing.validate import refuse_unregistered
 from ipufit.training.session import Session
-from ipufit.utils.error_collector import ErrorCollector, one_of
+from ipufit.utils.error_collector import ErrorCollector, at_least, one_of
 
 if TYPE_CHECKING:
     from ipufit.optim.schedules import Schedule
@@ -68,6 +68,7 @@ class CompileConfig(IpuArguments):
     clip: Clip
     ema: Optional[EMA]
     detect_nan: bool
+    max_recordings: int
 
     @staticmethod
     def read(faults: ErrorCollector, **arguments: Any) -> CompileConfig:
@@ -367,6 +368,8 @@ def _resolve_settings(
     with faults.collect():
         settings["jit"], settings["backend"] = resolve_jit(request.jit, request.run_eagerly)
         settings["recompute"] = resolve_recompute(module, memory.recompute, settings["jit"])
+    with faults.collect():
+        settings["max_recordings"] = at_least("max_recordings", request.max_recordings, 1)
     for name, choices in _CHOICES.items():
         with faults.collect():
             one_of(name, getattr(request, name), choices)

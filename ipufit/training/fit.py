@@ -199,6 +199,8 @@ def _run(
     finally:
         model.history.params["updates_done"] = job.program.updates - run["first_update"]
         model.history.params["capture_seconds"] = model.capture_seconds
+        recordings = job.program.recordings
+        model.history.params["recordings"] = 0 if recordings is None else len(recordings.forms)
         model.history.params["jit"] = _jit(session)
     return model.history
 
@@ -332,6 +334,7 @@ def predict(model: CallbackModel, session: Session, request: InferenceRequest) -
     """Check everything, and predict."""
     with _inferring(model, session, Mode.PREDICT, request) as (job, callbacks):
         observer = PredictionObserver(callbacks, job)
+        observer.padding_value = request.padding_value
         for _ in Trainer(job, [observer]).predict():
             pass
         return observer.take()
@@ -379,6 +382,7 @@ def _pieces(model: CallbackModel, session: Session, config: InferenceConfig) -> 
     with session.running(job):
         callbacks = _callbacks(model, session, config, job)
         observer = PredictionObserver(callbacks, job)
+        observer.padding_value = config.padding_value
         executions = Trainer(job, [observer]).predict()
         try:
             while True:

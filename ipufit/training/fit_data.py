@@ -62,6 +62,7 @@ class InferenceRequest:
     callbacks: object
     seed: object
     verbose: Any
+    padding_value: Optional[float] = None
 
 
 class FitData:

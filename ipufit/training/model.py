@@ -165,6 +165,7 @@ class Model(InspectionMixin):
         parallel: Union[Parallel, PartitionPlan, None] = None,
         memory: Optional[Memory] = None,
         detect_nan: bool = False,
+        max_recordings: int = 16,
         poptorch: Any = None,
         config: Any = None,
     ) -> None:
@@ -231,6 +232,9 @@ class Model(InspectionMixin):
                 :class:`ipufit.errors.NonFiniteLossError` then names the module, the operator, the
                 line and the samples where it began. One process and the embedded engine only;
                 without it nothing is looked at but the losses.
+            max_recordings: shapes of batches that one program may record, or compile for an IPU;
+                one more is an error that lists them. Recording takes a moment for each shape, and
+                memory; run eagerly nothing is recorded. See docs/data.md.
             poptorch: ``poptorch.Options`` for training, or a pair ``(training_options,
                 inference_options)``, of which the second are for validation, ``evaluate`` and
                 ``predict``; copies are used. What they say of replicas, device iterations,
@@ -273,6 +277,7 @@ class Model(InspectionMixin):
             parallel=parallel,
             memory=memory,
             detect_nan=detect_nan,
+            max_recordings=max_recordings,
             poptorch=poptorch,
             config=config,
         )
@@ -486,6 +491,7 @@ class Model(InspectionMixin):
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
+        padding_value: Optional[float] = None,
         seed: Optional[int] = None,
         verbose: Union[int, str] = "auto",
     ) -> Any:
@@ -502,12 +508,15 @@ class Model(InspectionMixin):
             ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
             device_iterations: forward passes per execution; None is that of the config, else 1.
             callbacks: get the ``on_predict_`` hooks.
+            padding_value: outputs of several shapes are padded with it, at the end of every
+                dimension, to one tensor; None makes them a list with a tensor for each sample.
             seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
                 ``compile`` has fixed.
             verbose: as for ``evaluate``.
 
         Returns:
-            The structure that the module returns, each tensor with one row per sample.
+            The structure that the module returns, each tensor with one row per sample; a list of
+            rows stands for a tensor whose rows have several shapes.
 
         Raises:
             PlanError: the batch algebra does not fit; with all faults.
@@ -519,7 +528,7 @@ class Model(InspectionMixin):
             "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
         )
         request = InferenceRequest(
-            data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose
+            data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value
         )
         return fit.predict(self, session, request)
 
@@ -533,6 +542,7 @@ class Model(InspectionMixin):
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
+        padding_value: Optional[float] = None,
         seed: Optional[int] = None,
         verbose: Union[int, str] = 0,
     ) -> Iterator[Any]:
@@ -549,6 +559,7 @@ class Model(InspectionMixin):
             device_iterations: forward passes per execution, and so per piece; None is that of the
                 config, else 1.
             callbacks: get the ``on_predict_`` hooks; ``on_predict_end`` after the last piece.
+            padding_value: as for ``predict``; each piece is padded by itself.
             seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
                 ``compile`` has fixed.
             verbose: as for ``evaluate``.
@@ -568,7 +579,7 @@ class Model(InspectionMixin):
             "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
         )
         request = InferenceRequest(
-            data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose
+            data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value
         )
         return fit.stream(self, session, request)
 

@@ -266,39 +266,30 @@ class Session:
         """
         pipeline = BatchPipeline(job, self.form(job.mode), self.casting)
         try:
-            return self._start(pipeline, self._read_first(pipeline, job), job)
+            return self._prepare_in_a_dtype(pipeline, pipeline.peek(job.epoch, job.plan), job)
         except BaseException:
             pipeline.close()
             raise
 
-    def _read_first(self, pipeline: BatchPipeline, job: JobSpec) -> MicroBatch:
-        if job.mode is Mode.TRAIN:
-            check_interval(self.config.outputs, job.plan.device_iterations)
-        with pipeline.watched():
-            return pipeline.peek(job.epoch, job.plan)
-
-    def _start(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
-        explained = self.explainer(job.mode, job.source.role).explained([first])
-        with pipeline.watched(), explained:
-            return self._prepare_in_a_dtype(pipeline, first, job)
-
     def _prepare_in_a_dtype(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
         """Prepare with whole numbers in the first dtype that module and loss run with."""
-        batch: Optional[MicroBatch] = first
-        failure: Optional[Exception] = None
-        while batch is not None:
-            try:
-                prepared = self._prepare(pipeline, batch, job)
-            except (CaptureError, MetricError, PlanError):
-                raise
-            except Exception as error:
-                failure = failure or error
-                batch = pipeline.unpacker.recast()
-            else:
-                pipeline.unpacker.accept_dtypes(announce=self.processes.is_rank_zero)
-                return prepared
-        assert failure is not None
-        raise failure
+        explainer = self.explainer(job.mode, job.source.role)
+        with pipeline.watched(), explainer.explained([first]):
+            batch: Optional[MicroBatch] = first
+            failure: Optional[Exception] = None
+            while batch is not None:
+                try:
+                    prepared = self._prepare(pipeline, batch, job)
+                except (CaptureError, MetricError, PlanError):
+                    raise
+                except Exception as error:
+                    failure = failure or error
+                    batch = pipeline.unpacker.recast()
+                else:
+                    pipeline.unpacker.accept_dtypes(announce=self.processes.is_rank_zero)
+                    return prepared
+            assert failure is not None
+            raise failure
 
     def start_on_all_ranks(self, job: JobSpec) -> Job:
         """Start a job in all processes, if it starts in all.
@@ -310,11 +301,11 @@ class Session:
         pipeline = BatchPipeline(job, self.form(job.mode), self.casting)
         started: List[Job] = []
         try:
-            first = processes.run_on_all_ranks(lambda: self._read_first(pipeline, job))
+            first = processes.run_on_all_ranks(lambda: pipeline.peek(job.epoch, job.plan))
             # Where the loader does not say, all have the size of the first batch of process 0.
             sizes = processes.gather(pipeline.unpacker.micro_batch_size, "size of a batch")
             pipeline.unpacker.micro_batch_size = sizes[0]
-            start = functools.partial(self._start, pipeline, first, job)
+            start = functools.partial(self._prepare_in_a_dtype, pipeline, first, job)
             processes.run_on_all_ranks(lambda: started.append(start()))
             if not processes.is_distributed or not self._eager.follow(job.mode, processes):
                 return started[0]
@@ -329,6 +320,8 @@ class Session:
 
     def _prepare(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
         training = job.mode is Mode.TRAIN
+        if training:
+            check_interval(self.config.outputs, job.plan.device_iterations)
         check_call(self.module, first, self.loss, f"{job.source.role}: ")
         if training and job.source.class_weights is not None:
             check_class_weights(job.source.class_weights, self.module, first, self.loss)

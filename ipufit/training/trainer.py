@@ -290,18 +290,23 @@ def _end_all(observers: Sequence[Observer], logs: Dict[str, float]) -> None:
 
 
 class PredictionObserver(CallbackObserver):
-    """Shows callbacks what each execution predicts, and keeps it until it is taken."""
+    """Shows callbacks what each execution predicts, and keeps it until it is taken.
 
+    Attributes:
+        padding_value: of outputs of several shapes; None for a list of rows.
+    """
+
+    padding_value: Optional[float] = None
     _outputs: Optional[List[object]] = None
 
     def end_execution(self, epoch: int, outputs: List[object]) -> None:
         """Call ``on_predict_batch_end`` with the outputs for all samples of the execution."""
         self._outputs = self._outputs or []
         self._outputs += outputs
-        logs = {"outputs": join_rows(outputs)}
+        logs = {"outputs": join_rows(outputs, self.padding_value)}
         self.callbacks.call("on_predict_batch_end", self.meter.updates - 1, logs)
 
     def take(self) -> Any:
         """Return the outputs of all executions since the last call, and keep them no longer."""
         outputs, self._outputs = self._outputs, None
-        return join_rows(outputs or [])
+        return join_rows(outputs or [], self.padding_value)

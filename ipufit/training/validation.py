@@ -102,7 +102,7 @@ class ValidationRunner:
         session = self._session
         kept = [(buffer, buffer.clone()) for buffer in session.buffers()]
         with eval_mode(session.module, session.loss.module):
-            job = session.start(dataclasses.replace(self._job, epoch=epoch))
+            job = session.start_on_all_ranks(dataclasses.replace(self._job, epoch=epoch))
             try:
                 with session.running(job):
                     values = Trainer(job, [CallbackObserver(callbacks, job)]).evaluate(epoch)

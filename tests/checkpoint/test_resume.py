@@ -19,7 +19,7 @@ from ipufit.callbacks import (
     SwapEMAWeights,
 )
 from tests.caching import once_per_engine
-from tests.engines import embedded_only, keeps_averages, runs_eagerly, scales_itself
+from tests.engines import embedded_only, keeps_averages, one_shape, runs_eagerly, scales_itself
 from tests.fitting import skipping_refusals
 from tests.nets import CNN, MLP, Running, data
 from tests.points import only
@@ -289,7 +289,50 @@ CASES = {
     "clipped": Case(compile=with_options(clip=ipufit.Clip(global_norm=0.1)), seed=5),
     "float32 moments in lamb": Case(compile=with_options(optimizer="lamb"), seed=5),
 }
+
+
+class Pooled(CNN):
+    """A network for pictures of any size."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(4, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.conv(x)))
+        return self.head(self.drop(x).mean((2, 3)))
+
+
+class AnySize:
+    """Batches of 1 to 4 samples, in another order and division each time; tells no batch size."""
+
+    def __iter__(self):
+        order = torch.randperm(len(X)).tolist()
+        while order:
+            size = int(torch.randint(1, 5, ()))
+            yield order[:size]
+            del order[:size]
+
+
+def cropped(samples):
+    """A batch of pictures whose height depends on the first of them."""
+    x, y = torch.utils.data.default_collate(samples)
+    return x[:, :, : 2 + int(y[0]) % 2], y
+
+
 EMBEDDED = {
+    "batches of several shapes": (
+        Case(
+            Pooled,
+            lambda: DataLoader(WHOLE, batch_sampler=AnySize(), collate_fn=cropped),
+            # Of a sum it matters how large a full micro-batch is.
+            compile=with_options(loss=torch.nn.CrossEntropyLoss(reduction="sum")),
+            seed=5,
+            gradient_accumulation=2,
+            device_iterations=2,
+        ),
+        one_shape,
+    ),
     "averages": (
         Case(
             callbacks=lambda: [SwapEMAWeights(swap_on_epoch=True)],
@@ -326,10 +369,11 @@ SOME = (
     "an execution over several updates",
     "epochs that are parts of passes",
     "validation and callbacks with a memory",
+    "batches of several shapes",
 )
 
 
-@pytest.mark.few
+@pytest.mark.few("an execution over several updates", "batches of several shapes")
 @pytest.mark.long("ipu-standin")
 @pytest.mark.parametrize("case", only(SOME, ALL))
 def test_the_bits_are_those_of_a_run_that_was_not_interrupted(case, tmp_path):

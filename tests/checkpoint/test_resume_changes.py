@@ -442,8 +442,9 @@ def test_frozen_layers_and_loaders(tmp_path):
         {"x": X.numpy(), "y": Y.numpy()},
         {"net": lambda: Net()},
         {"detect_nan": False},
+        {"max_recordings": 4},
     ],
-    ids=["jit", "recompute", "arrays", "another object", "detect_nan"],
+    ids=["jit", "recompute", "arrays", "another object", "detect_nan", "max_recordings"],
 )
 def test_what_changes_no_number_is_no_change(change, tmp_path):
     run(tmp_path / "run", 1)

@@ -253,6 +253,53 @@ def fields():
     yield "fields", found
 
 
+class Steps(nn.Module):
+    """Sequences of any length: a class for each, or for each of their steps."""
+
+    def __init__(self, pools=True):
+        super().__init__()
+        self.pools = pools
+        self.embed, self.drop, self.head = nn.Linear(2, 6), nn.Dropout(0.3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = self.drop(self.embed(x).tanh())
+        return self.head(hidden.mean(1) if self.pools else hidden)
+
+
+class AnySize:
+    """Batches of several sizes and lengths, in an order that each epoch draws."""
+
+    def __iter__(self):
+        groups = torch.arange(41).split([4, 1, 3, 4, 5, 2, 4, 4, 3, 4, 7])
+        for place in torch.randperm(len(groups)).tolist():
+            yield groups[place].tolist()
+
+    def __len__(self):
+        return 11
+
+
+def shapes():
+    """Processes see batches of other shapes, at the same time, than the others do."""
+    if not is_wanted("shapes"):
+        return
+    x, y = data(41)
+
+    def collate(samples):
+        length = 2 + (len(samples) + int(samples[0][1])) % 3
+        return (
+            torch.stack([each.reshape(4, 2)[:length] for each, _ in samples]),
+            torch.stack([label for _, label in samples]),
+        )
+
+    loader = DataLoader(Pairs(x, y), batch_sampler=AnySize(), collate_fn=collate)
+    compiled = {"metrics": ["accuracy"], "loss": nn.CrossEntropyLoss(reduction="sum")}
+    model, found = fit(Steps, loader, compiled=compiled, validation_data=loader)
+    found["evaluated"] = model.evaluate(loader, verbose=0)
+    predicted = ipufit.Model(Steps(pools=False)).predict(loader, device_iterations=2, verbose=0)
+    found["rows"] = [list(row.shape) for row in predicted]
+    yield "shapes", found
+
+
 class StopsInOne(Callback):
     """Asks to stop in the last process alone."""
 
@@ -289,7 +336,7 @@ def main():
         overlapped_reduction.BucketSums.sum = noted
     torch.set_default_dtype(torch.float64)
     results = {}
-    for part in (lengths, forms, models, measures, fields, callbacks):
+    for part in (lengths, forms, models, measures, fields, shapes, callbacks):
         results.update(part())
     assert bool(begun) == ("buckets" in sys.argv[2:])
     with open(os.path.join(sys.argv[1], f"{PROCESSES}-{PROCESS}.json"), "w") as file:

@@ -1,6 +1,7 @@
 """Batches of any shape, size and structure train, evaluate and predict like a plain loop."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -167,8 +168,44 @@ def test_ragged_outputs_are_a_list_of_rows(how):
     assert len(predicted) == len(rows) == sum(size for _, size in FORMS)
     for one, other in zip(predicted, rows):
         close(one, other)
+    padded = model.predict(batches, device_iterations=2, padding_value=-1.0, verbose=0)
+    close(padded, nn.utils.rnn.pad_sequence(rows, True, -1.0))
     pieces = list(model.predict_iter(batches))
     assert [tuple(piece.shape) for piece in pieces] == [(n, t, 2) for t, n in FORMS]
+
+
+class Reshaped(nn.Module):
+    """As many dimensions as there are columns; of integers where these are two."""
+
+    def forward(self, x):
+        return x.reshape(-1, *[1] * (x.shape[1] - 2), x.shape[1]).to(x.dtype).long()
+
+
+@one_shape
+@pytest.mark.parametrize(
+    ("columns", "value", "what"), [((2, 3), 0, "2 and 3 dimensions"), ((1, 2), 0.5, "integers")]
+)
+def test_outputs_that_cannot_be_padded_are_named(columns, value, what):
+    """A list of rows is always there."""
+    model = ipufit.Model(Reshaped())
+    batches = [torch.zeros(2, size) for size in columns]
+    assert len(model.predict(batches, verbose=0)) == 4
+    with pytest.raises(ipufit.errors.ConfigurationError) as caught:
+        model.predict(batches, padding_value=value, verbose=0)
+    assert str(caught.value) == (
+        f"padding_value={value!r} can't fill up outputs of {what}. Leave it out, which makes them "
+        "a list of rows, or pad them in forward."
+    )
+
+
+@pytest.mark.parametrize("value", ["0", True, torch.zeros(())])
+def test_a_padding_value_that_is_no_number_is_refused(value):
+    """Before anything is predicted."""
+    with pytest.raises(ipufit.errors.ConfigurationError) as caught:
+        ipufit.Model(nn.ReLU()).predict(torch.zeros(2, 2), padding_value=value, verbose=0)
+    assert str(caught.value) == (
+        f"padding_value must be a number or None, got {value!r}. Pass for example 0.0."
+    )
 
 
 class Either(Pooled):
@@ -252,3 +289,49 @@ def test_outputs_of_several_shapes_are_not_added_up():
         "(4, 3, 2) and (4, 5, 2). Use outputs='all' or 'final', or pad batches to one shape in "
         "collate_fn."
     )
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+@one_shape
+def test_more_shapes_than_max_recordings_end_training(iterations):
+    """The error lists them; what was learned stays, and nothing was lost."""
+    batches = sequences([(3, 4), (3, 4), (5, 4), (3, 4), (4, 4)])
+    model = compiled(max_recordings=2)
+    expected, _ = loop(model.module, batches[:4], 1)
+    with pytest.raises(ipufit.errors.DataError) as caught:
+        model.fit(batches, device_iterations=iterations, verbose=0)
+    assert str(caught.value) == (
+        "a program is recorded for each shape of batch, max_recordings=2 at most, but batches of "
+        "3 shapes came: (4, 3), (4, 2); (4, 5), (4, 2); (4, 4), (4, 2). Pad them to fewer shapes "
+        "in collate_fn, as ipufit.data.LengthBuckets does, or compile with a larger max_recordings "
+        "or with run_eagerly=True."
+    )
+    close(weights(model), expected)
+    # Validation and prediction have programs of their own.
+    model.evaluate(batches[:4], verbose=0)
+    with pytest.raises(ipufit.errors.DataError, match="max_recordings=2 at most"):
+        model.predict([x for x, _ in batches], verbose=0)
+    eager = compiled(max_recordings=1, run_eagerly=True)
+    eager.fit(batches, verbose=0)
+    assert eager.history.params["recordings"] == 0
+
+
+@one_shape
+def test_recordings_are_reported(capsys):
+    """Their number in the history, what they are for and how long they took in explain."""
+    model = compiled()
+    history = model.fit(sequences([(3, 4), (5, 4), (3, 4)]), verbose=0)
+    assert history.params["recordings"] == 2
+    model.explain()
+    told = capsys.readouterr().out
+    pattern = r"Training is recorded for 2 shapes of batches: \(4, 3\), \(4, 2\) in [0-9.e-]+ s; "
+    assert re.search(pattern, told.replace("\n", " "))
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, None, "16"])
+def test_a_bound_that_is_no_number_is_refused(value):
+    """Together with all other faults of compile."""
+    model = ipufit.Model(nn.Linear(2, 2))
+    with pytest.raises(ipufit.errors.ConfigurationError) as caught:
+        model.compile("sgd", "mse", max_recordings=value)
+    assert str(caught.value) == (f"max_recordings must be an integer of at least 1, got {value!r}.")

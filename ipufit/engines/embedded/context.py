@@ -153,7 +153,7 @@ class EngineContext(Engine):
             self.hints.update(micro.hints)
             key = (fingerprint(step)[0], *key[1:])
             self._traced[key] = TracedStep(run, lowered, micro, random, held, graph)
-            if len(self._traced) > _KEPT:
+            if len(self._traced) > max(_KEPT, 4 * config.max_recordings):
                 self._traced.popitem(last=False)
         self._traced.move_to_end(key)
         return self._traced[key]
@@ -222,7 +222,7 @@ class EngineContext(Engine):
         if key not in self._decisions:
             with self.timed():
                 self._decisions[key] = merger.decide(make)
-            if len(self._decisions) > _KEPT:
+            if len(self._decisions) > max(_KEPT, 4 * config.max_recordings):
                 self._decisions.popitem(last=False)
         self._decisions.move_to_end(key)
         return self._decisions[key].among(replicas, total)

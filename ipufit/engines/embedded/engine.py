@@ -144,6 +144,8 @@ class EmbeddedEngine(EngineContext):
             sentences.append(training.lowered.why)
         if training is not None and config.compiler is not None:
             sentences += [_MAY_MERGE] if config.recompute else []
+        if training is not None and training.recordings is not None:
+            sentences += training.recordings.explain()
         if training is not None and training.merging is not None:
             sentences.append(training.merging.explanation)
         if training is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Dict, Iterator, List, Sequence, Tuple
 
 import torch
@@ -12,7 +13,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import check_precision
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.engines.program import Prepared, Program, ProgramSpec
+from ipufit.engines.program import Prepared, Program, ProgramSpec, Recordings
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.untraced_random import reachable_generators
 from ipufit.utils.devices import check_devices
@@ -45,8 +46,8 @@ class BaseProgram(Program):
         self._device = named[0][1].device if named else torch.device("cpu")
         if self._device.type == "cpu":
             keep_freed_memory()
-        self._is_eager = spec.run_eagerly
         self._by_form: Dict[object, TracedStep] = {}
+        self.recordings = None if spec.run_eagerly else Recordings(spec.config.max_recordings)
         # Those of Python, NumPy and the user, which code that runs eagerly may draw from.
         self._generators = Generators()
         self._drawing: List[Tuple[str, object]] = []
@@ -57,14 +58,19 @@ class BaseProgram(Program):
     def _recorded(self, batch: MicroBatch, turn: int = 0) -> TracedStep:
         # The data layer sees to it that micro-batches of one structure have the same dtypes. The
         # module itself, run eagerly, takes all shapes.
-        form: List[object] = [turn, batch.structure]
-        if not self._is_eager:
-            for leaf in batch.leaves:
-                form.append((leaf.shape, leaf.stride()) if isinstance(leaf, Tensor) else None)
-        key = tuple(form)
-        if key not in self._by_form:
-            self._by_form[key] = self._record(batch.to(self._device), turn)
-        return self._by_form[key]
+        shapes = [
+            (leaf.shape, leaf.stride())
+            for leaf in (() if self.recordings is None else batch.leaves)
+            if isinstance(leaf, Tensor)
+        ]
+        form = batch.structure, tuple(shapes)
+        if (form, turn) not in self._by_form:
+            record = functools.partial(self._record, batch.to(self._device), turn)
+            if self.recordings is None:
+                self._by_form[form, turn] = record()
+            else:
+                self._by_form[form, turn] = self.recordings.add(form, self._engine, record)
+        return self._by_form[form, turn]
 
     def _trace(
         self, batches: Sequence[MicroBatch]

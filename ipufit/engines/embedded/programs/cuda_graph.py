@@ -228,7 +228,8 @@ class CapturedExecutions(UpdateWay):
         )
         if key not in self._known:
             self._known[key] = None
-            if len(self._known) > _KEPT:
+            # Where every shape is a kind of its own, all of them come again and again.
+            if len(self._known) > max(_KEPT, self._spec.config.max_recordings):
                 self._known.popitem(last=False)
             return None
         self._known.move_to_end(key)
