@@ -24,6 +24,7 @@ from tests.bench.curves import CURVES, Rounds, medians
 from tests.bench.peers import COMPILED, LOSSES, PEERS
 from tests.bench.report import Result, machine, points_table, table, write
 from tests.bench.running import Running
+from tests.bench.shares import SHARES
 from tests.bench.workloads import WORKLOADS
 
 # Losses of the first updates must agree with those of the first peer to this share.
@@ -123,7 +124,7 @@ def costs(extent: Extent, curves: Dict[str, Rounds]) -> List[Cost]:
     """All costs; those of the curves where these were measured."""
     found = [import_cost(extent.times), start_cost(extent.times), *memory_costs(extent.times)]
     with Running("tests.bench.shares") as running:
-        shares: Dict[str, List[float]] = {"waiting": [], "feeding": [], "telling": []}
+        shares: Dict[str, List[float]] = {name: [] for name in SHARES}
         for _ in range(extent.times):
             for name, values in shares.items():
                 values.append(running.ask(share=name, updates=0)["value"])

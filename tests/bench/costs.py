@@ -133,7 +133,9 @@ def _peak(peer: str, workload: str) -> float:
         return float(running.ask(do="rounds", workload=workload, epochs=3, updates=0)["peak"])
 
 
-def share_costs(waiting: List[float], feeding: List[float], telling: List[float]) -> List[Cost]:
+def share_costs(
+    waiting: List[float], feeding: List[float], telling: List[float], padding: List[float]
+) -> List[Cost]:
     """The shares of :mod:`tests.bench.shares`."""
     return [
         Cost("waiting for data, of the time of `fit`", waiting, "%", 0.05),
@@ -141,6 +143,7 @@ def share_costs(waiting: List[float], feeding: List[float], telling: List[float]
             "`fit` on tensors beside `fit` on executions that are there already", feeding, "%", 0.05
         ),
         Cost("accuracy and the bar beside neither", telling, "%", 0.03),
+        Cost("texts in buckets beside all padded to the longest", padding, " x", 1 / 1.8),
     ]
 
 

@@ -1,11 +1,13 @@
-"""Which share of a fit of the MLP is waiting, feeding and telling: what is not training."""
+"""Which share of a fit of the MLP is waiting, feeding and telling, and of one of texts padding."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import runpy
 import statistics
 import time
+from pathlib import Path
 from typing import Any, Callable, Dict, Generator, Iterator, List
 from unittest import mock
 
@@ -15,6 +17,7 @@ from tests.bench.workloads import WORKLOADS, Workload
 __all__ = ["SHARES", "waits"]
 
 _EPOCHS = 4
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "text_buckets.py"
 
 # So often two fits are compared in turn for one value: a difference of a few percent is less than
 # what repeats of some tenths of a second differ by.
@@ -133,11 +136,35 @@ def _check_bars(text: str) -> None:
         raise SystemExit(f"the bar shows neither loss nor accuracy within an epoch: {text!r}")
 
 
+def _padding(work: Workload) -> Callable[[], float]:
+    # The texts and the net of an example; a look takes as many texts as its updates have samples.
+    example = runpy.run_path(str(_EXAMPLE))
+    samples = example["load"]()[0][: 16 * work.updates]
+    fits = []
+    for boundaries in (None, (example["LONGEST"],)):
+        model, batches = example["compiled"](), example["loader"](samples, boundaries=boundaries)
+        fits.append(_rounds(model, batches))
+    buckets, longest = fits
+    return lambda: _later(buckets()) / _later(longest())
+
+
+def _rounds(model: Any, batches: Any) -> Callable[[], List[float]]:
+    from tests.bench.fitted import Marks
+
+    def fit() -> List[float]:
+        marks = Marks()
+        model.fit(batches, epochs=2, device_iterations=8, verbose=0, seed=0, callbacks=[marks])
+        return marks.epochs
+
+    return fit
+
+
 # Of a workload, what measures a share once, each time it is called.
 SHARES: Dict[str, Callable[[Workload], Callable[[], float]]] = {
     "waiting": _waiting,
     "feeding": _feeding,
     "telling": _telling,
+    "padding": _padding,
 }
 
 

@@ -193,7 +193,7 @@ def test_every_share_can_be_measured(name, capsys):
     value = shares.SHARES[name](WORKLOADS["mlp"].of(8))()
     assert -1 < value < math.inf
     assert capsys.readouterr() == ("", "")
-    assert len(share_costs([value], [value], [value])) == len(shares.SHARES)
+    assert len(share_costs(*[[value] for _ in shares.SHARES])) == len(shares.SHARES)
 
 
 @pytest.mark.long

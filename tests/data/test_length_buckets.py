@@ -5,6 +5,8 @@ import copy
 import itertools
 import pickle
 import random
+import re
+from pydoc_data import topics
 
 import numpy as np
 import pytest
@@ -413,6 +415,58 @@ def test_a_run_does_not_go_on_with_other_boundaries(tmp_path):
         compiled().fit(
             batches(texts(), boundaries=(6, 12)), epochs=2, checkpoint=checkpoint, **work
         )
+
+
+def paragraphs(count=160):
+    """Word numbers of the help pages that ship with Python, and to which half a page belongs."""
+    numbers, pages = {}, sorted(topics.topics)
+    samples = []
+    for place, page in enumerate(pages):
+        for paragraph in re.split(r"\n\s*\n", topics.topics[page]):
+            words = re.findall(r"\w+|[^\w\s]", paragraph)[:160]
+            ids = [numbers.setdefault(word.lower(), 1 + len(numbers)) for word in words]
+            samples += [(torch.tensor(ids), int(2 * place >= len(pages)))] if ids else []
+    return random.Random(0).sample(samples, count)
+
+
+class Attentive(nn.Module):
+    """A layer of attention over the words that are there, and their mean."""
+
+    def __init__(self, words):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(words, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, words, there):
+        seen = self.layer(self.embed(words), src_key_padding_mask=~there)
+        there = there.unsqueeze(2)
+        return self.head((seen * there).sum(1) / there.sum(1))
+
+
+def test_texts_of_pythons_own_help_train_as_if_all_were_padded():
+    """In no more than eight recordings, to the weights of padding all to the longest text."""
+    samples = paragraphs()
+    lengths = [len(words) for words, _ in samples]
+    assert max(lengths) > 5 * sorted(lengths)[len(lengths) // 2]
+    net = Attentive(1 + max(int(words.max()) for words, _ in samples)).double()
+    other = copy.deepcopy(net)
+    buckets = LengthBuckets(samples, 16, mask="there", shuffle=False)
+    model = ipufit.Model(net)
+    model.compile(torch.optim.AdamW(net.parameters(), 0.01), "cross_entropy", jit="graph")
+    model.fit(loader(buckets, samples), epochs=2, verbose=0)
+    assert model._session.engine.captures <= 8
+    whole = LengthBuckets(samples, 16, boundaries=(max(lengths),), mask="there")
+    optimizer = torch.optim.AdamW(other.parameters(), 0.01)
+    for indices in [*buckets] * 2:
+        (words, there), target = whole.pad([samples[i] for i in indices])
+        assert words.shape[1] == max(lengths)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(other(words, there), target).backward()
+        optimizer.step()
+    expected = torch.cat([p.detach().flatten() for p in other.parameters()])
+    torch.testing.assert_close(weights(model), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("processes", [2, 3])
