@@ -25,6 +25,7 @@ __all__ = [
     "can_pin",
     "check_devices",
     "clear_cache",
+    "devices_in_use",
     "generator_of",
     "is_keyed",
     "memory_of_tensors",
@@ -39,8 +40,8 @@ HOST = torch.device("cpu")
 # What a device raises that lacks an ability.
 _LACKS = (AttributeError, AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
-# Types of devices that modules of this process have been on.
-_USED: Dict[str, None] = {}
+# Devices but the host that modules of this process have been on.
+_USED: Dict[torch.device, None] = {}
 
 
 class TimingEvent(Protocol):
@@ -154,7 +155,16 @@ def check_devices(tensors: Iterable[Tuple[str, Tensor]]) -> None:
                 "module.to_empty(device='cpu'), and load or initialise its weights."
             )
         if tensor.device.type != "cpu":
-            _USED[tensor.device.type] = None
+            _USED[tensor.device] = None
+
+
+def devices_in_use(device: torch.device = HOST) -> List[torch.device]:
+    """List a device first, and the others but the host that modules have been on."""
+    return [*dict.fromkeys((device, *_USED))]
+
+
+def _types_in_use() -> List[str]:
+    return [*dict.fromkeys(device.type for device in _USED)]
 
 
 def accelerator_states() -> Dict[str, List[Tensor]]:
@@ -163,7 +173,7 @@ def accelerator_states() -> Dict[str, List[Tensor]]:
     # Any other question would initialise it.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state_all()
-    for kind in _USED:
+    for kind in _types_in_use():
         if kind != "cuda":
             several = [generator_of(each) for each in _devices(kind) if is_keyed(each)]
             states[kind] = [generator.state() for generator in several if generator is not None]
@@ -175,7 +185,7 @@ def set_accelerator_states(states: Mapping[str, List[Tensor]]) -> None:
     cuda = states.get("cuda", [])
     if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(cuda)
-    for kind in _USED:
+    for kind in _types_in_use():
         devices = [each for each in _devices(kind) if is_keyed(each)] if kind in states else []
         if kind != "cuda" and len(devices) == len(states[kind]):
             for device, state in zip(devices, states[kind]):
@@ -213,7 +223,7 @@ def synchronize(device: torch.device) -> None:
 
 def clear_cache() -> None:
     """Let devices give back memory that no tensor has."""
-    for kind in ("cuda", *_USED):
+    for kind in {"cuda", *_types_in_use()}:
         if _has(torch.device(kind), "empty_cache"):
             _ask(torch.device(kind), "empty_cache")
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ipufit.errors import ConfigurationError
-from ipufit.utils.devices import HOST, generator_of, is_keyed
+from ipufit.utils.devices import HOST, devices_in_use, generator_of, is_keyed
 from ipufit.utils.random_operators import HostDraws
 
 __all__ = [
@@ -84,28 +84,33 @@ def micro_batch_key(update: int, place: int) -> int:
 
 
 def seed_generators(key: int, device: torch.device = HOST) -> None:
-    """Start the default generator of the host, and that of ``device``, at ``key``."""
+    """Start the default generator of the host, and that of ``device``, at ``key``.
+
+    Those of other devices, where a module has parts of it, start at keys of their own.
+    """
     torch.default_generator.manual_seed(key)
-    generator = generator_of(device)
-    if generator is not None:
-        generator.start(key)
+    for each in devices_in_use(device):
+        generator = generator_of(each)
+        if generator is not None:
+            generator.start(key if each == device else stream_key(key, each))
 
 
 @contextlib.contextmanager
 def isolated(device: torch.device = HOST) -> Iterator[None]:
-    """Leave the user's generators (host, and ``device``) as they were found.
+    """Leave the user's generators (of the host, ``device`` and others in use) as they were found.
 
     What is drawn in the block on a device whose generator can't be keyed is drawn on the host.
     """
     with LOCK:
-        host, generator = torch.get_rng_state(), generator_of(device)
-        state = None if generator is None else generator.state()
+        devices, host = devices_in_use(device), torch.get_rng_state()
+        generators = [each for each in map(generator_of, devices) if each is not None]
+        states = [generator.state() for generator in generators]
         try:
-            with contextlib.nullcontext() if is_keyed(device) else HostDraws():
+            with contextlib.nullcontext() if all(map(is_keyed, devices)) else HostDraws():
                 yield
         finally:
             torch.set_rng_state(host)
-            if generator is not None and state is not None:
+            for generator, state in zip(generators, states):
                 generator.go_on(state)
 
 

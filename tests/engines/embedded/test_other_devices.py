@@ -147,6 +147,34 @@ def test_every_kind_of_random_number_follows_the_key(module):
         assert_equal(first, other)
 
 
+class Spread(nn.Module):
+    """Begins on the host, and drops out on the device."""
+
+    def __init__(self, device="plain"):
+        super().__init__()
+        self.first = nn.Linear(12, 6)
+        self.second = nn.Linear(6, 5).to(device)
+
+    def forward(self, x):
+        x = nn.functional.dropout(self.first(x.flatten(1)).to(self.second.weight.device), 0.3)
+        return self.second(x).to("cpu")
+
+
+@both
+@on_the_device
+def test_a_module_on_several_devices_follows_the_key_on_all(module):
+    for eagerly in (False, True):
+        compiling = {"run_eagerly": eagerly}
+        one, three = (
+            fitted(None, Spread, compiling=compiling, device_iterations=count) for count in (1, 3)
+        )
+        assert one.module.second.weight.device.type == "plain"
+        assert_equal(net_of(one), net_of(three))
+        if module is Plain:
+            on_host = fitted(None, lambda: Spread("cpu"), compiling=compiling)
+            assert_equal(net_of(one), net_of(on_host))
+
+
 @on_the_device
 def test_numbers_that_are_drawn_elsewhere_have_their_distribution():
     device = torch.device("plain", 0)
