@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from ipufit._version import __version__
 from ipufit.cli.parsing import CommandParser, add_command
 from ipufit.engines.choice import list_engines
+from ipufit.utils.devices import name_of
 
 __all__ = ["add"]
 
@@ -68,6 +69,7 @@ def _examined() -> _Values:
             "cores": os.cpu_count(),
             "threads of torch": torch.get_num_threads(),
             "CUDA": _cuda(),
+            "other devices": _other_devices(),
             "Poplar SDK": os.environ.get("POPLAR_SDK_ENABLED") or "not enabled in this shell",
         },
         "engines": engines,
@@ -83,6 +85,14 @@ def _cuda() -> str:
     if torch.version.cuda is None:
         return "this torch is built without it"
     return f"torch is built for {torch.version.cuda}, and finds no GPU"
+
+
+def _other_devices() -> str:
+    """Name the device, besides the CPU and CUDA's, that torch finds; older versions say nothing."""
+    if not hasattr(torch, "accelerator") or not torch.accelerator.is_available():
+        return "torch finds none"
+    device = torch.accelerator.current_accelerator()
+    return "torch finds none" if device is None or device.type == "cuda" else name_of(device)
 
 
 def _packages() -> Optional[List[_Values]]:

@@ -140,7 +140,7 @@ class FailureExplainer:
         mode: in which module and loss run.
         precision: in which the module computes.
         role: of the data, such as "training data".
-        on_gpu: whether the module is on one.
+        is_apart: whether the module is on a GPU or another device, whose faults show late.
         is_shared: whether other processes have parts of the data, so that batches have no numbers.
         labels: class indices that the loss takes, as far as they are known.
         origin: names the place in the user's code where batches are made.
@@ -151,7 +151,7 @@ class FailureExplainer:
     mode: Mode
     precision: Precision
     role: str
-    on_gpu: bool = False
+    is_apart: bool = False
     is_shared: bool = False
     labels: Tuple[LabelRange, ...] = ()
     origin: Callable[[], str] = str

@@ -445,7 +445,7 @@ class Session:
             mode: of the program that fails.
             role: of the data.
         """
-        where = (role, device_of(self.module).type == "cuda", self.processes.is_distributed)
+        where = (role, device_of(self.module).type != "cpu", self.processes.is_distributed)
         return FailureExplainer(self.module, self.loss, mode, self.config.precision, *where)
 
     def plan_estimator(

@@ -209,7 +209,7 @@ class Trainer:
                 raise_injected_fault(job.program, batch.updates(job.plan))
             # What explains an error runs the module, too.
             with defer_sigint():
-                if job.explainer.on_gpu:
+                if job.explainer.is_apart:
                     # A wrong one would end the use of the GPU for the whole process.
                     job.explainer.check_labels(batch.micro_batches, self._batches)
                 try:

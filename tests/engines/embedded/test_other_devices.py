@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ipufit
+from ipufit.cli import doctor
 from ipufit.errors import CaptureError, ConfigurationError, ProcessError
 from ipufit.training import rank_consistency
 from ipufit.utils import devices
@@ -246,6 +247,7 @@ def test_what_looks_into_a_model_works_on_the_device(tmp_path, capsys):
     assert model.predict(x, batch_size=2, verbose=0).device.type == "cpu"
     model.explain()
     assert "on the embedded engine, device plain:0" in capsys.readouterr().out
+    assert doctor._examined()["machine"]["other devices"] == "plain"
 
 
 @on_the_device
