@@ -158,7 +158,7 @@ def test_explain_says_what_compiles(capsys):
     model.explain()
     text = capsys.readouterr().out
     for sentence in (
-        "Hands the graphs of micro-batches and updates to the backend 'eager' of "
+        "Hands recorded graphs to the backend 'eager' of "
         "torch.compile; each computes what the graph does, as was compared when it was compiled.",
         "The backend may compute once what recompute computes twice, and need more memory.",
         "The optimizer's step takes numbers that change, so that updates run as recorded, "

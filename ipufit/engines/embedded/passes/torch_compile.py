@@ -18,7 +18,7 @@ from ipufit.utils.random_streams import isolated, seed_generators
 __all__ = ["compile_micro_batch", "compile_update"]
 
 _WHY = (
-    "Hands the graphs of micro-batches and updates to the backend {!r} of torch.compile; each "
+    "Hands recorded graphs to the backend {!r} of torch.compile; each "
     "computes what the graph does, as was compared when it was compiled."
 )
 
