@@ -156,6 +156,11 @@ class Loss:
         """Losses that an update computes one after another; () of a loss that is computed once."""
         return ()
 
+    @property
+    def description(self) -> str:
+        """What is computed, in the words of a sentence."""
+        return f"the loss {self.name!r}"
+
     def moved(self, names: Sequence[str], index: Optional[int] = None) -> List[str]:
         """Choose, of these names of parameters, those that the loss moves.
 
@@ -523,6 +528,12 @@ class Turn:
     every: int
     repeat: int
     step: int
+
+    def describe(self) -> str:
+        """Say in a line what is computed, how often, and what it moves."""
+        when = "each update" if self.every == 1 else f"one update of {self.every}"
+        times = f", {self.repeat} times" if self.repeat > 1 else ""
+        return f"In {when}{times}: {self.loss.description}."
 
     def is_due(self, update: int) -> bool:
         """Tell whether it is made in an update, counted from 0."""

@@ -151,6 +151,15 @@ class TurnLoss(_OfSteps):
         assert self.function is not None
         return self.function(module, *args)
 
+    @property
+    def description(self) -> str:
+        """The step, its losses, and what they move."""
+        losses = [
+            f"{name!r} moves {'everything' if patterns is None else ', '.join(patterns)}"
+            for name, patterns in ((name or "loss", patterns) for name, patterns in self.moves)
+        ]
+        return f"{self.name}, of which {' and '.join(losses)}"
+
     def moved(self, names: Sequence[str], index: Optional[int] = None) -> List[str]:
         """Choose, of these names of parameters, those that the loss, or one of several, moves."""
         chosen = self.moves if index is None else self.moves[index : index + 1]

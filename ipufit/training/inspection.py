@@ -16,7 +16,7 @@ from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.partition.request import PartitionRequest
 from ipufit.training.fit_data import limited_plan
 from ipufit.training.sanity_check import wrap_batch_errors
-from ipufit.training.session import Session
+from ipufit.training.session import Session, require_one_loss
 from ipufit.training.summary import check_options, sample_for, sample_of, summarize
 from ipufit.utils.names import with_hints
 
@@ -186,6 +186,7 @@ class InspectionMixin:
         from ipufit.planner.plan_partition import plan_partition
 
         session = self._compiled("plan")
+        require_one_loss(session, "plan")
         request = PartitionRequest(stages, layers_per_ipu, layers, strategy, ipus_per_replica)
         work = (ipus, gradient_accumulation, schedule, recompute, ipu_memory)
         read_sample = functools.partial(sample_for, session, x, "plan")
@@ -211,6 +212,7 @@ class InspectionMixin:
             DataError: the batch can't be fed, or module or loss can't take it.
         """
         session = self._compiled("preflight")
+        require_one_loss(session, "preflight")
         sample = sample_for(session, x, "preflight")
         mode = Mode.PREDICT if session.optimizer is None else Mode.TRAIN
         with wrap_batch_errors(session.explainer(mode, "preflight"), sample):

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.preflight.report import PreflightReport
     from ipufit.planner.planning import PartitionEstimator
 
-__all__ = ["JobSpec", "Session", "require_single_process"]
+__all__ = ["JobSpec", "Session", "require_one_loss", "require_single_process"]
 
 
 class Session:
@@ -488,6 +488,7 @@ class Session:
         more = [f"{name}={value!r}" for name, value in self.config.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
         text += "".join(f"\n{line}" for line in self._eager.describe())
+        text += "".join(f"\n{turn.describe()}" for turn in self.loss.turns)
         text += "".join(f"\n{line}" for line in self.divided.partitions.describe())
         text += "".join(f"\n{line}" for line in describe_cuts(self.module))
         text += "".join(f"\n{line}" for line in self.fixed.remarks)
@@ -581,4 +582,17 @@ def require_single_process(session: Session, what: str, instead: str) -> None:
         raise ConfigurationError(
             f"{what} works in one process, but this is process {processes.process_id} of "
             f"{processes.num_processes}. {instead}"
+        )
+
+
+def require_one_loss(session: Session, what: str) -> None:
+    """Refuse what works on a program with one loss.
+
+    Raises:
+        ConfigurationError: the updates have several in turn.
+    """
+    if session.loss.turns:
+        raise ConfigurationError(
+            f"{what} works on one loss, but the updates have several in turn. Compile one "
+            "TrainStep alone for it."
         )

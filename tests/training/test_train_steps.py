@@ -434,11 +434,39 @@ def test_one_loss_of_a_step_trains_on_an_ipu():
     assert set(history) == {"loss", "soft"}
 
 
-def test_compare_and_profiles_say_that_they_work_on_one_loss():
-    """What looks into operators looks into one recording."""
+def test_what_looks_into_one_loss_says_so():
+    """Operators, divisions and facts of PopTorch are those of one recording."""
     model = compiled(GAN.loss)
-    with pytest.raises(ConfigurationError, match="compare works on one loss"):
-        model.compare(tuple(tensor[:4] for tensor in samples()))
+    batch = tuple(tensor[:4] for tensor in samples())
+    for name in ("compare", "check_invariance", "preflight", "plan"):
+        with pytest.raises(ConfigurationError, match=f"{name} works on one loss, but the updates"):
+            getattr(model, name)(batch, **({"ipus": 2} if name == "plan" else {}))
+
+
+def test_what_looks_into_a_step_with_one_turn_works():
+    """A gradient inside is an operator like others."""
+    program = PROGRAMS["sam"]
+    model = compiled(program.loss, net=make(program), optimizer="sgd")
+    batch = tuple(tensor[:4] for tensor in samples())
+    assert model.compare(batch).ok
+    assert model.check_invariance(batch).ok
+    assert "PopTorch" in str(model.preflight(batch))
+
+
+def test_explain_tells_the_turns(capsys):
+    """Who reads it sees what an update is made of."""
+    model = compiled(PROGRAMS["critic-more-often"].loss)
+    model.explain(list(zip(*(tensor.split(4) for tensor in samples()))))
+    text = capsys.readouterr().out
+    assert "In each update: criticise, of which 'd' moves critic.\n" in text
+    assert "In one update of 3: please, of which 'g' moves generator.\n" in text
+
+
+def test_a_report_says_why_operators_are_missing(tmp_path):
+    """The rest of it is there."""
+    fit(GAN, epochs=1, callbacks=[ipufit.Report(tmp_path)])
+    written = "".join(path.read_text() for path in tmp_path.rglob("*.json"))
+    assert "Operators are timed of one loss, and the updates have several in turn." in written
 
 
 def test_the_adversaries_are_what_the_docs_show():

@@ -27,7 +27,7 @@ from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
 from ipufit.planner.divided_module import DividedModule
 from ipufit.tracing.comparison import Comparison, Tolerance, distance
-from ipufit.training.session import JobSpec, Session, require_single_process
+from ipufit.training.session import JobSpec, Session, require_one_loss, require_single_process
 from ipufit.training.summary import batch_of, sample_of
 from ipufit.utils import tree
 from ipufit.utils.error_collector import ErrorCollector, one_of
@@ -57,6 +57,7 @@ def compare(session: Session, sample: object, reference: str, tolerances: Tolera
             into.
         DataError: the batch can't be fed.
     """
+    require_one_loss(session, "compare")
     require_single_process(
         session, "compare", "Compare in one process: each runs the same program."
     )
@@ -110,6 +111,7 @@ def check_invariance(
         DataError: the batch can't be fed, or divided.
     """
     instead = "Check in one process: its replicas stand for those of all."
+    require_one_loss(session, "check_invariance")
     require_single_process(session, "check_invariance", instead)
     tolerance = Tolerance(*tolerances)
     tolerance.check()

@@ -341,11 +341,6 @@ class TrainingProgram(BaseProgram):
         """
         from ipufit.engines.embedded.compare_with_reference import ReferenceComparison
 
-        if self._takes_turns:
-            raise ConfigurationError(
-                "compare works on one loss, but the updates have several in turn. Compile one "
-                "TrainStep alone to compare it."
-            )
         batch = batch.to(self._device)
         recorded = self._recorded(batch)
         seed = functools.partial(self._seed, recorded, self.updates)

@@ -242,7 +242,8 @@ def record(
         # A weight or a buffer of integers is a constant of PopTorch's.
         moving = [t for t in state.values() if t.is_floating_point()]
         recorder.register_buffers(state)
-        with recorder.watching([*moving, *leaves]):
+        takes_gradients = torch.set_grad_enabled(loss.differentiates or torch.is_grad_enabled())
+        with recorder.watching([*moving, *leaves]), takes_gradients:
             inputs = with_inputs_in(precision, inputs)
             call_with(step, state, (inputs, state, with_loss))
 
