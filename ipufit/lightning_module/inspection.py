@@ -222,12 +222,11 @@ def refuse_module(module: Any, by_trainer: bool = False) -> None:
     kind = type(module).__name__
     faults = ErrorCollector()
     with faults.collect():
-        if not module.automatic_optimization:
+        if by_trainer and not module.automatic_optimization:
             raise ConfigurationError(
-                f"{kind} has automatic_optimization = False, but the program makes every update "
-                "itself: manual_backward and optimizer.step() can't be called in the middle of "
-                "it. Return the loss from training_step; several losses can be added up, and "
-                "several optimizers become parameter groups of one."
+                f"{kind} has automatic_optimization = False, but a Trainer counts and logs its "
+                "steps as it makes them, and the program makes many at once. Use "
+                "ipufit.Model.from_lightning, or return the loss from training_step."
             )
     for name, instead in _MODULE.items():
         if by_trainer and (name == "configure_callbacks" or name.endswith(_BY_TRAINER)):

@@ -44,13 +44,16 @@ _REDUCTIONS = {
 
 
 @contextlib.contextmanager
-def attached(module: nn.Module, trainer: object, log: Log) -> Iterator[None]:
+def attached(
+    module: nn.Module, trainer: object, log: Log, more: Optional[Mapping[str, object]] = None
+) -> Iterator[None]:
     """Replace ``self.trainer``, ``self.log`` and ``self.log_dict`` in the block.
 
     Args:
         module: a LightningModule; those inside it get the same.
         trainer: what stands in for a Trainer.
         log: takes the arguments of ``LightningModule.log``.
+        more: other attributes to replace, by name.
     """
 
     def log_dict(dictionary: object, *args: object, **options: object) -> None:
@@ -67,7 +70,7 @@ def attached(module: nn.Module, trainer: object, log: Log) -> Iterator[None]:
         for name, value in items:
             log(name, value, *args, **options)
 
-    attributes = {"_trainer": trainer, "log": log, "log_dict": log_dict}
+    attributes = {"_trainer": trainer, "log": log, "log_dict": log_dict, **(more or {})}
     with replace_attributes([(part, attributes) for part in lightning_parts(module)]):
         yield
 

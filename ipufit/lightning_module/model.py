@@ -6,7 +6,18 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Tuple,
+    Union,
+)
 
 import torch
 from torch import nn
@@ -20,8 +31,9 @@ from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import ConfigurationError
 from ipufit.lightning_module.inspection import lightning_parts, overrides, refuse_module
 from ipufit.lightning_module.logging import Notes
+from ipufit.lightning_module.manual import ManualLosses
 from ipufit.lightning_module.module_metrics import MeasuredProgram, ModuleMetrics, StepMetrics
-from ipufit.lightning_module.optimizers import configure_optimizer
+from ipufit.lightning_module.optimizers import configure_manual, configure_optimizer
 from ipufit.lightning_module.stages import Loaders, ModuleHooks, loaders_for, set_up
 from ipufit.lightning_module.steps import Steps, acting_as, steps_of
 from ipufit.lightning_module.trainer_proxy import FitTrainerProxy, NotKnownYetError
@@ -146,12 +158,33 @@ class LightningModel(StepsModel):
         """
         options = dict(options)
         optimizer = options.pop("optimizer", None)
-        if optimizer is None and facts is not None:
+        loss: object = WHOLE_BATCH
+        if facts is not None and not self.lightning.automatic_optimization:
+            optimizer, loss = self._manual(optimizer, facts)
+        elif optimizer is None and facts is not None:
             optimizer, schedule = configure_optimizer(self.lightning, facts)
             if schedule is not None:
                 options["lr_scheduler"] = schedule
-        super().compile(optimizer, WHOLE_BATCH, **options)
+        super().compile(optimizer, loss, **options)
         self._is_waiting = facts is None
+
+    def _manual(self, optimizer: object, facts: FitTrainerProxy) -> Tuple[object, ManualLosses]:
+        """Return the optimizers whose steps ``training_step`` makes, and the losses of these."""
+        if optimizer is not None:
+            raise ConfigurationError(
+                f"{type(self.lightning).__name__} makes the steps of its optimizers itself, so "
+                f"optimizer must be None, got {optimizer!r}. Return it from configure_optimizers."
+            )
+        optimizers = configure_manual(self.lightning, facts)
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        groups = [
+            [p for group in each.param_groups for p in group["params"]] for each in optimizers
+        ]
+        by_optimizer = tuple(
+            tuple(names[id(p)] for p in group if id(p) in names) for group in groups
+        )
+        losses = ManualLosses("training_step", in_module="whole", names=by_optimizer)
+        return (optimizers if len(optimizers) > 1 else optimizers[0]), losses
 
     def fit(
         self,

@@ -12,7 +12,7 @@ from ipufit.lightning_module.inspection import overrides
 from ipufit.lightning_module.logging import attached, no_log
 from ipufit.optim.schedules.resolve import AtEpochEnd, EveryBatches
 
-__all__ = ["configure_optimizer"]
+__all__ = ["configure_manual", "configure_optimizer"]
 
 _KEYS = {
     *("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"),
@@ -38,20 +38,17 @@ def configure_optimizer(
     Raises:
         ConfigurationError: several optimizers, or what a program can't honour.
     """
-    if not overrides(module, "configure_optimizers"):
+    optimizers, schedulers, monitor = _configured(module, facts)
+    if not optimizers:
         return None, None
-    with attached(module, facts, no_log("configure_optimizers")):
-        result = module.configure_optimizers()
-    if result is None:
-        return None, None
-    optimizers, schedulers, monitor = _taken_apart(result)
     if len(optimizers) != 1:
         raise ConfigurationError(
-            f"configure_optimizers must return one optimizer, got {len(optimizers)}: a program "
-            "has one, which makes every update. Make it of several parameter groups, "
-            "torch.optim.Adam([{'params': ..., 'lr': ...}, ...]), or train the parts in turn."
+            f"configure_optimizers must return one optimizer, got {len(optimizers)}: with "
+            "automatic optimization Lightning has one, too. Make it of several parameter groups, "
+            "torch.optim.Adam([{'params': ..., 'lr': ...}, ...]), or set automatic_optimization = "
+            "False and make the steps in training_step."
         )
-    optimizer = getattr(optimizers[0], "optimizer", optimizers[0])
+    optimizer = optimizers[0]
     if not schedulers:
         return optimizer, None
     if len(schedulers) > 1:
@@ -60,6 +57,46 @@ def configure_optimizer(
             "them with torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
         )
     return optimizer, _schedule(schedulers[0], monitor)
+
+
+def configure_manual(module: Any, facts: object) -> List[torch.optim.Optimizer]:
+    """Call ``configure_optimizers`` of a module that makes the steps itself.
+
+    Args:
+        module: a LightningModule.
+        facts: what ``self.trainer`` is while it runs.
+
+    Raises:
+        ConfigurationError: there is a scheduler, or no optimizer.
+    """
+    optimizers, schedulers, _ = _configured(module, facts)
+    kind = type(module).__name__
+    if not optimizers:
+        raise ConfigurationError(
+            f"{kind} has automatic_optimization = False, so that configure_optimizers must return "
+            "the optimizers whose steps training_step makes, got none. Return them."
+        )
+    if schedulers:
+        raise ConfigurationError(
+            f"{kind} has automatic_optimization = False, so that training_step would have to step "
+            "the scheduler, which is recorded once. Return the optimizers alone, and pass "
+            "lr_scheduler to compile beside optimizer."
+        )
+    return optimizers
+
+
+def _configured(
+    module: Any, facts: object
+) -> Tuple[List[torch.optim.Optimizer], List[object], Optional[str]]:
+    """Call ``configure_optimizers``: optimizers, schedulers, and the monitor of a dict."""
+    if not overrides(module, "configure_optimizers"):
+        return [], [], None
+    with attached(module, facts, no_log("configure_optimizers")):
+        result = module.configure_optimizers()
+    if result is None:
+        return [], [], None
+    optimizers, schedulers, monitor = _taken_apart(result)
+    return [getattr(each, "optimizer", each) for each in optimizers], schedulers, monitor
 
 
 def _taken_apart(result: object) -> Tuple[List[Any], List[object], Optional[str]]:

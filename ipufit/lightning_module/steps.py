@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Sized, Tuple
+from typing import Any, ContextManager, Dict, Iterator, List, Mapping, Optional, Set, Sized, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ipufit.core.logged_values import LogRule, report
 from ipufit.errors import CaptureError, ConfigurationError, LossError
 from ipufit.lightning_module.inspection import overrides, parameters_of, parts_without_metrics
 from ipufit.lightning_module.logging import Notes, attached, no_log, step_log
+from ipufit.lightning_module.manual import ManualRun
 from ipufit.lightning_module.metric_calls import MetricCalls
 from ipufit.lightning_module.trainer_proxy import BatchIndex, StepTrainerProxy
 from ipufit.partition.own_blocks import blocks_without_end
@@ -35,13 +36,15 @@ class Steps(nn.Module):
 
     Attributes:
         lightning: the user's module.
+        manual: run of ``training_step`` whose optimizer steps are watched; else None.
         notes: where a Trainer keeps logged values, how each was logged, by step and name; else
             None.
     """
 
-    __slots__ = ("lightning", "notes")
+    __slots__ = ("lightning", "manual", "notes")
 
     lightning: nn.Module
+    manual: Optional[ManualRun]
     notes: Optional[Dict[str, Notes]]
 
     def __getattr__(self, name: str) -> Any:
@@ -73,12 +76,17 @@ class Steps(nn.Module):
         notes = None if self.notes is None else self.notes.setdefault(role, {})
         log = no_log(name) if role == "predict" else step_log(role, size, metrics, notes)
         growth = _refusing_growth(module, name)
-        facts = attached(module, StepTrainerProxy(role), log)
-        with metrics.in_place(), facts, growth, blocks_without_end():
+        manual = self.manual if role == "train" else None
+        watched: ContextManager[None] = contextlib.nullcontext()
+        more: Mapping[str, object] = {}
+        if manual is not None:
+            watched, more, log = manual.watching(), manual.attributes, manual.in_turn(log)
+        facts = attached(module, StepTrainerProxy(role), log, more)
+        with metrics.in_place(), facts, growth, blocks_without_end(), watched:
             if overrides(module, "on_after_batch_transfer"):
                 batch = module.on_after_batch_transfer(batch, 0)
             result = getattr(module, name)(batch, *self._more(name))
-        if role == "predict":
+        if role == "predict" or manual is not None:
             return result
         return metrics.result(_trained(result) if role == "train" else _evaluated(result))
 
@@ -143,6 +151,7 @@ def steps_of(module: nn.Module) -> Steps:
     vars(module).setdefault(_ROLE, "validation")
     object.__setattr__(steps, "__dict__", vars(module))
     object.__setattr__(steps, "lightning", module)
+    object.__setattr__(steps, "manual", None)
     object.__setattr__(steps, "notes", None)
     return steps
 

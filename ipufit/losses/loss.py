@@ -9,7 +9,7 @@ from typing import Any, Callable, List, Literal, Mapping, Optional, Sequence, Tu
 
 from torch import Tensor, nn
 
-from ipufit.core.batch import Mode
+from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.objective_arguments import (
     PREDICTION_FIRST,
     ArgumentOrder,
@@ -155,6 +155,9 @@ class Loss:
     def turns(self) -> Tuple[Turn, ...]:
         """Losses that an update computes one after another; () of a loss that is computed once."""
         return ()
+
+    def examine(self, module: nn.Module, first: MicroBatch) -> None:
+        """See, before a program is built that trains, what its first micro-batch shows."""
 
     @property
     def description(self) -> str:

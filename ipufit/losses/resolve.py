@@ -108,6 +108,8 @@ def _check_options(loss: Loss) -> None:
 
 def _one(loss: object) -> Loss:
     """Bring one loss into normal form, its options aside."""
+    if isinstance(loss, Loss):
+        return loss
     if loss is None:
         return Loss("the module's own loss", in_module=True)
     if isinstance(loss, WholeBatch):

@@ -337,6 +337,8 @@ class Session:
         mode = job.mode
         explainer = self.explainer(mode, job.source.role)
         explainer.origin = job.source.origin
+        if mode is Mode.TRAIN:
+            self.loss.examine(self.module, first)
         self.divided.count_stages(first, mode is Mode.TRAIN)
         plan = self.divided.with_stage_count(job.plan)
         size = pipeline.unpacker.micro_batch_size or first.size
