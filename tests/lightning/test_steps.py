@@ -227,20 +227,6 @@ def test_every_hook_of_lightning_is_called_or_refused():
     assert hooks - used - set(_MODULE) == set()
 
 
-def test_manual_optimization_is_refused():
-    """The program makes every update."""
-    net = Classifier()
-    net.automatic_optimization = False
-    with pytest.raises(ConfigurationError) as caught:
-        ipufit_of(net)
-    assert str(caught.value) == (
-        "Classifier has automatic_optimization = False, but the program makes every update itself: "
-        "manual_backward and optimizer.step() can't be called in the middle of it. Return the loss "
-        "from training_step; several losses can be added up, and several optimizers become "
-        "parameter groups of one."
-    )
-
-
 @pytest.mark.parametrize("argument", ["dataloader_iter", "optimizer_idx", "hiddens"])
 def test_other_arguments_of_training_step_are_refused(argument):
     """They belong to other ways of training."""
