@@ -73,6 +73,11 @@ def mlp():
     return nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.3), nn.Tanh(), nn.Linear(6, 3))
 
 
+def in_turn(name):
+    """A step of one's own, whose loss has this name."""
+    return lambda net, batch: {name: nn.functional.cross_entropy(net(batch[0]), batch[1])}
+
+
 def cnn():
     return nn.Sequential(
         nn.Unflatten(1, (2, 4)),
@@ -186,6 +191,15 @@ def models():
         "lamb": (mlp, {"optimizer": "lamb"}),
         "accumulated wide": (mlp, {"precision": ipufit.Precision(accumulation_dtype="float64")}),
         "schedule": (mlp, {"lr_scheduler": lambda update: 0.01 / (1 + update)}),
+        "turns": (
+            mlp,
+            {
+                "loss": [
+                    ipufit.TrainStep(in_turn("first"), {"first": "0"}, repeat=2),
+                    ipufit.TrainStep(in_turn("second"), {"second": "3"}, every=2),
+                ]
+            },
+        ),
         # A backend of torch.compile's is given whole graphs.
         "backend": (cnn, {"jit": lambda graph, inputs: graph.forward}),
     }
