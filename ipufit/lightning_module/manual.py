@@ -47,7 +47,7 @@ class _Origins(TorchFunctionMode):
     """Writes down of each tensor that is computed when that was, and from which parameters."""
 
     def __init__(self, run: ManualRun) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._run = run
 
     def __torch_function__(

@@ -148,7 +148,7 @@ def find_causes(
     causes: Dict[Tuple[str, str], InvarianceCause] = {}
     with torch.no_grad():
         torch.manual_seed(0)
-        calls = _calls(module, batch)
+        calls = _calls(module, loss, batch)
         for call in calls:
             cause = _cause(call, batch.size)
             if cause is not None:
@@ -168,7 +168,7 @@ def find_causes(
     return tuple(causes.values())
 
 
-def _calls(module: nn.Module, batch: MicroBatch) -> List[_Call]:
+def _calls(module: nn.Module, loss: Loss, batch: MicroBatch) -> List[_Call]:
     """Record the calls of a forward pass in the order of their returns; the module's is last."""
     done: List[_Call] = []
     stack: List[_Call] = []
@@ -199,7 +199,8 @@ def _calls(module: nn.Module, batch: MicroBatch) -> List[_Call]:
         handles.append(part.register_forward_hook(lambda part, args, output: end(output)))
     args, kwargs, _, _ = batch.unpack()
     try:
-        module(*args, **kwargs)
+        with torch.set_grad_enabled(loss.differentiates):
+            loss.call(module, args, kwargs)
     finally:
         for handle in handles:
             handle.remove()
