@@ -153,7 +153,10 @@ def find_causes(
             cause = _cause(call, batch.size)
             if cause is not None:
                 causes.setdefault((cause.module, cause.kind), cause)
-        cause = _loss_cause(loss, calls[-1], batch, gradient_reduction)
+        cause = None
+        if not loss.differentiates:
+            # Steps of the user's own make a loss of several calls of the module, or of its parts.
+            cause = _loss_cause(loss, calls[-1], batch, gradient_reduction)
     if cause is not None:
         causes["loss", cause.kind] = cause
     if not causes:

@@ -242,8 +242,7 @@ def record(
         # A weight or a buffer of integers is a constant of PopTorch's.
         moving = [t for t in state.values() if t.is_floating_point()]
         recorder.register_buffers(state)
-        takes_gradients = torch.set_grad_enabled(loss.differentiates or torch.is_grad_enabled())
-        with recorder.watching([*moving, *leaves]), takes_gradients:
+        with recorder.watching([*moving, *leaves]), _telling_gradients(loss):
             inputs = with_inputs_in(precision, inputs)
             call_with(step, state, (inputs, state, with_loss))
 
@@ -252,6 +251,24 @@ def record(
     except CaptureError as error:
         recorder.recording.failure = error
     return recorder.recording
+
+
+@contextlib.contextmanager
+def _telling_gradients(loss: Loss) -> Iterator[None]:
+    """Tell what a step of the user's own can't do for PopTorch, which records below autograd.
+
+    Raises:
+        CaptureError: it computes a gradient.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not loss.differentiates or "does not require grad" not in str(error):
+            raise
+        raise CaptureError(
+            "a gradient is computed inside the step, and PopTorch records forward and loss alone. "
+            "Use engine='embedded'."
+        ) from error
 
 
 class _Recorder:
