@@ -106,6 +106,12 @@ class MicroBatch:
                 return [whole[i][start:end] for i in which]
         return [torch.cat([batch.leaves[i] for batch in batches]) for i in which]
 
+    @property
+    def form(self) -> Tuple[object, ...]:
+        """Structure, and dtype and shape of each tensor but for the number of samples."""
+        leaves = self.leaves
+        return (self.structure, *[(leaf.dtype, leaf.dim(), leaf.shape[1:]) for leaf in leaves])
+
     def shares_storage_with(self, other: MicroBatch) -> bool:
         """True if both are rows of the same tensors, and so alike in all but their values."""
         place, others = self._place, other._place

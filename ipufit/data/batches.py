@@ -21,7 +21,7 @@ from ipufit.data.weights import check_weight
 from ipufit.errors import DataError
 from ipufit.utils import tree
 
-__all__ = ["BatchValidator", "executions", "is_weighted", "sharded_executions"]
+__all__ = ["BatchValidator", "OneShapeUpdates", "executions", "is_weighted", "sharded_executions"]
 
 
 class BatchValidator:
@@ -294,6 +294,64 @@ def _size(named: List[Tuple[str, Tensor]], where: str) -> int:
     return int(size)
 
 
+class OneShapeUpdates:
+    """Reorders micro-batches so that those of an update have one shape, for an engine that asks.
+
+    Each waits until there are as many of its shape as an update takes.
+
+    Args:
+        plan: says how many are in an update.
+        updates: so many at the beginning are left out: a run that goes on has made them.
+        role: what the data is for.
+    """
+
+    def __init__(self, plan: Plan, updates: int, role: str) -> None:
+        self._plan = plan
+        self._skip = updates
+        self._role = role
+        self._waiting: Dict[object, List[MicroBatch]] = {}
+
+    @property
+    def waits(self) -> bool:
+        """True if a micro-batch was read that is in no update yet."""
+        return bool(self._waiting)
+
+    def add(self, batches: Sequence[MicroBatch]) -> List[MicroBatch]:
+        """Take the next micro-batches of the loader, and return those of updates that are full.
+
+        Raises:
+            DataError: an epoch is to have so many updates, which smaller ones for each shape at its
+                end would be too many for.
+        """
+        full: List[MicroBatch] = []
+        for batch in batches:
+            update = self._waiting.setdefault(batch.form, [])
+            update.append(batch)
+            if len(update) == self._plan.micro_batches_per_update:
+                full += self._unless_done(self._waiting.pop(batch.form))
+        if len(self._waiting) > 1 and self._plan.fixed_updates is not None:
+            raise DataError(
+                f"{self._role}: the updates of an IPU have one shape, and with steps_per_epoch no "
+                "micro-batch can wait for others of its shape, but several shapes wait. Leave "
+                "steps_per_epoch out, pad to one shape in collate_fn, or use engine='embedded'."
+            )
+        return full
+
+    def rest(self, first: List[MicroBatch]) -> Iterator[List[MicroBatch]]:
+        """Yield full updates, and the smaller ones that are left at the end of an epoch.
+
+        Args:
+            first: micro-batches of the full ones; there is a smaller one for each shape.
+        """
+        yield first
+        while self._waiting:
+            yield self._unless_done(self._waiting.pop(next(iter(self._waiting))))
+
+    def _unless_done(self, update: List[MicroBatch]) -> List[MicroBatch]:
+        is_done, self._skip = self._skip > 0, max(0, self._skip - 1)
+        return [] if is_done else update
+
+
 def executions(
     batches: Iterable[object],
     unpack: Callable[[RawBatch, int], Sequence[MicroBatch]],
@@ -301,6 +359,7 @@ def executions(
     check_update: Optional[Callable[[Sequence[MicroBatch], int], None]] = None,
     updates: Optional[Callable[[], int]] = None,
     horizon: Optional[ReadAhead] = None,
+    one_shape: Optional[OneShapeUpdates] = None,
 ) -> Iterator[CombinedBatch]:
     """Micro-batches in the loader's order, as many to an execution as the plan says.
 
@@ -311,6 +370,7 @@ def executions(
         check_update: told the weighted micro-batches of an update, and the index of their last.
         updates: how many make the next execution, asked before each; None for the plan's.
         horizon: told how many batches the execution still wants.
+        one_shape: brings them into another order; None for the loader's.
     """
     per_update = plan.micro_batches_per_update
     horizon = horizon or ReadAhead()
@@ -324,6 +384,10 @@ def executions(
     for raw in batches:
         new = unpack(raw, index)
         index += len(new)
+        if one_shape is not None:
+            new = one_shape.add(new)
+            if not new:
+                continue
         horizon.batches -= len(new)
         group += new
         if check_update and is_weighted(new[-1]):
@@ -335,12 +399,12 @@ def executions(
             yield CombinedBatch(group)
             group = []
             horizon.batches = wanted()
-    if not group:
-        return
-    rest = len(group) % per_update
-    if check_update and rest and is_weighted(group[-1]):
-        check_update(group[-rest:], index - 1)
-    yield CombinedBatch(group)
+    for last in [group] if one_shape is None else one_shape.rest(group):
+        rest = len(last) % per_update
+        if check_update and rest and is_weighted(last[-1]):
+            check_update(last[-rest:], index - 1)
+        if last:
+            yield CombinedBatch(last)
 
 
 def sharded_executions(

@@ -10,7 +10,7 @@ from typing import Callable, Generator, Iterator, List, NamedTuple, Optional, Se
 
 from ipufit.core.batch import CombinedBatch, DataCursor, MicroBatch, Mode, RawBatch
 from ipufit.core.plan import Plan
-from ipufit.data.batches import BatchValidator, executions, sharded_executions
+from ipufit.data.batches import BatchValidator, OneShapeUpdates, executions, sharded_executions
 from ipufit.data.casting import Casting
 from ipufit.data.fields import BatchForm
 from ipufit.data.in_memory import ReadAhead, RowBlock, batch_count
@@ -84,19 +84,29 @@ class BatchPipeline:
             that the loader draws from torch in this process.
         form: in which module and loss take batches.
         casting: chooses the dtypes of batches.
+        mixes_shapes: whether micro-batches of one update may have several shapes.
 
     Attributes:
         tells_place: whether somebody wants to know where the data stands after an execution.
         unpacker: makes micro-batches of what the source yields.
     """
 
-    def __init__(self, job: JobSpec, form: BatchForm, casting: Optional[Casting] = None) -> None:
+    def __init__(
+        self,
+        job: JobSpec,
+        form: BatchForm,
+        casting: Optional[Casting] = None,
+        mixes_shapes: bool = True,
+    ) -> None:
         self._job = job
+        self._reorders = not mixes_shapes and job.mode is Mode.TRAIN
         self._source = job.source
         self.unpacker = BatchValidator(job.source, job.mode, form, casting)
         if job.micro_batch_size is not None and self.unpacker.micro_batch_size is None:
             self.unpacker.micro_batch_size = job.micro_batch_size
         self._updates = 0
+        # Updates of the epoch that were made, but whose batches are read once more.
+        self._replayed = 0
         self._horizon = ReadAhead()
         self._open: Optional[Generator[RawBatch, None, None]] = None
         self._ahead: Optional[Iterator[RawBatch]] = None
@@ -115,8 +125,11 @@ class BatchPipeline:
         is_portion = self._source.is_portioned
         sought, self._sought = self._sought, None
         skip = done = 0
+        self._replayed = 0
         if sought is not None:
             skip, done = self._source.go_to(sought.place)
+            if plan.fixed_updates is None and not skip + done:
+                self._replayed = sought.updates
         if self._job.mode is Mode.TRAIN and plan.fixed_updates is not None:
             count = plan.fixed_updates * plan.micro_batches_per_update
             if self._open is None:
@@ -280,8 +293,11 @@ class BatchPipeline:
             return self._until_cut(plan, done)
 
         unpack, horizon = self.unpacker.each, self._horizon
+        one_shape = None
+        if self._reorders and plan.micro_batches_per_update > 1:
+            one_shape = OneShapeUpdates(plan, self._replayed, self._source.role)
         if self._ledger is None:
-            combined = executions(batches, unpack, plan, check, coming, horizon)
+            combined = executions(batches, unpack, plan, check, coming, horizon, one_shape)
         else:
             combined = sharded_executions(batches, unpack, plan, self._ledger, coming, horizon)
         try:
@@ -291,7 +307,10 @@ class BatchPipeline:
                 self._updates += updates
                 if self.tells_place:
                     # To ask the data itself may take time.
-                    place = dataclasses.replace(self._here(), own=self._source.own_place())
+                    loader_state = self._source.own_place()
+                    place = dataclasses.replace(self._here(), own=loader_state)
+                    if one_shape is not None and one_shape.waits:
+                        place = self._beginning(place, loader_state)
                     batch = dataclasses.replace(batch, place=place)
                 yield batch if stage is None else stage(batch)
                 del batch
@@ -302,6 +321,25 @@ class BatchPipeline:
             raise self._source.no_batches(epoch)
         if plan.fixed_updates is not None and done < plan.fixed_updates:
             raise self._source.too_few(done, plan.fixed_updates, epoch, plan.training)
+
+    def _beginning(self, place: DataCursor, loader_state: object) -> DataCursor:
+        """Position of the pass, where what waits for others of its shape is read once more.
+
+        Args:
+            place: of now.
+            loader_state: what the data says of its place by itself; None if it does not.
+
+        Raises:
+            DataError: the data goes on by itself, and not from there.
+        """
+        if loader_state is not None:
+            raise DataError(
+                f"{self._source.role}: a checkpoint within an epoch needs data that can be read "
+                "again from the beginning of the epoch, as micro-batches wait for others of their "
+                "shape, but it goes on from a state of its own. Pad to one shape in collate_fn, "
+                "checkpoint at the ends of epochs, or use engine='embedded'."
+            )
+        return dataclasses.replace(place, batches=0)
 
     def _here(self) -> DataCursor:
         """Position of the data after the last execution that was read."""

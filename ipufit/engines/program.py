@@ -214,12 +214,13 @@ class Recordings:
         most: how many there may be.
 
     Attributes:
-        forms: of each the seconds that it took, 0 where an earlier program had recorded it.
+        forms: the seconds that each took, 0 where an earlier program had recorded it.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.forms: Dict[Form, float] = {}
+        self._latest: Form = (None, ())
 
     def add(self, form: Form, engine: Engine, record: Callable[[], T]) -> T:
         """Record a form of micro-batch, which may be there already.
@@ -242,17 +243,24 @@ class Recordings:
                 "max_recordings or with run_eagerly=True."
             )
         result = record()
-        self.forms.setdefault(form, engine.seconds - before)
+        self._latest = form
+        self.forms[form] = self.forms.get(form, 0.0) + engine.seconds - before
         return result
 
-    def explain(self) -> List[str]:
-        """Name them in a sentence, if there are several."""
+    def add_seconds(self, seconds: float) -> None:
+        """Count more seconds for the form that was the last to be added."""
+        self.forms[self._latest] += seconds
+
+    def explain(self, how: str = "recorded") -> List[str]:
+        """Name them in a sentence, if there are several.
+
+        Args:
+            how: a participle for what was done.
+        """
         if len(self.forms) < 2:
             return []
         forms = (f"{_in_words(form)} in {seconds:.2g} s" for form, seconds in self.forms.items())
-        return [
-            f"Training is recorded for {len(self.forms)} shapes of batches: {'; '.join(forms)}."
-        ]
+        return [f"Training is {how} for {len(self.forms)} shapes of batches: {'; '.join(forms)}."]
 
 
 def _in_words(form: Form) -> str:
@@ -499,12 +507,26 @@ class Engine(abc.ABC):
         seconds: time spent on recording so far, in seconds.
         clock: is told what the engine's time goes to; set for the time of a ``fit``.
         takes_options: True if the options of ``poptorch=`` mean something.
+        mixes_shapes: False if the micro-batches of one update must have the same shapes.
+        recordings: forms of micro-batches that the last training program was compiled for, if the
+            engine has counted them.
     """
 
     name: str
     seconds: float = 0.0
     clock: NoClock = NO_CLOCK
     takes_options: bool = False
+    mixes_shapes: bool = True
+    recordings: Optional[Recordings] = None
+
+    def start_recordings(self, most: int) -> Recordings:
+        """Begin to count the forms of micro-batches that a training program is compiled for.
+
+        Args:
+            most: how many there may be.
+        """
+        self.recordings = Recordings(most)
+        return self.recordings
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:

@@ -264,7 +264,8 @@ class Session:
             LossError: the loss can't be trained on.
             MetricError: the metrics don't fit the outputs and targets.
         """
-        pipeline = BatchPipeline(job, self.form(job.mode), self.casting)
+        inputs = self.form(job.mode), self.casting, self.engine.mixes_shapes
+        pipeline = BatchPipeline(job, *inputs)
         try:
             return self._prepare_in_a_dtype(pipeline, pipeline.peek(job.epoch, job.plan), job)
         except BaseException:
@@ -298,7 +299,8 @@ class Session:
             ProcessError: it fails in another one.
         """
         processes = self.processes
-        pipeline = BatchPipeline(job, self.form(job.mode), self.casting)
+        inputs = self.form(job.mode), self.casting, self.engine.mixes_shapes
+        pipeline = BatchPipeline(job, *inputs)
         started: List[Job] = []
         try:
             first = processes.run_on_all_ranks(lambda: pipeline.peek(job.epoch, job.plan))

@@ -376,8 +376,8 @@ def test_history_is_keras(engine):
         "prefetch": int(engine != "embedded"),
         "updates_done": 18,
         "jit": "graph" if engine == "embedded" else "auto",
-        # The last batch of an epoch is smaller.
-        "recordings": 2 if engine == "embedded" else 0,
+        # The last batch of an epoch is smaller, which is filled up on an IPU.
+        "recordings": 2 if engine == "embedded" else 1,
     }
     assert re.fullmatch(r"History\(3 epochs: loss=.*, val_accuracy=\S+\)", repr(history))
 

@@ -117,6 +117,8 @@ class IpuEngine(IpuContext):
             )
         elif schedule is not None:
             lines.append(f"{schedule.name} changes settings between epochs: no call is split.")
+        shapes = [] if self.recordings is None else self.recordings.explain("compiled")
+        lines += [f"{each} {_ONE_SHAPE}" for each in shapes]
         if config.outputs.mode != "all":
             lines.append(
                 f"outputs={config.outputs.mode!r} chooses on the host: the device "
@@ -127,6 +129,13 @@ class IpuEngine(IpuContext):
             if names:
                 lines.append(f"Of {role}, these change nothing on {self.name}: {', '.join(names)}.")
         return lines
+
+
+_ONE_SHAPE = (
+    "Unless an update has one micro-batch, its micro-batches wait for others of their shape, and "
+    "an epoch ends with a smaller update for each shape that is left: samples come in another "
+    "order than the loader's, the same one for any device_iterations."
+)
 
 
 def _check_ipus(plan: Plan) -> None:

@@ -14,7 +14,7 @@ from ipufit.core.batch import CombinedBatch, MicroBatch, counts_by_rank
 from ipufit.engines.ipu.executable import Executable, Host, Result, anchors_of, unwrapped
 from ipufit.engines.ipu.options import fixes_replicas, make_options, seed_of
 from ipufit.engines.ipu.sdk import OWNER, alone, keeps_float64, translate_errors
-from ipufit.engines.ipu.size import Size, padded, refuse_other_shapes, row_form
+from ipufit.engines.ipu.size import Size, padded, refuse_other_shapes
 from ipufit.engines.ipu.step import IpuStep
 from ipufit.engines.program import (
     Engine,
@@ -27,9 +27,9 @@ from ipufit.engines.program import (
 from ipufit.tracing.fingerprint import fingerprint
 from ipufit.tracing.grad_step import ModuleWithLoss
 
-__all__ = ["IpuContext", "PoptorchInferenceProgram"]
+__all__ = ["ONE_SHAPE", "IpuContext", "PoptorchInferenceProgram"]
 
-_ONE_SHAPE = "several processes with IPUs compile the same programs, for batches of one shape"
+ONE_SHAPE = "several processes with IPUs compile the same programs, for batches of one shape"
 # Compiled inference programs that are kept for later; the least recently used go first.
 _KEPT = 8
 
@@ -45,6 +45,8 @@ class IpuContext(Engine):
         sdk, name: as given.
         compiled: number of programs compiled so far.
     """
+
+    mixes_shapes = False
 
     def __init__(self, sdk: ModuleType, name: str = "ipu") -> None:
         self.sdk = sdk
@@ -66,7 +68,7 @@ class IpuContext(Engine):
             spec.mode,
             spec.want_outputs,
             size,
-            row_form(example),
+            example.form,
             id(spec.module),
             id(spec.loss),
             id(spec.options),
@@ -176,12 +178,12 @@ class PoptorchInferenceProgram(Program):
         """
         sizes, layout = [each.size for each in batch.micro_batches], batch.layout
         if layout is None:
-            forms = [(each.size, row_form(each)) for each in batch.micro_batches]
+            forms = [(each.size, each.form) for each in batch.micro_batches]
             for (size, _), group in itertools.groupby(range(len(sizes)), forms.__getitem__):
                 places = list(group)
                 yield size, places, [len(places)]
             return
-        refuse_other_shapes(batch.micro_batches, self._example, _ONE_SHAPE, larger=True)
+        refuse_other_shapes(batch.micro_batches, self._example, ONE_SHAPE)
         for size in sorted({each for update in layout for each in update if each}, reverse=True):
             columns = zip(*(counts_by_rank(update, self._spec.plan, size) for update in layout))
             places = [place for place, each in enumerate(sizes) if each == size]

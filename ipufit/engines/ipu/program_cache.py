@@ -14,7 +14,7 @@ from ipufit.engines.ipu.executable import Host, Trained
 from ipufit.engines.ipu.inference import IpuContext
 from ipufit.engines.ipu.options import make_options
 from ipufit.engines.ipu.sdk import OWNER, Executor, translate_errors
-from ipufit.engines.ipu.size import Size, padding_needed, samples_stand_apart
+from ipufit.engines.ipu.size import Size, padded, padding_needed, samples_stand_apart
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.tracing.grad_step import public_name
@@ -23,7 +23,7 @@ __all__ = ["ProgramCache", "ProgramSelector"]
 
 
 class ProgramCache:
-    """Programs by the size of their calls.
+    """Programs by the form of their micro-batches and the size of their calls.
 
     The first one works on the user's own module, all others on copies. Weights and optimizer state
     are with one program at a time, or with the user's module and torch's optimizer.
@@ -36,7 +36,7 @@ class ProgramCache:
 
     Attributes:
         updates: made since ``compile``.
-        example: a full micro-batch; None before there is one.
+        form: of the micro-batches that come next; the programs of others wait.
     """
 
     def __init__(
@@ -51,22 +51,35 @@ class ProgramCache:
         self._host = host
         self._scheduled = _scheduled(spec)
         self.updates = spec.first_update
-        self.example: Optional[MicroBatch] = None
-        self._programs: Dict[Size, Trained] = {}
+        self.form: object = None
+        self._examples: Dict[object, MicroBatch] = {}
+        self._programs: Dict[Tuple[object, Size], Trained] = {}
         self._current: Optional[Trained] = None
         self._versions: List[int] = []
         self._unstored = 0
         self._published = OptimizerStateVersion(optimizer)
 
     @property
+    def example(self) -> Optional[MicroBatch]:
+        """A full micro-batch of the present form; None before there is one."""
+        return self._examples.get(self.form)
+
+    def choose(self, batch: MicroBatch, size: int) -> None:
+        """Let the form of a micro-batch, of which a full one has so many samples, be the next."""
+        self.form = batch.form
+        if self.form not in self._examples or batch.size == size:
+            self._examples[self.form] = padded(batch, size)
+
+    @property
     def sizes(self) -> Tuple[Size, ...]:
-        """The sizes of the programs that there are."""
-        return tuple(self._programs)
+        """The sizes of the programs that there are for the present form."""
+        return tuple(size for form, size in self._programs if form == self.form)
 
     def built(self, size: Size) -> Trained:
         """The program of a size; compiled now if it is new."""
-        if size in self._programs:
-            return self._programs[size]
+        key = self.form, size
+        if key in self._programs:
+            return self._programs[key]
         assert self.example is not None
         example = self.example
         if size.micro_batch != example.size:
@@ -87,7 +100,7 @@ class ProgramCache:
                 copies_module=bool(self._programs),
                 wide=engine.wide,
             )
-            self._programs[size] = program
+            self._programs[key] = program
             program.compile(example)
         engine.compiled += 1
         self._refuse_shared_count(program)
@@ -241,11 +254,12 @@ class ProgramSelector:
         self._size = size
         self._programs = programs
         self._reduction = GradientReduction(spec)
-        self._apart: Optional[bool] = None
+        # By form of micro-batch.
+        self._apart: Dict[object, bool] = {}
 
     def forget(self) -> None:
         """The module is another one now."""
-        self._apart = None
+        self._apart = {}
 
     def program_for(self, update: Sequence[int]) -> Trained:
         """The program for one update, the same one in all processes.
@@ -260,7 +274,6 @@ class ProgramSelector:
         need = self._need(update)
         if need == "none" and size == self._size:
             return self._programs.built(size)
-        self._programs.built(self._size)
         if not self._may_be(need):
             return self._programs.built(self._smaller(update, size))
         # One program for all of them: where an epoch ends in an update that needs more, it is
@@ -318,16 +331,23 @@ class ProgramSelector:
         """Tell whether such padding changes nothing."""
         if need == "none":
             return True
-        traced = self._programs.built(self._size).traced
+        traced = self._example_program().traced
         if traced.changed or traced.counters:
             return False
         if need == "micro-batches":
             return True
-        if self._apart is None:
+        if self._programs.form not in self._apart:
             assert self._programs.example is not None
             logs = set(traced.reported.rules) - set(self._spec.loss.part_names)  # type: ignore[union-attr]
-            self._apart = not logs and samples_stand_apart(self._spec, self._programs.example)
-        return self._apart
+            apart = not logs and samples_stand_apart(self._spec, self._programs.example)
+            self._apart[self._programs.form] = apart
+        return self._apart[self._programs.form]
+
+    def _example_program(self) -> Trained:
+        """A program for the present form, of any size, that has shown what the step does."""
+        sizes = self._programs.sizes
+        alone = dataclasses.replace(self._size, iterations=1)
+        return self._programs.built(sizes[0] if sizes else alone)
 
     def _smaller(self, update: Sequence[int], size: Size) -> Size:
         """The size of a program for just these micro-batches.
@@ -350,7 +370,7 @@ class ProgramSelector:
             shares = self.shares(sizes, smaller, False)
             plain = all(abs(share - 1) < 1e-12 for share in shares)
             return smaller if plain else dataclasses.replace(smaller, padding="micro-batches")
-        traced = self._programs.built(self._size).traced
+        traced = self._example_program().traced
         if traced.changed or traced.counters:
             which = public_name(sorted([*traced.changed, *traced.counters])[0])
             why = f"forward changes the buffer {which!r}, which padding would change too"

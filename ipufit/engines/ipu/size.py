@@ -30,7 +30,6 @@ __all__ = [
     "padded",
     "padding_needed",
     "refuse_other_shapes",
-    "row_form",
     "samples_stand_apart",
 ]
 
@@ -72,13 +71,8 @@ class Size:
         return self.iterations * self.per_update
 
 
-def row_form(batch: MicroBatch) -> Tuple[object, ...]:
-    """Structure of a micro-batch, and dtype and shape of a sample in each of its tensors."""
-    return (batch.structure, *((leaf.dtype, leaf.dim(), leaf.shape[1:]) for leaf in batch.leaves))
-
-
 def refuse_other_shapes(
-    batches: Sequence[MicroBatch], example: Optional[MicroBatch], rule: str, larger: bool = False
+    batches: Sequence[MicroBatch], example: Optional[MicroBatch], rule: str
 ) -> None:
     """Make sure that micro-batches have the shapes of an example, but for the number of samples.
 
@@ -86,7 +80,6 @@ def refuse_other_shapes(
         batches: of an execution.
         example: whatever the programs were compiled for; None where there is nothing to compare.
         rule: why that is so, as the beginning of the message.
-        larger: whether they may have more samples than the example.
 
     Raises:
         DataError: one has other shapes.
@@ -94,8 +87,7 @@ def refuse_other_shapes(
     if example is None:
         return
     for batch in batches:
-        is_too_large = batch.size > example.size and not larger
-        if is_too_large or row_form(batch) != row_form(example):
+        if batch.form != example.form:
             came, before = (
                 ", ".join(str(tuple(leaf.shape)) for leaf in each.leaves)
                 for each in (batch, example)

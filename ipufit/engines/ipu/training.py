@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.precision import check_precision, warn_of_vanishing_eps
 from ipufit.engines.external_changes import refuse_frozen
 from ipufit.engines.ipu.executable import Host, Result, Trained, anchors_of, unwrapped
-from ipufit.engines.ipu.inference import IpuContext
+from ipufit.engines.ipu.inference import ONE_SHAPE, IpuContext
 from ipufit.engines.ipu.options import place_of_profile, seed_of
 from ipufit.engines.ipu.program_cache import ProgramCache, ProgramSelector
 from ipufit.engines.ipu.sdk import alone, translate_errors
 from ipufit.engines.ipu.size import Size, filled, padded, padding_needed, refuse_other_shapes
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
-from ipufit.errors import LossError, NonFiniteLossError
+from ipufit.errors import DataError, LossError, NonFiniteLossError
 from ipufit.optim.resolve import refuse_step_hooks
 from ipufit.optim.rules import rule_for
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
@@ -25,7 +25,6 @@ from ipufit.utils.state import copy_optimizer_state
 
 __all__ = ["PoptorchTrainingProgram"]
 
-_ONE_SHAPE = "the training program of an IPU takes micro-batches of one shape"
 # Settings of an optimizer in one update, by parameter group.
 OptimizerRow = Sequence[Mapping[str, Any]]
 
@@ -81,6 +80,8 @@ class PoptorchTrainingProgram(Program):
             # Settings change between calls only.
             self._size = dataclasses.replace(self._size, iterations=1)
         self.popvision = place_of_profile(engine.sdk, spec)
+        self._recordings = engine.start_recordings(spec.config.max_recordings)
+        self.recordings = self._recordings
         self._programs = ProgramCache(engine, spec, self._host, spec.optimizer)
         self._shapes = ProgramSelector(spec, self._size, self._programs)
         self._closed = False
@@ -118,8 +119,9 @@ class PoptorchTrainingProgram(Program):
                 update of an epoch can't be run exactly.
         """
         programs, shapes = self._programs, self._shapes
-        if programs.example is None or example.size == self._size.micro_batch:
-            programs.example = padded(example, self._size.micro_batch)
+        is_first = programs.example is None
+        self._choose(example)
+        if is_first or example.size == self._size.micro_batch:
             program = self._prepared_main()
             shapes.check_last()
             if example.size == self._size.micro_batch:
@@ -132,13 +134,38 @@ class PoptorchTrainingProgram(Program):
             sizes = (example.size,)
         return shapes.program_for(sizes).prepared(example.size)
 
+    def _choose(self, batch: MicroBatch) -> None:
+        """Let the programs for the form of a micro-batch be the next ones to run.
+
+        Raises:
+            DataError: there are too many forms, or it has more samples than the first one.
+        """
+        size = self._size.micro_batch
+        if batch.size > size:
+            raise DataError(
+                "on an IPU a micro-batch has as many samples as the first one at most, "
+                f"{size}, got {batch.size}. Use one batch_size, or engine='embedded'."
+            )
+        if batch.form == self._programs.form:
+            return
+        leaves = padded(batch, size).leaves
+        form = batch.structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+        self._recordings.add(form, self._engine, lambda: self._programs.choose(batch, size))
+
+    def _counted(self, build: Callable[[], Trained]) -> Trained:
+        """Build a program for the present form, or find it, and count the seconds that it takes."""
+        before = self._engine.seconds
+        program = build()
+        self._recordings.add_seconds(self._engine.seconds - before)
+        return program
+
     def _prepared_main(self) -> Trained:
         refuse_frozen(self._host.trained, self._host.parameters)
         if self._frozen is not None and unwrapped(fingerprint(self._host.whole)[0]) != self._frozen:
             self._drop()
         if self._size in self._programs.sizes:
             self._programs.take_over_changes()
-        program = self._programs.built(self._size)
+        program = self._counted(lambda: self._programs.built(self._size))
         frozen, self._held = fingerprint(self._host.whole)
         self._frozen = unwrapped(frozen)
         self._frozen_values.note()
@@ -148,7 +175,8 @@ class PoptorchTrainingProgram(Program):
     def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution: every update in turn, its micro-batches in stream order."""
         self._host.refuse_changes()
-        refuse_other_shapes(batch.micro_batches, self._programs.example, _ONE_SHAPE)
+        if self._spec.processes.is_distributed:
+            refuse_other_shapes(batch.micro_batches, self._programs.example, ONE_SHAPE)
         self._frozen_values.look()
         self._programs.follow_the_optimizer()
         updates = self._by_update(batch)
@@ -183,14 +211,16 @@ class PoptorchTrainingProgram(Program):
         step = size.iterations
         for first in range(0, len(updates), step):
             group = updates[first : first + step]
-            if len(group) == step and all(full[first : first + step]):
-                main = self._programs.built(size)
+            micro_batches = [each for update in group for each in update.micro_batches]
+            is_uniform = len({each.form for each in micro_batches}) < 2
+            if len(group) == step and all(full[first : first + step]) and is_uniform:
+                if micro_batches:
+                    self._choose(micro_batches[0])
+                main = self._counted(lambda: self._programs.built(size))
                 self._programs.turn_to(main)
                 main.send(rows[first])
-                micro_batches = [
-                    micro_batch for update in group for micro_batch in update.micro_batches
-                ]
                 results += self._done(main, main.run(micro_batches, self._seed()), len(group))
+                self._leave(main)
                 continue
             for index, update in enumerate(group, first):
                 results += self._run_one(update, rows[index])
@@ -198,7 +228,10 @@ class PoptorchTrainingProgram(Program):
 
     def _run_one(self, update: _Update, row: OptimizerRow) -> List[Result]:
         """One update that does not fill the main program, or stands beside one that does not."""
-        program, share = self._shapes.program_for(update.layout), update.share
+        if update.micro_batches:
+            self._choose(update.micro_batches[0])
+        program = self._counted(lambda: self._shapes.program_for(update.layout))
+        share = update.share
         size = program.size
         self._programs.turn_to(program)
         program.send(row)
@@ -211,10 +244,13 @@ class PoptorchTrainingProgram(Program):
         )
         results = program.run(batch, self._seed(), shares, valid)[: len(update.micro_batches)]
         results = self._done(program, results, 1)
+        self._leave(program)
+        return results
+
+    def _leave(self, program: Trained) -> None:
         if program.copies_module:
             # The user's module, which callbacks look at, belongs to the main program.
             self._programs.leave()
-        return results
 
     def _seed(self) -> int:
         return seed_of(self._spec, self.updates)
