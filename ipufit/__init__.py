@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ipufit import callbacks, data, engines, errors, metrics, optim, partition
+from ipufit import callbacks, data, engines, errors, losses, metrics, optim, partition
 from ipufit._version import __version__ as __version__
 from ipufit.callbacks.history import History
 from ipufit.checkpoint.settings import Checkpoint
@@ -72,6 +72,7 @@ __all__ = [  # noqa: RUF022
     "errors",
     "load",
     "log",
+    "losses",
     "metrics",
     "optim",
     "partition",

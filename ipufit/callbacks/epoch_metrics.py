@@ -16,7 +16,7 @@ from ipufit.metrics.metric_set import MetricInputs
 from ipufit.processes import Processes
 from ipufit.utils.names import check_log_name
 
-__all__ = ["EpochMetrics", "RunningLogs", "metric_target"]
+__all__ = ["EpochMetrics", "RunningLogs", "metric_fields", "metric_target"]
 
 # How often the value of a micro-batch counts in a sum, and how much that weighs in a mean. They
 # differ for a loss that is a sum: a smaller micro-batch counts like a full one.
@@ -166,7 +166,7 @@ class EpochMetrics:
                 target, sample_weight = micro_batch.leaves[-1], None
             else:
                 target, sample_weight = metric_target(micro_batch, self._loss)
-            fields = micro_batch.fields if takes_fields else {}
+            fields = metric_fields(micro_batch, target) if takes_fields else {}
             inputs.append((outputs, target, micro_batch.size, sample_weight, fields))
         return inputs
 
@@ -281,13 +281,19 @@ def metric_target(micro_batch: MicroBatch, loss: Loss) -> Tuple[Any, Any]:
     """
     args, kwargs, target, sample_weight = micro_batch.unpack()
     if not loss.in_module:
-        return target, sample_weight
+        return loss.target_of(target), sample_weight
     if loss.in_module == "whole":
         (batch,) = args
         args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch)[1:2], {})
     if args:
         return args[-1], sample_weight
     return kwargs.get("labels", kwargs.get("target")), sample_weight
+
+
+def metric_fields(micro_batch: MicroBatch, target: object) -> Dict[str, object]:
+    """Return everything in a batch that has a name, the targets among it."""
+    named = target if isinstance(target, Mapping) else {}
+    return {**micro_batch.extras, **named, **micro_batch.unpack()[1]}
 
 
 def _is_target_last(micro_batch: MicroBatch, loss: Loss) -> bool:

@@ -159,12 +159,6 @@ class MicroBatch:
             return dataclasses.replace(self, leaves=leaves)
         return dataclasses.replace(self, leaves=leaves, extras=_copy_of(dict(self.extras)))
 
-    @property
-    def fields(self) -> Dict[str, object]:
-        """Everything in the batch that has a name: inputs, targets and extras."""
-        _, kwargs, target, _ = self.unpack()
-        return {**self.extras, **(target if isinstance(target, Mapping) else {}), **kwargs}
-
     def to(self, device: torch.device) -> MicroBatch:
         """Move the micro-batch to a device; returns itself if it is there already."""
         if all(isinstance(leaf, Tensor) and leaf.device == device for leaf in self.leaves):

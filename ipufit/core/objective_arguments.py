@@ -44,6 +44,7 @@ __all__ = [
     "is_running_metric",
     "keyword_names",
     "required_names",
+    "role_by_whole_name",
     "shape_advice",
     "spread_shape",
     "total",
@@ -69,6 +70,8 @@ _WORDS: Tuple[Dict[_Role, Pattern[str]], ...] = (
 )
 # Usual abbreviations of (target, prediction), which may as well be something else.
 _DOUBTFUL = frozenset({("t", "p"), ("t", "y"), ("y", "p")})
+# Words that change nothing of what a parameter is.
+_ADJECTIVES = frozenset({"log", "y"})
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -238,6 +241,15 @@ def describe(value: object) -> str:
     if isinstance(value, (tuple, list)) and value:
         return f"{type(value).__name__} of {len(value)}, the last {describe(value[-1])}"
     return type(value).__name__
+
+
+def role_by_whole_name(name: str) -> Optional[_Role]:
+    """Return the role that a parameter is called after; None of ``input_lengths`` and the like."""
+    role = _role(name)
+    if role is None:
+        return None
+    words = {word.lower() for word in _WORD.findall(name)} - _ADJECTIVES
+    return role if all(any(row[role].fullmatch(w) for row in _WORDS) for w in words) else None
 
 
 def shape_advice(prediction: Tensor, target: Tensor) -> str:

@@ -150,6 +150,8 @@ class BatchValidator:
         where = f"{self._source.role}, batch {index}"
         parts, extras = self._form.split(raw, self._mode, where)
         call = self._weighted(parts, index)
+        if self._form.loss_fields is not None and self._mode is not Mode.PREDICT:
+            call = self._form.for_loss(raw, call)
         leaves, structure = tree.flatten(call)
         last = self._last
         if last is not None and _is_like(last, leaves, structure):

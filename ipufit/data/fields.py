@@ -48,12 +48,17 @@ class BatchForm:
         inputs: which fields of a batch forward gets, as ``compile`` takes it; None for those whose
             names it takes.
         targets: which fields are the target, as ``compile`` takes it.
+        loss_fields: names that fields may have which the loss takes; None of a loss of prediction
+            and target.
+        loss_target: name of the field that such a loss takes as target, if it says so.
     """
 
     module: Optional[nn.Module] = None
     own_loss: OwnLoss = False
     inputs: InputNames = None
     targets: TargetNames = None
+    loss_fields: Optional[Sequence[str]] = None
+    loss_target: Optional[str] = None
     _routes: Dict[Tuple[object, ...], _Route] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -126,6 +131,30 @@ class BatchForm:
         (args, kwargs, _, _), extras = self._inputs(raw[0], where)
         return (args, kwargs, raw[1], raw[2] if len(raw) == 3 else None), extras
 
+    def for_loss(self, raw: RawBatch, parts: BatchParts) -> BatchParts:
+        """Give a loss of arguments by name what it may take, in the place of the target.
+
+        Args:
+            raw: as a loader yields it.
+            parts: what :meth:`split` made of it.
+
+        Returns:
+            The parts, with the pair of targets and all other fields in the place of the target,
+            both by name. Fields that the loss has no name for are None.
+        """
+        args, kwargs, target, weight = parts
+        named: Mapping[str, object] = {"target": target}
+        fields: Mapping[str, object] = raw if isinstance(raw, Mapping) else kwargs
+        if isinstance(raw, Mapping):
+            name = self._route(raw, True, "").target
+            named = {name: target} if isinstance(name, str) else (target or {})
+        elif args:
+            fields = dict(zip(self.parameters or (), args))
+        wanted = self.loss_fields or ()
+        rest = [name for name in fields if name not in (*named, _WEIGHT)]
+        more = {str(name): fields[name] if name in wanted else None for name in rest}
+        return args, kwargs, (named, more), weight
+
     def has_target(self, batch: Mapping[str, object]) -> bool:
         """Say whether one of the fields of a batch is the target."""
         try:
@@ -178,7 +207,7 @@ class BatchForm:
         target = self.targets
         if target is None:
             target = self._find_target(names, [name for name in rest if name != _WEIGHT], where)
-            targets = (target,)
+            targets = () if target is None else (target,)
         return _Route(args, kwargs, target, [n for n in rest if n not in (*targets, _WEIGHT)])
 
     def _find_inputs(
@@ -223,8 +252,13 @@ class BatchForm:
             )
         return (), {str(name): name for name in chosen}
 
-    def _find_target(self, names: List[str], rest: List[str], where: str) -> str:
-        """The one field that forward leaves."""
+    def _find_target(self, names: List[str], rest: List[str], where: str) -> Optional[str]:
+        """The one field that forward leaves, or that a loss of arguments by name has as target."""
+        if self.loss_fields is not None:
+            if self.loss_target in rest:
+                return self.loss_target
+            rest = [name for name in rest if name not in self.loss_fields]
+            return rest[0] if len(rest) == 1 and "target" in self.loss_fields else None
         if len(rest) == 1:
             return rest[0]
         if not rest:

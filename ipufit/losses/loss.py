@@ -17,6 +17,7 @@ from ipufit.core.objective_arguments import (
     describe,
     total,
 )
+from ipufit.core.outputs import Key, pick
 from ipufit.errors import LossError
 from ipufit.losses.named import Named, check_loss_value, refuse_broadcast
 from ipufit.losses.rules import (
@@ -172,6 +173,29 @@ class Loss:
             index: of several losses that are computed at once; None for all of them.
         """
         return list(names)
+
+    @property
+    def field_names(self) -> Optional[Tuple[str, ...]]:
+        """Names of fields of a batch that a loss of arguments by name may take; None of others."""
+        return None
+
+    @property
+    def target_name(self) -> Optional[str]:
+        """Name of the field that such a loss takes as its target; None where nothing says it."""
+        return None
+
+    def target_of(self, target: Any) -> object:
+        """Return the target that metrics get, of what the loss is held against."""
+        return target
+
+    def labels(self, target: Any, key: Optional[Key]) -> Any:
+        """Return the class indices in what the loss is held against.
+
+        Args:
+            target: of a micro-batch.
+            key: of a :class:`LabelRange`.
+        """
+        return target if key is None else pick(target, key, "the target", LossError)
 
     def own_loss(self, mode: Mode) -> OwnLoss:
         """Tell whether batches hold only what the user's code takes, in a mode."""

@@ -7,13 +7,30 @@ import functools
 import inspect
 import math
 import numbers
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Literal, Mapping, Sequence, Tuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    List,
+    Literal,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from torch import nn
 
-from ipufit.core.objective_arguments import argument_order, is_running_metric, keyword_names
+from ipufit.core.objective_arguments import (
+    argument_order,
+    is_running_metric,
+    keyword_names,
+    required_names,
+)
 from ipufit.core.outputs import Key, label
 from ipufit.errors import ConfigurationError, LossError
+from ipufit.losses.call import Call, CallLoss, arguments_of
 from ipufit.losses.loss import Loss, WholeBatch
 from ipufit.losses.named import by_name
 from ipufit.losses.train_step import TrainStep, resolve_steps
@@ -114,18 +131,21 @@ def _one(loss: object) -> Loss:
         return Loss("the module's own loss", in_module=True)
     if isinstance(loss, WholeBatch):
         return Loss("the module's own loss", in_module="whole")
+    names: Optional[Mapping[str, object]] = None
+    if isinstance(loss, Call):
+        names, loss = loss.names, loss.loss
     if isinstance(loss, str):
         named = by_name(loss)
-        return Loss(named.name, function=named)
+        resolved = Loss(named.name, function=named)
+        return resolved if names is None else _with_order(resolved, named, names)
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         loss = _instantiate(loss)
     if isinstance(loss, nn.Module):
         name = type(loss).__name__
         reduction = _reduction(name, getattr(loss, "reduction", None))
-        _check_parameters(name, loss.forward)
-        order = argument_order(loss, f"loss {name!r}", LossError)
         takes = "sample_weight" in keyword_names(loss.forward)
-        return Loss(name, module=loss, reduction=reduction, takes_weight=takes, order=order)
+        resolved = Loss(name, module=loss, reduction=reduction, takes_weight=takes)
+        return _with_order(resolved, loss.forward, names)
     if callable(loss) and not isinstance(loss, type):
         keywords = loss.keywords if isinstance(loss, functools.partial) else {}
         inner = loss.func if isinstance(loss, functools.partial) else loss
@@ -136,13 +156,12 @@ def _one(loss: object) -> Loss:
                 "update_state and result, which joins all that it has seen. Pass the function or "
                 "the loss of that meaning."
             )
-        _check_parameters(name, loss)
-        order = argument_order(loss, f"loss {name!r}", LossError)
         takes = "sample_weight" not in keywords and "sample_weight" in keyword_names(loss)
         reduction = _reduction(name, keywords.get("reduction"))
         if _is_keras_loss(loss):
             reduction, takes = _keras_reduction(loss, takes)
-        return Loss(name, function=loss, reduction=reduction, takes_weight=takes, order=order)
+        resolved = Loss(name, function=loss, reduction=reduction, takes_weight=takes)
+        return _with_order(resolved, loss, names)
     came = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
     raise LossError(
         "loss must be a name, an nn.Module, a callable (prediction, target) -> scalar, or None, "
@@ -163,43 +182,52 @@ def _keras_reduction(loss: Any, takes_weight: bool) -> Tuple[Literal["mean", "su
     return "sum" if loss.reduction == "sum" else "mean", takes_weight
 
 
-def _check_parameters(name: str, call: Callable[..., object]) -> None:
+def _with_order(
+    loss: Loss, call: Callable[..., object], names: Optional[Mapping[str, object]]
+) -> Loss:
+    """Give a loss the order of its arguments, or their names.
+
+    Args:
+        loss: normal form.
+        call: what has the parameters.
+        names: of a :class:`ipufit.losses.Call`; None of a loss by itself, whose arguments go by
+            name where it needs more than two.
+
+    Raises:
+        LossError: names that are none of its parameters, or a loss that can't be called.
+    """
+    needed = [name for name in required_names(call) if name != "sample_weight"]
+    if names is not None or len(needed) > 2:
+        arguments = arguments_of(loss.name, call, names or {})
+        if len(arguments) != 2:
+            return CallLoss.of(loss, arguments)
+        order = argument_order(call, f"loss {loss.name!r}", LossError)
+        return CallLoss.of(dataclasses.replace(loss, order=order), arguments)
+    _refuse_few_parameters(loss.name, call)
+    order = argument_order(call, f"loss {loss.name!r}", LossError)
+    return dataclasses.replace(loss, order=order)
+
+
+def _refuse_few_parameters(name: str, call: Callable[..., object]) -> None:
     """Refuse a loss that can't be called with a prediction and a target.
 
     Raises:
-        LossError: it takes fewer arguments, or needs more.
+        LossError: it takes fewer arguments.
     """
     try:
         parameters = inspect.signature(call).parameters.values()
     except (TypeError, ValueError):
         return
-    needed = [
-        p.name
-        for p in parameters
-        if p.default is p.empty
-        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        and p.name != "sample_weight"
-    ]
-    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in needed]
-    if len(needed) <= 2 and (takes_any or len(by_place) + len(by_name) >= 2):
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    takes = [p for p in parameters if p.kind in places or p.default is p.empty]
+    takes = [p for p in takes if p.kind is not p.VAR_KEYWORD and p.name != "sample_weight"]
+    if len(takes) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in takes):
         return
-    if "ctc" in name.lower():
-        advice = (
-            "Pass the lengths in the batch, compute the loss in forward, and use "
-            "compile(loss=None)."
-        )
-    elif len(needed) > 2:
-        advice = (
-            "Pass a function (prediction, target) that calls it, or compute the loss in forward "
-            "and use compile(loss=None)."
-        )
-    else:
-        advice = "Give it both; what does not need the target, it may leave alone."
     shown = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
     raise LossError(
-        f"a loss is called with (prediction, target), but {name!r} takes ({shown}). {advice}"
+        f"a loss is called with (prediction, target), but {name!r} takes ({shown}). Give it both; "
+        "what does not need the target, it may leave alone. Arguments by name are those of "
+        "ipufit.losses.Call."
     )
 
 
@@ -253,6 +281,12 @@ def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Los
         log_names.append(check_log_name(f"{label(key)}_loss", log_names))
         if entry is not None:
             one = dataclasses.replace(_one(entry), **options)
+            if isinstance(one, CallLoss):
+                raise LossError(
+                    f"each output must have a loss of (prediction, target), got {one.name!r} for "
+                    f"{label(key)!r}, which takes its arguments by name. Pass one function of all "
+                    "of them that adds the losses up."
+                )
             _check_options(one)
             parts.append(OutputLoss(key, one, weights[key]))
     if not parts:

@@ -293,11 +293,16 @@ def torch_rule(loss: Union[nn.Module, Callable[..., object]]) -> Optional[TorchR
     return None
 
 
-def unreduced(module: nn.Module, *args: object, **kwargs: object) -> Any:
+def unreduced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a copy of a module with ``reduction="none"`` on these arguments.
 
-    The copy shares parameters, buffers and submodules with the module, which stays as it is.
+    The copy shares parameters, buffers and submodules with the module, which stays as it is. CTC's
+    values are divided by the lengths of their targets, as in its mean.
     """
     twin = copy.copy(module)
     twin.reduction = "none"  # type: ignore[assignment]
-    return twin(*args, **kwargs)
+    values = twin(*args, **kwargs)
+    if isinstance(module, nn.CTCLoss) and module.reduction == "mean":
+        lengths = torch.as_tensor(kwargs["target_lengths"], device=values.device)
+        return values / lengths.clamp(min=1).to(values.dtype)
+    return values

@@ -234,12 +234,31 @@ def record_ctc_loss(
     return ctc_loss_and_gradient(log_probs, *arguments, wants_gradient)[0]
 
 
+class _NothingFound:
+    """torch, but for ``any``, which finds nothing."""
+
+    any = staticmethod(lambda *args: False)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
+# Torch's own code, which looks for negative variances only to refuse them.
+_gaussian_nll_loss = types.FunctionType(
+    functional.gaussian_nll_loss.__code__,
+    {**vars(functional), "torch": _NothingFound()},
+    "gaussian_nll_loss",
+    functional.gaussian_nll_loss.__defaults__,
+)
+
+
 def without_values(rewrites: bool) -> List[Tuple[object, str, object]]:
     """List the functions of torch's that read values, and what reads none.
 
     Args:
         rewrites: whether a function that can't do without values is computed in another way:
-            ctc_loss, and one_hot of an old torch, which can't leave out a look at the classes.
+            ctc_loss, gaussian_nll_loss without its look for negative variances, and one_hot of an
+            old torch, which can't leave out a look at the classes.
 
     Returns:
         Owner, name and replacement of each.
@@ -251,6 +270,7 @@ def without_values(rewrites: bool) -> List[Tuple[object, str, object]]:
     ]
     if rewrites:
         readers.append((torch, "ctc_loss", record_ctc_loss))
+        readers.append((functional, "gaussian_nll_loss", _gaussian_nll_loss))
     if hasattr(transformer, "_detect_is_causal_mask"):
         readers.append((transformer, "_detect_is_causal_mask", _as_said))
     else:

@@ -11,10 +11,9 @@ from typing import Callable, Dict, Iterator, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ipufit.callbacks.epoch_metrics import metric_target
+from ipufit.callbacks.epoch_metrics import metric_fields, metric_target
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.compile_arguments import OFF
-from ipufit.core.outputs import pick
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import Precision, TrainConfig
 from ipufit.data.source import DataAdapter
@@ -26,7 +25,6 @@ from ipufit.errors import (
     DataError,
     DeviceError,
     IpufitError,
-    LossError,
     MetricError,
     PlanError,
     brief_error,
@@ -224,10 +222,8 @@ class FailureExplainer:
         for labels in self.labels:
             targets = []
             for batch in batches:
-                target = batch.unpack()[2]
-                if labels.key is not None:
-                    target = pick(target, labels.key, "the target", LossError)
-                targets.append(target)
+                assert self.loss is not None, "labels are those of a loss"
+                targets.append(self.loss.labels(batch.unpack()[2], labels.key))
             # All at once where all are right, as they nearly always are.
             indices = torch.cat([*map(torch.flatten, targets)]).long()
             if not outside_classes(indices, labels.classes, labels.ignore_index).any():
@@ -333,7 +329,7 @@ def probe(metrics: MetricSet, outputs: object, first: MicroBatch, loss: Loss) ->
         )
     with isolated():
         numbers = tree.map_leaves(random_like, outputs)
-        fields = first.fields if metrics.takes_fields else {}
+        fields = metric_fields(first, target) if metrics.takes_fields else {}
         metrics.probe(numbers, target, first.size, sample_weight, fields)
 
 

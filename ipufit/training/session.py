@@ -196,7 +196,8 @@ class Session:
     def form(self, mode: Mode) -> BatchForm:
         """Describe the batches that module and loss take in a mode."""
         loss = self.loss
-        return BatchForm(self.module, loss.own_loss(mode), loss.inputs, loss.targets)
+        names = (loss.inputs, loss.targets, loss.field_names, loss.target_name)
+        return BatchForm(self.module, loss.own_loss(mode), *names)
 
     def unpack(self, source: DataAdapter, mode: Mode, batch: object) -> MicroBatch:
         """Bring the first batch of a source into the form that a program takes.

@@ -715,6 +715,24 @@ of(
 )
 
 
+# Losses of arguments by name
+
+
+def called(loss, names):
+    """Weights of a fit with a loss that takes labels by name."""
+    call = ipufit.losses.Call(loss, **names)
+    return trained(inputs="image", loss=call, **FIELDS)
+
+
+BY_NAME = {"input": "output", "target": "label"}
+of(
+    "losses.Call",
+    called,
+    loss=With(nn.CrossEntropyLoss(), nn.MultiMarginLoss(), names=BY_NAME),
+    names=With(BY_NAME, {**BY_NAME, "target": "shifted"}, loss=nn.CrossEntropyLoss()),
+)
+
+
 # The plan of a partition
 
 

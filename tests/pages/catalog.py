@@ -14,7 +14,9 @@ from tests.complete_types import PUBLIC
 from tests.pages.docstrings import described
 
 # Those whose types are held to be complete, and those whose types need another package's.
-ROOMS = tuple(sorted({*PUBLIC, "ipufit.engines", "ipufit.metrics", "ipufit.optim.state"}))
+ROOMS = tuple(
+    sorted({*PUBLIC, "ipufit.engines", "ipufit.losses", "ipufit.metrics", "ipufit.optim.state"})
+)
 # What loops call on a metric, once it is in a set of metrics: no matter of users.
 INTERNAL = {"ipufit.metrics": {"arrange", "build", "form_of"}}
 DESCRIPTORS = (property, functools.cached_property, classmethod, staticmethod)
