@@ -6,6 +6,7 @@ generator can, and copied there.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, Dict, List, Mapping, NoReturn, Optional, Sequence, Tuple, Union
 
 import torch
@@ -110,6 +111,13 @@ def hoist_draws(owner: fx.GraphModule, graph: fx.Graph) -> Optional[fx.GraphModu
     return fx.GraphModule(owner, drawn) if numbers else None
 
 
+@functools.lru_cache(maxsize=None)
+def _may_draw(operator: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in operator.tags or any(
+        argument.name == "dropout_p" for argument in operator._schema.arguments
+    )
+
+
 class HostDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws on the host what operators in the block would draw on a device without a key."""
 
@@ -149,7 +157,7 @@ def draw_on_host(
     Returns:
         The operator's results; NotImplemented where it draws none, or on another device.
     """
-    if torch.Tag.nondeterministic_seeded not in operator.tags or not draws(operator, args, kwargs):
+    if not _may_draw(operator) or not draws(operator, args, kwargs):
         return NotImplemented
     device = kwargs.get("device") or next((t.device for t in tree.tensors((args, kwargs))), HOST)
     device = torch.device(device)

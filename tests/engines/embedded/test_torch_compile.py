@@ -66,6 +66,8 @@ class Recorded:
         return graph.forward if self.change is None else self.change(graph)
 
 
+# Torch 2.0's own first step of compiling says so.
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize(
     ("jit", "optimizer", "compiling"),
     [
@@ -140,6 +142,7 @@ class Recurrent(nn.Module):
         return self.head(self.recurrent(x.squeeze(1))[0][:, -1])
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_a_recurrent_layer_goes_along_whole():
     states = []
     for jit in ("graph", "aot_eager"):
