@@ -159,7 +159,9 @@ def capture_error(
 def may_run_eagerly(error: BaseException) -> bool:
     """Tell whether a module may still run itself where its recording ended with this error."""
     if isinstance(error, CaptureError):
-        return error.kind != UNREGISTERED
+        # Random numbers of which the error does not advise it are no better when not recorded.
+        is_advised = error.kind != "random" or str(error) != error.brief
+        return error.kind != UNREGISTERED and is_advised
     # It came from torch or from the user's code: from no check, and by no fault of ours.
     *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
     return not innermost.f_code.co_filename.startswith(PACKAGE)
