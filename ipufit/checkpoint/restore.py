@@ -250,6 +250,8 @@ def _settings_after(
         taken_over = names
         ended = checkpoint.epoch - checkpoint.run["first_epoch"]
         before = state or {"updates": checkpoint.document["updates"], "epochs": ended}
+        if schedule.counts_by_run:
+            before = {"updates": checkpoint.done, "epochs": ended}
         schedule.advance_to(before["updates"], before["epochs"])
         state = None
     groups = [

@@ -56,6 +56,11 @@ class HyperparameterSchedule(Protocol):
         ...
 
     @property
+    def counts_by_run(self) -> bool:
+        """True if every run begins the settings anew, False if they go on since ``compile``."""
+        ...
+
+    @property
     def configuration(self) -> Mapping[str, object]:
         """Everything that determines the settings of all updates."""
         ...

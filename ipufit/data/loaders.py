@@ -70,7 +70,9 @@ def may_reuse_memory(loader: Any) -> bool:
     if isinstance(loader, ArrayLoader):
         return False
     if reads_as_torch(loader):
-        makes_new = loader.batch_sampler is not None and loader.collate_fn is default_collate
+        # A collate_fn of ours is an object of a class.
+        is_copying = loader.collate_fn is default_collate or is_torchs(loader.collate_fn)
+        makes_new = loader.batch_sampler is not None and is_copying
         return not makes_new and loader.num_workers == 0
     return not isinstance(loader, (list, tuple))
 

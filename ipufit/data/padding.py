@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from collections.abc import Mapping
+from numbers import Number
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from ipufit.data.in_memory import is_array
@@ -48,6 +52,11 @@ class _Entry:
                     "name, such as pad={'labels': -100}."
                 )
             return default_collate(list(column))
+        if self.dims == (0,) and not is_left:
+            # The usual case, in one call of torch's.
+            batch = pad_sequence(list(column), batch_first=True, padding_value=self.value)
+            missing = (0, 0) * (batch.dim() - 2) + (0, border - batch.shape[1])
+            return functional.pad(batch, missing, value=self.value)
         shape = list(column[0].shape)
         for dim in self.dims:
             shape[dim] = border
@@ -331,6 +340,6 @@ def as_plain(part: object) -> tree.Tree:
         return part
     if is_array(part):
         return torch.as_tensor(part)
-    if isinstance(part, list) and all(map(_is_number, part)):
+    if isinstance(part, list) and all(issubclass(kind, Number) for kind in set(map(type, part))):
         return torch.tensor(part)
     return tuple(map(as_plain, part)) if isinstance(part, (list, tuple)) else part

@@ -356,6 +356,25 @@ def test_a_run_goes_on_with_more_epochs_where_that_is_meant(net, tmp_path):
     assert found == pytest.approx([0.1 * (1 - u / n) for u, n in ((9, 10), (19, 30), (29, 30))])
 
 
+@pytest.mark.long("ipu-standin")
+@pytest.mark.parametrize("interval", ["update", "epoch"])
+def test_another_curve_goes_on_where_its_run_is(net, interval, tmp_path):
+    """Not where the model is, which had a run before."""
+    options = {"lr_scheduler_interval": interval}
+    model = compiled(copy.deepcopy(net), "linear", **options)
+    model.fit(LOADER, verbose=0)
+    checkpoint = ipufit.Checkpoint(tmp_path, every_updates=1)
+    work = {"epochs": 4, "seed": 1, "verbose": 0}
+    with pytest.raises(EndError):
+        model.fit(LOADER, checkpoint=checkpoint, callbacks=[Ends(23)], **work)
+    checkpoint = ipufit.Checkpoint(tmp_path, resume="auto", resume_changes={"lr_scheduler"})
+    other = compiled(copy.deepcopy(net), Cosine(final=0.5), **options)
+    history = other.fit(LOADER, checkpoint=checkpoint, callbacks=[Ends(-1)], **work)
+    ends = (29, 39, 40) if interval == "update" else (2, 3, 4)
+    expected = [0.1 * hf_cosine(u, ends[-1], 0, 0.5) for u in ends[:-1]]
+    assert history.history["learning_rate"][2:] == pytest.approx(expected)
+
+
 def test_data_without_a_length_needs_a_total(net):
     """Before anything is trained; what needs no length needs none."""
 

@@ -206,6 +206,11 @@ class RunSchedule(CallableSchedule):
         self._settled()
 
     @property
+    def counts_by_run(self) -> bool:
+        """True: every run has the curve from its beginning."""
+        return True
+
+    @property
     def name(self) -> str:
         """Name of the curve's class."""
         return type(self._curve).__name__

@@ -251,6 +251,11 @@ class Schedule(abc.ABC):
         """Say whether the settings depend on values of the run, not on updates and epochs alone."""
         return False
 
+    @property
+    def counts_by_run(self) -> bool:
+        """Say whether every run begins the settings anew, or they go on since ``compile``."""
+        return False
+
     def advance_to(self, updates: int, epochs: int) -> None:
         """Bring a schedule that has not begun to where it is after so many updates and epochs.
 
