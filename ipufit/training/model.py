@@ -210,8 +210,8 @@ class Model(InspectionMixin):
                 such as "aot_eager" or "openxla", or a function is a backend of torch.compile, to
                 which recorded graphs are handed; what it makes of one must compute the same, up to
                 the order of summation.
-            lr_scheduler: hyper-parameters that change from update to update; see
-                :func:`ipufit.optim.schedules.resolve_schedule`.
+            lr_scheduler: hyper-parameters that change from update to update: "cosine", a scheduler
+                of torch's, and more; see :func:`ipufit.optim.schedules.resolve_schedule`.
             lr_scheduler_interval: "update" or "epoch": after what the schedule moves on.
             reduction: how samples, sample weights and micro-batches count in a gradient; see
                 :class:`ipufit.Reduction`. By default all samples alike, by the mean.

@@ -468,6 +468,21 @@ def test_single_updates_need_a_total(net):
         model.train_on_batch(*batch)
 
 
+def test_a_curve_that_no_run_has_begun_has_the_length_that_it_says():
+    """Where nobody says one, there is no rate to give."""
+    expected = [[rate * hf_cosine(u, 6, 2) for rate in RATES] for u in range(6)]
+    found = resolve_schedule(Cosine(warmup=2, total=6), sgd()).rows(6)
+    close([[group["lr"] for group in row] for row in found], expected, 1e-14)
+    assert refused(lambda: resolve_schedule(Cosine(warmup=0.1), sgd()).rows(1)) == (
+        "lr_scheduler=Cosine(warmup=0.1) must know how many updates the run has, but nothing says "
+        "how many come. Pass fit(steps_per_epoch=...), or data with __len__, or Cosine(total=...)."
+    )
+    assert refused(lambda: resolve_schedule(Cosine(warmup=6, total=6), sgd())) == (
+        "warmup of Cosine(warmup=6, total=6) must be shorter than the run, which is 6 updates, got "
+        "6. Pass fewer updates, or a share of the run such as warmup=0.1."
+    )
+
+
 @pytest.mark.parametrize("name", ["Cosine", "ONE_cycle", "wsd"])
 def test_names_may_be_in_any_case(name):
     assert len(rates(name)) == LENGTH

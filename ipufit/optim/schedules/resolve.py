@@ -145,7 +145,8 @@ class RunSchedule(CallableSchedule):
         per_update: whether it goes over the updates or over the epochs.
 
     Raises:
-        ConfigurationError: the curve changes momentum, and the optimizer has none.
+        ConfigurationError: the curve changes momentum, and the optimizer has none; or it does not
+            fit into its ``total``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, curve: Curve, per_update: bool) -> None:
@@ -154,6 +155,12 @@ class RunSchedule(CallableSchedule):
         self._length = curve.total or ENDLESS
         self._begin = 0
         super().__init__(optimizer, self._parts_of(optimizer), per_update)
+        try:
+            resolve_length(curve, None, "updates" if per_update else "epochs")
+        except ConfigurationError as error:
+            if curve.total is not None:
+                raise
+            self._fault = str(error)
 
     def _parts_of(self, optimizer: torch.optim.Optimizer) -> List[ScheduledGroups]:
         others: Dict[str, Callable[[int], object]] = {}
