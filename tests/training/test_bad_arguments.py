@@ -102,11 +102,11 @@ def test_all_bad_arguments_of_compile_are_reported_together():
 @pytest.mark.parametrize(
     ("optimizer", "scheduler", "text"),
     [
-        ("sgd", "cosine", "got 'cosine'"),
-        ("adm", "cosine", "got 'cosine'"),
+        ("sgd", "cosin", "unknown lr_scheduler 'cosin'. Did you mean 'cosine'? "),
+        ("adm", "cosin", "unknown lr_scheduler 'cosin'. Did you mean 'cosine'? "),
         ("adm", {"lr": 0.1}, "lr_scheduler must have a callable for 'lr', got 0.1"),
         ("adm", torch.optim.lr_scheduler.StepLR, "got the class StepLR"),
-        ("adm", AtEpochEnd("cosine"), "got 'cosine'"),
+        ("adm", AtEpochEnd("cosin"), "unknown lr_scheduler 'cosin'. Did you mean 'cosine'? "),
         (None, lambda update: 0.1, "lr_scheduler needs an optimizer to schedule"),
         ("sgd", {"momentun": lambda update: 0.1}, "'momentun'"),
     ],
