@@ -21,13 +21,13 @@ from ipufit.callbacks.callback_list import Observer
 from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.core.plan import Plan
-from ipufit.core.train_config import Outputs
+from ipufit.core.train_config import HyperparameterSchedule, Outputs
 from ipufit.data.adapters import DataArguments, comes_in_samples, get_data_adapter
 from ipufit.data.source import DataAdapter
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError, NonFiniteLossError
 from ipufit.metrics import MetricSet
-from ipufit.optim.schedules import Schedule, resolve_schedule
+from ipufit.optim.schedules import resolve_schedule
 from ipufit.planner.divided_module import DividedModule
 from ipufit.training.arguments import checked_seed
 from ipufit.training.session import JobSpec, Session, require_single_process
@@ -76,7 +76,7 @@ class Trial:
         source: DataAdapter,
         plan: Plan,
         seed: int,
-        schedule: Callable[[torch.optim.Optimizer], Optional[Schedule]],
+        schedule: Callable[[torch.optim.Optimizer], Optional[HyperparameterSchedule]],
     ) -> Iterator[Job]:
         """Run a job on the user's module; afterwards all is as it was.
 

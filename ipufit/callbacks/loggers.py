@@ -25,6 +25,7 @@ from ipufit.callbacks.callback import (
 )
 from ipufit.callbacks.learning_rate import log_rates
 from ipufit.errors import ConfigurationError
+from ipufit.optim.several import name_of_optimizer
 from ipufit.utils.console import warn_user
 from ipufit.utils.files import replace_file
 
@@ -557,7 +558,7 @@ class ExperimentLogger(UpdateLogger):
 
     def _description(self) -> Dict[str, Any]:
         params = {n: v for n, v in self.model.history.params.items() if n not in _UNTOLD}
-        params["optimizer"] = type(self.model.optimizer).__name__
+        params["optimizer"] = name_of_optimizer(self.model.optimizer)
         log_rates(self.model.optimizer, params)
         params.update(self.model.hyperparameters)
         return params

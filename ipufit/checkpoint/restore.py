@@ -22,8 +22,9 @@ from ipufit.core.batch import DataCursor
 from ipufit.core.weights_file import differences
 from ipufit.engines.program import TrainState
 from ipufit.errors import CheckpointError, ConfigurationError
-from ipufit.optim.rules import rule_for
+from ipufit.optim.rules import rules_for
 from ipufit.optim.schedules import settings
+from ipufit.optim.several import name_of_optimizer
 
 __all__ = ["restore"]
 
@@ -103,7 +104,7 @@ def _check_fits(
     if "loss" not in allowed:
         faults += differences(others, checkpoint.tree["others"], where, widens=False)
     pairs: List[Tuple[str, object, object]] = [
-        ("optimizer", document["optimizer"], type(session.optimizer).__name__),
+        ("optimizer", document["optimizer"], name_of_optimizer(session.optimizer)),
         ("samples of an update", document["update_size"], job.plan.update_size),
         ("batch_size", document["micro_batch_size"], job.plan.micro_batch_size),
     ]
@@ -119,7 +120,7 @@ def _check_fits(
         "callbacks", "", "", names, [type(each).__name__ for each in callbacks]
     )
     changes = [*([called] if called.was != called.now else []), *changes]
-    if document["optimizer"] != type(session.optimizer).__name__:
+    if document["optimizer"] != name_of_optimizer(session.optimizer):
         changes = [each for each in changes if configuration_name(each.name) != "hyperparameters"]
     refused = [change for change in changes if change.name not in allowed]
     faults += lines_of(refused)
@@ -171,7 +172,7 @@ def _optimizer_differences(
     places = [key for group in stored for key in group["params"]]
     by_place = dict(zip(places, shapes))
     # Others may have anything for each parameter: factors of a matrix, say.
-    has_rule = rule_for(optimizer) is not None
+    has_rule = all(rules_for(optimizer))
     for key, values in state["state"].items():
         for name, value in values.items():
             is_number = value is None or isinstance(value, NUMBERS)

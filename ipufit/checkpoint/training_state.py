@@ -17,6 +17,7 @@ from ipufit.checkpoint.store import Store
 from ipufit.engines.program import TrainState
 from ipufit.errors import CheckpointError
 from ipufit.metrics import MetricSet
+from ipufit.optim.several import name_of_optimizer
 from ipufit.processes import Processes
 from ipufit.utils.codec import decode, encode
 from ipufit.utils.state import generator_states, set_generators
@@ -94,7 +95,7 @@ def checkpoint_contents(
         "ipufit": __version__,
         "torch": torch.__version__,
         "engine": session.engine.name,
-        "optimizer": type(session.optimizer).__name__,
+        "optimizer": name_of_optimizer(session.optimizer),
         "module": type(session.module).__name__,
         "seed": state.seed,
         "updates": state.updates,

@@ -16,6 +16,7 @@ from ipufit.utils.error_collector import ErrorCollector, one_of
 __all__ = [
     "EMA",
     "Clip",
+    "GroupClips",
     "HyperparameterSchedule",
     "LossScale",
     "Memory",
@@ -207,6 +208,10 @@ class Clip:
     def __bool__(self) -> bool:
         """True if any bound is set."""
         return self != Clip()
+
+
+# Indices of parameter groups, and the bound on their gradient.
+GroupClips = Tuple[Tuple[Tuple[int, ...], Clip], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -477,6 +482,8 @@ class TrainConfig:
     Attributes:
         gradient_reduction: over the micro-batches of an update, "mean" or "sum".
         clip: bounds on the reduced gradient.
+        group_clips: bounds on that of some parameter groups each, where optimizers have their own.
+        optimizers: how many make an update together.
         accumulation_dtype: of the sum of gradients; None is the dtype of each parameter.
         precision: of forward and loss.
         loss_scale: None where the loss is not scaled.
@@ -498,6 +505,8 @@ class TrainConfig:
 
     gradient_reduction: str = "mean"
     clip: Clip = dataclasses.field(default_factory=Clip)
+    group_clips: GroupClips = ()
+    optimizers: int = 1
     accumulation_dtype: Optional[torch.dtype] = None
     precision: Precision = dataclasses.field(default_factory=Precision)
     loss_scale: Optional[LossScale] = None
@@ -529,7 +538,8 @@ class TrainConfig:
     def settings(self) -> Tuple[str, ...]:
         """Names under which a training program speaks of itself."""
         scaled = ("loss_scale", "skipped_updates") if self.loss_scale is not None else ()
-        return (*(("learning_rate",) if self.schedule is not None else ()), *scaled)
+        rates = ["learning_rate", *(f"learning_rate_{i}" for i in range(1, self.optimizers))]
+        return (*(rates if self.schedule is not None else ()), *scaled)
 
     def describe(self) -> Dict[str, Any]:
         """The arguments of ``compile`` that it was made of, for History."""

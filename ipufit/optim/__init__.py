@@ -8,5 +8,7 @@
 
 from ipufit.optim import schedules, state
 from ipufit.optim.lamb import LAMB
+from ipufit.optim.muon import Muon
+from ipufit.optim.several import MultiOptimizer
 
-__all__ = ["LAMB", "schedules", "state"]
+__all__ = ["LAMB", "MultiOptimizer", "Muon", "schedules", "state"]

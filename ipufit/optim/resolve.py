@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, Collection, Dict, List, Mapping, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple, Type, Union
 
 import torch
 from torch import nn
 
 from ipufit.errors import OptimizerError, UnknownNameError
 from ipufit.optim.lamb import LAMB
+from ipufit.optim.muon import Muon, hidden_matrices
+from ipufit.optim.several import MultiOptimizer, by_patterns, members_of
 
 __all__ = [
     "class_by_name",
-    "has_step_hooks",
-    "refuse_step_hooks",
     "resolve_optimizer",
     "settings_by_name",
 ]
@@ -27,8 +27,8 @@ _REFUSED: Dict[Type[torch.optim.Optimizer], str] = {
     torch.optim.SparseAdam: "SparseAdam needs sparse gradients",
 }
 _ACCEPTED = (
-    "a name, a class of torch.optim, an optimizer built from the module's parameters(), or a "
-    "factory lambda params: optimizer"
+    "a name, a class of torch.optim, an optimizer built from the module's parameters(), a "
+    "factory lambda params: optimizer, or several of them"
 )
 
 
@@ -39,11 +39,11 @@ def _known() -> Dict[str, Type[torch.optim.Optimizer]]:
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
     }
     del classes["optimizer"]
-    return {**classes, "lamb": LAMB}
+    return {"muon": Muon, **classes, "lamb": LAMB}
 
 
 def resolve_optimizer(
-    optimizer: object, named_parameters: NamedParameters
+    optimizer: object, named_parameters: NamedParameters, modules: Sequence[nn.Module] = ()
 ) -> torch.optim.Optimizer:
     """Bring an optimizer into normal form: one object over trainable parameters of the module.
 
@@ -52,24 +52,32 @@ def resolve_optimizer(
 
             - a name, in any case, of a class in ``torch.optim``, or "lamb"
               (:class:`ipufit.optim.LAMB`); built with the defaults of this torch, but "sgd" always
-              with ``lr=0.01``, as in Keras: torch's own default changed from none to 0.001;
+              with ``lr=0.01``, as in Keras: torch's own default changed from none to 0.001; "muon"
+              trains hidden matrices with Muon and all else with AdamW;
             - a class of optimizers that needs nothing but parameters;
             - a torch optimizer, kept as it is with its state; it may leave parameters out;
-            - a factory, called with the list of trainable parameters.
+            - a factory, called with the list of trainable parameters;
+            - a dict of these by patterns of parameter names, such as ``{"encoder.*": "adamw",
+              "head": torch.optim.SGD(...)}``, with "*" for all the others; or a list of torch
+              optimizers over disjoint parameters; or a factory of such.
         named_parameters: all parameters of the module and their names, frozen ones included. A
             name, a class or a factory gets those with ``requires_grad``.
+        modules: that have these, for "muon".
 
     Raises:
         UnknownNameError: no optimizer has that name.
-        OptimizerError: no trainable parameter, parameters that are not the module's, more than one
-            optimizer, one that no program can hold, or something that is no optimizer.
+        OptimizerError: no trainable parameter, parameters that are not the module's, that belong to
+            two optimizers or to none, one that no program can hold, or something that is no
+            optimizer.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return _checked(optimizer, named_parameters)
     if isinstance(optimizer, tuple) and _is_name_with_options(optimizer):
         raise _with_options(*optimizer)
     if isinstance(optimizer, (list, tuple, Mapping)):
-        raise _several(optimizer, "optimizer must be one optimizer")
+        return _several(optimizer, named_parameters, modules)
+    if isinstance(optimizer, str) and optimizer.lower() == "muon":
+        return _muon(named_parameters, modules)
     build: Callable[[List[nn.Parameter]], object]
     if isinstance(optimizer, str):
         kind = class_by_name(optimizer)
@@ -85,7 +93,7 @@ def resolve_optimizer(
         )
     built = build(_trainable(named_parameters))
     if isinstance(built, (list, tuple, Mapping)):
-        raise _several(built, "an optimizer factory must return one optimizer")
+        return _several(built, named_parameters, modules)
     if not isinstance(built, torch.optim.Optimizer):
         raise OptimizerError(
             f"an optimizer factory must return a torch optimizer, got {type(built).__name__}. "
@@ -196,28 +204,94 @@ def _with_options(optimizer: Any, options: Mapping[str, object]) -> OptimizerErr
     )
 
 
-def _several(optimizers: Collection[object], expected: str) -> OptimizerError:
-    return OptimizerError(
-        f"{expected}, got {type(optimizers).__name__} of {len(optimizers)}. Use one optimizer with "
-        "a parameter group for each: "
-        "torch.optim.SGD([{'params': a, 'lr': 0.1}, {'params': b, 'lr': 0.01}])."
-    )
-
-
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether there are hooks on an optimizer's step."""
-    hooks = vars(optimizer)
-    return any(hooks.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
-
-
-def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse hooks on an optimizer's step, which this program would never call.
-
-    Raises:
-        OptimizerError: there are hooks on ``step``.
-    """
-    if has_step_hooks(optimizer):
+def _several(
+    optimizers: Union[Sequence[object], Mapping[object, object]],
+    named: NamedParameters,
+    modules: Sequence[nn.Module],
+) -> torch.optim.Optimizer:
+    """One optimizer of several."""
+    if not optimizers:
         raise OptimizerError(
-            f"hooks on the step of {type(optimizer).__name__} can't run: in one program there is "
-            "no call of step. Remove them, or do their work in a callback."
+            f"optimizer must be {_ACCEPTED}, got an empty {type(optimizers).__name__}."
         )
+    members: Dict[str, torch.optim.Optimizer] = {}
+    if isinstance(optimizers, Mapping):
+        for pattern in optimizers:
+            if not isinstance(pattern, str):
+                raise OptimizerError(
+                    "optimizer must have patterns of parameter names as keys, got "
+                    f"{type(pattern).__name__}. Write for example {{'encoder.*': 'adamw', '*': "
+                    "'sgd'}."
+                )
+        divided = by_patterns([str(pattern) for pattern in optimizers], named)
+        for pattern, part in divided.items():
+            member = resolve_optimizer(optimizers[pattern], part, modules)
+            _refuse_left_out(member, part, pattern)
+            inner = members_of(member)
+            members.update({f"{pattern} {name}".strip(): each for name, each in inner.items()})
+    else:
+        for place, each in enumerate(optimizers):
+            if not isinstance(each, torch.optim.Optimizer):
+                raise OptimizerError(
+                    f"a list of optimizers must hold torch optimizers, got {type(each).__name__} "
+                    f"at place {place}. Pass a dict by patterns of parameter names for others: "
+                    "{'encoder.*': 'adamw', '*': 'sgd'}."
+                )
+            members[str(place)] = _checked(each, named)
+        owners: Dict[int, int] = {}
+        names = {id(p): name for name, p in reversed(named)}
+        for place, each in enumerate(members.values()):
+            for parameter in (p for group in each.param_groups for p in group["params"]):
+                first = owners.setdefault(id(parameter), place)
+                if first != place:
+                    raise OptimizerError(
+                        f"each parameter must belong to one optimizer, but "
+                        f"{names[id(parameter)]!r} belongs to those at places {first} and {place}. "
+                        "Leave it out of one of them."
+                    )
+        for name, parameter in named:
+            if parameter.requires_grad and id(parameter) not in owners:
+                raise OptimizerError(
+                    f"each parameter must belong to one optimizer, but {name!r} belongs to none of "
+                    f"the {len(members)}. Add it to one, or freeze it with requires_grad_(False)."
+                )
+    return MultiOptimizer(members)
+
+
+def _refuse_left_out(
+    optimizer: torch.optim.Optimizer, named: NamedParameters, pattern: str
+) -> None:
+    """Make sure that an optimizer has all parameters that its pattern matches."""
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in named:
+        if parameter.requires_grad and id(parameter) not in owned:
+            raise OptimizerError(
+                f"each parameter must belong to one optimizer, but {name!r}, which {pattern!r} "
+                f"matches, is not in its {type(optimizer).__name__}. Build that from all of them, "
+                "or pass a factory."
+            )
+
+
+def _muon(named: NamedParameters, modules: Sequence[nn.Module]) -> torch.optim.Optimizer:
+    """Muon for hidden matrices, and AdamW for all else, with one learning rate for both."""
+    trainable = _trainable(named)
+    chosen = set(hidden_matrices(modules, named))
+    matrices = [p for p in trainable if id(p) in chosen]
+    rest = [p for p in trainable if id(p) not in chosen]
+    if not matrices:
+        raise OptimizerError(
+            "optimizer='muon' trains the matrices of hidden layers, but the module has none: "
+            "embeddings, the output layer and all that is no matrix are AdamW's. Use 'adamw'."
+        )
+    kind: Any = getattr(torch.optim, "Muon", Muon)
+    members: Dict[str, torch.optim.Optimizer] = {
+        "muon": kind(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw")
+    }
+    if rest:
+        members["adamw"] = torch.optim.AdamW(rest, lr=1e-3)
+    several = MultiOptimizer(members)
+    names = {id(p): name for name, p in reversed(named)}
+    lists = [", ".join(names[id(p)] for p in those) for those in (matrices, rest)]
+    others = f", AdamW the others: {lists[1]}" if rest else ""
+    several.choice = f"Muon trains {len(matrices)} hidden matrices: {lists[0]}{others}."
+    return several

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ipufit.errors import OptimizerError
 from ipufit.optim.lamb import LAMB
+from ipufit.optim.several import has_step_hooks, kinds_by_group, members_of
 
-__all__ = ["OptimizerRule", "list_rule_names", "rule_for"]
+__all__ = ["OptimizerRule", "list_rule_names", "rules_by_group", "rules_for"]
 
 State = Dict[str, Tensor]
 Group = Mapping[str, Any]
@@ -285,16 +286,31 @@ def list_rule_names() -> str:
     return f"{', '.join(names)} or {last}"
 
 
-def rule_for(optimizer: torch.optim.Optimizer) -> Optional[Type[OptimizerRule]]:
-    """The rule for exactly this class; a subclass may do anything in its ``step``.
+def rules_for(optimizer: torch.optim.Optimizer) -> List[Optional[Type[OptimizerRule]]]:
+    """For each parameter group the rule for exactly its optimizer's class, or None.
+
+    A subclass may do anything in its ``step``.
 
     Raises:
         OptimizerError: a group asks for what a traced update can't do.
     """
-    rule = _RULES.get(type(optimizer))
-    if rule is not None and any(group.get("differentiable") for group in optimizer.param_groups):
-        raise OptimizerError(
-            "differentiable=True keeps a graph through the update, which one traced program can't "
-            f"hand out; got it in {type(optimizer).__name__}. Build the optimizer without it."
-        )
-    return rule
+    rules: List[Optional[Type[OptimizerRule]]] = []
+    for kind, group in zip(kinds_by_group(optimizer), optimizer.param_groups):
+        rule = _RULES.get(kind)
+        if rule is not None and group.get("differentiable"):
+            raise OptimizerError(
+                "differentiable=True keeps a graph through the update, which one traced program "
+                f"can't hand out; got it in {kind.__name__}. Build the optimizer without it."
+            )
+        rules.append(rule)
+    return rules
+
+
+def rules_by_group(optimizer: torch.optim.Optimizer) -> List[Optional[Type[OptimizerRule]]]:
+    """For each parameter group its rule; None too where hooks on ``step`` must be called."""
+    rules = rules_for(optimizer)
+    if has_step_hooks(optimizer):
+        return [None for _ in rules]
+    members = members_of(optimizer).values()
+    hooked = [has_step_hooks(each) for each in members for _ in each.param_groups]
+    return [None if has_hooks else rule for rule, has_hooks in zip(rules, hooked)]

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 from torch import nn
@@ -12,6 +23,7 @@ from ipufit.core.compile_arguments import INFERENCE, TRAINING, CompilerFunction,
 from ipufit.core.train_config import (
     EMA,
     Clip,
+    HyperparameterSchedule,
     Memory,
     Outputs,
     Precision,
@@ -27,6 +39,7 @@ from ipufit.losses import Loss, check_moves, resolve_loss
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optim.resolve import resolve_optimizer
 from ipufit.optim.schedules.settings import keep
+from ipufit.optim.several import MultiOptimizer, members_of, refuse_unknown_members
 from ipufit.partition.own_blocks import annotated_ipus
 from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.partition.recomputation import resolve_recompute
@@ -38,7 +51,6 @@ from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, at_least, one_of
 
 if TYPE_CHECKING:
-    from ipufit.optim.schedules import Schedule
     from ipufit.training.merge_settings import SettingsSource
 
 __all__ = ["CompileConfig", "build_session", "pair_of_options"]
@@ -49,6 +61,7 @@ class CompileConfig(IpuArguments):
     """The arguments of ``Model.compile``, short forms as the objects that they stand for.
 
     Attributes:
+        clip: of all gradients together; ``clips`` of those of single optimizers.
         ema: None for no averages.
 
     ``compile`` documents the others.
@@ -66,6 +79,7 @@ class CompileConfig(IpuArguments):
     lr_scheduler: object
     lr_scheduler_interval: str
     clip: Clip
+    clips: Mapping[str, Clip]
     ema: Optional[EMA]
     detect_nan: bool
     max_recordings: int
@@ -74,6 +88,17 @@ class CompileConfig(IpuArguments):
     def read(faults: ErrorCollector, **arguments: Any) -> CompileConfig:
         """Read the arguments of ``compile``, by name; what is no form of one is a fault."""
         objects: Dict[str, Any] = {}
+        clips: Mapping[str, Clip] = {}
+        if isinstance(arguments["clip"], Mapping):
+            clips = arguments["clip"]
+            arguments["clip"] = None
+        for name, clip in clips.items():
+            with faults.collect():
+                if not isinstance(clip, Clip):
+                    raise ConfigurationError(
+                        f"clip must have an ipufit.Clip for the optimizer {name!r}, got {clip!r}. "
+                        "Write for example clip={'head': ipufit.Clip(global_norm=1.0)}."
+                    )
         for name, (kind, example) in _OBJECTS.items():
             value = arguments.pop(name)
             if value is None:
@@ -96,6 +121,7 @@ class CompileConfig(IpuArguments):
         return CompileConfig(
             reduction=objects.get("reduction", Reduction()),
             clip=objects.get("clip", Clip()),
+            clips=clips,
             ema=objects.get("ema"),
             precision=objects.get("precision", Precision()),
             outputs=objects.get("outputs"),
@@ -239,6 +265,9 @@ def _checked(
     partitions = NOT_DIVIDED
     with faults.collect():
         partitions = _partitions(module, request)
+    with faults.collect():
+        if optimizer is not None and (request.clips or isinstance(optimizer, MultiOptimizer)):
+            settings.update(_settings_by_optimizer(request, optimizer))
     schedule = _schedule(request, optimizer, faults)
     assert resolved is not None
     engine = make_engine()
@@ -256,8 +285,9 @@ def _checked(
             module, engine, train_config, partitions, options
         )
     engine.check(module, optimizer, resolved, train_config, options, partitions)
-    for text in texts:
-        print(text)
+    for text in (*texts, *([optimizer.choice] if isinstance(optimizer, MultiOptimizer) else [])):
+        if text:
+            print(text)
     divided = DividedModule(
         module,
         optimizer,
@@ -272,9 +302,28 @@ def _checked(
     return Session(divided, metrics, engine, options, fixed)
 
 
+def _settings_by_optimizer(
+    request: CompileConfig, optimizer: torch.optim.Optimizer
+) -> Dict[str, object]:
+    """How many optimizers there are, and the bounds that some of them have for themselves.
+
+    Raises:
+        ConfigurationError: a bound of no optimizer, or of one alone.
+    """
+    members, clips = members_of(optimizer), request.clips
+    refuse_unknown_members("clip", clips, optimizer)
+    group_clips, start = [], 0
+    for name, member in members.items():
+        groups = tuple(range(start, start + len(member.param_groups)))
+        start += len(groups)
+        if name in clips:
+            group_clips.append((groups, clips[name]))
+    return {"optimizers": len(members), "group_clips": tuple(group_clips)}
+
+
 def _schedule(
     request: CompileConfig, optimizer: Optional[torch.optim.Optimizer], faults: ErrorCollector
-) -> Optional[Schedule]:
+) -> Optional[HyperparameterSchedule]:
     """Resolve the schedule, and report its faults with those of all other arguments.
 
     Args:
@@ -330,7 +379,8 @@ def _resolve_objectives(
         if request.optimizer is not None:
             if not any(parameter.requires_grad for _, parameter in named):
                 refuse_unregistered(module)
-            optimizer = resolve_optimizer(request.optimizer, named)
+            modules = [module, *([loss.module] if loss is not None and loss.module else [])]
+            optimizer = resolve_optimizer(request.optimizer, named, modules)
             if loss is not None and loss.differentiates:
                 owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 check_moves(loss, [n for n, p in named if p.requires_grad and id(p) in owned])

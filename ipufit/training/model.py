@@ -675,8 +675,7 @@ class Model(InspectionMixin):
         """Train for a moment with a learning rate that grows from update to update.
 
         Weights, buffers, optimizer state, counters and random number generators are put back bit
-        for bit. Rates of several parameter groups keep their ratios. The optimizer must be one of
-        those whose rate can change: sgd, adam, adamw, rmsprop, lamb. See docs/finding-settings.md.
+        for bit. Rates of several parameter groups keep their ratios. See docs/finding-settings.md.
 
         Args:
             x: data, as for ``fit``; read anew as often as needed, so no iterator.

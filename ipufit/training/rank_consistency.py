@@ -16,6 +16,7 @@ from ipufit._version import __version__
 from ipufit.core.compile_arguments import CUDAGRAPH, INDUCTOR
 from ipufit.core.plan import Plan
 from ipufit.errors import ProcessError
+from ipufit.optim.several import name_of_optimizer
 from ipufit.processes import Processes, common
 from ipufit.training.arguments import FitConfig, InferenceConfig
 from ipufit.training.session import Session, require_single_process
@@ -218,7 +219,7 @@ def _state_of(session: Session, optimizer: torch.optim.Optimizer) -> List[Tensor
                 form.append([name, [*value.shape] if is_tensor else str(value)])
                 found += [value] if is_tensor else []
     session.processes.assert_equal_across_ranks(
-        class_of_the_optimizer=type(optimizer).__name__,
+        class_of_the_optimizer=name_of_optimizer(optimizer),
         settings_and_state_of_the_optimizer=_digest(form),
     )
     return found

@@ -25,6 +25,7 @@ from ipufit.engines.ipu_settings import IpuSettings
 from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError, MetricError, PlanError
 from ipufit.metrics import MetricSet
+from ipufit.optim.several import name_of_optimizer
 from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import Partition
 from ipufit.planner.divided_module import DividedModule
@@ -485,7 +486,7 @@ class Session:
 
         is_eager = self.config.run_eagerly or Mode.TRAIN in self._eager.reasons
         how = "the module itself, eagerly" if is_eager else "one recorded program"
-        optimizer = type(self._optimizer).__name__ if self._optimizer else "no optimizer"
+        optimizer = name_of_optimizer(self._optimizer) if self._optimizer else "no optimizer"
         text = (
             f"Runs {how} on the {self.engine.name} engine, device {device_of(self.module)}, with "
             f"{optimizer}; gradients reduced by {self.config.gradient_reduction}."

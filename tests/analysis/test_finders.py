@@ -334,11 +334,12 @@ def test_a_loss_that_is_never_finite_is_told():
 
 
 @own_step
-def test_an_optimizer_whose_rate_cannot_change_is_refused_by_name():
-    """Its program holds the rate as a constant."""
-    model = compiled(optimizer=torch.optim.Adagrad)
-    with untouched(model), pytest.raises(ConfigurationError, match="Adagrad"):
-        model.find_lr(loader(), updates=4)
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adafactor, "muon"])
+def test_any_optimizer_has_a_range(optimizer):
+    """Recorded or not, one or several; and it is put back as it was."""
+    model = compiled(optimizer=optimizer)
+    with untouched(model):
+        assert len(model.find_lr(loader(), updates=4).losses) == 4
 
 
 @pytest.mark.long

@@ -14,11 +14,7 @@ from ipufit.optim.resolve import resolve_optimizer
 
 ACCEPTED = (
     "optimizer must be a name, a class of torch.optim, an optimizer built from the module's "
-    "parameters(), or a factory lambda params: optimizer, got "
-)
-TWO = (
-    "Use one optimizer with a parameter group for each: torch.optim.SGD([{'params': a, 'lr': 0.1}, "
-    "{'params': b, 'lr': 0.01}])."
+    "parameters(), a factory lambda params: optimizer, or several of them, got "
 )
 
 
@@ -187,18 +183,6 @@ def test_tied_weights_are_handed_over_once():
     shared = nn.Linear(2, 2)
     pairs = [("a.weight", shared.weight), ("b.weight", shared.weight), ("a.bias", shared.bias)]
     assert held(resolve_optimizer("sgd", pairs)) == [id(shared.weight), id(shared.bias)]
-
-
-def test_two_optimizers_are_refused(net):
-    """Taking the first of two would leave half of the module untrained in silence."""
-    pair = [torch.optim.SGD([p], lr=0.1) for p in net[1].parameters()]
-    assert refusal(pair, net) == f"optimizer must be one optimizer, got list of 2. {TWO}"
-    assert refusal(tuple(pair), net) == f"optimizer must be one optimizer, got tuple of 2. {TWO}"
-    named = dict(zip("ab", pair))
-    assert refusal(named, net) == f"optimizer must be one optimizer, got dict of 2. {TWO}"
-    assert refusal(lambda params: pair, net) == (
-        f"an optimizer factory must return one optimizer, got list of 2. {TWO}"
-    )
 
 
 def test_a_factory_that_forgets_to_return_is_told(net):

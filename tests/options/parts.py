@@ -27,7 +27,7 @@ from ipufit.engines.ipu.preflight import FACTS, PreflightFinding
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import NonFiniteValue
 from ipufit.metrics import resolve_metrics
-from ipufit.optim import schedules, state
+from ipufit.optim import MultiOptimizer, Muon, schedules, state
 from ipufit.optim.lamb import LAMB
 from ipufit.planner.costs import StageCost
 from ipufit.planner.partition_plan import Planned
@@ -358,6 +358,47 @@ of(
     param_group=({}, {"lr": -1.0}),
 )
 of("optim.LAMB.step", optimized, closure=(None, lambda: 3.0))
+
+
+def orthogonal(closure=None, **options):
+    torch.manual_seed(0)
+    chosen = [nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 2))]
+    params = options.pop("params", slice(None))
+    optimizer = Muon(chosen[params], **{"lr": 0.1, **options})
+    for _ in range(2):
+        for parameter in chosen:
+            parameter.grad = parameter.detach().cos()
+        result = optimizer.step(closure)
+    return [p.detach() for p in chosen], result
+
+
+of(
+    "optim.Muon",
+    orthogonal,
+    params=(slice(0, 1), slice(1, 2)),
+    lr=(0.1, 0.2),
+    weight_decay=(0.0, 0.5),
+    momentum=(0.95, 0.5),
+    nesterov=(True, False),
+    ns_coefficients=((3.4445, -4.775, 2.0315), (2.0, -1.5, 0.5)),
+    eps=(1e-7, 10.0),
+    ns_steps=(5, 1),
+    adjust_lr_fn=("original", "match_rms_adamw"),
+)
+of("optim.Muon.step", orthogonal, closure=(None, lambda: 3.0))
+
+
+def together(closure=None, optimizers=(0.1, 0.2), group=None):
+    chosen = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    members = {str(lr): torch.optim.SGD([p], lr=lr) for p, lr in zip(chosen, optimizers)}
+    optimizer = MultiOptimizer(members)
+    for parameter in chosen:
+        parameter.grad = torch.ones(2)
+    return optimizer.step(closure), [p.detach() for p in chosen]
+
+
+of("optim.MultiOptimizer", together, optimizers=((0.1, 0.2), (0.1, 0.3)))
+of("optim.MultiOptimizer.step", together, closure=(None, lambda: 3.0))
 
 
 # schedules

@@ -8,7 +8,7 @@ from typing import List, Optional, Sequence
 import torch
 from torch import Tensor
 
-from ipufit.core.train_config import Clip
+from ipufit.core.train_config import Clip, GroupClips
 from ipufit.tracing.flat_storage import FlatBlock
 
 __all__ = ["GradientTransform", "clipped"]
@@ -21,15 +21,17 @@ class GradientTransform:
     Attributes:
         clip: bounds on it.
         dtype: in which it was accumulated; None for that of each parameter.
+        group_clips: bounds on that of some parameter groups together, by their indices.
     """
 
     clip: Clip
     dtype: Optional[torch.dtype]
+    group_clips: GroupClips = ()
 
     @property
     def is_identity(self) -> bool:
         """True where the optimizer gets the gradient as it was accumulated."""
-        return self.dtype is None and not self.clip
+        return self.dtype is None and not self.clip and not self.group_clips
 
     def examples(self, flats: Sequence[Tensor]) -> List[Tensor]:
         """Tensors like the accumulated gradients of these weights, without values."""
@@ -39,7 +41,14 @@ class GradientTransform:
         self, gradients: Sequence[Tensor], blocks: Sequence[FlatBlock], flats: Sequence[Tensor]
     ) -> List[Tensor]:
         """Bounded while still in the accumulation's dtype, then in that of the weights."""
-        bounded = clipped(gradients, blocks, self.clip) if self.clip else gradients
+        bounded = clipped(gradients, blocks, self.clip) if self.clip else list(gradients)
+        for groups, clip in self.group_clips:
+            places = [place for place, block in enumerate(blocks) if block.group in groups]
+            parts = [bounded[place] for place in places]
+            if parts:
+                parts = clipped(parts, [blocks[place] for place in places], clip)
+            for place, part in zip(places, parts):
+                bounded[place] = part
         return [gradient.to(flat.dtype) for gradient, flat in zip(bounded, flats)]
 
 

@@ -18,6 +18,7 @@ from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.passes.torch_compile import compile_update
 from ipufit.errors import OptimizerError
 from ipufit.optim.rules import OptimizerRule
+from ipufit.optim.several import kinds_by_group, name_of_optimizer
 from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_alike
@@ -132,7 +133,7 @@ class RuleOptimizer(FlatOptimizer):
 
     Args:
         optimizer: torch's.
-        rule: for all of its groups.
+        rules: for each of its groups; None for one whose parameters come in no block.
         graphs: what has been recorded already.
         finish: makes of an accumulated gradient what the optimizer gets.
         schedule: changes hyper-parameters from update to update; None: nothing does.
@@ -147,7 +148,7 @@ class RuleOptimizer(FlatOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        rule: Type[OptimizerRule],
+        rules: Sequence[Optional[Type[OptimizerRule]]],
         graphs: Graphs,
         finish: GradientTransform,
         schedule: Optional[HyperparameterSchedule],
@@ -160,7 +161,12 @@ class RuleOptimizer(FlatOptimizer):
         # A decay that is zero now and then is still a decay: times zero it changes nothing.
         decays = schedule is not None and "weight_decay" in schedule.names
         self._always = {"weight_decay": 1.0} if decays else {}
-        self._kind = rule
+        self._kinds = list(rules)
+        self._group_of = {
+            id(p): index
+            for index, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+        }
         self._graphs = graphs
         self._finish = finish
         self._is_finished = finish.is_identity
@@ -192,11 +198,19 @@ class RuleOptimizer(FlatOptimizer):
     def _switches_of(
         self, groups: Sequence[Mapping[str, object]]
     ) -> Tuple[Tuple[object, ...], ...]:
-        return tuple(self._kind.switches({**group, **self._always}) for group in groups)
+        return tuple(
+            () if kind is None else kind.switches({**group, **self._always})
+            for kind, group in zip(self._kinds, groups)
+        )
+
+    def _rule_of(self, group: int) -> Type[OptimizerRule]:
+        kind = self._kinds[group]
+        assert kind is not None
+        return kind
 
     def _steps(self, parameter: nn.Parameter) -> float:
         state = self._optimizer.state.get(parameter, {})
-        if self._kind.counted:
+        if self._rule_of(self._group_of[id(parameter)]).counted:
             return float(state.get("step", 0))
         # SGD has an entry without a value before its first update.
         return float(any(value is not None for value in state.values()))
@@ -209,7 +223,9 @@ class RuleOptimizer(FlatOptimizer):
         """Take over the optimizer's state and record the update."""
         self._storage = storage
         blocks, groups = storage.blocks, self._optimizer.param_groups
-        self._rules = [self._kind({**groups[block.group], **self._always}) for block in blocks]
+        self._rules = [
+            self._rule_of(block.group)({**groups[block.group], **self._always}) for block in blocks
+        ]
         self._states = [self._load(*each) for each in zip(blocks, storage.flats, self._rules)]
         self._kept = [tensor for state in self._states for tensor in state.values()]
         self.counts = [block.updates for block in blocks]
@@ -223,7 +239,7 @@ class RuleOptimizer(FlatOptimizer):
         storage = self._storage
         at_work = self.memory.fetch(self._kept)
         arguments = self._arguments(self._finish.examples(storage.flats), at_work)
-        key = (self._kind, self._switches, storage.form, self._finish, self._compiler)
+        key = (tuple(self._kinds), self._switches, storage.form, self._finish, self._compiler)
         if not run_eagerly:
             if key not in self._graphs:
                 self._graphs[key] = self._compiled(capture(self._update, arguments))
@@ -286,8 +302,8 @@ class RuleOptimizer(FlatOptimizer):
             if settings != self._settings:
                 if self._switches_of(row) != self._switches:
                     raise OptimizerError(
-                        f"a setting of {type(self._optimizer).__name__} that shapes the program "
-                        "changed during fit: one that is on or off, such as nesterov, or a "
+                        f"a setting of {name_of_optimizer(self._optimizer)} that shapes the "
+                        "program changed during fit: one that is on or off, such as nesterov, or a "
                         "momentum, dampening or weight decay between zero and non-zero. Change it "
                         "between two calls of fit."
                     )
@@ -448,6 +464,7 @@ class RuleOptimizer(FlatOptimizer):
         Until :meth:`release` its tensors look into the flat ones: a copy would take as much
         memory again, and be out of date after one update.
         """
+        kinds = kinds_by_group(self._optimizer)
         for block, state, updates in zip(self._storage.blocks, self._states, self.counts):
             group = self._optimizer.param_groups[block.group]
             if updates == 0:
@@ -457,9 +474,9 @@ class RuleOptimizer(FlatOptimizer):
                 torch_state = self._optimizer.state[slot.parameter]
                 for name, whole in state.items():
                     torch_state[name] = slot.window(whole)
-                if self._kind.counted:
+                if self._rule_of(block.group).counted:
                     device = slot.parameter.device if on_device else torch.device("cpu")
-                    torch_state["step"] = make_step_counter(type(self._optimizer), updates, device)
+                    torch_state["step"] = make_step_counter(kinds[block.group], updates, device)
 
     def state_tensors(self) -> List[Tensor]:
         """The tensors of the state, where it is between two updates."""

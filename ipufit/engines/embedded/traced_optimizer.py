@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -16,8 +17,8 @@ from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.step_recorder import StepRecorder, UnrecordableError, setting_texts
 from ipufit.engines.external_changes import changed_shape
-from ipufit.optim.resolve import has_step_hooks
 from ipufit.optim.schedules import settings
+from ipufit.optim.several import has_step_hooks
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, group_alike
 
 __all__ = ["TracedOptimizer"]
@@ -59,6 +60,7 @@ class TracedOptimizer(FlatOptimizer):
     ) -> None:
         self._optimizer = optimizer
         self._compiler = compiler
+        self._first_group = first_group
         self._finish = finish
         self._recorder = StepRecorder(optimizer, finish, first_group)
         self.memory = memory
@@ -75,7 +77,9 @@ class TracedOptimizer(FlatOptimizer):
 
     def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
         """Parameters of one group, dtype and device stand together."""
-        return group_alike(self._optimizer, named, lambda parameter: 0)
+        blocks = group_alike(self._optimizer, named, lambda parameter: 0)
+        first = self._first_group
+        return [dataclasses.replace(block, group=first + block.group) for block in blocks]
 
     def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
         """Take over parameters, and record the update."""

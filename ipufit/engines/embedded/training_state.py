@@ -17,6 +17,7 @@ from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
 from ipufit.engines.embedded.turns import TurnOptimizer, TurnState
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
+from ipufit.optim.several import members_of
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.validate import refuse_shared_memory
@@ -371,6 +372,9 @@ class TrainingState:
         self.updates = spec.first_update
         self.storage = placement.storage
         self.averages: Optional[MovingAverages] = None
+        counts = [len(each.param_groups) for each in members_of(spec.optimizer).values()]
+        # Of each of the optimizers that it is made of.
+        self._first_groups = [sum(counts[:number]) for number in range(len(counts))]
         has_modes = hasattr(spec.optimizer, "train") and hasattr(spec.optimizer, "eval")
         self.mode = OptimizerMode(spec.optimizer) if has_modes else None
         self._parts: List[List[str]] = []
@@ -631,6 +635,8 @@ class TrainingState:
         described = {}
         if self.spec.config.schedule is not None:
             described["learning_rate"] = float(rows[-1][0]["lr"])
+            for number, group in enumerate(self._first_groups[1:], 1):
+                described[f"learning_rate_{number}"] = float(rows[-1][group]["lr"])
         if self.scaler is not None:
             described["loss_scale"] = self.scaler.value
         return described

@@ -183,7 +183,7 @@ class TurnOptimizer(FlatOptimizer):
         for part, cut in zip(self._parts, self.cuts):
             part.memory = self.memory
             part.bind(storage.part(cut), run_eagerly)
-        self.own_parameters = {own for part in self._parts for own in part.own_parameters}
+        self.own_parameters = {p for part in self._parts for p in part.own_parameters}
 
     def refresh(self, rows: Rows) -> None:
         """Work out the coefficients of coming updates, in each of which every part has its turn."""

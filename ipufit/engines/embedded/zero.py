@@ -19,8 +19,8 @@ from ipufit.engines.embedded.clipping import GradientTransform, clipped
 from ipufit.engines.embedded.flat_optimizer import Graphs, RuleOptimizer
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.errors import ConfigurationError
-from ipufit.optim.resolve import refuse_step_hooks
-from ipufit.optim.rules import OptimizerRule, list_rule_names, rule_for
+from ipufit.optim.rules import OptimizerRule, list_rule_names, rules_for
+from ipufit.optim.several import kinds_by_group, refuse_step_hooks
 from ipufit.optim.state import make_step_counter
 from ipufit.processes import Processes
 from ipufit.processes.collectives import all_gather_parts, gather_parts, part_of
@@ -166,7 +166,7 @@ class StateParts:
         names = sorted(name for name, part in parts.items() if part.updates)
         states: Dict[Tensor, object] = {}
         flats = self._whole(names, parts, everywhere, not everywhere)
-        rule = rule_for(self.optimizer)
+        rules, kinds = rules_for(self.optimizer), kinds_by_group(self.optimizer)
         for name in names if everywhere or self._processes.is_rank_zero else ():
             part = parts[name]
             parameter, group = part.slot.parameter, self.optimizer.param_groups[part.group]
@@ -177,10 +177,11 @@ class StateParts:
                 for key, flat in flats.get(name, {}).items()
             }
             states[parameter] = state
+            rule = rules[part.group]
             if rule is not None and rule.counted:
                 on_device = group.get("capturable") or group.get("fused")
                 device = parameter.device if on_device else torch.device("cpu")
-                state["step"] = make_step_counter(type(self.optimizer), part.updates, device)
+                state["step"] = make_step_counter(kinds[part.group], part.updates, device)
         return states
 
     def gather_optimizer(self, more: Mapping[str, StateShard]) -> None:
@@ -247,11 +248,21 @@ def refuse_whole(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
         ConfigurationError: its step is torch's own, or another way to run keeps it whole.
     """
     name = "shard='weights'" if config.shard_weights else "shard='optimizer'"
-    if rule_for(optimizer) is None:
+    own_steps = [
+        kind.__name__
+        for kind, rule in zip(kinds_by_group(optimizer), rules_for(optimizer))
+        if rule is None
+    ]
+    if own_steps:
         raise ConfigurationError(
             f"{name} needs an optimizer that ipufit has as a program of its own, but "
-            f"got {type(optimizer).__name__}, whose own step works on whole parameters. Use "
+            f"got {own_steps[0]}, whose own step works on whole parameters. Use "
             f"{list_rule_names()}, or leave {name} out."
+        )
+    if config.group_clips:
+        raise ConfigurationError(
+            f"{name} bounds all gradients together, but got bounds of single optimizers as clip. "
+            "Pass one ipufit.Clip, or leave one of them out."
         )
     if config.jit in (INDUCTOR, CUDAGRAPH):
         raise ConfigurationError(
@@ -290,7 +301,7 @@ class ShardedOptimizer(RuleOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        rule: Type[OptimizerRule],
+        rules: Sequence[Optional[Type[OptimizerRule]]],
         graphs: Graphs,
         config: TrainConfig,
         memory: StateMemory,
@@ -304,7 +315,7 @@ class ShardedOptimizer(RuleOptimizer):
         self._bound = config.clip if by_norm else Clip()
         finish = GradientTransform(Clip() if by_norm else config.clip, config.accumulation_dtype)
         super().__init__(
-            optimizer, rule, graphs, finish, config.schedule, memory, compiler=config.compiler
+            optimizer, rules, graphs, finish, config.schedule, memory, compiler=config.compiler
         )
         self._parts = parts
         self._processes = processes
@@ -342,8 +353,8 @@ class ShardedOptimizer(RuleOptimizer):
 
     def cuts_of(self, blocks: Sequence[FlatBlock]) -> List[List[int]]:
         """Where blocks are cut into parts."""
-        count, by = self._processes.num_processes, self._kind.by_parameter
-        return [cuts_of(block, count, by) for block in blocks]
+        count = self._processes.num_processes
+        return [cuts_of(b, count, self._rule_of(b.group).by_parameter) for b in blocks]
 
     def _slots(self) -> List[Tuple[int, Slot, Tuple[int, int], slice]]:
         """Block and place of each parameter, which of its elements this process updates, and where.

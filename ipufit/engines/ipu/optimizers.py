@@ -13,6 +13,7 @@ from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.preflight.facts import CLIPPED, SETTINGS, ParameterGroup, refused_settings
 from ipufit.errors import OptimizerError
 from ipufit.optim.lamb import LAMB
+from ipufit.optim.several import name_of_optimizer
 from ipufit.optim.state import device_state, torch_state
 
 __all__ = ["DeviceOptimizer", "check_optimizer"]
@@ -58,7 +59,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: TrainConfig) -> No
     if kind not in _SETTINGS:
         names = ", ".join(kind.__name__ for kind in _SETTINGS)
         raise OptimizerError(
-            f"an IPU runs the updates of {names} only, got {kind.__name__}. "
+            f"an IPU runs the updates of {names} only, got {name_of_optimizer(optimizer)}. "
             "Choose one of these, or engine='embedded'."
         )
     for index, group in enumerate(optimizer.param_groups):

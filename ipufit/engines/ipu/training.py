@@ -17,8 +17,8 @@ from ipufit.engines.ipu.sdk import alone, translate_errors
 from ipufit.engines.ipu.size import Size, filled, padded, padding_needed, refuse_other_shapes
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec, TrainState
 from ipufit.errors import DataError, LossError, NonFiniteLossError
-from ipufit.optim.resolve import refuse_step_hooks
-from ipufit.optim.rules import rule_for
+from ipufit.optim.rules import rules_for
+from ipufit.optim.several import refuse_step_hooks
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
 from ipufit.tracing.validate import refuse_shared_memory
 from ipufit.utils.state import copy_optimizer_state
@@ -70,7 +70,7 @@ class PoptorchTrainingProgram(Program):
             )
         # What torch's own step does, and no program would, here or on any engine.
         refuse_step_hooks(spec.optimizer)
-        rule_for(spec.optimizer)
+        rules_for(spec.optimizer)
         refuse_shared_memory(list(self._host.trained), self._host.parameters, self._host.buffers())
         check_precision(spec.config.precision, spec.module)
         warn_of_vanishing_eps(spec.optimizer)

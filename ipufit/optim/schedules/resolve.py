@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from typing import Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence
+from typing import Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Union
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ipufit.errors import ConfigurationError
 from ipufit.optim.schedules import settings
+from ipufit.optim.schedules.by_optimizer import MemberSchedules, schedules_by_member
 from ipufit.optim.schedules.curves import ENDLESS, Curve, OneCycle, curve_by_name, resolve_length
 from ipufit.optim.schedules.schedule import (
     Schedule,
@@ -20,6 +21,7 @@ from ipufit.optim.schedules.schedule import (
     parts,
     silence_warnings,
 )
+from ipufit.optim.several import members_of
 
 __all__ = ["AtEpochEnd", "EveryBatches", "check_form", "resolve_schedule"]
 
@@ -292,7 +294,7 @@ class EveryBatches:
 
 def resolve_schedule(
     lr_scheduler: object, optimizer: Optional[torch.optim.Optimizer], interval: str = "update"
-) -> Optional[Schedule]:
+) -> Union[Schedule, MemberSchedules, None]:
     """Bring a schedule into normal form.
 
     Args:
@@ -309,7 +311,9 @@ def resolve_schedule(
             - a callable ``(update) -> learning rate``, with updates counted from 0;
             - a dict of such callables by hyper-parameter ("lr", "momentum", "beta1", ...) for all
               parameter groups, or a list with one dict for each group;
-            - :class:`AtEpochEnd` around one of these.
+            - :class:`AtEpochEnd` around one of these;
+            - of several optimizers, a dict of all these by their names, or a list of torch
+              schedulers, each over one of them.
 
             A partial or an annotation (``Optimizer``, ``int``, a scheduler class or ``float`` as
             result) says which of the two kinds a callable is. Otherwise it is called with 0, and
@@ -337,9 +341,20 @@ def resolve_schedule(
             "model that only evaluates and predicts."
         )
     restore = settings.keep(optimizer)
+    by_member = schedules_by_member(lr_scheduler, optimizer)
+    schedule: Union[Schedule, MemberSchedules]
     try:
         with silence_warnings():
-            schedule = _schedule(lr_scheduler, optimizer, interval == "update")
+            if by_member is None:
+                schedule = _schedule(lr_scheduler, optimizer, interval == "update")
+            else:
+                members = members_of(optimizer)
+                schedules = {
+                    name: _schedule(each, members[name], interval == "update")
+                    for name, each in by_member.items()
+                    if each is not None
+                }
+                schedule = MemberSchedules(schedules, members)
         schedule.check_present()
     except BaseException:
         restore()

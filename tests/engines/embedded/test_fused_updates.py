@@ -9,7 +9,7 @@ from torch import nn
 import ipufit
 from ipufit.engines.embedded import fused_optimizers
 from ipufit.engines.embedded.fused_optimizers import fused_for
-from ipufit.optim.rules import rule_for
+from ipufit.optim.rules import rules_for
 from tests.fitting import Plan, compiled, fit, state_of
 from tests.nets import MLP, data
 
@@ -46,7 +46,7 @@ def run(make, eagerly=False, **options):
 def kernel_of(make, dtype=torch.float64):
     """The kernel for the optimizer of one parameter."""
     optimizer = make([nn.Parameter(torch.zeros(2, dtype=dtype))])
-    rule = rule_for(optimizer)(optimizer.param_groups[0])
+    rule = rules_for(optimizer)[0](optimizer.param_groups[0])
     return fused_for(rule, torch.zeros(2, dtype=dtype))
 
 

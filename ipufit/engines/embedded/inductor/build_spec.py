@@ -19,6 +19,7 @@ from ipufit.engines.embedded.passes.simplify import simplify
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.gradient_reduction import GradientReduction
+from ipufit.optim.several import name_of_optimizer
 from ipufit.tracing import recurrent
 from ipufit.tracing.graph_analysis import Memories
 from ipufit.utils import tree
@@ -107,9 +108,11 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
 
 
 def _refuse_config(live: TrainingState) -> None:
-    config, optimizer = live.spec.config, type(live.spec.optimizer).__name__
+    config, optimizer = live.spec.config, name_of_optimizer(live.spec.optimizer)
     if not isinstance(live.updater, RuleOptimizer):
         raise UncompilableError(f"{optimizer} runs through its own step")
+    if config.group_clips:
+        raise UncompilableError("optimizers have bounds of their own on gradients")
     if config.loss_scale is not None:
         raise UncompilableError(
             "whether an update is skipped at a loss scale is decided between two programs"

@@ -32,6 +32,7 @@ from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError
+from ipufit.optim.several import name_of_optimizer
 from ipufit.tracing.flat_storage import flat_of
 from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.interpreter import InstrumentedInterpreter
@@ -342,4 +343,4 @@ class OperatorProfiler:
 
 def _name_of(spec: ProgramSpec) -> str:
     """Name of a weight update among operators."""
-    return type(spec.optimizer).__name__
+    return name_of_optimizer(spec.optimizer)

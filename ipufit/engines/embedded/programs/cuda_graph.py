@@ -38,6 +38,7 @@ from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult
+from ipufit.optim.several import name_of_optimizer
 from ipufit.utils.console import warn_user
 
 __all__ = ["CapturedExecutions"]
@@ -186,7 +187,7 @@ class CapturedExecutions(UpdateWay):
         """Why these are not captured, as the end of a sentence."""
         config, live = self._spec.config, self._live
         if not isinstance(live.updater, RuleOptimizer):
-            name = type(self._spec.optimizer).__name__
+            name = name_of_optimizer(self._spec.optimizer)
             return f"the step of {name} is torch's own, which counts on the host"
         if config.detect_nan:
             return "detect_nan looks at every update while it is made"

@@ -16,7 +16,7 @@ from ipufit.engines.embedded.zero import ShardedOptimizer, StateParts, cuts_of
 from ipufit.engines.external_changes import refuse_replaced
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
-from ipufit.optim.rules import rule_for
+from ipufit.optim.rules import rules_for
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 from ipufit.tracing.grad_step import ModuleWithLoss
 
@@ -48,11 +48,9 @@ class ShardedPlacement(StatePlacement):
             parts = carried.state_parts = StateParts(spec.optimizer, spec.processes)
         self._parts = parts
         self._is_gathered = False
-        rule = rule_for(spec.optimizer)
-        assert rule is not None
         updater = self.updater_class(
             spec.optimizer,
-            rule,
+            rules_for(spec.optimizer),
             carried.optimizer_graphs,
             spec.config,
             memory,

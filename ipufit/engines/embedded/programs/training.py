@@ -11,6 +11,7 @@ import torch
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.compile_arguments import AUTO, INDUCTOR, KERNELS
 from ipufit.core.logged_values import merge_rules
+from ipufit.core.train_config import Clip
 from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs import graph_maker
@@ -33,8 +34,7 @@ from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.external_changes import refuse_frozen
 from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError
-from ipufit.optim.resolve import has_step_hooks
-from ipufit.optim.rules import rule_for
+from ipufit.optim.rules import rules_by_group
 from ipufit.tracing.fingerprint import FrozenValues
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.utils.console import warn_user
@@ -499,14 +499,14 @@ def _make_updater(
     """Flat rules for the optimizers that have one, the optimizer's own ``step`` for any other."""
     optimizer, config = spec.optimizer, spec.config
     assert optimizer is not None
-    finish = GradientTransform(config.clip, config.accumulation_dtype)
-    rule = rule_for(optimizer)
-    if rule is not None and not has_step_hooks(optimizer):
-        graphs, schedule = carried.optimizer_graphs, config.schedule
-        return RuleOptimizer(
-            optimizer, rule, graphs, finish, schedule, memory, tabled, config.compiler
-        )
+    finish = GradientTransform(config.clip, config.accumulation_dtype, config.group_clips)
+    graphs, schedule, compiler = carried.optimizer_graphs, config.schedule, config.compiler
+    by_rule = rules_by_group(optimizer)
+    if all(by_rule):
+        return RuleOptimizer(optimizer, by_rule, graphs, finish, schedule, memory, tabled, compiler)
     # Imported here: what few runs need.
-    from ipufit.engines.embedded.traced_optimizer import TracedOptimizer
+    from ipufit.engines.embedded.mixed_optimizer import make_mixed
 
-    return TracedOptimizer(optimizer, finish, memory, config.compiler)
+    plain = GradientTransform(Clip(), None)
+    rules = RuleOptimizer(optimizer, by_rule, graphs, plain, schedule, memory, tabled, compiler)
+    return make_mixed(optimizer, by_rule, rules, finish, memory, compiler)

@@ -1,0 +1,153 @@
+"""Several optimizers in one update: flat rules for those that have one, the others' own steps."""
+
+from __future__ import annotations
+
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.core.compile_arguments import Backend
+from ipufit.core.train_config import Clip
+from ipufit.engines.embedded.clipping import GradientTransform
+from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows
+from ipufit.engines.embedded.optimizer_state_location import StateMemory
+from ipufit.engines.embedded.traced_optimizer import TracedOptimizer
+from ipufit.optim.several import has_step_hooks, members_of
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
+
+__all__ = ["MixedOptimizer", "make_mixed"]
+
+
+class MixedOptimizer(FlatOptimizer):
+    """Each parameter group in the hands of what applies its optimizer.
+
+    Args:
+        parts: each with the parameter groups that it applies, and those whose settings it takes;
+            they get finished gradients.
+        owners: for each parameter, by identity, the index of its group.
+        finish: makes of accumulated gradients, of all of them together, what the optimizers get.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Tuple[FlatOptimizer, Sequence[int], slice]],
+        owners: Mapping[int, int],
+        finish: GradientTransform,
+    ) -> None:
+        self._parts = parts
+        self._finish = finish
+        self.memory = parts[0][0].memory
+        self._storage = FlatStorage([])
+        self._places: List[List[int]] = []
+        self._part_of = {group: i for i, (_, groups, _) in enumerate(parts) for group in groups}
+        self._owners = owners
+
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
+        """Each part divides its parameters."""
+        blocks: List[FlatBlock] = []
+        for part, groups, _ in self._parts:
+            blocks += part.layout([(n, p) for n, p in named if self._owners[id(p)] in groups])
+        return blocks
+
+    def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
+        """Take over the optimizers' state and record the updates."""
+        self._storage = storage
+        owners = [self._part_of[block.group] for block in storage.blocks]
+        self._places = [
+            [place for place, owner in enumerate(owners) if owner == index]
+            for index in range(len(self._parts))
+        ]
+        for (part, _, _), places in zip(self._parts, self._places):
+            part.memory = self.memory
+            # Of a turn, an optimizer may move nothing.
+            if places:
+                part.bind(storage.part(places), run_eagerly)
+        self.own_parameters = {p for part, _, _ in self._parts for p in part.own_parameters}
+
+    def refresh(self, rows: Rows) -> None:
+        """Take the settings of the coming updates."""
+        for part, _, groups in self._parts:
+            by_row = {id(row): row[groups] for row in rows}
+            part.refresh([by_row[id(row)] for row in rows])
+
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """One weight update of all, from gradients as they were accumulated."""
+        storage = self._storage
+        if not self._finish.is_identity:
+            gradients = self._finish(gradients, storage.blocks, storage.flats)
+        for (part, _, _), places in zip(self._parts, self._places):
+            if places:
+                part.apply([gradients[place] for place in places])
+
+    def skip(self) -> None:
+        """Leave a weight update out."""
+        for part, _, _ in self._parts:
+            part.skip()
+
+    def snapshot(self) -> List[object]:
+        """A copy of all states."""
+        return [part.snapshot() for part, _, _ in self._parts]
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a copy of all states."""
+        for (part, _, _), state in zip(self._parts, snapshot):
+            part.restore(state)
+
+    def export(self) -> None:
+        """Let the torch optimizers have their state."""
+        for part, _, _ in self._parts:
+            part.export()
+
+    def state_tensors(self) -> List[Tensor]:
+        """The tensors of all states, where they are between two updates."""
+        return [tensor for part, _, _ in self._parts for tensor in part.state_tensors()]
+
+    def release(self) -> None:
+        """Let go of the states; safe twice."""
+        self._storage, self._places = FlatStorage([]), []
+        for part, _, _ in self._parts:
+            part.release()
+
+    def explain(self) -> List[str]:
+        """Describe in sentences what is particular about how updates are made."""
+        return [line for part, _, _ in self._parts for line in part.explain()]
+
+
+def make_mixed(
+    optimizer: torch.optim.Optimizer,
+    by_rule: Sequence[object],
+    rules: FlatOptimizer,
+    finish: GradientTransform,
+    memory: StateMemory,
+    compiler: Optional[Backend],
+) -> FlatOptimizer:
+    """Make what applies an optimizer of which at least a part has no rule.
+
+    Args:
+        optimizer: several as one, or one.
+        by_rule: for each of its parameter groups the rule, or None.
+        rules: applies those groups that have one, with finished gradients.
+        finish: makes of accumulated gradients what the optimizers get.
+        memory: where the state is between two updates.
+        compiler: of recorded graphs.
+    """
+    members = list(members_of(optimizer).values())
+    if len(members) == 1 or has_step_hooks(optimizer):
+        return TracedOptimizer(optimizer, finish, memory, compiler)
+    plain = GradientTransform(Clip(), None)
+    parts: List[Tuple[FlatOptimizer, Sequence[int], slice]] = []
+    ruled = [index for index, rule in enumerate(by_rule) if rule is not None]
+    if ruled:
+        parts.append((rules, ruled, slice(None)))
+    start = 0
+    for member in members:
+        groups = range(start, start + len(member.param_groups))
+        start = groups.stop
+        if by_rule[groups.start] is None:
+            traced = TracedOptimizer(member, plain, memory, compiler, groups.start)
+            parts.append((traced, groups, slice(groups.start, groups.stop)))
+    owners = {
+        id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
+    }
+    return MixedOptimizer(parts, owners, finish)

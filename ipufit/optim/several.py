@@ -1,0 +1,224 @@
+"""Several optimizers as one, each over parameters of its own."""
+
+from __future__ import annotations
+
+import collections
+import fnmatch
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type
+
+import torch
+from torch import nn
+
+from ipufit.errors import ConfigurationError, OptimizerError
+
+__all__ = [
+    "MultiOptimizer",
+    "by_patterns",
+    "has_step_hooks",
+    "kinds_by_group",
+    "members_of",
+    "name_of_optimizer",
+    "refuse_step_hooks",
+    "refuse_unknown_members",
+]
+
+NamedParameters = Sequence[Tuple[str, nn.Parameter]]
+
+# Names of parameters that an error shows.
+_SHOWN = 5
+
+# Pattern of all parameters that no other one matches.
+_REST = "*"
+
+
+class MultiOptimizer(torch.optim.Optimizer):
+    """Several torch optimizers that make one update together.
+
+    Their parameter groups are its own, in a row, and they share one state with it: whoever sets a
+    learning rate or stores the state sees one optimizer.
+
+    Args:
+        optimizers: by name, over disjoint parameters.
+
+    Attributes:
+        optimizers: as passed.
+        choice: says which parameters which of them has, where ipufit has chosen; else empty.
+    """
+
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self.optimizers = dict(optimizers)
+        self.choice = ""
+        groups = [group for each in optimizers.values() for group in each.param_groups]
+        super().__init__(groups, {})
+        for each in optimizers.values():
+            self.state.update(each.state)
+        self._share()
+        if any(hasattr(each, "train") and hasattr(each, "eval") for each in optimizers.values()):
+            self.train: Callable[[], None] = lambda: self._switch("train")
+            self.eval: Callable[[], None] = lambda: self._switch("eval")
+
+    def _share(self) -> None:
+        start = 0
+        for each in self.optimizers.values():
+            stop = start + len(each.param_groups)
+            each.param_groups, each.state = self.param_groups[start:stop], self.state
+            start = stop
+
+    def _switch(self, mode: str) -> None:
+        for each in self.optimizers.values():
+            if hasattr(each, mode):
+                getattr(each, mode)()
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {**super().__getstate__(), "optimizers": self.optimizers, "choice": self.choice}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        super().__setstate__(state)
+        start = 0
+        for each in self.optimizers.values():
+            stop = start + len(each.param_groups)
+            groups = self.param_groups[start:stop]
+            params = [p for group in groups for p in group["params"] if p in self.state]
+            member_state = collections.defaultdict(dict, {p: self.state[p] for p in params})
+            each.__setstate__({"state": member_state, "param_groups": groups})
+            self.state.update(each.state)
+            start = stop
+        self._share()
+
+    def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:  # type: ignore[override]
+        """Make the step of every optimizer.
+
+        Args:
+            closure: computes the loss again; called once, before all of them.
+
+        Returns:
+            What it returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self.optimizers.values():
+            each.step()
+        return loss
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> Dict[str, torch.optim.Optimizer]:
+    """The optimizers that an optimizer is made of, by name; of a plain one, itself."""
+    return optimizer.optimizers if isinstance(optimizer, MultiOptimizer) else {"": optimizer}
+
+
+def refuse_unknown_members(
+    argument: str, names: Iterable[str], optimizer: torch.optim.Optimizer
+) -> None:
+    """Make sure that what is set for single optimizers is so for some that there are.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    members = members_of(optimizer)
+    for name in names:
+        if name not in members:
+            there = ", ".join(map(repr, filter(None, members))) or "only one, without a name"
+            raise ConfigurationError(
+                f"{argument} must be for optimizers that there are, got {name!r}. There is {there}."
+            )
+
+
+def name_of_optimizer(optimizer: Optional[torch.optim.Optimizer]) -> str:
+    """The class of an optimizer, or the classes of those that it is made of, for people."""
+    if isinstance(optimizer, MultiOptimizer):
+        return " + ".join(type(each).__name__ for each in optimizer.optimizers.values())
+    return type(optimizer).__name__
+
+
+def kinds_by_group(optimizer: torch.optim.Optimizer) -> List[Type[torch.optim.Optimizer]]:
+    """For each parameter group the class of the optimizer that it belongs to."""
+    members = members_of(optimizer).values()
+    return [type(each) for each in members for _ in each.param_groups]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether there are hooks on an optimizer's step."""
+    hooks = vars(optimizer)
+    return any(hooks.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
+
+
+def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse hooks on an optimizer's step, which this program would never call.
+
+    Raises:
+        OptimizerError: there are hooks on ``step``.
+    """
+    for each in (optimizer, *members_of(optimizer).values()):
+        if has_step_hooks(each):
+            raise OptimizerError(
+                f"hooks on the step of {type(each).__name__} can't run: in one program there is no "
+                "call of step. Remove them, or do their work in a callback."
+            )
+
+
+def by_patterns(patterns: Iterable[str], named: NamedParameters) -> Dict[str, NamedParameters]:
+    """Divide the parameters of a module by patterns of their names.
+
+    Args:
+        patterns: each a name, the name of a module, or a pattern of fnmatch; "*" are all that no
+            other one matches.
+        named: all parameters and their names; tied ones may have several.
+
+    Raises:
+        OptimizerError: a pattern matches nothing, or a trainable parameter belongs to two of them
+            or to none; with the names.
+    """
+    names: Dict[int, List[str]] = {}
+    parameters: Dict[int, nn.Parameter] = {}
+    for name, parameter in named:
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    owners: Dict[int, List[str]] = {
+        key: [p for p in patterns if p != _REST and any(_matches(n, p) for n in those)]
+        for key, those in names.items()
+    }
+    twice = {names[key][0]: those for key, those in owners.items() if len(those) > 1}
+    if twice:
+        name, both = next(iter(twice.items()))
+        raise OptimizerError(
+            f"each parameter must belong to one optimizer, but {name!r} belongs to those of "
+            f"{both[0]!r} and {both[1]!r}{_more(list(twice))}. Let the patterns overlap nowhere."
+        )
+    rest = [key for key, those in owners.items() if not those]
+    if _REST in patterns:
+        owners.update({key: [_REST] for key in rest})
+    left_out = [names[key][0] for key in rest if parameters[key].requires_grad]
+    if left_out and _REST not in patterns:
+        raise OptimizerError(
+            f"each parameter must belong to one optimizer, but {left_out[0]!r} belongs to "
+            f"none{_more(left_out)}. Add a pattern for it, '*' for all the others, or freeze it "
+            "with requires_grad_(False)."
+        )
+    divided: Dict[str, NamedParameters] = {}
+    for pattern in patterns:
+        divided[pattern] = [
+            (names[key][0], parameters[key]) for key, those in owners.items() if those == [pattern]
+        ]
+        if not any(parameter.requires_grad for _, parameter in divided[pattern]):
+            came = "frozen ones alone" if divided[pattern] else "none"
+            shown = ", ".join(repr(those[0]) for those in list(names.values())[:_SHOWN])
+            raise OptimizerError(
+                f"each pattern of optimizer must match trainable parameters of the module, but "
+                f"{pattern!r} matches {came}. Its parameters are {shown}"
+                f"{', ...' if len(names) > _SHOWN else ''}."
+            )
+    return divided
+
+
+def _matches(name: str, pattern: str) -> bool:
+    is_part = name == pattern or name.startswith(f"{pattern}.")
+    return is_part or fnmatch.fnmatchcase(name, pattern)
+
+
+def _more(names: Sequence[str]) -> str:
+    """Name further parameters, in brackets."""
+    others = ", ".join(map(repr, names[1:_SHOWN]))
+    dots = ", ..." if len(names) > _SHOWN else ""
+    return f" (and so {'does' if len(names) == 2 else 'do'} {others}{dots})" if others else ""
