@@ -146,6 +146,7 @@ class TrainingProgram(BaseProgram):
             names = [n for n in micro.with_gradient if not micro.varies or n in micro.with_grad]
             with self._engine.timed():
                 state.bind(tuple(names))
+        state.placement.attach(recorded)
         return recorded
 
     def _bind_turns(self, example: MicroBatch) -> None:
@@ -180,7 +181,6 @@ class TrainingProgram(BaseProgram):
                 f"{example.size} samples {public_name(different)!r} differs. Remove the branch on "
                 "the batch size."
             )
-        state.placement.attach(recorded)
         return recorded
 
     def prepare(self, example: MicroBatch) -> Prepared:
