@@ -495,3 +495,23 @@ def test_losses_in_turn_move_what_their_optimizers_have(kinds):
         for optimizer in pair:
             getattr(optimizer, "eval", lambda: None)()
     assert_equal(module, other)
+
+
+@pytest.mark.parametrize("watches", [True, False], ids=["plateau", "curve"])
+def test_a_run_goes_on_with_another_rate_of_one_of_them(watches, tmp_path):
+    """What is changed on purpose counts from there; the other goes on as it was."""
+
+    def run(epochs, rate, **checkpoint):
+        module = net()
+        pair = [SGD(module.encoder.parameters(), lr=rate), SGD(module.head.parameters(), lr=0.1)]
+        scheduler = StepLR(pair[1], 50, 0.5)
+        if watches:
+            scheduler = ReduceLROnPlateau(pair[1], mode="max", patience=0, factor=0.5)
+        options = {"checkpoint": ipufit.Checkpoint(tmp_path, **checkpoint), "seed": 1}
+        model, _ = fitted(module, pair, epochs, options, lr_scheduler=[scheduler])
+        return [group["lr"] for group in model.optimizer.param_groups]
+
+    # The watched value gets worse in the second epoch and in the third.
+    assert run(2, 0.1) == [0.1, 0.05 if watches else 0.025]
+    changes = {"resume": "auto", "resume_changes": {"lr"}}
+    assert run(3, 0.2, **changes) == [0.2, 0.05 if watches else 0.0125]

@@ -54,6 +54,11 @@ class MemberSchedules:
         return any(each.follows_values for each in self.schedules.values())
 
     @property
+    def counts_by_run(self) -> bool:
+        """Say whether every run begins the settings of any anew."""
+        return any(each.counts_by_run for each in self.schedules.values())
+
+    @property
     def configuration(self) -> Dict[str, object]:
         """Return what determines the settings of all updates."""
         return {name: each.configuration for name, each in self.schedules.items()}
@@ -150,8 +155,15 @@ class MemberSchedules:
             each.restore(snapshot[name])
 
     def state_dict(self) -> Dict[str, object]:
-        """State of all schedules, by the optimizer's name."""
-        return {name: each.state_dict() for name, each in self.schedules.items()}
+        """State of all schedules, by the optimizer's name, and the settings of all groups."""
+        groups = [g for each in self._optimizers.values() for g in settings.read(each)]
+        return {
+            "kind": self.name,
+            "updates": max(each.updates for each in self.schedules.values()),
+            "epochs": max(each.epochs for each in self.schedules.values()),
+            "settings": [settings.numbers_of(group) for group in groups],
+            "schedules": {name: each.state_dict() for name, each in self.schedules.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, settings included.
@@ -162,14 +174,19 @@ class MemberSchedules:
         Raises:
             ConfigurationError: it is the state of other schedules or optimizers.
         """
-        if set(state) != set(self.schedules):
+        if state["kind"] != self.name:
             raise ConfigurationError(
-                f"the state of schedules must be that of {self.name}, got one for "
-                f"{', '.join(map(repr, state))}. Compile with the optimizer and the lr_scheduler "
-                "that made it."
+                f"the state of schedules must be that of {self.name}, got {state['kind']}. Compile "
+                "with the optimizer and the lr_scheduler that made it."
             )
-        for name, each in self.schedules.items():
-            each.load_state_dict(state[name])
+        start = 0
+        for name, optimizer in self._optimizers.items():
+            stop = start + len(optimizer.param_groups)
+            if name in self.schedules:
+                own_settings = state["settings"][start:stop]
+                part = {**state["schedules"][name], "settings": own_settings}
+                self.schedules[name].load_state_dict(part)
+            start = stop
 
 
 def schedules_by_member(
