@@ -23,15 +23,14 @@ class GAN(pl.LightningModule):
     def __init__(self, norm=True):
         super().__init__()
         self.automatic_optimization = False
-        # A bias before BatchNorm would have rounding errors as its gradient.
-        first, second = nn.Linear(3, 8, bias=not norm), nn.Linear(2, 8, bias=not norm)
         middle = [nn.BatchNorm1d(8)] if norm else []
-        self.generator = nn.Sequential(first, *middle, nn.Tanh(), nn.Linear(8, 2))
-        self.critic = nn.Sequential(second, *copy.deepcopy(middle), nn.Linear(8, 1))
+        self.generator = nn.Sequential(nn.Linear(3, 8), *middle, nn.Tanh(), nn.Linear(8, 2))
+        self.critic = nn.Sequential(nn.Linear(2, 8), *copy.deepcopy(middle), nn.Linear(8, 1))
 
     def configure_optimizers(self):
-        generator = torch.optim.Adam(self.generator.parameters(), 1e-2)
-        return [generator, torch.optim.Adam(self.critic.parameters(), 2e-2)]
+        # Of the last bias, which BatchNorm takes away, the gradient is a rounding error.
+        generator = torch.optim.Adam(self.generator.parameters(), 1e-2, eps=1e-4)
+        return [generator, torch.optim.SGD(self.critic.parameters(), 0.1, momentum=0.9)]
 
     def judge(self, points, real):
         logits = self.critic(points)
