@@ -150,6 +150,8 @@ class HostNumbers(TorchFunctionMode):
         self._tensor_of: Dict[int, int] = {}
         self._count = 0
         self._lines: List[str] = []
+        self._copies: List[str] = []
+        self._has_conditions = False
         self._constants: Dict[str, object] = {}
         # Results of arithmetic that was noted already.
         self._results: Dict[object, object] = {}
@@ -186,8 +188,7 @@ class HostNumbers(TorchFunctionMode):
         self._inputs += 1
         if not isinstance(value, Tensor):
             return self._symbol(value, name)
-        # The program changes a copy of its own: it may turn out not to fit half way.
-        self._lines.append(f"{name} = {name}.clone()")
+        self._copies.append(f"{name} = {name}.clone()")
         copy = value.clone()
         self._input_of[id(copy)] = self._inputs - 1
         return self._follow(copy, name)
@@ -246,6 +247,7 @@ class HostNumbers(TorchFunctionMode):
         raise RuntimeError(f"it makes a {type(value).__name__} of numbers on the host")
 
     def _expect(self, name: str, value: object) -> None:
+        self._has_conditions = True
         self._lines.append(f"if {name} != {self._constant(value)}: return None")
 
     def fix(self, symbol: Any) -> Any:
@@ -356,7 +358,9 @@ class HostNumbers(TorchFunctionMode):
         further = ", ".join(map(self._named, results))
         inputs = "".join(f"x{place}, " for place in range(self._inputs))
         body = [f"{inputs}= inputs"] if inputs else []
-        lines = [*body, *self._lines, f"return [{numbers}], [{further}]"]
+        # It changes copies of its own where it may turn out not to fit half way.
+        copies = self._copies if self._has_conditions else []
+        lines = [*body, *copies, *self._lines, f"return [{numbers}], [{further}]"]
         namespace = dict(self._constants)
         exec("\n    ".join(["def program(inputs):", *lines]), namespace)
         compiled: HostProgram = namespace["program"]  # type: ignore[assignment]

@@ -129,6 +129,7 @@ class StepRecorder:
         self._first_group = first_group
         self._storage = FlatStorage([])
         self.slots: List[Tuple[int, Slot]] = []
+        self._views: List[Tensor] = []
         self.changing = {"lr"}
         # Numbers in host memory that graphs work on.
         self._traced_keys: Set[Key] = set()
@@ -139,6 +140,7 @@ class StepRecorder:
         """Take over parameters."""
         self._storage = storage
         self.slots = [(b, slot) for b, block in enumerate(storage.blocks) for slot in block.slots]
+        self._views = [slot.view(storage.flats[b]) for b, slot in self.slots]
 
     def look(self) -> None:
         """See which form the state has now."""
@@ -194,7 +196,7 @@ class StepRecorder:
             return False
         numbers, new_numbers = results
         state = self.read(recording.tensors)
-        tensors = recording.graph(*self._storage.flats, *gradients, *state, *numbers)
+        tensors = recording.graph(*self._views, *gradients, *state, *numbers)
         values = {
             **recording.constants,
             **dict(zip(recording.new_tensors, tensors)),
@@ -322,7 +324,8 @@ class StepRecorder:
             names: of numbers that are others than they are.
             shift: by how much, relatively, and of a count.
         """
-        count, flats = len(self._storage.flats), self._storage.flats
+        count, flats = len(self._views), self._storage.flats
+        begin = count + len(flats)
         tape = HostNumbers(inputs.traced_tensors)
         present = [*self._settings_of(inputs.settings), *self.read(inputs.numbers)]
         symbols: List[Any] = []
@@ -337,16 +340,16 @@ class StepRecorder:
         after: Dict[Key, Any] = {}
 
         def step(*arguments: Tensor) -> List[Tensor]:
-            weights, sums = arguments[:count], arguments[count : 2 * count]
-            gradients = self._finish(sums, self._storage.blocks, weights)
-            state = dict(zip(inputs.tensors, arguments[2 * count :]))
+            weights, sums = arguments[:count], arguments[count:begin]
+            gradients = self._finish(sums, self._storage.blocks, flats)
+            state = dict(zip(inputs.tensors, arguments[begin:]))
             state.update(zip(inputs.numbers, symbols[len(inputs.settings) :]))
             with tape:
                 chosen = dict(zip(inputs.settings, symbols))
                 after.update(self._step(weights, gradients, chosen, state))
             return [v for v in after.values() if isinstance(v, Tensor) and not tape.follows(v)]
 
-        arguments = [*flats, *self._finish.examples(flats), *self.read(inputs.tensors)]
+        arguments = [*self._views, *self._finish.examples(flats), *self.read(inputs.tensors)]
         graph = capture(step, arguments)
         tape.lift(graph)
         new_tensors = [k for k, v in after.items() if isinstance(v, Tensor) and not tape.follows(v)]
@@ -379,13 +382,13 @@ class StepRecorder:
 
     def _step(
         self,
-        flats: Sequence[Tensor],
+        views: Sequence[Tensor],
         gradients: Sequence[Tensor],
         chosen: Mapping[_Setting, object],
         state: Mapping[Key, object],
     ) -> Dict[Key, object]:
         """Call the step of an optimizer over parts of flat tensors, and return its state."""
-        twin, views = self._twin(flats, gradients, chosen)
+        twin, memory = self._twin(views, gradients, chosen), list(map(storage_id, views))
         present = dict(self.state_items())
         for key, value in present.items():
             twin.state[views[key[0]]][key[1]] = state.get(key, value)
@@ -406,19 +409,16 @@ class StepRecorder:
         if has_changed or is_elsewhere or list(map(setting_texts, twin.param_groups)) != before:
             watched.restore()
             raise RuntimeError("it keeps what changes outside of its parameters' state")
-        for (block, _), view in zip(self.slots, views):
-            if storage_id(view) != storage_id(flats[block]):
-                raise RuntimeError(
-                    "it replaces the parameters' data instead of changing it in place"
-                )
+        if list(map(storage_id, views)) != memory:
+            raise RuntimeError("it replaces the parameters' data instead of changing it in place")
         return after
 
     def _twin(
         self,
-        flats: Sequence[Tensor],
+        views: Sequence[Tensor],
         gradients: Sequence[Tensor],
         chosen: Mapping[_Setting, object],
-    ) -> Tuple[torch.optim.Optimizer, List[Tensor]]:
+    ) -> torch.optim.Optimizer:
         """The optimizer over views of flat tensors, without state."""
         # Not copy.copy: an optimizer's own pickling leaves attributes of subclasses out. A
         # scheduler may have put a wrapper of step on the object.
@@ -436,14 +436,11 @@ class StepRecorder:
                 parts[place] = value
                 value = tuple(parts)
             twin.param_groups[index][name] = value
-        views = []
-        for block, slot in self.slots:
-            view = slot.view(flats[block])
+        for (block, slot), view in zip(self.slots, views):
             view.grad = slot.view(gradients[block])
             number = self._storage.blocks[block].group - self._first_group
             twin.param_groups[number]["params"].append(view)
-            views.append(view)
-        return twin, views
+        return twin
 
 
 def _check_constant(value: object) -> None:

@@ -404,6 +404,10 @@ def test_what_an_ipu_cannot_do_is_refused_by_name_at_compile(options, text):
     [
         (torch.optim.Adagrad, "an IPU runs the updates of SGD, Adam, AdamW, RMSprop, LAMB only"),
         (
+            {"layers.0": "adam", "*": "sgd"},
+            "an IPU runs the updates of SGD, Adam, AdamW, RMSprop, LAMB only, got Adam + SGD.",
+        ),
+        (
             lambda p: torch.optim.SGD(p, lr=0.1, maximize=True),
             "an IPU can't run SGD with maximize=True, which parameter group 0 has",
         ),
