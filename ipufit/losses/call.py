@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from torch import Tensor
 
@@ -94,11 +94,11 @@ class _ByName(ArgumentOrder):
     def call(
         self,
         function: Callable[..., object],
-        prediction: Any,
+        prediction: tree.Tree,
         target: object,
         /,
         **more: object,
-    ) -> Any:
+    ) -> tree.Tree:
         """Call the function with its arguments."""
         return function(**prediction, **more)
 
@@ -154,9 +154,9 @@ class CallLoss(Loss):
         names = [n or p for p, n in self.arguments if role_by_whole_name(p) == "target"]
         return names[0] if len(names) == 1 else None
 
-    def target_of(self, target: Any) -> object:
+    def target_of(self, target: object) -> object:
         """Return the target that metrics get."""
-        named = target[0] if target else {}
+        named, _ = _by_name(target)
         if isinstance(self.targets, tuple):
             return named or None
         return next(iter(named.values()), None)
@@ -191,13 +191,13 @@ class CallLoss(Loss):
         """Return the class indices that one of torch's losses takes as target."""
         return self.inner.label_ranges(*self._pair(prediction, target))
 
-    def labels(self, target: Any, key: object) -> Any:
+    def labels(self, target: object, key: object) -> tree.Tree:
         """Return the class indices in what the loss is held against, or None."""
         fields = self._fields(target)
         parameter, name = self.arguments[0 if self.inner.order.first == "target" else 1]
         return fields.get(name or parameter, self.target_of(target))
 
-    def target_kinds(self, target: Any) -> List[Optional[TargetKind]]:
+    def target_kinds(self, target: object) -> List[Optional[TargetKind]]:
         """Return the kind of each tensor's values; None where no rule of a loss says it."""
         kinds: Dict[int, Optional[TargetKind]] = {}
         if len(self.arguments) == 2:
@@ -205,7 +205,7 @@ class CallLoss(Loss):
             kinds.update(zip(map(id, leaves), self.inner.target_kinds(leaves)))
         return [kinds.get(id(leaf)) for leaf in tree.flatten(target)[0]]
 
-    def _pair(self, prediction: object, target: Any) -> Tuple[object, object]:
+    def _pair(self, prediction: object, target: object) -> Tuple[object, object]:
         """Return the two things that the loss inside takes."""
         outputs, fields = _named_outputs(prediction), self._fields(target)
         values: Dict[str, object] = {}
@@ -223,7 +223,7 @@ class CallLoss(Loss):
         name: str,
         outputs: Mapping[str, object],
         fields: Mapping[str, object],
-        target: Any,
+        target: object,
     ) -> object:
         """Find an argument.
 
@@ -244,22 +244,26 @@ class CallLoss(Loss):
             f". Name one of these: ipufit.losses.Call(loss, {parameter}='...')."
         )
 
-    def _fields(self, target: Any) -> Mapping[str, object]:
+    def _fields(self, target: object) -> Mapping[str, object]:
         """Everything in the batch by name, None for what is no part of the program."""
-        named, fields = target or ({}, {})
+        named, fields = _by_name(target)
         single = self.target_of(target)
         more = single if isinstance(single, Mapping) else {}
         alias = {} if single is None else {TARGET: single}
         return {**alias, **fields, **more, **named}
 
 
-def _named_outputs(outputs: object) -> Mapping[str, object]:
+def _by_name(target: tree.Tree) -> Tuple[Mapping[str, object], Mapping[str, object]]:
+    """Targets, and fields of the batch; nothing where there is no target, as in predict."""
+    return target if target is not None else ({}, {})
+
+
+def _named_outputs(outputs: tree.Tree) -> Mapping[str, object]:
     """Outputs of a module by their names."""
     if isinstance(outputs, Mapping):
         return {str(key): value for key, value in outputs.items()}
     if tree.is_sequence(outputs):
-        values: Any = outputs
-        return {label(place): value for place, value in enumerate(values)}
+        return {label(place): value for place, value in enumerate(outputs)}
     names = [str(name) for name in children(outputs)]
     if names:
         return {name: getattr(outputs, name) for name in names}

@@ -184,11 +184,11 @@ class Loss:
         """Name of the field that such a loss takes as its target; None where nothing says it."""
         return None
 
-    def target_of(self, target: Any) -> object:
+    def target_of(self, target: object) -> object:
         """Return the target that metrics get, of what the loss is held against."""
         return target
 
-    def labels(self, target: Any, key: Optional[Key]) -> Any:
+    def labels(self, target: object, key: Optional[Key]) -> tree.Tree:
         """Return the class indices in what the loss is held against.
 
         Args:

@@ -293,7 +293,7 @@ def torch_rule(loss: Union[nn.Module, Callable[..., object]]) -> Optional[TorchR
     return None
 
 
-def unreduced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def unreduced(module: nn.Module, *args: object, **kwargs: object) -> Any:
     """Call a copy of a module with ``reduction="none"`` on these arguments.
 
     The copy shares parameters, buffers and submodules with the module, which stays as it is. CTC's
@@ -303,6 +303,7 @@ def unreduced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     twin.reduction = "none"  # type: ignore[assignment]
     values = twin(*args, **kwargs)
     if isinstance(module, nn.CTCLoss) and module.reduction == "mean":
-        lengths = torch.as_tensor(kwargs["target_lengths"], device=values.device)
+        lengths: Any = kwargs["target_lengths"]
+        lengths = torch.as_tensor(lengths, device=values.device)
         return values / lengths.clamp(min=1).to(values.dtype)
     return values
