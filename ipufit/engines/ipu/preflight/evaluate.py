@@ -17,8 +17,8 @@ from ipufit.engines.ipu.preflight.facts import (
     SUPPORTED,
     CodeLocation,
     DeviceTensor,
+    DispatchedCall,
     Fact,
-    OperatorCall,
     ParameterGroup,
     Table,
     refused_arguments,
@@ -92,13 +92,13 @@ def _findings(
             yield PreflightFinding.at(fact, fact.key if what is None else what, location)
 
 
-def of_calls(table: Table, calls: Sequence[OperatorCall]) -> Iterator[PreflightFinding]:
+def of_calls(table: Table, calls: Sequence[DispatchedCall]) -> Iterator[PreflightFinding]:
     """Yield findings about operators."""
     for call in calls:
         yield from _of_call(table, call)
 
 
-def _of_call(table: Table, call: OperatorCall) -> Iterator[PreflightFinding]:
+def _of_call(table: Table, call: DispatchedCall) -> Iterator[PreflightFinding]:
     if call.is_constant_result and call.is_whole and table.knows(_OPERATORS, CONSTANT):
         return
     facts = table.of(_OPERATORS, call.name, call)

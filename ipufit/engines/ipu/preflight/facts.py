@@ -49,9 +49,9 @@ __all__ = [
     "WHOLE",
     "CodeLocation",
     "DeviceTensor",
+    "DispatchedCall",
     "Fact",
     "Line",
-    "OperatorCall",
     "ParameterGroup",
     "Table",
     "refused_arguments",
@@ -103,7 +103,7 @@ class CodeLocation:
 
 
 @dataclasses.dataclass(frozen=True)
-class OperatorCall:
+class DispatchedCall:
     """A call of an operator.
 
     Attributes:
@@ -154,31 +154,31 @@ class ParameterGroup:
 # Conditions that compare more than one attribute with a constant.
 
 
-def _has_special_gradients(call: OperatorCall) -> bool:
+def _has_special_gradients(call: DispatchedCall) -> bool:
     return any(bool(call.arguments.get(name)) for name in ("sparse", "scale_grad_by_freq"))
 
 
-def _has_moving_offsets(call: OperatorCall) -> bool:
+def _has_moving_offsets(call: DispatchedCall) -> bool:
     return "offsets" not in call.constants
 
 
-def _is_dilated_transpose(call: OperatorCall) -> bool:
+def _is_dilated_transpose(call: DispatchedCall) -> bool:
     arguments = call.arguments
     return bool(arguments["transposed"]) and any(size != 1 for size in arguments["dilation"])
 
 
-def _does_not_divide(call: OperatorCall) -> bool:
+def _does_not_divide(call: DispatchedCall) -> bool:
     wanted = call.arguments["output_size"]
     wanted = wanted if isinstance(wanted, (list, tuple)) else [wanted]
     sizes = call.arguments["self"].shape[-len(wanted) :]
     return any(size % to for size, to in zip(sizes, wanted))
 
 
-def _stretches_evenly(call: OperatorCall) -> bool:
+def _stretches_evenly(call: DispatchedCall) -> bool:
     return call.is_whole and not _stretches_unevenly(call)
 
 
-def _stretches_unevenly(call: OperatorCall) -> bool:
+def _stretches_unevenly(call: DispatchedCall) -> bool:
     if not call.is_whole:
         # By a factor; torch then writes it with a size.
         return False
@@ -186,12 +186,12 @@ def _stretches_unevenly(call: OperatorCall) -> bool:
     return bool(before[0] * after[1] != before[1] * after[0])
 
 
-def _is_of_8_bits(call: OperatorCall) -> bool:
+def _is_of_8_bits(call: DispatchedCall) -> bool:
     dtypes = {value.dtype for value in call.arguments.values() if isinstance(value, Tensor)}
     return dtypes in ({torch.uint8}, {torch.int8})
 
 
-def _has_joined_targets(call: OperatorCall) -> bool:
+def _has_joined_targets(call: DispatchedCall) -> bool:
     targets, log_probs = call.arguments["targets"], call.arguments["log_probs"]
     return bool(targets.dim() == 1 and log_probs.dim() == 3)
 
@@ -200,7 +200,7 @@ def _has_joined_targets(call: OperatorCall) -> bool:
 _MEAN = 1
 
 
-def _smooths_a_mean_over_classes(call: OperatorCall) -> bool:
+def _smooths_a_mean_over_classes(call: DispatchedCall) -> bool:
     arguments = call.arguments
     return bool(
         arguments["label_smoothing"] > 0
@@ -265,7 +265,7 @@ _COMPARISONS: Dict[str, Callable[[Any, Any], bool]] = {
 
 def _attribute(thing: object, name: str) -> object:
     """Return an argument of a call, a setting of a group, or an attribute of anything else."""
-    if isinstance(thing, OperatorCall):
+    if isinstance(thing, DispatchedCall):
         return thing.arguments.get(name)
     if isinstance(thing, ParameterGroup):
         return thing.settings.get(name)

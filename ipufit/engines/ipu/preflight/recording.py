@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import with_inputs_in
 from ipufit.core.train_config import Precision
-from ipufit.engines.ipu.preflight.facts import WHOLE, CodeLocation, OperatorCall
+from ipufit.engines.ipu.preflight.facts import WHOLE, CodeLocation, DispatchedCall
 from ipufit.errors import CaptureError
 from ipufit.losses import Loss
 from ipufit.tracing.capture import user_frame
@@ -197,7 +197,7 @@ class Recording:
     """
 
     def __init__(self) -> None:
-        self.calls: List[OperatorCall] = []
+        self.calls: List[DispatchedCall] = []
         self.modules: Dict[str, Tuple[nn.Module, CodeLocation]] = {}
         self.bodies: Dict[str, CodeLocation] = {}
         self.changed: Dict[str, Tuple[torch.dtype, CodeLocation]] = {}
@@ -344,14 +344,14 @@ class _Recorder:
 
     def note(
         self, operator: OpOverload, arguments: Dict[str, object], is_whole: bool
-    ) -> OperatorCall:
+    ) -> DispatchedCall:
         """Record an operator that is about to run."""
         constants = self.constants(arguments)
         tensor_arguments = {name for name, value in arguments.items() if tree.tensors(value)}
         is_random = torch.Tag.nondeterministic_seeded in operator.tags
         name = outplace(operator._schema.name)
         here = self.looked()
-        call = OperatorCall(
+        call = DispatchedCall(
             name,
             arguments,
             constants,
@@ -371,7 +371,7 @@ class _Recorder:
             if name is not None:
                 self.recording.changed.setdefault(_public(name), (tensor.dtype, here))
 
-    def ran(self, call: OperatorCall, result: object) -> None:
+    def ran(self, call: DispatchedCall, result: object) -> None:
         """Follow values that are unknown at compile time into the result."""
         if not call.is_constant_result:
             self._note_moving(tree.tensors(result))
