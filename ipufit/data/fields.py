@@ -58,7 +58,7 @@ class BatchForm:
     inputs: InputNames = None
     targets: TargetNames = None
     loss_fields: Optional[Sequence[str]] = None
-    loss_target: Optional[str] = None
+    loss_target: TargetNames = None
     _routes: Dict[Tuple[object, ...], _Route] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -207,7 +207,7 @@ class BatchForm:
         target = self.targets
         if target is None:
             target = self._find_target(names, [name for name in rest if name != _WEIGHT], where)
-            targets = () if target is None else (target,)
+            targets = (target,) if isinstance(target, str) else target or ()
         return _Route(args, kwargs, target, [n for n in rest if n not in (*targets, _WEIGHT)])
 
     def _find_inputs(
@@ -252,9 +252,12 @@ class BatchForm:
             )
         return (), {str(name): name for name in chosen}
 
-    def _find_target(self, names: List[str], rest: List[str], where: str) -> Optional[str]:
+    def _find_target(self, names: List[str], rest: List[str], where: str) -> TargetNames:
         """The one field that forward leaves, or that a loss of arguments by name has as target."""
         if self.loss_fields is not None:
+            if isinstance(self.loss_target, tuple):
+                self._refuse_missing("loss", self.loss_target, rest, where)
+                return self.loss_target
             if self.loss_target in rest:
                 return self.loss_target
             rest = [name for name in rest if name not in self.loss_fields]

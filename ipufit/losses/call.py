@@ -20,7 +20,7 @@ from ipufit.losses.loss import Loss
 from ipufit.losses.rules import LabelRange, LossTerm, TargetKind
 from ipufit.utils import tree
 
-__all__ = ["Call", "CallLoss", "arguments_of"]
+__all__ = ["Call", "CallLoss", "arguments_of", "several_targets"]
 
 # Names of what has none: the output of a module that returns one tensor, and the target of a batch
 # (inputs, target).
@@ -236,8 +236,9 @@ class CallLoss(Loss):
         role = None if name else role_by_whole_name(parameter)
         if role == "prediction" and len(outputs) == 1:
             return next(iter(outputs.values()))
-        if role == "target" and self.target_of(target) is not None:
-            return self.target_of(target)
+        single = self.target_of(target)
+        if role == "target" and single is not None and not isinstance(self.targets, tuple):
+            return single
         raise LossError(
             f"loss {self.name!r} takes {parameter!r} by the name {name or parameter!r}, but the "
             f"module's outputs are {_listed(outputs)} and the fields of the batch {_listed(fields)}"
@@ -248,9 +249,17 @@ class CallLoss(Loss):
         """Everything in the batch by name, None for what is no part of the program."""
         named, fields = _by_name(target)
         single = self.target_of(target)
-        more = single if isinstance(single, Mapping) else {}
         alias = {} if single is None else {TARGET: single}
+        inner = [each for each in named.values() if isinstance(each, Mapping)]
+        more = {name: value for each in inner for name, value in each.items()}
         return {**alias, **fields, **more, **named}
+
+
+def several_targets(target: object) -> object:
+    """Return the targets of several outputs by name, of targets and fields of a batch."""
+    named, _ = _by_name(target)
+    # Of (inputs, targets), which have one name together.
+    return named[TARGET] if list(named) == [TARGET] else named
 
 
 def _by_name(target: tree.Tree) -> Tuple[Mapping[str, object], Mapping[str, object]]:

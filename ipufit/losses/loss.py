@@ -180,7 +180,7 @@ class Loss:
         return None
 
     @property
-    def target_name(self) -> Optional[str]:
+    def target_name(self) -> TargetNames:
         """Name of the field that such a loss takes as its target; None where nothing says it."""
         return None
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ipufit.core.objective_arguments import as_weights, total
 from ipufit.core.outputs import Key, children, describe_value, label, pick
 from ipufit.errors import LossError
+from ipufit.losses.call import several_targets
 from ipufit.losses.loss import Loss
 from ipufit.losses.rules import LabelRange, LossTerm, TargetKind, hide_padding
 from ipufit.utils import tree
@@ -68,12 +69,40 @@ class SeveralLosses(Loss):
             return self.positions
         return tuple(str(part.key) for part in self.parts)
 
+    @property
+    def field_names(self) -> Optional[Tuple[str, ...]]:
+        """Names of fields that losses of arguments by name may take; None without such a loss."""
+        names = [part.loss.field_names for part in self.parts if part.loss.field_names is not None]
+        return tuple(name for each in names for name in each) if names else None
+
+    @property
+    def target_name(self) -> Optional[Tuple[str, ...]]:
+        """Names of the fields that are the targets of the outputs, beside a loss of names."""
+        if self.field_names is None:
+            return None
+        return tuple(str(part.key) for part in self.parts if part.loss.field_names is None)
+
+    def target_of(self, target: object) -> object:
+        """Return the targets by output, of what the losses are held against."""
+        return target if self.field_names is None else several_targets(target)
+
+    def labels(self, target: object, key: Optional[Key]) -> tree.Tree:
+        """Return the class indices of an output in what the losses are held against."""
+        for part in self.parts:
+            if part.key == key and part.loss.field_names is not None:
+                return part.loss.labels(target, None)
+        return super().labels(self.target_of(target), key)
+
     def target_kinds(self, target: object) -> List[Optional[TargetKind]]:
         """Return the kind of each target tensor's values; None where no rule of a loss says it."""
         kinds: Dict[int, Optional[TargetKind]] = {}
+        by_output = self.target_of(target)
         for part in self.parts:
-            if part.key in children(target):
-                inner = tree.flatten(pick(target, part.key, _TARGET, LossError))[0]
+            if part.loss.field_names is not None:
+                whole = zip(tree.flatten(target)[0], part.loss.target_kinds(target))
+                kinds.update((id(leaf), kind) for leaf, kind in whole if kind is not None)
+            elif part.key in children(by_output):
+                inner = tree.flatten(pick(by_output, part.key, _TARGET, LossError))[0]
                 kinds.update(zip(map(id, inner), part.loss.target_kinds(inner)))
         return [kinds.get(id(leaf)) for leaf in tree.flatten(target)[0]]
 
@@ -92,7 +121,7 @@ class SeveralLosses(Loss):
             LossError: an output, target or weight is missing, or the lengths differ, or one of the
                 losses can't take its output.
         """
-        self._check_forms(prediction, target, sample_weight)
+        self._check_forms(prediction, self.target_of(target), sample_weight)
         terms = [
             part.loss(*self._arguments(part, prediction, target), _weight_of(sample_weight, part))
             for part in self.parts
@@ -119,10 +148,12 @@ class SeveralLosses(Loss):
     def _arguments(
         self, part: OutputLoss, prediction: object, target: object
     ) -> Tuple[object, object]:
-        """Return the output and the target of a part."""
+        """Return the output and the target of a part, or all where it goes by names."""
+        if part.loss.field_names is not None:
+            return prediction, target
         return (
             pick(prediction, part.key, _OUTPUTS, LossError),
-            pick(target, part.key, _TARGET, LossError),
+            pick(self.target_of(target), part.key, _TARGET, LossError),
         )
 
     def _sum(self, terms: Sequence[LossTerm], count: Optional[Tensor]) -> LossTerm:

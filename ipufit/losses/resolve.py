@@ -282,11 +282,14 @@ def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Los
         if entry is not None:
             one = dataclasses.replace(_one(entry), **options)
             if isinstance(one, CallLoss):
-                raise LossError(
-                    f"each output must have a loss of (prediction, target), got {one.name!r} for "
-                    f"{label(key)!r}, which takes its arguments by name. Pass one function of all "
-                    "of them that adds the losses up."
-                )
+                if not by_key:
+                    raise LossError(
+                        "losses by position are each of (prediction, target), got "
+                        f"{one.name!r} for {label(key)!r}, which takes its arguments by name. Pass "
+                        "a dict of losses: its keys name what is logged."
+                    )
+                # Of several targets none is the only one.
+                one = dataclasses.replace(one, targets=())
             _check_options(one)
             parts.append(OutputLoss(key, one, weights[key]))
     if not parts:

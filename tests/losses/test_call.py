@@ -318,6 +318,43 @@ def test_metrics_get_the_target_of_the_loss():
     )
 
 
+@pytest.mark.parametrize("form", ["fields", "names", "pairs"])
+def test_a_loss_by_name_is_one_of_several(form):
+    """As CTC beside a classifier; each has its own targets, whatever form the batch has."""
+
+    class Both(Likely):
+        def forward(self, x, mask):
+            likely = super().forward(x)["likely"]
+            return {"likely": likely, "digit": self.head(x).mean(1), "mask": mask}
+
+    digits = FIELDS["y"][:, 0]
+    data = batches(["x", "mask", "y", "input_lengths", "target_lengths", "file"], y=FIELDS["y"])
+    for batch, digit in zip(data, digits.split(MB)):
+        batch["digit"] = digit
+    losses = {"ctc": Call(nn.CTCLoss(), **CTC), "digit": "cross_entropy"}
+    options = {"targets": ["digit"]} if form == "names" else {}
+
+    def by_hand(out, batch):
+        lengths = batch["input_lengths"], batch["target_lengths"]
+        ctc = F.ctc_loss(out["likely"], batch["y"], *lengths)
+        return 0.5 * ctc + F.cross_entropy(out["digit"], batch["digit"])
+
+    other = Both()
+    expected = plain_loop(other, ["x", "mask"], by_hand, data)
+    if form == "pairs":
+        targets = ("y", "digit", "input_lengths", "target_lengths")
+        data = [
+            ({"x": batch["x"], "mask": batch["mask"]}, {name: batch[name] for name in targets})
+            for batch in data
+        ]
+    weights = {"ctc": 0.5, "digit": 1.0}
+    metrics = {"digit": ["accuracy"]}
+    model = compiled(Both(), losses, loss_weights=weights, metrics=metrics, **options)
+    assert fit(model, data) == pytest.approx(expected, rel=TOLERANCE)
+    assert_close(model.module, other, TOLERANCE)
+    assert {"ctc_loss", "digit_loss", "digit_accuracy"} <= set(model.history.history)
+
+
 def test_labels_that_are_no_class_are_named():
     """As with the loss by itself."""
     model = compiled(One(), Call(nn.CrossEntropyLoss(), target="classes", input="output"))
@@ -423,10 +460,10 @@ def test_names_that_match_nothing_are_refused_before_any_work(net, loss, text, r
             "signature that Python can read. Pass a function that calls it.",
         ),
         (
-            {"scores": nn.CTCLoss()},
-            "each output must have a loss of (prediction, target), got 'CTCLoss' for 'scores', "
-            "which takes its arguments by name. Pass one function of all of them that adds the "
-            "losses up.",
+            ["mse", nn.CTCLoss()],
+            "losses by position are each of (prediction, target), got 'CTCLoss' for 'output_1', "
+            "which takes its arguments by name. Pass a dict of losses: its keys name what is "
+            "logged.",
         ),
     ],
 )
