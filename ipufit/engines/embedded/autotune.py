@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Callable, List, Optional
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional
 
 from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.compile_arguments import GRAPH, INDUCTOR
-from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
+from ipufit.core.plan import Plan
+from ipufit.engines.embedded.execution import ExecutionWork, UpdatesByShape, UpdateWay, WholeUpdates
 from ipufit.engines.embedded.inductor.compiled import CompilerError
 from ipufit.engines.embedded.timing import fastest
-from ipufit.engines.embedded.traced_step import TracedStep, computing
+from ipufit.engines.embedded.traced_step import TracedStep, Update, computing
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult
@@ -35,7 +36,7 @@ Trial = Callable[[Optional["CompiledUpdates"]], float]
 
 
 class JitAutotuner(UpdateWay):
-    """Chooses between recorded and compiled updates of one training program.
+    """Chooses between recorded and compiled updates of one shape of micro-batch.
 
     A library that was kept is looked for before the first update, and one that the training still
     to come pays for is compiled in the background. Once there is one, the next update is made in
@@ -166,77 +167,134 @@ class CompiledWay(UpdateWay):
     """``jit="inductor"``: updates that fit run compiled, others as recorded.
 
     Args:
-        compiled: not yet started.
+        make: makes what compiles the updates of one shape.
         runner: makes executions.
+        plan: of the updates.
 
     Attributes:
-        compiled: as given.
+        compiled: those of the shape that was entered last.
     """
 
-    def __init__(self, compiled: CompiledUpdates, runner: UpdateRunner) -> None:
-        self.compiled = compiled
+    def __init__(
+        self, make: Callable[[], CompiledUpdates], runner: UpdateRunner, plan: Plan
+    ) -> None:
+        self.compiled = make()
+        self._make = make
         self._runner = runner
+        self._plan = plan
+        self._by_shape: Dict[TracedStep, CompiledUpdates] = {}
 
     @property
     def jit(self) -> Optional[str]:
         """INDUCTOR once updates run compiled."""
-        return INDUCTOR if self.compiled.is_ready else None
+        return INDUCTOR if any(each.is_ready for each in self._by_shape.values()) else None
 
     def explain(self) -> List[str]:
         """Describe in sentences how updates run."""
-        return self.compiled.explain()
+        lines = (line for each in self._by_shape.values() for line in each.explain())
+        return list(dict.fromkeys(lines))
 
     def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
         """Begin to compile the program; doesn't wait."""
+        if recorded not in self._by_shape:
+            self._by_shape[recorded] = self._make() if self._by_shape else self.compiled
+        self.compiled = self._by_shape[recorded]
         self.compiled.start(recorded, example)
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
         """Run all updates, once the compiler is done."""
-        self.compiled.wait()
-        execution.compiled = self.compiled
+        shapes = _full_updates(execution, self._plan)
+        for recorded, update in shapes.items():
+            if recorded not in self._by_shape:
+                self.enter(recorded, update[0][0])
+        for recorded in shapes:
+            self._by_shape[recorded].wait()
+        execution.compiled = UpdatesByShape(self._by_shape)
         return self._runner.run(execution)
 
     def close(self) -> None:
         """Stop compiling, and let go of the tensors; safe twice."""
-        self.compiled.close()
+        for compiled in self._by_shape.values():
+            compiled.close()
 
 
-class AutotunedWay(JitAutotuner):
-    """``jit="auto"``: updates run compiled where that turns out to be faster.
+class AutotunedWay(UpdateWay):
+    """``jit="auto"``: updates run compiled where that turns out to be faster, shape by shape.
 
     Args:
-        compiled: not yet started.
+        make: makes what compiles the updates of one shape.
         runner: makes executions.
         state: what updates change.
     """
 
     def __init__(
-        self, compiled: CompiledUpdates, runner: UpdateRunner, state: TrainingState
+        self, make: Callable[[], CompiledUpdates], runner: UpdateRunner, state: TrainingState
     ) -> None:
-        super().__init__(compiled)
+        self._make = make
         self._runner = runner
         self._state = state
+        self._by_shape: Dict[TracedStep, JitAutotuner] = {}
+        self._updates_to_come = 0
+        # Updates so far, in all and by shape.
+        self._count = 0
+        self._counts: Dict[TracedStep, int] = {}
+
+    @property
+    def jit(self) -> Optional[str]:
+        """INDUCTOR where compiled updates have turned out to be faster."""
+        return INDUCTOR if any(each.jit for each in self._by_shape.values()) else None
+
+    def explain(self) -> List[str]:
+        """Tell the results of the measurements in sentences, if there are any."""
+        lines = (line for each in self._by_shape.values() for line in each.explain())
+        return list(dict.fromkeys(lines))
+
+    def expect(self, updates: int) -> None:
+        """So many updates are to come."""
+        self._updates_to_come = updates
+
+    def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
+        """Look for a library of this shape."""
+        if recorded not in self._by_shape:
+            self._by_shape[recorded] = JitAutotuner(self._make())
+        self._by_shape[recorded].enter(recorded, example)
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
-        """Run all updates in the way that is the faster one as far as is known."""
-        execution.compiled = self._choose(execution)
+        """Run all updates in the ways that are the faster ones as far as is known."""
+        shapes = _full_updates(execution, self._state.spec.plan)
+        ways: Dict[TracedStep, WholeUpdates] = {}
+        for recorded, update in shapes.items():
+            if recorded not in self._by_shape:
+                self.enter(recorded, update[0][0])
+            tuner = self._by_shape[recorded]
+            share = self._counts.get(recorded, 0) / self._count if self._count else 1.0
+            tuner.expect(int(share * self._updates_to_come))
+            compiled = self._choose(tuner, execution, update)
+            if compiled is not None:
+                ways[recorded] = compiled
+        execution.compiled = UpdatesByShape(ways) if ways else None
         result = self._runner.run(execution)
-        self.after(len(execution.updates))
+        updates = len(execution.updates)
+        self._updates_to_come -= updates
+        self._count += updates
+        for update in execution.updates:
+            if update and update[0][1] in shapes:
+                self._counts[update[0][1]] = self._counts.get(update[0][1], 0) + 1
+        for recorded in shapes:
+            self._by_shape[recorded].after(updates)
         return result
 
-    def _choose(self, execution: ExecutionWork) -> Optional[CompiledUpdates]:
-        """Ask what makes the full updates of an execution; the first of them is there to try."""
-        state, updates = self._state, execution.updates
-        full: Optional[int] = None
-        if self.is_undecided:
-            fits = self.compiled.fits
-            full = next((i for i, update in enumerate(updates) if fits(update)), None)
-        if full is None:
-            return self.choose(None)
-        batch = CombinedBatch([batch for batch, _ in updates[full]])
-        alone = ExecutionWork(batch, [updates[full]], [execution.rows[full]])
+    def _choose(
+        self, tuner: JitAutotuner, execution: ExecutionWork, update: Update
+    ) -> Optional[CompiledUpdates]:
+        """Ask what makes the full updates of a shape; the first of them is there to try."""
+        if not (tuner.is_undecided and tuner.compiled.fits(update)):
+            return tuner.choose(None)
+        state, place = self._state, list(map(id, execution.updates)).index(id(update))
+        batch = CombinedBatch([batch for batch, _ in update])
+        alone = ExecutionWork(batch, [update], [execution.rows[place]])
         alone.merged = execution.merged
-        is_random = any(recorded.random for _, recorded in updates[full])
+        is_random = any(recorded.random for _, recorded in update)
         before: Optional[Snapshot] = None
 
         def trial(compiled: Optional[CompiledUpdates]) -> float:
@@ -253,8 +311,21 @@ class AutotunedWay(JitAutotuner):
             finally:
                 state.restore(before)
 
-        return self.choose(trial)
+        return tuner.choose(trial)
 
     def close(self) -> None:
         """Stop compiling, and let go of the tensors; safe twice."""
-        self.compiled.close()
+        for tuner in self._by_shape.values():
+            tuner.compiled.close()
+
+
+def _full_updates(execution: ExecutionWork, plan: Plan) -> Dict[TracedStep, Update]:
+    """Return, by what is recorded, the first update of full micro-batches of that shape alone."""
+    first: Dict[TracedStep, Update] = {}
+    for update in execution.updates:
+        if len(update) == plan.micro_batches_per_update:
+            batch, recorded = update[0]
+            is_full = batch.size == plan.micro_batch_size
+            if is_full and all(each is recorded for _, each in update):
+                first.setdefault(recorded, update)
+    return first

@@ -30,6 +30,7 @@ __all__ = [
     "ExecutionWork",
     "Transfer",
     "UpdateWay",
+    "UpdatesByShape",
     "WholeUpdates",
     "losses_of",
     "pack",
@@ -51,6 +52,26 @@ class WholeUpdates(abc.ABC):
         Raises:
             NonFiniteLossError: a loss is not finite; nothing has changed.
         """
+
+
+class UpdatesByShape(WholeUpdates):
+    """Makes updates whose micro-batches have one shape, each shape in a way of its own.
+
+    Args:
+        ways: by what is recorded for the micro-batches.
+    """
+
+    def __init__(self, ways: Mapping[TracedStep, WholeUpdates]) -> None:
+        self._ways = ways
+
+    def fits(self, update: Update) -> bool:
+        """Tell whether there is a way for the shape, and it can make the update."""
+        way = self._ways.get(update[0][1]) if update else None
+        return way is not None and way.fits(update)
+
+    def make(self, update: Update, results: ExecutionOutputs) -> None:
+        """One update, with its results like those of other updates."""
+        self._ways[update[0][1]].make(update, results)
 
 
 @dataclasses.dataclass

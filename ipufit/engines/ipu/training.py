@@ -25,6 +25,7 @@ from ipufit.utils.state import copy_optimizer_state
 
 __all__ = ["PoptorchTrainingProgram"]
 
+_OF_AN_UPDATE = "the micro-batches of an update on an IPU have one shape"
 # Settings of an optimizer in one update, by parameter group.
 OptimizerRow = Sequence[Mapping[str, Any]]
 
@@ -229,7 +230,9 @@ class PoptorchTrainingProgram(Program):
     def _run_one(self, update: _Update, row: OptimizerRow) -> List[Result]:
         """One update that does not fill the main program, or stands beside one that does not."""
         if update.micro_batches:
-            self._choose(update.micro_batches[0])
+            first = update.micro_batches[0]
+            refuse_other_shapes(update.micro_batches, first, _OF_AN_UPDATE)
+            self._choose(first)
         program = self._counted(lambda: self._shapes.program_for(update.layout))
         share = update.share
         size = program.size

@@ -1,12 +1,14 @@
 """Batches of several shapes on the IPU engine: programs for each, updates of one shape."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch import nn
 
 import ipufit
+from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.poptorch._precision import keep_float64
 from tests.training.test_shapes import FORMS, Pooled, close, compiled, loop, sequences, weights
 
@@ -178,3 +180,22 @@ def test_the_embedded_engine_agrees_where_nothing_waits():
     for each in (model, other):
         each.fit(batches, epochs=2, device_iterations=2, verbose=0)
     close(weights(model), weights(other))
+
+
+def test_an_update_of_several_shapes_is_no_program():
+    """Whoever makes executions without the pipeline is told."""
+    model = model_of()
+    model.fit(sequences([(3, 4), (3, 4)]), gradient_accumulation=2, verbose=0)
+    session = model._session
+    plan = dataclasses.replace(session.last_plan, gradient_accumulation=2)
+    program = session.build(plan, Mode.TRAIN, 0, "train", False)
+    first, second = (MicroBatch.of((x,), {}, y, len(x)) for x, y in sequences([(3, 4), (5, 4)]))
+    program.prepare(first)
+    with pytest.raises(ipufit.errors.DataError) as caught:
+        program.run(CombinedBatch([first, second]))
+    session.finish(program)
+    assert str(caught.value) == (
+        "the micro-batches of an update on an IPU have one shape, but after tensors of shape "
+        "(4, 3), (4, 2) some of shape (4, 5), (4, 2) came. Pad them to one shape in collate_fn, or "
+        "use engine='embedded'."
+    )

@@ -121,11 +121,11 @@ class TrainingProgram(BaseProgram):
         from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 
         libraries = self._engine.libraries
-        compiled = CompiledUpdates(self.state, libraries, runner.at_once)
+        make = functools.partial(CompiledUpdates, self.state, libraries, runner.at_once)
         if is_auto:
-            self.way = AutotunedWay(compiled, runner, self.state)
+            self.way = AutotunedWay(make, runner, self.state)
         else:
-            self.way = CompiledWay(compiled, runner)
+            self.way = CompiledWay(make, runner, self._spec.plan)
 
     def expect(self, updates: int) -> None:
         """So many updates are to come; what pays in a long run is done for no short one."""

@@ -20,6 +20,7 @@ from tests.fitting import PLANS, Plan, assert_close, assert_equal, compiled, fit
 from tests.nets import CNN, MLP, Running, Transformer, data
 from tests.reference import train
 from tests.told import refused
+from tests.training.test_shapes import Pooled, close, loop, sequences, weights
 
 pytestmark = pytest.mark.both_engines
 
@@ -375,6 +376,23 @@ def test_a_library_that_does_not_load_is_compiled_again(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="compiles"):
         fit(model, x, y)
     assert len(dropped) == 1
+
+
+SHAPES = [(3, 4), (3, 4), (5, 4), (5, 4), (3, 4), (5, 4), (5, 4), (5, 4), (3, 4), (3, 2)]
+
+
+@pytest.mark.parametrize("iterations", [1, 5])
+def test_updates_of_every_shape_are_compiled(iterations, described):
+    """Those that mix shapes, or are smaller, run as recorded; the numbers are those of a loop."""
+    batches = sequences(SHAPES)
+    model, engine = embedded(Pooled().double(), lambda p: torch.optim.AdamW(p, lr=0.01), "mse")
+    expected, _ = loop(model.module, batches, 2, epochs=2)
+    model.fit(batches, gradient_accumulation=2, device_iterations=iterations, epochs=2, verbose=0)
+    close(weights(model), expected)
+    # One update for each shape, and one more of the longer one; each epoch has three of them.
+    assert len(described) == 2 * 3
+    assert len(set(map(id, described))) == 2
+    assert reasons(engine) == ["Full updates run described; smaller ones run as recorded."]
 
 
 @pytest.mark.long
