@@ -102,8 +102,9 @@ class BatchPipeline:
         self._reorders = not mixes_shapes and job.mode is Mode.TRAIN
         self._source = job.source
         self.unpacker = BatchValidator(job.source, job.mode, form, casting)
-        if job.micro_batch_size is not None and self.unpacker.micro_batch_size is None:
-            self.unpacker.micro_batch_size = job.micro_batch_size
+        if self.unpacker.micro_batch_size is None:
+            # Else the first batch says it, which may be the last one of its shape.
+            self.unpacker.micro_batch_size = job.micro_batch_size or job.source.usual_batch_size
         self._updates = 0
         # Updates of the epoch that were made, but whose batches are read once more.
         self._replayed = 0

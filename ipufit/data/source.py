@@ -74,6 +74,7 @@ class DataAdapter:
     Attributes:
         loader: the iterable of batches, untouched.
         micro_batch_size: the loader's batch size, or None when only its first batch tells.
+        usual_batch_size: what a batch sampler that may yield any number of samples says of it.
         samples: samples in an epoch that reach the program, or None when unknown.
         dropped: samples in an epoch that a loader with ``drop_last=True`` leaves out.
         micro_batches: batches in an epoch, or None when unknown.
@@ -98,6 +99,7 @@ class DataAdapter:
         self.role = role
         self.class_weights = class_weights
         self.micro_batch_size: Optional[int] = None
+        self.usual_batch_size: Optional[int] = None
         self.samples: Optional[int] = None
         self.dropped = 0
         self.micro_batches = batch_total(loader)
@@ -117,6 +119,9 @@ class DataAdapter:
     def _look_into(self, loader: Any) -> None:
         sampler = loader.batch_sampler
         if loader.batch_size is None and type(sampler) is not BatchSampler:
+            size = getattr(sampler, "batch_size", 0)
+            if type(size) is int and size > 0:
+                self.usual_batch_size = size
             return
         batch_sampler = sampler if loader.batch_size is None else loader
         size = self.micro_batch_size = int(batch_sampler.batch_size)

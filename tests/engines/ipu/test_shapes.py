@@ -162,6 +162,30 @@ def test_data_with_a_state_of_its_own_has_no_checkpoint_while_some_wait(tmp_path
     )
 
 
+class SmallFirst:
+    """Batches of one length, of which the first has fewer samples than it says of them all."""
+
+    batch_size = 4
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3, 4, 5], [6, 7, 8, 9]])
+
+    def __len__(self):
+        return 3
+
+
+def test_a_batch_sampler_may_say_how_many_samples_a_batch_has():
+    """Where it does, the first batch may be a smaller one."""
+    x, y = sequences([(3, 10)])[0]
+    pairs = torch.utils.data.TensorDataset(x, y)
+    loader = torch.utils.data.DataLoader(pairs, batch_sampler=SmallFirst())
+    model = model_of()
+    expected, _ = loop(model.module, list(loader), 1)
+    history = model.fit(loader, verbose=0)
+    assert history.params["micro_batch_size"] == 4
+    close(weights(model), expected)
+
+
 def test_a_batch_larger_than_the_first_is_refused():
     """The first one says how large a micro-batch is."""
     model = model_of()
