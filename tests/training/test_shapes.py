@@ -123,7 +123,10 @@ def test_updates_of_one_shape_merge_whatever_stands_beside_them(capsys):
             batches, gradient_accumulation=2, device_iterations=iterations, epochs=2, verbose=0
         )
         model.explain()
-        assert "micro-batches of an update run as one batch of 8 samples" in capsys.readouterr().out
+        assert (
+            "The 2 micro-batches of an update run as one batch of 8 samples.\nSo it is for updates "
+            "of one shape; those that mix shapes run one micro-batch at a time."
+        ) in capsys.readouterr().out
         results.append(weights(model))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])

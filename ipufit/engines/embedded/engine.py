@@ -37,6 +37,7 @@ _NOT_OFFLOADED = (
 
 _MAY_MERGE = "The backend may compute once what recompute computes twice, and need more memory."
 
+_MIXED = "So it is for updates of one shape; those that mix shapes run one micro-batch at a time."
 _NOT_SHARDED = "{} changes nothing in one process, where all replicas have one state."
 _SHARDED = "{} in parts over {} processes; each gets {}."
 
@@ -144,10 +145,13 @@ class EmbeddedEngine(EngineContext):
             sentences.append(training.lowered.why)
         if training is not None and config.compiler is not None:
             sentences += [_MAY_MERGE] if config.recompute else []
-        if training is not None and training.recordings is not None:
-            sentences += training.recordings.explain()
+        recordings = None if training is None else training.recordings
+        shapes = [] if recordings is None else recordings.explain()
+        sentences += shapes
         if training is not None and training.merging is not None:
             sentences.append(training.merging.explanation)
+            if training.merging.merged is not None and shapes:
+                sentences.append(_MIXED)
         if training is not None:
             sentences += training.state.updater.explain()
         if config.offload_optimizer_state:
