@@ -139,6 +139,11 @@ class MicroBatch:
         return args, kwargs, target, sample_weight
 
     @property
+    def tensors(self) -> List[Tensor]:
+        """The tensors among its leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @property
     def has_rows(self) -> bool:
         """True if each leaf is a tensor with a row for each sample, or one number for all."""
         return all(

@@ -20,6 +20,7 @@ __all__ = [
     "children",
     "describe_value",
     "drop_ignored_outputs",
+    "holds_tensor",
     "join_rows",
     "label",
     "pick",
@@ -170,7 +171,7 @@ def refuse_hidden_tensors(outputs: object) -> None:
     if all(isinstance(leaf, _PLAIN) for leaf in tree.flatten(outputs)[0]):
         return
     for path, leaf in tree.flatten_with_paths(outputs)[0]:
-        if not isinstance(leaf, _PLAIN) and _holds_tensor(leaf, _DEPTH):
+        if not isinstance(leaf, _PLAIN) and holds_tensor(leaf):
             raise CaptureError(
                 "the module's outputs must be tensors in tuples, lists, dicts or dataclasses, but "
                 f"output{path} is a {type(leaf).__name__} that holds tensors, which a program "
@@ -179,7 +180,8 @@ def refuse_hidden_tensors(outputs: object) -> None:
             )
 
 
-def _holds_tensor(value: object, depth: int) -> bool:
+def holds_tensor(value: object, depth: int = _DEPTH) -> bool:
+    """Tell whether a value is a tensor, or an object or container with one inside."""
     if isinstance(value, Tensor):
         return True
     if not depth or isinstance(value, (type, nn.Module)):
@@ -189,7 +191,7 @@ def _holds_tensor(value: object, depth: int) -> bool:
         inside += value.values()
     elif isinstance(value, (list, tuple, set)):
         inside += value
-    return any(_holds_tensor(each, depth - 1) for each in inside)
+    return any(holds_tensor(each, depth - 1) for each in inside)
 
 
 def label(key: Key) -> str:

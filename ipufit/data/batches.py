@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ipufit.core.batch import BatchParts, CombinedBatch, MicroBatch, Mode, RawBatch
+from ipufit.core.outputs import holds_tensor
 from ipufit.core.plan import Plan
 from ipufit.data.casting import Casting, Casts
 from ipufit.data.fields import BatchForm
@@ -157,15 +158,10 @@ class BatchValidator:
         if last is not None and _is_like(last, leaves, structure):
             return MicroBatch(tuple(leaves), structure, last.size, extras)
         where = f"{where}: "
-        if _holds_packed(structure):
-            raise DataError(
-                f"{where}a batch must hold padded tensors, got a PackedSequence. Pad in collate_fn "
-                "with torch.nn.utils.rnn.pad_sequence, and give the lengths beside it."
-            )
         pairs, _ = tree.flatten_with_paths(call, where)
-        named = [(_in_words(path), _tensor(_in_words(path), leaf)) for path, leaf in pairs]
-        tensors = tuple(tensor for _, tensor in named)
-        batch = MicroBatch(tensors, structure, _size(named, where), extras)
+        named = [(_in_words(path), _leaf(_in_words(path), leaf)) for path, leaf in pairs]
+        size = _size(named, call, where)
+        batch = MicroBatch(tuple(leaf for _, leaf in named), structure, size, extras)
         self._compare(batch, [name for name, _ in named], index)
         self._last = batch
         return batch
@@ -204,6 +200,8 @@ class BatchValidator:
             self._casts[batch.structure] = self._casting.ways(batch)[0]
         casts = self._casts.get(batch.structure, (None,) * len(names))
         for name, first, now, cast in zip(names, example.leaves, batch.leaves, casts):
+            if not isinstance(first, Tensor) or not isinstance(now, Tensor):
+                continue
             is_cast = cast is not None and first.is_floating_point() == now.is_floating_point()
             if first.dtype != now.dtype and not is_cast:
                 raise DataError(
@@ -233,13 +231,6 @@ def _is_like(last: MicroBatch, leaves: List[tree.Leaf], structure: tree.Structur
     )
 
 
-def _holds_packed(structure: tree.Structure) -> bool:
-    """Tell whether a part of a batch is a packed sequence, whose rows are no samples."""
-    if structure.kind is PackedSequence:
-        return True
-    return any(_holds_packed(child) for child in structure.children)
-
-
 def _in_words(path: str) -> str:
     """A path inside (args, kwargs, target, sample_weight) as the user knows it."""
     head, _, inside = path.rpartition(": ")
@@ -250,7 +241,8 @@ def _in_words(path: str) -> str:
     return path
 
 
-def _tensor(name: str, leaf: object) -> Tensor:
+def _leaf(name: str, leaf: object) -> tree.Leaf:
+    """A leaf as a tensor; an object with tensors inside as it is."""
     leaf = frame_as_tensor(leaf, name) if is_frame(leaf) else leaf
     if isinstance(leaf, Tensor):
         tensor = leaf
@@ -262,6 +254,8 @@ def _tensor(name: str, leaf: object) -> Tensor:
                 f"{name} must be a tensor, and torch can't make one of this {type(leaf).__name__}: "
                 f"{str(error).rstrip('.')}. Convert it in the dataset or in collate_fn."
             ) from error
+    elif holds_tensor(leaf):
+        return leaf
     else:
         raise DataError(
             f"{name} must be a tensor, got {type(leaf).__name__}. Convert it in the dataset or "
@@ -276,8 +270,32 @@ def _tensor(name: str, leaf: object) -> Tensor:
     return tensor
 
 
-def _size(named: List[Tuple[str, Tensor]], where: str) -> int:
-    sizes = [(name, tensor.shape[0]) for name, tensor in named if tensor.dim() > 0]
+def _size(named: Sequence[Tuple[str, tree.Leaf]], call: BatchParts, where: str) -> int:
+    """Count the samples of a batch.
+
+    They are what an object says, else the first dimension of all tensors. Where these differ, each
+    part may have an entry for each sample instead: a list of images, of dicts of boxes.
+
+    Raises:
+        DataError: the parts of the batch disagree, or nothing says it.
+    """
+    sizes = [
+        (name, leaf.shape[0]) for name, leaf in named if isinstance(leaf, Tensor) and leaf.dim()
+    ]
+    objects = [(name, leaf) for name, leaf in named if not isinstance(leaf, Tensor)]
+    told = [(name, size) for name, each in objects for size in _sizes_told(each)]
+    args, kwargs, target, weight = call
+    whole = (*args, *kwargs.values(), target, weight)
+    parts = [_entries(part) for part in whole if part is not None]
+    has_entries = None not in parts and len(set(parts)) == 1
+    if told:
+        sizes = told
+    elif objects and not sizes:
+        # A whole graph is one sample.
+        return 1
+    elif has_entries and (len({size for _, size in sizes}) > 1 or _has_dicts(whole)):
+        assert parts[0] is not None
+        return parts[0]
     if not sizes:
         raise DataError(
             f"{where}no tensor has a batch dimension. Every input and target needs the samples "
@@ -294,6 +312,31 @@ def _size(named: List[Tuple[str, Tensor]], where: str) -> int:
     if size == 0:
         raise DataError(f"{first_name} has no samples. Leave empty batches out of the loader.")
     return int(size)
+
+
+def _sizes_told(value: object) -> Iterator[int]:
+    """Yield what an object says of the number of its samples, if it says anything."""
+    if isinstance(value, PackedSequence):
+        yield int(value.batch_sizes[0])
+        return
+    for name in ("batch_size", "num_graphs"):
+        size = getattr(value, name) if hasattr(value, name) else None
+        if isinstance(size, int):
+            yield size
+            return
+
+
+def _entries(part: tree.Tree) -> Optional[int]:
+    """Count the entries of a list, or the rows of a tensor; None of anything else."""
+    if tree.is_sequence(part) or (isinstance(part, Tensor) and part.dim()):
+        return len(part)
+    return None
+
+
+def _has_dicts(whole: Sequence[tree.Tree]) -> bool:
+    """Tell whether a part is a list of dicts, which are of one sample each."""
+    parts = [part for part in whole if tree.is_sequence(part) and len(part)]
+    return any(all(isinstance(each, Mapping) for each in part) for part in parts)
 
 
 class OneShapeUpdates:

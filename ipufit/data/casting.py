@@ -48,7 +48,8 @@ class Casting:
 
         The first one costs nothing that would run without; :meth:`choose` makes another the first.
         """
-        if self._loss.in_module == "whole":
+        is_of_tensors = all(isinstance(leaf, Tensor) for leaf in batch.leaves)
+        if self._loss.in_module == "whole" or not is_of_tensors:
             return [(None,) * len(batch.leaves)]
         start = self._chosen.get(_dtypes(batch), 0)
         distinct = dict.fromkeys(self._casts(batch, level) for level in range(3))
@@ -141,7 +142,7 @@ class Casting:
 
 
 def _dtypes(batch: MicroBatch) -> Tuple[torch.dtype, ...]:
-    return tuple(leaf.dtype for leaf in batch.leaves)
+    return tuple(leaf.dtype for leaf in batch.tensors)
 
 
 def _is_short(leaf: Tensor) -> bool:

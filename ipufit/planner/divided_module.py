@@ -79,7 +79,7 @@ class DividedModule:
             PartitionError: the stages don't fit.
         """
         partitions = self.partitions
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in first.leaves)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in first.tensors)
         is_new = training and shapes != self._shapes
         if partitions.open is None and not is_new:
             return

@@ -392,7 +392,7 @@ def wrap_batch_errors(explainer: FailureExplainer, sample: MicroBatch) -> Iterat
     except IpufitError:
         raise
     except Exception as error:
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.leaves)
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.tensors)
         raise DataError(
             f"{explainer.role} must be able to run module and loss on the batch, whose tensors "
             f"have shape {shapes}, but that fails: {brief_error(error)}. Pass a batch that "

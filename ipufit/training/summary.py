@@ -279,9 +279,12 @@ def _lines(row: Sequence[str], widths: Sequence[int]) -> List[str]:
 
 
 def stripped(batch: MicroBatch) -> MicroBatch:
-    """Return a micro-batch of this shape and dtype that holds no values in memory."""
-    leaves = tuple(torch.empty_like(leaf, device="meta") for leaf in batch.leaves)
-    return MicroBatch(leaves, batch.structure, batch.size)
+    """Return a micro-batch of this shape and dtype whose tensors hold no values in memory."""
+    leaves = [
+        torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in batch.leaves
+    ]
+    return MicroBatch(tuple(leaves), batch.structure, batch.size)
 
 
 def sample_for(session: Session, x: object, asks: str) -> MicroBatch:

@@ -114,8 +114,8 @@ class ValidationRunner:
 
 
 def _form(batch: MicroBatch) -> Tuple[object, ...]:
-    return (batch.structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in batch.leaves))
+    return (batch.structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in batch.tensors))
 
 
 def _shapes(batch: MicroBatch) -> str:
-    return " and ".join(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in batch.leaves)
+    return " and ".join(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in batch.tensors)

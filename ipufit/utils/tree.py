@@ -1,9 +1,9 @@
 """Nested batches and outputs: flatten to tensors, rebuild the same structure.
 
 Handles tuples, named tuples, lists, mappings (a mapping class that takes a dict is kept) and
-dataclasses; None is part of the structure, everything else is a leaf. torch has a private pytree
-for this, but it leaves dataclasses out on torch 2.0.1 and names no paths, which our error messages
-need.
+dataclasses; None is part of the structure, everything else is a leaf, also a packed sequence. torch
+has a private pytree for this, but it leaves dataclasses out on torch 2.0.1 and names no paths,
+which our error messages need.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Callable, Iterator, List, Sequence, Tuple
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
     "Leaf",
@@ -84,7 +85,8 @@ def _children(value: Tree) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         keys = tuple(field.name for field in dataclasses.fields(value))
         return keys, [getattr(value, key) for key in keys], ".{}"
-    if isinstance(value, (list, tuple)):
+    # The rows of a packed sequence are no samples, and some of its tensors stay on the host.
+    if isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence):
         return tuple(range(len(value))), value, "[{}]"
     return None
 

@@ -83,11 +83,6 @@ BAD_BATCHES = {
         (X, {"names": ["a"] * 8}),
         f"target['names'][0] must be a tensor, got str. {CONVERT}",
     ),
-    "packed": (
-        (nn.utils.rnn.pack_padded_sequence(torch.randn(8, 5, 4), torch.full((8,), 5), True), Y),
-        "a batch must hold padded tensors, got a PackedSequence. Pad in collate_fn with "
-        "torch.nn.utils.rnn.pad_sequence, and give the lengths beside it.",
-    ),
     "object": (({"x": object()}, Y), f"input ['x'] must be a tensor, got object. {CONVERT}"),
 }
 

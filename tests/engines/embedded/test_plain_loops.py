@@ -354,6 +354,134 @@ def test_what_the_module_itself_cannot_train_is_refused():
         fitted(Detaches())
 
 
+# ---- batches that are no rows of tensors --------------------------------------------------------
+
+
+class Boxes(nn.Module):
+    """Finds boxes in images of several sizes: as detectors do, with its own losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.features, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, images, targets):
+        losses = []
+        for image, target in zip(images, targets):
+            inside = [
+                self.features(image[None, :, y : y + 2, x : x + 2]).mean((0, 2, 3))
+                for x, y in target["boxes"][target["keep"]].tolist()
+            ]
+            if inside:
+                wanted = target["boxes"][target["keep"]].to(image.dtype)
+                found = self.head(torch.stack(inside))[:, :2]
+                losses.append((found - wanted).abs().mean() * 0.1)
+        losses.append(self.features(images[0][None]).square().mean())
+        return {"boxes": len(losses)}, torch.stack(losses).mean()
+
+
+def pictures():
+    """Batches of three and of one; in each of the last but one all numbers of rows are three."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = [[(6, 5), (4, 7), (5, 5)], [(4, 4), (4, 4), (4, 4)], [(8, 4)]]
+    batches = []
+    for batch in sizes:
+        images = [torch.randn(3, *size, generator=generator, dtype=torch.float64) for size in batch]
+        targets = []
+        for number, _ in enumerate(batch):
+            count = 3 if batch == sizes[1] else number + 1
+            boxes = torch.randint(0, 3, (count, 2), generator=generator)
+            targets.append({"boxes": boxes, "keep": boxes.sum(1) > 1})
+        batches.append((images, targets))
+    return batches
+
+
+class Rows:
+    """An object around tensors, as a library for graphs has them."""
+
+    def __init__(self, x, y, graphs):
+        self.x, self.y, self.num_graphs = x, y, graphs
+
+
+class Rowed(nn.Module):
+    """Takes such an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(6, 3).double()
+
+    def forward(self, rows):
+        outputs = self.last(rows.x)
+        return outputs, nn.functional.cross_entropy(outputs, rows.y)
+
+
+class Packs(nn.Module):
+    """Takes a packed sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRU(6, 3, batch_first=True).double()
+
+    def forward(self, packed):
+        return self.cell(packed)[1][-1]
+
+
+def packed(lengths):
+    """Sequences of these lengths, and their classes."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    rows = [torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in lengths]
+    return nn.utils.rnn.pack_sequence(rows), torch.arange(len(lengths)) % 3
+
+
+SHAPELESS = {
+    "boxes": (Boxes, None, pictures(), [3, 3, 1]),
+    "objects": (
+        Rowed,
+        None,
+        [Rows(X[:8], Y[:8], 4), Rows(X[8:13], Y[8:13], 2)],
+        [4, 2],
+    ),
+    "packed": (
+        Packs,
+        "cross_entropy",
+        [packed([5, 4, 2]), packed([3, 3, 1]), packed([6])],
+        [3, 3, 1],
+    ),
+}
+
+
+@pytest.mark.parametrize("compiling", [{"run_eagerly": True}, {}], ids=["eager", "auto"])
+@pytest.mark.parametrize("name", SHAPELESS)
+def test_samples_are_counted_where_no_dimension_is_theirs(name, compiling):
+    """By lists with an entry for each, or by what an object says: means and tails are exact."""
+    kind, loss, batches, sizes = SHAPELESS[name]
+    torch.manual_seed(0)
+    net = kind()
+    twin = copy.deepcopy(net)
+    model = ipufit.Model(net)
+    model.compile(adam(net.parameters()), loss, **compiling)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.fit(batches, epochs=2, gradient_accumulation=2, verbose=0)
+    optimizer, losses = adam(twin.parameters()), []
+    for _ in range(2):
+        for update in (slice(0, 2), slice(2, 4)):
+            optimizer.zero_grad()
+            counts = sizes[update]
+            for batch, size in zip(batches[update], counts):
+                if loss is None:
+                    value = twin(*(batch if isinstance(batch, tuple) else (batch,)))[1]
+                else:
+                    value = nn.functional.cross_entropy(twin(batch[0]), batch[1])
+                (value * (size / sum(counts))).backward()
+                losses.append(value.item() * size)
+            if counts:
+                optimizer.step()
+    assert_same(net, twin)
+    whole = [sum(losses[: len(sizes)]) / sum(sizes), sum(losses[len(sizes) :]) / sum(sizes)]
+    assert model.history.history["loss"] == pytest.approx(whole, rel=1e-12)
+
+
 # ---- jit="auto" ---------------------------------------------------------------------------------
 
 
