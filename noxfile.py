@@ -259,6 +259,13 @@ def programs(session: nox.Session) -> None:
 
 
 @nox.session
+def models(session: nox.Session) -> None:
+    """Train published models of other libraries beside their plain loops: `-- WORD ...`."""
+    session.install("-e", ".", *group("models", "torch"))
+    session.run("python", "-m", "tests.models", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Time ipufit beside its peers on the same work: `-- --quick` for a look, else minutes."""
     session.install("-e", ".[plot]", *group("bench", "torch"))
