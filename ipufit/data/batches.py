@@ -283,13 +283,13 @@ def _size(named: Sequence[Tuple[str, tree.Leaf]], call: BatchParts, where: str) 
         (name, leaf.shape[0]) for name, leaf in named if isinstance(leaf, Tensor) and leaf.dim()
     ]
     objects = [(name, leaf) for name, leaf in named if not isinstance(leaf, Tensor)]
-    told = [(name, size) for name, each in objects for size in _sizes_told(each)]
+    stated = [(name, size) for name, each in objects for size in _stated_sizes(each)]
     args, kwargs, target, weight = call
     whole = (*args, *kwargs.values(), target, weight)
     parts = [_entries(part) for part in whole if part is not None]
     has_entries = None not in parts and len(set(parts)) == 1
-    if told:
-        sizes = told
+    if stated:
+        sizes = stated
     elif objects and not sizes:
         # A whole graph is one sample.
         return 1
@@ -314,7 +314,7 @@ def _size(named: Sequence[Tuple[str, tree.Leaf]], call: BatchParts, where: str) 
     return int(size)
 
 
-def _sizes_told(value: object) -> Iterator[int]:
+def _stated_sizes(value: object) -> Iterator[int]:
     """Yield what an object says of the number of its samples, if it says anything."""
     if isinstance(value, PackedSequence):
         yield int(value.batch_sizes[0])
