@@ -206,7 +206,13 @@ class EpochMetrics:
 
     @property
     def loss(self) -> float:
-        """Mean over the samples so far, or over what the loss counts."""
+        """Mean over the samples so far, or over what the loss counts.
+
+        Where losses take turns, the sum of the means of all, each over the updates that it has.
+        """
+        parts = self._loss.part_names if self._loss.turns else ()
+        if parts:
+            return sum(self._logged[name].value for name in parts if name in self._logged)
         return self._total / self._weight if self._weight else float("nan")
 
     @property
@@ -285,6 +291,8 @@ def metric_target(micro_batch: MicroBatch, loss: Loss) -> Tuple[Any, Any]:
     if loss.in_module == "whole":
         (batch,) = args
         args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch)[1:2], {})
+        if isinstance(loss.targets, str) and loss.targets in kwargs:
+            return kwargs[loss.targets], sample_weight
     if args:
         return args[-1], sample_weight
     return kwargs.get("labels", kwargs.get("target")), sample_weight

@@ -243,7 +243,7 @@ def _class_weights(arguments: DataArguments, own_loss: OwnLoss) -> Optional[Clas
     if arguments.class_weight is None:
         return None
     if own_loss:
-        raise _no_weights("class_weight")
+        raise _no_weights("class_weight", own_loss)
     if arguments.sample_weight is not None:
         raise ConfigurationError(
             "class_weight and sample_weight both say how much a sample counts. Pass one of them; "
@@ -252,7 +252,12 @@ def _class_weights(arguments: DataArguments, own_loss: OwnLoss) -> Optional[Clas
     return ClassWeights(arguments.class_weight)
 
 
-def _no_weights(name: str) -> ConfigurationError:
+def _no_weights(name: str, own_loss: OwnLoss) -> ConfigurationError:
+    if own_loss == "whole":
+        return ConfigurationError(
+            f"{name} needs a loss that compile was given, but steps compute their own. Put weights "
+            "into the batch, and weigh in the step."
+        )
     return ConfigurationError(
         f"{name} needs a loss that compile was given, but the module computes its own "
         "(loss=None). Let forward take the weights, or pass loss= to compile."
@@ -261,7 +266,7 @@ def _no_weights(name: str) -> ConfigurationError:
 
 def _refuse_missing_or_weights(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) -> None:
     if arguments.sample_weight is not None and own_loss:
-        raise _no_weights("sample_weight")
+        raise _no_weights("sample_weight", own_loss)
     if arguments.y is None and arguments.sample_weight is not None:
         raise ConfigurationError(
             "sample_weight goes with a target, but y is None. Pass y= beside x."

@@ -160,7 +160,9 @@ class BatchValidator:
         where = f"{where}: "
         pairs, _ = tree.flatten_with_paths(call, where)
         named = [(_in_words(path), _leaf(_in_words(path), leaf)) for path, leaf in pairs]
-        size = _size(named, call, where)
+        # Steps of the user's own may take parts of several sizes, of which the first one counts.
+        counted = named[:1] if self._form.own_loss == "whole" else named
+        size = _size(counted, call, where)
         batch = MicroBatch(tuple(leaf for _, leaf in named), structure, size, extras)
         self._compare(batch, [name for name, _ in named], index)
         self._last = batch

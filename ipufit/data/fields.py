@@ -98,7 +98,11 @@ class BatchForm:
             DataError: it can't be split, or names that are not there.
         """
         if self.own_loss == "whole":
-            return ((raw,), {}, None, None), {}
+            texts = {}
+            if isinstance(raw, Mapping):
+                texts = {str(name): value for name, value in raw.items() if _is_text(value)}
+                raw = {name: value for name, value in raw.items() if str(name) not in texts}
+            return ((raw,), {}, None, None), texts
         if self.own_loss:
             return self._inputs(raw, where)
         if isinstance(raw, Mapping) and mode is not Mode.PREDICT:
@@ -289,6 +293,13 @@ class BatchForm:
                 )
 
 
+def _is_text(value: object) -> bool:
+    """Tell whether a field holds texts alone, which no program takes."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(_is_text, value))
+    return isinstance(value, (str, bytes))
+
+
 def _listed(names: Sequence[object]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
@@ -305,10 +316,10 @@ def name_fields(loss: Loss, inputs: object, targets: object) -> Loss:
     """
     if inputs is not None and loss.in_module == "whole":
         raise ConfigurationError(
-            f"inputs= names fields that forward gets, but steps get the whole batch, got "
-            f"{inputs!r}. Leave it out."
+            f"inputs= names fields that forward gets, but steps get the whole batch, but for its "
+            f"texts, got {inputs!r}. Leave it out."
         )
-    if targets is not None and loss.in_module:
+    if targets is not None and loss.in_module and not loss.differentiates:
         raise ConfigurationError(
             "targets= names what a loss is held against, but with loss=None the module computes "
             f"its own, got {targets!r}. Leave it out, or pass loss= to compile."

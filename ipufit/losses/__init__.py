@@ -23,5 +23,6 @@ from ipufit.losses.rules import LossTerm as LossTerm
 from ipufit.losses.train_step import TrainStep as TrainStep
 from ipufit.losses.train_step import TurnLoss as TurnLoss
 from ipufit.losses.train_step import check_moves as check_moves
+from ipufit.losses.train_step import include_shared as include_shared
 
 __all__ = ["Call"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import inspect
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from ipufit.losses.rules import LossTerm
 from ipufit.utils.error_collector import at_least, one_of
 from ipufit.utils.names import check_log_name
 
-__all__ = ["StepLosses", "TrainStep", "TurnLoss", "check_moves", "resolve_steps"]
+__all__ = ["StepLosses", "TrainStep", "TurnLoss", "check_moves", "include_shared", "resolve_steps"]
 
 # Names of parameters, as one pattern or several; None for all that the optimizer has.
 _Patterns = Union[str, Sequence[str], None]
@@ -39,7 +40,8 @@ class TrainStep:
         function: called with the module and a batch as the loader yields it. Returns the loss, a
             tensor of one element that is a mean over the batch, or a dict: losses by the names in
             ``moves``, other tensors of one element, which are logged, and under "outputs" what
-            metrics compare with the batch's last part.
+            metrics compare with the batch's second part, or with what ``targets`` of ``compile``
+            names in a dict.
         moves: names of the parameters that the loss moves, as in ``module.named_parameters()``: a
             name, that of a part for all that is below it, or a pattern such as "encoder.*.weight";
             one, or a list. None moves all that the optimizer has. For several losses a dict by
@@ -66,10 +68,17 @@ class TrainStep:
                 f"losses, got {self.function!r}. Write for example TrainStep(lambda module, batch: "
                 "module(batch[0]).mean())."
             )
+        _check_signature(self.function)
         at_least("every", self.every, 1)
         at_least("repeat", self.repeat, 1)
         one_of("at_once", self.at_once, (True, False))
         names: List[str] = []
+        if self.at_once and not isinstance(self.moves, Mapping):
+            raise ConfigurationError(
+                "at_once=True is for several losses, which moves names, got "
+                f"moves={self.moves!r}. Write for example moves={{'policy': 'actor', 'value': "
+                "'critic'}, or leave at_once out."
+            )
         if isinstance(self.moves, Mapping):
             if not self.moves:
                 raise ConfigurationError(
@@ -95,6 +104,26 @@ class TrainStep:
         else:
             by_loss[None] = self.moves
         return by_loss
+
+
+def _check_signature(function: Callable[..., object]) -> None:
+    """Make sure that a function can be called with a module and a batch, where Python can tell.
+
+    Raises:
+        ConfigurationError: it can't.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"TrainStep takes a function of (module, batch), got {_name_of(function)}{signature}: "
+            f"{error}. Of a method of the module, pass the function, such as "
+            "MyModule.training_step."
+        ) from error
 
 
 def _check_patterns(patterns: object) -> None:
@@ -149,7 +178,14 @@ class TurnLoss(_OfSteps):
     ) -> object:
         """Call the step with the module and the batch, which is the only argument."""
         assert self.function is not None
-        return self.function(module, *args)
+        flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        try:
+            return self.function(module, *args)
+        finally:
+            # Steps may freeze a part for their own time, as loops do.
+            for parameter, flag in flags:
+                if parameter.requires_grad != flag:
+                    parameter.requires_grad_(flag)
 
     @property
     def description(self) -> str:
@@ -175,28 +211,28 @@ class TurnLoss(_OfSteps):
         Raises:
             LossError: a loss is missing or no number, or there is something else.
         """
-        where = f"the step {self.name!r}"
+        where = f"what the step {self.name!r} returns"
         if not isinstance(result, Mapping):
             if len(self.moves) == 1 and self.moves[0][0] in (None, "loss") and not self.others:
                 return None, LossTerm(check_loss_value(result, where))
             raise LossError(
-                f"{where} must return a dict with {_listed(self._names)}, which moves names, got "
-                f"{describe(result)}. Return each loss under its name."
+                f"the step {self.name!r} must return a dict with {_listed(self._names)}, which "
+                f"moves names, got {describe(result)}. Return each loss under its name."
             )
         values = dict(result)
         outputs = values.pop(_OUTPUTS, None)
         missing = [name for name in self._names if name not in values]
         if missing:
             raise LossError(
-                f"{where} must return {_listed(self._names)}, got a dict of "
+                f"the step {self.name!r} must return {_listed(self._names)}, got a dict of "
                 f"{_listed(list(result))}. Return each loss under its name, or name in moves what "
                 "is there."
             )
         names = [name or "loss" for name, _ in self.moves]
-        losses = [check_loss_value(values.pop(name), f"{where}, {name!r}") for name in names]
+        losses = [check_loss_value(values.pop(name), f"{name!r}, {where[5:]},") for name in names]
         for name, value in values.items():
             if name not in self.others:
-                self._report(name, value, where)
+                self._report(name, value)
         parts = {n: loss for n, loss in zip(names, losses) if n != "loss"}
         separate = tuple(losses) if len(losses) > 1 else ()
         return outputs, LossTerm(sum(losses[1:], losses[0]), None, parts, separate)
@@ -205,13 +241,13 @@ class TurnLoss(_OfSteps):
     def _names(self) -> List[str]:
         return [*(name or "loss" for name, _ in self.moves), *self.others]
 
-    def _report(self, name: object, value: object, where: str) -> None:
+    def _report(self, name: object, value: object) -> None:
         is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
         if not is_number:
             raise LossError(
-                f"{where} may return losses, tensors of one element, which are logged, and "
-                f"'outputs', got {describe(value)} for {name!r}. Reduce it, or put it into "
-                "'outputs'."
+                f"the step {self.name!r} may return losses, tensors of one element, which are "
+                f"logged, and 'outputs', got {describe(value)} for {name!r}. Reduce it, or put it "
+                "into 'outputs'."
             )
         assert isinstance(value, Tensor)
         if self.is_first:
@@ -304,9 +340,50 @@ def resolve_steps(steps: Sequence[TrainStep], options: Mapping[str, Any]) -> Los
                 **options,
             )
             turns.append(Turn(loss, step.every, step.repeat, index))
+    unnamed = any(name in (None, "loss") for step in steps for name in step.by_loss)
+    if unnamed and sum(len(step.by_loss) for step in steps) > 1:
+        raise ConfigurationError(
+            "each of several losses must have a name of its own, under which History has it beside "
+            "their sum, 'loss'. Write for example TrainStep(function, moves={'critic': 'critic'}), "
+            "and return {'critic': loss}."
+        )
+    if all(step.every > 1 for step in steps):
+        raise ConfigurationError(
+            "some step must be made in every update, got every="
+            f"{', '.join(str(step.every) for step in steps)}. Give the most frequent one every=1, "
+            "or gradient_accumulation= of fit for updates of more batches."
+        )
     if len(turns) == 1 and steps[0].every == 1 and steps[0].repeat == 1:
         return turns[0].loss
     return StepLosses("the steps' losses", in_module="whole", in_turn=tuple(turns), **options)
+
+
+def include_shared(loss: Loss, names: Mapping[str, Sequence[str]]) -> Loss:
+    """Let patterns name a parameter that several parts of a module have by any of its names.
+
+    Args:
+        loss: of steps, in normal form.
+        names: by the first name of each parameter all of them.
+    """
+    if loss.turns:
+        assert isinstance(loss, StepLosses)
+        turns = [dataclasses.replace(t, loss=include_shared(t.loss, names)) for t in loss.turns]
+        return dataclasses.replace(loss, in_turn=tuple(turns))
+    assert isinstance(loss, TurnLoss)
+    moves = []
+    for name, patterns in loss.moves:
+        chosen: Dict[str, None] = {}
+        for pattern in patterns or ():
+            shared = [
+                first
+                for first, others in names.items()
+                if any(matches(each, pattern) for each in others) and not matches(first, pattern)
+            ]
+            if not shared or any(matches(first, pattern) for first in names):
+                chosen[pattern] = None
+            chosen.update(dict.fromkeys(shared))
+        moves.append((name, patterns and tuple(chosen)))
+    return dataclasses.replace(loss, moves=tuple(moves))
 
 
 def check_moves(loss: Loss, names: Sequence[str]) -> None:

@@ -394,7 +394,12 @@ class GradStep:
         result: List[Tensor] = []
         gradients: List[Tensor] = []
         loss = self.step.loss
-        with torch.set_grad_enabled(self._trains or (loss is not None and loss.differentiates)):
+        differentiates = loss is not None and loss.differentiates
+        if differentiates and not (self._trains or self.eager):
+            for name, parameter in self.step.named_parameters():
+                if parameter.requires_grad:
+                    state[name] = state[name].detach().requires_grad_()
+        with torch.set_grad_enabled(self._trains or differentiates):
             marked = mark_layers(self.step.net, self.recompute)
             # The last one may be no tensor where nothing is recorded.
             last = tensors[-1] if isinstance(tensors[-1], Tensor) else tensors[0]

@@ -35,7 +35,7 @@ from ipufit.data.fields import name_fields
 from ipufit.engines.ipu_settings import IpuArguments, IpuSettings
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
-from ipufit.losses import Loss, check_moves, resolve_loss
+from ipufit.losses import Loss, check_moves, include_shared, resolve_loss
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optim.resolve import resolve_optimizer
 from ipufit.optim.schedules.settings import keep
@@ -382,6 +382,7 @@ def _resolve_objectives(
             modules = [module, *([loss.module] if loss is not None and loss.module else [])]
             optimizer = resolve_optimizer(request.optimizer, named, modules)
             if loss is not None and loss.differentiates:
+                loss = include_shared(loss, _all_names(module))
                 owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 check_moves(loss, [n for n, p in named if p.requires_grad and id(p) in owned])
     with faults.collect():
@@ -390,6 +391,15 @@ def _resolve_objectives(
             outputs = loss.outputs if loss is not None else None
             metrics = resolve_metrics(request.metrics, request.weighted_metrics, outputs)
     return loss, metrics, optimizer
+
+
+def _all_names(module: nn.Module) -> Dict[str, List[str]]:
+    """All names of each parameter, by its first one."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    names: Dict[str, List[str]] = {name: [] for name in first.values()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[first[id(parameter)]].append(name)
+    return names
 
 
 def _resolve_settings(

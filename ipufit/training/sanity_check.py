@@ -321,6 +321,16 @@ def probe(metrics: MetricSet, outputs: object, first: MicroBatch, loss: Loss) ->
         MetricError: they can't take them, or there is no target.
     """
     target, sample_weight = metric_target(first.clone(), loss)
+    if loss.differentiates and outputs is None:
+        raise MetricError(
+            f"the metrics {', '.join(metrics.names)} need what the step computes, but it returns "
+            "none. Return it under 'outputs', beside the loss."
+        )
+    if target is None and loss.differentiates:
+        raise MetricError(
+            f"the metrics {', '.join(metrics.names)} need a target, but the batch has no second "
+            "part, 'labels' or 'target'. Say which field it is: compile(..., targets='label')."
+        )
     if target is None:
         raise MetricError(
             f"the metrics {', '.join(metrics.names)} need a target, but the module computes "

@@ -24,6 +24,7 @@ from ipufit.data.source import DataAdapter
 from ipufit.engines.ipu_settings import IpuSettings
 from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError, MetricError, PlanError
+from ipufit.losses import Turn
 from ipufit.metrics import MetricSet
 from ipufit.optim.several import name_of_optimizer
 from ipufit.partition.own_blocks import UncountedError
@@ -494,7 +495,8 @@ class Session:
         more = [f"{name}={value!r}" for name, value in self.config.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
         text += "".join(f"\n{line}" for line in self._eager.describe())
-        text += "".join(f"\n{turn.describe()}" for turn in self.loss.turns)
+        turns = self.loss.turns or ([Turn(self.loss, 1, 1, 0)] if self.loss.differentiates else [])
+        text += "".join(f"\n{turn.describe()}" for turn in turns)
         text += "".join(f"\n{line}" for line in self.divided.partitions.describe())
         text += "".join(f"\n{line}" for line in describe_cuts(self.module))
         text += "".join(f"\n{line}" for line in self.fixed.remarks)

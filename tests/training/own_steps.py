@@ -245,7 +245,7 @@ PROGRAMS = {
         Regressor,
         [
             TrainStep(lambda net, batch: {"robust": robust(net, batch)}, {"robust": ["body"]}),
-            TrainStep(smooth),
+            TrainStep(lambda net, batch: {"smooth": smooth(net, batch)}, {"smooth": None}),
         ],
         [(robust, None, "body", 1, 1), (smooth, None, "body", 1, 1)],
         {"body": 1e-2},

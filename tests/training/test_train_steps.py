@@ -1,5 +1,7 @@
 """Steps of one's own: equal to their loops, the same bits however they run, and clear refusals."""
 
+import dataclasses
+import functools
 import re
 
 import pytest
@@ -8,7 +10,7 @@ from torch import nn
 
 import ipufit
 from ipufit import TrainStep
-from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
+from ipufit.errors import ConfigurationError, LossError, MetricError, NonFiniteLossError
 from tests.training.own_steps import (
     PROGRAMS,
     Adversaries,
@@ -18,6 +20,7 @@ from tests.training.own_steps import (
     fit,
     make,
     samples,
+    smooth,
     tell_apart,
 )
 
@@ -280,7 +283,7 @@ def test_a_loss_that_is_not_finite_leaves_the_state_before_its_update():
         net = make(GAN)
         model = ipufit.Model(net)
         model.compile(adam(net, GAN.rates), steps)
-        with pytest.raises(NonFiniteLossError, match="update 5"):
+        with pytest.raises(NonFiniteLossError, match=r"the loss 'g' must be .* in update 5"):
             model.fit(
                 list(zip(x.split(4), y.split(4))), verbose=0, device_iterations=device_iterations
             )
@@ -315,6 +318,26 @@ def compiled(loss, optimizer=None, net=None, **options):
         (lambda: TrainStep(deceive, every=0), {}, "every must be an integer of at least 1, got 0"),
         (lambda: TrainStep(deceive, repeat=True), {}, "repeat must be an integer of at least 1"),
         (lambda: TrainStep(deceive, at_once=1), {}, "at_once must be True or False, got 1."),
+        (
+            lambda: TrainStep(lambda batch: 0),
+            {},
+            "a function of (module, batch), got <lambda>(batch)",
+        ),
+        (
+            lambda: TrainStep(deceive, "generator", at_once=True),
+            {},
+            "at_once=True is for several losses, which moves names, got moves='generator'.",
+        ),
+        (
+            lambda: TrainStep(deceive, every=2),
+            {},
+            "some step must be made in every update, got every=2. Give the most frequent one",
+        ),
+        (
+            lambda: [TrainStep(deceive), TrainStep(tell_apart, {"d": None})],
+            {},
+            "each of several losses must have a name of its own, under which History has it",
+        ),
         (
             lambda: [TrainStep(deceive), "mse"],
             {},
@@ -469,6 +492,179 @@ def test_a_report_says_why_operators_are_missing(tmp_path):
     fit(GAN, epochs=1, callbacks=[ipufit.Report(tmp_path)])
     written = "".join(path.read_text() for path in tmp_path.rglob("*.json"))
     assert "Operators are timed of one loss, and the updates have several in turn." in written
+
+
+class Follower(nn.Module):
+    """Two parts that share a third, and parameters that follow one."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(2, 3)
+        self.actor = nn.ModuleDict({"encoder": shared, "head": nn.Linear(3, 3)})
+        self.critic = nn.ModuleDict({"encoder": shared, "head": nn.Linear(3, 1)})
+        self.target = nn.Linear(3, 1).requires_grad_(False)
+
+    def forward(self, x):
+        return self.actor["head"](self.actor["encoder"](x))
+
+
+def judge(net, batch, assigns=False):
+    """The critic's loss, beside which the target follows it, whatever the mode."""
+    x, y = batch
+    value = net.critic["head"](net.critic["encoder"](x))
+    loss = (value - 0.9 * net.target(net.critic["encoder"](x)).detach() - y[:, :1]).square().mean()
+    for followed, follower in zip(net.critic["head"].parameters(), net.target.parameters()):
+        value = 0.9 * follower.data + 0.1 * followed.data
+        if assigns:
+            follower.data = value
+        else:
+            follower.data.copy_(value)
+    return {"q": loss}
+
+
+def behave(net, batch):
+    """The actor's loss."""
+    return {"pi": (net(batch[0]) - batch[1]).abs().mean()}
+
+
+def follow(options, moves=("critic", "actor.head"), **fit_options):
+    """The module after a fit, and its model."""
+    torch.manual_seed(4)
+    net = Follower().double()
+    model = ipufit.Model(net)
+    critic = functools.partial(judge, assigns="run_eagerly" in options)
+    steps = [TrainStep(critic, {"q": moves[0]}), TrainStep(behave, {"pi": moves[1]})]
+    model.compile("sgd", steps, **options)
+    x, y = samples()
+    loader = list(zip(x.split(4), y.split(4)))
+    model.fit(loader, epochs=2, verbose=0, **fit_options)
+    return net, model, loader
+
+
+@pytest.mark.parametrize("moves", [("critic", "actor.head"), ("critic", "actor")])
+def test_a_part_that_two_parts_share_is_moved_under_either_name(moves):
+    """named_parameters() has it under one name alone."""
+    net, _, loader = follow({"run_eagerly": True}, moves)
+    torch.manual_seed(4)
+    twin = Follower().double()
+    parts = {
+        "critic": twin.critic.parameters(),
+        "actor": twin.actor.parameters(),
+        "actor.head": twin.actor["head"].parameters(),
+    }
+    parts = {name: list(parameters) for name, parameters in parts.items()}
+    for _ in range(2):
+        for batch in loader:
+            for function, part in ((judge, moves[0]), (behave, moves[1])):
+                (loss,) = function(twin, batch).values()
+                with torch.no_grad():
+                    for p, slope in zip(parts[part], torch.autograd.grad(loss, parts[part])):
+                        p -= 0.01 * slope
+    assert difference(net, twin) < 1e-12
+
+
+def test_validation_and_evaluation_move_nothing():
+    """Not even what a step changes in place whatever the mode."""
+    x, y = samples()
+    held = list(zip(x.split(4), y.split(4)))
+    for options in ({"run_eagerly": True}, {}):
+        first, _, _ = follow(options)
+        net, model, loader = follow(options, validation_data=held)
+        assert difference(first, net) == 0
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        model.evaluate(loader, verbose=0)
+        assert all(torch.equal(value, before[n]) for n, value in net.state_dict().items())
+
+
+def test_a_step_may_freeze_a_part_for_its_own_time():
+    """As CycleGAN's set_requires_grad does; afterwards all is as it was."""
+
+    def toggled(function, part):
+        def step(net, batch):
+            for name, each in net.named_children():
+                each.requires_grad_(name == part)
+            return function(net, batch)
+
+        return step
+
+    plain = fit(GAN)
+    steps = [
+        TrainStep(toggled(tell_apart, "critic"), {"d": "critic"}),
+        TrainStep(toggled(deceive, "generator"), {"g": "generator"}),
+    ]
+    program = dataclasses.replace(GAN, loss=steps)
+    for options in ({}, {"run_eagerly": True}):
+        net, _, _ = fit(program, compile_options=options)
+        assert difference(net, plain[0]) == 0
+        assert all(parameter.requires_grad for parameter in net.parameters())
+
+
+def test_a_gradient_of_parameters_is_part_of_an_evaluation():
+    """As in meta-learning, which adapts to each batch."""
+
+    def adapt(net, batch):
+        x, y = batch
+        named = dict(net.named_parameters())
+        loss = (net(x) - y).square().mean()
+        slopes = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+        moved = {name: p - 0.1 * s for (name, p), s in zip(named.items(), slopes)}
+        return (torch.func.functional_call(net, moved, (x,)) - y).square().mean()
+
+    net = make(PROGRAMS["sam"])
+    model = compiled(TrainStep(adapt), "sgd", net, jit="graph")
+    x, y = (tensor[:4] for tensor in samples())
+    value = model.evaluate([(x, y)], verbose=0)["loss"]
+    assert value == pytest.approx(adapt(net, (x, y)).item(), abs=1e-12)
+
+
+def test_steps_that_log_one_name_are_refused():
+    """History could have only one of them."""
+
+    def noted(function):
+        return lambda net, batch: {**function(net, batch), "size": batch[0].norm()}
+
+    steps = [
+        TrainStep(noted(tell_apart), {"d": "critic"}),
+        TrainStep(noted(deceive), {"g": "generator"}),
+    ]
+    with pytest.raises(ConfigurationError, match="but two of them have 'size'"):
+        compiled(steps).fit(list(zip(*(t.split(4) for t in samples()))), verbose=0)
+
+
+def test_batches_as_dicts_go_to_steps_but_for_their_texts():
+    """Metrics compare with the field that targets names; parts may have sizes of their own."""
+
+    def step(net, batch):
+        out = net(batch["x"])
+        return {"loss": (out - batch["goal"]).square().mean(), "outputs": out,
+                "rest": batch["more"].mean()}  # fmt: skip
+
+    x, y = samples()
+    loader = [
+        {"x": a, "goal": b, "more": torch.ones(7, 1), "file": ["a", "b", "c", "d"]}
+        for a, b in zip(x.split(4), y.split(4))
+    ]
+    model = compiled(TrainStep(step), "sgd", make(PROGRAMS["sam"]), metrics=["mse"], targets="goal")
+    history = model.fit(loader, verbose=0).history
+    assert history["mse"] == pytest.approx(history["loss"])
+    assert history["rest"] == [1.0]
+    with pytest.raises(MetricError, match="Say which field it is: compile"):
+        compiled(TrainStep(step), "sgd", make(PROGRAMS["sam"]), metrics=["mse"]).fit(
+            loader, verbose=0
+        )
+    bare = compiled(TrainStep(smooth), "sgd", make(PROGRAMS["sam"]), metrics=["mse"])
+    with pytest.raises(MetricError, match="Return it under 'outputs', beside the loss"):
+        bare.fit(x, y, batch_size=4, verbose=0)
+    with pytest.raises(ConfigurationError, match="but steps compute their own"):
+        bare.fit(x, y, sample_weight=torch.ones(44), batch_size=4, verbose=0)
+
+
+def test_history_sums_what_each_loss_is_where_it_is_made():
+    """A loss that is made now and then counts as much as in an evaluation."""
+    _, history, _ = fit(PROGRAMS["critic-more-often"], epochs=2)
+    values = history.history
+    for loss, d, g in zip(values["loss"], values["d"], values["g"]):
+        assert loss == pytest.approx(d + g, abs=1e-12)
 
 
 def test_the_adversaries_are_what_the_docs_show():

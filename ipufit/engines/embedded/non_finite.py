@@ -47,8 +47,13 @@ def refuse_detection(config: TrainConfig) -> None:
         )
 
 
-def refuse_loss(live: TrainingState, value: float) -> None:
+def refuse_loss(live: TrainingState, value: float, title: str = "the loss") -> None:
     """Make sure that a loss of the coming update is a number.
+
+    Args:
+        live: the state before the update.
+        value: of the loss.
+        title: of the loss, for messages.
 
     Raises:
         NonFiniteLossError: it is not.
@@ -64,7 +69,7 @@ def refuse_loss(live: TrainingState, value: float) -> None:
             "not, though its loss was. Look for a square root or a power at zero."
         )
     raise NonFiniteLossError(
-        f"the loss must be finite, but it became {value} in update {live.updates}. "
+        f"{title} must be finite, but it became {value} in update {live.updates}. "
         f"{STATE_IS_FROM_BEFORE} {cause}",
         live.updates,
         value,

@@ -98,6 +98,8 @@ class EagerStep(GradStep):
             for name, buffer, places in self._buffers:
                 if _restore(state[name], places) and state[name] is not buffer:
                     _assign(buffer, places)
+            for name, parameter in self._parameters.items():
+                _keep_data(parameter, state[name])
             for parameter, data in moved:
                 parameter.data = data
 
@@ -136,6 +138,16 @@ _Owner = Tuple[nn.Module, str]
 def _assign(tensor: Tensor, places: Sequence[_Owner]) -> None:
     for owner, key in places:
         setattr(owner, key, tensor)
+
+
+def _keep_data(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """Have a parameter look into its tensor again, with the value that forward has put there."""
+    data = parameter.data
+    form = (tensor.shape, tensor.dtype, tensor.device)
+    if data.data_ptr() != tensor.data_ptr() and (data.shape, data.dtype, data.device) == form:
+        with torch.no_grad():
+            tensor.copy_(data)
+        parameter.data = tensor
 
 
 def _restore(tensor: Tensor, places: Sequence[_Owner]) -> bool:

@@ -190,10 +190,16 @@ class UpdateRunner(UpdateWay):
     def _refuse(self, execution: ExecutionWork, lost: int, losses: Tensor) -> None:
         first = sum(len(update) for update in execution.updates[:lost])
         values = losses[first : first + len(execution.updates[lost])].tolist()
+        title, update = "the loss", lost
+        if execution.moves:
+            move = execution.moves[lost]
+            loss, update = move.turn.step.loss, move.update
+            names = () if loss is None else loss.part_names
+            title = " and ".join([f"the loss {name!r}" for name in names]) or title
         if execution.shares is not None:
-            self._refuse_common(values, execution.shares[lost])
+            self._refuse_common(values, execution.shares[update])
         for value in values:
-            refuse_loss(self._state, value)
+            refuse_loss(self._state, value, title)
 
     def make(
         self, execution: ExecutionWork, updates: Sequence[Update], left_out: Optional[Set[int]]

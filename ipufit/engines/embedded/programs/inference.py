@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Sequence
+from typing import List, Sequence, Tuple
+
+import torch
+from torch import Tensor
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, local_indices
 from ipufit.engines.embedded.context import EngineContext
@@ -25,6 +28,11 @@ class InferenceProgram(BaseProgram):
         self._device = self._weights.device
         self._state = [*self._weights.tensors, *self._buffers.values()]
         self._passes = 0
+        # What steps of the user's own may change, with the values to put back.
+        self._values: List[Tuple[Tensor, Tensor]] = []
+        if spec.loss is not None and spec.loss.differentiates:
+            frozen = [p.detach() for p in self._parameters.values() if not p.requires_grad]
+            self._values = [(each, each.clone()) for each in (*frozen, *self._buffers.values())]
 
     @property
     def updates(self) -> int:
@@ -82,7 +90,11 @@ class InferenceProgram(BaseProgram):
         state.write_to(self._parameters, self._buffers)
 
     def close(self) -> None:
-        """Nothing is held; safe twice."""
+        """Put back what steps have changed; safe twice."""
+        with torch.no_grad():
+            for tensor, value in self._values:
+                tensor.copy_(value)
+        self._values = []
         self._state = []
         self._by_form = {}
         self._weights.release()

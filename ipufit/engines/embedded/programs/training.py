@@ -222,8 +222,16 @@ class TrainingProgram(BaseProgram):
     def _prepare_turns(self, example: MicroBatch, prepared: Prepared) -> Prepared:
         """Record the other turns, and join what is known of all."""
         state, rules = self.state, dict(prepared.rules)
+        steps: Dict[str, int] = {}
         for turn in state.turns:
             micro = self._recorded(example, turn.number).micro
+            assert turn.turn is not None
+            for name in micro.reported.rules:
+                if steps.setdefault(name, turn.turn.step) != turn.turn.step:
+                    raise ConfigurationError(
+                        f"steps must log values under names of their own, but two of them have "
+                        f"{name!r}. Rename it in one of them."
+                    )
             rules = merge_rules(rules, micro.reported.rules)
             if turn.hands_out:
                 outputs = micro.outputs.rebuild(micro.outputs.tensors)
