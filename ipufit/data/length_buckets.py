@@ -56,8 +56,9 @@ class LengthBuckets(Sampler[List[int]]):
             of tokenizers of Hugging Face, or lists of numbers.
         batch_size: samples of a batch.
         lengths: of all samples, a sequence of integers; or a function of a sample; or the name of
-            an entry, whose first dimension counts. None takes that of the inputs, of a dict
-            "input_ids" or the first entry that has one. All but a sequence read every sample once.
+            an entry, which is a length itself, or whose first dimension counts. None takes that of
+            the inputs, of a dict "input_ids" or the first entry that has one. All but a sequence
+            read every sample once.
         boundaries: the lengths to pad to, growing; the last one is at least the longest sample's.
             None chooses those with the least padding.
         max_recordings: shapes of batches at most, that of a smaller last one included; 8 where
@@ -239,6 +240,8 @@ def _length_of(sample: object, name: Optional[str]) -> int:
     part = as_plain(sample)
     if name is not None:
         part = part.get(name) if isinstance(part, dict) else None
+        if isinstance(part, int):
+            return part
     elif isinstance(part, dict) and "input_ids" in part:
         part = part["input_ids"]
     # The first of several entries that has one: of (inputs, target) the inputs have.

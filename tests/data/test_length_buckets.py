@@ -131,6 +131,15 @@ def test_lengths_come_in_every_form(lengths):
     assert torch.equal(buckets._buckets, expected._buckets)
 
 
+def test_an_entry_may_be_the_length_itself():
+    """As the column is that the transformers library groups by."""
+    samples = [{"ids": [1] * size, "length": size} for size in LENGTHS]
+    expected = LengthBuckets(samples, 4, "ids", boundaries=(5, 12))
+    assert torch.equal(
+        LengthBuckets(samples, 4, "length", boundaries=(5, 12))._buckets, expected._buckets
+    )
+
+
 def one_batch(data, **options):
     """Everything in one batch, in the data's order from short to long."""
     buckets = LengthBuckets(data, len(data), shuffle=False, **options)
