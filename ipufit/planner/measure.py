@@ -300,11 +300,17 @@ def stages_of_blocks(
         PartitionError: the blocks contradict the partition.
     """
     step = ModuleWithLoss(module, loss)
+    learned = {name for name, tensor in step.tensors().items() if tensor.requires_grad}
     counted_stages = [1 if partition is None else partition.ipus]
 
     def run(state: Dict[str, Tensor], leaves: Sequence[Tensor]) -> None:
         inputs = tree.unflatten(leaves, batch.structure)
-        with torch.no_grad(), follow_stages(partition, module) as blocks:
+        if loss.differentiates:
+            # Steps of the user's own may compute gradients of parameters.
+            state = {name: tensor.requires_grad_(name in learned) for name, tensor in state.items()}
+        with torch.set_grad_enabled(loss.differentiates), follow_stages(
+            partition, module
+        ) as blocks:
             call_with(step, state, (inputs, state, False))
         if blocks.entered():
             counted_stages[0] = blocks.stages()

@@ -401,6 +401,40 @@ of("optim.MultiOptimizer", together, optimizers=((0.1, 0.2), (0.1, 0.3)))
 of("optim.MultiOptimizer.step", together, closure=(None, lambda: 3.0))
 
 
+# Steps of one's own
+
+
+def squared(net, batch):
+    hidden = net[0](batch[0])
+    return {"one": hidden.square().mean(), "two": net[1](hidden).square().mean()}
+
+
+def absolute(net, batch):
+    return {**squared(net, batch), "one": net[0](batch[0]).abs().mean()}
+
+
+def stepped(function=squared, **options):
+    """History of a few updates, in each of which a second step moves everything."""
+    net = nn.Sequential(linear(), nn.Linear(3, 1))
+    model = ipufit.Model(net)
+    step = ipufit.TrainStep(function, **{"moves": {"one": "0"}, **options})
+    rest = ipufit.TrainStep(lambda net, batch: {"rest": net(batch[0]).mean()}, {"rest": None})
+    model.compile("sgd", loss=[step, rest], run_eagerly=True)
+    return model.fit(X, batch_size=4, verbose=0, seed=0).history, net.state_dict()
+
+
+BOTH = {"one": "0", "two": "1"}
+of(
+    "TrainStep",
+    stepped,
+    function=(squared, absolute),
+    moves=({"one": "0"}, {"one": "0.bias"}),
+    every=(1, 2),
+    repeat=(1, 2),
+    at_once=With(False, True, moves=BOTH),
+)
+
+
 # schedules
 
 
