@@ -125,7 +125,7 @@ MEANT: Mapping[str, Meant] = {
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "clip_norm"), _CLIPPING),
     **dict.fromkeys(("fp16", "bf16", "mixed_precision", "dtype"), _MIXED),
     **dict.fromkeys(("train_dataset", "train_dataloaders", "train_loader", "dataset"), _INPUTS),
-    **dict.fromkeys(("labels", "targets", "target"), _TARGETS),
+    **dict.fromkeys(("labels", "target"), _TARGETS),
     **dict.fromkeys(("val_data", "eval_dataset", "eval_data"), _HELD_OUT),
     **dict.fromkeys(("val_dataloaders", "val_loader", "validation_set"), _HELD_OUT),
     **dict.fromkeys(("per_device_eval_batch_size", "eval_batch_size"), _HELD_OUT_SIZE),

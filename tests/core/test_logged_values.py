@@ -14,6 +14,7 @@ from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.core.logged_values import LogRule, Running, collecting, report
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError
+from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
 from tests.engines import embedded_only
 from tests.fitting import PLANS, WAYS, Plan, assert_equal, compiled, fit
@@ -570,7 +571,7 @@ def test_nothing_at_all_has_no_value():
     """An epoch in which a name was never logged says so."""
     for reduce in REDUCTIONS:
         assert math.isnan(Running(LogRule(reduce)).value)
-    meter = EpochMetrics(MetricSet(), None, None)
+    meter = EpochMetrics(MetricSet(), None, Loss("mse"))
     assert math.isnan(meter.loss)
     assert meter.by_update == {}
 

@@ -19,6 +19,7 @@ skips_updates = embedded_only("PopTorch makes every update, also one that is not
 clips_apart = embedded_only("PopTorch bounds the norm of all gradients together only")
 has_no_autocast = embedded_only("PopTorch has no autocast, so mixed precision is refused")
 own_step = embedded_only("an IPU has five optimizers, and runs no step of another")
+moves_parts = embedded_only("an IPU makes an update from one loss, and no gradient inside a step")
 has_no_variant = embedded_only("PopTorch has no such variant of the optimizer, so it is refused")
 has_kept_values = embedded_only("the program of a device keeps the value that backward needs")
 counts_in_a_buffer = embedded_only("a buffer of integers is a constant on an IPU")

@@ -5,6 +5,7 @@ Every number is that of a loop by hand in float64, 50 updates long.
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -13,11 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.callbacks import Callback
+from ipufit.errors import OptimizerError
 from tests.engines import EAGER_OR_NOT, own_step
 from tests.nets import data
 from tests.optim.own_optimizers import Attributes, Lion, ScheduleFree, Shampoo
-
-pytestmark = own_step
 
 X, Y = data(200)
 LOADER = DataLoader(TensorDataset(X, Y), batch_size=4)
@@ -100,6 +100,24 @@ def explained(model, capsys):
     return next(line for line in capsys.readouterr().out.splitlines() if "The step of" in line)
 
 
+def test_an_engine_runs_the_step_or_refuses_it_with_its_name(engine):
+    """Before any work."""
+    module = net()
+    before = copy.deepcopy(module)
+    if engine == "embedded":
+        fitted(module, Lion(module.parameters(), lr=0.01))
+        assert not torch.equal(module[1].weight, before[1].weight)
+        return
+    text = (
+        "an IPU runs the updates of SGD, Adam, AdamW, RMSprop, LAMB only, got Lion. Choose one of "
+        "these, or engine='embedded'."
+    )
+    with pytest.raises(OptimizerError, match=re.escape(text)):
+        fitted(module, Lion(module.parameters(), lr=0.01))
+    assert_equal(module, before, atol=0)
+
+
+@own_step
 @pytest.mark.few(
     *(f"{kind.__name__}-scheduled" for kind in KINDS),
     *("NAdam-constant", "ScheduleFree-constant"),
@@ -123,6 +141,7 @@ def test_fifty_updates_equal_the_loop(kind, scheduled, capsys):
     )
 
 
+@own_step
 @pytest.mark.parametrize("kind", [Lion, torch.optim.NAdam], ids=lambda kind: kind.__name__)
 def test_any_number_may_be_scheduled(kind):
     """Betas and decay are inputs of the recording as soon as they change; zero is another one."""
@@ -152,6 +171,7 @@ class Halves(Callback):
             group.update(lr=group["lr"] / 2, maximize=epoch == 2)
 
 
+@own_step
 @pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 @pytest.mark.parametrize(
     "kind", [torch.optim.Adadelta, torch.optim.RAdam], ids=lambda kind: kind.__name__
@@ -171,6 +191,7 @@ def test_what_a_callback_changes_counts(kind, eager):
     assert_equal(module, other)
 
 
+@own_step
 @pytest.mark.parametrize("kind", [Lion, Shampoo, ScheduleFree], ids=lambda kind: kind.__name__)
 def test_bounds_and_averages_are_as_with_any_optimizer(kind):
     """Gradients are clipped before the step, and averages follow it."""
@@ -182,6 +203,7 @@ def test_bounds_and_averages_are_as_with_any_optimizer(kind):
     assert_equal(module, other)
 
 
+@own_step
 @pytest.mark.parametrize("kind", [Attributes, Shampoo], ids=lambda kind: kind.__name__)
 def test_averages_follow_the_step(kind):
     module = net()
@@ -198,6 +220,7 @@ def test_averages_follow_the_step(kind):
         torch.testing.assert_close(value, average, rtol=0, atol=1e-12)
 
 
+@own_step
 @pytest.mark.few("NAdam", "ScheduleFree", "Shampoo", "Attributes")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_run_that_goes_on_has_the_same_bits(kind, tmp_path):
@@ -224,6 +247,7 @@ def test_a_run_that_goes_on_has_the_same_bits(kind, tmp_path):
         assert torch.equal(value, other)
 
 
+@own_step
 @pytest.mark.parametrize("kind", [ScheduleFree, torch.optim.ASGD], ids=lambda kind: kind.__name__)
 def test_the_bits_are_those_of_every_device_iterations(kind):
     """The settings of an update are its own, however many updates run at once."""
@@ -251,6 +275,7 @@ class Looks(Callback):
         self.seen.append([p.detach().clone() for p in self.model.module.parameters()])
 
 
+@own_step
 def test_a_schedule_free_optimizer_evaluates_with_its_averages(tmp_path):
     """fit trains in train mode; validation, predict, callbacks at the end and files see eval's."""
     module = net()
@@ -273,6 +298,7 @@ def test_a_schedule_free_optimizer_evaluates_with_its_averages(tmp_path):
     assert_equal(read.module, other)
 
 
+@own_step
 def test_to_look_at_a_schedule_free_run_changes_no_bit(tmp_path):
     """Weights that go to eval mode and back come back as they were."""
     results = []
@@ -283,6 +309,7 @@ def test_to_look_at_a_schedule_free_run_changes_no_bit(tmp_path):
     assert_equal(*results, atol=0)
 
 
+@own_step
 @pytest.mark.skipif(
     not hasattr(torch.optim.Optimizer, "register_step_pre_hook"), reason="torch without step hooks"
 )
@@ -334,6 +361,7 @@ class Counter(torch.optim.SGD):
         return super().step(closure)
 
 
+@own_step
 @pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 @pytest.mark.parametrize(
     ("kind", "why"),
@@ -366,6 +394,7 @@ class Leaking(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=float(f"{group['lr']:.17g}"))
 
 
+@own_step
 def test_a_number_that_can_not_be_followed_is_no_constant(capsys):
     """Frozen into a recording it would give wrong numbers without a word."""
     module = net()

@@ -18,8 +18,6 @@ from tests.nets import data
 from tests.optim.own_optimizers import Lion, ScheduleFree
 from tests.optim.test_own_steps import assert_equal, half_cosine
 
-pytestmark = own_step
-
 X, Y = data(200)
 LOADER = DataLoader(TensorDataset(X, Y), batch_size=4)
 SGD, ADAM, ADAMW, NADAM = (
@@ -78,6 +76,7 @@ PAIRS = [
 ]
 
 
+@own_step
 @pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 @pytest.mark.parametrize("pair", PAIRS, ids=["rules", "mixed", "reversed", "steps"])
 def test_fifty_updates_equal_the_loop(pair, eager):
@@ -97,6 +96,7 @@ def test_fifty_updates_equal_the_loop(pair, eager):
         assert isinstance(model.optimizer, MultiOptimizer)
 
 
+@own_step
 def test_names_of_optimizers_are_those_that_users_gave():
     module = net()
     model, _ = fitted(module, {"encoder.*": "adamw", "head": SGD(module.head.parameters(), lr=0.1)})
@@ -107,6 +107,7 @@ def test_names_of_optimizers_are_those_that_users_gave():
     assert optimizer.optimizers["encoder.*"].state is optimizer.state
 
 
+@own_step
 def test_a_run_goes_from_a_loop_to_fit_and_back():
     """The state of each optimizer is taken over and handed back."""
     module, other = net(), net()
@@ -125,6 +126,7 @@ def rates(module):
     return [ADAM(module.encoder.parameters(), lr=0.01), NADAM(head, lr=0.05)]
 
 
+@own_step
 def test_a_schedule_for_each_optimizer():
     """By their names, in every form; and schedulers of torch, each over its own."""
     module, other = net(), net()
@@ -147,6 +149,7 @@ def test_a_schedule_for_each_optimizer():
     assert_equal(third, fourth)
 
 
+@own_step
 def test_one_schedule_for_all_optimizers():
     module, other = net(), net()
     fitted(module, rates(module), lr_scheduler=half_cosine)
@@ -155,6 +158,7 @@ def test_one_schedule_for_all_optimizers():
     assert_equal(module, other)
 
 
+@own_step
 @pytest.mark.parametrize("pair", PAIRS[:2], ids=["rules", "mixed"])
 def test_a_bound_for_all_and_bounds_for_each(pair):
     """One norm of all gradients together, or of those of each optimizer."""
@@ -180,6 +184,7 @@ def test_a_bound_for_all_and_bounds_for_each(pair):
         assert_equal(module, other)
 
 
+@own_step
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -206,6 +211,7 @@ def test_a_run_that_goes_on_has_the_same_bits(optimizer, tmp_path):
         assert torch.equal(value, other)
 
 
+@own_step
 def test_a_callback_sees_and_sets_every_rate():
     """One optimizer, with the groups of all in a row."""
     module, other = net(), net()
@@ -221,6 +227,7 @@ def test_a_callback_sees_and_sets_every_rate():
     assert logged == [0.0025, 0.005]
 
 
+@own_step
 def test_the_bits_are_those_of_every_device_iterations():
     results = []
     for device_iterations in (1, 7):
@@ -231,6 +238,7 @@ def test_the_bits_are_those_of_every_device_iterations():
     assert_equal(*results, atol=0)
 
 
+@own_step
 def test_hooks_of_one_of_them_are_called():
     if not hasattr(torch.optim.Optimizer, "register_step_pre_hook"):
         pytest.skip("torch without step hooks")
@@ -261,6 +269,7 @@ class Tied(nn.Module):
         return self.out(self.norm(x))
 
 
+@own_step
 def test_muon_by_name_trains_hidden_matrices_and_says_so(capsys):
     """AdamW has embedding, output layer, and all that is no matrix."""
     torch.manual_seed(0)
@@ -409,6 +418,7 @@ def test_what_is_for_optimizers_that_there_are_not_is_refused():
     )
 
 
+@own_step
 def test_a_plateau_of_one_of_them():
     """Its rate falls at epoch ends, the other's stays."""
     module = net()
@@ -418,6 +428,7 @@ def test_a_plateau_of_one_of_them():
     assert [each.param_groups[0]["lr"] for each in pair] == [0.1, 0.025]
 
 
+@own_step
 def test_state_dicts_go_both_ways():
     """Loading finds the state of every member again, and they share it."""
     module = net()
@@ -455,6 +466,7 @@ def deceive(gan, batch):
     return {"generator": -gan.critic(gan.generator(batch[1])).tanh().mean()}
 
 
+@own_step
 @pytest.mark.parametrize(
     "kinds", [(NADAM, SGD), (ADAM, SGD), (Lion, ScheduleFree)], ids=lambda k: k[0].__name__
 )
@@ -497,6 +509,7 @@ def test_losses_in_turn_move_what_their_optimizers_have(kinds):
     assert_equal(module, other)
 
 
+@own_step
 @pytest.mark.parametrize("watches", [True, False], ids=["plateau", "curve"])
 def test_a_run_goes_on_with_another_rate_of_one_of_them(watches, tmp_path):
     """What is changed on purpose counts from there; the other goes on as it was."""

@@ -85,13 +85,15 @@ def test_without_a_target_the_plan_says_that_the_loss_is_not_counted():
     [
         (
             {"x": X, "y": Y},
-            "plan: Sequential.forward(input) can't take a batch of x=, y=: missing a required "
-            "argument: 'input'. Bring the batch into the form that forward takes.",
+            "the sample, batch 0: Sequential.forward takes 'input', but the fields of the batch "
+            "are 'x', 'y'. Say which it gets: one by position, compile(..., inputs='x'), or by "
+            "name, inputs={'parameter': 'field'}.",
         ),
         (
             [{"x": X}],
-            "plan: Sequential.forward(input) can't take a batch of x=: missing a required "
-            "argument: 'input'. Bring the batch into the form that forward takes.",
+            "the sample, batch 0: Sequential.forward takes 'input', but the fields of the batch "
+            "are 'x'. Say which it gets: one by position, compile(..., inputs='x'), or by name, "
+            "inputs={'parameter': 'field'}.",
         ),
         (
             [X[:4], Y],

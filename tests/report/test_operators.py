@@ -268,7 +268,8 @@ def test_what_has_no_recording_says_so(tmp_path, monkeypatch):
         "missing": "the module itself runs, without a recording whose operators could be timed"
     }
     divided = types.SimpleNamespace(placement=types.SimpleNamespace(weights=object()))
-    assert TrainingProgram.profile(types.SimpleNamespace(state=divided), None) == {
+    program = types.SimpleNamespace(state=divided, _takes_turns=False)
+    assert TrainingProgram.profile(program, None) == {
         "missing": "weights lie in parts, and one process alone can't run a micro-batch"
     }
 

@@ -12,6 +12,7 @@ from torch import nn
 import ipufit
 from ipufit import TrainStep
 from ipufit.errors import ConfigurationError, LossError, MetricError, NonFiniteLossError
+from tests.engines import moves_parts
 from tests.training.own_steps import (
     PROGRAMS,
     Adversaries,
@@ -25,7 +26,6 @@ from tests.training.own_steps import (
     tell_apart,
 )
 
-pytestmark = pytest.mark.embedded_only("most steps move parts, or compute gradients themselves")
 GAN = PROGRAMS["dcgan"]
 
 
@@ -41,6 +41,7 @@ def equal(first, second):
     return difference(net, other) == 0 and history.history == other_history.history
 
 
+@moves_parts
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_step_equals_its_loop(name, accumulation):
@@ -51,6 +52,7 @@ def test_a_step_equals_its_loop(name, accumulation):
     assert history.history["loss"][0] != history.history["loss"][-1]
 
 
+@moves_parts
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_device_iterations_and_eager_runs_have_the_same_bits(name):
     """Executions of several updates, and the module itself in place of a recording."""
@@ -60,6 +62,7 @@ def test_device_iterations_and_eager_runs_have_the_same_bits(name):
     assert equal(first, fit(PROGRAMS[name], gradient_accumulation=2, compile_options=eager))
 
 
+@moves_parts
 @pytest.mark.parametrize("name", ["wgan-gp", "actor-critic"])
 def test_replicas_are_accumulation(name):
     """But for running statistics of BatchNorm, which each replica has of its own.
@@ -73,6 +76,7 @@ def test_replicas_are_accumulation(name):
     assert equal(fit(program, ipus=4), fit(program, ipus=4, device_iterations=2))
 
 
+@moves_parts
 @pytest.mark.parametrize("name", ["wgan-gp", "critic-more-often", "actor-critic", "contrast"])
 def test_an_interrupted_run_goes_on_with_the_same_bits(name, tmp_path):
     """In the middle of an epoch, between updates that make a step and updates that don't."""
@@ -107,6 +111,7 @@ def noisy(net, batch):
     return {"d": lost, "deceived": deceived, "noise": noise.mean()}
 
 
+@moves_parts
 def test_random_numbers_are_functions_of_update_step_and_repetition():
     """Repetitions draw other numbers, executions of several updates the same."""
     seen = {}
@@ -139,6 +144,7 @@ def test_random_numbers_are_functions_of_update_step_and_repetition():
     assert len(set(drawn)) == 3 * 22
 
 
+@moves_parts
 def test_history_has_each_loss_and_what_the_steps_log():
     """Their sum is the loss; a step that is made now and then counts when it is made."""
     _, history, model = fit(PROGRAMS["critic-more-often"], epochs=1)
@@ -150,6 +156,7 @@ def test_history_has_each_loss_and_what_the_steps_log():
     assert values["loss"] == pytest.approx(values["d"] + values["g"], abs=1e-12)
 
 
+@moves_parts
 def test_evaluation_is_the_mean_of_the_steps_over_all_samples():
     """In eval mode, with a gradient where a step takes one, and nothing moves."""
     _, _, model = fit(PROGRAMS["wgan-gp"], epochs=1)
@@ -185,6 +192,7 @@ def test_a_forward_of_several_arguments_is_the_steps_to_call():
     assert losses[1] < losses[0]
 
 
+@moves_parts
 def test_predict_calls_the_module_itself():
     """A step is for training; what comes out of the module is its forward's."""
     net, _, model = fit(GAN, epochs=1)
@@ -210,6 +218,7 @@ def test_metrics_compare_outputs_with_the_second_part_of_the_batch():
     assert history["val_mse"] == pytest.approx(history["val_loss"])
 
 
+@moves_parts
 def test_schedules_averages_and_clipping_go_with_turns():
     """A rate that falls with the update falls for all turns of one update at once."""
     rates = []
@@ -229,6 +238,7 @@ def test_schedules_averages_and_clipping_go_with_turns():
                             device_iterations=3, callbacks=[Rates()]))  # fmt: skip
 
 
+@moves_parts
 def test_a_parameter_without_a_gradient_keeps_its_state():
     """Two losses on the same optimizer: what one of them does not reach, its turn leaves alone."""
 
@@ -266,6 +276,7 @@ def test_a_parameter_without_a_gradient_keeps_its_state():
     assert steps == [44, 44, 22, 22]
 
 
+@moves_parts
 def test_a_loss_that_is_not_finite_leaves_the_state_before_its_update():
     """Also where an earlier turn of the update has moved weights already."""
 
@@ -303,6 +314,7 @@ def compiled(loss, optimizer=None, net=None, **options):
     return model
 
 
+@moves_parts
 @pytest.mark.parametrize(
     ("make_loss", "options", "text"),
     [
@@ -436,6 +448,7 @@ def test_a_step_that_returns_no_loss_says_so_with_the_first_batch(function, move
         model.fit(*samples(), batch_size=4, verbose=0)
 
 
+@moves_parts
 @pytest.mark.both_engines
 def test_an_ipu_refuses_several_losses_by_name():
     """PopTorch follows one loss."""
@@ -448,6 +461,7 @@ def test_an_ipu_refuses_several_losses_by_name():
             model.compile(adam(net, program.rates), loss)
 
 
+@moves_parts
 @pytest.mark.both_engines
 def test_one_loss_of_a_step_trains_on_an_ipu():
     """Knowledge distillation needs nothing that PopTorch has not."""
@@ -462,6 +476,7 @@ def test_one_loss_of_a_step_trains_on_an_ipu():
     assert set(history) == {"loss", "soft"}
 
 
+@moves_parts
 def test_what_looks_into_one_loss_says_so():
     """Operators, divisions and facts of PopTorch are those of one recording."""
     model = compiled(GAN.loss)
@@ -471,6 +486,7 @@ def test_what_looks_into_one_loss_says_so():
             getattr(model, name)(batch, **({"ipus": 2} if name == "plan" else {}))
 
 
+@moves_parts
 def test_what_looks_into_a_step_with_one_turn_works():
     """A gradient inside is an operator like others."""
     batch = tuple(tensor[:4] for tensor in samples())
@@ -483,6 +499,7 @@ def test_what_looks_into_a_step_with_one_turn_works():
         assert "a gradient is computed inside the step" in str(model.preflight(batch))
 
 
+@moves_parts
 def test_explain_tells_the_turns(capsys):
     """Who reads it sees what an update is made of."""
     model = compiled(PROGRAMS["critic-more-often"].loss)
@@ -492,6 +509,7 @@ def test_explain_tells_the_turns(capsys):
     assert "In one update of 3: please, of which 'g' moves generator.\n" in text
 
 
+@moves_parts
 def test_a_report_says_why_operators_are_missing(tmp_path):
     """The rest of it is there."""
     fit(GAN, epochs=1, callbacks=[ipufit.Report(tmp_path)])
@@ -546,6 +564,7 @@ def follow(options, moves=("critic", "actor.head"), **fit_options):
     return net, model, loader
 
 
+@moves_parts
 @pytest.mark.parametrize("moves", [("critic", "actor.head"), ("critic", "actor")])
 def test_a_part_that_two_parts_share_is_moved_under_either_name(moves):
     """named_parameters() has it under one name alone."""
@@ -568,6 +587,7 @@ def test_a_part_that_two_parts_share_is_moved_under_either_name(moves):
     assert difference(net, twin) < 1e-12
 
 
+@moves_parts
 def test_validation_and_evaluation_move_nothing():
     """Not even what a step changes in place whatever the mode."""
     x, y = samples()
@@ -581,6 +601,7 @@ def test_validation_and_evaluation_move_nothing():
         assert all(torch.equal(value, before[n]) for n, value in net.state_dict().items())
 
 
+@moves_parts
 def test_a_step_may_freeze_a_part_for_its_own_time():
     """As CycleGAN's set_requires_grad does; afterwards all is as it was."""
 
@@ -604,6 +625,7 @@ def test_a_step_may_freeze_a_part_for_its_own_time():
         assert all(parameter.requires_grad for parameter in net.parameters())
 
 
+@moves_parts
 def test_a_gradient_of_parameters_is_part_of_an_evaluation():
     """As in meta-learning, which adapts to each batch."""
 
@@ -622,6 +644,7 @@ def test_a_gradient_of_parameters_is_part_of_an_evaluation():
     assert value == pytest.approx(adapt(net, (x, y)).item(), abs=1e-12)
 
 
+@moves_parts
 def test_steps_that_log_one_name_are_refused():
     """History could have only one of them."""
 
@@ -664,6 +687,7 @@ def test_batches_as_dicts_go_to_steps_but_for_their_texts():
         bare.fit(x, y, sample_weight=torch.ones(44), batch_size=4, verbose=0)
 
 
+@moves_parts
 def test_history_sums_what_each_loss_is_where_it_is_made():
     """A loss that is made now and then counts as much as in an evaluation."""
     _, history, _ = fit(PROGRAMS["critic-more-often"], epochs=2)
@@ -672,6 +696,7 @@ def test_history_sums_what_each_loss_is_where_it_is_made():
         assert loss == pytest.approx(d + g, abs=1e-12)
 
 
+@moves_parts
 def test_the_adversaries_are_what_the_docs_show():
     """Both parts move, and the module is the user's."""
     net, _, _ = fit(GAN, epochs=1)

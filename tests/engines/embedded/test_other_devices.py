@@ -1,9 +1,11 @@
 """Devices that torch has no CUDA for: keyed random numbers, checkpoints and copies on them.
 
-The device is the one of :mod:`tests.plain_device`, registered in a copy of this process.
+The device is the one of :mod:`tests.plain_device`, registered in a process of its own.
 """
 
+import contextlib
 import functools
+import io
 import multiprocessing
 import traceback
 import types
@@ -19,7 +21,7 @@ from ipufit.training import rank_consistency
 from ipufit.utils import devices
 from ipufit.utils.random_streams import isolated, seed_generators
 from ipufit.utils.state import fork_rng
-from tests.copies import CAN_COPY, start_copy
+from tests.copies import CAN_COPY
 from tests.fitting import assert_equal
 from tests.nets import CNN, data
 from tests.plain_device import CAN_REGISTER, Keyed, Plain, register
@@ -32,24 +34,33 @@ pytestmark = [
 ]
 
 
-def on_the_device(test):
-    """Run a test in a copy of this process, in which torch knows the device."""
+# Autograd makes queues for the devices that there are as the first backward pass begins. So a copy
+# of a process that has made one can't train on a device that is registered later.
+CLEAN = multiprocessing.get_context("forkserver") if CAN_COPY else None
 
-    def run(module, sender, arguments):
-        try:
-            register(module())
-            test(**arguments)
-            sender.send("")
-        except BaseException:
-            sender.send(traceback.format_exc())
+
+def run(name, module, sender, arguments):
+    """Run a test in this process, in which torch gets to know the device."""
+    try:
+        register(module())
+        globals()[name].__wrapped__(**arguments)
+        sender.send("")
+    except BaseException:
+        sender.send(traceback.format_exc())
+
+
+def on_the_device(test):
+    """Run a test in a process in which torch knows the device."""
 
     @functools.wraps(test)
     def started(**arguments):
         module = arguments.get("module", Plain)
-        receiver, sender = multiprocessing.Pipe(duplex=False)
-        process = start_copy(run, module, sender, arguments)
+        receiver, sender = CLEAN.Pipe(duplex=False)
+        CLEAN.set_forkserver_preload([__name__])
+        process = CLEAN.Process(target=run, args=(test.__name__, module, sender, arguments))
+        process.start()
         try:
-            assert receiver.poll(120), "the copy said nothing"
+            assert receiver.poll(120), "the process said nothing"
             said = receiver.recv()
             assert not said, said
         finally:
@@ -237,7 +248,7 @@ def test_several_processes_are_refused():
 
 
 @on_the_device
-def test_what_looks_into_a_model_works_on_the_device(tmp_path, capsys):
+def test_what_looks_into_a_model_works_on_the_device(tmp_path):
     model = fitted("plain", compiling={"jit": "graph"})
     x, y = data(4)
     assert not model.check((x, y)).findings
@@ -245,8 +256,10 @@ def test_what_looks_into_a_model_works_on_the_device(tmp_path, capsys):
     report = ipufit.Report(str(tmp_path / "run"))
     model.fit(x, y, batch_size=2, verbose=0, callbacks=[report])
     assert model.predict(x, batch_size=2, verbose=0).device.type == "cpu"
-    model.explain()
-    assert "on the embedded engine, device plain:0" in capsys.readouterr().out
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        model.explain()
+    assert "on the embedded engine, device plain:0" in printed.getvalue()
     assert doctor._examined()["machine"]["other devices"] == "plain"
 
 
