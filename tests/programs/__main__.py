@@ -83,10 +83,11 @@ def run(group, program, python):
     if path.endswith(".ipynb"):
         path = script_of(folder / path)
     report, junit = work / "counts.json", work / "results.xml"
-    is_tests = program.result == PASSES
+    counts_tests, name = program.result == PASSES, os.path.basename(path)
+    is_tests = counts_tests or name.startswith("test_") or name.endswith("_test.py")
     command = ["-m", "pytest", "-q", f"--junitxml={junit}", path] if is_tests else [path]
     drive = [str(Path(__file__).with_name("drive.py")), str(report)]
-    updates = 0 if is_tests else program.updates
+    updates = 0 if counts_tests else program.updates
     variables = {name: value.format(**places) for name, value in program.variables.items()}
     # What a program starts as `python3` is this one, too.
     search = os.pathsep.join([os.path.dirname(python), os.environ["PATH"]])
@@ -102,11 +103,13 @@ def run(group, program, python):
         timeout=program.seconds,
     )
     for line in program.before:
-        execute([python, *drive, "0", "inf", *line.format(**places).split()])
+        done = execute([python, *drive, "0", "inf", *line.format(**places).split()])
+        if done.returncode:
+            return FAILS, "\n".join([line, *done.stdout.splitlines()[-5:]])
     drive += [str(updates), str(program.calls)]
     done = execute([python, *drive, *command, *arguments])
     (BUILD / "output.txt").write_text(done.stdout, encoding="utf-8")
-    if is_tests:
+    if counts_tests:
         return passed(junit, program.failures)
     counts = json.loads(report.read_text("utf-8"))
     if counts["updates"] >= program.updates:

@@ -128,9 +128,9 @@ def reddit(place, nodes=3000):
 
 
 def wikipedia(place, edits=800):
-    """Edits of pages of JODIE, with as many users and pages as there are."""
+    """Edits of pages of JODIE, whose first has the last user and page; few others edit again."""
     path = os.path.join(folder(place, "wikipedia", "raw"), "wikipedia.csv")
-    users, pages = RANDOM.integers(0, 8227, edits), RANDOM.integers(0, 1000, edits)
+    users, pages = RANDOM.integers(0, 200, edits), RANDOM.integers(0, 100, edits)
     users[0], pages[0] = 8226, 999
     reverted = RANDOM.integers(0, 2, edits)
     columns = [users, pages, np.arange(edits), reverted, *RANDOM.random((172, edits))]
@@ -140,19 +140,23 @@ def wikipedia(place, edits=800):
 
 def facts(place, relations=237):
     """Facts of FB15k-237, and of two versions that know other entities in training than later."""
+    names = [f"e{number}" for number in range(200)]
+    if os.path.exists(os.path.join(place, "names.txt")):  # a file that has names of entities
+        with open(os.path.join(place, "names.txt")) as file:
+            names = [line.partition("\t")[0] for line in file]
     parts = (("train.txt", 800, 200), ("valid.txt", 64, 200), ("test.txt", 64, 200))
     later = (("train_ind.txt", 400, 100), ("test_ind.txt", 64, 100))
     for version in ("", "v1", "v4"):
         path = folder(place, "FB15k-237", version, "raw")
-        for kind, count in (("entities", 200), ("relations", relations)):
+        kinds = {"entities": names, "relations": [f"r{number}" for number in range(relations)]}
+        for kind, rows in kinds.items():
             with open(os.path.join(path, f"{kind}.dict"), "w") as file:
-                names = (f"{kind[0]}{number}" for number in range(count))
-                file.writelines(f"{number}\t{name}\n" for number, name in enumerate(names))
+                file.writelines(f"{number}\t{name}\n" for number, name in enumerate(rows))
         for name, count, entities in (*parts, *later):
             with open(os.path.join(path, name), "w") as file:
                 for number in range(count):
                     relation, tail = RANDOM.integers(relations), RANDOM.integers(entities)
-                    file.write(f"e{number % entities}\tr{relation}\te{tail}\n")
+                    file.write(f"{names[number % entities]}\tr{relation}\t{names[tail]}\n")
 
 
 def clusters(place, count, dataset):
@@ -196,6 +200,7 @@ WRITERS = {
     "IMDB": lambda place: imdb(f"{place}/IMDB"),
     "Reddit": lambda place: posts(f"{place}/Reddit"),
     "wikipedia": wikipedia,
+    "JODIE": lambda place: wikipedia(f"{place}/JODIE", 12500),
     "FB15k-237": facts,
 }
 

@@ -243,6 +243,14 @@ def speech(source, work):
     (work / "data.list").write_text("\n".join(rows), encoding="utf-8")
 
 
+def recorded(source, work):
+    """Tones as for training, and their texts, which recognition is compared with."""
+    speech(source, work)
+    rows = [json.loads(row) for row in (work / "data.list").read_text("utf-8").splitlines()]
+    texts = "\n".join(f"{row['key']} {row['txt']}" for row in rows)
+    (work / "texts.txt").write_text(texts, encoding="utf-8")
+
+
 def spectra(source, work):
     """Random spectra, durations and pitches for one sentence."""
     packages(source, work)
@@ -353,7 +361,7 @@ EVALUATION = (
 CONFORMER_SIZES = (
     "--encoder.num_blocks 4 --encoder.max_len 120 --encoder.linear_units 32 "
     "--encoder.output_size 16 --decoder.encoder_output_size 16 --decoder.num_blocks 1 "
-    "--decoder.linear_units 32 --decoder.max_len 8 --decoder.vocab_size 50 "
+    "--decoder.linear_units 32 --decoder.max_len 32 --decoder.vocab_size 50 "
     "--loss_fn.vocab_size 50 --train_dataset.dtype FLOAT32 --val_dataset.dtype FLOAT32 "
     "--trainer.dtype FLOAT32 --ipu_options.enable_half_partials False "
     "--ipu_options.gradient_accumulation 7 --train_iterator.batch_size 1 "
@@ -364,6 +372,10 @@ CONFORMER_SIZES = (
     "--ipu_options.pipeline "
     "[['encoder.encoders__1.',1],['encoder.encoders__2.',2],['encoder.encoders__3.',3]]"
 )
+CONFORMER_SAVED = (
+    f"{CONFORMER_SIZES} --trainer.num_epochs 2 --checkpoints.save_checkpoint_path {{work}}/out"
+)
+CONFORMER_VALIDATE = f"validate {CONFORMER_SAVED} --ipu_options.device_iterations 4"
 CLIP_SIZES = (
     "--config CLIP_ViT-B-32_cc3m --image_path {work}/pictures "
     "--captions_path {work}/captions.csv "
@@ -505,6 +517,25 @@ PROGRAMS = (
         arguments=f"train {CONFORMER_SIZES} --trainer.num_epochs 2",
         adaptation=f"made-up tones and letters; small sizes, float32; {NO_OPERATORS}",
         seconds=900,
+    ),
+    program(
+        f"{CONFORMER}/main.py",
+        RUNS,
+        speech,
+        before=(f"main.py train {CONFORMER_SAVED}",),
+        arguments=CONFORMER_VALIDATE,
+        adaptation=f"the same, of the weights of two epochs of training; {NO_OPERATORS}",
+        seconds=1200,
+    ),
+    program(
+        f"{CONFORMER}/main.py",
+        RUNS,
+        recorded,
+        before=(f"main.py train {CONFORMER_SAVED}", f"main.py {CONFORMER_VALIDATE}"),
+        arguments=f"recognize {CONFORMER_SAVED} --compute_cer.average_num 2 "
+        "--compute_cer.label_text {work}/texts.txt",
+        adaptation=f"the same, after its validation, with a beam search; {NO_OPERATORS}",
+        seconds=1200,
     ),
     suite(CONFORMER, "test_forward_grad", speech, adaptation=NO_OPERATORS),
     program(

@@ -18,6 +18,9 @@ CNNS = "vision/cnns/pytorch-lightning"
 RNN = "tutorials/simple_applications/pytorch_lightning/shakespeare-rnn"
 
 
+FASHION = f"{CNNS}/code-examples/fashion-mnist"
+
+
 def clothes(folder, rows):
     """A function that writes so many made-up images of FashionMNIST into this folder."""
 
@@ -57,6 +60,19 @@ PROGRAMS = [
         "made-up data; an execution is 300 updates",
         updates=1,
         seconds=1800,
+    ),
+    *(
+        Program(
+            f"{FASHION}/train.py",
+            TRAINS,
+            arguments=f"--model {model} --ipus 1 --num-epochs 1",
+            adaptation="made-up data; on one IPU, where an execution is 250 updates; the "
+            "notebooks beside it have the same code",
+            prepare=clothes(f"{FASHION}/fashionmnist_data", 8000),
+            updates=1,
+            seconds=1200,
+        )
+        for model in ("ours", "torchvision")
     ),
     Program(
         f"{CNNS}/train_lightning.py",

@@ -43,7 +43,7 @@ class Environment:
 
 
 # What comes of a program.
-TRAINS = "trains"  # so many updates with finite results, or more
+TRAINS = "trains"  # so many updates with finite results, or more; a file of tests may, too
 RUNS = "runs"  # to its end; it trains nothing
 PASSES = "passes"  # all tests that it has, but for those that the reason names
 FAILS = "fails"  # for a reason that is ours

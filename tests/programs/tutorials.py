@@ -47,7 +47,7 @@ ENVIRONMENTS = {
     "compiled": Environment(
         (
             *("pyg-nightly==2.4.0.dev20230613", "pandas==2.0.1", "scipy", "scikit-learn"),
-            *("matplotlib", "torchinfo", "networkx==3.0", "pyyaml", "jupytext"),
+            *("matplotlib", "torchinfo", "networkx==3.0", "pyyaml", "jupytext", "ipython"),
             *("torch-scatter==2.1.1", "torch-sparse==0.6.17", "torch-cluster==1.6.1"),
         ),
         "3.8",
@@ -110,6 +110,12 @@ def library(source, work):
 def facts(source, work):
     """The folder of data sets that the network of facts looks into."""
     (source / "gnn/nbfnet/pytorch_geometric/data").symlink_to(work)
+
+
+def named_facts(source, work):
+    """The names of entities that the notebook has a list of."""
+    names = source / "gnn/nbfnet/pytorch_geometric/static/fb15k-237_entitymapping.txt"
+    (work / "names.txt").symlink_to(names)
 
 
 def transactions(source, work):
@@ -417,6 +423,11 @@ PROGRAMS = (
         environment="compiled",
     ),
     of_graphs(
+        "gnn/tgn/pytorch/Train_TGN.ipynb",
+        "JODIE",
+        environment="compiled",
+    ),
+    of_graphs(
         "gnn/schnet/pytorch_geometric/molecular_property_prediction_with_schnet_code_only.py",
         "qm9/all",
         seconds=2400,
@@ -434,6 +445,17 @@ PROGRAMS = (
         prepare=facts,
         graphs=("FB15k-237",),
         environment="compiled",
+    ),
+    Program(
+        "gnn/nbfnet/pytorch_geometric/NBFNet_training.ipynb",
+        TRAINS,
+        adaptation="made-up facts; run to its end",
+        prepare=named_facts,
+        graphs=("FB15k-237",),
+        variables={"DATASETS_DIR": "{work}"},
+        environment="compiled",
+        updates=1000,
+        seconds=1200,
     ),
     Program(
         "gnn/nbfnet/pytorch_geometric/tests/test_utils.py",

@@ -188,23 +188,53 @@ def vit(source, work):
     torch.save(weights, source / VIT / "made-up" / "pytorch_model.bin")
 
 
-def dino(source, work):
+def dino(source, work, each=11):
     """Make up pictures and a compiled library."""
-    imagenet(source / DINO / "data" / "imagenet1k", 3, 11)
+    imagenet(source / DINO / "data" / "imagenet1k", 3, each)
     imagenet(source / DINO / "data" / "few", 3, 4)
     empty_library(source / DINO / "ema" / "build" / "exp_avg_custom_op.so")
 
 
-def mae(source, work):
+def mae(source, work, each=8):
     """Make up pictures and a compiled library."""
-    imagenet(source / MAE / "data" / "imagenet1k", 3, 8)
+    imagenet(source / MAE / "data" / "imagenet1k", 3, each)
     empty_library(source / MAE / "remap" / "remap_ops.so")
 
 
+def mae_tuned(source, work):
+    """Make up pictures: of training enough for an update, more to validate."""
+    mae(source, work, each=3)
+    names = [f"more-{index}.JPEG" for index in range(64)]
+    pictures(source / MAE / "data" / "imagenet1k" / "validation" / "n00000000", names)
+
+
+# Four layers; an update takes 1024 pictures, the fewest that the loader of pictures can.
+_SMALL_SWIN = """
+MADE_UP:
+  DATA: {BATCH_SIZE: 64}
+  IPU: {NUM_LOCALREPLICA: 1, GRADIENT_ACCUMULATION_STEPS: 16, IPUS: 4, LAYERS_PER_IPU: [1, 1, 1, 1]}
+  PRECISION: [float, float]
+  MODEL:
+    TYPE: linear
+    DEVICE: ipu
+    SWIN: {EMBED_DIM: 16, DEPTHS: [1, 1, 1, 1], NUM_HEADS: [1, 2, 2, 4], WINDOW_SIZE: 7}
+"""
+
+
 def swin(source, work):
-    """Make up pictures and a compiled library."""
-    imagenet(source / SWIN / "data" / "imagenet1k", 4, 16)
+    """Make up pictures, a small configuration and a compiled library."""
+    imagenet(source / SWIN / "data" / "imagenet1k", 4, 256)
+    with (source / SWIN / "configs" / "configs.yaml").open("a") as file:
+        file.write(_SMALL_SWIN)
     empty_library(source / SWIN / "custom_ops.so")
+
+
+def swin_test(source, work):
+    """Give pytest the program's options, and `make` a compiled library."""
+    empty_library(source / SWIN / "custom_ops.so")
+    (source / SWIN / "Makefile").write_text("all:\n")
+    options = "    parser.addoption('--cfg')\n    parser.addoption('--batch-size')\n"
+    (work / "made_up.py").write_text(f"def pytest_addoption(parser):\n{options}")
 
 
 _CIFAR10 = """
@@ -382,6 +412,23 @@ _NETWORKS = [
     Program("tests/tritonserver/multi_client_test.py", OUT_OF_REACH, "needs that server, too"),
     Program("tests/test_models.py", PASSES, prepare=cnns),
     Program(
+        "tests/test_data.py",
+        PASSES,
+        "one test starts two processes by poprun, one needs a patched libjpeg-turbo",
+        adaptation="10,000 pictures to test with in CIFAR-10's files, 7 others",
+        prepare=partial(cnns, train=512, test=10000),
+        failures=2,
+        seconds=1200,
+    ),
+    Program(
+        "tests/test_config.py",
+        PASSES,
+        arguments="-k mobilenet-v3-small",
+        adaptation="two of its tests: the others are the same with larger models",
+        prepare=cnns,
+        seconds=1200,
+    ),
+    Program(
         "tests/test_train.py",
         PASSES,
         arguments="-k recomputation_checkpoints",
@@ -451,14 +498,29 @@ _TRANSFORMERS = [
     ),
 ]
 
-_SWIN = "--cfg SWIN_TINY --data-path data/imagenet1k --num-workers 1"
 _WINDOWS = [
     Program(
         "train_swin.py",
-        RUNS,
-        arguments=f"{_SWIN} --checkpoint-output-dir {{work}} --batch-size 2 --ga 7 --compile-only",
-        adaptation=f"{_FOLDERS}; its option to compile alone",
+        TRAINS,
+        arguments="--cfg MADE_UP --data-path data/imagenet1k --num-workers 1 "
+        "--checkpoint-output-dir {work}",
+        adaptation=f"a small configuration beside its own; {_FOLDERS}",
         prepare=swin,
+        seconds=1200,
+    ),
+    Program(
+        "validate.py",
+        OUT_OF_REACH,
+        "reads `args.checkpoint_output_dir`, which its own arguments lack",
+    ),
+    Program(
+        "swin_test.py",
+        TRAINS,
+        arguments="-p made_up --cfg SWIN_TINY --batch-size 1",
+        adaptation="its smallest model, by an option that pytest hands on; a Makefile that makes "
+        "nothing",
+        prepare=swin_test,
+        seconds=1800,
     ),
 ]
 
@@ -471,8 +533,18 @@ _DINO = (
 )
 _VIT_TINY = "--arch vit_tiny"
 _WEIGHTS = f"{_VIT_TINY} --out_dim 64 --weights out/checkpoint.pth --output out/vit.pth"
-_AFTER_DINO = f"{_FOLDERS}; after an update of train_ipu.py"
-_DINO_TRAINED = (f"train_ipu.py {_DINO}".replace("imagenet1k", "few"),)
+_FEATURES = (
+    f"{_VIT_TINY} --weights out/vit.pth --batch_size 2 --replic 1 --di 2 --num_workers 1 "
+    "--data_path data/imagenet1k/{split} --output out/{split}.pth"
+)
+_KNN = "--train out/train.pth --validation out/validation.pth"
+_AFTER_DINO = f"{_FOLDERS}; after an update of train_ipu.py and what its page runs before"
+_DINO_STEPS = (
+    f"train_ipu.py {_DINO}".replace("imagenet1k", "few"),
+    f"script/extract_weights.py {_WEIGHTS}",
+    f"script/extract_feature.py {_FEATURES.format(split='train')}",
+    f"script/extract_feature.py {_FEATURES.format(split='validation')}",
+)
 _SELF_DISTILLED = [
     Program(
         "train_ipu.py",
@@ -487,7 +559,32 @@ _SELF_DISTILLED = [
         RUNS,
         arguments=_WEIGHTS,
         adaptation=_AFTER_DINO,
-        before=_DINO_TRAINED,
+        before=_DINO_STEPS[:1],
+        prepare=dino,
+    ),
+    Program(
+        "script/extract_feature.py",
+        RUNS,
+        arguments=_FEATURES.format(split="train"),
+        adaptation=_AFTER_DINO,
+        before=_DINO_STEPS[:2],
+        prepare=dino,
+    ),
+    Program(
+        "script/knn_accuracy.py",
+        RUNS,
+        arguments=_KNN,
+        adaptation=_AFTER_DINO,
+        before=_DINO_STEPS,
+        prepare=partial(dino, each=50),
+    ),
+    Program(
+        "script/linear_train.py",
+        TRAINS,
+        arguments=f"{_VIT_TINY} --pretrained_weights out/checkpoint.pth --epochs 1 "
+        "--batch_size 1 --data_path data/imagenet1k --num_workers 1 --output out",
+        adaptation=_AFTER_DINO,
+        before=_DINO_STEPS[:1],
         prepare=dino,
     ),
     Program(
@@ -495,6 +592,14 @@ _SELF_DISTILLED = [
         PASSES,
         arguments="--noconftest -k alignment",
         adaptation="an empty library in the place of its compiled operator",
+        prepare=dino,
+        seconds=3600,
+    ),
+    Program(
+        "tests/test_dino.py",
+        TRAINS,
+        arguments="--noconftest -k dino_model",
+        adaptation="its other test, which trains 50 updates, up to the third",
         prepare=dino,
         seconds=3600,
     ),
@@ -530,11 +635,28 @@ _MASKED = [
         seconds=3600,
     ),
     Program(
+        "tests/test_mae.py",
+        TRAINS,
+        arguments="--noconftest -k mae_model",
+        adaptation="its other test, which trains 100 updates, up to the third",
+        prepare=mae,
+        seconds=3600,
+    ),
+    Program(
         "main_finetune.py",
         TRAINS,
         arguments=f"{_MAE_FINETUNE} --output {{work}}",
         adaptation=_FOLDERS,
         prepare=mae,
+        seconds=1800,
+    ),
+    Program(
+        "finetune_validate.py",
+        RUNS,
+        arguments=f"{_MAE_FINETUNE} --device_iterations 4 --resume out/checkpoint.pth --output out",
+        adaptation=f"{_FOLDERS}; after main_finetune.py",
+        before=(f"main_finetune.py {_MAE_FINETUNE} --output out",),
+        prepare=mae_tuned,
         seconds=1800,
     ),
 ]
