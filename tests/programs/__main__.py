@@ -110,7 +110,7 @@ def run(group, program, python):
     done = execute([python, *drive, *command, *arguments])
     (BUILD / "output.txt").write_text(done.stdout, encoding="utf-8")
     if counts_tests:
-        return passed(junit, program.failures)
+        return passed(junit, program.failures, done.returncode)
     counts = json.loads(report.read_text("utf-8"))
     if counts["updates"] >= program.updates:
         return TRAINS, f"{counts['updates']} updates in {counts['seconds']} s of processor time"
@@ -131,10 +131,10 @@ def script_of(notebook):
     return script.name
 
 
-def passed(junit, failures):
+def passed(junit, failures, status):
     """The result of a file of tests, by pytest's report."""
     if not junit.exists():
-        return FAILS, "pytest has written no report"
+        return FAILS, f"pytest ended with {status} and has written no report"
     (suite,) = ElementTree.parse(junit).getroot().iter("testsuite")
     counts = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
     ran = counts["tests"] - counts["skipped"]

@@ -45,7 +45,7 @@ class Environment:
 # What comes of a program.
 TRAINS = "trains"  # so many updates with finite results, or more; a file of tests may, too
 RUNS = "runs"  # to its end; it trains nothing
-PASSES = "passes"  # all tests that it has, but for those that the reason names
+PASSES = "passes"  # all tests that it does not skip, but for those that the reason names
 FAILS = "fails"  # for a reason that is ours
 OUT_OF_REACH = "out of reach"  # for a reason that is not: hardware, a download, a package
 

@@ -678,7 +678,7 @@ def _detection_tests(folder, name):
 def detection(folder):
     """The programs of the detector, which is published twice."""
     light = ("autoanchors", "backbone", "fusing", "head", "label_preprocessing", "neck")
-    names = (*light, "preprocessing", "tools", "nms", "model")
+    names = (*light, "preprocessing", "tools", "nms")
     return [
         Program(
             "run.py",
@@ -698,8 +698,13 @@ def detection(folder):
         ),
         *(_detection_tests(folder, name) for name in names),
         replace(
+            _detection_tests(folder, "model"),
+            reason="four of its five are marked as skipped, by themselves",
+        ),
+        replace(
             _detection_tests(folder, "loss"),
-            reason="one test compares with stored predictions, a download",
+            reason="one test compares with stored predictions, a download; another of the three is "
+            "marked as skipped, by itself",
             failures=1,
         ),
     ]
