@@ -163,7 +163,9 @@ PROGRAMS = (
     of_tests("tests/test_ipu_configuration.py"),
     of_tests(
         "tests/test_trainer.py",
-        "four tests push to the hub, and are skipped",
+        "four tests push to the hub, and are left out; one trains in float16 at a rate of 1e9 and "
+        "asks for a loss that is no number, where what overflows is clipped",
+        failures=1,
         arguments="-k not(push_to_hub)",
         adaptation="",
         prepare=None,
@@ -189,7 +191,13 @@ PROGRAMS = (
         failures=6,
         seconds=1800,
     ),
-    of_tests("tests/pipelines/test_pipelines_zero_shot.py", seconds=1800),
+    of_tests(
+        "tests/pipelines/test_pipelines_zero_shot.py",
+        arguments="-k not(test_small_model_pt)",
+        adaptation="small models in local folders; without the one that asks which of three labels "
+        "a downloaded model prefers by a few thousandths",
+        seconds=1800,
+    ),
     of_tests(
         "tests/pipelines/test_pipelines_question_answering.py",
         "two ask for the answers of a downloaded model, one asks the hub for a task",
