@@ -337,16 +337,16 @@ class ManualLosses(Loss):
 
     Attributes:
         names: of the parameters of each optimizer.
-        seen: the turns, once a batch has shown them.
+        recorded: the turns, once the step has run on a batch.
     """
 
     names: Tuple[Tuple[str, ...], ...] = ()
-    seen: List[Turn] = dataclasses.field(default_factory=list)
+    recorded: List[Turn] = dataclasses.field(default_factory=list)
 
     @property
     def turns(self) -> Tuple[Turn, ...]:
         """The turns of an update; before a batch has shown them, one that stands for all."""
-        return tuple(self.seen) or (Turn(self._turn(), 1, 1, 0),)
+        return tuple(self.recorded) or (Turn(self._turn(), 1, 1, 0),)
 
     def call(
         self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
@@ -403,7 +403,7 @@ class ManualLosses(Loss):
                 f"self.optimizers()[{missing[0]}].step(), or leave it out there."
             )
         ends = [*(group[0] for group in groups[1:]), len(steps) + 1]
-        self.seen[:] = [
+        self.recorded[:] = [
             Turn(
                 self._turn(
                     steps=tuple(group),

@@ -162,7 +162,7 @@ class Loss:
 
     @property
     def description(self) -> str:
-        """What is computed, in the words of a sentence."""
+        """Words of a sentence for the loss, with its name."""
         return f"the loss {self.name!r}"
 
     def moved(self, names: Sequence[str], index: Optional[int] = None) -> List[str]:

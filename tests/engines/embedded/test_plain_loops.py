@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.callbacks import Callback
 from ipufit.errors import CaptureError, LossError
+from tests.engines import runs_eagerly
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(44, 6, generator=GENERATOR, dtype=torch.float64)
@@ -199,6 +200,7 @@ def assert_same(one, other, atol=1e-10):
         torch.testing.assert_close(value, wanted, rtol=0, atol=atol, msg=name)
 
 
+@runs_eagerly
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_the_module_itself_trains_as_in_a_loop(kind, accumulation):
@@ -220,6 +222,7 @@ def test_the_module_itself_trains_as_in_a_loop(kind, accumulation):
     assert_same(net, by_hand(twin, make, accumulation))
 
 
+@runs_eagerly
 @pytest.mark.parametrize("make", [adam, momentum, adagrad])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_an_optimizer_passes_over_what_got_no_gradient_in_an_update(make, accumulation):
@@ -241,6 +244,7 @@ def test_an_optimizer_passes_over_what_got_no_gradient_in_an_update(make, accumu
                 torch.testing.assert_close(optimizer.state[one][name], value, rtol=0, atol=1e-10)
 
 
+@runs_eagerly
 def test_averages_follow_a_weight_that_an_update_passes_over():
     """An average is one over all updates."""
     torch.manual_seed(0)
@@ -291,6 +295,7 @@ class Drawing(Net):
         return x * (1 + 0.1 * self.generator.random())
 
 
+@runs_eagerly
 def test_numbers_that_python_draws_are_the_same_for_every_division_and_after_a_resume(tmp_path):
     """A seed fixes them for each micro-batch, as it does those of torch."""
     torch.manual_seed(0)
@@ -309,6 +314,7 @@ def test_numbers_that_python_draws_are_the_same_for_every_division_and_after_a_r
     assert not torch.equal(other.first.weight, nets[0].first.weight)
 
 
+@runs_eagerly
 def test_forward_sees_what_a_loop_has():
     """Attributes keep what forward sets, and .grad is what it was."""
 
@@ -328,6 +334,7 @@ def test_forward_sees_what_a_loop_has():
     assert net.last.bias.grad.tolist() == [1.0, 1.0, 1.0]
 
 
+@runs_eagerly
 def test_what_the_module_itself_cannot_train_is_refused():
     """The optimizer has the old parameter, and a loss without gradients trains none."""
 
@@ -450,6 +457,7 @@ SHAPELESS = {
 }
 
 
+@runs_eagerly
 @pytest.mark.parametrize("compiling", [{"run_eagerly": True}, {}], ids=["eager", "auto"])
 @pytest.mark.parametrize("name", SHAPELESS)
 def test_samples_are_counted_where_no_dimension_is_theirs(name, compiling):
@@ -493,6 +501,7 @@ def caught(call):
     return [str(warning.message) for warning in seen]
 
 
+@runs_eagerly
 def test_what_cannot_be_recorded_runs_itself_and_says_so_once(capsys):
     """With module, line, what to write instead, and what it costs."""
     torch.manual_seed(0)
@@ -529,6 +538,7 @@ def test_what_cannot_be_recorded_runs_itself_and_says_so_once(capsys):
     assert_same(net, by_hand(twin))
 
 
+@runs_eagerly
 @pytest.mark.parametrize("jit", ["graph", "kernels"])
 def test_other_ways_stay_strict(jit):
     """Who asks for a recorded program gets one, or an error."""
@@ -536,6 +546,7 @@ def test_other_ways_stay_strict(jit):
         fitted(Experts(), compiling=[("jit", jit)])
 
 
+@runs_eagerly
 def test_what_is_recorded_stays_so():
     """A module that can be recorded in training is, whatever it does in evaluation."""
 
@@ -552,6 +563,7 @@ def test_what_is_recorded_stays_so():
     assert caught(lambda: model.fit(loader(), verbose=0)) == []
 
 
+@runs_eagerly
 def test_a_size_that_cannot_be_recorded_comes_late():
     """What was recorded before is taken over: the numbers are those of the loop."""
 
