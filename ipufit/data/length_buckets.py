@@ -75,7 +75,8 @@ class LengthBuckets(Sampler[List[int]]):
         shuffle: whether every epoch has an order of its own.
 
     Attributes:
-        batch_size, shuffle: as given.
+        batch_size: samples of a batch.
+        shuffle: whether every epoch has an order of its own.
         boundaries: lengths that batches are padded to.
         padding: share of the elements of an epoch that are padding, from 0 to 1.
         pad: makes a batch of a list of samples.
@@ -118,9 +119,12 @@ class LengthBuckets(Sampler[List[int]]):
                     f"shuffle of LengthBuckets must be True or False, got {shuffle!r}."
                 )
         faults.raise_all()
-        self.batch_size, self.shuffle = batch_size, shuffle
+        self.batch_size: int = batch_size
+        self.shuffle: bool = shuffle
         sizes = _lengths_of(dataset, lengths)
-        self.sampler = RandomSampler(dataset) if shuffle else SequentialSampler(dataset)
+        self.sampler: Sampler[int] = (
+            RandomSampler(dataset) if shuffle else SequentialSampler(dataset)
+        )
         if boundaries is None:
             most = _BUCKETS if max_recordings is None else max_recordings
             # A smaller last batch has a shape of its own.
@@ -130,11 +134,11 @@ class LengthBuckets(Sampler[List[int]]):
             borders = _checked(boundaries, sizes)
         self.boundaries: Tuple[int, ...] = tuple(borders)
         self._buckets = torch.bucketize(sizes, torch.tensor(borders))
-        self.padding = self._share_of_padding(sizes)
+        self.padding: float = self._share_of_padding(sizes)
         extremes = [dataset[int(place)] for place in (sizes.argmin(), sizes.argmax())]
         # Where all are equally long, what is as long as they are is padded.
         length = int(sizes.max()) if int(sizes.min()) == int(sizes.max()) else None
-        self.pad = Padding.of(extremes, self.boundaries, length, pad, mask)
+        self.pad: Padding = Padding.of(extremes, self.boundaries, length, pad, mask)
 
     def __iter__(self) -> Iterator[List[int]]:
         order = torch.tensor(list(self.sampler), dtype=torch.int64)

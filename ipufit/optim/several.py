@@ -46,7 +46,7 @@ class MultiOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        self.optimizers = dict(optimizers)
+        self.optimizers: Dict[str, torch.optim.Optimizer] = dict(optimizers)
         self.choice = ""
         groups = [group for each in optimizers.values() for group in each.param_groups]
         super().__init__(groups, {})

@@ -242,14 +242,17 @@ def test_the_bits_are_those_of_every_device_iterations():
 def test_hooks_of_one_of_them_are_called():
     if not hasattr(torch.optim.Optimizer, "register_step_pre_hook"):
         pytest.skip("torch without step hooks")
-    module, calls = net(), []
+    module, other, calls, expected = net(), net(), [], []
     pair = [SGD(module.encoder.parameters(), lr=0.1), SGD(module.head.parameters(), lr=0.1)]
     pair[1].register_step_pre_hook(lambda *_: calls.append(1))
     fitted(module, pair)
-    other = net()
-    by_hand(other, [SGD(other.parameters(), lr=0.1)])
+    whole = SGD(other.parameters(), lr=0.1)
+    whole.register_step_pre_hook(lambda *_: expected.append(1))
+    by_hand(other, [whole])
     assert_equal(module, other)
-    assert len(calls) == 50
+    if not expected:
+        pytest.skip("this torch calls no hook of its own optimizers once it has loaded dynamo")
+    assert len(calls) == len(expected) == 50
 
 
 class Tied(nn.Module):

@@ -91,7 +91,8 @@ class Site:
                 continue
             for anchor in wanted:
                 if anchor not in page.anchors:
-                    yield f"{page.path.relative_to(self.folder.resolve())} says nothing of {anchor}"
+                    place = page.path.resolve().relative_to(self.folder.resolve())
+                    yield f"{place} says nothing of {anchor}"
 
     def external(self):
         """The addresses elsewhere that pages link to, without those of the theme's footer."""

@@ -30,7 +30,9 @@ class MemberSchedules:
         schedules: Mapping[str, Optional[Schedule]],
         optimizers: Mapping[str, torch.optim.Optimizer],
     ) -> None:
-        self.schedules = {name: each for name, each in schedules.items() if each is not None}
+        self.schedules: Dict[str, Schedule] = {
+            name: each for name, each in schedules.items() if each is not None
+        }
         self._optimizers = optimizers
 
     @property
