@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import inspect
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
@@ -18,7 +17,7 @@ from ipufit.losses.loss import Loss, OwnLoss, Turn
 from ipufit.losses.named import check_loss_value
 from ipufit.losses.rules import LossTerm
 from ipufit.utils.error_collector import at_least, one_of
-from ipufit.utils.names import check_log_name
+from ipufit.utils.names import check_log_name, matches_pattern
 
 __all__ = ["StepLosses", "TrainStep", "TurnLoss", "check_moves", "include_shared", "resolve_steps"]
 
@@ -203,7 +202,7 @@ class TurnLoss(_OfSteps):
         if None in listed:
             return list(names)
         patterns = [pattern for several in listed for pattern in several or ()]
-        return [name for name in names if any(matches(name, each) for each in patterns)]
+        return [name for name in names if any(matches_pattern(name, each) for each in patterns)]
 
     def split(self, result: object) -> Tuple[object, LossTerm]:
         """Take apart what the step has returned, and log what is neither loss nor output.
@@ -377,9 +376,10 @@ def include_shared(loss: Loss, names: Mapping[str, Sequence[str]]) -> Loss:
             shared = [
                 first
                 for first, others in names.items()
-                if any(matches(each, pattern) for each in others) and not matches(first, pattern)
+                if not matches_pattern(first, pattern)
+                and any(matches_pattern(each, pattern) for each in others)
             ]
-            if not shared or any(matches(first, pattern) for first in names):
+            if not shared or any(matches_pattern(first, pattern) for first in names):
                 chosen[pattern] = None
             chosen.update(dict.fromkeys(shared))
         moves.append((name, patterns and tuple(chosen)))
@@ -414,7 +414,7 @@ def _check_turn(loss: TurnLoss, names: Sequence[str]) -> Dict[str, Optional[str]
     for index, (name, patterns) in enumerate(loss.moves):
         where = f"of {name!r}" if name else f"of the step {loss.name!r}"
         for pattern in patterns or ():
-            if not any(matches(each, pattern) for each in names):
+            if not any(matches_pattern(each, pattern) for each in names):
                 parts = list(dict.fromkeys(each.partition(".")[0] for each in names))
                 raise ConfigurationError(
                     f"moves {where} must name trainable parameters of the optimizer, got "
@@ -430,11 +430,6 @@ def _check_turn(loss: TurnLoss, names: Sequence[str]) -> Dict[str, Optional[str]
                 )
             moved[parameter] = name
     return moved
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Tell whether a pattern names a parameter: itself, a part above it, or by wildcards."""
-    return name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
 
 
 def _as_tuple(patterns: _Patterns) -> Optional[Tuple[str, ...]]:

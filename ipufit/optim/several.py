@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-import fnmatch
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Type
 
 import torch
 from torch import nn
 
 from ipufit.errors import ConfigurationError, OptimizerError
+from ipufit.utils.names import matches_pattern
 
 __all__ = [
     "MultiOptimizer",
@@ -176,7 +176,7 @@ def by_patterns(patterns: Iterable[str], named: NamedParameters) -> Dict[str, Na
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
     owners: Dict[int, List[str]] = {
-        key: [p for p in patterns if p != _REST and any(_matches(n, p) for n in those)]
+        key: [p for p in patterns if p != _REST and any(matches_pattern(n, p) for n in those)]
         for key, those in names.items()
     }
     twice = {names[key][0]: those for key, those in owners.items() if len(those) > 1}
@@ -210,11 +210,6 @@ def by_patterns(patterns: Iterable[str], named: NamedParameters) -> Dict[str, Na
                 f"{', ...' if len(names) > _SHOWN else ''}."
             )
     return divided
-
-
-def _matches(name: str, pattern: str) -> bool:
-    is_part = name == pattern or name.startswith(f"{pattern}.")
-    return is_part or fnmatch.fnmatchcase(name, pattern)
 
 
 def _more(names: Sequence[str]) -> str:

@@ -1,16 +1,20 @@
-"""Names: of logged values, which must be free, and of arguments, which may be other libraries'."""
+"""Names: of logged values, which must be free, of arguments, and patterns of parameters."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import fnmatch
 import functools
 import inspect
 from typing import Callable, Container, Dict, Mapping, Sequence, Type, TypeVar
 
 from ipufit.errors import ConfigurationError, UnknownArgumentError
 
-__all__ = ["MEANT", "REGROUPED", "RESERVED", "check_log_name", "in_validation", "with_hints"]
+__all__ = [
+    *("MEANT", "REGROUPED", "RESERVED", "check_log_name", "in_validation", "matches_pattern"),
+    "with_hints",
+]
 
 T = TypeVar("T")
 
@@ -18,6 +22,17 @@ RESERVED = (
     *("batch", "epoch", "event", "learning_rate", "loss", "loss_scale", "samples"),
     *("skipped_updates", "update", "updates"),
 )
+
+
+def matches_pattern(name: str, pattern: str) -> bool:
+    """Tell whether a pattern names a parameter: itself, a part above it, or by wildcards.
+
+    Args:
+        name: of the parameter, as ``named_parameters`` of the module has it.
+        pattern: a name, the name of a part, or a pattern of fnmatch.
+    """
+    is_part = name == pattern or name.startswith(f"{pattern}.")
+    return is_part or fnmatch.fnmatchcase(name, pattern)
 
 
 def check_log_name(name: object, reserved: Container[str] = (), exact: bool = False) -> str:
