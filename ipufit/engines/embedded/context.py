@@ -36,6 +36,7 @@ from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recompute import recompute_layers
 from ipufit.tracing.untraced_random import reachable_generators, refuse_draws
 from ipufit.tracing.validate import refuse_unrecordable
+from ipufit.utils import tree
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_operators import uses_random_numbers
 from ipufit.utils.random_streams import Generators, isolated
@@ -98,16 +99,35 @@ class EngineContext(Engine):
         layout: Optional[Callable[[Sequence[str]], Sequence[FlatBlock]]],
         step: ModuleWithLoss,
     ) -> TracedStep:
-        """The recorded micro-batch for the example's shapes; recorded now if it is new.
+        """What runs micro-batches like the example: a recording for its shapes, made if it is new.
 
-        The module itself, run eagerly, is the same step for all shapes.
+        Where the program runs eagerly, it is the module itself, for all shapes of its structure.
         """
         config = spec.config
-        refuse_unrecordable(spec.module, example)
         scaled = config.loss_scale is not None and layout is not None
-        recompute = config.recompute if layout is not None else ()
+        recompute = () if spec.run_eagerly or layout is None else config.recompute
+        micro = (EagerStep if spec.run_eagerly else GradStep)(
+            step,
+            trained,
+            fixed,
+            example,
+            spec.mode is not Mode.PREDICT,
+            spec.want_outputs,
+            layout,
+            config.precision,
+            scaled,
+            spec.partition,
+            recompute,
+        )
+        arguments = [*state, *example.leaves]
+        if scaled:
+            device = device_of(spec.module)
+            arguments.append(torch.ones((), dtype=torch.float64, device=device))
+        if isinstance(micro, EagerStep):
+            micro.varies = spec.varies
+            return self._try_eagerly(micro, arguments, device_of(spec.module))
+        refuse_unrecordable(spec.module, example)
         frozen, held = fingerprint(step)
-        tensors = [*state] if spec.run_eagerly else [*state, *example.leaves]
         key: Tuple[object, ...] = (
             frozen,
             spec.mode,
@@ -117,28 +137,11 @@ class EngineContext(Engine):
             example.structure,
             tuple(trained),
             _partition(layout(trained)) if layout else (),
-            tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors),
+            tuple((t.shape, t.dtype, t.device, t.stride()) for t in (*state, *example.leaves)),
             (config.precision, scaled, recompute, spec.divides_weights),
             autocast_state(state[0].device if state else torch.device("cpu")),
         )
         if key not in self._traced:
-            with_loss = spec.mode is not Mode.PREDICT
-            micro = GradStep(
-                step,
-                trained,
-                fixed,
-                example,
-                with_loss,
-                spec.want_outputs,
-                layout,
-                config.precision,
-                scaled,
-                spec.partition,
-                recompute,
-            )
-            arguments = [*state, *example.leaves]
-            if scaled:
-                arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
             names = micro.names if spec.divides_weights else None
             run, random, lowered, graph = self._make(
                 micro,
@@ -158,39 +161,11 @@ class EngineContext(Engine):
         self._traced.move_to_end(key)
         return self._traced[key]
 
-    def try_eagerly(
-        self,
-        spec: ProgramSpec,
-        example: MicroBatch,
-        trained: Sequence[str],
-        fixed: Sequence[str],
-        state: Sequence[Tensor],
-        layout: Optional[Callable[[Sequence[str]], Sequence[FlatBlock]]],
-        step: ModuleWithLoss,
+    def _try_eagerly(
+        self, micro: EagerStep, arguments: Sequence[tree.Leaf], device: torch.device
     ) -> TracedStep:
-        """The micro-batch of the example's structure as the module itself runs it.
-
-        It runs once on copies, to see the outputs, and which parameters a gradient reaches.
-        """
-        config = spec.config
-        scaled = config.loss_scale is not None and layout is not None
-        micro = EagerStep(
-            step,
-            trained,
-            fixed,
-            example,
-            spec.mode is not Mode.PREDICT,
-            spec.want_outputs,
-            layout,
-            config.precision,
-            scaled,
-            spec.partition,
-        )
-        micro.varies = spec.varies
-        arguments = [*state, *example.leaves]
-        device = device_of(spec.module)
-        if scaled:
-            arguments.append(torch.ones((), dtype=torch.float64, device=device))
+        """Run the module itself on copies, to see outputs, and what a gradient reaches."""
+        step = micro.step
         generators = Generators(reachable_generators(step))
         with self.timed(), step.preserve_attributes(), for_this_engine():
             try:
@@ -199,8 +174,7 @@ class EngineContext(Engine):
             finally:
                 generators.restore()
         self.hints.update(micro.hints)
-        lowered = Lowered(micro, OFF, "")
-        return TracedStep(micro, lowered, micro, True, (), None)
+        return TracedStep(micro, Lowered(micro, OFF, ""), micro, True, (), None)
 
     def merge(self, merger: Merger, replicas: Sequence[Mapping[str, Tensor]]) -> Decision:
         """Decide whether micro-batches run as larger batches.

@@ -50,9 +50,9 @@ class InferenceProgram(BaseProgram):
 
     def _record(self, example: MicroBatch, turn: int) -> TracedStep:
         fixed = [*self._parameters, *self._buffers]
-        engine = self._engine
-        make = engine.try_eagerly if self._is_eager else engine.record
-        recorded = make(self._spec, example, (), fixed, self._state, None, self._step)
+        recorded = self._engine.record(
+            self._spec, example, (), fixed, self._state, None, self._step
+        )
         self._weights.attach(recorded)
         return recorded
 

@@ -170,8 +170,9 @@ class TrainingProgram(BaseProgram):
         arguments = turn.states[0] if turn.states else state.arguments(self._buffers, turn)
         fixed = [*turn.others, *state.buffers]
         layout = state.lay_out_gradients if self._is_eager and spec.varies else state.lay_out
-        make = self._engine.try_eagerly if self._is_eager else self._engine.record
-        recorded = make(spec, example, turn.trained, fixed, arguments, layout, turn.step)
+        recorded = self._engine.record(
+            spec, example, turn.trained, fixed, arguments, layout, turn.step
+        )
         names = recorded.micro.with_gradient
         turn.with_gradient = turn.with_gradient or names
         if names != turn.with_gradient:
