@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.callbacks import Callback
 from ipufit.data import LengthBuckets
+from tests.checkpoint.test_resume import EndError, Ends
 from tests.data.test_length_buckets import loader, texts
 from tests.engines import embedded_only
 
@@ -52,19 +52,6 @@ def weights(model):
 def batches(data, size=4, workers=None, **options):
     buckets = LengthBuckets(data, size, mask="mask", **options)
     return loader(buckets, data, **(workers or {}))
-
-
-class Ends(Callback):
-    """Ends in an error before an execution, if that is wanted."""
-
-    def __init__(self, before=None):
-        super().__init__()
-        self.left = before
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self.left == 0:
-            raise InterruptedError
-        self.left = None if self.left is None else self.left - 1
 
 
 class Noting(torch.utils.data.Dataset):
@@ -163,7 +150,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(after, worke
 
     whole = fit(compiled(0.3))
     checkpoint = ipufit.Checkpoint(tmp_path, every_updates=1, resume="auto")
-    with pytest.raises(InterruptedError):
+    with pytest.raises(EndError):
         fit(compiled(0.3), checkpoint=checkpoint, callbacks=[Ends(after)])
     # What went through the error may hold files of old torch's, which workers would remove.
     gc.collect()
