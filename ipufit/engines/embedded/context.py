@@ -36,7 +36,6 @@ from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recompute import recompute_layers
 from ipufit.tracing.untraced_random import reachable_generators, refuse_draws
 from ipufit.tracing.validate import refuse_unrecordable
-from ipufit.utils import tree
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_operators import uses_random_numbers
 from ipufit.utils.random_streams import Generators, isolated
@@ -99,7 +98,7 @@ class EngineContext(Engine):
         layout: Optional[Callable[[Sequence[str]], Sequence[FlatBlock]]],
         step: ModuleWithLoss,
     ) -> TracedStep:
-        """What runs micro-batches like the example: a recording for its shapes, made if it is new.
+        """Return what runs such micro-batches: a recording for their shapes, made if it is new.
 
         Where the program runs eagerly, it is the module itself, for all shapes of its structure.
         """
@@ -162,7 +161,7 @@ class EngineContext(Engine):
         return self._traced[key]
 
     def _try_eagerly(
-        self, micro: EagerStep, arguments: Sequence[tree.Leaf], device: torch.device
+        self, micro: EagerStep, arguments: Sequence[object], device: torch.device
     ) -> TracedStep:
         """Run the module itself on copies, to see outputs, and what a gradient reaches."""
         step = micro.step
