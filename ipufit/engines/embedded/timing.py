@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
@@ -14,9 +13,11 @@ __all__ = ["fastest", "measured_choices", "prefer", "seconds_of"]
 # A way is taken instead of torch's own only if it needs less than this share of its time.
 _WORTH = 0.93
 
-# Rounds, and seconds after which two of them are enough.
+# Rounds after the first call, and seconds after which two of them are enough, and one: long calls
+# differ less from one to the next, and cost the user more.
 _ROUNDS = 7
-_ENOUGH = 0.05
+_ENOUGH_FOR_TWO = 0.05
+_ENOUGH_FOR_ONE = 0.5
 
 Ways = Mapping[str, Callable[[], Any]]
 
@@ -38,6 +39,7 @@ def fastest(
     key: Tuple[object, ...],
     make: Callable[[], Ways],
     measure: Callable[[Callable[[], Any]], float] = _once,
+    first: Sequence[float] = (),
 ) -> str:
     """The name of the fastest way; the first one unless another is clearly faster.
 
@@ -47,12 +49,13 @@ def fastest(
         key: what the time depends on, besides the number of threads.
         make: makes the ways, each of which computes the same.
         measure: the seconds that a way takes.
+        first: seconds of a first call of each, where it was made already.
     """
     text = repr((*key, torch.get_num_threads()))
     digest = hashlib.sha256(text.encode()).hexdigest()
     if digest not in _known:
         with torch.no_grad():
-            _known[digest] = _fastest(make(), measure)
+            _known[digest] = _fastest(make(), measure, first)
     return _known[digest]
 
 
@@ -66,24 +69,33 @@ def prefer(found: Mapping[str, str]) -> None:
     _known.update(found)
 
 
-def _fastest(ways: Ways, measure: Callable[[Callable[[], object]], float]) -> str:
+def _fastest(
+    ways: Ways, measure: Callable[[Callable[[], object]], float], first: Sequence[float]
+) -> str:
     names = list(ways)
-    seconds = dict(zip(names, seconds_of([ways[name] for name in names], measure)))
+    seconds = dict(zip(names, seconds_of([ways[name] for name in names], measure, first)))
     best = min(names, key=lambda name: seconds[name])
     return best if seconds[best] < _WORTH * seconds[names[0]] else names[0]
 
 
 def seconds_of(
-    calls: Sequence[Callable[[], object]], measure: Callable[[Callable[[], object]], float] = _once
+    calls: Sequence[Callable[[], object]],
+    measure: Callable[[Callable[[], object]], float] = _once,
+    first: Sequence[float] = (),
 ) -> List[float]:
-    """The shortest time of a call of each, in seconds, taken in turn."""
-    best = [math.inf] * len(calls)
-    start = time.perf_counter()
-    for call in calls:
-        call()
+    """The shortest time of a call of each, in seconds, taken in turn.
+
+    Args:
+        calls: each is called at least once.
+        measure: the seconds that a call takes.
+        first: seconds of a first call of each, where it was made already.
+    """
+    start = time.perf_counter() - sum(first)
+    best = list(first) or [measure(call) for call in calls]
     for done in range(_ROUNDS):
+        enough = _ENOUGH_FOR_TWO if done > 1 else _ENOUGH_FOR_ONE
+        if done and time.perf_counter() - start > enough:
+            break
         for i, call in enumerate(calls):
             best[i] = min(best[i], measure(call))
-        if done and time.perf_counter() - start > _ENOUGH:
-            break
     return best

@@ -196,7 +196,7 @@ def test_what_else_is_gathered_stays():
 def fastest_is(monkeypatch, choice):
     """Let measurement find this way the fastest wherever there are several."""
     module = ipufit.engines.embedded.passes.select_kernels
-    monkeypatch.setattr(module, "fastest", lambda key, make: list(make())[choice])
+    monkeypatch.setattr(module, "fastest", lambda key, make, first: list(make())[choice])
 
 
 @pytest.mark.long("ipu-standin")
@@ -354,7 +354,7 @@ def test_short_calls_are_the_same_operators():
 
 @pytest.mark.both_engines
 def test_what_was_measured_once_holds(monkeypatch):
-    monkeypatch.setattr(timing, "seconds_of", lambda calls, measure: [1.0, 0.5])
+    monkeypatch.setattr(timing, "seconds_of", lambda calls, measure, first: [1.0, 0.5])
     calls = []
     key = ("a key of this test's own",)
 
@@ -368,7 +368,7 @@ def test_what_was_measured_once_holds(monkeypatch):
 
 
 def test_a_way_that_is_hardly_faster_is_not_taken(monkeypatch):
-    monkeypatch.setattr(timing, "seconds_of", lambda calls, measure: [1.0, 0.95])
+    monkeypatch.setattr(timing, "seconds_of", lambda calls, measure, first: [1.0, 0.95])
     assert timing.fastest(("another key",), lambda: dict.fromkeys("ab", int)) == "a"
 
 
