@@ -1,6 +1,7 @@
 """Look through a built site: end with an error if a page needs another host, or a link is dead.
 
-So it is if a public name is not where the reference has it.
+So it is if a public name is not where the reference has it, or if what newcomers search for is in
+no heading.
 """
 
 import sys
@@ -9,9 +10,17 @@ from pathlib import Path
 from tests.pages import catalog
 from tests.pages.site import Site
 
+SEARCHED = (
+    *("binary classification", "class weights", "cross validation", "custom loss"),
+    *("custom metric", "early stopping", "freezing layers", "gradient accumulation"),
+    *("gradient clipping", "how to debug", "learning rate finder", "mixed precision", "nan"),
+    *("reproducible", "resume", "saving the best", "several gpus", "several outputs"),
+    *("tensorboard", "transfer learning", "two inputs", "warm up"),
+)
+
 site = Site(Path(sys.argv[1]))
 anchors = catalog.anchors(catalog.public_objects())
-faults = [*site.foreign(), *site.dead(), *site.absent(anchors)]
+faults = [*site.foreign(), *site.dead(), *site.absent(anchors), *site.unfound(SEARCHED)]
 for fault in faults:
     print(fault, file=sys.stderr)
 pages, links = len(site.pages), len(site.external())

@@ -1,5 +1,6 @@
 """A folder of HTML pages, as a browser without a network would find it."""
 
+import json
 import re
 from html.parser import HTMLParser
 from urllib.parse import unquote, urlsplit
@@ -93,6 +94,19 @@ class Site:
                 if anchor not in page.anchors:
                     place = page.path.resolve().relative_to(self.folder.resolve())
                     yield f"{place} says nothing of {anchor}"
+
+    def unfound(self, phrases):
+        """Phrases whose words the search box of the site finds in no heading together.
+
+        Args:
+            phrases: what people type.
+        """
+        index = (self.folder / "searchindex.js").read_text(encoding="utf-8")
+        titles = json.loads(index[index.index("(") + 1 : index.rindex(")")])["alltitles"]
+        headings = [set(re.findall(r"\w+", title.lower())) for title in titles]
+        for phrase in phrases:
+            if not any(heading.issuperset(phrase.split()) for heading in headings):
+                yield f"searching for {phrase} finds no heading"
 
     def external(self):
         """The addresses elsewhere that pages link to, without those of the theme's footer."""

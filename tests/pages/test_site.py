@@ -1,5 +1,7 @@
 """What `python -m tests.pages` finds in a built site."""
 
+import json
+
 import pytest
 
 from tests.pages.site import Site
@@ -66,6 +68,16 @@ def test_a_public_name_that_is_not_in_the_reference_is_found(folder):
         "docs/reference/a.One.html says nothing of a.One.lost",
         "a.Two has no page",
     ]
+
+
+def test_what_the_search_finds_in_no_heading_is_found(folder):
+    """Whoever types the usual words into the search box must get to the page about them."""
+    titles = {"A learning-rate finder": [[0, "a"]], "Early stopping": [[1, "b"]]}
+    index = json.dumps({"alltitles": titles, "docnames": []})
+    (folder / "searchindex.js").write_text(f"Search.setIndex({index})")
+    site = Site(folder)
+    assert [*site.unfound(["early stopping", "learning rate finder"])] == []
+    assert [*site.unfound(["resume"])] == ["searching for resume finds no heading"]
 
 
 def test_a_folder_without_pages_is_no_site(tmp_path):
