@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+from types import MappingProxyType
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "counts_by_rank",
     "local_indices",
     "loss_counts",
+    "part_name",
     "split_by_update",
 ]
 
@@ -48,6 +50,24 @@ class Mode(enum.Enum):
 def copy_leaf(leaf: tree.Leaf) -> tree.Leaf:
     """Copy a tensor, or another object of a batch, into memory of its own."""
     return leaf.clone() if hasattr(leaf, "clone") else copy.deepcopy(leaf)
+
+
+def part_name(path: str) -> str:
+    """A path inside (args, kwargs, target, sample_weight) as the user knows it.
+
+    Args:
+        path: with what is said of the whole batch before it.
+    """
+    head, colon, inside = path.rpartition(": ")
+    words = ("input ", "input ", "target", "sample_weight")
+    for prefix, word in zip(("[0]", "[1]", "[2]", "[3]"), words):
+        if inside.startswith(prefix):
+            return f"{head}{colon}{word}{inside[len(prefix) :]}"
+    return path
+
+
+def _kind(leaf: tree.Leaf) -> object:
+    return leaf.dtype if isinstance(leaf, Tensor) else type(leaf)
 
 
 def _move(leaf: tree.Leaf, device: torch.device) -> tree.Leaf:
@@ -107,10 +127,15 @@ class MicroBatch:
         return [torch.cat([batch.leaves[i] for batch in batches]) for i in which]
 
     @property
+    def kinds(self) -> Tuple[object, ...]:
+        """Structure, and the dtype of each tensor, the class of any other object."""
+        return (self.structure, *[_kind(leaf) for leaf in self.leaves])
+
+    @property
     def form(self) -> Tuple[object, ...]:
         """Structure, and dtype and shape of each tensor but for the number of samples."""
-        leaves = self.leaves
-        return (self.structure, *[(leaf.dtype, leaf.dim(), leaf.shape[1:]) for leaf in leaves])
+        tensors = [(leaf.dim(), leaf.shape[1:]) for leaf in self.tensors]
+        return (*self.kinds, *tensors)
 
     def shares_storage_with(self, other: MicroBatch) -> bool:
         """True if both are rows of the same tensors, and so alike in all but their values."""
@@ -128,10 +153,11 @@ class MicroBatch:
         target: object,
         size: int,
         sample_weight: object = None,
+        extras: Mapping[str, object] = MappingProxyType({}),
     ) -> MicroBatch:
         """Flatten a call of the module, its target and the samples' weights."""
         leaves, structure = tree.flatten((args, dict(kwargs), target, sample_weight))
-        return MicroBatch(tuple(leaves), structure, size)
+        return MicroBatch(tuple(leaves), structure, size, extras)
 
     def unpack(self) -> BatchParts:
         """(args, kwargs, target, sample_weight)."""

@@ -10,15 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ipufit.core.batch import BatchParts, CombinedBatch, MicroBatch, Mode, RawBatch
-from ipufit.core.outputs import holds_tensor
+from ipufit.core.batch import (
+    BatchParts,
+    CombinedBatch,
+    MicroBatch,
+    Mode,
+    RawBatch,
+    part_name,
+)
 from ipufit.core.plan import Plan
 from ipufit.data.casting import Casting, Casts
 from ipufit.data.fields import BatchForm
 from ipufit.data.in_memory import ReadAhead, RowBlock, frame_as_tensor, is_frame
 from ipufit.data.sharding import GlobalBatchIndex, layout_of
 from ipufit.data.source import DataAdapter
-from ipufit.data.weights import check_weight
+from ipufit.data.weights import check_weight, ones_like
 from ipufit.errors import DataError
 from ipufit.utils import tree
 
@@ -45,14 +51,15 @@ class BatchValidator:
         self._mode = mode
         self._form = form
         self._casting = casting
-        # As they came, before their dtypes are changed: the very first batch, the first one of each
-        # structure, and the last one.
+        # As they came, before their dtypes are changed: the very first batch, and the last one.
         self._first: Optional[MicroBatch] = None
-        self._examples: Dict[tree.Structure, MicroBatch] = {}
         self._last: Optional[MicroBatch] = None
-        # Names of the tensors of the first batch, and the dtypes in which each structure comes.
+        # Names of the tensors of the first batch, and the dtypes in which batches come, by what
+        # they were; and those for batches like the last one.
         self._names: List[str] = []
-        self._casts: Dict[tree.Structure, Casts] = {}
+        self._casts: Dict[object, Casts] = {}
+        self._last_casts: Casts = ()
+        self._announces = False
         # Of picked rows that make a batch like the last: their structure, and how many are used.
         self._picked: Optional[tree.Structure] = None
         self._used = 0
@@ -72,7 +79,7 @@ class BatchValidator:
             return [micro_batch.clone() if self._source.reuses_memory else micro_batch]
         last = self._last
         if last is not None and raw.structure is self._picked and self._are_like(last, raw):
-            leaves = self._cast(raw.leaves[: self._used], last.structure)
+            leaves = self._cast(raw.leaves[: self._used])
             return MicroBatch.split_rows(leaves, last.structure, last.size)
         return [self._picked_one(each, index + i) for i, each in enumerate(raw.apart())]
 
@@ -100,8 +107,8 @@ class BatchValidator:
         """The micro-batch for the loader's batch number ``index`` of this epoch.
 
         Raises:
-            DataError: it is not what the module and loss take, has other dtypes than the first one
-                of its structure, or more samples than the loader's ``batch_size``.
+            DataError: it is not what the module and loss take, or has more samples than the
+                loader's ``batch_size``.
         """
         return self._in_dtypes(self._unpacked(raw, index))
 
@@ -115,10 +122,10 @@ class BatchValidator:
         if self._casting is None or first is None:
             return None
         ways = self._casting.ways(first)
-        others = ways[ways.index(self._casts[first.structure]) + 1 :]
+        others = ways[ways.index(self._casts[first.kinds]) + 1 :]
         if not others:
             return None
-        self._casts[first.structure] = others[0]
+        self._casts, self._last, self._last_casts = {first.kinds: others[0]}, first, others[0]
         return self._in_dtypes(first)
 
     def accept_dtypes(self, announce: bool) -> None:
@@ -130,19 +137,20 @@ class BatchValidator:
         first = self._first
         if self._casting is None or first is None:
             return
-        casts = self._casts[first.structure]
+        casts = self._casts[first.kinds]
         self._casting.choose(first, casts)
+        self._announces = announce
         if announce:
             self._casting.announce(self._source.role, first, self._names, casts)
 
-    def _cast(self, leaves: Sequence[Tensor], structure: tree.Structure) -> Sequence[Tensor]:
-        casts = self._casts.get(structure, ())
+    def _cast(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        casts = self._last_casts
         if not any(casts):
             return leaves
         return [leaf if cast is None else leaf.to(cast) for leaf, cast in zip(leaves, casts)]
 
     def _in_dtypes(self, batch: MicroBatch) -> MicroBatch:
-        leaves = self._cast(batch.leaves, batch.structure)
+        leaves = self._cast(batch.leaves)
         if leaves is batch.leaves:
             return batch
         return dataclasses.replace(batch, leaves=tuple(leaves))
@@ -159,11 +167,15 @@ class BatchValidator:
             return MicroBatch(tuple(leaves), structure, last.size, extras)
         where = f"{where}: "
         pairs, _ = tree.flatten_with_paths(call, where)
-        named = [(_in_words(path), _leaf(_in_words(path), leaf)) for path, leaf in pairs]
+        named = [(part_name(path), _leaf(part_name(path), leaf)) for path, leaf in pairs]
         # Steps of the user's own may take parts of several sizes, of which the first one counts.
         counted = named[:1] if self._form.own_loss == "whole" else named
         size = _size(counted, call, where)
         batch = MicroBatch(tuple(leaf for _, leaf in named), structure, size, extras)
+        first = self._first
+        if first is not None and is_weighted(first) and not is_weighted(batch):
+            weight = ones_like(first.unpack()[3], size)
+            batch = MicroBatch.of(*batch.unpack()[:3], size, weight, extras)
         self._compare(batch, [name for name, _ in named], index)
         self._last = batch
         return batch
@@ -188,29 +200,28 @@ class BatchValidator:
         where = f"{self._source.role}, batch {index}: "
         if self.micro_batch_size is None:
             self.micro_batch_size = batch.size
-        if self._first is None:
-            self._first, self._names = batch, [name[len(where) :] for name in names]
-        if is_weighted(batch) != is_weighted(self._first):
-            came = "one" if is_weighted(batch) else "none"
+        names = [name[len(where) :] for name in names]
+        first = self._first
+        if first is None:
+            first, self._names = batch, names
+            self._first = batch
+        if self._form.sums_weights and is_weighted(batch) and not is_weighted(first):
             raise DataError(
-                f"{where}all batches must have a sample_weight or none, but this one has "
-                f"{came}, unlike the first. Yield (inputs, target, sample_weight) each time; a "
-                "weight of 1 leaves a sample as it is." + self._source.origin()
+                f"{where}where a loss is divided by the sum of weights, the first batch must have "
+                "a sample_weight if any has one, but only this one has. Yield (inputs, target, "
+                "sample_weight) each time; a weight of 1 leaves a sample as it is."
+                + self._source.origin()
             )
-        example = self._examples.setdefault(batch.structure, batch)
-        if example is batch and self._casting is not None:
-            self._casts[batch.structure] = self._casting.ways(batch)[0]
-        casts = self._casts.get(batch.structure, (None,) * len(names))
-        for name, first, now, cast in zip(names, example.leaves, batch.leaves, casts):
-            if not isinstance(first, Tensor) or not isinstance(now, Tensor):
-                continue
-            is_cast = cast is not None and first.is_floating_point() == now.is_floating_point()
-            if first.dtype != now.dtype and not is_cast:
-                raise DataError(
-                    f"{name} has dtype {now.dtype}, but the first batch has "
-                    f"{first.dtype}. Convert to one dtype in the dataset or collate_fn."
-                    + self._source.origin()
-                )
+        casting, kinds = self._casting, batch.kinds
+        if casting is not None and kinds not in self._casts:
+            if batch is first:
+                casts = casting.ways(batch)[0]
+            else:
+                casts = casting.casts_like(first, self._casts[first.kinds], batch)
+            self._casts[kinds] = casts
+            if self._announces:
+                casting.announce(self._source.role, batch, names, casts)
+        self._last_casts = self._casts.get(kinds, ())
         most = self._source.micro_batch_size
         if most is not None and batch.size > most:
             raise DataError(
@@ -224,7 +235,7 @@ class BatchValidator:
 def _is_like(last: MicroBatch, leaves: List[tree.Leaf], structure: tree.Structure) -> bool:
     """True if a batch needs no closer look: the usual case, found out quickly."""
     return structure == last.structure and all(
-        type(now) is Tensor
+        type(now) is type(before) is Tensor
         and now.shape == before.shape
         and now.dtype == before.dtype
         and now.dim() > 0
@@ -233,37 +244,18 @@ def _is_like(last: MicroBatch, leaves: List[tree.Leaf], structure: tree.Structur
     )
 
 
-def _in_words(path: str) -> str:
-    """A path inside (args, kwargs, target, sample_weight) as the user knows it."""
-    head, _, inside = path.rpartition(": ")
-    words = ("input ", "input ", "target", "sample_weight")
-    for prefix, word in zip(("[0]", "[1]", "[2]", "[3]"), words):
-        if inside.startswith(prefix):
-            return f"{head}: {word}{inside[len(prefix) :]}"
-    return path
-
-
 def _leaf(name: str, leaf: object) -> tree.Leaf:
-    """A leaf as a tensor; an object with tensors inside as it is."""
+    """A leaf as a tensor; what no tensor can be made of as it is, for a module that runs itself."""
     leaf = frame_as_tensor(leaf, name) if is_frame(leaf) else leaf
     if isinstance(leaf, Tensor):
         tensor = leaf
     elif isinstance(leaf, (bool, int, float)) or type(leaf).__module__ == "numpy":
         try:
             tensor = torch.as_tensor(leaf)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(
-                f"{name} must be a tensor, and torch can't make one of this {type(leaf).__name__}: "
-                f"{str(error).rstrip('.')}. Convert it in the dataset or in collate_fn."
-            ) from error
-    elif holds_tensor(leaf):
-        return leaf
+        except (TypeError, ValueError, RuntimeError):
+            return leaf
     else:
-        raise DataError(
-            f"{name} must be a tensor, got {type(leaf).__name__}. Convert it in the dataset or "
-            "in collate_fn, or leave it out of what forward gets: compile(..., inputs=[...]) names "
-            "the fields that it does."
-        )
+        return leaf
     if tensor.requires_grad:
         raise DataError(
             f"{name} must not require grad, but it does: gradients stop at the program's inputs. "
@@ -292,12 +284,12 @@ def _size(named: Sequence[Tuple[str, tree.Leaf]], call: BatchParts, where: str) 
     has_entries = None not in parts and len(set(parts)) == 1
     if stated:
         sizes = stated
+    elif has_entries and (len({size for _, size in sizes}) != 1 or _has_dicts(whole)):
+        assert parts[0] is not None
+        return parts[0]
     elif objects and not sizes:
         # A whole graph is one sample.
         return 1
-    elif has_entries and (len({size for _, size in sizes}) > 1 or _has_dicts(whole)):
-        assert parts[0] is not None
-        return parts[0]
     if not sizes:
         raise DataError(
             f"{where}no tensor has a batch dimension. Every input and target needs the samples "

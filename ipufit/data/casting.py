@@ -48,12 +48,25 @@ class Casting:
 
         The first one costs nothing that would run without; :meth:`choose` makes another the first.
         """
-        is_of_tensors = all(isinstance(leaf, Tensor) for leaf in batch.leaves)
-        if self._loss.in_module == "whole" or not is_of_tensors:
-            return [(None,) * len(batch.leaves)]
         start = self._chosen.get(_dtypes(batch), 0)
-        distinct = dict.fromkeys(self._casts(batch, level) for level in range(3))
-        return list(distinct)[start:]
+        return list(dict.fromkeys(self._levels(batch)))[start:]
+
+    def casts_like(self, first: MicroBatch, casts: Casts, batch: MicroBatch) -> Casts:
+        """The casts for a batch of other dtypes than the first, whose whole numbers go as there.
+
+        Args:
+            first: the first batch.
+            casts: what is done with it.
+            batch: another one.
+        """
+        level, levels = self._levels(first).index(casts), self._levels(batch)
+        return levels[min(level, len(levels) - 1)]
+
+    def _levels(self, batch: MicroBatch) -> List[Casts]:
+        """The casts at each level of :meth:`_casts`; a single one where nothing is cast."""
+        if self._loss.in_module == "whole" or len(batch.tensors) < len(batch.leaves):
+            return [(None,) * len(batch.leaves)]
+        return [self._casts(batch, level) for level in range(3)]
 
     def choose(self, batch: MicroBatch, casts: Casts) -> None:
         """Begin with these casts from now on, which such a batch runs with."""

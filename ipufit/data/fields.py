@@ -51,6 +51,7 @@ class BatchForm:
         loss_fields: names that fields may have which the loss takes; None of a loss of prediction
             and target.
         loss_target: name of the field that such a loss takes as target, if it says so.
+        sums_weights: whether the loss is divided by the sum of the samples' weights.
     """
 
     module: Optional[nn.Module] = None
@@ -59,6 +60,7 @@ class BatchForm:
     targets: TargetNames = None
     loss_fields: Optional[Sequence[str]] = None
     loss_target: TargetNames = None
+    sums_weights: bool = False
     _routes: Dict[Tuple[object, ...], _Route] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -19,6 +19,7 @@ __all__ = [
     "ClassWeights",
     "check_weight",
     "has_weight",
+    "ones_like",
     "refuse_bad_weights",
     "refuse_zero_update",
     "zero_update",
@@ -51,7 +52,10 @@ def _checked(leaf: tree.Leaf, name: str, first: int = 0) -> tree.Leaf:
         leaf = frame_as_tensor(leaf, name)
     if not isinstance(leaf, Tensor):
         if type(leaf).__module__ != "numpy" or leaf.dtype.kind not in "biuf":
-            return leaf  # named as what can't be fed with everything else of its kind
+            raise DataError(
+                f"{name} must be a tensor, got {type(leaf).__name__}. Convert it in the dataset or "
+                "in collate_fn."
+            )
         leaf = torch.as_tensor(leaf.__array__().copy())
     if leaf.dim() == 0:
         raise DataError(
@@ -99,7 +103,7 @@ def refuse_zero_update(update: Sequence[MicroBatch], last_batch: int, role: str)
     """Raise where the weights of a whole update are zero.
 
     Args:
-        update: its micro-batches, all with weights.
+        update: its micro-batches.
         last_batch: index of the last of them in the epoch.
         role: what the data is for.
 
@@ -112,8 +116,13 @@ def refuse_zero_update(update: Sequence[MicroBatch], last_batch: int, role: str)
 
 def has_weight(micro_batch: MicroBatch) -> bool:
     """True if a sample of it counts."""
-    weight = micro_batch.unpack()[3]
-    return any(bool((leaf > 0).any()) for leaf in tree.flatten(weight)[0])
+    leaves = tree.flatten(micro_batch.unpack()[3])[0]
+    return not leaves or any(bool((leaf > 0).any()) for leaf in leaves)
+
+
+def ones_like(weight: tree.Tree, size: int) -> tree.Tree:
+    """Weights in this form with which each of so many samples counts once."""
+    return tree.map_leaves(lambda leaf: leaf.new_ones(size), weight)
 
 
 def zero_update(role: str, first: int, last: int) -> DataError:

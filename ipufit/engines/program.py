@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.logged_values import LogRule
+from ipufit.core.objective_arguments import dtype_name
 from ipufit.core.outputs import add_up
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig, outputs_wanted
@@ -40,8 +41,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-# Structure of a micro-batch, and the shape of each tensor with whatever else counts.
-Form = Tuple[object, Tuple[Tuple[torch.Size, object], ...]]
+# Structure of a micro-batch, and shape, dtype and strides, where these count, of each tensor.
+Form = Tuple[object, Tuple[Tuple[torch.Size, torch.dtype, Tuple[int, ...]], ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +236,7 @@ class Recordings:
         """
         before = engine.seconds
         if form not in self.forms and len(self.forms) >= self._most:
-            every = "; ".join(map(_in_words, [*self.forms, form]))
+            every = "; ".join(_in_words([*self.forms, form]))
             raise DataError(
                 f"a program is recorded for each shape of batch, max_recordings={self._most} at "
                 f"most, but batches of {self._most + 1} shapes came: {every}. Pad them to fewer "
@@ -259,12 +260,23 @@ class Recordings:
         """
         if len(self.forms) < 2:
             return []
-        forms = (f"{_in_words(form)} in {seconds:.2g} s" for form, seconds in self.forms.items())
+        texts = zip(_in_words([*self.forms]), self.forms.values())
+        forms = (f"{text} in {seconds:.2g} s" for text, seconds in texts)
         return [f"Training is {how} for {len(self.forms)} shapes of batches: {'; '.join(forms)}."]
 
 
-def _in_words(form: Form) -> str:
-    return ", ".join(dict.fromkeys(str(tuple(shape)) for shape, _ in form[1]))
+def _in_words(forms: Sequence[Form]) -> List[str]:
+    """Write down the shapes of each form, and the dtypes where these differ."""
+    differ = len({tuple(dtype for _, dtype, _ in tensors) for _, tensors in forms}) > 1
+    return [
+        ", ".join(
+            dict.fromkeys(
+                f"{tuple(shape)} {dtype_name(dtype)}" if differ else str(tuple(shape))
+                for shape, dtype, _ in tensors
+            )
+        )
+        for _, tensors in forms
+    ]
 
 
 class Program(abc.ABC):

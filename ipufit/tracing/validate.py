@@ -14,9 +14,10 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import torch
 from torch import Tensor, nn
 
-from ipufit.core.batch import MicroBatch
+from ipufit.core.batch import MicroBatch, part_name
 from ipufit.errors import CaptureError, ConfigurationError, OptimizerError
 from ipufit.tracing.flat_storage import extent, storage_id
+from ipufit.utils import tree
 
 __all__ = [
     "find_unregistered",
@@ -177,11 +178,12 @@ def refuse_unrecordable(module: nn.Module, batch: MicroBatch) -> None:
                 "torch.compile. Pass the module itself: ipufit records the whole training step. "
                 "Or use compile(..., run_eagerly=True)."
             )
-    for leaf in batch.leaves:
+    for path, leaf in tree.flatten_with_paths(batch.unpack())[0]:
         if not isinstance(leaf, Tensor):
             raise CaptureError(
-                f"a batch must be made of tensors to be recorded, but a {type(leaf).__name__} is "
-                "in it. Yield its tensors, in tuples, lists, dicts or dataclasses, or use "
+                f"{part_name(path)} must be a tensor to be recorded, got {type(leaf).__name__}. "
+                "Yield its tensors, in tuples, lists, dicts or dataclasses, leave it out of what "
+                "forward gets: compile(..., inputs=[...]) names the fields that it does, or use "
                 "compile(..., run_eagerly=True)."
             )
 

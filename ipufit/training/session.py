@@ -199,7 +199,8 @@ class Session:
         """Describe the batches that module and loss take in a mode."""
         loss = self.loss
         names = (loss.inputs, loss.targets, loss.field_names, loss.target_name)
-        return BatchForm(self.module, loss.own_loss(mode), *names)
+        sums_weights = loss.sample_weight_reduction == "mean_with_sample_weight"
+        return BatchForm(self.module, loss.own_loss(mode), *names, sums_weights)
 
     def unpack(self, source: DataAdapter, mode: Mode, batch: object) -> MicroBatch:
         """Bring the first batch of a source into the form that a program takes.

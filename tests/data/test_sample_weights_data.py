@@ -17,11 +17,11 @@ THREE = CLASSES % 3
 W = torch.linspace(0.5, 5, 10, dtype=torch.float64)
 
 
-def recording(loss="mse"):
+def recording(loss="mse", **options):
     """A model that computes nothing and remembers everything."""
     engine = RecordingEngine()
     model = ipufit.Model(nn.Linear(1, 1), engine=lambda: engine)
-    model.compile("sgd", loss)
+    model.compile("sgd", loss, **options)
     return model, engine
 
 
@@ -306,15 +306,18 @@ def test_weights_of_a_batch_that_are_none_are_named(weight, text):
     assert engine.programs == []
 
 
-def test_all_batches_have_weights_or_none_has():
-    """What one batch counts by can't be added to what another counts by."""
-    model, _ = recording()
+BY_WEIGHT = ipufit.Reduction(sample_weights="mean_with_sample_weight")
+
+
+def test_weights_that_begin_late_are_refused_where_a_loss_is_divided_by_them():
+    """What the first batches count by can't be added to what the others count by."""
+    model, _ = recording(reduction=BY_WEIGHT)
     with pytest.raises(DataError) as caught:
         model.fit([(X, X), (X, X, W)], verbose=0)
     assert str(caught.value) == (
-        "training data, batch 1: all batches must have a sample_weight or none, but this one has "
-        "one, unlike the first. Yield (inputs, target, sample_weight) each time; a weight of 1 "
-        "leaves a sample as it is."
+        "training data, batch 1: where a loss is divided by the sum of weights, the first batch "
+        "must have a sample_weight if any has one, but only this one has. Yield (inputs, target, "
+        "sample_weight) each time; a weight of 1 leaves a sample as it is."
     )
     model.fit([(X, X, None), (X, X)], verbose=0)
 

@@ -31,7 +31,6 @@ from ipufit.tracing.grad_step import (
     unpack_reported,
 )
 from ipufit.tracing.untraced_random import record_alone, refuse_draws
-from ipufit.tracing.validate import refuse_unrecordable
 from ipufit.utils.console import warn_user
 
 __all__ = [
@@ -100,7 +99,6 @@ class Executable:
         Warns:
             UserWarning: it sets some.
         """
-        refuse_unrecordable(self.step.whole().net, example)
         batch = [example] * self.size.micro_batches
         extra = self._padding([1.0] * len(batch), [example.size] * len(batch))
         arguments = [*self._combined(batch), *extra]

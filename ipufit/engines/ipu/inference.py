@@ -26,6 +26,7 @@ from ipufit.engines.program import (
 )
 from ipufit.tracing.fingerprint import fingerprint
 from ipufit.tracing.grad_step import ModuleWithLoss
+from ipufit.tracing.validate import refuse_unrecordable
 
 __all__ = ["ONE_SHAPE", "IpuContext", "PoptorchInferenceProgram"]
 
@@ -83,6 +84,7 @@ class IpuContext(Engine):
         return self._inference[key][0]
 
     def _compiled(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Executable:
+        refuse_unrecordable(spec.module, example)
         options = make_options(self.sdk, spec, size)
         step = IpuStep(self.sdk, spec.module, spec.loss, spec, example, size.padding)
         step.training = spec.module.training

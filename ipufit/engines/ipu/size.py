@@ -89,7 +89,7 @@ def refuse_other_shapes(
     for batch in batches:
         if batch.form != example.form:
             came, before = (
-                ", ".join(str(tuple(leaf.shape)) for leaf in each.leaves)
+                ", ".join(str(tuple(leaf.shape)) for leaf in each.tensors)
                 for each in (batch, example)
             )
             raise DataError(

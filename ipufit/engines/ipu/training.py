@@ -20,7 +20,7 @@ from ipufit.errors import DataError, LossError, NonFiniteLossError
 from ipufit.optim.rules import rules_for
 from ipufit.optim.several import refuse_step_hooks
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
-from ipufit.tracing.validate import refuse_shared_memory
+from ipufit.tracing.validate import refuse_shared_memory, refuse_unrecordable
 from ipufit.utils.state import copy_optimizer_state
 
 __all__ = ["PoptorchTrainingProgram"]
@@ -140,6 +140,7 @@ class PoptorchTrainingProgram(Program):
 
         Raises:
             DataError: there are too many forms, or it has more samples than the first one.
+            CaptureError: it holds what is no tensor.
         """
         size = self._size.micro_batch
         if batch.size > size:
@@ -149,8 +150,9 @@ class PoptorchTrainingProgram(Program):
             )
         if batch.form == self._programs.form:
             return
+        refuse_unrecordable(self._spec.module, batch)
         leaves = padded(batch, size).leaves
-        form = batch.structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+        form = batch.structure, tuple([(leaf.shape, leaf.dtype, ()) for leaf in leaves])
         self._recordings.add(form, self._engine, lambda: self._programs.choose(batch, size))
 
     def _counted(self, build: Callable[[], Trained]) -> Trained:

@@ -165,7 +165,7 @@ class TestTables:
     def test_what_is_no_tensor_is_named(self, table):
         """Text that was tokenised is often still there."""
         with pytest.raises(
-            ipufit.errors.DataError, match=r"input \['text'\]\[0\] must be a tensor"
+            ipufit.errors.CaptureError, match=r"input \['text'\]\[0\] must be a tensor"
         ):
             fitted(table.add_column("text", ["a"] * 10), batch_size=4)
 

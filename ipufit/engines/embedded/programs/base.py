@@ -56,14 +56,13 @@ class BaseProgram(Program):
         raise NotImplementedError
 
     def _recorded(self, batch: MicroBatch, turn: int = 0) -> TracedStep:
-        # The data layer sees to it that micro-batches of one structure have the same dtypes. The
-        # module itself, run eagerly, takes all shapes.
-        shapes = [
-            (leaf.shape, leaf.stride())
+        # The module itself, run eagerly, takes all shapes and dtypes.
+        tensors = [
+            (leaf.shape, leaf.dtype, leaf.stride())
             for leaf in (() if self.recordings is None else batch.leaves)
             if isinstance(leaf, Tensor)
         ]
-        form = batch.structure, tuple(shapes)
+        form = batch.structure, tuple(tensors)
         if (form, turn) not in self._by_form:
             record = functools.partial(self._record, batch.to(self._device), turn)
             if self.recordings is None:
