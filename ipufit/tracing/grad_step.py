@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
-from typing import Callable, Dict, FrozenSet, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import (
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+)
 
 import torch
 from torch import Tensor, nn
@@ -31,22 +43,28 @@ from ipufit.tracing.validate import (
     storages,
 )
 from ipufit.utils import tree
-from ipufit.utils.console import warn_user
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import call_with, device_of, eval_mode, train_mode
 
 __all__ = [
+    "Evaluated",
     "GradStep",
+    "MicroBatchStep",
     "ModuleWithLoss",
     "OutputShape",
     "ReportedScalars",
     "capture_step",
+    "find_leaf",
     "follow_stages",
     "public_name",
     "split_loss",
     "unpack_reported",
 ]
+
+T = TypeVar("T")
+# Outputs of a module, and the loss, if it is wanted.
+Evaluated = Tuple[tree.Tree, Optional[LossTerm]]
 
 
 class OutputShape:
@@ -160,7 +178,7 @@ class ModuleWithLoss(StepModule):
 
     def forward(
         self, batch: Sequence[tree.Tree], tensors: Mapping[str, Tensor], with_loss: bool
-    ) -> Tuple[tree.Tree, Optional[LossTerm]]:
+    ) -> Evaluated:
         """Outputs and, if asked for, the loss.
 
         Args:
@@ -303,8 +321,8 @@ def capture_step(
 
 
 @dataclasses.dataclass(eq=False)
-class GradStep:
-    """The function that is recorded for micro-batches of one shape.
+class MicroBatchStep(abc.ABC):
+    """The function that runs for a micro-batch: forward, loss and gradients.
 
     Called with (trained weights, other state, batch leaves, loss scale?) as one flat list, it
     returns ``[reported numbers?, *outputs, *flat gradients]``; the gradients are those of the loss
@@ -323,13 +341,15 @@ class GradStep:
         want_outputs: return the module's outputs.
         layout: given the names that a gradient reached, the blocks to pack gradients into; None
             when no gradient is wanted. Asked once.
+        varies: whether other parameters may be reached later, so that all that are trained have a
+            place in the gradients.
 
     Attributes:
         structure: of the example.
         names: of all state; those that are trained come first.
         outputs: how the output tensors become the module's outputs.
         with_gradient: names of the parameters that have a place in the gradients.
-        with_grad: of an eager step, names of those that a gradient came to in the last call.
+        with_grad: names of those that a gradient came to in the last call.
         blocks: what their gradients are packed into.
         reported: what the numbers are that came with the loss of the last call.
         labels: class indices that the loss takes; None before the first call with a loss.
@@ -346,16 +366,14 @@ class GradStep:
     scaled: bool = False
     partition: Optional[Partition] = None
     recompute: Sequence[str] = ()
-
-    # Whether the module itself runs, with its own parameters, and whether a micro-batch may then
-    # reach other ones than the first: all that are trained have a place in the gradients.
-    eager = False
-    varies = False
+    varies: bool = False
 
     def __post_init__(self, example: MicroBatch) -> None:
         self.structure = example.structure
         self.names = [*self.trained, *self.fixed]
         self._trains = self.layout is not None
+        # Whether the loss takes gradients itself.
+        self._differentiates = self.step.loss is not None and self.step.loss.differentiates
         self.hints: Dict[str, None] = {}
         self.reported = ReportedScalars()
         self.labels: Optional[Tuple[LabelRange, ...]] = None
@@ -369,13 +387,23 @@ class GradStep:
         """Number of leaves of a micro-batch that forward gets; the loss gets the others."""
         return sum(child.leaves for child in self.structure.children[:2])
 
+    @abc.abstractmethod
     def state_of(self, tensors: Sequence[Tensor]) -> Dict[str, Tensor]:
         """State by name, at the front of these tensors; trained weights as roots of gradients."""
-        count = len(self.trained)
-        weights = [t.detach() for t in tensors[:count]]
-        if self._trains:
-            weights = [w.requires_grad_() for w in weights]
-        return dict(zip(self.names, [*weights, *tensors[count:]]))
+
+    @abc.abstractmethod
+    def _call(self, batch: Sequence[tree.Tree], state: Mapping[str, Tensor]) -> Evaluated:
+        """Call module and loss with this state; return the outputs and the loss, if any."""
+
+    @abc.abstractmethod
+    def _differentiate(
+        self, objective: Tensor, weights: Sequence[Tensor], keeps: bool
+    ) -> Sequence[Optional[Tensor]]:
+        """Take the gradients of weights, where ``keeps`` says that those of another loss follow."""
+
+    @abc.abstractmethod
+    def _look_for_bypass(self, loss: Tensor) -> None:
+        """Say what the loss depends on past the module's parameters: it gets no gradient."""
 
     def split_results(self, results: Sequence[Tensor]) -> Tuple[Tensor, List[Tensor], List[Tensor]]:
         """Reported numbers, outputs and flat gradients among the results of a step that trains."""
@@ -385,21 +413,13 @@ class GradStep:
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """Run the user's module and loss, and autograd, on these tensors."""
         state = self.state_of(tensors)
-        if self._trains:
-            self._keep_hooks(state)
         end = len(state)
         scale = tensors[-1] if self.scaled else None
         leaves = tensors[end:-1] if self.scaled else tensors[end:]
         batch = tree.unflatten(leaves, self.structure)
         result: List[Tensor] = []
         gradients: List[Tensor] = []
-        loss = self.step.loss
-        differentiates = loss is not None and loss.differentiates
-        if differentiates and not (self._trains or self.eager):
-            for name, parameter in self.step.named_parameters():
-                if parameter.requires_grad:
-                    state[name] = state[name].detach().requires_grad_()
-        with torch.set_grad_enabled(self._trains or differentiates):
+        with torch.set_grad_enabled(self._trains or self._differentiates):
             marked = mark_layers(self.step.net, self.recompute)
             # The last one may be no tensor where nothing is recorded.
             last = tensors[-1] if isinstance(tensors[-1], Tensor) else tensors[0]
@@ -407,33 +427,17 @@ class GradStep:
             with collecting() as entries, precision, marked:
                 batch = with_inputs_in(self.precision, batch)
                 with record_hints(batch, self.hints), follow_stages(self.partition, self.step.net):
-                    if self.eager:
-                        outputs, term = self.step(batch, {}, self.with_loss)
-                    else:
-                        arguments = (batch, state, self.with_loss)
-                        outputs, term = call_with(self.step, state, arguments)
+                    outputs, term = self._call(batch, state)
             if term is not None:
                 if self.labels is None:
                     self.labels = self.step.label_ranges(outputs, batch[2])
                 self.reported, numbers = ReportedScalars.of(term, entries)
                 result.append(numbers)
-            if self._trains:
+            if self._trains and term is not None:
                 gradients = self._gradients(term, state, scale)
         if self.want_outputs:
             result += self._detached_outputs(outputs, tensors)
         return result + gradients
-
-    def _keep_hooks(self, state: Mapping[str, Tensor]) -> None:
-        """Hooks that the user has put on a parameter see the gradient of every micro-batch."""
-        parameters = dict(self.step.named_parameters())
-        for name in self.trained:
-            if getattr(parameters[name], "_post_accumulate_grad_hooks", None):
-                raise CaptureError(
-                    f"{public_name(name)!r} has a hook for after its .grad is filled, but in one "
-                    "program .grad is never filled. Use parameter.register_hook."
-                )
-            for hook in (parameters[name]._backward_hooks or {}).values():
-                state[name].register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _gradients(
         self, term: LossTerm, state: Mapping[str, Tensor], scale: Optional[Tensor]
@@ -446,16 +450,10 @@ class GradStep:
             objective = loss if scale is None else loss * scale.to(loss.dtype)
             weights = [state[name] for name in names]
             with mark_backward_pass(objective):
-                keeps = loss is not term.value
-                if self.eager and not keeps:
-                    gradients = self._backward(objective, names)
-                else:
-                    gradients = torch.autograd.grad(
-                        objective, weights, retain_graph=keeps, allow_unused=True
-                    )
+                gradients = self._differentiate(objective, weights, loss is not term.value)
             by_name.update((n, g) for n, g in zip(names, gradients) if g is not None)
-        self.with_grad = frozenset(by_name) if self.eager else self.with_grad
-        if not self.with_gradient or (self.eager and not term.value.requires_grad):
+        self.with_grad = frozenset(by_name)
+        if not self.with_gradient or not term.value.requires_grad:
             self._lay_out(by_name)
         late = sorted(set(by_name).difference(self.with_gradient))
         if late:
@@ -479,40 +477,6 @@ class GradStep:
         for index, loss in enumerate(term.separate):
             moved = self.step.loss.moved(list(by_public), index)
             yield loss, [by_public[name] for name in moved]
-
-    def _backward(self, objective: Tensor, names: Sequence[str]) -> Sequence[Optional[Tensor]]:
-        """Gradients of these parameters by ``backward``, for a step that is eager."""
-        raise NotImplementedError
-
-    def _look_for_bypass(self, loss: Tensor) -> None:
-        """Refuse what the loss depends on past the module: it would get no gradient.
-
-        Of the module itself a parameter gets one on any way; what is none gets none, and is told.
-        """
-        parameter_names: Dict[int, str] = {}
-        for name, parameter in () if self.eager else self.step.named_parameters():
-            parameter_names[id(parameter)] = name
-        # Those are looked for once: it takes longer than the rest.
-        overlooked = {} if self.with_gradient else find_unregistered(self.step.net)
-        for node in autograd_nodes([loss.grad_fn]) if parameter_names or overlooked else ():
-            leaf = id(getattr(node, "variable", None))
-            if leaf in overlooked:
-                attribute = overlooked[leaf]
-                if self.eager:
-                    warn_user(f"{attribute.text}: they are not trained. {attribute.cure}")
-                    return
-                raise CaptureError(
-                    f"{attribute.text}, so that they would not be trained. {attribute.cure} What "
-                    "is not to be trained, call requires_grad_(False) of.",
-                    kind=UNREGISTERED,
-                )
-            if leaf in parameter_names:
-                raise CaptureError(
-                    f"{public_name(parameter_names[leaf])!r} was used through a reference kept "
-                    "outside the module, such as a list of parameters, and would get no gradient "
-                    "from there. Reach it through the module in forward or in the loss, such as "
-                    "self.layer.weight."
-                )
 
     def _lay_out(self, gradients: Mapping[str, Tensor]) -> None:
         owner = type(self.step.net).__name__
@@ -552,3 +516,64 @@ class GradStep:
         ]
         self.outputs.forget()
         return tensors
+
+
+class GradStep(MicroBatchStep):
+    """The function that is recorded for micro-batches of one shape."""
+
+    def state_of(self, tensors: Sequence[Tensor]) -> Dict[str, Tensor]:
+        """State by name, at the front of these tensors; trained weights as roots of gradients."""
+        count = len(self.trained)
+        weights = [t.detach().requires_grad_(self._trains) for t in tensors[:count]]
+        state = dict(zip(self.names, [*weights, *tensors[count:]]))
+        for name, parameter in self.step.named_parameters():
+            if self._differentiates and parameter.requires_grad and not self._trains:
+                state[name] = state[name].detach().requires_grad_()
+        return state
+
+    def _call(self, batch: Sequence[tree.Tree], state: Mapping[str, Tensor]) -> Evaluated:
+        parameters = dict(self.step.named_parameters())
+        for name in self.trained if self._trains else ():
+            # Hooks of the user's see the gradient of every micro-batch.
+            if getattr(parameters[name], "_post_accumulate_grad_hooks", None):
+                raise CaptureError(
+                    f"{public_name(name)!r} has a hook for after its .grad is filled, but in one "
+                    "program .grad is never filled. Use parameter.register_hook."
+                )
+            for hook in (parameters[name]._backward_hooks or {}).values():
+                state[name].register_hook(hook)  # type: ignore[no-untyped-call]
+        arguments = (batch, state, self.with_loss)
+        return call_with(self.step, state, arguments)  # type: ignore[no-any-return]
+
+    def _differentiate(
+        self, objective: Tensor, weights: Sequence[Tensor], keeps: bool
+    ) -> Sequence[Optional[Tensor]]:
+        return torch.autograd.grad(objective, weights, retain_graph=keeps, allow_unused=True)
+
+    def _look_for_bypass(self, loss: Tensor) -> None:
+        # Those are looked for once: it takes longer than the rest.
+        overlooked = (
+            None if self.with_gradient else find_leaf(loss, find_unregistered(self.step.net))
+        )
+        if overlooked is not None:
+            raise CaptureError(
+                f"{overlooked.text}, so that they would not be trained. {overlooked.cure} What is "
+                "not to be trained, call requires_grad_(False) of.",
+                kind=UNREGISTERED,
+            )
+        name = find_leaf(loss, {id(p): public_name(n) for n, p in self.step.named_parameters()})
+        if name is not None:
+            raise CaptureError(
+                f"{name!r} was used through a reference kept outside the module, such as a list of "
+                "parameters, and would get no gradient from there. Reach it through the module in "
+                "forward or in the loss, such as self.layer.weight."
+            )
+
+
+def find_leaf(loss: Tensor, tensors: Mapping[int, T]) -> Optional[T]:
+    """Find the first of these tensors, by identity, that a loss is computed from."""
+    for node in autograd_nodes([loss.grad_fn]) if tensors else ():
+        leaf = id(getattr(node, "variable", None))
+        if leaf in tensors:
+            return tensors[leaf]
+    return None

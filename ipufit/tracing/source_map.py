@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
 from ipufit.tracing.capture import capture, user_frame
-from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
+from ipufit.tracing.grad_step import MicroBatchStep, ModuleWithLoss
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.tracing.recording import GraphPlace, autograd_nodes, current_graph, listen_to_backward
 from ipufit.tracing.validate import public_name
@@ -257,7 +257,7 @@ class CallRecorder(Listener):
 
 
 def trace_calls(
-    micro: GradStep, step: ModuleWithLoss, arguments: Sequence[Tensor]
+    micro: MicroBatchStep, step: ModuleWithLoss, arguments: Sequence[Tensor]
 ) -> List[TracedCall]:
     """List the operator calls that a traced micro-batch was made of, by tracing it again.
 

@@ -30,7 +30,7 @@ from ipufit.losses import Loss
 from ipufit.tracing.capture import capture
 from ipufit.tracing.fingerprint import fingerprint
 from ipufit.tracing.flat_storage import FlatBlock
-from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
+from ipufit.tracing.grad_step import GradStep, MicroBatchStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recompute import recompute_layers
@@ -117,13 +117,13 @@ class EngineContext(Engine):
             scaled,
             spec.partition,
             recompute,
+            spec.varies,
         )
         arguments = [*state, *example.leaves]
         if scaled:
             device = device_of(spec.module)
             arguments.append(torch.ones((), dtype=torch.float64, device=device))
         if isinstance(micro, EagerStep):
-            micro.varies = spec.varies
             return self._try_eagerly(micro, arguments, device_of(spec.module))
         refuse_unrecordable(spec.module, example)
         frozen, held = fingerprint(step)
@@ -233,7 +233,7 @@ class EngineContext(Engine):
                 "from one micro-batch to the next, register a buffer and change it in place; to "
                 "run forward every time, use compile(..., run_eagerly=True).",
             )
-        blocks = len(micro.blocks) if isinstance(micro, GradStep) else 0
+        blocks = len(micro.blocks) if isinstance(micro, MicroBatchStep) else 0
         if divided is not None:
             from ipufit.engines.embedded.fsdp import ShardedStep
 

@@ -11,8 +11,10 @@ from torch import Tensor, fx, nn
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.passes.select_kernels import Lowered
-from ipufit.tracing.grad_step import GradStep
-from ipufit.tracing.validate import rebound_error
+from ipufit.tracing.grad_step import Evaluated, MicroBatchStep, find_leaf
+from ipufit.tracing.validate import find_unregistered, rebound_error
+from ipufit.utils import tree
+from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import isolated
 
 __all__ = ["EagerStep", "Seeding", "TracedStep", "Update", "computing"]
@@ -47,21 +49,19 @@ class TracedStep:
 
     run: Callable[..., List[Tensor]]
     lowered: Lowered
-    micro: GradStep
+    micro: MicroBatchStep
     random: bool
     kept_alive: Tuple[object, ...]
     graph: Optional[fx.GraphModule]
 
 
-class EagerStep(GradStep):
+class EagerStep(MicroBatchStep):
     """The function that runs for micro-batches of one structure, whatever their shapes.
 
     It is called as one that is recorded, and returns the same. Forward runs with the module's own
     parameters, gradients come by ``backward``, and so code that looks at either has what it has in
     a loop written by hand: hooks, references from elsewhere, ``.grad``.
     """
-
-    eager = True
 
     def __post_init__(self, example: MicroBatch) -> None:
         super().__post_init__(example)
@@ -103,23 +103,30 @@ class EagerStep(GradStep):
             for parameter, data in moved:
                 parameter.data = data
 
-    def _keep_hooks(self, state: Mapping[str, Tensor]) -> None:
-        """Hooks are where they were: the parameters are the module's own."""
+    def _call(self, batch: Sequence[tree.Tree], state: Mapping[str, Tensor]) -> Evaluated:
+        # No tensors: forward may replace the module's own.
+        return self.step(batch, {}, self.with_loss)  # type: ignore[no-any-return]
 
     def _look_for_bypass(self, loss: Tensor) -> None:
+        if self.with_gradient:
+            return
         # A parameter that forward makes is not the optimizer's.
-        for name, parameter in () if self.with_gradient else self.step.named_parameters():
+        for name, parameter in self.step.named_parameters():
             if self._parameters.get(name) is not parameter:
                 raise rebound_error(self.step, name, new=name not in self._parameters)
-        super()._look_for_bypass(loss)
+        overlooked = find_leaf(loss, find_unregistered(self.step.net))
+        if overlooked is not None:
+            warn_user(f"{overlooked.text}: they are not trained. {overlooked.cure}")
 
-    def _backward(self, objective: Tensor, names: Sequence[str]) -> List[Optional[Tensor]]:
+    def _differentiate(
+        self, objective: Tensor, weights: Sequence[Tensor], keeps: bool
+    ) -> Sequence[Optional[Tensor]]:
         before = [(parameter, parameter.grad) for parameter in self._parameters.values()]
         try:
             for parameter, _ in before:
                 parameter.grad = None
-            objective.backward()  # type: ignore[no-untyped-call]
-            gradients = [self._parameters[name].grad for name in names]
+            objective.backward(retain_graph=keeps)  # type: ignore[no-untyped-call]
+            gradients = [weight.grad for weight in weights]
         finally:
             for parameter, gradient in before:
                 parameter.grad = gradient

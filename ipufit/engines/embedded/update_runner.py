@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import TYPE_CHECKING, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
@@ -16,7 +15,7 @@ from ipufit.engines.embedded.execution import ExecutionOutputs, ExecutionWork, U
 from ipufit.engines.embedded.flat_optimizer import Rows
 from ipufit.engines.embedded.non_finite import refuse_gradients, refuse_loss, refuse_weights
 from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
-from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update, computing
+from ipufit.engines.embedded.traced_step import Seeding, Update, computing
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState, copy_of, put_back
 from ipufit.engines.embedded.turns import Move, TurnOptimizer, by_micro_batch
 from ipufit.engines.gradient_reduction import GradientReduction, GradientSum
@@ -82,7 +81,7 @@ class UpdateRunner(UpdateWay):
         self._is_judged = self._is_scaled or replay is not None
         # Whether a micro-batch may reach other parameters than the one before, and names of those
         # that a gradient came to in the present update.
-        self._varies = spec.run_eagerly and spec.varies
+        self._varies = spec.varies
         self._with_grad: Set[str] = set()
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
@@ -341,29 +340,47 @@ class UpdateRunner(UpdateWay):
         scale, loss_scale = self._scale() if self._is_scaled else ([], 1.0)
         sums, goes_along = (None, False) if share is None else self._begin_sums(total)
         reported = len(results.numbers)
+        divided = state.placement.weights
         if merged is not None and alike and merged.takes([recorded for _, recorded in update]):
             self._add_merged(merged, total, update, results)
-        elif share is not None:
-            last = sums if goes_along else None
-            self._add_share(share, update, total, results, scale, last, move)
-        else:
-            for place, (batch, recorded) in enumerate(update):
-                blocks = len(recorded.micro.blocks)
-                if recorded.random:
-                    self._seed(recorded, state.updates, place, move.stream)
-                weights = states[place % len(states)]
+            update = ()
+        for number, (batch, recorded) in enumerate(update):
+            blocks = len(recorded.micro.blocks)
+            place = number if share is None else share.places[number]
+            if recorded.random:
+                self._seed(recorded, state.updates, place, move.stream)
+            weights = states[place % len(states)]
+            if divided is not None:
+                divided.factor = None if self.counted else total.next_factor()
+            # The gradients of the last one may go to the other processes as they come.
+            is_last = number == len(update) - 1
+            meeting = recorded.lowered.meeting if goes_along and is_last else None
+            if meeting is not None and sums is not None:
+                sums.expect(total.next_factor(), self.counted)
+                meeting.host = sums
+            try:
                 numbers, *rest = recorded.run(*weights, *batch.leaves, *scale)
-                if self._varies:
-                    self._with_grad |= recorded.micro.with_grad
-                if self.at_once:
-                    value = (numbers[0] if numbers.dim() else numbers).item()
-                    if not math.isfinite(value):
-                        refuse_loss(state, value)
-                kind = recorded.micro.reported
-                results.add(recorded, [kind], numbers, rest[:-blocks], move.hands_out)
-                total.add(rest[-blocks:], numbers[1] if kind.counted else None)
-                # Not held while the next one is computed.
-                del rest
+            finally:
+                if meeting is not None:
+                    meeting.host = None
+            if self._varies:
+                self._with_grad |= recorded.micro.with_grad
+            if self.at_once and share is None:
+                value = (numbers[0] if numbers.dim() else numbers).item()
+                if not math.isfinite(value):
+                    refuse_loss(state, value)
+            kind, gradients = recorded.micro.reported, rest[-blocks:]
+            results.add(recorded, [kind], numbers, rest[:-blocks], move.hands_out)
+            count = numbers[1] if kind.counted else None
+            if meeting is not None:
+                if count is not None:
+                    total.note(count)
+            elif divided is not None:
+                total.collect(gradients, count)
+            else:
+                total.add(gradients, count)
+            # Not held while the next one is computed.
+            del rest, gradients
         if share is not None:
             self._add_others(total, share, results, reported, sums, move)
         return total.reduced(loss_scale)
@@ -384,77 +401,6 @@ class UpdateRunner(UpdateWay):
         cuts = self._state.placement.cuts
         sums = BucketSums(self._processes, self.overlap.order, total, cuts)
         return sums, self.overlap.begin()
-
-    def _add_share(
-        self,
-        share: ProcessShard,
-        update: Update,
-        total: GradientSum,
-        results: ExecutionOutputs,
-        scale: Sequence[Tensor],
-        sums: Optional[BucketSums],
-        move: Move,
-    ) -> None:
-        """Add the own gradients of an update of which other processes have micro-batches as well.
-
-        Args:
-            share: what of the update is its own.
-            update: these micro-batches.
-            total: takes their gradients.
-            results: takes what they report.
-            scale: the loss scale as an argument of a recording; empty without one.
-            sums: take the last gradients as they come; None where sums follow the backward pass.
-            move: the turn that the update is of.
-        """
-        state, divided = self._state, self._state.placement.weights
-        states = move.turn.states
-        for index, (batch, recorded) in enumerate(update):
-            blocks = len(recorded.micro.blocks)
-            place = share.places[index]
-            self._seed(recorded, state.updates, place, move.stream)
-            weights = states[place % len(states)]
-            if divided is not None:
-                divided.factor = None if self.counted else total.next_factor()
-            is_last = index == len(update) - 1
-            with self._met(sums if is_last else None, recorded, total) as meets:
-                numbers, *rest = recorded.run(*weights, *batch.leaves, *scale)
-            if self._varies:
-                self._with_grad |= recorded.micro.with_grad
-            kind, gradients = recorded.micro.reported, rest[-blocks:]
-            count = numbers[1] if kind.counted else None
-            results.add(recorded, [kind], numbers, rest[:-blocks], move.hands_out)
-            if meets:
-                if count is not None:
-                    total.note(count)
-            elif divided is not None:
-                total.collect(gradients, count)
-            else:
-                total.add(gradients, count)
-            # Not held while the next one is computed.
-            del rest, gradients
-        if divided is not None:
-            for _ in range(share.most - len(update)):
-                total.collect(divided.idle(divided.events), None)
-
-    @contextlib.contextmanager
-    def _met(
-        self, sums: Optional[BucketSums], recorded: TracedStep, total: GradientSum
-    ) -> Iterator[bool]:
-        """A micro-batch runs, whose gradients go to the other processes as they come.
-
-        Yields:
-            Whether they do; not without sums, nor where the recording meets no other process.
-        """
-        meeting = recorded.lowered.meeting
-        if sums is None or meeting is None:
-            yield False
-            return
-        sums.expect(total.next_factor(), self.counted)
-        meeting.host = sums
-        try:
-            yield True
-        finally:
-            meeting.host = None
 
     def _add_others(
         self,
@@ -478,12 +424,16 @@ class UpdateRunner(UpdateWay):
         losses: List[float] = results.losses(reported).tolist() if self.at_once else []
         is_lost = not all(map(math.isfinite, losses))
         placement, whole = self._state.placement, self._state.storage.flats
+        divided = placement.weights
+        if divided is not None:
+            for _ in range(share.most - len(share.indices)):
+                total.collect(divided.idle(divided.events), None)
         flats = self._state.gradients_like() or [whole[place] for place in move.turn.blocks]
         if sums is not None:
             assert self.overlap is not None
             sums.finish(flats)
             self.overlap.end()
-        if sums is not None or placement.weights is not None:
+        if sums is not None or divided is not None:
             # The gradients have met those of the others already.
             total.add_facts(self._processes, flats[0], self.counted, is_lost)
         else:

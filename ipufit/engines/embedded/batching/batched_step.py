@@ -16,7 +16,7 @@ from ipufit.engines.embedded.batching.batch_dim import BatchDim, RefusalError, S
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.losses import LossTerm
 from ipufit.tracing.flat_storage import storage_id
-from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, OutputShape, ReportedScalars
+from ipufit.tracing.grad_step import MicroBatchStep, ModuleWithLoss, OutputShape, ReportedScalars
 from ipufit.tracing.recording import mark_backward_pass
 from ipufit.utils import tree
 from ipufit.utils.state import call_with
@@ -43,7 +43,7 @@ class Forward:
         has_logged: whether the module reported a value.
     """
 
-    def __init__(self, micro: GradStep) -> None:
+    def __init__(self, micro: MicroBatchStep) -> None:
         self._micro = micro
         self._net = _Net(micro.step.net, micro.step.loss)
         self.outputs = OutputShape(None)
@@ -174,7 +174,7 @@ class BatchedGradStep:
 
     def __init__(
         self,
-        micro: GradStep,
+        micro: MicroBatchStep,
         example: MicroBatch,
         forward: fx.GraphModule,
         outputs: OutputShape,

@@ -143,7 +143,7 @@ class TrainingProgram(BaseProgram):
         recorded = self._record_turn(state.turns[turn], example)
         if not state.with_gradient:
             micro = recorded.micro
-            names = [n for n in micro.with_gradient if not micro.varies or n in micro.with_grad]
+            names = [name for name in micro.with_gradient if name in micro.with_grad]
             with self._engine.timed():
                 state.bind(tuple(names))
         state.placement.attach(recorded)
@@ -169,7 +169,7 @@ class TrainingProgram(BaseProgram):
             spec = dataclasses.replace(spec, want_outputs=False)
         arguments = turn.states[0] if turn.states else state.arguments(self._buffers, turn)
         fixed = [*turn.others, *state.buffers]
-        layout = state.lay_out_gradients if self._is_eager and spec.varies else state.lay_out
+        layout = state.lay_out_gradients if spec.varies else state.lay_out
         recorded = self._engine.record(
             spec, example, turn.trained, fixed, arguments, layout, turn.step
         )
