@@ -29,7 +29,7 @@ PROJECT = PYPROJECT["project"]
 # Each test trains on one thread, so the cores share the tests.
 PARALLEL = ("--numprocesses=auto", "--maxprocesses=4")
 # What the suite has tests for, or compares with.
-TESTED_EXTRAS = ("completion", "plot", "pandas", "report", "sklearn", "tensorboard")
+TESTED_EXTRAS = ("completion", "plot", "pandas", "report", "rich", "sklearn", "tensorboard")
 TESTED = f".[{','.join(TESTED_EXTRAS)}]"
 TAG = "-py3-none-any.whl"
 # What is run against the wheel: some seconds, and a little of every part.
@@ -59,6 +59,7 @@ EXTRA_CHECKS = {
     "tensorboard": ("tests/callbacks/test_tensorboard.py",),
     "hub": ("tests/engines/ipu/ipu_config/test_files.py",),
     "report": ("tests/report",),
+    "rich": ("tests/callbacks/test_progress.py",),
     "completion": ("tests/cli/test_completion.py",),
     "sklearn": ("tests/sklearn",),
     "lightning": ("tests/lightning",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from typing import (
     Any,
     Callable,
@@ -33,7 +32,6 @@ __all__ = [
     "means",
     "missing_value",
     "one_of",
-    "say",
     "stored",
     "stored_or_none",
     "whole",
@@ -295,14 +293,6 @@ EVENTS: Dict[str, Event] = {
 
 
 T = TypeVar("T")
-
-
-def say(text: str) -> None:
-    """Print a line where the progress bar is, without breaking it."""
-    # Imported here: nobody needs it who prints nothing.
-    from tqdm.auto import tqdm
-
-    tqdm.write(text, file=sys.stderr)
 
 
 def means(logs: Optional[Logs]) -> Dict[str, float]:

@@ -2,131 +2,103 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Union
 
-from ipufit.callbacks.callback import Callback, Logs, means, say
+from ipufit.callbacks.callback import Callback, Logs, means, one_of
+from ipufit.engines.program import Engine
+from ipufit.utils.display import Display, Progress, make_display
 
-__all__ = ["ProgbarLogger"]
+__all__ = ["ProgbarLogger", "showing"]
 
-# How a line is laid out, from the widest to the narrowest, in tqdm's words. A bar of fewer cells
-# than these says nothing.
-_CELLS = 5
-_COUNT = "{n_fmt}/{total_fmt}"
-_LAYOUTS = (
-    "{l_bar}{bar}| " + _COUNT + " [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
-    "{l_bar}{bar}| " + _COUNT + " [{elapsed}<{remaining}{postfix}]",
-    "{desc}: " + _COUNT + " [{elapsed}<{remaining}{postfix}]",
-    "{desc}: " + _COUNT + " [{remaining}{postfix}]",
-    "{desc}: " + _COUNT + "{postfix}",
-)
-_WITHOUT_TOTAL = (
-    "{desc}: {n_fmt}{unit} [{elapsed}, {rate_fmt}{postfix}]",
-    "{desc}: {n_fmt}{unit} [{elapsed}{postfix}]",
-    "{desc}: {n_fmt}{unit}{postfix}",
-)
+_INTERVAL = 0.1  # seconds between two states of a bar
 
 
 class ProgbarLogger(Callback):
     """A bar that counts updates, whatever ``device_iterations`` is, or one line an epoch.
 
-    ``verbose=1`` and ``verbose=2`` add it. Shows loss, metrics, samples per second and the time
-    left. A bar is drawn after the first execution, and then in intervals of tqdm's ``mininterval``.
-    Where a terminal is too narrow, it
-    leaves out updates per second, samples per second, the bar itself, times, the count and then the
-    last metrics, in this order. Time spent on recording the program is reported apart; neither it
-    nor validation counts into the rate.
+    ``verbose`` of ``fit``, ``evaluate`` and ``predict`` adds it. It shows loss and metrics so far,
+    the time left and samples per second, from the first execution on and then ten times a second,
+    and a validation on a line of its own; values that have no room in a line go to the next one.
+    What stays is one line an epoch, with the values of its end. Time spent on recording the program
+    is reported apart; neither it nor validation counts into the rate.
 
     Args:
-        verbose: 1 for a bar, 2 for one line an epoch, an evaluation or a prediction.
+        verbose: 1 for a bar, 2 for one line an epoch, an evaluation or a prediction, "rich" for a
+            bar by the package of that name.
+
+    Raises:
+        ConfigurationError: ``verbose`` is something else.
     """
 
-    def __init__(self, verbose: int = 1) -> None:
+    def __init__(self, verbose: Union[int, str] = 1) -> None:
         super().__init__()
-        self._verbose = verbose
-        self._bar: Any = None
-        self._done = 0
-        self._samples = 0.0
+        choices: Sequence[Union[int, str]] = (1, 2, "rich")
+        self._verbose = one_of(self, "verbose", verbose, choices)
+        self._bars: List[Progress] = []
+        self._display: Optional[Display] = None
+        self._recordings = 0
+        self._has_recorded = self._training = False
+        self._captured = self._first_captured = 0.0
         self._start = self._next_draw = 0.0
-        self._elapsed = 0.0
-        self._training = False
-        self._captured = 0.0
 
-    @property
-    def _unit(self) -> str:
-        return "updates" if self._training else "batches"
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        self._recordings += 1
+        if self._recordings == 1:
+            self._has_recorded = True
+            self._draw("recording the program ...")
+        try:
+            yield
+        finally:
+            self._recordings -= 1
+            if not self._recordings:
+                self._draw()
 
-    def _open(self, description: str, total: Optional[int]) -> None:
-        self._close()
-        self._done = 0
-        self._start = time.perf_counter()
+    def _shown_by(self) -> Display:
+        """Where it is shown; made anew for every run."""
+        if self._display is None:
+            self._display = make_display(self._verbose)
+        return self._display
+
+    def _draw(self, note: str = "") -> None:
+        self._shown_by().draw(self._bars if self._verbose != 2 else [], note)
+
+    def _open(self, title: str, total: Optional[int]) -> None:
+        unit = "updates" if title.startswith("epoch") else "batches"
+        self._bars.append(Progress(title, unit, total))
         self._captured = float(self.model.capture_seconds)
-        if self._verbose == 1:
-            # Imported here: nobody needs it who sees no bar.
-            from tqdm.auto import tqdm
-
-            unit = " " + self._unit
-            # With any delay at all tqdm does not draw before there is a layout.
-            options = {"unit": unit, "dynamic_ncols": True, "delay": 1e-9}
-            self._bar = tqdm(total=total, desc=description, **options)
-            if not self._bar.disable:
-                self._lay_out({})
-                self._bar.refresh()
+        self._start = self._next_draw = time.perf_counter()
+        self._draw()
 
     def _advance(self, batch: int, logs: Optional[Logs]) -> None:
-        self._done = batch + 1
-        self._samples = logs["samples"] if logs else 0.0
+        bar, now = self._bars[-1], time.perf_counter()
         captured = float(self.model.capture_seconds) - self._captured
-        now = time.perf_counter()
-        self._elapsed = now - self._start - captured
-        # TQDM_DISABLE switches every bar of a process off.
-        if self._bar is None or self._bar.disable:
-            return
-        self._bar.n = self._done
-        # Metrics are worked out only when the bar is drawn, which tqdm leaves to this: after the
-        # first execution, and then in intervals, in which a whole epoch may pass.
-        if now >= self._next_draw:
-            self._lay_out(logs)
-            self._bar.refresh()
-            self._next_draw = now + self._bar.mininterval
+        bar.done, bar.seconds = batch + 1, now - self._start - captured
+        bar.samples = logs["samples"] if logs else 0.0
+        # Metrics are worked out only when the bar is drawn: after the first execution, and then in
+        # intervals, in which a whole epoch may pass.
+        if self._verbose != 2 and now >= self._next_draw:
+            bar.values = _shown(logs)
+            self._draw()
+            self._next_draw = now + _INTERVAL
 
-    def _lay_out(self, logs: Optional[Logs]) -> None:
-        """Choose what of the values, and beside them, has room in the line."""
-        state = self._bar.format_dict
-        for layout, values in _choices(self._shown(logs), state["total"]):
-            self._bar.bar_format, self._bar.postfix = layout, values
-            state.update(bar_format=layout.replace("{bar}", " " * _CELLS), postfix=values)
-            # The count grows, and the time that is left shrinks.
-            ends = [{**state, "ncols": None, "n": n} for n in (self._done, state["total"])]
-            widths = [len(self._bar.format_meter(**end)) for end in ends if end["n"] is not None]
-            if state["ncols"] is None or max(widths) <= state["ncols"]:
-                return
-
-    def _shown(self, logs: Optional[Logs]) -> Dict[str, str]:
-        shown = {name: f"{value:.4g}" for name, value in means(logs).items()}
-        if self._samples and self._elapsed > 0:
-            shown["samples/s"] = f"{self._samples / self._elapsed:.0f}"
-        return shown
-
-    def _close(self, logs: Optional[Logs] = None) -> None:
-        if self._bar is not None:
-            if logs is not None and not self._bar.disable:
-                self._lay_out(logs)
-            self._bar.close()
-            self._bar = None
+    def _keep(self, logs: Optional[Logs]) -> None:
+        """Put the last bar's line, which stays, in its place."""
+        bar = self._bars.pop()
+        self._shown_by().keep(bar.title, f"{bar.done} {bar.unit}", {**_shown(logs), **bar.rate})
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """Say how long the recording took."""
+        """Say how long the recording took, if something was recorded."""
         self._training = True
-        say(f"recorded the program in {self.model.capture_seconds:.2f} s")
-
-    def _line(self, title: str, logs: Optional[Logs]) -> None:
-        if self._verbose == 2:
-            shown = [f"{name}={value}" for name, value in self._shown(logs).items()]
-            say(f"{title}: " + ", ".join([f"{self._done} {self._unit}", *shown]))
+        if self._has_recorded:
+            seconds = float(self.model.capture_seconds) - self._first_captured
+            self._shown_by().write(f"recorded the program in {seconds:.2f} s")
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Open the epoch's bar."""
+        self._bars = []
         self._open(f"epoch {epoch + 1}/{self.params['epochs']}", self.params["updates"])
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
@@ -134,30 +106,30 @@ class ProgbarLogger(Callback):
         self._advance(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Finish the bar, or print the epoch's line."""
-        self._close(logs)
-        self._line(f"epoch {epoch + 1}/{self.params['epochs']}", logs)
+        """Finish the epoch's bar by its line."""
+        self._keep(logs)
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """Close a bar that an error or Ctrl-C left open."""
+        """Count batches from here on, of evaluations and predictions."""
         self._training = False
-        self._close()
 
     def on_test_begin(self, logs: Optional[Logs] = None) -> None:
-        """Open a bar, unless this is the validation inside fit."""
-        if not self._training:
+        """Open a bar, which is below that of the epoch for the validation inside fit."""
+        if self._training:
+            self._open("validation", self.params.get("validation_updates"))
+        else:
             self._open("evaluate", self.params["updates"])
 
     def on_test_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
         """Advance by the device iterations of the execution."""
-        if not self._training:
-            self._advance(batch, logs)
+        self._advance(batch, logs)
 
     def on_test_end(self, logs: Optional[Logs] = None) -> None:
-        """Finish the bar, or print the line."""
-        if not self._training:
-            self._close(logs)
-            self._line("evaluate", logs)
+        """Finish the bar; an evaluation leaves its line, and a validation that of its epoch."""
+        if self._training:
+            self._bars.pop()
+        else:
+            self._keep(logs)
 
     def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
         """Open the bar of a prediction."""
@@ -168,26 +140,28 @@ class ProgbarLogger(Callback):
         self._advance(batch, None)
 
     def on_predict_end(self, logs: Optional[Logs] = None) -> None:
-        """Finish the bar, or print the line."""
-        self._close()
-        self._line("predict", None)
+        """Finish the bar by the line of the prediction."""
+        self._keep(None)
 
     def close(self) -> None:
-        """Leave no bar open after an evaluation or a prediction that did not end."""
-        self._close()
+        """Leave no bar open after a run that did not end."""
+        self._bars = []
+        if self._display is not None:
+            self._display.close()
+            self._display = None
 
 
-def _choices(shown: Dict[str, str], total: Optional[int]) -> Iterator[Tuple[str, str]]:
-    """Layouts and the values in them, from the most to the least."""
-    layouts = _WITHOUT_TOTAL if total is None else _LAYOUTS
-    values = [f"{name}={value}" for name, value in shown.items()]
-    yield layouts[0], ", ".join(values)
-    yield layouts[1], ", ".join(values)
-    values = [value for value in values if not value.startswith("samples/s=")]
-    for layout in layouts[1:]:
-        yield layout, ", ".join(values)
-    while values:
-        # tqdm puts a comma before the postfix.
-        yield "{desc}: " + ", ".join(values).replace("{", "{{").replace("}", "}}"), ""
-        values.pop()
-    yield "{desc}", ""
+@contextlib.contextmanager
+def showing(logger: ProgbarLogger, engine: Engine) -> Iterator[None]:
+    """Show within the block what the engine records, and leave no bar open after it."""
+    logger._first_captured, logger._has_recorded = engine.seconds, False
+    engine.announce = logger._recording
+    try:
+        yield
+    finally:
+        engine.announce = contextlib.nullcontext
+        ProgbarLogger.close(logger)
+
+
+def _shown(logs: Optional[Logs]) -> Dict[str, str]:
+    return {name: f"{value:.4g}" for name, value in means(logs).items()}

@@ -14,7 +14,6 @@ from ipufit.callbacks.callback import (
     finite,
     missing_value,
     one_of,
-    say,
     stored,
     stored_or_none,
     whole,
@@ -22,6 +21,7 @@ from ipufit.callbacks.callback import (
 from ipufit.callbacks.history import improves, required_direction
 from ipufit.core.weights_file import WeightsCopy
 from ipufit.errors import ConfigurationError, NonFiniteLossError
+from ipufit.utils.console import say
 
 __all__ = ["EarlyStopping", "Monitor", "TerminateOnNaN", "Timer"]
 

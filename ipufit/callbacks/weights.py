@@ -14,13 +14,13 @@ from ipufit.callbacks.callback import (
     UpdateCount,
     finite,
     one_of,
-    say,
     stored,
     whole,
 )
 from ipufit.callbacks.stopping import Monitor
 from ipufit.core.weights_file import check_path
 from ipufit.errors import ConfigurationError
+from ipufit.utils.console import say
 
 __all__ = ["ModelCheckpoint", "SwapEMAWeights"]
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import sys
 import threading
 from types import FrameType
 from typing import ContextManager, Dict, Iterator, List, Optional, Sequence
@@ -30,7 +29,7 @@ from ipufit.checkpoint.training_state import RestoredState, checkpoint_contents,
 from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.processes import Processes, common
 from ipufit.utils.codec import encode
-from ipufit.utils.console import warn_user
+from ipufit.utils.console import say, warn_user
 
 __all__ = ["CheckpointManager", "PreemptionHandler", "find"]
 
@@ -321,13 +320,14 @@ class CheckpointManager(Observer):
         self._processes.gather(None)
         message = (
             f"{came.name}: fit ends after update {self._done()}, in epoch "
-            f"{epoch}, which is written down in {self.settings.folder!r}. Call it again with "
+            f"{epoch + 1}, which is written down in {self.settings.folder!r}. Call it again with "
             "Checkpoint(..., resume='auto') to go on."
         )
-        if self._processes.is_rank_zero:
-            print(f"ipufit: {message}", file=sys.stderr)
-        error: BaseException = SystemExit(128 + int(came))
-        if came is signal.SIGINT:
-            error = KeyboardInterrupt(message)
+        # Python prints what a KeyboardInterrupt says.
+        error: BaseException = KeyboardInterrupt(message)
+        if came is not signal.SIGINT:
+            error = SystemExit(128 + int(came))
+            if self._processes.is_rank_zero:
+                say(f"ipufit: {message}")
         # All processes end here.
         raise common(error)

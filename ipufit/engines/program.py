@@ -10,7 +10,19 @@ import abc
 import contextlib
 import dataclasses
 import time
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+)
 
 import torch
 from torch import Tensor, nn
@@ -518,6 +530,8 @@ class Engine(abc.ABC):
             IPUConfig are told.
         seconds: time spent on recording so far, in seconds.
         clock: is told what the engine's time goes to; set for the time of a ``fit``.
+        announce: is entered while the engine records or compiles; set for the time of a call that
+            shows its progress.
         takes_options: True if the options of ``poptorch=`` mean something.
         mixes_shapes: False if the micro-batches of one update must have the same shapes.
         recordings: forms of micro-batches that the last training program was compiled for, if the
@@ -527,6 +541,7 @@ class Engine(abc.ABC):
     name: str
     seconds: float = 0.0
     clock: NoClock = NO_CLOCK
+    announce: Callable[[], ContextManager[None]] = contextlib.nullcontext
     takes_options: bool = False
     mixes_shapes: bool = True
     recordings: Optional[Recordings] = None
@@ -550,6 +565,12 @@ class Engine(abc.ABC):
                 yield
         finally:
             self.seconds = before + time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Count the time of the block, and have it shown that something is recorded or compiled."""
+        with self.announce(), self.timed():
+            yield
 
     @abc.abstractmethod
     def build(self, spec: ProgramSpec) -> Program:

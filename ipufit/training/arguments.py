@@ -42,12 +42,12 @@ class InferenceConfig(JobSpec):
 
     Attributes:
         callbacks: a list.
-        level: how much to print: 0, 1 or 2.
+        level: how much to print: 0, 1, 2 or "rich".
         padding_value: of outputs of several shapes; None for a list of rows.
     """
 
     callbacks: Sequence[Callback] = ()
-    level: int = 0
+    level: Union[int, str] = 0
     padding_value: Optional[float] = None
 
     @staticmethod
@@ -103,7 +103,7 @@ class FitConfig:
         epochs: indices of the epochs; of a run that goes on, of those that are left.
         callbacks: a list.
         asked_seed: given, or of the run that goes on; None to draw one.
-        level: how much to print: 0, 1 or 2.
+        level: how much to print: 0, 1, 2 or "rich".
         prefetch: executions to prepare ahead.
         notes: what else History should say of the run.
         checkpoint: where and when checkpoints are written, and what to go on from; or None.
@@ -120,7 +120,7 @@ class FitConfig:
     epochs: range
     callbacks: List[Callback]
     asked_seed: Optional[int]
-    level: int
+    level: Union[int, str]
     prefetch: int
     notes: Dict[str, object]
     checkpoint: Optional[Checkpoint]
@@ -275,9 +275,9 @@ def _common(
     faults: ErrorCollector,
     request: Union[FitRequest, InferenceRequest],
     mode: Mode,
-) -> Tuple[List[Callback], Optional[int], int]:
+) -> Tuple[List[Callback], Optional[int], Union[int, str]]:
     callbacks: List[Callback] = []
-    seed, level = None, 0
+    seed, level = None, resolve_verbose(0)
     with faults.collect():
         callbacks = checked(request.callbacks)
         if mode is not Mode.TRAIN:

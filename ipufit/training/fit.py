@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Tuple, Union
+import traceback
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 from ipufit.callbacks import Callback, CallbackList
 from ipufit.callbacks.callback_list import CallbackObserver, Observer
@@ -16,15 +17,17 @@ from ipufit.core.plan import Plan
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError, RecoverableDeviceError
 from ipufit.processes import Processes
+from ipufit.tracing.user_lines import is_users
 from ipufit.training.arguments import FitConfig, InferenceConfig
 from ipufit.training.execution_sync import refuse_other_order
 from ipufit.training.fit_data import FitRequest, InferenceRequest
 from ipufit.training.rank_consistency import sync_inference_config, sync_run_config
-from ipufit.training.session import JobSpec, Session
+from ipufit.training.session import JobSpec, Session, updates_per_epoch
 from ipufit.training.summary import stripped
 from ipufit.training.trainer import Job, PredictionObserver, Trainer
 from ipufit.training.validation import ValidationRunner
 from ipufit.utils.console import say_dev_run, warn_user
+from ipufit.utils.interrupts import summarized_interrupt
 from ipufit.utils.phase_timer import NO_CLOCK
 from ipufit.utils.state import eval_mode, train_mode
 
@@ -39,6 +42,8 @@ _END = object()
 # What lets a device run again, and is done here: a new program attaches to it.
 _HERE = "IPU_RESET"
 
+_UNTRAINED = "Ctrl-C ends fit before its first update; the module has the weights that it had."
+
 # Updates of a schedule that are tried before the first one; more would take noticeable time.
 _CHECKED_UPDATES = 10_000
 
@@ -51,6 +56,7 @@ def fit(model: CallbackModel, session: Session, request: FitRequest) -> History:
     processes = session.processes
     session.casting.start_call()
     with processes.propagate_errors(), contextlib.ExitStack() as stack:
+        stack.enter_context(summarized_interrupt(lambda error: _UNTRAINED))
         config = processes.run_on_all_ranks(lambda: FitConfig.check(session, request))
         if config.checkpoint is not None:
             # Imported here, as below: many runs keep no checkpoints.
@@ -106,6 +112,7 @@ def _train(model: CallbackModel, session: Session, config: FitConfig) -> History
             held_out = dataclasses.replace(config.held_out, seed=config.seed)
             validation = ValidationRunner(session, held_out)
         stack.enter_context(train_mode(model.module, session.loss.module))
+        progress = stack.enter_context(_progress(session, config))
         if config.restored is not None:
             # The kernels that the run has measured to be fastest before.
             session.engine.prefer(config.restored.choices(session.processes) or {})
@@ -127,7 +134,7 @@ def _train(model: CallbackModel, session: Session, config: FitConfig) -> History
             )
         )
         with session.running(job):
-            return _run(model, session, config, job, validation, recorder)
+            return _run(model, session, config, job, progress, validation, recorder)
 
 
 def _run(
@@ -135,6 +142,7 @@ def _run(
     session: Session,
     config: FitConfig,
     job: Job,
+    progress: List[Callback],
     validation: Optional[ValidationRunner],
     recorder: Optional[Recorder],
 ) -> History:
@@ -143,13 +151,13 @@ def _run(
     session.processes.run_on_all_ranks(lambda: _check(session, job, config, validation))
     # Those that prefetch may be further on; all have looked at the first update.
     refuse_other_order(session.processes.gather(job.pipeline.order, "order of samples"))
-    updates = _updates_per_epoch(job.plan, config.source)
+    updates = updates_per_epoch(job.plan, config.source)
     if updates is not None:
         # In all epochs, from the beginning of the first one.
         updates *= len(config.epochs)
         job.program.expect(updates)
     session.last_plan, session.sample = job.plan, stripped(job.first)
-    callbacks = _callbacks(model, session, config, job, validation)
+    callbacks = _callbacks(model, session, config, job, progress, validation)
     _describe(model.history, callbacks, session, config, job)
     if config.level and session.processes.is_rank_zero:
         say_dev_run(config.notes, validation is not None)
@@ -195,7 +203,8 @@ def _run(
     try:
         with contextlib.nullcontext() if checkpoints is None else checkpoints.listening():
             callbacks.check_monitors()
-            trainer.run(config.epochs, is_within_epoch)
+            with summarized_interrupt(functools.partial(_end_of_fit, trainer, config)):
+                trainer.run(config.epochs, is_within_epoch)
     finally:
         model.history.params["updates_done"] = job.program.updates - run["first_update"]
         model.history.params["capture_seconds"] = model.capture_seconds
@@ -203,6 +212,24 @@ def _run(
         model.history.params["recordings"] = 0 if recordings is None else len(recordings.forms)
         model.history.params["jit"] = _jit(session)
     return model.history
+
+
+def _end_of_fit(trainer: Trainer, config: FitConfig, error: KeyboardInterrupt) -> str:
+    """Say where an interrupt has ended a fit, and what is there of it."""
+    meter = trainer.job.meter
+    updates, finished = updates_per_epoch(trainer.job.plan, config.source), trainer.history.epoch
+    done = (
+        f"{meter.updates} updates" if updates is None else f"{meter.updates} of {updates} updates"
+    )
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)
+    ]
+    where = "".join(f", in {f.filename}:{f.lineno} ({f.name})" for f in frames[-1:])
+    return (
+        f"Ctrl-C ends fit in epoch {trainer.epoch + 1} of {config.epochs.stop}, after {done}"
+        f"{where}; the module has the weights of that update, and model.history "
+        f"{len(finished)} finished epoch{'' if len(finished) == 1 else 's'}."
+    )
 
 
 def _describe(
@@ -285,15 +312,6 @@ def _jit(session: Session) -> str:
     return session.engine.way or session.config.jit
 
 
-def _updates_per_epoch(plan: Plan, source: DataAdapter) -> Optional[int]:
-    """From the plan, else from the number of batches, else unknown."""
-    if plan.updates_per_epoch is not None:
-        return plan.updates_per_epoch
-    if source.micro_batches is None:
-        return None
-    return -(-source.micro_batches // plan.micro_batches_per_update)
-
-
 def _check(
     session: Session, job: Job, config: FitConfig, validation: Optional[ValidationRunner]
 ) -> None:
@@ -301,7 +319,7 @@ def _check(
     if validation is not None:
         validation.check(job.first)
     schedule = session.config.schedule
-    updates = _updates_per_epoch(job.plan, config.source)
+    updates = updates_per_epoch(job.plan, config.source)
     if schedule is None:
         return
     restored = config.restored
@@ -345,12 +363,13 @@ def _inferring(
     model: CallbackModel, session: Session, mode: Mode, request: InferenceRequest
 ) -> Iterator[Tuple[Job, CallbackList]]:
     """Check everything, and start a job that runs as long as the block."""
-    with session.processes.propagate_errors():
+    text = f"Ctrl-C ends {mode.value} before its last batch; the model is as it was."
+    with session.processes.propagate_errors(), summarized_interrupt(lambda error: text):
         config = _inference_config(session, mode, request)
-        with eval_mode(model.module, session.loss.module):
+        with eval_mode(model.module, session.loss.module), _progress(session, config) as progress:
             job = session.start_on_all_ranks(config)
             with session.running(job):
-                callbacks = _callbacks(model, session, config, job)
+                callbacks = _callbacks(model, session, config, job, progress)
                 try:
                     yield job, callbacks
                 finally:
@@ -376,11 +395,11 @@ def _inference_config(session: Session, mode: Mode, request: InferenceRequest) -
 def _pieces(model: CallbackModel, session: Session, config: InferenceConfig) -> Iterator[object]:
     """Yield the outputs of each execution; between two the module is in the mode of its owner."""
     modules = (model.module, session.loss.module)
-    with eval_mode(*modules):
+    with eval_mode(*modules), _progress(session, config) as progress:
         job = session.start_on_all_ranks(config)
     weights = session.weights_version()
     with session.running(job):
-        callbacks = _callbacks(model, session, config, job)
+        callbacks = _callbacks(model, session, config, job, progress)
         observer = PredictionObserver(callbacks, job)
         observer.padding_value = config.padding_value
         executions = Trainer(job, [observer]).predict()
@@ -407,11 +426,32 @@ def _may_stop(callback: Callback) -> bool:
     return hook is not Callback.on_train_batch_end and not callback.only_reports
 
 
+@contextlib.contextmanager
+def _progress(
+    session: Session, config: Union[FitConfig, InferenceConfig]
+) -> Iterator[List[Callback]]:
+    """Show within the block what is recorded; the callback that shows the rest, if there is one.
+
+    It is the user's, or one that has the verbosity of the call.
+    """
+    if not (config.level and session.processes.is_rank_zero):
+        yield []
+        return
+    # Imported here: nobody needs it who sees nothing.
+    from ipufit.callbacks.progbar_logger import ProgbarLogger, showing
+
+    shown = [callback for callback in config.callbacks if isinstance(callback, ProgbarLogger)]
+    added = [] if shown else [ProgbarLogger(config.level)]
+    with showing((shown + added)[0], session.engine):
+        yield [*added]
+
+
 def _callbacks(
     model: CallbackModel,
     session: Session,
     config: Union[FitConfig, InferenceConfig],
     job: Job,
+    progress: Sequence[Callback],
     validation: Optional[ValidationRunner] = None,
 ) -> CallbackList:
     """List the user's callbacks, then a fit's History, then the progress bar, as Keras does.
@@ -419,8 +459,9 @@ def _callbacks(
     Args:
         model: that they are of.
         session: of the model.
-        config: has the user's; a bar or a history among them is enough.
+        config: has the user's; a history among them is enough.
         job: what is run.
+        progress: the bar, where the user has none.
         validation: of a fit, whose values they are told of too; None for none.
     """
     is_first = session.processes.is_rank_zero
@@ -429,12 +470,7 @@ def _callbacks(
     if isinstance(config, FitConfig):
         epochs, resumes = config.epochs.stop, config.restored is not None
         listed += [] if model.history in config.callbacks else [model.history]
-    if config.level and is_first:
-        # Imported here: nobody needs it who sees nothing.
-        from ipufit.callbacks.progbar_logger import ProgbarLogger
-
-        if not any(isinstance(callback, ProgbarLogger) for callback in config.callbacks):
-            listed.append(ProgbarLogger(config.level))
+    listed += progress
     names = [] if job.mode is Mode.PREDICT else [*job.meter.names, *job.meter.settings]
     # "min" or "max", whichever is best, where that is known.
     directions = {name: way for name, way in job.meter.directions.items() if name in names}
@@ -444,7 +480,7 @@ def _callbacks(
     params = {
         "epochs": epochs,
         "verbose": config.level,
-        "updates": _updates_per_epoch(job.plan, config.source),
+        "updates": updates_per_epoch(job.plan, config.source),
         "samples": job.plan.samples,
         "resumes": resumes,
         "metrics": names,

@@ -361,8 +361,9 @@ class Model(InspectionMixin):
             batch_size: of tensors, arrays and datasets: the micro-batch. None is 32.
             epochs: how many, or a range of their indices, such as range(3, 10) for those that
                 follow the first three.
-            verbose: 0 silent, 1 a progress bar, 2 a line per epoch; "auto" is 1 in a terminal, else
-                2.
+            verbose: 0 silent, 1 a progress bar, 2 a line per epoch, "rich" a bar by the package of
+                that name (``pip install ipufit[rich]``); "auto" is 1 in a terminal or a notebook,
+                else 2.
             callbacks: one, a list, or None: told what happens; see
                 :class:`ipufit.callbacks.Callback`. With :class:`ipufit.Report` a run writes down
                 where its time and memory go.
@@ -459,7 +460,7 @@ class Model(InspectionMixin):
             callbacks: get the ``on_test_`` hooks.
             seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
                 ``compile`` has fixed.
-            verbose: 0 silent, 1 a progress bar, 2 one line; "auto" is 1 in a terminal, else 2.
+            verbose: 0 silent, 1 a progress bar, 2 one line; the rest as for ``fit``.
             return_dict: False for Keras' other form: the loss, or with metrics a list that begins
                 with it.
 

@@ -91,6 +91,7 @@ class Trainer:
 
     Attributes:
         job, history, clock: as given.
+        epoch: index of the present epoch.
         place: where the data stands after the last execution.
     """
 
@@ -108,6 +109,7 @@ class Trainer:
         self.job = job
         self.history = History() if history is None else history
         self.clock = clock
+        self.epoch = 0
         self.place: Optional[DataCursor] = None
         self._observers = observers
         self._validate = validate
@@ -130,6 +132,7 @@ class Trainer:
             for observer in self._observers:
                 observer.begin_fit(self)
             for epoch in epochs:
+                self.epoch = epoch
                 if not (is_within_epoch and epoch == epochs.start):
                     for observer in self._observers:
                         with self.clock.during(observer.phase):
@@ -274,7 +277,7 @@ class Trainer:
         meter = self.job.meter
         if meter.skipped and meter.skipped == meter.updates:
             warn_user(
-                f"all {meter.updates} updates of epoch {epoch} were skipped, because their "
+                f"all {meter.updates} updates of epoch {epoch + 1} were skipped, because their "
                 "gradients were not finite at the loss scale: nothing was learned. Choose a "
                 "smaller ipufit.Precision(loss_scale=...), or 'dynamic'.",
             )

@@ -10,7 +10,7 @@ from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.data.source import DataAdapter
 from ipufit.errors import DataError, IpufitError, brief_error
-from ipufit.training.session import JobSpec, Session
+from ipufit.training.session import JobSpec, Session, updates_per_epoch
 from ipufit.training.trainer import Trainer
 from ipufit.utils.names import in_validation
 from ipufit.utils.random_streams import isolated
@@ -105,6 +105,8 @@ class ValidationRunner:
             job = session.start_on_all_ranks(dataclasses.replace(self._job, epoch=epoch))
             try:
                 with session.running(job):
+                    updates = updates_per_epoch(job.plan, self._job.source)
+                    callbacks.params["validation_updates"] = updates
                     values = Trainer(job, [CallbackObserver(callbacks, job)]).evaluate(epoch)
                     return {self.named(name, trained): value for name, value in values.items()}
             finally:

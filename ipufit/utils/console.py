@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 import warnings
@@ -10,7 +11,7 @@ from typing import Any, Mapping, Type, Union
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["PACKAGE", "resolve_verbose", "say_dev_run", "warn_user"]
+__all__ = ["PACKAGE", "notebook_shell", "resolve_verbose", "say", "say_dev_run", "warn_user"]
 
 # The folder of the package, with a separator at its end, as code objects name their files.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -32,21 +33,46 @@ def warn_user(text: str, category: Type[Warning] = UserWarning) -> None:
         warnings.warn(text, category, stacklevel=level)
 
 
-def resolve_verbose(verbose: Union[int, str]) -> int:
-    """0 silent, 1 a bar, 2 a line per epoch; "auto" is 1 where stderr is a terminal, else 2.
+def notebook_shell() -> Any:
+    """IPython's shell, if this is a notebook or another program that shows pictures; else None."""
+    module = sys.modules.get("IPython")
+    shell = None if module is None else module.get_ipython()
+    # One in a terminal has no kernel behind it.
+    return shell if hasattr(shell, "kernel") else None
+
+
+def resolve_verbose(verbose: Union[int, str]) -> Union[int, str]:
+    """0 silent, 1 a bar, 2 a line per epoch, "rich" a bar by rich.
+
+    "auto" is 1 in a notebook and where stderr is a terminal, else 2; so is "rich" in a notebook and
+    where there is no terminal.
 
     Raises:
-        ConfigurationError: anything else.
+        ConfigurationError: anything else, or rich is not installed.
     """
-    if verbose == "auto":
-        return 1 if sys.stderr.isatty() or "ipykernel" in sys.modules else 2
+    if verbose == "rich" and importlib.util.find_spec("rich") is None:
+        raise ConfigurationError(
+            "verbose='rich' needs rich, which is not installed. Run: pip install ipufit[rich]"
+        )
+    if verbose in ("auto", "rich"):
+        is_notebook, is_terminal = notebook_shell() is not None, sys.stderr.isatty()
+        if verbose == "rich" and is_terminal and not is_notebook:
+            return verbose
+        return 1 if is_terminal or is_notebook else 2
     if isinstance(verbose, bool):
         return int(verbose)
     if verbose in (0, 1, 2) and isinstance(verbose, int):
         return verbose
     raise ConfigurationError(
-        f"verbose must be 0 (silent), 1 (bar), 2 (one line an epoch) or 'auto', got {verbose!r}."
+        "verbose must be 0 (silent), 1 (bar), 2 (one line an epoch), 'rich' or 'auto', got "
+        f"{verbose!r}."
     )
+
+
+def say(text: str) -> None:
+    """Print a line where the progress is shown, without breaking what is drawn there."""
+    # What a notebook gets by stderr looks like an error.
+    print(text, file=sys.stderr if notebook_shell() is None else sys.stdout, flush=True)
 
 
 def say_dev_run(notes: Mapping[str, Any], validates: bool) -> None:
@@ -59,13 +85,9 @@ def say_dev_run(notes: Mapping[str, Any], validates: bool) -> None:
     count = notes.get("fast_dev_run")
     if not count:
         return
-    # Imported here: nobody needs it who prints nothing.
-    from tqdm.auto import tqdm
-
     executions = f"{count} execution{'s' if count > 1 else ''}"
     left_out = notes["left_out_callbacks"]
-    tqdm.write(
+    say(
         f"fast_dev_run: 1 epoch of {executions}{', validation likewise' if validates else ''}; "
-        + (f"left out: {', '.join(left_out)}" if left_out else "no callback left out"),
-        file=sys.stderr,
+        + (f"left out: {', '.join(left_out)}" if left_out else "no callback left out")
     )

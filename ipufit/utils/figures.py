@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 from typing import Any, Dict, Tuple, Union
 
 from ipufit.errors import ConfigurationError
+from ipufit.utils.console import notebook_shell
 
 __all__ = ["new_figure", "save_figure"]
 
@@ -50,7 +50,7 @@ def save_figure(figure: Any, path: Union[str, os.PathLike[str], None], caller: s
     Raises:
         ConfigurationError: it can't be written there.
     """
-    shell = _notebook()
+    shell = notebook_shell()
     if shell is not None:
         figure._ipython_display_ = _Output(figure)
     if path is None:
@@ -68,14 +68,6 @@ def save_figure(figure: Any, path: Union[str, os.PathLike[str], None], caller: s
     return figure
 
 
-def _notebook() -> Any:
-    """IPython's shell, if this is a notebook or another program that shows pictures; else None."""
-    module = sys.modules.get("IPython")
-    shell = None if module is None else module.get_ipython()
-    # One in a terminal has no kernel behind it.
-    return shell if hasattr(shell, "kernel") else None
-
-
 class _Output:
     """Shows a figure, which IPython calls for what ends a cell or is given to ``display``.
 
@@ -87,7 +79,7 @@ class _Output:
         self._was_shown = False
 
     def __call__(self) -> None:
-        shell = _notebook()
+        shell = notebook_shell()
         self._was_shown = True
         data: Dict[str, object] = {"text/plain": repr(self._figure)}
         metadata: Dict[str, object] = {}
@@ -106,6 +98,6 @@ class _Output:
 
     def end_cell(self) -> None:
         """Show the figure after the cell that has drawn it, unless that was done."""
-        _notebook().events.unregister("post_execute", self.end_cell)
+        notebook_shell().events.unregister("post_execute", self.end_cell)
         if not self._was_shown:
             self()

@@ -11,14 +11,22 @@ import contextlib
 import multiprocessing.process
 import os
 import signal
+import sys
 import threading
 from contextvars import ContextVar
-from types import FrameType
-from typing import Callable, Dict, Iterable, Iterator, List, Optional
+from types import FrameType, TracebackType
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Type
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["ForkGuard", "defer_sigint", "exit_at_sigterm", "is_interrupted", "starting_processes"]
+__all__ = [
+    "ForkGuard",
+    "defer_sigint",
+    "exit_at_sigterm",
+    "is_interrupted",
+    "starting_processes",
+    "summarized_interrupt",
+]
 
 _START = multiprocessing.process.BaseProcess.start.__code__
 _LOADER = "torch.utils.data.dataloader"
@@ -74,6 +82,49 @@ def defer_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if pending:
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def summarized_interrupt(describe: Callable[[KeyboardInterrupt], str]) -> Iterator[None]:
+    """Give an interrupt that leaves the block a text, which is all that a program prints of it.
+
+    One that nobody catches ends the program as ever, but without the frames of ipufit.
+
+    Args:
+        describe: says where the work ends, and what is left of it, unless the interrupt does.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        error.args = error.args or (describe(error),)
+        text = f"ipufit: {error}"
+        error.__dict__[_TEXT] = lambda: [text]
+        if not isinstance(sys.excepthook, _ExceptHook):
+            sys.excepthook = _ExceptHook(sys.excepthook)
+        raise
+
+
+# The method by which IPython lets an exception print itself; it is the mark of those above.
+_TEXT = "_render_traceback_"
+
+
+class _ExceptHook:
+    """Prints an interrupt with a text of ipufit's as that, and anything else as before."""
+
+    def __init__(self, before: Callable[..., object]) -> None:
+        self._before = before
+
+    def __call__(
+        self,
+        kind: Type[BaseException],
+        error: BaseException,
+        traceback: Optional[TracebackType],
+    ) -> None:
+        render = error.__dict__.get(_TEXT) if isinstance(error, KeyboardInterrupt) else None
+        if render is None:
+            self._before(kind, error, traceback)
+        else:
+            print(*render(), sep="\n", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import traceback
 import warnings
 
 import pytest
@@ -28,13 +27,9 @@ def model_and_loader(n=23):
     return model, DataLoader(TensorDataset(x, y), batch_size=2)
 
 
-def final_bars(text):
-    """The last state of every bar that was drawn."""
-    states = [line for line in re.split(r"[\r\n]+", text) if "|" in line]
-    last = {}
-    for state in states:
-        last[state.split(":")[0]] = state
-    return last
+def drawn(text):
+    """The states of the line that is drawn where no terminal is, one after another."""
+    return [state.rstrip() for state in re.split(r"[\r\n]+", text) if state.strip()]
 
 
 @pytest.mark.long
@@ -45,21 +40,57 @@ def test_the_bar_counts_updates_whatever_the_execution(di, capsys):
     model.fit(loader, epochs=2, gradient_accumulation=2, device_iterations=di, verbose=1)
     out, err = capsys.readouterr()
     assert out == ""
-    bars = final_bars(err)
-    assert set(bars) == {"epoch 1/2", "epoch 2/2"}
-    for bar in bars.values():
-        assert "| 6/6 [" in bar
-        assert "100%" in bar
-        assert re.search(r"loss=\d\.\d+, accuracy=\d\.\d+, samples/s=\d+", bar)
+    states = drawn(err)
+    for epoch in ("epoch 1/2", "epoch 2/2"):
+        first, *later, last = [state for state in states if state.startswith(epoch)]
+        assert re.fullmatch(rf"{epoch} \S+ 0/6", first)
+        for state in later:
+            count = int(re.search(r" (\d)/6", state)[1])
+            assert count == 6 or count % di == 0
+            assert re.search(r"loss=\d\.\d+, accuracy=\d(\.\d+)?$", state)
+        values = r"loss=\d\.\d+, accuracy=\d\.\d+, samples/s=\d+"
+        assert re.fullmatch(rf"{epoch}: 6 updates, {values}", last)
 
 
 @pytest.mark.long("ipu-standin")
 def test_recording_is_reported_apart(capsys):
     """A first epoch that seems slow is the recording; the rate must not hide or contain it."""
     model, loader = model_and_loader()
-    model.fit(loader, verbose=1)
-    assert re.search(r"recorded the program in \d+\.\d\d s", capsys.readouterr().err)
+    model.fit(loader, verbose=2)
+    before, after, _ = capsys.readouterr().err.splitlines()
+    assert before == "recording the program ..."
+    assert re.fullmatch(r"recorded the program in \d+\.\d\d s", after)
     assert model.history.params["capture_seconds"] == model.capture_seconds > 0
+
+
+@pytest.mark.embedded_only("an IPU compiles a program anew where a fit begins")
+def test_nothing_is_said_of_a_recording_that_is_there(capsys):
+    """A second fit was said to record for as long as the first one had."""
+    model, loader = model_and_loader()
+    model.fit(loader, verbose=0)
+    model.fit(loader, verbose=2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("epoch 1/1: 12 updates, loss=")
+
+
+def test_recording_is_shown_while_it_records(capsys, engine):
+    """Minutes may pass, in which nobody knew what was going on."""
+    seen = []
+
+    class Looks(nn.Linear):
+        def forward(self, x):
+            seen.append(capsys.readouterr().err)
+            return super().forward(x)
+
+    _, loader = model_and_loader()
+    for verbose in (1, 2):
+        model = ipufit.Model(Looks(3, 2), engine=engine)
+        model.compile("sgd", "cross_entropy")
+        for call in (model.fit, model.evaluate, model.predict):
+            del seen[:]
+            call(loader, verbose=verbose)
+            assert "".join(seen).strip().endswith("recording the program ...")
+            capsys.readouterr()
 
 
 @pytest.mark.long("ipu-standin")
@@ -67,7 +98,7 @@ def test_one_line_an_epoch(capsys):
     """In a pipe or a log file a bar is noise."""
     model, loader = model_and_loader()
     model.fit(loader, epochs=2, validation_data=loader, verbose=2)
-    lines = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()[1:]
     assert lines[0].startswith("recorded the program in ")
     pattern = (
         r"epoch {}/2: 12 updates, loss=\S+, accuracy=\S+, val_loss=\S+, val_accuracy=\S+, "
@@ -79,54 +110,83 @@ def test_one_line_an_epoch(capsys):
 
 
 class Terminal:
-    """What a terminal of so many columns shows over time, for all that tqdm sends one.
+    """What a terminal of so many columns shows over time, for all that is sent to one.
 
     Attributes:
-        states: of the line that is written, one by one.
-        lines: those that are finished.
+        states: the lines that it showed, one list after another.
     """
 
     def __init__(self, columns):
         self.columns = columns
-        self.states, self.lines = [], []
-        self._line, self._column = [], 0
+        self.states = []
+        self._lines, self._row, self._column = [[]], 0, 0
 
     def feed(self, text):
-        for one in text:
-            if one in "\r\n":
-                shown = "".join(self._line).rstrip()
-                if shown and self.states[-1:] != [shown]:
-                    self.states.append(shown)
+        for sequence, one in re.findall(r"\x1b\[(\d*[AJ])|([\s\S])", text):
+            if sequence or one in "\r\n":
+                self._look()
+            if sequence.endswith("A"):
+                self._row -= int(sequence[:-1])
+                assert self._row >= 0
+            elif sequence:
+                assert sequence == "J"
+                del self._lines[self._row + 1 :], self._lines[self._row][self._column :]
+            elif one == "\r":
                 self._column = 0
-                if one == "\n":
-                    self.lines.append(shown)
-                    self._line = []
+            elif one == "\n":
+                self._row, self._column = self._row + 1, 0
+                self._lines += [[]] * (self._row == len(self._lines))
             else:
                 assert one.isprintable(), repr(one)
                 assert self._column < self.columns, "the line is longer than the terminal is wide"
-                self._line[self._column : self._column + 1] = [one]
+                self._lines[self._row][self._column : self._column + 1] = [one]
                 self._column += 1
+        self._look()
+
+    def _look(self):
+        shown = ["".join(line).rstrip() for line in self._lines]
+        while shown and not shown[-1]:
+            del shown[-1]
+        # A state that begins with another one is that one while it is drawn.
+        if self.states and "\n".join(shown).startswith("\n".join(self.states[-1])):
+            del self.states[-1]
+        self.states.append(shown)
 
 
 IN_TERMINAL = """
-import sys, time, torch, ipufit
+import signal, sys, time, torch, ipufit
 from ipufit.callbacks import LambdaCallback
 
+def share_of_the_first_class(prediction, target):
+    return (prediction.argmax(1) == 0).float().mean()
+
+def end(epoch, logs):
+    print("printed after", epoch + 1)
+    sys.stdout.write("in two")
+    sys.stdout.write(" pieces\\n")
+
+def look(batch, logs):
+    time.sleep(0.03)
+    if "interrupt" in sys.argv and batch == 11 and model.history.epoch:
+        signal.raise_signal(signal.SIGINT)
+
 slow = LambdaCallback(
-    on_train_batch_end=lambda batch, logs: time.sleep(0.03),
+    on_train_batch_end=look,
+    on_epoch_end=end,
     on_test_batch_end=lambda batch, logs: time.sleep(0.01),
     on_predict_batch_end=lambda batch, logs: time.sleep(0.01),
 )
 torch.manual_seed(0)
 data = [(torch.randn(2, 3), torch.tensor([0, 1]))] * 24
 model = ipufit.Model(torch.nn.Linear(3, 2))
-model.compile("sgd", "cross_entropy", ["accuracy"])
+model.compile("sgd", "cross_entropy", ["accuracy", share_of_the_first_class])
 held_out = data if "validation" in sys.argv else None
 stream = (pair for pair in data) if "stream" in sys.argv else data
 epochs = 1 if "stream" in sys.argv else 2
-model.fit(stream, epochs=epochs, validation_data=held_out, callbacks=[slow], verbose=1)
-model.evaluate(data, callbacks=[slow], verbose=1)
-model.predict(data, callbacks=[slow], verbose=1)
+verbose = "rich" if "rich" in sys.argv else 1
+model.fit(stream, epochs=epochs, validation_data=held_out, callbacks=[slow], verbose=verbose)
+model.evaluate(data, callbacks=[slow], verbose=verbose)
+model.predict(data, callbacks=[slow], verbose=verbose)
 """
 
 
@@ -155,15 +215,15 @@ def start(script, output, errors, *arguments):
         exec(script, {"__name__": "__main__"})
         status = 0
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
-def watched(columns, *how):
-    """Run the script in a terminal of this width, and see what it shows."""
+def written(columns, *how, status=0):
+    """Run the script in a terminal of this width; what it writes there."""
     import fcntl
     import pty
     import struct
@@ -182,57 +242,124 @@ def watched(columns, *how):
                 break
             text += piece
     os.close(ours)
-    assert os.waitpid(process, 0)[1] == 0, text.decode()
+    assert os.waitpid(process, 0)[1] == status << 8, text.decode()
+    return text.decode()
+
+
+def watched(columns, *how, status=0):
+    """Run the script in a terminal of this width, and see what it shows."""
     terminal = Terminal(columns)
-    terminal.feed(text.decode())
-    return terminal
+    terminal.feed(written(columns, *how, status=status))
+    return terminal.states
 
 
-TRAINED = r"loss=\d\.\d+(e-\d+)?"
+def block(state, title):
+    """What stands from the last line with this title on, as one line, and its first line."""
+    last = max(place for place, line in enumerate(state) if line.startswith(title))
+    return " ".join(map(str.strip, state[last:])), state[last]
+
+
 VALUE = r"\d+(\.\d+)?(e-\d+)?"
-# The last line of an epoch: at 60 columns one of four values has no room.
-WHOLE = {
-    60: rf"epoch 2/2: .*{TRAINED}, accuracy={VALUE}, val_loss={VALUE}",
-    80: rf"epoch 2/2: .*{TRAINED}, accuracy={VALUE}, val_loss={VALUE}, val_accuracy={VALUE}",
-    120: rf"epoch 2/2: .*24/24 \[.*{TRAINED}, .*val_accuracy={VALUE}(, samples/s={VALUE})?\]",
-}
+VALUES = rf"loss={VALUE}, accuracy={VALUE}, share_of_the_first_class={VALUE}"
+VALIDATED = re.sub(r"(\w+)=", r"val_\1=", VALUES)
+needs_terminal = pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 
 
-@pytest.mark.long
-@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
-@pytest.mark.parametrize("columns", WHOLE)
-def test_a_terminal_shows_the_loss_all_the_time_and_whole_lines(columns):
+@needs_terminal
+@pytest.mark.few("80")
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_a_terminal_shows_every_value_all_the_time(columns):
     """The loss was seen only when an epoch was over, and the last line was cut off."""
-    terminal = watched(columns, "validation")
-    for epoch in ("epoch 1/2", "epoch 2/2"):
-        first, *later = [state for state in terminal.states if state.startswith(epoch)]
-        assert "0/24" in first
-        assert len(later) > 2
-        for state in later:
-            assert re.search(rf"\b{TRAINED}", state), state
-            # The bar comes last of what needs no room.
-            assert ("val_loss" in state) or columns < 80 or "|" in state
-    recorded, _, last, evaluated, predicted = terminal.lines
+    states = watched(columns, "validation")
+    assert states[0] == ["recording the program ..."]
+    for epoch in (1, 2):
+        title, kept = f"epoch {epoch}/2 ", f"epoch {epoch}/2: "
+        running = [
+            state
+            for state in states
+            if any(line.startswith(title) for line in state)
+            and not any(line.startswith(kept) for line in state)
+        ]
+        held_out = [s for s in running if any(line.startswith("validation") for line in s)]
+        trained = [state for state in running if state not in held_out]
+        counts = []
+        for state in trained:
+            line, head = block(state, title)
+            counts.append(int(re.search(r"(\d+)/24", head)[1]))
+            if counts[-1]:
+                assert re.search(rf"[\u2501\u2500]{{8,}} +{counts[-1]}/24, .*{VALUES}$", line), line
+        assert counts == sorted(counts)
+        assert len(set(counts)) > 3
+        # A validation has a line of its own, below that of its epoch.
+        assert len(held_out) > 1
+        for state in held_out[1:]:
+            line, _ = block(state, "validation")
+            assert re.search(rf"^validation [\u2501\u2500]{{8,}} +\d+/24, .*{VALUES}$", line), line
+    recorded, *last = states[-1]
     assert recorded.startswith("recorded the program in ")
-    assert re.fullmatch(WHOLE[columns], last), last
-    assert re.match(rf"evaluate: .*\b{TRAINED}", evaluated)
-    assert re.match(r"predict: .*24/24 \[", predicted)
+    whole = " ".join(map(str.strip, last))
+    assert re.fullmatch(
+        r"printed after 1 in two pieces "
+        rf"epoch 1/2: 24 updates, {VALUES}, {VALIDATED}, samples/s=\d+ "
+        r"printed after 2 in two pieces "
+        rf"epoch 2/2: 24 updates, {VALUES}, {VALIDATED}, samples/s=\d+ "
+        rf"evaluate: 24 batches, {VALUES}, samples/s=\d+ predict: 24 batches",
+        whole,
+    ), whole
+    # A line ends between two values.
+    for line in last:
+        assert re.search(rf"(,|={VALUE}|\d|pieces|batches)$", line), line
 
 
+@needs_terminal
 @pytest.mark.long
-@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 def test_a_terminal_shows_the_loss_where_nobody_knows_the_end():
     """A stream has no total, no bar and no time that is left."""
-    terminal = watched(60, "stream")
-    first, *later = [state for state in terminal.states if state.startswith("epoch")]
-    assert "0 updates [" in first
-    assert later
-    for state in later:
-        assert re.search(TRAINED, state), state
-    assert "24" in later[-1]
-    # A line that is cut off ends within a word.
-    for state in terminal.states[1:]:
-        assert re.search(rf"(\]|={VALUE})$", state), state
+    states = watched(60, "stream")
+    running = [s for s in states if any(line.startswith("epoch 1/1 ") for line in s)]
+    lines = [block(state, "epoch 1/1 ")[0] for state in running]
+    assert lines[0] == "epoch 1/1 0 updates"
+    assert len(lines) > 3
+    for line in lines[1:]:
+        assert re.fullmatch(rf"epoch 1/1 \d+ updates, \d+ samples/s,? {VALUES}", line), line
+
+
+@needs_terminal
+def test_ctrl_c_ends_in_a_sentence():
+    """Thirteen frames of ipufit said nothing of where it stopped, and of what is left."""
+    *_, last = watched(200, "interrupt", status=1)
+    told = last[-1]
+    assert "Traceback" not in " ".join(last)
+    assert re.search(rf"epoch 2/2 \S+ +\d+/24, .*{VALUES}$", block(last[:-1], "epoch 2/2 ")[0])
+    assert re.fullmatch(
+        r"ipufit: Ctrl-C ends fit in epoch 2 of 2, after 12 of 24 updates; the module has the "
+        r"weights of that update, and model.history 1 finished epoch.",
+        told,
+    ), told
+
+
+@needs_terminal
+def test_rich_draws_where_it_is_installed():
+    """Its bars show the same values, and what others print goes above them."""
+    pytest.importorskip("rich")
+    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", written(100, "validation", "rich"))
+    assert "recording the program ..." in text
+    assert re.search(r"validation .*\d+/24, ", text)
+    assert len(set(re.findall(r"epoch 1/2 .* (\d+)/24, ", text))) > 3
+    text = re.sub(r"\s+", " ", text)
+    assert re.search(rf"epoch 2/2: 24 updates, {VALUES}, {VALIDATED}, samples/s=\d+", text)
+    assert text.count("printed after 1") == 1
+    assert "predict: 24 batches" in text
+
+
+def test_rich_that_is_not_installed_is_an_error(monkeypatch):
+    """Before any work, as of every argument."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_verbose("rich")
+    assert str(caught.value) == (
+        "verbose='rich' needs rich, which is not installed. Run: pip install ipufit[rich]"
+    )
 
 
 PIPED = """
@@ -257,7 +384,8 @@ def test_no_terminal_gets_one_line_an_epoch(tmp_path):
         process = start(PIPED, out.fileno(), errors.fileno())
     shown, told = (tmp_path / "out").read_text, (tmp_path / "errors").read_text
     assert os.waitpid(process, 0)[1] == 0, told()
-    recorded, *lines = told().splitlines()
+    recording, recorded, *lines = told().splitlines()
+    assert recording == "recording the program ..."
     assert recorded.startswith("recorded the program in ")
     assert (shown(), len(lines)) == ("", 2)
     for epoch, line in enumerate(lines):
@@ -310,10 +438,10 @@ def test_bars_of_evaluate_and_predict(capsys):
     model, loader = model_and_loader()
     model.evaluate(loader, ipus=2, device_iterations=4, verbose=1)
     model.predict(loader, ipus=2, device_iterations=4, verbose=1)
-    bars = final_bars(capsys.readouterr().err)
-    assert "| 6/6 [" in bars["evaluate"]
-    assert "accuracy=" in bars["evaluate"]
-    assert "| 6/6 [" in bars["predict"]
+    states = drawn(capsys.readouterr().err)
+    assert re.search(r"^evaluate \S+ 4/6, .*accuracy=", "\n".join(states), re.MULTILINE)
+    assert re.search(r"^evaluate: 6 batches, loss=.*accuracy=", "\n".join(states), re.MULTILINE)
+    assert states[-1] == "predict: 6 batches"
 
 
 @pytest.mark.long("ipu-standin")
@@ -337,7 +465,18 @@ def test_auto_is_a_line_an_epoch_outside_a_terminal(monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert resolve_verbose("auto") == 1
     assert [resolve_verbose(v) for v in (0, 1, 2, True, False)] == [0, 1, 2, 1, 0]
-    assert isinstance(ProgbarLogger(1), ipufit.callbacks.Callback)
+    pytest.importorskip("rich")
+    assert resolve_verbose("rich") == "rich"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    assert resolve_verbose("rich") == 2
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_verbose("loud")
+    assert str(caught.value) == (
+        "verbose must be 0 (silent), 1 (bar), 2 (one line an epoch), 'rich' or 'auto', got 'loud'."
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        ProgbarLogger(0)
+    assert str(caught.value) == "verbose of ProgbarLogger must be 1 or 2 or 'rich', got 0."
 
 
 @pytest.mark.long("ipu-standin")

@@ -1,5 +1,7 @@
 """Options of the callbacks."""
 
+import contextlib
+import io
 import sys
 import threading
 import types
@@ -227,9 +229,18 @@ of(
     schedule=(lambda epoch: 0.1, lambda epoch: 0.1 / (1 + epoch)),
     verbose=(0, 1),
 )
+
+
+def redrawn(verbose):
+    """Whether a line is drawn again and again; how often, and how wide it is, differs by itself."""
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        recorded([given_callbacks.ProgbarLogger(verbose)])
+    return "\r" in shown.getvalue()
+
+
 of(
     "callbacks.ProgbarLogger",
-    lambda verbose: recorded([given_callbacks.ProgbarLogger(verbose)]) and None,
+    redrawn,
     verbose=(1, 2),
 )
 

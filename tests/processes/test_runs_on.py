@@ -39,7 +39,7 @@ def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ended")
     first, second = run(folder, "term")
     assert (first.code, second.code) == (143, 143), f"{first}\n{second}"
-    assert first.stderr.count("SIGTERM: fit ends after update 7, in epoch 1") == 1
+    assert first.stderr.count("SIGTERM: fit ends after update 7, in epoch 2") == 1
     assert "SIGTERM" not in second.stderr
     assert (folder / "checkpoints" / "update-000000007").is_dir()
     return folder

@@ -166,7 +166,7 @@ class EngineContext(Engine):
         """Run the module itself on copies, to see outputs, and what a gradient reaches."""
         step = micro.step
         generators = Generators(reachable_generators(step))
-        with self.timed(), step.preserve_attributes(), for_this_engine():
+        with self.recording(), step.preserve_attributes(), for_this_engine():
             try:
                 with isolated(device), refuse_missing_half():
                     micro(*map(copy_leaf, arguments))
@@ -193,7 +193,7 @@ class EngineContext(Engine):
 
         key = (recorded, total, config.accumulation_dtype)
         if key not in self._decisions:
-            with self.timed():
+            with self.recording():
                 self._decisions[key] = merger.decide(make)
             if len(self._decisions) > max(_KEPT, 4 * config.max_recordings):
                 self._decisions.popitem(last=False)
@@ -218,7 +218,7 @@ class EngineContext(Engine):
             several: whether gradients go to other processes.
             compiler: compiles the graph; None: it runs by torch's own operators.
         """
-        with self.timed(), step.preserve_attributes(notes_writes=True) as changed:
+        with self.recording(), step.preserve_attributes(notes_writes=True) as changed:
             record = functools.partial(capture, micro, arguments)
             with for_this_engine(), refuse_draws(step, record):
                 graph = record()
@@ -240,7 +240,7 @@ class EngineContext(Engine):
             kept = Lowered(ShardedStep(graph, divided, blocks), GRAPH, "")
             run = without_autocast(kept.run, arguments)
             return run, uses_random_numbers(graph), kept, graph
-        with self.timed():
+        with self.recording():
             if compiler is not None:
                 lowered = compile_micro_batch(compiler, graph, arguments)
             else:

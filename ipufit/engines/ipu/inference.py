@@ -88,7 +88,7 @@ class IpuContext(Engine):
         options = make_options(self.sdk, spec, size)
         step = IpuStep(self.sdk, spec.module, spec.loss, spec, example, size.padding)
         step.training = spec.module.training
-        with self.timed(), translate_errors(self.sdk, "wrapping the module"):
+        with self.recording(), translate_errors(self.sdk, "wrapping the module"):
             executor = self.sdk.inferenceModel(step, options=options)
             unit = Executable(self.sdk, step, executor, size, self.wide)
             unit.compile(example)

@@ -88,7 +88,7 @@ class ProgramCache:
         self._meet()
         engine, spec = self._engine, self._spec
         options = make_options(engine.sdk, spec, size)
-        with engine.timed():
+        with engine.recording():
             program = Trained(
                 engine.sdk,
                 spec,

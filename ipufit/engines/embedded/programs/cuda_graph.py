@@ -237,7 +237,7 @@ class CapturedExecutions(UpdateWay):
         if self._known[key] is None:
             before = self._counters(updater)
             try:
-                with self._engine.timed():
+                with self._engine.recording():
                     self._known[key] = self._capture(updater, execution, tables)
             except RuntimeError as error:
                 cause = error.__context__ or error
