@@ -310,7 +310,7 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
         self.epoch_samples = tuple(before + self.found.offset + row for row in self.samples)
         shown = ", ".join(map(str, self.epoch_samples[:8]))
         self.args: Tuple[Any, ...] = (
-            f"{self} In the order of epoch {epoch}: {shown}.",
+            f"{self} In the order of epoch {epoch + 1}: {shown}.",
             *self.args[1:],
         )
 

@@ -454,7 +454,7 @@ class History(Callback):
                 rows.append(f"<tr><td colspan='{len(names) + 1}'>&#8230;</td></tr>")
             before = place
             cells = [_cell(columns[name][place], best.get(name) == place) for name in names]
-            rows.append(f"<tr><td>{self.epoch[place]}</td>{''.join(cells)}</tr>")
+            rows.append(f"<tr><td>{self.epoch[place] + 1}</td>{''.join(cells)}</tr>")
         head = "".join(f"<th>{html.escape(name)}</th>" for name in ["epoch", *names])
         count = len(self.epoch)
         return (

@@ -15,12 +15,12 @@ from ipufit.callbacks.callback import (
     as_float,
     finite,
     one_of,
-    say,
     stored,
     whole,
 )
 from ipufit.callbacks.stopping import Monitor
 from ipufit.errors import ConfigurationError
+from ipufit.utils.console import say
 
 __all__ = ["LearningRateScheduler", "ReduceLROnPlateau", "learning_rates", "log_rates", "set_rates"]
 
@@ -77,7 +77,7 @@ class LearningRateScheduler(Callback):
         if not (math.isfinite(new) and new >= 0):
             raise ConfigurationError(
                 "the schedule of LearningRateScheduler must return a finite number of at least 0, "
-                f"got {came!r} for epoch {epoch} and the rate {rate}. Correct the function."
+                f"got {came!r} for epoch {epoch + 1} and the rate {rate}. Correct the function."
             )
         return new
 

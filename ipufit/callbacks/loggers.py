@@ -383,7 +383,7 @@ class RemoteMonitor(Callback):
                 pass
         except (urllib.error.URLError, OSError) as error:
             warn_user(
-                f"RemoteMonitor could not send epoch {epoch} to {self.root}: {error}. Training "
+                f"RemoteMonitor could not send epoch {epoch + 1} to {self.root}: {error}. Training "
                 "goes on.",
             )
 

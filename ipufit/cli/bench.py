@@ -214,7 +214,7 @@ def _executions(job: Job) -> Iterator[Tuple[int, CombinedBatch, float]]:
         if is_empty:
             raise DataError(
                 f"training data must have batches every time it is read, but had none in epoch "
-                f"{epoch}. Pass a DataLoader or another object whose __iter__ starts anew."
+                f"{epoch + 1}. Pass a DataLoader or another object whose __iter__ starts anew."
             )
 
 

@@ -451,7 +451,7 @@ class DataAdapter:
         if self._has_yielded:
             return DataError(
                 f"{self.role} must yield batches in every epoch, but it yielded none in epoch "
-                f"{epoch}, after those of the epoch before. An iterator can be read only once. "
+                f"{epoch + 1}, after those of the epoch before. An iterator can be read only once. "
                 + _READ_AGAIN
             )
         if self.dropped:
@@ -476,7 +476,7 @@ class DataAdapter:
         kept_text = " What was trained so far is kept." if training else ""
         return DataError(
             f"{self.role} must last for {name}={wanted} {unit}, but ended after {updates} of epoch "
-            f"{epoch}, and could not be read anew.{kept_text} Pass data that yields more, or a "
+            f"{epoch + 1}, and could not be read anew.{kept_text} Pass data that yields more, or a "
             f"smaller {name}."
         )
 

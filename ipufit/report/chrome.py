@@ -154,7 +154,7 @@ def _host(events: Events, run: Run, about: Dict[str, object]) -> None:
             **{name: each[name] for name in ("first_update", "updates", "executions", "samples")},
             "seconds": {name: value for name, value in each["phases"].items() if value},
         }
-        lane.add(f"epoch {each['epoch']}", _time(each["begin"]), _time(each["seconds"]), args)
+        lane.add(f"epoch {each['epoch'] + 1}", _time(each["begin"]), _time(each["seconds"]), args)
     rows = _rows(run.rows, about)
     _unfinished(lane, rows, {each["epoch"] for each in epochs})
     _executions(events.lane(_HOST, 2, "executions"), rows, epochs)
@@ -182,7 +182,7 @@ def _unfinished(lane: Lane, rows: Sequence[Row], finished_epochs: Set[int]) -> N
     if unfinished:
         begin, end = unfinished[0]["begin"], unfinished[-1]["begin"] + unfinished[-1]["seconds"]
         args = {"first_update": int(unfinished[0]["first_update"]), "finished": False}
-        lane.add(f"epoch {unfinished[0]['epoch']:.0f}", _time(begin), _time(end - begin), args)
+        lane.add(f"epoch {unfinished[0]['epoch'] + 1:.0f}", _time(begin), _time(end - begin), args)
 
 
 def _executions(lane: Lane, rows: Sequence[Row], epochs: Sequence[Facts]) -> None:
@@ -226,7 +226,8 @@ def _rest(lane: Lane, epoch_rows: Sequence[Row], epoch: Facts) -> None:
         length = _time(epoch["phases"][name]) - sum(_time(row[name]) for row in epoch_rows)
         # What is left of rounding is no event.
         if length > 1000:
-            lane.add(name, lane.end, length, {"after the executions of epoch": epoch["epoch"]})
+            after = {"after the executions of epoch": epoch["epoch"] + 1}
+            lane.add(name, lane.end, length, after)
 
 
 def _counters(events: Events, rows: Sequence[Row], about: Dict[str, object]) -> None:

@@ -123,7 +123,7 @@ def test_a_generator_that_ends_early_is_an_error():
     given = {"epochs": 1, "steps_per_epoch": 9, "verbose": 0}
     with pytest.warns(UserWarning, match="ran out of data"):
         both.theirs.fit(batches(), shuffle=False, **given)
-    with pytest.raises(ipufit.errors.DataError, match="ended after 6 of epoch 0"):
+    with pytest.raises(ipufit.errors.DataError, match="ended after 6 of epoch 1"):
         both.ours.fit(batches(), **given)
     both.same_weights()
 

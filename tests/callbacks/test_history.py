@@ -260,8 +260,8 @@ def test_what_a_metric_says_goes_before_its_name():
     assert [history.best_epoch(name) for name in ("error", "widgets")] == [1, 0]
     assert history.best_epoch("error", "min") == 0
     page = history._repr_html_()
-    assert "<tr><td>0</td><td>1</td><td><b>1</b></td></tr>" in page
-    assert "<tr><td>1</td><td><b>3</b></td><td>3</td></tr>" in page
+    assert "<tr><td>1</td><td>1</td><td><b>1</b></td></tr>" in page
+    assert "<tr><td>2</td><td><b>3</b></td><td>3</td></tr>" in page
     assert page.count("<b>") == 2
 
 
@@ -487,14 +487,14 @@ def test_a_notebook_shows_the_last_and_the_best_epochs():
     assert page.startswith("<table><caption>History of 20 epochs</caption>")
     assert "<th>epoch</th><th>loss</th><th>accuracy</th><th>&lt;b&gt;</th>" in page
     assert page.count("&#8230;") == 3
-    assert "<tr><td>5</td><td><b>1</b></td>" in page
+    assert "<tr><td>6</td><td><b>1</b></td>" in page
     assert page.count("<tr>") == 1 + 3 + 3 + 8
-    assert "<tr><td>11</td>" not in page
-    assert "<tr><td>12</td>" in page
+    assert "<tr><td>12</td>" not in page
+    assert "<tr><td>13</td>" in page
     one = History()
     one.append(0, {"loss": NAN})
     assert "History of 1 epoch</caption>" in one._repr_html_()
-    assert "<tr><td>0</td><td></td></tr>" in one._repr_html_()
+    assert "<tr><td>1</td><td></td></tr>" in one._repr_html_()
 
 
 def test_a_value_that_is_no_number_is_refused_by_name():

@@ -98,7 +98,7 @@ def test_what_is_no_rate_is_refused(value):
     refused(
         lambda: fit(model, callbacks=[LearningRateScheduler(lambda epoch, rate: value)]),
         "the schedule of LearningRateScheduler must return a finite number of at least 0, got "
-        f"{value!r} for epoch 0 and the rate 0.5. Correct the function.",
+        f"{value!r} for epoch 1 and the rate 0.5. Correct the function.",
     )
     assert model.optimizer.param_groups[0]["lr"] == 0.5
     assert model.history.epoch == []

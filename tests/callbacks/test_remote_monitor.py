@@ -75,7 +75,7 @@ def test_training_goes_on_without_a_server():
     with pytest.warns(UserWarning, match="RemoteMonitor could not send epoch") as caught:
         assert fit(compiled(), batches(1), epochs=2, callbacks=[callback]).epoch == [0, 1]
     assert len(caught) == 2
-    assert str(caught[1].message).startswith(f"RemoteMonitor could not send epoch 1 to {root}: ")
+    assert str(caught[1].message).startswith(f"RemoteMonitor could not send epoch 2 to {root}: ")
     with server(status=500) as (root, _), pytest.warns(UserWarning, match="500"):
         fit(compiled(), batches(1), callbacks=[RemoteMonitor(root)])
 

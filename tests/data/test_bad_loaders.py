@@ -174,7 +174,7 @@ def test_a_loader_that_dries_up_loses_nothing(role):
     with pytest.raises(DataError) as caught:
         fit(model, epochs=3, callbacks=[told], **data)
     assert str(caught.value) == (
-        f"{role} data must yield batches in every epoch, but it yielded none in epoch 1, after "
+        f"{role} data must yield batches in every epoch, but it yielded none in epoch 2, after "
         f"those of the epoch before. An iterator can be read only once. {AGAIN}"
     )
     assert engine.built == engine.closed

@@ -134,7 +134,7 @@ def test_a_generator_that_ends_early_says_how_far_it_came():
     with pytest.raises(DataError) as caught:
         fit(model, (b for b in items), epochs=2, steps_per_epoch=3, device_iterations=2)
     assert str(caught.value) == (
-        "training data must last for steps_per_epoch=3 updates, but ended after 2 of epoch 1, and "
+        "training data must last for steps_per_epoch=3 updates, but ended after 2 of epoch 2, and "
         "could not be read anew. What was trained so far is kept. Pass data that yields more, or a "
         "smaller steps_per_epoch."
     )

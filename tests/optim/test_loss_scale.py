@@ -337,7 +337,7 @@ def test_an_epoch_without_any_update_warns():
     x, y = samples(HUGE, HUGE)
     model, _ = compiled(Scaling(), adam, loss, precision=ipufit.Precision(loss_scale=2.0**60))
     text = (
-        "all 2 updates of epoch 0 were skipped, because their gradients were not finite at the "
+        "all 2 updates of epoch 1 were skipped, because their gradients were not finite at the "
         "loss scale: nothing was learned. Choose a smaller ipufit.Precision(loss_scale=...), or "
         "'dynamic'."
     )

@@ -104,14 +104,14 @@ def test_phases_stand_in_one_order_and_validation_behind_its_epoch():
     assert names == ["execution", "data", "compute", "metrics", "validation", "callbacks"]
     assert about["phases"].startswith("Of an execution the seconds of each phase are measured")
     validation = lane(events, "executions")[-2]
-    assert validation["args"] == {"after the executions of epoch": 0}
+    assert validation["args"] == {"after the executions of epoch": 1}
     assert validation["ts"] / SECOND == 2.0 + sum(EACH.values())
 
 
 def test_epochs_have_a_line_of_their_own():
     events, _ = events_of(made(epochs=2, executions=3))
     first, second = lane(events, "epochs")
-    assert first["name"] == "epoch 0"
+    assert first["name"] == "epoch 1"
     assert second["ts"] == first["ts"] + first["dur"]
     assert second["args"]["first_update"] == 3
     assert second["args"]["seconds"]["validation"] == 1.0
@@ -122,7 +122,7 @@ def test_the_epoch_in_which_a_run_was_killed_is_shown():
     run.facts["epochs"].pop()
     events, _ = events_of(run)
     last = lane(events, "epochs")[-1]
-    assert last["name"] == "epoch 1"
+    assert last["name"] == "epoch 2"
     assert last["args"] == {"first_update": 3, "finished": False}
     assert last["dur"] / SECOND == 3 * sum(EACH.values())
 

@@ -185,7 +185,7 @@ def test_the_whole_text():
         f"aten.log.default of module 'log' (Log), at {__file__}:{line_of('return torch.log(x)')}: "
         "`return torch.log(x)`, in replica 0, micro-batch 1 of 2. Its operands were (4 x 8): 0 to "
         f"{error.found.operands[0].maximum:.6g}. It is in sample 1 of the micro-batch. In the "
-        "order of epoch 0: 13."
+        "order of epoch 1: 13."
     )
 
 
@@ -203,7 +203,7 @@ def test_data_that_is_not_finite_is_said_to_be_it(net, value):
     name = "nan" if math.isnan(value) else "inf"
     assert str(error).endswith(
         f"The data was not finite: {name} in replica 0, micro-batch 1 of 2, samples 1, 3 of the "
-        "micro-batch. Leave such samples out, or fill what is missing. In the order of epoch 0: "
+        "micro-batch. Leave such samples out, or fill what is missing. In the order of epoch 1: "
         "13, 15."
     )
 
