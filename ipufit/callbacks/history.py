@@ -145,12 +145,12 @@ class History(Callback):
             "engine", the plan, "dropped_samples", "metrics", "directions" (which way each value is
             better), "updates_done" (weight updates that were made, also when it was stopped),
             "capture_seconds" (spent on recording), "recordings" (shapes of batches that the program
-            was recorded for), "jit" (how the program ran), "prefetch", the
-            limits that were set, and what ``compile`` was told about gradients, precision and
-            outputs. Of a run that went on, "resumed" says from which "checkpoint", "update" and
-            "epoch", and how the "data" came there; of one with other settings, "resume_changes"
-            says what has "changed" at which "update", and which names were allowed but are
-            "unchanged".
+            was recorded for), "eager_shapes" (those beside them that can't be recorded), "jit" (how
+            the program ran), "prefetch", the limits that were set, and what ``compile`` was told
+            about gradients, precision and outputs. Of a run that went on, "resumed" says from which
+            "checkpoint", "update" and "epoch", and how the "data" came there; of one with other
+            settings, "resume_changes" says what has "changed" at which "update", and which names
+            were allowed but are "unchanged".
     """
 
     adds: Tuple[str, ...] = ()

@@ -126,6 +126,10 @@ class ObservedSession(Protocol):
         """Follow a micro-batch through module and loss, for estimates of its divisions."""
         ...
 
+    def choices(self) -> Optional[Dict[str, str]]:
+        """Return what decides between ways that round otherwise, for a checkpoint."""
+        ...
+
     def explain(self) -> str:
         """Describe in a few lines how the program runs."""
         ...

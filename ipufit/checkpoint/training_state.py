@@ -85,7 +85,7 @@ def checkpoint_contents(
         "loss_scale": state.loss_scale,
         "schedule": state.schedule,
         "place": None if place is None else dataclasses.asdict(place),
-        "choices": session.engine.choices(),
+        "choices": session.choices(),
     }
     tree["apart"] = _apart(session.processes, tree)
     content, tensors = encode(tree)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ipufit.core.batch import Mode
-from ipufit.errors import ConfigurationError, UnknownNameError, brief_error
+from ipufit.errors import CaptureError, ConfigurationError, DataError, UnknownNameError, brief_error
+from ipufit.processes import Processes, current
+from ipufit.utils.console import warn_user
 
 __all__ = [
     "AUTO",
@@ -25,9 +28,12 @@ __all__ = [
     "TRAINING",
     "Backend",
     "CompilerFunction",
+    "EagerFallback",
     "resolve_jit",
     "role_of",
 ]
+
+T = TypeVar("T")
 
 AUTO, OFF, GRAPH, KERNELS = "auto", "off", "graph", "kernels"
 INDUCTOR, CUDAGRAPH = "inductor", "cudagraph"
@@ -124,6 +130,166 @@ def _backend_of_torch(name: str) -> CompilerFunction:
             "way to run a recorded program", name, {*LOWERINGS, *names}
         ) from None
     return function
+
+
+@dataclasses.dataclass
+class EagerFallback:
+    """Purposes and forms of micro-batch that run eagerly, as no program can be recorded of them.
+
+    A purpose runs so as a whole where its first micro-batch can't be recorded. Where that can, each
+    later form of micro-batch is recorded or run eagerly by itself: which it is depends on the
+    module and the form, and on nothing that came before, so that a run that goes on from a
+    checkpoint computes alike.
+
+    Attributes:
+        reasons: why it can't be recorded, by purpose.
+        forms: by purpose and form, the shapes of single forms in words, and why they can't.
+        recorded: purposes for which something was recorded.
+        unreached: names of trained parameters that no gradient reaches in what is recorded.
+        chooser: who runs it eagerly, in the user's words.
+        advice: the end of the warning: what says that this is meant, and what makes it an error.
+    """
+
+    reasons: Dict[Mode, str] = dataclasses.field(default_factory=dict)
+    forms: Dict[Tuple[Mode, object], Tuple[str, str]] = dataclasses.field(default_factory=dict)
+    recorded: Set[Mode] = dataclasses.field(default_factory=set)
+    unreached: Sequence[str] = ()
+    chooser: str = "jit='auto'"
+    advice: str = (
+        "compile(..., run_eagerly=True) says that this is meant, and jit='graph' makes it an error."
+    )
+
+    def mixes(self, mode: Mode) -> bool:
+        """Tell whether a form that can't be recorded runs by itself, among others that are.
+
+        Several processes run either way as a whole: they add gradients along with what is recorded.
+        """
+        return mode in self.recorded and not current().is_distributed
+
+    def prepared(
+        self,
+        mode: Mode,
+        module: nn.Module,
+        may_help: Callable[[Exception], bool],
+        prepare: Callable[[], T],
+    ) -> T:
+        """Prepare a program, and once more as the module itself where it can't be recorded.
+
+        Args:
+            mode: purpose of the program.
+            module: the user's.
+            may_help: tells by the error of a recording whether the module itself may run.
+            prepare: builds and prepares it; lets go of it where that fails.
+        """
+        try:
+            return prepare()
+        except Exception as error:
+            # A form of micro-batch after the first one has been tried by itself.
+            if self.mixes(mode) or mode in self.reasons or not may_help(_of_recording(error)):
+                raise
+            with self.trying(error, mode, module):
+                return prepare()
+
+    @contextlib.contextmanager
+    def trying(
+        self, error: Exception, mode: Mode, module: nn.Module, form: object = None, shapes: str = ""
+    ) -> Iterator[None]:
+        """Prepare the module itself in the block, which shows whether the recording was at fault.
+
+        Args:
+            error: that ended the recording.
+            mode: purpose of the program.
+            module: the user's.
+            form: of the micro-batches that can't be recorded; None for all of the purpose.
+            shapes: of the form, in words.
+
+        Raises:
+            Exception: the module can't take the micro-batch either.
+
+        Warns:
+            UserWarning: it can; once for all purposes and forms.
+        """
+        is_first = not (self.reasons or self.forms)
+        error = _of_recording(error)
+        is_ours = isinstance(error, CaptureError)
+        reason = error.brief if isinstance(error, CaptureError) else f"torch: {brief_error(error)}"
+        if form is None:
+            self.reasons[mode] = reason
+        else:
+            self.forms[mode, form] = shapes, reason
+        try:
+            yield
+        except Exception:
+            if form is None:
+                del self.reasons[mode]
+            else:
+                del self.forms[mode, form]
+            if is_ours:
+                raise
+            raise error from None
+        if is_first:
+            which = "" if form is None else f" for batches of {shapes}"
+            every = "every micro-batch" if form is None else "each of these micro-batches"
+            warn_user(
+                f"{type(module).__name__} can't be recorded as one program{which}, so "
+                f"{self.chooser} runs the module itself{' for them' if which else ''}: {reason} It "
+                f"trains to the same numbers, but Python runs for {every}, operators run one by "
+                f"one, and none of them are chosen, joined or compiled. {self.advice}"
+            )
+
+    def follow(self, mode: Mode, processes: Processes) -> bool:
+        """Take over what another process can't record; return whether this one could."""
+        others = processes.gather(mode in self.reasons)
+        if mode in self.reasons or not any(others):
+            return False
+        self.reasons[mode] = "another process has a batch with which it can't be recorded."
+        return True
+
+    def describe(self) -> Iterator[str]:
+        """Say why the module itself runs, for each purpose and form for which it does."""
+        for mode, reason in self.reasons.items():
+            yield (
+                f"It can't be recorded to {mode.value}, so {self.chooser} runs it eagerly: {reason}"
+            )
+        alike: Dict[Tuple[Mode, str], List[str]] = {}
+        for (mode, _), (shapes, reason) in self.forms.items():
+            alike.setdefault((mode, reason), []).append(shapes)
+        for (mode, reason), forms in alike.items():
+            yield (
+                f"Batches of {'; '.join(forms)} can't be recorded to {mode.value}, so "
+                f"{self.chooser} runs them eagerly: {reason}"
+            )
+
+    def choices(self) -> Dict[str, str]:
+        """Return for each purpose whether it runs eagerly, for a checkpoint."""
+        return {
+            **{_KEY + mode.value: _RECORDED for mode in self.recorded},
+            **{_KEY + mode.value: reason for mode, reason in self.reasons.items()},
+            **{_KEY + name: _UNREACHED for name in self.unreached},
+        }
+
+    def prefer(self, choices: Mapping[str, str]) -> Dict[str, str]:
+        """Run eagerly what another run did; return the choices that are about something else."""
+        for mode in Mode:
+            choice = choices.get(_KEY + mode.value)
+            if choice == _RECORDED:
+                self.recorded.add(mode)
+            elif choice is not None:
+                self.reasons[mode] = choice
+        self.unreached = [
+            name[len(_KEY) :] for name, choice in choices.items() if choice == _UNREACHED
+        ]
+        return {name: value for name, value in choices.items() if not name.startswith(_KEY)}
+
+
+# In a checkpoint: the key of a purpose or a parameter, and values that are no reason.
+_KEY, _RECORDED, _UNREACHED = "recorded: ", "is", "has no gradient"
+
+
+def _of_recording(error: Exception) -> Exception:
+    """Return the error of the recording itself, of one about the last micro-batch of an epoch."""
+    cause = error.__cause__ if isinstance(error, DataError) else error
+    return cause if isinstance(cause, CaptureError) else error
 
 
 TRAINING, INFERENCE = "training_options", "inference_options"

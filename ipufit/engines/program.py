@@ -20,6 +20,7 @@ from typing import (
     Mapping,
     Optional,
     Sequence,
+    Set,
     Tuple,
     TypeVar,
 )
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
+from ipufit.core.compile_arguments import OFF, EagerFallback
 from ipufit.core.logged_values import LogRule
 from ipufit.core.objective_arguments import dtype_name
 from ipufit.core.outputs import add_up
@@ -161,6 +163,7 @@ class ProgramSpec:
         processes: those that work together on every update.
         profile_folder: where an engine puts a profile that its own tools read, if it can write one;
             None for none.
+        fallback: what of the model can't be recorded.
     """
 
     module: nn.Module
@@ -177,11 +180,17 @@ class ProgramSpec:
     partition: Optional[Partition] = None
     processes: Processes = ALONE
     profile_folder: Optional[str] = None
+    fallback: EagerFallback = dataclasses.field(default_factory=EagerFallback)
 
     @property
     def run_eagerly(self) -> bool:
         """True where the user's module itself runs, without capture."""
         return self.config.run_eagerly
+
+    @property
+    def eager(self) -> ProgramSpec:
+        """This program with the module itself in place of what is recorded."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, jit=OFF))
 
     @property
     def varies(self) -> bool:
@@ -228,11 +237,13 @@ class Recordings:
 
     Attributes:
         forms: the seconds that each took, 0 where an earlier program had recorded it.
+        eager: those of them that can't be recorded, and run eagerly.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.forms: Dict[Form, float] = {}
+        self.eager: Set[Form] = set()
         self._latest: Form = (None, ())
 
     def add(self, form: Form, engine: Engine, record: Callable[[], T]) -> T:
@@ -248,7 +259,7 @@ class Recordings:
         """
         before = engine.seconds
         if form not in self.forms and len(self.forms) >= self._most:
-            every = "; ".join(_in_words([*self.forms, form]))
+            every = "; ".join(in_words([*self.forms, form]))
             raise DataError(
                 f"a program is recorded for each shape of batch, max_recordings={self._most} at "
                 f"most, but batches of {self._most + 1} shapes came: {every}. Pad them to fewer "
@@ -270,14 +281,21 @@ class Recordings:
         Args:
             how: a participle for what was done.
         """
-        if len(self.forms) < 2:
+        if self.count < 2:
             return []
-        texts = zip(_in_words([*self.forms]), self.forms.values())
-        forms = (f"{text} in {seconds:.2g} s" for text, seconds in texts)
-        return [f"Training is {how} for {len(self.forms)} shapes of batches: {'; '.join(forms)}."]
+        forms = [form for form in self.forms if form not in self.eager]
+        texts = (
+            f"{text} in {self.forms[form]:.2g} s" for text, form in zip(in_words(forms), forms)
+        )
+        return [f"Training is {how} for {self.count} shapes of batches: {'; '.join(texts)}."]
+
+    @property
+    def count(self) -> int:
+        """Number of forms for which there is a recording."""
+        return len(self.forms) - len(self.eager)
 
 
-def _in_words(forms: Sequence[Form]) -> List[str]:
+def in_words(forms: Sequence[Form]) -> List[str]:
     """Write down the shapes of each form, and the dtypes where these differ."""
     differ = len({tuple(dtype for _, dtype, _ in tensors) for _, tensors in forms}) > 1
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib
 import itertools
 import sys
@@ -226,14 +227,26 @@ class Programs:
             return self._programs[mode]
         session, trains = self._model.session, mode is Mode.TRAIN
         source = _training_data(trainer) if trains else None
+        session.fallback.chooser, session.fallback.advice = "IPUStrategy", _ADVICE
+
+        def prepare() -> Program:
+            try:
+                return self._prepared(mode, first, work, source, trainer)
+            except BaseException:
+                self.finish(mode)
+                raise
+
+        may_help = functools.partial(session.engine.can_run_eagerly, session.config)
+        prepared = functools.partial(
+            session.fallback.prepared, mode, session.module, may_help, prepare
+        )
         try:
-            return self._prepared(mode, first, work, source, trainer)
+            return prepared()
         except UncountedError as error:
-            self.finish(mode)
             session.divided.follow_blocks(error, trains)
         except CaptureError as error:
             raise _in_words_of_trainer(error) from error
-        return self._prepared(mode, first, work, source, trainer)
+        return prepared()
 
     def _prepared(
         self,
@@ -358,6 +371,12 @@ def _check_ipus(replicas: int, stages: int) -> None:
         ],
         {"devices": round_up(replicas)} if fits else {},
     )
+
+
+_ADVICE = (
+    "Trainer(accelerator='cpu') trains it in Lightning's own loop, and IPUStrategy(engine='ipu') "
+    "makes it an error."
+)
 
 
 def _in_words_of_trainer(error: CaptureError) -> CaptureError:

@@ -115,7 +115,7 @@ def _train(model: CallbackModel, session: Session, config: FitConfig) -> History
         progress = stack.enter_context(_progress(session, config))
         if config.restored is not None:
             # The kernels that the run has measured to be fastest before.
-            session.engine.prefer(config.restored.choices(session.processes) or {})
+            session.prefer(config.restored.choices(session.processes) or {})
         job = session.start_on_all_ranks(
             JobSpec(
                 config.source,
@@ -209,7 +209,8 @@ def _run(
         model.history.params["updates_done"] = job.program.updates - run["first_update"]
         model.history.params["capture_seconds"] = model.capture_seconds
         recordings = job.program.recordings
-        model.history.params["recordings"] = 0 if recordings is None else len(recordings.forms)
+        model.history.params["recordings"] = 0 if recordings is None else recordings.count
+        model.history.params["eager_shapes"] = 0 if recordings is None else len(recordings.eager)
         model.history.params["jit"] = _jit(session)
     return model.history
 

@@ -6,21 +6,19 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from typing import Callable, Dict, Iterator, Optional, Sequence, Tuple
+from typing import Callable, Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from ipufit.callbacks.epoch_metrics import metric_fields, metric_target
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.core.compile_arguments import OFF
 from ipufit.core.plan import Plan
-from ipufit.core.train_config import Precision, TrainConfig
+from ipufit.core.train_config import Precision
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import ClassWeights
-from ipufit.engines.program import Engine, Prepared, Program
+from ipufit.engines.program import Prepared, Program
 from ipufit.errors import (
-    CaptureError,
     ConfigurationError,
     DataError,
     DeviceError,
@@ -32,14 +30,11 @@ from ipufit.errors import (
 from ipufit.losses import LabelRange, Loss, check_labels, outside_classes
 from ipufit.metrics import MetricSet
 from ipufit.metrics.metric_set import random_like
-from ipufit.processes import Processes
 from ipufit.utils import tree
-from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import eval_mode, train_mode
 
 __all__ = [
-    "EagerModes",
     "FailureExplainer",
     "check_call",
     "check_class_weights",
@@ -47,85 +42,6 @@ __all__ = [
     "probe",
     "wrap_batch_errors",
 ]
-
-
-@dataclasses.dataclass
-class EagerModes:
-    """Purposes for which ``jit="auto"`` runs the module itself, as it can't be recorded.
-
-    Attributes:
-        reasons: why it can't, by purpose.
-    """
-
-    reasons: Dict[Mode, str] = dataclasses.field(default_factory=dict)
-
-    def config(self, config: TrainConfig, mode: Mode) -> TrainConfig:
-        """How a program for a purpose is made."""
-        return dataclasses.replace(config, jit=OFF) if mode in self.reasons else config
-
-    def may_help(
-        self, error: BaseException, mode: Mode, engine: Engine, config: TrainConfig
-    ) -> bool:
-        """Tell whether the module itself may run where its recording ended with an error."""
-        if not isinstance(error, Exception) or mode in self.reasons:
-            return False
-        return engine.can_run_eagerly(config, _of_recording(error))
-
-    @contextlib.contextmanager
-    def trying(self, error: BaseException, mode: Mode, module: nn.Module) -> Iterator[None]:
-        """Prepare the module itself in the block, which shows whether the recording was at fault.
-
-        Args:
-            error: that ended the recording.
-            mode: purpose of the program.
-            module: the user's.
-
-        Raises:
-            Exception: the module can't take the micro-batch either.
-
-        Warns:
-            UserWarning: it can; once for all purposes.
-        """
-        assert isinstance(error, Exception)
-        is_told = bool(self.reasons)
-        error = _of_recording(error)
-        is_ours = isinstance(error, CaptureError)
-        reason = error.brief if isinstance(error, CaptureError) else f"torch: {brief_error(error)}"
-        self.reasons[mode] = reason
-        try:
-            yield
-        except Exception:
-            del self.reasons[mode]
-            if is_ours:
-                raise
-            raise error from None
-        if not is_told:
-            warn_user(
-                f"{type(module).__name__} can't be recorded as one program, so jit='auto' runs the "
-                f"module itself: {reason} It trains to the same numbers, but Python runs for every "
-                "micro-batch, operators run one by one, and none of them are chosen, joined or "
-                "compiled. compile(..., run_eagerly=True) says that this is meant, and jit='graph' "
-                "makes it an error."
-            )
-
-    def follow(self, mode: Mode, processes: Processes) -> bool:
-        """Take over what another process can't record; return whether this one could."""
-        others = processes.gather(mode in self.reasons)
-        if mode in self.reasons or not any(others):
-            return False
-        self.reasons[mode] = "another process has a batch with which it can't be recorded."
-        return True
-
-    def describe(self) -> Iterator[str]:
-        """Say for each purpose why the module itself runs."""
-        for mode, reason in self.reasons.items():
-            yield f"It can't be recorded to {mode.value}, so jit='auto' runs it eagerly: {reason}"
-
-
-def _of_recording(error: Exception) -> Exception:
-    """Return the error of the recording itself, of one about the last micro-batch of an epoch."""
-    cause = error.__cause__ if isinstance(error, DataError) else error
-    return cause if isinstance(cause, CaptureError) else error
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ import torch
 
 from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.core.compile_arguments import role_of
+from ipufit.core.compile_arguments import EagerFallback, role_of
 from ipufit.core.logged_values import merge_rules
 from ipufit.core.outputs import check_rows
 from ipufit.core.plan import Plan
@@ -33,7 +33,6 @@ from ipufit.planner.divided_module import DividedModule
 from ipufit.processes import Processes, current
 from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.sanity_check import (
-    EagerModes,
     FailureExplainer,
     check_call,
     check_class_weights,
@@ -75,6 +74,7 @@ class Session:
     Attributes:
         divided, metrics, engine, fixed: as given.
         module, loss, config: those of the divided module.
+        fallback: what of the module can't be recorded, and runs eagerly.
         casting: dtypes to which batches are brought.
         updates: weight updates done so far.
         last_plan, sample: batch algebra and shapes of the last ``fit``, or None.
@@ -106,7 +106,7 @@ class Session:
         self._runs = self._swaps = 0
         self._seed: Optional[int] = None
         self._training: Optional[Program] = None
-        self._eager = EagerModes()
+        self.fallback = EagerFallback()
         self._left_out = self._outside_optimizer()
         self.around: Callable[[Program, ProgramSpec], Program] = lambda program, spec: program
 
@@ -319,7 +319,7 @@ class Session:
             pipeline.unpacker.micro_batch_size = sizes[0]
             start = functools.partial(self._prepare_in_a_dtype, pipeline, first, job)
             processes.run_on_all_ranks(lambda: started.append(start()))
-            if not processes.is_distributed or not self._eager.follow(job.mode, processes):
+            if not processes.is_distributed or not self.fallback.follow(job.mode, processes):
                 return started[0]
             # They add up gradients in another way where the module itself runs.
             self.finish(started[0].program)
@@ -346,6 +346,11 @@ class Session:
         return self._prepare_program(pipeline, first, dataclasses.replace(job, plan=plan))
 
     def _prepare_program(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
+        may_help = functools.partial(self.engine.can_run_eagerly, self.config)
+        prepare = functools.partial(self._prepare_once, pipeline, first, job)
+        return self.fallback.prepared(job.mode, self.module, may_help, prepare)
+
+    def _prepare_once(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
         mode = job.mode
         explainer = self.explainer(mode, job.source.role)
         explainer.origin = job.source.origin
@@ -374,12 +379,9 @@ class Session:
             rules = merge_rules(prepared.rules, tail.rules if tail is not None else {})
             for name, rule in rules.items():
                 check_log_name(name, metrics.names, rule.exact)
-        except BaseException as error:
+        except BaseException:
             self.finish(program)
-            if not self._eager.may_help(error, mode, self.engine, self.config):
-                raise
-            with self._eager.trying(error, mode, self.module):
-                return self._prepare_program(pipeline, first, job)
+            raise
         settings = self.config.settings if mode is Mode.TRAIN else ()
         meter = EpochMetrics(metrics, plan, self.loss, rules, settings)
         weighted = job.source.role if mode is Mode.TRAIN and is_weighted(first) else None
@@ -421,14 +423,16 @@ class Session:
             seed=seed if fixed_seed is None else fixed_seed.value,
             domain=domain,
             first_update=self.updates,
-            config=self._eager.config(self.config, mode) if self._eager.reasons else self.config,
+            config=self.config,
             options=self._options.get(role_of(mode)),
             partition=self.divided.partitions.of(mode is Mode.TRAIN),
             processes=self.processes,
             profile_folder=profile_folder,
+            fallback=self.fallback,
         )
         if mode is not Mode.TRAIN:
             self.enter_eval()
+        spec = spec.eager if mode in self.fallback.reasons else spec
         program = self.engine.build(spec)
         if not isinstance(program, Program):
             raise ConfigurationError(
@@ -492,7 +496,7 @@ class Session:
         """How the program of this session runs, in one or two lines."""
         from ipufit.partition.cut_layers import describe_cuts
 
-        is_eager = self.config.run_eagerly or Mode.TRAIN in self._eager.reasons
+        is_eager = self.config.run_eagerly or Mode.TRAIN in self.fallback.reasons
         how = "the module itself, eagerly" if is_eager else "one recorded program"
         optimizer = name_of_optimizer(self._optimizer) if self._optimizer else "no optimizer"
         text = (
@@ -501,7 +505,7 @@ class Session:
         )
         more = [f"{name}={value!r}" for name, value in self.config.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
-        text += "".join(f"\n{line}" for line in self._eager.describe())
+        text += "".join(f"\n{line}" for line in self.fallback.describe())
         turns = self.loss.turns or ([Turn(self.loss, 1, 1, 0)] if self.loss.differentiates else [])
         text += "".join(f"\n{turn.describe()}" for turn in turns)
         text += "".join(f"\n{line}" for line in self.divided.partitions.describe())
@@ -529,6 +533,15 @@ class Session:
         """The model has been compiled anew, or closed: let go of what the engine keeps."""
         self.is_retired = True
         self.engine.close()
+
+    def choices(self) -> Optional[Dict[str, str]]:
+        """Return what decides between ways that round otherwise, for a checkpoint."""
+        choices = self.engine.choices()
+        return None if choices is None else {**choices, **self.fallback.choices()}
+
+    def prefer(self, choices: Mapping[str, str]) -> None:
+        """Choose what another run has chosen, so that a run that goes on computes alike."""
+        self.engine.prefer(self.fallback.prefer(choices))
 
     def buffers(self) -> List[torch.Tensor]:
         """All buffers of the module and the loss."""

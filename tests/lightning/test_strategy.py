@@ -460,10 +460,41 @@ class Branching(Classifier):
         return loss if float(loss) < 1e9 else loss * 0
 
 
+class Late(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if len(batch[0]) == 4 or float(loss) < 1e9 else loss * 0
+
+
+@pytest.mark.parametrize("kind", [Branching, Late])
+def test_a_step_that_can_not_be_recorded_runs_itself(kind):
+    """As jit="auto" of compile has it: said once, in the words of a Trainer."""
+    one, two = twins(kind())
+    by_lightning(one, "fit", BATCHES, max_epochs=2, accelerator="cpu")
+    strategy = IPUStrategy(device_iterations=2)
+    trainer = pl.Trainer(**{**QUIET, "accelerator": "ipu", "strategy": strategy, "max_epochs": 2})
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer.fit(two, BATCHES)
+    assert largest_difference(one, two) < TOLERANCE
+    texts = [str(each.message) for each in seen if "can't be recorded" in str(each.message)]
+    assert len(texts) == 1
+    which, them = ("", "") if kind is Branching else (" for batches of (2, 6), (2,)", " for them")
+    assert texts[0].startswith(
+        f"{kind.__name__} can't be recorded as one program{which}, so IPUStrategy runs the module "
+        f"itself{them}: a tensor's value was turned into a Python number"
+    )
+    assert texts[0].endswith(
+        "Trainer(accelerator='cpu') trains it in Lightning's own loop, and IPUStrategy("
+        "engine='ipu') makes it an error."
+    )
+
+
 def test_a_step_that_can_not_be_recorded_gets_the_advice_of_a_trainer():
-    """A Trainer has no run_eagerly; its CPU runs any step."""
+    """A Trainer has no run_eagerly; its CPU runs any step. An IPU has nothing but programs."""
+    strategy = IPUStrategy(engine="ipu-standin")
     with pytest.raises(CaptureError) as caught:
-        by_ipufit(Branching(), "fit", BATCHES, max_epochs=1)
+        by_ipufit(Branching(), "fit", BATCHES, max_epochs=1, strategy=strategy)
     text = str(caught.value)
     assert text.endswith("To run this module as it is, without capture, use accelerator='cpu'.")
     assert "run_eagerly" not in text
@@ -472,8 +503,10 @@ def test_a_step_that_can_not_be_recorded_gets_the_advice_of_a_trainer():
 
 
 def test_anomaly_detection_gets_the_advice_of_a_trainer():
+    strategy = IPUStrategy(engine="ipu-standin")
+    how = {"max_epochs": 1, "detect_anomaly": True, "strategy": strategy}
     with pytest.raises(CaptureError) as caught:
-        by_ipufit(Classifier(), "fit", BATCHES, max_epochs=1, detect_anomaly=True)
+        by_ipufit(Classifier(), "fit", BATCHES, **how)
     assert str(caught.value) == (
         "torch.autograd.set_detect_anomaly(True) looks for nan in the values of gradients, but the "
         "program is recorded once, before there are values. Leave detect_anomaly=True out of the "

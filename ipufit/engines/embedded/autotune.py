@@ -325,7 +325,7 @@ def _full_updates(execution: ExecutionWork, plan: Plan) -> Dict[TracedStep, Upda
     for update in execution.updates:
         if len(update) == plan.micro_batches_per_update:
             batch, recorded = update[0]
-            is_full = batch.size == plan.micro_batch_size
+            is_full = batch.size == plan.micro_batch_size and recorded.graph is not None
             if is_full and all(each is recorded for _, each in update):
                 first.setdefault(recorded, update)
     return first

@@ -97,10 +97,19 @@ class EngineContext(Engine):
         state: Sequence[Tensor],
         layout: Optional[Callable[[Sequence[str]], Sequence[FlatBlock]]],
         step: ModuleWithLoss,
+        bound: Sequence[str] = (),
     ) -> TracedStep:
         """Return what runs such micro-batches: a recording for their shapes, made if it is new.
 
         Where the program runs eagerly, it is the module itself, for all shapes of its structure.
+
+        Args:
+            spec: of the program.
+            example: a micro-batch.
+            trained, fixed, layout, step: as for a ``GradStep``.
+            state: weights and buffers.
+            bound: where the module runs eagerly beside recordings, names of the parameters that
+                these have gradients of.
         """
         config = spec.config
         scaled = config.loss_scale is not None and layout is not None
@@ -124,6 +133,8 @@ class EngineContext(Engine):
             device = device_of(spec.module)
             arguments.append(torch.ones((), dtype=torch.float64, device=device))
         if isinstance(micro, EagerStep):
+            if bound and layout is not None:
+                micro.with_gradient, micro.blocks = tuple(bound), layout(bound)
             return self._try_eagerly(micro, arguments, device_of(spec.module))
         refuse_unrecordable(spec.module, example)
         frozen, held = fingerprint(step)

@@ -338,6 +338,7 @@ class TrainingState:
         mode: of the optimizer, where it has weights of its own for evaluation; else None.
         turns: losses that an update computes one after another, with what each moves; one of a
             program with one loss.
+        varies: whether an update may reach other parameters than the one before.
     """
 
     def __init__(
@@ -381,6 +382,7 @@ class TrainingState:
         frozen = [name for name in self.parameters if name not in set(self.trained)]
         self.turns = [*turns] or [TurnState(step, self.trained, frozen)]
         self.with_gradient: Tuple[str, ...] = ()
+        self.varies = spec.varies
         self._gradient_blocks: List[FlatBlock] = []
         # Names of the parameters that were bound last, but for a single update.
         self._ever_bound: Tuple[str, ...] = ()
@@ -434,15 +436,14 @@ class TrainingState:
         if names != self.with_gradient:
             self._rebind(names)
             self._ever_bound = tuple(name for name in self.trained if name in ever)
-        blocks = self.storage.blocks
-        if [block.names for block in blocks] == [block.names for block in self._gradient_blocks]:
+        if self.storage.division == [block.names for block in self._gradient_blocks]:
             return gradients
         views = {
             slot.name: slot.view(flat)
             for block, flat in zip(self._gradient_blocks, gradients)
             for slot in block.slots
         }
-        return [block.gather(views) for block in blocks]
+        return [block.gather(views) for block in self.storage.blocks]
 
     def bind_all(self) -> bool:
         """Bind all parameters that ever had a gradient; return whether some were not bound."""
@@ -452,9 +453,12 @@ class TrainingState:
         return True
 
     def _rebind(self, names: Tuple[str, ...]) -> None:
+        (turn,) = self.turns
+        names_of_turn = turn.with_gradient
         self.placement.publish(self.updates)
         self.unbind()
         self.bind(names)
+        turn.with_gradient = names_of_turn
 
     def arguments(self, buffers: Mapping[str, Tensor], turn: TurnState) -> List[Tensor]:
         """Return what a micro-batch of a replica with these buffers is computed from."""
@@ -643,7 +647,7 @@ class TrainingState:
 
     def snapshot(self) -> Snapshot:
         """Copies of everything."""
-        if self.spec.run_eagerly:
+        if self.varies or self.spec.run_eagerly:
             whole = self.read(), self.with_gradient
             return Snapshot([], [], None, None, None, self.updates, whole)
         return Snapshot(

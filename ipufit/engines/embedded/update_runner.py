@@ -79,9 +79,8 @@ class UpdateRunner(UpdateWay):
         self._is_scaled = state.scaler is not None
         # Whether anybody looks at gradients before they are applied.
         self._is_judged = self._is_scaled or replay is not None
-        # Whether a micro-batch may reach other parameters than the one before, and names of those
-        # that a gradient came to in the present update.
-        self._varies = spec.varies
+        # Names of the parameters that a gradient came to in the present update, where it may be
+        # others than in the one before.
         self._with_grad: Set[str] = set()
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
@@ -237,7 +236,7 @@ class UpdateRunner(UpdateWay):
             saved = [copy_of(buffers) for buffers in state.replicas] if saves else []
             try:
                 gradients = self._gradients(execution, index, results, move)
-                if self._varies:
+                if state.varies:
                     gradients = self._bind_present(gradients, execution.rows[index:])
                 is_skipped = not gradients or (
                     self._is_judged and self._judge(gradients, left, results)
@@ -245,7 +244,7 @@ class UpdateRunner(UpdateWay):
             except BaseException:
                 for buffers, values in zip(state.replicas, saved):
                     put_back(buffers, values)
-                if self._varies:
+                if state.varies:
                     self._bind_all(execution.rows[index:])
                 raise
             if is_skipped:
@@ -257,7 +256,7 @@ class UpdateRunner(UpdateWay):
                     refuse_weights(state)
             # Not held while those of the next update are computed.
             del gradients, saved
-            if self._varies:
+            if state.varies:
                 self._bind_all(execution.rows[index + 1 :])
             if not move.is_last:
                 continue
@@ -363,7 +362,7 @@ class UpdateRunner(UpdateWay):
             finally:
                 if meeting is not None:
                     meeting.host = None
-            if self._varies:
+            if state.varies:
                 self._with_grad |= recorded.micro.with_grad
             if self.at_once and share is None:
                 value = (numbers[0] if numbers.dim() else numbers).item()
@@ -476,6 +475,7 @@ class UpdateRunner(UpdateWay):
                 for value in losses:
                     refuse_loss(self._state, value)
             results.add(merged.base, kinds, numbers, outputs)
+            self._with_grad |= merged.base.micro.with_grad
             count = numbers[:, 1].sum() if kinds[0].counted else None
             total.add_summed(gradients, count, merged.factor)
             # Not held while the next ones are computed.

@@ -265,8 +265,8 @@ def test_averages_follow_a_weight_that_an_update_passes_over():
         torch.testing.assert_close(one.detach(), two, rtol=0, atol=1e-10)
 
 
-class Noted(Callback):
-    """Leaves after a number of executions."""
+class Fails(Callback):
+    """Ends a run with an error after a number of executions."""
 
     def __init__(self, executions):
         super().__init__()
@@ -275,7 +275,7 @@ class Noted(Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.left -= 1
         if not self.left:
-            self.model.stop_training = True
+            raise ZeroDivisionError
 
 
 class Drawing(Net):
@@ -561,9 +561,145 @@ def test_what_is_recorded_stays_so():
     assert caught(lambda: model.fit(loader(), verbose=0)) == []
 
 
+class Late(Net):
+    """Longer rows draw from Python's generator, and now and then skip a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(1, 6).double()
+        self.middle, self.unused = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+        self.drop = nn.Dropout(0.2)
+
+    def between(self, x):
+        x = self.drop(x)
+        if x.shape[1] < 5:
+            return (x + self.middle(x)).mean(1)
+        x = x * (1 + 0.1 * random.random())
+        return (x + self.middle(x) if x.sum() > 0 else x).mean(1)
+
+    def forward(self, x):
+        return super().forward(x[..., None])
+
+
+WIDTHS = (3, 5, 3, 4, 5, 6, 3, 5, 5, 4)
+
+
+def of_widths(widths=WIDTHS):
+    """Batches of four rows of these widths."""
+    batches = []
+    for number, width in enumerate(widths):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(4, width, generator=generator, dtype=torch.float64)
+        batches.append((x, torch.randint(0, 3, (4,), generator=generator)))
+    return batches
+
+
+def late_fit(drop=0.2, jit="auto", epochs=2, data=None, **options):
+    """A model that is trained with rows of several widths."""
+    torch.manual_seed(0)
+    net = Late()
+    net.drop.p = drop
+    model = ipufit.Model(net)
+    model.compile(adam(net.parameters()), "cross_entropy", jit=jit)
+    options = {"seed": 3, "verbose": 0, **options}
+    model.fit(of_widths() if data is None else data, epochs=epochs, **options)
+    return model
+
+
 @runs_eagerly
-def test_a_size_that_cannot_be_recorded_comes_late():
-    """What was recorded before is taken over: the numbers are those of the loop."""
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_shape_that_cannot_be_recorded_runs_itself_among_others(accumulation, monkeypatch):
+    """The others stay recorded; an update mixes both, and passes over what no gradient reached."""
+    monkeypatch.setattr(random, "random", lambda: 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = late_fit(drop=0.0, gradient_accumulation=accumulation, device_iterations=2)
+    torch.manual_seed(0)
+    twin = Late()
+    twin.drop.p = 0.0
+    optimizer, batches = adam(twin.parameters()), of_widths()
+    for _ in range(2):
+        for start in range(0, len(batches), accumulation):
+            optimizer.zero_grad()
+            for x, y in batches[start : start + accumulation]:
+                (nn.functional.cross_entropy(twin(x), y) / accumulation).backward()
+            optimizer.step()
+    assert_same(model.module, twin)
+    assert model.history.params["recordings"] == 2
+    assert model.history.params["eager_shapes"] == 2
+    assert model.history.params["jit"] != "off"
+
+
+@runs_eagerly
+@pytest.mark.parametrize(("seed", "recordings"), [(0, 2), (3, 0)])
+def test_what_runs_itself_depends_on_no_division_and_on_no_interruption(seed, recordings, tmp_path):
+    """Not on which shape comes first after it: nothing is recorded where the run's first can't be.
+
+    The first batches of both epochs have another width.
+    """
+    data = DataLoader(of_widths(), batch_size=None, shuffle=True)
+    fit = functools.partial(late_fit, data=data, seed=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = fit()
+        assert_same(whole.module, fit(device_iterations=4).module, atol=0)
+        assert whole.history.params["recordings"] == recordings
+        for number in (2, 5, 12, 13):
+            here = functools.partial(ipufit.Checkpoint, tmp_path / str(number))
+            with pytest.raises(ZeroDivisionError):
+                fit(checkpoint=here(every_updates=1), callbacks=[Fails(number)])
+            again = fit(checkpoint=here(resume="auto"), callbacks=[Fails(0)])
+            assert again.history.params["resumed"]["update"] == number - 1
+            assert_same(whole.module, again.module, atol=0)
+            for name in ("recordings", "eager_shapes", "jit"):
+                assert again.history.params[name] == whole.history.params[name]
+
+
+@runs_eagerly
+def test_a_shape_that_runs_itself_is_warned_of_once(capsys):
+    """With module, shape, line, what to write instead, and what it costs."""
+    models = []
+
+    def work():
+        models.append(late_fit())
+        models[0].evaluate(of_widths(), verbose=0)
+        assert models[0].predict([x for x, _ in of_widths()], verbose=0).shape == (40, 3)
+
+    (text,) = caught(work)
+    line = Late.between.__code__.co_firstlineno + 5
+    reason = (
+        "Python branched on a tensor's value, but the program is recorded once, before there are "
+        f"values, at {__file__}:{line} in between: `return (x + self.middle(x) if x.sum() > 0 else "
+        "x).mean(1)`. Write torch.where(condition, a, b), or multiply by a mask, so that both "
+        "cases are in the program."
+    )
+    assert text == (
+        "Late can't be recorded as one program for batches of (4, 5), (4,), so jit='auto' runs the "
+        f"module itself for them: {reason} It trains to the same numbers, but Python runs for each "
+        "of these micro-batches, operators run one by one, and none of them are chosen, joined or "
+        "compiled. compile(..., run_eagerly=True) says that this is meant, and jit='graph' makes "
+        "it an error."
+    )
+    capsys.readouterr()
+    models[0].explain()
+    explanation = capsys.readouterr().out
+    assert "Runs one recorded program" in explanation
+    assert (
+        "Batches of (4, 5), (4,); (4, 6), (4,) can't be recorded to train, so jit='auto' runs them "
+        f"eagerly: {reason}"
+    ) in explanation
+    assert "Training is recorded for 2 shapes of batches: (4, 3), (4,) in " in explanation
+
+
+def test_who_asks_for_programs_gets_no_other():
+    """Nor does an IPU."""
+    with pytest.raises(CaptureError, match="Python branched on a tensor's value"):
+        late_fit(jit="graph")
+
+
+@runs_eagerly
+def test_a_smaller_last_batch_that_cannot_be_recorded_runs_itself():
+    """All others are recorded."""
 
     class Small(Net):
         def between(self, x):
@@ -575,7 +711,7 @@ def test_a_size_that_cannot_be_recorded_comes_late():
     model = ipufit.Model(net)
     model.compile(adam(net.parameters()), "cross_entropy")
     (text,) = caught(lambda: model.fit(loader(), epochs=2, verbose=0))
-    assert text.startswith("Small can't be recorded as one program")
+    assert text.startswith("Small can't be recorded as one program for batches of (4, 6), (4,), so")
     assert_same(net, by_hand(twin))
 
 

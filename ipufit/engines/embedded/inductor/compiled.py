@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from pathlib import Path
-from typing import Any, Iterator, List, Optional
+from typing import Any, Iterator, List, Optional, Tuple
 
 from torch import Tensor
 
@@ -171,9 +171,11 @@ class CompiledUpdates(WholeUpdates):
         self._compiles = True
         self._start = 0.0
         self._run: Optional[Runner] = None
-        # The tensors that are the same in every update, and the storage they belong to.
+        # The tensors that are the same in every update, the storage they belong to, and how that is
+        # divided in what is compiled.
         self._same: List[Tensor] = []
         self._bound: Optional[FlatStorage] = None
+        self._division: List[Tuple[str, ...]] = []
         self.reason: Optional[str] = None
         self.origin: Optional[str] = None
 
@@ -204,6 +206,7 @@ class CompiledUpdates(WholeUpdates):
             self.reason = str(unfit)
             return
         self._bind()
+        self._division = self._live.storage.division
         assert isinstance(self._live.updater, RuleOptimizer)
         rows = self._live.updater.like_coming()
         leaves = [*example.leaves] * self._described.form.micro_batches
@@ -311,6 +314,7 @@ class CompiledUpdates(WholeUpdates):
             self._run is not None
             and len(update) == self._plan.micro_batches_per_update
             and all(recorded is self._recorded for _, recorded in update)
+            and (self._bound is self._live.storage or self._live.storage.division == self._division)
         )
 
     def make(self, update: Update, results: ExecutionOutputs) -> None:

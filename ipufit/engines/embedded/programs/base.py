@@ -13,7 +13,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import check_precision
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.engines.program import Prepared, Program, ProgramSpec, Recordings
+from ipufit.engines.program import Form, Prepared, Program, ProgramSpec, Recordings, in_words
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.untraced_random import reachable_generators
 from ipufit.utils.devices import check_devices
@@ -35,7 +35,8 @@ class BaseProgram(Program):
     def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:
         self._engine = engine
         self._spec = spec
-        self._is_eager = spec.run_eagerly
+        # Whether code that is not recorded may draw from generators other than torch's.
+        self._draws_freely = spec.run_eagerly
         check_precision(spec.config.precision, spec.module)
         self._step = step = engine.step_module(spec.module, spec.loss)
         self._parameters: Dict[str, nn.Parameter] = dict(step.named_parameters())
@@ -52,7 +53,7 @@ class BaseProgram(Program):
         self._generators = Generators()
         self._drawing: List[Tuple[str, object]] = []
 
-    def _record(self, example: MicroBatch, turn: int) -> TracedStep:
+    def _record(self, example: MicroBatch, turn: int, spec: ProgramSpec) -> TracedStep:
         raise NotImplementedError
 
     def _recorded(self, batch: MicroBatch, turn: int = 0) -> TracedStep:
@@ -64,12 +65,36 @@ class BaseProgram(Program):
         ]
         form = batch.structure, tuple(tensors)
         if (form, turn) not in self._by_form:
-            record = functools.partial(self._record, batch.to(self._device), turn)
+            record = functools.partial(self._record_form, form, batch.to(self._device), turn)
             if self.recordings is None:
                 self._by_form[form, turn] = record()
             else:
                 self._by_form[form, turn] = self.recordings.add(form, self._engine, record)
         return self._by_form[form, turn]
+
+    def _record_form(self, form: Form, example: MicroBatch, turn: int) -> TracedStep:
+        """Record a form of micro-batch, or run the module itself where that can't be done."""
+        spec, fallback = self._spec, self._spec.fallback
+        if spec.run_eagerly or not fallback.mixes(spec.mode):
+            return self._record(example, turn, spec)
+        if (spec.mode, form) not in fallback.forms:
+            try:
+                return self._record(example, turn, spec)
+            except Exception as error:
+                if not self._engine.can_run_eagerly(spec.config, error):
+                    raise
+                with fallback.trying(error, spec.mode, spec.module, form, in_words([form])[0]):
+                    return self._run_itself(form, example, turn)
+        return self._run_itself(form, example, turn)
+
+    def _run_itself(self, form: Form, example: MicroBatch, turn: int) -> TracedStep:
+        """Have the module itself run a form of micro-batch, among others that are recorded."""
+        self._draws_freely = True
+        self._drawing = reachable_generators(self._step)
+        recorded = self._record(example, turn, self._spec.eager)
+        assert self.recordings is not None
+        self.recordings.eager.add(form)
+        return recorded
 
     def _trace(
         self, batches: Sequence[MicroBatch]
@@ -95,16 +120,19 @@ class BaseProgram(Program):
 
     def prepare(self, example: MicroBatch) -> Prepared:
         """Record the program for micro-batches like this one."""
-        if self._is_eager:
+        spec = self._spec
+        if spec.run_eagerly:
             self._drawing = reachable_generators(self._step)
         recorded = self._recorded(example)
+        if not spec.run_eagerly:
+            spec.fallback.recorded.add(spec.mode)
         outputs = recorded.micro.outputs.rebuild(recorded.micro.outputs.tensors)
         return Prepared(outputs, recorded.micro.reported.rules, recorded.micro.labels or ())
 
     def _seed(self, recorded: TracedStep, update: int, place: int = 0, stream: str = "") -> None:
         if recorded.random:
             seed_generators(self._key(update, place, stream), self._device)
-        if self._is_eager:
+        if recorded.graph is None:
             self._generators.start(self._key(update, place, stream))
 
     @contextlib.contextmanager

@@ -167,6 +167,9 @@ class CapturedExecutions(UpdateWay):
             self._note(self._why_not(updates))
         if self._reason is not None or (averages is not None and averages.fresh):
             return None
+        if any(recorded.graph is None for update in updates for _, recorded in update):
+            # Of a shape that can't be recorded.
+            return None
         assert isinstance(updater, RuleOptimizer)
         with torch.no_grad():
             tables = updater.tables(rows)

@@ -48,11 +48,9 @@ class InferenceProgram(BaseProgram):
 
         return FSDPWeights(self._spec, self._engine.carried, self._parameters, self._device)
 
-    def _record(self, example: MicroBatch, turn: int) -> TracedStep:
+    def _record(self, example: MicroBatch, turn: int, spec: ProgramSpec) -> TracedStep:
         fixed = [*self._parameters, *self._buffers]
-        recorded = self._engine.record(
-            self._spec, example, (), fixed, self._state, None, self._step
-        )
+        recorded = self._engine.record(spec, example, (), fixed, self._state, None, self._step)
         self._weights.attach(recorded)
         return recorded
 
@@ -62,7 +60,7 @@ class InferenceProgram(BaseProgram):
         work, is_here, is_random = self._trace(batch.micro_batches)
         if not is_here:
             work = [(micro_batch.to(self._device), recorded) for micro_batch, recorded in work]
-        isolated = self._isolated_generators() if self._is_eager else contextlib.nullcontext()
+        isolated = self._isolated_generators() if self._draws_freely else contextlib.nullcontext()
         with isolated, computing(self._device, is_random):
             numbers: Sequence[int] = range(len(work))
             if batch.layout is not None:

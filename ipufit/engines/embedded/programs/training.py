@@ -32,7 +32,7 @@ from ipufit.engines.embedded.turns import (
 )
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.external_changes import refuse_frozen
-from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
+from ipufit.engines.program import ExecutionResult, Form, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError
 from ipufit.optim.rules import rules_by_group
 from ipufit.tracing.fingerprint import FrozenValues
@@ -136,42 +136,61 @@ class TrainingProgram(BaseProgram):
         """Weight updates done since ``compile``, skipped ones included."""
         return self.state.updates
 
-    def _record(self, example: MicroBatch, turn: int) -> TracedStep:
+    def _record(self, example: MicroBatch, turn: int, spec: ProgramSpec) -> TracedStep:
         state = self.state
         if not state.with_gradient and self._takes_turns:
-            self._bind_turns(example)
-        recorded = self._record_turn(state.turns[turn], example)
+            self._bind_turns(example, spec)
+        recorded = self._record_turn(state.turns[turn], example, spec)
         if not state.with_gradient:
             micro = recorded.micro
             names = [name for name in micro.with_gradient if name in micro.with_grad]
             with self._engine.timed():
                 state.bind(tuple(names))
+            self._spec.fallback.unreached = [n for n in state.trained if n not in set(names)]
+        if self.lowered is None and spec is self._spec:
+            self.lowered = recorded.lowered
         state.placement.attach(recorded)
         return recorded
 
-    def _bind_turns(self, example: MicroBatch) -> None:
+    def _run_itself(self, form: Form, example: MicroBatch, turn: int) -> TracedStep:
+        state, fallback = self.state, self._spec.fallback
+        if not state.with_gradient and not self._takes_turns:
+            # Not what it reaches in this micro-batch, but what it does in recordings.
+            names = tuple(n for n in state.trained if n not in set(fallback.unreached))
+            state.turns[0].with_gradient = names
+            with self._engine.timed():
+                state.bind(names)
+        recorded = super()._run_itself(form, example, turn)
+        if recorded.micro.varies:
+            # As in a program that runs eagerly as a whole.
+            self._runner.at_once = state.varies = True
+        return recorded
+
+    def _bind_turns(self, example: MicroBatch, spec: ProgramSpec) -> None:
         """Take over the state in the parts that the turns train.
 
         Which parameters get a gradient in a turn shows when it is recorded.
         """
         state = self.state
         for turn in state.turns:
-            self._record_turn(turn, example)
+            self._record_turn(turn, example, spec)
         parts = parts_of(state.trained, state.turns)
         for index, turn in enumerate(state.turns):
             turn.parts = [place for place, key in enumerate(parts) if index in key]
         with self._engine.timed():
             state.bind_parts(list(parts.values()))
 
-    def _record_turn(self, turn: TurnState, example: MicroBatch) -> TracedStep:
-        state, spec = self.state, self._spec
+    def _record_turn(self, turn: TurnState, example: MicroBatch, spec: ProgramSpec) -> TracedStep:
+        state = self.state
         if not turn.hands_out:
             spec = dataclasses.replace(spec, want_outputs=False)
         arguments = turn.states[0] if turn.states else state.arguments(self._buffers, turn)
         fixed = [*turn.others, *state.buffers]
-        layout = state.lay_out_gradients if spec.varies else state.lay_out
+        # Among recordings, the module itself has gradients of what they have.
+        bound = turn.with_gradient if spec.run_eagerly and not self._spec.run_eagerly else ()
+        layout = state.lay_out_gradients if state.varies or spec.varies else state.lay_out
         recorded = self._engine.record(
-            spec, example, turn.trained, fixed, arguments, layout, turn.step
+            spec, example, turn.trained, fixed, arguments, layout, turn.step, bound
         )
         names = recorded.micro.with_gradient
         turn.with_gradient = turn.with_gradient or names
@@ -198,7 +217,7 @@ class TrainingProgram(BaseProgram):
                 self._let_go()
             if state.with_gradient:
                 refuse_frozen(state.trained, state.parameters)
-            if not self._is_eager:
+            if not self._spec.run_eagerly:
                 self._by_form = {}
         prepared = super().prepare(example)
         if self._frozen_values is not None:
@@ -206,12 +225,11 @@ class TrainingProgram(BaseProgram):
         example = example.to(self._device)
         recorded = self._recorded(example)
         if self._takes_turns:
-            self.lowered = recorded.lowered
             return self._prepare_turns(example, prepared)
         is_full = example.size == self._spec.plan.micro_batch_size
-        if is_full or self.lowered is None:
-            self.lowered = recorded.lowered
+        is_full = is_full and (recorded.graph is not None or self._spec.run_eagerly)
         if is_full:
+            self.lowered = recorded.lowered
             self.way.enter(recorded, example)
         if is_full or self._runner.overlap is None:
             self._runner.overlap = self._find_overlap(recorded)
@@ -260,7 +278,8 @@ class TrainingProgram(BaseProgram):
                 continue
             batch, recorded = update[0]
             is_whole = len(update) == plan.own_micro_batches_per_update
-            if recorded not in merged and (is_whole or batch.size == plan.micro_batch_size):
+            is_whole = is_whole or batch.size == plan.micro_batch_size
+            if recorded not in merged and is_whole and recorded.graph is not None:
                 step = self._merge(batch, recorded)
                 if step is not None:
                     merged[recorded] = step
@@ -312,7 +331,7 @@ class TrainingProgram(BaseProgram):
             recorded_steps = [recorded for update in execution.updates for _, recorded in update]
             execution.is_random = any(recorded.random for recorded in recorded_steps)
         try:
-            if self._is_eager:
+            if self._draws_freely:
                 with self._isolated_generators():
                     return self.way.run(execution)
             return self.way.run(execution)
@@ -373,7 +392,8 @@ class TrainingProgram(BaseProgram):
         batch = batch.to(self._device)
         recorded = self._recorded(batch)
         is_full = batch.size == self._spec.plan.micro_batch_size
-        merged = self._merge(batch, recorded) if is_full and self._may_merge else None
+        may_merge = is_full and self._may_merge and recorded.graph is not None
+        merged = self._merge(batch, recorded) if may_merge else None
         seed = functools.partial(self._seed, recorded, self.updates)
         # Forward runs once more to be recorded, and may draw from any of them.
         with LOCK, fork_rng(), torch.no_grad():
