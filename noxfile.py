@@ -247,7 +247,7 @@ def diagnose(session: nox.Session) -> None:
 @nox.session
 def integrations(session: nox.Session) -> None:
     """Run what is tested with other libraries: Lightning, transformers, trackers, notebooks."""
-    session.install("-e", ".[plot,report]", *group("integrations", "torch"))
+    session.install("-e", ".[plot,report,sklearn]", *group("integrations", "torch"))
     folders = ("tests/integrations", "tests/lightning")
     session.run("python", "-m", "pytest", *folders, *PARALLEL, *session.posargs)
 

@@ -20,6 +20,7 @@ from ipufit.planner.pipeline_schedule import (
     simulate,
 )
 from ipufit.planner.rendering import columns, flops, share, size
+from ipufit.utils.console import TextReport
 
 __all__ = ["PartitionPlan", "Planned", "apply_plan", "fingerprint"]
 
@@ -76,7 +77,7 @@ class Planned:
     places: Tuple[int, ...] = ()
 
 
-class PartitionPlan:
+class PartitionPlan(TextReport):
     """An estimate of what the stages of a model take; ``print`` shows it as tables.
 
     Memory is counted tensor by tensor: weights, accumulated gradients, the optimizer's state and
@@ -295,10 +296,9 @@ class PartitionPlan:
 
     def __repr__(self) -> str:
         planned = self.planned
-        return (
-            f"PartitionPlan({planned.title}, {len(self.costs)} stages, {planned.strategy}, "
-            f"fits={self.fits})"
-        )
+        stages = "1 stage" if len(self.costs) == 1 else f"{len(self.costs)} stages"
+        fits = "fits" if self.fits else "does not fit"
+        return f"PartitionPlan({planned.title}, {stages}, {planned.strategy}, {fits})"
 
     def _schedule(self, schedule: Optional[str]) -> str:
         if schedule is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ipufit.errors import ConfigurationError
+from ipufit.utils.console import TextReport
 
 __all__ = ["DEFAULTS", "Comparison", "Difference", "Tolerance", "distance"]
 
@@ -169,7 +170,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(TextReport):
     """A micro-batch of training through the recorded program and through its reference.
 
     Attributes:

@@ -18,6 +18,7 @@ from ipufit.training.fit_data import limited_plan
 from ipufit.training.sanity_check import wrap_batch_errors
 from ipufit.training.session import Session, require_one_loss
 from ipufit.training.summary import check_options, sample_for, sample_of, summarize
+from ipufit.utils.console import preformatted
 from ipufit.utils.names import with_hints
 
 if TYPE_CHECKING:
@@ -134,6 +135,10 @@ class InspectionMixin:
         levels = depth if expand_nested else 1
         text = summarize(self.module, sample, line_length, levels, more, marks)
         (print_fn or print)(text)
+
+    def _repr_html_(self) -> str:
+        """Return what ``repr`` says and the layers, one level deep, for notebooks."""
+        return preformatted(f"{self!r}\n{summarize(self.module, None, None, 1, [], {})}")
 
     def plan(
         self,

@@ -11,7 +11,16 @@ from typing import Any, Mapping, Type, Union
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["PACKAGE", "notebook_shell", "resolve_verbose", "say", "say_dev_run", "warn_user"]
+__all__ = [
+    "PACKAGE",
+    "TextReport",
+    "notebook_shell",
+    "preformatted",
+    "resolve_verbose",
+    "say",
+    "say_dev_run",
+    "warn_user",
+]
 
 # The folder of the package, with a separator at its end, as code objects name their files.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -39,6 +48,21 @@ def notebook_shell() -> Any:
     shell = None if module is None else module.get_ipython()
     # One in a terminal has no kernel behind it.
     return shell if hasattr(shell, "kernel") else None
+
+
+class TextReport:
+    """Has a text that ``str`` makes, which a notebook shows as it is."""
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
+
+
+def preformatted(text: str) -> str:
+    """Return HTML that shows a text as it is, for notebooks."""
+    # Imported here: its table of characters would slow `import ipufit` down.
+    import html
+
+    return f"<pre>{html.escape(text)}</pre>"
 
 
 def resolve_verbose(verbose: Union[int, str]) -> Union[int, str]:

@@ -115,6 +115,10 @@ def wrap(parts: Sequence[str], columns: Optional[int], indent: str = "") -> List
     return [line[at : at + columns] for line in lines for at in range(0, len(line), columns)]
 
 
+def _line(title: str, count: str, values: Mapping[str, str]) -> str:
+    return ", ".join([f"{title}: {count}", *_words(values)])
+
+
 class Display:
     """Shows lines that stay, one after another: all that a pipe or a file gets.
 
@@ -145,7 +149,7 @@ class Display:
             count: how many updates or batches there were.
             values: its loss and metrics, in words, by name.
         """
-        self.write(", ".join([f"{title}: {count}", *_words(values)]))
+        self.write(_line(title, count, values))
 
     def write(self, text: str) -> None:
         """Show a line that stays."""
@@ -291,6 +295,7 @@ class _Notebook(Display):
         self._id = ""
         self._rows: List[Dict[str, str]] = []
         self._texts: List[str] = []
+        self._kept: List[str] = []
 
     def draw(self, bars: Sequence[Progress], note: str = "") -> None:
         """Show the bars and the note below the table."""
@@ -312,7 +317,7 @@ class _Notebook(Display):
             text = ", ".join([*bar.facts(), *_words(bar.values)])
             page.append(f"{bar.title} <progress{value}></progress> {html.escape(text)}<br>")
         page += [html.escape(note)] * bool(note)
-        lines = [*self._texts, *(", ".join(_words(row)) for row in self._rows)]
+        lines = [*self._kept]
         lines += [line for bar in bars for line in bar.lines(None, "=-")]
         data = {"text/html": "".join(page), "text/plain": "\n".join(lines + [note] * bool(note))}
         is_first, self._id = not self._id, self._id or f"ipufit-{id(self)}-{time.time()}"
@@ -322,15 +327,17 @@ class _Notebook(Display):
     def keep(self, title: str, count: str, values: Mapping[str, str]) -> None:
         """Add a row to the table for an epoch, and a line for anything else."""
         kind, _, which = title.partition(" ")
-        if which:
-            self._rows.append({kind: which, **values})
-            self.draw([])
-        else:
+        if not which:
             super().keep(title, count, values)
+            return
+        self._kept.append(_line(title, count, values))
+        self._rows.append({kind: which, **values})
+        self.draw([])
 
     def write(self, text: str) -> None:
         """Show a line above the table."""
         self._texts.append(text)
+        self._kept.append(text)
         self.draw([])
 
 

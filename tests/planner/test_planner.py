@@ -527,7 +527,7 @@ def test_the_table():
         "sequential",
         "*",
     ]
-    assert repr(plan) == "PartitionPlan(Sequential, 2 stages, pipelined, fits=True)"
+    assert repr(plan) == "PartitionPlan(Sequential, 2 stages, pipelined, fits)"
 
 
 @pytest.mark.long

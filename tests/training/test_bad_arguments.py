@@ -43,7 +43,7 @@ TRY_4 = (
 )
 WHOLE = "must be a positive whole number"
 CALLBACKS = "callbacks must be a list of ipufit.callbacks.Callback objects, got "
-VERBOSE = "verbose must be 0 (silent), 1 (bar), 2 (one line an epoch) or 'auto', got "
+VERBOSE = "verbose must be 0 (silent), 1 (bar), 2 (one line an epoch), 'rich' or 'auto', got "
 
 
 # ---- names --------------------------------------------------------------------------------------

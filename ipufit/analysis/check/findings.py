@@ -14,6 +14,7 @@ from ipufit.analysis.check.recorders import TraceDifference
 from ipufit.errors import CaptureError
 from ipufit.tracing.capture import Frame
 from ipufit.tracing.untraced_random import advise_call, describe_draw
+from ipufit.utils.console import TextReport
 
 __all__ = [
     "KINDS",
@@ -97,7 +98,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckReport:
+class CheckReport(TextReport):
     """The findings of a check, errors first; true if there are any.
 
     :meth:`ipufit.Model.check` returns it. It has the number of findings as its length, can be
@@ -124,9 +125,14 @@ class CheckReport:
         part = "" if self.loss else " (without a loss)"
         if not self.findings:
             return f"{self.model}: nothing found{part}."
+        return "\n".join([f"{self.model}: {self._counts()}{part}.", *map(_shown, self.findings)])
+
+    def __repr__(self) -> str:
+        return f"CheckReport({self.model}, {self._counts()})"
+
+    def _counts(self) -> str:
         errors = sum(finding.severity == "error" for finding in self.findings)
-        count = f"{_count(errors, 'error')}, {_count(len(self) - errors, 'warning')}"
-        return "\n".join([f"{self.model}: {count}{part}.", *map(_shown, self.findings)])
+        return f"{_count(errors, 'error')}, {_count(len(self) - errors, 'warning')}"
 
     def as_dict(self) -> Dict[str, Any]:
         """Return plain values, for JSON: model, loss, and the findings as dicts."""

@@ -19,6 +19,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.losses import Loss
 from ipufit.tracing.comparison import Tolerance, distance
 from ipufit.utils import tree
+from ipufit.utils.console import TextReport
 from ipufit.utils.devices import accelerator_states
 
 __all__ = ["InvarianceCause", "InvarianceReport", "InvarianceSetting", "find_causes"]
@@ -73,7 +74,7 @@ class InvarianceCause:
 
 
 @dataclasses.dataclass(frozen=True)
-class InvarianceReport:
+class InvarianceReport(TextReport):
     """Result of updates with the same samples, divided in several ways.
 
     Attributes:

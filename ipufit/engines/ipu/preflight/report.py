@@ -14,6 +14,7 @@ from ipufit.engines.ipu.preflight.facts import (
     CodeLocation,
     Fact,
 )
+from ipufit.utils.console import TextReport
 
 __all__ = ["PreflightFinding", "PreflightReport", "merged"]
 
@@ -74,7 +75,7 @@ class PreflightFinding:
         return "\n".join(lines)
 
 
-class PreflightReport:
+class PreflightReport(TextReport):
     """Findings about a model, by PopTorch 3.4's published source and documentation.
 
     No IPU has confirmed any of it. :meth:`ipufit.Model.preflight` returns it, and ``print`` shows
