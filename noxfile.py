@@ -232,8 +232,9 @@ def try_extra(session: nox.Session, extra: str, *options: str) -> None:
 @nox.session
 def keras(session: nox.Session) -> None:
     """Compare with Keras itself."""
-    session.install("-e", ".", *group("keras", "torch"))
-    session.run("python", "-m", "pytest", "tests/against_keras", *PARALLEL, *session.posargs)
+    session.install("-e", ".[pandas]", *group("keras", "torch"))
+    suite = ("tests/against_keras", "tests/data/test_data_of_keras.py")
+    session.run("python", "-m", "pytest", *suite, *PARALLEL, *session.posargs)
 
 
 @nox.session

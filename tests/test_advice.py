@@ -50,6 +50,19 @@ class OwnLoss(nn.Module):
         return outputs, outputs.square().mean()
 
 
+class Numbered:
+    """Items that are picked by number, and nothing else."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
 class Again:
     """Batches that can be read again."""
 
@@ -213,15 +226,44 @@ ADVICE = {
         "Pass inputs and target apart, fit(x, y)",
         lambda: fit(X, Y),
     ),
-    "list of numbers": (
-        lambda: fit([1.0, 2.0, 3.0, 4.0]),
-        "Make one tensor of it: torch.tensor(x).",
-        lambda: fit(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), Y[:1]),
+    "samples in a list": (
+        lambda: fit(list(X), Y),
+        "A list has one array for each input; of samples make one with numpy.stack.",
+        lambda: fit(np.stack(list(X)), Y),
     ),
-    "objects": (
-        lambda: fit(X, np.array(["a", "b", "c"] * 4), model=compiled(loss="cross_entropy")),
-        "Turn it into numbers first, such as class indices.",
-        lambda: fit(X, np.array([0, 1, 2] * 4), model=compiled(loss="cross_entropy")),
+    "scalars in a list": (
+        lambda: fit(X, list(torch.arange(12) % 3), model=compiled(loss="cross_entropy")),
+        "of a list of tensors make one with torch.stack.",
+        lambda: fit(
+            X, torch.stack(list(torch.arange(12) % 3)), model=compiled(loss="cross_entropy")
+        ),
+    ),
+    "texts": (
+        lambda: fit(X, ["a", "b", "c"] * 4, model=compiled(loss="cross_entropy")),
+        "Number them, such as numpy.unique(values, return_inverse=True)[1], or leave it out.",
+        lambda: fit(
+            X,
+            np.unique(["a", "b", "c"] * 4, return_inverse=True)[1],
+            model=compiled(loss="cross_entropy"),
+        ),
+    ),
+    "classes in floating point": (
+        lambda: fit(X, np.array([0.0, 1.0, 2.0] * 4), model=compiled(loss="cross_entropy")),
+        "Make it int64: .long() of a tensor, .astype('int64') of an array; NaN is no class, so "
+        "leave such samples out first.",
+        lambda: fit(
+            X, np.array([0.0, 1.0, 2.0] * 4).astype("int64"), model=compiled(loss="cross_entropy")
+        ),
+        lambda: fit(
+            X, torch.tensor([0.0, 1.0, 2.0] * 4).long(), model=compiled(loss="cross_entropy")
+        ),
+    ),
+    "items by number": (
+        lambda: fit(Numbered(PAIRS)),
+        "Of samples, picked by number, pass DataLoader(data, batch_size=32); of batches, "
+        "DataLoader(data, batch_size=None).",
+        lambda: fit(DataLoader(Numbered(PAIRS), batch_size=32)),
+        lambda: fit(DataLoader(Numbered([(X, Y), (X, Y)]), batch_size=None)),
     ),
     "iterator": (
         lambda: fit(iter([(X, Y)]), epochs=2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from typing import Any, Iterable, List, Mapping, Optional, Tuple
@@ -14,24 +15,28 @@ from ipufit.core.batch import Mode, RawBatch
 from ipufit.data.in_memory import (
     ArrayLoader,
     EpochOrder,
+    as_arrays,
     as_tensors,
-    frame_as_array,
     is_array,
     is_datasets_table,
-    is_frame,
+    is_table,
 )
+from ipufit.data.loaders import BatchSequence, batch_total
 from ipufit.data.sharding import Sharded
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import ClassWeights, refuse_bad_weights
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses.loss import OwnLoss
 from ipufit.utils import tree
+from ipufit.utils.console import warn_user
 from ipufit.utils.error_collector import ErrorCollector, at_least
 from ipufit.utils.poptorch_sdk import sdk_kind
 
 __all__ = ["DataArguments", "are_inputs", "comes_in_samples", "get_data_adapter", "split_data"]
 
 DEFAULT_BATCH_SIZE = 32  # Keras'
+# What tables of other libraries make arrays or frames with.
+_CONVERSIONS = ("to_numpy", "toarray", "to_pandas", "collect")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,24 +67,19 @@ class DataArguments:
     are_inputs: bool = False
 
     def as_arrays(self) -> DataArguments:
-        """The data with what pandas or the datasets library holds as arrays and tensors.
+        """The data with arrays and tensors for frames, lists of numbers and tables of datasets.
 
         Raises:
-            DataError: a frame holds something else than numbers.
+            DataError: a frame or a list holds something else than numbers.
         """
         x = as_tensors(self.x)
         parts = {"x": x, "y": self.y, "sample_weight": self.sample_weight}
         # A long list without a target is one of batches, which are looked at as they come.
         is_nested = isinstance(x, Mapping) or self.y is not None or self.are_inputs
         for name, part in parts.items():
-            if is_frame(part) or (is_nested and isinstance(part, (Mapping, tuple, list))):
-                pairs, structure = tree.flatten_with_paths(part, name)
-                leaves = [self._as_array(path, leaf) for path, leaf in pairs]
-                parts[name] = tree.unflatten(leaves, structure)
+            if is_table(part) or (is_nested and isinstance(part, (Mapping, tuple, list))):
+                parts[name] = as_arrays(part, f"{self.role}: {name}")
         return dataclasses.replace(self, **parts)
-
-    def _as_array(self, path: str, leaf: object) -> object:
-        return frame_as_array(leaf, f"{self.role}: {path}") if is_frame(leaf) else leaf
 
 
 def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) -> DataAdapter:
@@ -124,13 +124,15 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
         return _of_arrays(arguments, mode, size, shuffles, class_weights)
     if kind == "dataset":
         return _of_dataset(arguments, size, shuffles, class_weights, is_cut)
+    if kind == "batches":
+        return _of_batches(arguments, shuffles, class_weights, is_cut)
     loader = DataLoader(arguments.x, batch_size=size) if kind == "stream" else arguments.x
     return DataAdapter(loader, arguments.role, class_weights=class_weights, is_cut=is_cut)
 
 
 def comes_in_samples(arguments: DataArguments) -> bool:
     """True if batches are made here, so that there is a batch size to choose."""
-    return _kind(arguments) != "loader"
+    return _kind(arguments) not in ("loader", "batches")
 
 
 def are_inputs(module: nn.Module, x: tree.Tree) -> bool:
@@ -140,7 +142,7 @@ def are_inputs(module: nn.Module, x: tree.Tree) -> bool:
     """
     if not tree.is_sequence(x) or len(x) < 2:
         return False
-    if not all(is_array(part) or is_frame(part) for part in x):
+    if not all(is_array(part) or is_table(part) for part in x):
         return False
     return _can_bind(module, *x) and (isinstance(x, tuple) or not _can_bind(module, x[0]))
 
@@ -154,7 +156,10 @@ def _can_bind(module: nn.Module, *inputs: object) -> bool:
 
 
 def _kind(arguments: DataArguments) -> str:
-    """Form of the data: "arrays", "dataset", "stream" (an IterableDataset) or "loader"."""
+    """Form of the data: "arrays", "dataset", "stream" (an IterableDataset), "batches" or "loader".
+
+    Of "batches" each has a number; a "loader" yields them.
+    """
     x = arguments.x.loader if isinstance(arguments.x, Sharded) else arguments.x
     if isinstance(x, DataLoader):
         _refuse_combined_batches(x, arguments.role)
@@ -163,7 +168,9 @@ def _kind(arguments: DataArguments) -> str:
         return "stream" if isinstance(x, IterableDataset) else "dataset"
     if is_datasets_table(x):
         return "dataset"
-    if is_array(x) or is_frame(x) or isinstance(x, Mapping) or arguments.are_inputs:
+    if all(hasattr(type(x), name) for name in ("__getitem__", "on_epoch_end")):
+        return "batches"
+    if is_array(x) or is_table(x) or isinstance(x, Mapping) or arguments.are_inputs:
         return "arrays"
     if tree.is_sequence(x):
         if arguments.y is not None:
@@ -189,7 +196,7 @@ def _refuse_combined_batches(loader: Any, role: str) -> None:
 
 
 def _refuse_bare_sequence(x: Any, role: str) -> None:
-    """A list is a list of batches; numbers are none, and of a tuple nobody knows what it means."""
+    """A list is a list of batches; of a tuple of arrays nobody knows what it means."""
     if isinstance(x, tuple) and x and all(is_array(part) for part in x):
         raise DataError(
             f"{role} must say what each part is, got a tuple of {len(x)} tensors or arrays. Pass "
@@ -204,15 +211,10 @@ def _refuse_bare_sequence(x: Any, role: str) -> None:
             "values. Pass DataLoader(x, batch_size=..., collate_fn=...) with a collate_fn that "
             "makes tensors, such as transformers.default_data_collator."
         )
-    if leaves and all(isinstance(leaf, (bool, int, float, complex, str)) for leaf in leaves):
-        raise DataError(
-            f"{role} must be tensors, arrays or batches of them, got a {type(x).__name__} of "
-            f"{type(leaves[0]).__name__} values. Make one tensor of it: torch.tensor(x)."
-        )
 
 
 def _refuse_batch_size(arguments: DataArguments, kind: str) -> None:
-    if arguments.batch_size is not None and kind == "loader":
+    if arguments.batch_size is not None and kind in ("loader", "batches"):
         raise ConfigurationError(
             f"{arguments.batch_size_name} goes with tensors, arrays and datasets, but the "
             f"{arguments.role} comes in batches already, from a {type(arguments.x).__name__}. Set "
@@ -293,7 +295,7 @@ def _of_arrays(
     for part, root in zip(parts, roots):
         weight_names = []
         for path, leaf in tree.flatten_with_paths(part, root)[0]:
-            _refuse_no_array(path, leaf, root, arguments.role)
+            _refuse_no_array(path, leaf, arguments.role)
             weight_names.append(path)
         names += weight_names
     if not names or not tree.flatten(arguments.x)[0]:
@@ -315,25 +317,41 @@ def _of_arrays(
 
 def _refuse_table(arguments: DataArguments) -> None:
     """A table would be read as an iterable, of the names of its columns or of its rows."""
-    kind = type(arguments.x)
-    if hasattr(kind, "to_numpy") or hasattr(kind, "toarray"):
-        _refuse_no_array("x", arguments.x, "x", arguments.role)
+    if any(hasattr(type(arguments.x), method) for method in _CONVERSIONS):
+        _refuse_no_array("x", arguments.x, arguments.role)
 
 
-def _refuse_no_array(path: str, leaf: object, root: str, role: str) -> None:
+def _refuse_no_array(path: str, leaf: object, role: str) -> None:
     if is_array(leaf):
         return
-    if isinstance(leaf, (bool, int, float, complex)):
-        raise DataError(
-            f"{role}: {path} must be a tensor or an array with one row per sample, got the number "
-            f"{leaf!r}. Make one tensor of the list: torch.tensor({root})."
-        )
-    cure = "Pass its numbers, such as .to_numpy(), or torch.tensor(...) of them."
-    if hasattr(leaf, "toarray"):
-        cure = "Pass its numbers, such as .toarray()."
+    methods = [f".{method}()" for method in _CONVERSIONS if hasattr(leaf, method)]
+    cure = f"Pass its numbers, such as {(methods or ['numpy.asarray(...)'])[0]}."
+    if isinstance(leaf, (bool, int, float, complex, str)):
+        cure = "Pass one value for each sample."
     raise DataError(
-        f"{role}: {path} must be a tensor or a NumPy array, got {type(leaf).__name__}. {cure}"
+        f"{role}: {path} must be a tensor or an array with one row per sample, got "
+        f"{type(leaf).__name__}. {cure}"
     )
+
+
+def _of_batches(
+    arguments: DataArguments,
+    shuffle: bool,
+    class_weights: Optional[ClassWeights],
+    is_cut: bool,
+) -> DataAdapter:
+    dataset, role = arguments.x, arguments.role
+    workers = dataset.workers if hasattr(dataset, "workers") else 0
+    if workers > 1 or (hasattr(dataset, "use_multiprocessing") and dataset.use_multiprocessing):
+        warn_user(
+            f"{role}: the batches of {type(dataset).__name__} are made one after another in this "
+            f"process, the same ones, but without its workers={workers}. For processes that make "
+            f"them pass DataLoader(dataset, batch_size=None, num_workers={workers})."
+        )
+    batches = BatchSequence(dataset)
+    is_finite = batch_total(batches) is not None
+    order = functools.partial(BatchSequence, dataset) if shuffle and is_finite else None
+    return DataAdapter(batches, role, order, class_weights=class_weights, is_cut=is_cut)
 
 
 def _of_dataset(

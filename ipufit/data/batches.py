@@ -21,7 +21,15 @@ from ipufit.core.batch import (
 from ipufit.core.plan import Plan
 from ipufit.data.casting import Casting, Casts
 from ipufit.data.fields import BatchForm
-from ipufit.data.in_memory import ReadAhead, RowBlock, frame_as_tensor, is_frame
+from ipufit.data.in_memory import (
+    ReadAhead,
+    RowBlock,
+    as_array,
+    as_tensor,
+    is_array,
+    is_table,
+    refuse_dtype,
+)
 from ipufit.data.sharding import GlobalBatchIndex, layout_of
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import check_weight, ones_like
@@ -155,8 +163,11 @@ class BatchValidator:
             return batch
         return dataclasses.replace(batch, leaves=tuple(leaves))
 
-    def _unpacked(self, raw: object, index: int) -> MicroBatch:
+    def _unpacked(self, raw: RawBatch, index: int) -> MicroBatch:
         where = f"{self._source.role}, batch {index}"
+        has_parts = tree.is_sequence(raw) and not self._form.own_loss
+        if has_parts and any(map(is_table, raw)):
+            raw = [as_array(part, where) if is_table(part) else part for part in raw]
         parts, extras = self._form.split(raw, self._mode, where)
         call = self._weighted(parts, index)
         if self._form.loss_fields is not None and self._mode is not Mode.PREDICT:
@@ -246,14 +257,14 @@ def _is_like(last: MicroBatch, leaves: List[tree.Leaf], structure: tree.Structur
 
 def _leaf(name: str, leaf: object) -> tree.Leaf:
     """A leaf as a tensor; what no tensor can be made of as it is, for a module that runs itself."""
-    leaf = frame_as_tensor(leaf, name) if is_frame(leaf) else leaf
+    leaf = as_array(leaf, name) if is_table(leaf) else leaf
     if isinstance(leaf, Tensor):
         tensor = leaf
-    elif isinstance(leaf, (bool, int, float)) or type(leaf).__module__ == "numpy":
-        try:
-            tensor = torch.as_tensor(leaf)
-        except (TypeError, ValueError, RuntimeError):
-            return leaf
+    elif isinstance(leaf, (bool, int, float)):
+        tensor = torch.as_tensor(leaf)
+    elif is_array(leaf) and leaf.dtype.kind in "biufc":
+        refuse_dtype(leaf, name)
+        tensor = as_tensor(leaf, copy=False)
     else:
         return leaf
     if tensor.requires_grad:

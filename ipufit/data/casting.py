@@ -42,6 +42,7 @@ class Casting:
         self._is_set = precision.inputs is not None
         self._chosen: Dict[Tuple[torch.dtype, ...], int] = {}
         self._announced: Set[str] = set()
+        self._changes: Dict[str, str] = {}
 
     def ways(self, batch: MicroBatch) -> List[Casts]:
         """The casts to try for batches like this one, in this order.
@@ -88,6 +89,7 @@ class Casting:
             if cast is not None
         ]
         text = ", ".join(changes)
+        self._changes[role] = text
         if not changes or text in self._announced:
             return
         self._announced.add(text)
@@ -95,6 +97,11 @@ class Casting:
             f"{role} is converted batch by batch to what module and loss compute in: {text}; "
             "convert it beforehand to save that work.",
         )
+
+    def describe(self) -> List[str]:
+        """Say how data for each role comes in other dtypes, a line for each that last did."""
+        lines = (f"{role} is converted: {text}." for role, text in self._changes.items() if text)
+        return [f"{line[0].upper()}{line[1:]}" for line in lines]
 
     def start_call(self) -> None:
         """Announce everything again: another fit, evaluation or prediction begins."""
@@ -105,7 +112,7 @@ class Casting:
 
         Args:
             batch: as it came.
-            level: from 1 on, short integers that nobody knows to be class indices become int64;
+            level: from 1 on, other whole numbers that may be class indices become int64;
                 from 2 on, whole numbers that go into forward become floating point.
         """
         floating = self._floating()
@@ -115,22 +122,23 @@ class Casting:
         own_labels = self._own_labels(args, kwargs)
         casts: List[Optional[torch.dtype]] = []
         for leaf in tree.flatten((args, kwargs))[0]:
-            is_short = level and self._loss.in_module and _is_short(leaf)
+            may_be_label = level and self._loss.in_module and _is_whole(leaf)
             # A number beside tensors takes part in their dtype, as in torch.
             if (leaf.is_floating_point() and leaf.dim()) or (
                 level > 1 and not leaf.is_complex() and id(leaf) not in own_labels
             ):
                 casts.append(floating)
             else:
-                casts.append(torch.int64 if is_short else None)
+                casts.append(torch.int64 if may_be_label else None)
         for leaf, kind in zip(tree.flatten(target)[0], self._loss.target_kinds(target)):
             if leaf.dtype == torch.float64:
                 casts.append(wide)
             elif kind == "values":
                 casts.append(None if leaf.is_floating_point() or leaf.is_complex() else wide)
             else:
-                is_index = _is_short(leaf) and (kind == "indices" or level > 0)
-                casts.append(torch.int64 if is_index else None)
+                is_class = kind == "indices"
+                is_label = (is_class or level > 0) and _is_whole(leaf, or_bool=is_class)
+                casts.append(torch.int64 if is_label else None)
         # Weights of samples stay: they are no part of what the module computes.
         casts += [None] * len(tree.flatten(weight)[0])
         pairs = zip(batch.leaves, casts)
@@ -158,11 +166,10 @@ def _dtypes(batch: MicroBatch) -> Tuple[torch.dtype, ...]:
     return tuple(leaf.dtype for leaf in batch.tensors)
 
 
-def _is_short(leaf: Tensor) -> bool:
-    """Say whether a tensor holds integers of a dtype that is narrower than int64."""
-    if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
-        return False
-    return torch.iinfo(leaf.dtype).bits < 64
+def _is_whole(leaf: Tensor, or_bool: bool = False) -> bool:
+    """Say whether a tensor holds integers, or bools."""
+    is_whole = not leaf.is_floating_point() and not leaf.is_complex()
+    return is_whole and (or_bool or leaf.dtype != torch.bool)
 
 
 def _unscaled(name: str, leaf: Tensor) -> str:

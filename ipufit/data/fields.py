@@ -52,6 +52,7 @@ class BatchForm:
             and target.
         loss_target: name of the field that such a loss takes as target, if it says so.
         sums_weights: whether the loss is divided by the sum of the samples' weights.
+        one_target: whether the loss takes one tensor, so that a list of one target means that one.
     """
 
     module: Optional[nn.Module] = None
@@ -61,6 +62,7 @@ class BatchForm:
     loss_fields: Optional[Sequence[str]] = None
     loss_target: TargetNames = None
     sums_weights: bool = False
+    one_target: bool = False
     _routes: Dict[Tuple[object, ...], _Route] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -135,7 +137,10 @@ class BatchForm:
                 "target), or use compile(loss=None) if the module computes its own loss."
             )
         (args, kwargs, _, _), extras = self._inputs(raw[0], where)
-        return (args, kwargs, raw[1], raw[2] if len(raw) == 3 else None), extras
+        target = raw[1]
+        if self.one_target and tree.is_sequence(target) and len(target) == 1:
+            target = target[0]
+        return (args, kwargs, target, raw[2] if len(raw) == 3 else None), extras
 
     def for_loss(self, raw: RawBatch, parts: BatchParts) -> BatchParts:
         """Give a loss of arguments by name what it may take, in the place of the target.

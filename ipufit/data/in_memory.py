@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import (
     Any,
     Callable,
@@ -40,19 +41,23 @@ __all__ = [
     "ReadAhead",
     "RowBatches",
     "RowBlock",
+    "as_array",
+    "as_arrays",
+    "as_tensor",
     "as_tensors",
     "batch_count",
-    "frame_as_array",
-    "frame_as_tensor",
     "is_array",
     "is_datasets_table",
-    "is_frame",
     "is_in_memory",
+    "is_table",
+    "refuse_dtype",
     "rows_in_memory",
 ]
 
 # Elements of what torch copies without other threads; its limit is no part of its interface.
 _PIECE = 2**15 - 1
+# Libraries of frames, by their method that fills in what is missing.
+_FRAMES = {"pandas": "fillna", "polars": "fill_null"}
 
 
 @dataclasses.dataclass
@@ -158,9 +163,7 @@ def is_in_memory(leaf: object) -> bool:
 def _copy(leaf: tree.Leaf, rows: Union[slice, Tensor]) -> Tensor:
     """Only these rows are read: of a memory-mapped array nothing else enters memory."""
     if not isinstance(leaf, Tensor):
-        picked = leaf[rows if isinstance(rows, slice) else rows.numpy()]
-        # A base-class array in memory of its own: no memory map, and writable, as torch wants it.
-        return torch.from_numpy(picked.__array__().copy())
+        return as_tensor(leaf[rows if isinstance(rows, slice) else rows.numpy()], copy=True)
     tensor: Tensor = leaf.detach()
     if reads_ahead() and _is_plain(tensor):
         return _copy_alone(tensor, rows)
@@ -217,64 +220,154 @@ def as_tensors(value: tree.Tree) -> tree.Tree:
     return value
 
 
-def is_frame(value: object) -> bool:
-    """Say whether a value is a DataFrame or Series of pandas, which is not imported for that."""
-    kind = type(value)
-    return kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "to_numpy")
+def is_table(value: tree.Tree) -> bool:
+    """Say whether an array has to be made of a value first: see :func:`as_arrays`.
+
+    The libraries that have tables are not imported for that.
+    """
+    library = type(value).__module__.partition(".")[0]
+    if library in _FRAMES:
+        return hasattr(value, "to_numpy")
+    if library == "scipy":
+        return hasattr(value, "tocsr")
+    while tree.is_sequence(value) and value:
+        value = value[0]
+        is_numpys = type(value).__module__ == "numpy" and not value.ndim
+        if is_numpys or isinstance(value, (bool, int, float, complex, str)):
+            return True
+    return False
 
 
-def frame_as_array(frame: Any, name: str) -> Any:
+def as_arrays(value: tree.Tree, name: str) -> tree.Tree:
+    """Make an array of every table in a structure.
+
+    Args:
+        value: a frame of pandas or polars, a sparse matrix of scipy, or a list of numbers, however
+            deep; or these among tensors and arrays.
+        name: of the value, with its role, for messages.
+
+    Returns:
+        The same structure; the value itself, if there is nothing to convert. A sparse matrix stays
+        one, with rows that can be picked: it is made dense a batch at a time.
+
+    Raises:
+        DataError: a frame or a list that does not have a number in every place.
+    """
+    pairs, structure = tree.flatten_with_paths(value, name, is_table)
+    if not any(is_table(leaf) for _, leaf in pairs):
+        return value
+    leaves = [as_array(leaf, path) if is_table(leaf) else leaf for path, leaf in pairs]
+    return tree.unflatten(leaves, structure)
+
+
+def as_array(table: tree.Leaf, name: str) -> tree.Leaf:
+    """Make an array of one table.
+
+    Args:
+        table: as :func:`is_table` knows it.
+        name: of the table, with its role, for messages.
+
+    Raises:
+        DataError: a frame or a list that does not have a number in every place.
+    """
+    if hasattr(table, "tocsr"):
+        return table.tocsr()
+    if not isinstance(table, (list, tuple)):
+        return _frame_as_array(table, name)
+    import numpy
+
+    try:
+        return numpy.asarray(table)
+    except ValueError as error:
+        raise DataError(
+            f"{name} must have rows of one length, got a {type(table).__name__} of rows that "
+            "differ. Pad them, or pass batches of rows of one length."
+        ) from error
+
+
+def _frame_as_array(frame: tree.Leaf, name: str) -> tree.Leaf:
     """The numbers of a DataFrame or Series, row by row; its index is left aside.
 
     Args:
-        frame: of pandas.
+        frame: of pandas or polars.
         name: of the frame, with its role, for messages.
 
     Returns:
         A NumPy array of shape (rows, columns) or (rows,), in the dtype that holds all columns.
 
     Raises:
-        DataError: a column holds something else than numbers, or misses one that no integer or
-            bool can stand for.
+        DataError: a column holds something else than numbers, or misses one.
     """
     import numpy
 
-    columns: Iterable[Tuple[object, Any]] = frame.items() if frame.ndim == 2 else [(None, frame)]
+    library = type(frame).__module__.partition(".")[0]
+    is_polars = library == "polars"
+    columns: Iterable[Tuple[object, tree.Leaf]] = [(None, frame)]
+    if len(frame.shape) == 2:
+        columns = zip(frame.columns, frame.get_columns()) if is_polars else frame.items()
     dtypes = []
     for label, column in columns:
         where = name if label is None else f"{name}: column {label!r}"
-        dtype = column.dtype
-        if getattr(dtype, "kind", "O") not in "biuf":
-            raise DataError(
-                f"{where} must hold numbers, got {dtype}. Turn it into numbers first, such as "
-                ".astype('category').cat.codes, or leave it out."
-            )
-        if dtype.kind != "f" and column.isna().any():
-            raise DataError(
-                f"{where} must have a number in every row, but {int(column.isna().sum())} of "
-                f"{len(column)} are missing. Fill them, such as .fillna(0), or leave such rows out."
-            )
+        if is_polars:
+            is_float = column.dtype.is_float()
+            present = (column.fill_nan(None) if is_float else column).drop_nulls().to_numpy()
+        else:
+            present = column.dropna()
         # Types of pandas' own, which know of missing values, stand beside one of NumPy's.
-        dtypes.append(getattr(dtype, "numpy_dtype", getattr(dtype, "subtype", dtype)))
+        dtype = present.dtype
+        dtype = getattr(dtype, "numpy_dtype", getattr(dtype, "subtype", dtype))
+        kind = getattr(dtype, "kind", "O")
+        if kind not in "biuf":
+            raise _no_numbers(where, column.dtype, kind, present)
+        if len(present) < len(column):
+            takes_nan = "; for a module that takes NaN, pass .to_numpy()" if kind == "f" else ""
+            raise DataError(
+                f"{where} must have a number in every row, but {len(column) - len(present)} of "
+                f"{len(column)} are missing. Fill them, such as .{_FRAMES[library]}(0), or leave "
+                f"such rows out{takes_nan}."
+            )
+        dtypes.append(dtype)
     if not dtypes:
         raise DataError(f"{name} must have a column, got a frame without any. Pass at least one.")
-    return frame.to_numpy(dtype=numpy.result_type(*dtypes))
+    common = numpy.result_type(*dtypes)
+    array = frame.to_numpy() if is_polars else frame.to_numpy(dtype=common)
+    return numpy.asarray(array, dtype=common)
 
 
-def frame_as_tensor(frame: object, name: str) -> Tensor:
-    """A copy of the numbers of a frame, in the layout that a tensor of its rows has.
+def _no_numbers(name: str, dtype: object, kind: str, values: Iterable[object]) -> DataError:
+    """Make the error for data of a dtype of this kind, as NumPy has it, and what helps."""
+    cure = "Number them, such as numpy.unique(values, return_inverse=True)[1], or leave it out."
+    if kind in "Mm":
+        cure = "Turn it into numbers first, such as numpy.asarray(values).astype('int64')."
+    elif kind == "V":
+        cure = "Pass numpy.lib.recfunctions.structured_to_unstructured(values)."
+    elif isinstance(next(iter(values), None), numbers.Number):
+        cure = "Make it one dtype, such as numpy.asarray(values).astype('float32')."
+    return DataError(f"{name} must hold numbers, got {dtype}. {cure}")
+
+
+def as_tensor(array: tree.Leaf, copy: bool) -> Tensor:
+    """A tensor of an array or a sparse matrix: dense, writable and in this machine's byte order.
+
+    Args:
+        array: of NumPy or scipy.
+        copy: whether the tensor must have memory of its own.
 
     Raises:
-        DataError: as :func:`frame_as_array`.
+        TypeError: torch knows no such dtype; ValueError with some versions of it.
     """
-    return torch.from_numpy(frame_as_array(frame, name).copy())
+    if hasattr(array, "toarray"):
+        array = array.toarray()
+    native = array.dtype.newbyteorder("=")
+    copies = copy or not array.flags.writeable
+    # A base-class array: no memory map.
+    return torch.as_tensor(array.astype(native, order="C", subok=False, copy=copies))
 
 
 def is_array(value: object) -> bool:
-    """True of a tensor or an array of NumPy's, memory-mapped ones included."""
-    return isinstance(value, Tensor) or (
-        type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "shape")
-    )
+    """True of a tensor, an array of NumPy's, memory-mapped ones included, or a sparse matrix."""
+    library = type(value).__module__.partition(".")[0]
+    return isinstance(value, Tensor) or (library in ("numpy", "scipy") and hasattr(value, "shape"))
 
 
 class EpochOrder:
@@ -347,11 +440,11 @@ def _samples(leaves: List[tree.Leaf], names: List[str], role: str) -> int:
         if leaf.ndim == 0:
             raise DataError(
                 f"{role}: {name} must have the samples along its first dimension, got a scalar. "
-                "Give one row per sample."
+                "Give one row per sample; of a list of tensors make one with torch.stack."
             )
         _refuse_gaps(leaf, f"{role}: {name}", name)
         if not isinstance(leaf, Tensor):
-            _refuse_dtype(leaf, f"{role}: {name}")
+            refuse_dtype(leaf, f"{role}: {name}")
         elif leaf.requires_grad:
             raise DataError(
                 f"{role}: {name} must not require grad, but it does: gradients stop at the "
@@ -360,9 +453,13 @@ def _samples(leaves: List[tree.Leaf], names: List[str], role: str) -> int:
         sizes.append(int(leaf.shape[0]))
     for name, size in zip(names, sizes):
         if size != sizes[0]:
+            root = names[0].partition("[")[0]
+            cure = "Pass one row for each sample in every part."
+            if names[0] == f"{root}[0]":
+                cure = "A list has one array for each input; of samples make one with numpy.stack."
             raise DataError(
                 f"{role}: all parts must have the same number of samples, but {names[0]} has "
-                f"{sizes[0]} and {name} has {size}. Pass one row for each sample in every part."
+                f"{sizes[0]} and {name} has {size}. {cure}"
             )
     if sizes[0] == 0:
         raise DataError(f"{role}: {names[0]} has no samples. Pass at least one.")
@@ -388,16 +485,24 @@ def _refuse_gaps(leaf: object, where: str, name: str) -> None:
         )
 
 
-def _refuse_dtype(array: Any, name: str) -> None:
+def refuse_dtype(array: tree.Leaf, name: str) -> None:
+    """Refuse an array of something else than numbers that torch knows.
+
+    Args:
+        array: of NumPy or scipy; no row of it is converted.
+        name: of the array, with its role, for messages.
+
+    Raises:
+        DataError: it is one.
+    """
+    if array.dtype.kind not in "biufc":
+        raise _no_numbers(name, array.dtype, array.dtype.kind, array.flat)
     try:
-        torch.from_numpy(array[:0].__array__().copy())
+        as_tensor(array[:0] if array.ndim else array, copy=True)
     except (TypeError, ValueError) as error:
-        cure = "Turn it into numbers of one dtype, such as array.astype('float32')."
-        if array.dtype.kind in "USOMm":
-            cure = "Turn it into numbers first, such as class indices."
         raise DataError(
             f"{name} must have a dtype that torch knows, got {array.dtype}: "
-            f"{first_line(error)}. {cure}"
+            f"{first_line(error)}. Turn it into another, such as array.astype('float32')."
         ) from error
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import multiprocessing
 import multiprocessing.resource_tracker
+import operator
 import time
 from typing import Any, Iterable, Iterator, List, Optional, Tuple
 
@@ -23,12 +25,13 @@ from torch.utils.data import (
 )
 
 from ipufit.core.batch import RawBatch
-from ipufit.data.in_memory import ArrayLoader
+from ipufit.data.in_memory import ArrayLoader, EpochOrder
 from ipufit.data.read_errors import frames_of
 from ipufit.utils import tree
 from ipufit.utils.interrupts import defer_sigint, starting_processes
 
 __all__ = [
+    "BatchSequence",
     "FirstBatches",
     "batch_total",
     "end_workers",
@@ -107,7 +110,7 @@ def length_of(sized: Any) -> Optional[int]:
 
 def sample_makers(owner: object) -> Tuple[Any, Any]:
     """The methods of a dataset or iterable that make its samples or batches."""
-    while isinstance(owner, Subset):
+    while isinstance(owner, (Subset, BatchSequence)):
         owner = owner.dataset
     kind = type(owner)
     return getattr(kind, "__getitem__", None), getattr(kind, "__iter__", None)
@@ -135,6 +138,41 @@ def without_shuffling(loader: Any) -> Any:
     if type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:
         return loader
     return like(loader, shuffle=False, persistent_workers=False)
+
+
+class BatchSequence:
+    """Batches that are picked by number, as a ``keras.utils.PyDataset`` has them.
+
+    Its ``on_epoch_begin`` is called before every pass, ``on_epoch_end`` after the last batch.
+
+    Args:
+        dataset: a PyDataset, or an object with such methods.
+        key: of the order of the batches; None for their own.
+
+    Attributes:
+        dataset: the user's.
+    """
+
+    def __init__(self, dataset: Any, key: Optional[int] = None) -> None:
+        self.dataset = dataset
+        self._key = key
+
+    def __len__(self) -> int:
+        dataset = self.dataset
+        count = dataset.num_batches if hasattr(dataset, "num_batches") else len(dataset)
+        # None, of one that never ends, is a TypeError, as of whatever has no length.
+        return operator.index(count)
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        if hasattr(self.dataset, "on_epoch_begin"):
+            self.dataset.on_epoch_begin()
+        count = length_of(self)
+        order: Iterable[int] = itertools.count() if count is None else range(count)
+        if count is not None and self._key is not None:
+            order = EpochOrder(count, self._key)
+        for index in order:
+            yield self.dataset[index]
+        self.dataset.on_epoch_end()
 
 
 class FirstBatches:

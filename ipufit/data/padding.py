@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
-from ipufit.data.in_memory import is_array
+from ipufit.data.in_memory import as_tensor, is_array
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.utils import tree
 
@@ -339,7 +339,7 @@ def as_plain(part: object) -> tree.Tree:
     if isinstance(part, Tensor):
         return part
     if is_array(part):
-        return torch.as_tensor(part)
+        return as_tensor(part, copy=False)
     if isinstance(part, list) and all(issubclass(kind, Number) for kind in set(map(type, part))):
         return torch.tensor(part)
     return tuple(map(as_plain, part)) if isinstance(part, (list, tuple)) else part

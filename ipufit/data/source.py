@@ -548,7 +548,13 @@ def _draw_as_for_new_workers(loader: object) -> None:
 def _refuse_what_has_no_batches(loader: object, role: str) -> None:
     if isinstance(loader, (str, bytes, dict)) or not hasattr(type(loader), "__iter__"):
         came = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__
+        cure = "Pass for example DataLoader(dataset, batch_size=...)."
+        if hasattr(type(loader), "__getitem__") and not isinstance(loader, (str, bytes, dict)):
+            cure = (
+                "Of samples, picked by number, pass DataLoader(data, batch_size=32); of batches, "
+                "DataLoader(data, batch_size=None)."
+            )
         raise DataError(
             f"{role} must be tensors, arrays, a dataset, a DataLoader or an iterable of batches, "
-            f"got {came}. Pass for example DataLoader(dataset, batch_size=...)."
+            f"got {came}. {cure}"
         )

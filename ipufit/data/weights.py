@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ipufit.core.batch import MicroBatch
-from ipufit.data.in_memory import frame_as_tensor, is_frame
+from ipufit.data.in_memory import as_array, as_tensor, is_table
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.utils import tree
 
@@ -48,15 +48,14 @@ def check_weight(weight: object, name: str) -> tree.Tree:
 def _checked(leaf: tree.Leaf, name: str, first: int = 0) -> tree.Leaf:
     if isinstance(leaf, (bool, int, float)):
         leaf = torch.tensor(leaf)
-    if is_frame(leaf):
-        leaf = frame_as_tensor(leaf, name)
+    leaf = as_array(leaf, name) if is_table(leaf) else leaf
     if not isinstance(leaf, Tensor):
         if type(leaf).__module__ != "numpy" or leaf.dtype.kind not in "biuf":
             raise DataError(
                 f"{name} must be a tensor, got {type(leaf).__name__}. Convert it in the dataset or "
                 "in collate_fn."
             )
-        leaf = torch.as_tensor(leaf.__array__().copy())
+        leaf = as_tensor(leaf, copy=True)
     if leaf.dim() == 0:
         raise DataError(
             f"{name} must have one weight per sample, got a single number. Leave it out, or repeat "
@@ -189,10 +188,8 @@ class ClassWeights:
         Raises:
             DataError: it is neither.
         """
-        if is_frame(target):
-            target = frame_as_tensor(target, name)
-        if target is not None and type(target).__module__ == "numpy":
-            target = torch.as_tensor(target)
+        array = as_array(target, name) if is_table(target) else target
+        target = as_tensor(array, copy=False) if type(array).__module__ == "numpy" else array
         classes = _classes(target)
         if classes is None:
             came = f"shape {tuple(target.shape)}" if isinstance(target, Tensor) else "several parts"

@@ -258,7 +258,7 @@ class Loss:
         if not (isinstance(prediction, Tensor) and isinstance(target, Tensor)):
             return
         if prediction.shape != target.shape:
-            rule = self._rule
+            rule = self.rule
             if rule is not None and rule.layout == "values":
                 refuse_broadcast(self.name, prediction, target)
 
@@ -270,7 +270,7 @@ class Loss:
         """
         if self.in_module or not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
             return ()
-        rule = self._rule
+        rule = self.rule
         is_index = not (target.is_floating_point() or target.is_complex())
         if rule is None or rule.layout != "classes" or not is_index or not prediction.dim():
             return ()
@@ -284,7 +284,7 @@ class Loss:
         return call.function if isinstance(call, Named) else call
 
     @property
-    def _rule(self) -> Optional[TorchRule]:
+    def rule(self) -> Optional[TorchRule]:
         """The rule of a loss of torch's; None of any other."""
         return None if self._call is None else torch_rule(self._call)
 
@@ -294,7 +294,7 @@ class Loss:
         Raises:
             LossError: a named loss can't take them.
         """
-        call, rule = self._call, self._rule
+        call, rule = self._call, self.rule
         assert call is not None, "with loss=None the module computes the loss; use split"
         if rule is not None and isinstance(prediction, Tensor) and isinstance(target, Tensor):
             target = rule.fit_target(prediction, target)
@@ -304,7 +304,7 @@ class Loss:
 
     def target_kinds(self, target: object) -> List[Optional[TargetKind]]:
         """Return the kind of each target tensor's values; None where only the user's code knows."""
-        rule = self._rule
+        rule = self.rule
         kind = None if rule is None else rule.target_kind
         return [kind] * len(tree.flatten(target)[0])
 
@@ -386,7 +386,7 @@ class Loss:
             return None
         assert isinstance(prediction, Tensor)
         assert isinstance(target, Tensor)
-        rule = self._rule
+        rule = self.rule
         if rule is None or not (prediction.dim() and target.dim()):
             return None
         if rule.reduction not in ("mean", "sum", "batchmean"):

@@ -104,7 +104,9 @@ def _class_advice(prediction: Tensor, target: Tensor, wanted: Tuple[int, ...]) -
     """Advise, in a sentence, how a target becomes class indices."""
     shape = tuple(target.shape)
     if shape == wanted:
-        return "Make it int64 with .long()."
+        missing = "; NaN is no class, so leave such samples out first"
+        missing = missing if target.is_floating_point() else ""
+        return f"Make it int64: .long() of a tensor, .astype('int64') of an array{missing}."
     if len(shape) > 1 and shape[1] == 1 and shape[:1] + shape[2:] == wanted:
         return f"Give target.squeeze(1){'' if target.dtype == torch.int64 else '.long()'}."
     if shape == tuple(prediction.shape):

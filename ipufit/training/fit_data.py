@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.adapters import DataArguments, comes_in_samples, get_data_adapter, split_data
-from ipufit.data.in_memory import is_array, is_frame
+from ipufit.data.in_memory import is_array, is_table
 from ipufit.data.settings import Loading, Validation, resolve_loading, resolve_validation, rivals
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError, PlanError
@@ -363,7 +363,7 @@ def _validation_parts(data: object, held: DataArguments, own_loss: bool) -> Opti
     if data is None:
         return None
     if isinstance(data, list) and len(data) in (2, 3) and not own_loss:
-        data = tuple(data) if any(is_array(part) or is_frame(part) for part in data) else data
+        data = tuple(data) if any(is_array(part) or is_table(part) for part in data) else data
     if not isinstance(data, tuple) or hasattr(data, "_fields"):
         return dataclasses.replace(held, x=data)
     if len(data) not in (2, 3):

@@ -658,7 +658,8 @@ class Model(InspectionMixin):
         """
         session = self._compiled("predict_on_batch")
         is_whole = session.loss.own_loss(Mode.PREDICT)
-        return on_batch.predict_on_batch(session, x if is_whole else (x,))
+        inputs = on_batch.as_batch(x, None, None)
+        return on_batch.predict_on_batch(session, inputs if is_whole else (inputs,))
 
     def find_lr(
         self,

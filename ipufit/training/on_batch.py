@@ -7,6 +7,7 @@ from typing import Any, Dict, Iterator, List, Tuple, Union
 
 from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.data.adapters import DataArguments, get_data_adapter
+from ipufit.data.in_memory import as_arrays
 from ipufit.errors import ConfigurationError
 from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.trainer import Job
@@ -17,7 +18,9 @@ __all__ = ["as_batch", "as_keras_returns", "predict_on_batch", "test_on_batch", 
 
 
 def as_batch(x: object, y: object, sample_weight: object) -> Any:
-    """A batch as a loader would yield it."""
+    """A batch as a loader would yield it, of arrays where it has tables and lists of numbers."""
+    x, y = as_arrays(x, "batch: x"), as_arrays(y, "batch: y")
+    sample_weight = as_arrays(sample_weight, "batch: sample_weight")
     if sample_weight is not None:
         return (x, y, sample_weight)
     return x if y is None else (x, y)

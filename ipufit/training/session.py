@@ -206,7 +206,8 @@ class Session:
         loss = self.loss
         names = (loss.inputs, loss.targets, loss.field_names, loss.target_name)
         sums_weights = loss.sample_weight_reduction == "mean_with_sample_weight"
-        return BatchForm(self.module, loss.own_loss(mode), *names, sums_weights)
+        one_target = loss.rule is not None and loss.field_names is None
+        return BatchForm(self.module, loss.own_loss(mode), *names, sums_weights, one_target)
 
     def unpack(self, source: DataAdapter, mode: Mode, batch: object) -> MicroBatch:
         """Bring the first batch of a source into the form that a program takes.
@@ -510,7 +511,7 @@ class Session:
         text += "".join(f"\n{turn.describe()}" for turn in turns)
         text += "".join(f"\n{line}" for line in self.divided.partitions.describe())
         text += "".join(f"\n{line}" for line in describe_cuts(self.module))
-        text += "".join(f"\n{line}" for line in self.fixed.remarks)
+        text += "".join(f"\n{line}" for line in (*self.fixed.remarks, *self.casting.describe()))
         text += "".join(f"\n{line}" for line in self._explain_processes())
         return "\n".join([text, *self.engine.explain(self.config, self._options)])
 

@@ -8,6 +8,7 @@ which our error messages need.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 # typing's is asked in Python, this one in C.
@@ -91,15 +92,19 @@ def _children(value: Tree) -> Any:
     return None
 
 
-def _walk(value: Tree, path: str, out: List[Tuple[str, Leaf]]) -> Structure:
+def _walk(
+    value: Tree, path: str, out: List[Tuple[str, Leaf]], is_leaf: Callable[[Tree], bool]
+) -> Structure:
     if value is None:
         return _NONE
-    parts = _children(value)
+    parts = None if is_leaf(value) else _children(value)
     if parts is None:
         out.append((path, value))
         return _LEAF
     keys, values, name = parts
-    children = tuple(_walk(child, path + name.format(key), out) for key, child in zip(keys, values))
+    children = tuple(
+        _walk(child, path + name.format(key), out, is_leaf) for key, child in zip(keys, values)
+    )
     return Structure(type(value), keys, children)
 
 
@@ -115,10 +120,18 @@ def _gather(value: Tree, out: List[Leaf]) -> Structure:
     return Structure(type(value), keys, tuple([_gather(child, out) for child in values]))
 
 
-def flatten_with_paths(value: Tree, root: str = "") -> Tuple[List[Tuple[str, Leaf]], Structure]:
-    """Leaves with their paths (``root['ids'][0]``), and the structure to rebuild them."""
+def flatten_with_paths(
+    value: Tree, root: str = "", is_leaf: Callable[[Tree], bool] = lambda _: False
+) -> Tuple[List[Tuple[str, Leaf]], Structure]:
+    """Leaves with their paths (``root['ids'][0]``), and the structure to rebuild them.
+
+    Args:
+        value: nested.
+        root: begin of the paths.
+        is_leaf: true of containers that are not looked into.
+    """
     out: List[Tuple[str, Leaf]] = []
-    structure = _walk(value, root, out)
+    structure = _walk(value, root, out, is_leaf)
     return out, structure
 
 
@@ -161,7 +174,9 @@ def _build(source: Iterator[object], structure: Structure) -> Tree:
         return tuple(values)
     if issubclass(kind, Mapping):
         pairs = dict(zip(structure.keys, values))
-        return pairs if kind is dict else kind(pairs)
+        with contextlib.suppress(TypeError):  # of a class that does not take a dict
+            return pairs if kind is dict else kind(pairs)
+        return pairs
     if dataclasses.is_dataclass(kind):
         make: Any = kind
         return make(**dict(zip(structure.keys, values)))

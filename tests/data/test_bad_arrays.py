@@ -1,6 +1,9 @@
 """Tensors and arrays that can't be trained on: refused as fit starts, with the part by name."""
 
+import warnings
+
 import numpy as np
+import numpy.lib.recfunctions as rfn
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -35,7 +38,6 @@ class Sparse:
         return X.numpy()
 
 
-KNOWN = "Turn it into numbers first, such as class indices."
 CASES = {
     "lengths": (
         (X, Y[:5]),
@@ -55,27 +57,43 @@ CASES = {
     "empty": ((X[:0], Y[:0]), "x has no samples. Pass at least one."),
     "scalar": (
         (X, torch.tensor(1.0)),
-        "y must have the samples along its first dimension, got a scalar. Give one row per sample.",
+        "y must have the samples along its first dimension, got a scalar. Give one row per sample; "
+        "of a list of tensors make one with torch.stack.",
     ),
     "grad": (
         (X.clone().requires_grad_(), Y),
         "x must not require grad, but it does: gradients stop at the program's inputs. Pass "
         "x.detach().",
     ),
-    "numbers": (
-        (X, [0, 1, 2, 0, 1, 2, 0, 1]),
-        "y[0] must be a tensor or an array with one row per sample, got the number 0. Make one "
-        "tensor of the list: torch.tensor(y).",
+    "number": (
+        (X, 1),
+        "y must be a tensor or an array with one row per sample, got int. Pass one value for each "
+        "sample.",
     ),
-    "rows": (
-        ([[1.0, 2.0], [3.0, 4.0]], Y),
-        "x[0][0] must be a tensor or an array with one row per sample, got the number 1.0. Make "
-        "one tensor of the list: torch.tensor(x).",
+    "scalars": (
+        (X, list(Y[:, 0])),
+        "y[0] must have the samples along its first dimension, got a scalar. Give one row per "
+        "sample; of a list of tensors make one with torch.stack.",
+    ),
+    "samples": (
+        (list(X), Y),
+        "all parts must have the same number of samples, but x[0] has 4 and y has 8. A list has "
+        "one array for each input; of samples make one with numpy.stack.",
+    ),
+    "ragged rows": (
+        ([[1.0, 2.0], [3.0]], Y[:2]),
+        "x must have rows of one length, got a list of rows that differ. Pad them, or pass batches "
+        "of rows of one length.",
+    ),
+    "texts": (
+        (X, ["cat", "dog"] * 4),
+        "y must hold numbers, got <U3. Number them, such as "
+        "numpy.unique(values, return_inverse=True)[1], or leave it out.",
     ),
     "frame": (
         ({"x": Frame()}, Y),
-        "x['x'] must be a tensor or a NumPy array, got Frame. Pass its numbers, such as "
-        ".to_numpy(), or torch.tensor(...) of them.",
+        "x['x'] must be a tensor or an array with one row per sample, got Frame. Pass its numbers, "
+        "such as numpy.asarray(...).",
     ),
     "masked": (
         (np.ma.masked_array(X.numpy(), X.numpy() > 0), Y),
@@ -89,17 +107,18 @@ CASES = {
     ),
     "table": (
         (Table(), Y),
-        "x must be a tensor or a NumPy array, got Table. Pass its numbers, such as .to_numpy(), or "
-        "torch.tensor(...) of them.",
+        "x must be a tensor or an array with one row per sample, got Table. Pass its numbers, such "
+        "as .to_numpy().",
     ),
     "table of targets": (
         (X, Table()),
-        "y must be a tensor or a NumPy array, got Table. Pass its numbers, such as .to_numpy(), or "
-        "torch.tensor(...) of them.",
+        "y must be a tensor or an array with one row per sample, got Table. Pass its numbers, such "
+        "as .to_numpy().",
     ),
     "sparse matrix": (
         (Sparse(), Y),
-        "x must be a tensor or a NumPy array, got Sparse. Pass its numbers, such as .toarray().",
+        "x must be a tensor or an array with one row per sample, got Sparse. Pass its numbers, "
+        "such as .toarray().",
     ),
     "nothing": (((), Y), "x holds no tensor or array. Pass at least one."),
 }
@@ -125,31 +144,61 @@ def test_arrays_that_cannot_be_fed_are_named(name, role):
     assert told.hooks == []
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.array(["a"] * 8),
-        np.array([object()] * 8),
-        np.array([[1], [1, 2]] * 4, dtype=object),
-        np.array(["2020-01-01"] * 8, dtype="datetime64[D]"),
-    ],
-    ids=["strings", "objects", "ragged", "dates"],
+NAMES = np.array(["b", "a", "c", "a"] * 2)
+DAYS = np.array(["2020-01-01", "2020-01-02"] * 4, dtype="datetime64[D]")
+PAIRS = np.array([(1.0, 2.0)] * 8, dtype=[("a", "f4"), ("b", "f4")])
+UNIQUE = (
+    "Number them, such as numpy.unique(values, return_inverse=True)[1], or leave it out.",
+    lambda values: np.unique(values, return_inverse=True)[1],
 )
-def test_dtypes_that_are_no_numbers_are_refused(array):
-    """torch's own text says nothing about which array it was."""
-    model = compiled()
-    text = f"training data: y must have a dtype that torch knows, got {array.dtype}: "
-    with refused(model, DataError, text, part=True) as caught:
+DTYPES = {
+    "strings": (NAMES, "<U1", *UNIQUE),
+    "objects": (NAMES.astype(object), "object", *UNIQUE),
+    "numbers as objects": (
+        Y[:, :1].numpy().astype(object),
+        "object",
+        "Make it one dtype, such as numpy.asarray(values).astype('float32').",
+        lambda values: np.asarray(values).astype("float32"),
+    ),
+    "dates": (
+        DAYS,
+        "datetime64[D]",
+        "Turn it into numbers first, such as numpy.asarray(values).astype('int64').",
+        lambda values: np.asarray(values).astype("int64"),
+    ),
+    "structured": (
+        PAIRS,
+        "[('a', '<f4'), ('b', '<f4')]",
+        "Pass numpy.lib.recfunctions.structured_to_unstructured(values).",
+        lambda values: rfn.structured_to_unstructured(values),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DTYPES)
+def test_dtypes_that_are_no_numbers_are_refused(case):
+    """With what helps, which then does."""
+    array, dtype, cure, cured = DTYPES[case]
+    model = compiled(torch.nn.Linear(4, 2 if case == "structured" else 1))
+    text = f"y must hold numbers, got {dtype}. {cure}"
+    with refused(model, DataError, f"training data: {text}"):
         model.fit(X, array, seed=7, verbose=0)
-    assert str(caught.value).endswith(KNOWN)
-    swapped = Y.numpy().astype(">f4")
-    with refused(
-        model, DataError, "y must have a dtype that torch knows, got >f4: ", part=True
-    ) as (caught):
-        model.fit(X, swapped, seed=7, verbose=0)
-    assert str(caught.value).endswith(
-        "Turn it into numbers of one dtype, such as array.astype('float32')."
-    )
+    with refused(model, DataError, f"training data, batch 0: target {text[2:]}"):
+        model.fit([(X, array)], seed=7, verbose=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.fit(X, cured(array), seed=7, verbose=0)
+
+
+def test_a_dtype_that_torch_does_not_know_is_refused():
+    """With one that it does."""
+    if np.dtype("longdouble") == np.dtype("float64"):
+        pytest.skip("longdouble is float64 here")
+    model = compiled()
+    text = "training data: x must have a dtype that torch knows, got float128: "
+    with refused(model, DataError, text, part=True) as caught:
+        model.fit(X.numpy().astype("longdouble"), Y, seed=7, verbose=0)
+    assert str(caught.value).endswith("Turn it into another, such as array.astype('float32').")
 
 
 @pytest.mark.long("ipu-standin")

@@ -44,19 +44,6 @@ LOADER = (
             for pair in ((X, Y), (X.numpy(), Y.numpy()))
         ),
         *(
-            (
-                numbers,
-                f"training data must be tensors, arrays or batches of them, got a {kind} of "
-                f"{of} values. Make one tensor of it: torch.tensor(x).",
-            )
-            for numbers, kind, of in (
-                ([1, 2, 3], "list", "int"),
-                ([[0.5, 1.0], [2.0, 3.0]], "list", "float"),
-                ((True, False), "tuple", "bool"),
-                (["a.png", "b.png"], "list", "str"),
-            )
-        ),
-        *(
             (value, f"{LOADER}{came}. Pass for example DataLoader(dataset, batch_size=...).")
             for value, came in (
                 ("data.csv", "str"),

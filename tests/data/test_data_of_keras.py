@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.errors import DataError, NotCompiledError
+from ipufit.errors import ConfigurationError, DataError, NotCompiledError
 from tests.engines import EAGER_OR_NOT, embedded_only
 
 GENERATOR = np.random.default_rng(0)
@@ -172,43 +172,280 @@ def test_columns_of_several_dtypes_become_one():
     )
 
 
+NUMBERED = "Number them, such as numpy.unique(values, return_inverse=True)[1], or leave it out."
+MISSING = (
+    "must have a number in every row, but 1 of 2 are missing. Fill them, such as .{}(0), or leave "
+    "such rows out{}."
+)
+TAKES_NAN = "; for a module that takes NaN, pass .to_numpy()"
+DATES = "Turn it into numbers first, such as numpy.asarray(values).astype('int64')."
 BAD = {
-    "text": (
-        lambda pandas: pandas.Series(["a", "b"], dtype=object),
-        "must hold numbers, got object. Turn it into numbers first, such as "
-        ".astype('category').cat.codes, or leave it out.",
+    "text": (lambda pandas: pandas.Series(["a", "b"], dtype=object), "object", NUMBERED),
+    "category": (lambda pandas: pandas.Series(["a", "b"]).astype("category"), "category", NUMBERED),
+    "numbers as objects": (
+        lambda pandas: pandas.Series([1, 2], dtype=object),
+        "object",
+        "Make it one dtype, such as numpy.asarray(values).astype('float32').",
     ),
-    "category": (
-        lambda pandas: pandas.Series(["a", "b"]).astype("category"),
-        "must hold numbers, got category. Turn it into numbers first, such as "
-        ".astype('category').cat.codes, or leave it out.",
-    ),
-    "missing": (
-        lambda pandas: pandas.Series([1, None], dtype="Int64"),
-        "must have a number in every row, but 1 of 2 are missing. Fill them, such as .fillna(0), "
-        "or leave such rows out.",
-    ),
+    "date": (lambda pandas: pandas.Series(DAYS), "datetime64[ms]", DATES),
+    "missing": (lambda pandas: pandas.Series([1, None], dtype="Int64"), None, "fillna"),
+    "nan": (lambda pandas: pandas.Series([1.0, None]), None, "fillna"),
 }
+BAD_IN_POLARS = {
+    "text": (lambda polars: polars.Series(["a", "b"]), "String", NUMBERED),
+    "category": (
+        lambda polars: polars.Series(["a", "b"]).cast(polars.Categorical),
+        "Categorical",
+        NUMBERED,
+    ),
+    "date": (lambda polars: polars.Series(DAYS), "Datetime(time_unit='ms', time_zone=None)", DATES),
+    "missing": (lambda polars: polars.Series([1, None]), None, "fill_null"),
+    "missing bool": (lambda polars: polars.Series([True, None]), None, "fill_null"),
+    "nan": (lambda polars: polars.Series([1.0, float("nan")]), None, "fill_null"),
+}
+DAYS = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[ms]")
+
+
+def cured(values, advice):
+    """The values, with what an error has advised."""
+    if advice == NUMBERED:
+        return np.unique(values, return_inverse=True)[1]
+    if advice == DATES:
+        return np.asarray(values).astype("int64")
+    if advice.endswith("('float32')."):
+        return np.asarray(values).astype("float32")
+    filled = values.fill_nan(None) if "fill_null" in advice and values.dtype.is_float() else values
+    return getattr(filled, advice)(0)
 
 
 @pytest.mark.long("ipu-standin")
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_no_number_is_refused_by_its_column(name):
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [*(("pandas", name) for name in BAD), *(("polars", name) for name in BAD_IN_POLARS)],
+)
+def test_what_is_no_number_is_refused_by_its_column(library, name):
     """With what to do, which then works."""
-    pandas = pytest.importorskip("pandas")
-    make, text = BAD[name]
-    model = compiled(module=nn.Linear(2, 3))
-    table = pandas.DataFrame({"good": [0.5, 1.5], "bad": make(pandas)})
+    frames = pytest.importorskip(library)
+    make, dtype, advice = (BAD if library == "pandas" else BAD_IN_POLARS)[name]
+    takes_nan = TAKES_NAN if name == "nan" else ""
+    text = f"must hold numbers, got {dtype}. {advice}"
+    text = MISSING.format(advice, takes_nan) if dtype is None else text
+    model = compiled("mse", module=nn.Linear(2, 1))
+    table = frames.DataFrame({"good": [0.5, 1.5], "bad": make(frames)})
     with pytest.raises(DataError) as caught:
         model.fit(table, Y[:2], verbose=0)
     assert str(caught.value) == f"training data: x: column 'bad' {text}"
     with pytest.raises(DataError) as caught:
-        model.evaluate(X[:2, :2], make(pandas), verbose=0)
+        model.evaluate(X[:2, :2], make(frames), verbose=0)
     assert str(caught.value) == f"evaluation data: y {text}"
-    bad = table["bad"]
-    mended = bad.fillna(0) if name == "missing" else bad.astype("category").cat.codes
-    model.fit(table.assign(bad=mended).astype("float32"), Y[:2], verbose=0)
-    model.fit(table.drop(columns="bad").assign(more=1.0).astype("float32"), Y[:2], verbose=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.predict(X[:2, :2], verbose=0)
+        model.evaluate(X[:2, :2], cured(make(frames), advice), verbose=0)
+        if takes_nan:
+            outputs = model.predict(table.to_numpy().astype("float32"), verbose=0)
+            assert outputs.isnan().any()
+
+
+@pytest.mark.long("ipu-standin")
+def test_frames_of_polars_are_arrays():
+    """As those of pandas: also in batches, as weights, and with columns of several dtypes."""
+    polars = pytest.importorskip("polars")
+    x, y, weight = polars.DataFrame(X), polars.Series(Y), np.linspace(0, 1, 24).astype("float32")
+    assert_equal(trained(x, y, validation_split=0.25), trained(X, Y, validation_split=0.25))
+    model = compiled()
+    expected = model.evaluate(X, Y, sample_weight=weight, verbose=0)
+    for labels in (y, polars.DataFrame(y)):
+        weighted = model.evaluate(x, labels, sample_weight=polars.Series(weight), verbose=0)
+        assert weighted == expected
+    chunks = [(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)]
+    assert model.evaluate(chunks, verbose=0) == model.evaluate(X, Y, batch_size=8, verbose=0)
+    columns = {"a": X[:, 0], "b": Y.astype("int8"), "c": Y > 1}
+    columns.update(d=X[:, 1], e=X[:, 2].astype("float64"), f=Y.astype("uint16"))
+    plain = np.stack([np.asarray(column, "float64") for column in columns.values()], 1)
+    with only_warned(*2 * [said("prediction data", INPUT.format("float64"))]):
+        outputs = model.predict(polars.DataFrame(columns), verbose=0)
+        assert torch.equal(outputs, model.predict(plain, verbose=0))
+
+
+# ---- lists, sparse matrices, other arrays --------------------------------------------------------
+
+
+@pytest.mark.long("ipu-standin")
+def test_lists_of_numbers_are_arrays():
+    """Rows written out, however deep, in every place where an array may stand."""
+    x, y, weight = X.tolist(), Y.tolist(), np.linspace(0.5, 1, 24).tolist()
+    change = said("training data", INPUT.format("float64"))
+    plain = trained(X, Y, validation_data=(X, Y))
+    with only_warned(change):
+        assert_equal(trained(x, tuple(y), validation_data=[x, y]), plain)
+    with only_warned(change):
+        split = {"validation_split": 0.25}
+        assert_equal(trained(x, list(Y), **split), trained(X, Y, **split))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, options = compiled(), {"verbose": 0}
+        weighted = model.evaluate(x, y, sample_weight=weight, **options)
+        assert weighted == model.evaluate(X, Y, sample_weight=np.array(weight), **options)
+        assert torch.equal(model.predict(x, **options), model.predict(X, **options))
+        assert torch.equal(model.predict_on_batch(x), model.predict_on_batch(X))
+        assert model.test_on_batch(x, y, weight) == model.test_on_batch(X, Y, np.array(weight))
+        assert model.train_on_batch(x, y) == compiled().train_on_batch(X, Y)
+        batches = iter([(x[:12], y[:12]), [x[12:], y[12:]]])
+        assert model.evaluate(batches, **options) == model.evaluate(
+            [(X[:12], Y[:12]), (X[12:], Y[12:])], **options
+        )
+        two = compiled(module=Two())
+        left, right = X[:, :3], X[:, 3:]
+        parts = {"left": left.tolist(), "right": right}
+        two.fit(parts, Y % 2, **QUIET)
+        expected = two.predict((left, right), **options)
+        assert torch.equal(two.predict(parts, **options), expected)
+
+
+@pytest.mark.long("ipu-standin")
+def test_a_list_of_one_array_is_the_array():
+    """As models of one input and one output take it in Keras; also in batches."""
+    plain = trained(X, Y, validation_data=(X, Y))
+    assert_equal(trained([X], [Y], validation_data=([X], [Y])), plain)
+    model = compiled(metrics=["accuracy"])
+    expected = model.evaluate(X, Y, batch_size=12, verbose=0)
+    assert model.evaluate([([X[:12]], [Y[:12]]), (X[12:], (Y[12:],))], verbose=0) == expected
+    # A loss of the user's gets its target as it is.
+    own = compiled(lambda prediction, target: nn.functional.cross_entropy(prediction, target[0]))
+    assert own.evaluate([X], [Y], batch_size=12, verbose=0)["loss"] == expected["loss"]
+
+
+@pytest.mark.long("ipu-standin")
+@pytest.mark.few
+@pytest.mark.parametrize("form", ["csr_matrix", "coo_matrix", "csc_array"])
+def test_sparse_matrices_are_made_dense_a_batch_at_a_time(form):
+    """As vectorizers of texts make them: dense, they may not fit."""
+    sparse = getattr(pytest.importorskip("scipy.sparse"), form)
+    x = np.where(X > 0, X, 0)
+    assert_equal(trained(sparse(x), Y, validation_split=0.25), trained(x, Y, validation_split=0.25))
+    model = compiled()
+    assert torch.equal(model.predict(sparse(x), verbose=0), model.predict(x, verbose=0))
+    batch = sparse(x[:8])
+    assert model.evaluate([(batch, Y[:8])], verbose=0) == model.evaluate(x[:8], Y[:8], verbose=0)
+    wide = sparse((24, 200_000), dtype="float32")
+    wide_model = compiled(module=nn.Linear(200_000, 3))
+    wide_model.predict_on_batch(wide)
+    tracemalloc.start()
+    try:
+        wide_model.predict(wide, batch_size=4, verbose=0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # Four rows are 3.2 MB, all of them 19.2 MB.
+    assert peak < 12e6
+
+
+ARRAYS = {
+    "read-only": lambda array: np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape),
+    "other byte order": lambda array: array.astype(array.dtype.newbyteorder()),
+    "Fortran's order": np.asfortranarray,
+    "backwards": lambda array: array[::-1].copy()[::-1],
+    "matrix": lambda array: array.view(np.matrix) if array.ndim == 2 else array,
+}
+
+
+@pytest.mark.long("ipu-standin")
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_of_any_layout_train_to_the_same_bits(kind, tmp_path):
+    """Whole, in batches and mapped into memory; torch refuses some, and warns of others."""
+    x, y = ARRAYS[kind](X), ARRAYS[kind](Y)
+    plain = trained(X, Y)
+    with only_warned():
+        assert_equal(trained(x, y), plain)
+        model = compiled()
+        batches = [(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)]
+        assert model.evaluate(batches, verbose=0) == model.evaluate(X, Y, batch_size=8, verbose=0)
+        np.save(tmp_path / "x.npy", np.asarray(x))
+        assert_equal(trained(np.load(tmp_path / "x.npy", mmap_mode="r"), y), plain)
+
+
+class Batches:
+    """As a ``keras.utils.PyDataset``, with a record of the calls."""
+
+    num_batches = 3
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, index):
+        self.calls.append(index)
+        part = slice(8 * (index % 3), 8 * (index % 3) + 8)
+        return X[part], Y[part]
+
+    def on_epoch_begin(self):
+        self.calls.append("begin")
+
+    def on_epoch_end(self):
+        self.calls.append("end")
+
+
+@pytest.mark.long("ipu-standin")
+def test_batches_by_number_are_read_as_keras_reads_them():
+    """In an order of each epoch's own, and between the hooks that reshuffle what they hold."""
+    data, again, model = Batches(), Batches(), compiled()
+    model.fit(data, epochs=3, seed=0, verbose=0)
+    epochs = [data.calls[i : i + 5] for i in (0, 5, 10)]
+    assert len(data.calls) == 15
+    assert all(calls[0] == "begin" and calls[-1] == "end" for calls in epochs)
+    orders = [calls[1:-1] for calls in epochs]
+    assert all(sorted(order) == [0, 1, 2] for order in orders)
+    assert len(set(map(tuple, orders))) > 1
+    compiled().fit(again, epochs=3, seed=0, verbose=0, device_iterations=3)
+    assert again.calls == data.calls
+    data, plain = Batches(), compiled()
+    model = compiled()
+    model.fit(data, epochs=2, shuffle=False, validation_data=Batches(), seed=0, verbose=0)
+    assert data.calls == ["begin", 0, 1, 2, "end"] * 2
+    plain.fit(X, Y, epochs=2, shuffle=False, validation_data=(X, Y), **QUIET)
+    assert model.history.history == plain.history.history
+    assert model.evaluate(Batches(), verbose=0) == model.evaluate(X, Y, batch_size=8, verbose=0)
+    assert torch.equal(model.predict(Batches(), verbose=0), model.predict(X, verbose=0))
+    weights = {0: 1.0, 1: 2.0, 2: 3.0}
+    values = [
+        compiled().fit(*given, shuffle=False, class_weight=weights, **options).history
+        for given, options in (((Batches(),), {"seed": 0, "verbose": 0}), ((X, Y), QUIET))
+    ]
+    assert values[0] == values[1]
+
+
+@pytest.mark.long("ipu-standin")
+def test_batches_by_number_that_never_end_have_steps():
+    """Their order is theirs."""
+    data = Batches()
+    data.num_batches = None
+    compiled().fit(data, epochs=2, steps_per_epoch=2, verbose=0)
+    assert data.calls == ["begin", 0, 1, 2, 3]
+
+
+def test_batches_by_number_say_what_does_not_go_with_them():
+    """And where they fail, with the line of the user's."""
+
+    class Torn(Batches):
+        def __getitem__(self, index):
+            raise OSError("no such file")
+
+    model, data = compiled(), Batches()
+    with pytest.raises(ConfigurationError, match="batch_size goes with tensors"):
+        model.fit(data, batch_size=8)
+    with pytest.raises(ConfigurationError, match="validation_split goes with tensors"):
+        model.fit(data, validation_split=0.5)
+    assert data.calls == []
+    with pytest.raises(DataError, match=r"training data, batch 0: .*OSError: no such file"):
+        model.fit(Torn(), verbose=0)
+    data.workers, data.use_multiprocessing = 2, True
+    text = (
+        "training data: the batches of Batches are made one after another in this process, the "
+        "same ones, but without its workers=2. For processes that make them pass "
+        "DataLoader(dataset, batch_size=None, num_workers=2)."
+    )
+    with only_warned(re.escape(text)):
+        model.fit(data, verbose=0)
 
 
 def test_a_frame_without_columns_is_refused():
@@ -264,6 +501,7 @@ CASES = {
     "bool": (X > 0, Y, INPUT.format("bool"), X > 0, Y),
     "int32 labels": (X, Y.astype("int32"), "target from int32 to int64", X, Y),
     "uint8 labels": (X, Y.astype("uint8"), "target from uint8 to int64", X, Y),
+    "bool labels": (X, Y > 0, "target from bool to int64", X, (Y > 0).astype(int)),
     "columns": (X, Y[:, None].astype("int16"), "target from int16 to int64", X, Y),
 }
 FORMS = {
@@ -555,3 +793,22 @@ def test_what_looks_into_a_model_sees_the_dtypes_of_fit(capsys):
     assert not model.check((x, y))
     model.summary((x, y))
     assert "float64" not in capsys.readouterr().out
+
+
+def test_explain_says_what_came_in_other_dtypes(capsys):
+    """After the warnings have scrolled away; of each kind of data, what happened last."""
+    model = compiled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.fit(X.astype("float64"), Y.astype("int8"), validation_data=(X, Y > 1), **QUIET)
+        model.predict(X.astype("float16"), verbose=0)
+    model.explain()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "converted" in line]
+    assert lines == [
+        "Training data is converted: input [0] from float64 to float32, target from int8 to int64.",
+        "Validation data is converted: target from bool to int64.",
+        "Prediction data is converted: input [0] from float16 to float32.",
+    ]
+    model.fit(X, Y, **QUIET)
+    model.explain()
+    assert "Training data is converted" not in capsys.readouterr().out

@@ -285,12 +285,19 @@ def test_a_float32_target_of_a_lower_precision_prediction_is_left_to_torch():
     assert resolve_loss("mse")(REALS.bfloat16(), SHARES).value.dtype == torch.float32
 
 
+MAKE_INT64 = "Make it int64: .long() of a tensor, .astype('int64') of an array"
+
+
 @pytest.mark.parametrize(
     ("target", "came", "advice"),
     [
-        (INDICES.int(), "shape (6,), dtype int32", "Make it int64 with .long()."),
-        (INDICES.byte(), "shape (6,), dtype uint8", "Make it int64 with .long()."),
-        (INDICES.float(), "shape (6,), dtype float32", "Make it int64 with .long()."),
+        (INDICES.int(), "shape (6,), dtype int32", f"{MAKE_INT64}."),
+        (INDICES.byte(), "shape (6,), dtype uint8", f"{MAKE_INT64}."),
+        (
+            INDICES.float(),
+            "shape (6,), dtype float32",
+            f"{MAKE_INT64}; NaN is no class, so leave such samples out first.",
+        ),
         (
             ZERO_ONE.long(),
             "shape (6, 4), dtype int64",

@@ -481,7 +481,8 @@ TARGETS = {
     "fractions": (
         lambda prediction, target: functional.cross_entropy(prediction, target),
         LABELS.float(),
-        f"loss 'cross_entropy' {INDICES} shape (8,), dtype float32. Make it int64 with .long().",
+        f"loss 'cross_entropy' {INDICES} shape (8,), dtype float32. Make it int64: .long() of a "
+        "tensor, .astype('int64') of an array; NaN is no class, so leave such samples out first.",
         LABELS,
     ),
 }
