@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import math
 from typing import Any, Iterable, List, Mapping, Optional, Tuple
@@ -168,15 +167,15 @@ def _kind(arguments: DataArguments) -> str:
         return "stream" if isinstance(x, IterableDataset) else "dataset"
     if is_datasets_table(x):
         return "dataset"
-    if all(hasattr(type(x), name) for name in ("__getitem__", "on_epoch_end")):
-        return "batches"
     if is_array(x) or is_table(x) or isinstance(x, Mapping) or arguments.are_inputs:
         return "arrays"
     if tree.is_sequence(x):
         if arguments.y is not None:
             return "arrays"
         _refuse_bare_sequence(x, arguments.role)
-    return "loader"
+    kind = type(x)
+    has_hooks = hasattr(kind, "on_epoch_end")
+    return "batches" if has_hooks and hasattr(kind, "__getitem__") else "loader"
 
 
 def _refuse_combined_batches(loader: Any, role: str) -> None:
@@ -317,7 +316,8 @@ def _of_arrays(
 
 def _refuse_table(arguments: DataArguments) -> None:
     """A table would be read as an iterable, of the names of its columns or of its rows."""
-    if any(hasattr(type(arguments.x), method) for method in _CONVERSIONS):
+    kind = type(arguments.x)
+    if not is_array(arguments.x) and any(hasattr(kind, method) for method in _CONVERSIONS):
         _refuse_no_array("x", arguments.x, arguments.role)
 
 
@@ -350,7 +350,7 @@ def _of_batches(
         )
     batches = BatchSequence(dataset)
     is_finite = batch_total(batches) is not None
-    order = functools.partial(BatchSequence, dataset) if shuffle and is_finite else None
+    order = (lambda key: BatchSequence(dataset, key)) if shuffle and is_finite else None
     return DataAdapter(batches, role, order, class_weights=class_weights, is_cut=is_cut)
 
 

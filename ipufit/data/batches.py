@@ -21,15 +21,7 @@ from ipufit.core.batch import (
 from ipufit.core.plan import Plan
 from ipufit.data.casting import Casting, Casts
 from ipufit.data.fields import BatchForm
-from ipufit.data.in_memory import (
-    ReadAhead,
-    RowBlock,
-    as_array,
-    as_tensor,
-    is_array,
-    is_table,
-    refuse_dtype,
-)
+from ipufit.data.in_memory import ReadAhead, RowBlock, as_array, as_tensor, is_table
 from ipufit.data.sharding import GlobalBatchIndex, layout_of
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import check_weight, ones_like
@@ -167,7 +159,7 @@ class BatchValidator:
         where = f"{self._source.role}, batch {index}"
         has_parts = tree.is_sequence(raw) and not self._form.own_loss
         if has_parts and any(map(is_table, raw)):
-            raw = [as_array(part, where) if is_table(part) else part for part in raw]
+            raw = [_without_lists(part, where) for part in raw]
         parts, extras = self._form.split(raw, self._mode, where)
         call = self._weighted(parts, index)
         if self._form.loss_fields is not None and self._mode is not Mode.PREDICT:
@@ -255,16 +247,22 @@ def _is_like(last: MicroBatch, leaves: List[tree.Leaf], structure: tree.Structur
     )
 
 
+def _without_lists(part: tree.Tree, name: str) -> tree.Tree:
+    """An array for a list of numbers; any other list is for a module that runs itself."""
+    if not tree.is_sequence(part) or not is_table(part):
+        return part
+    try:
+        array = as_array(part, name)
+    except DataError:
+        return part
+    return array if array.dtype.kind in "biufc" else part
+
+
 def _leaf(name: str, leaf: object) -> tree.Leaf:
     """A leaf as a tensor; what no tensor can be made of as it is, for a module that runs itself."""
-    leaf = as_array(leaf, name) if is_table(leaf) else leaf
+    leaf = torch.as_tensor(leaf) if isinstance(leaf, (bool, int, float)) else as_tensor(leaf, name)
     if isinstance(leaf, Tensor):
         tensor = leaf
-    elif isinstance(leaf, (bool, int, float)):
-        tensor = torch.as_tensor(leaf)
-    elif is_array(leaf) and leaf.dtype.kind in "biufc":
-        refuse_dtype(leaf, name)
-        tensor = as_tensor(leaf, copy=False)
     else:
         return leaf
     if tensor.requires_grad:

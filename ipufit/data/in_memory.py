@@ -50,12 +50,13 @@ __all__ = [
     "is_datasets_table",
     "is_in_memory",
     "is_table",
-    "refuse_dtype",
     "rows_in_memory",
 ]
 
 # Elements of what torch copies without other threads; its limit is no part of its interface.
 _PIECE = 2**15 - 1
+# Kinds of dtypes of NumPy's.
+_NUMBERS = "biufc"
 # Libraries of frames, by their method that fills in what is missing.
 _FRAMES = {"pandas": "fillna", "polars": "fill_null"}
 
@@ -163,7 +164,7 @@ def is_in_memory(leaf: object) -> bool:
 def _copy(leaf: tree.Leaf, rows: Union[slice, Tensor]) -> Tensor:
     """Only these rows are read: of a memory-mapped array nothing else enters memory."""
     if not isinstance(leaf, Tensor):
-        return as_tensor(leaf[rows if isinstance(rows, slice) else rows.numpy()], copy=True)
+        return _dense(leaf[rows if isinstance(rows, slice) else rows.numpy()], copy=True)
     tensor: Tensor = leaf.detach()
     if reads_ahead() and _is_plain(tensor):
         return _copy_alone(tensor, rows)
@@ -346,15 +347,29 @@ def _no_numbers(name: str, dtype: object, kind: str, values: Iterable[object]) -
     return DataError(f"{name} must hold numbers, got {dtype}. {cure}")
 
 
-def as_tensor(array: tree.Leaf, copy: bool) -> Tensor:
-    """A tensor of an array or a sparse matrix: dense, writable and in this machine's byte order.
+def as_tensor(value: tree.Leaf, name: str) -> tree.Leaf:
+    """Make a tensor of an array of numbers or of a table; anything else stays as it is.
+
+    Args:
+        value: an array may share its memory with the tensor.
+        name: of the value, with its role, for messages.
+
+    Raises:
+        DataError: a table without a number in every place, or a dtype that torch does not know.
+    """
+    value = as_array(value, name) if is_table(value) else value
+    if isinstance(value, Tensor) or not is_array(value) or value.dtype.kind not in _NUMBERS:
+        return value
+    _refuse_dtype(value, name)
+    return _dense(value, copy=False)
+
+
+def _dense(array: tree.Leaf, copy: bool) -> Tensor:
+    """A tensor of an array or a sparse matrix: writable, and in this machine's byte order.
 
     Args:
         array: of NumPy or scipy.
         copy: whether the tensor must have memory of its own.
-
-    Raises:
-        TypeError: torch knows no such dtype; ValueError with some versions of it.
     """
     if hasattr(array, "toarray"):
         array = array.toarray()
@@ -444,7 +459,7 @@ def _samples(leaves: List[tree.Leaf], names: List[str], role: str) -> int:
             )
         _refuse_gaps(leaf, f"{role}: {name}", name)
         if not isinstance(leaf, Tensor):
-            refuse_dtype(leaf, f"{role}: {name}")
+            _refuse_dtype(leaf, f"{role}: {name}")
         elif leaf.requires_grad:
             raise DataError(
                 f"{role}: {name} must not require grad, but it does: gradients stop at the "
@@ -485,7 +500,7 @@ def _refuse_gaps(leaf: object, where: str, name: str) -> None:
         )
 
 
-def refuse_dtype(array: tree.Leaf, name: str) -> None:
+def _refuse_dtype(array: tree.Leaf, name: str) -> None:
     """Refuse an array of something else than numbers that torch knows.
 
     Args:
@@ -495,10 +510,10 @@ def refuse_dtype(array: tree.Leaf, name: str) -> None:
     Raises:
         DataError: it is one.
     """
-    if array.dtype.kind not in "biufc":
+    if array.dtype.kind not in _NUMBERS:
         raise _no_numbers(name, array.dtype, array.dtype.kind, array.flat)
     try:
-        as_tensor(array[:0] if array.ndim else array, copy=True)
+        _dense(array[:0] if array.ndim else array, copy=True)
     except (TypeError, ValueError) as error:
         raise DataError(
             f"{name} must have a dtype that torch knows, got {array.dtype}: "

@@ -8,7 +8,6 @@ import inspect
 import itertools
 import multiprocessing
 import multiprocessing.resource_tracker
-import operator
 import time
 from typing import Any, Iterable, Iterator, List, Optional, Tuple
 
@@ -161,7 +160,7 @@ class BatchSequence:
         dataset = self.dataset
         count = dataset.num_batches if hasattr(dataset, "num_batches") else len(dataset)
         # None, of one that never ends, is a TypeError, as of whatever has no length.
-        return operator.index(count)
+        return int(count)
 
     def __iter__(self) -> Iterator[RawBatch]:
         if hasattr(self.dataset, "on_epoch_begin"):

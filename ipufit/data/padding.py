@@ -336,10 +336,8 @@ def as_plain(part: object) -> tree.Tree:
             for each in entries.values()
         )
         return {name: each[0] for name, each in entries.items()} if is_batch else entries
-    if isinstance(part, Tensor):
-        return part
     if is_array(part):
-        return as_tensor(part, copy=False)
+        return as_tensor(part, "a sample")
     if isinstance(part, list) and all(issubclass(kind, Number) for kind in set(map(type, part))):
         return torch.tensor(part)
     return tuple(map(as_plain, part)) if isinstance(part, (list, tuple)) else part

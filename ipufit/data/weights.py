@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ipufit.core.batch import MicroBatch
-from ipufit.data.in_memory import as_array, as_tensor, is_table
+from ipufit.data.in_memory import as_tensor
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.utils import tree
 
@@ -48,14 +48,12 @@ def check_weight(weight: object, name: str) -> tree.Tree:
 def _checked(leaf: tree.Leaf, name: str, first: int = 0) -> tree.Leaf:
     if isinstance(leaf, (bool, int, float)):
         leaf = torch.tensor(leaf)
-    leaf = as_array(leaf, name) if is_table(leaf) else leaf
+    leaf = as_tensor(leaf, name)
     if not isinstance(leaf, Tensor):
-        if type(leaf).__module__ != "numpy" or leaf.dtype.kind not in "biuf":
-            raise DataError(
-                f"{name} must be a tensor, got {type(leaf).__name__}. Convert it in the dataset or "
-                "in collate_fn."
-            )
-        leaf = as_tensor(leaf, copy=True)
+        raise DataError(
+            f"{name} must be a tensor, got {type(leaf).__name__}. Convert it in the dataset or in "
+            "collate_fn."
+        )
     if leaf.dim() == 0:
         raise DataError(
             f"{name} must have one weight per sample, got a single number. Leave it out, or repeat "
@@ -188,8 +186,7 @@ class ClassWeights:
         Raises:
             DataError: it is neither.
         """
-        array = as_array(target, name) if is_table(target) else target
-        target = as_tensor(array, copy=False) if type(array).__module__ == "numpy" else array
+        target = as_tensor(target, name)
         classes = _classes(target)
         if classes is None:
             came = f"shape {tuple(target.shape)}" if isinstance(target, Tensor) else "several parts"

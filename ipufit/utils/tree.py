@@ -1,6 +1,6 @@
 """Nested batches and outputs: flatten to tensors, rebuild the same structure.
 
-Handles tuples, named tuples, lists, mappings (a mapping class that takes a dict is kept) and
+Handles tuples, named tuples, lists, mappings (a mapping class that takes no dict becomes one) and
 dataclasses; None is part of the structure, everything else is a leaf, also a packed sequence. torch
 has a private pytree for this, but it leaves dataclasses out on torch 2.0.1 and names no paths,
 which our error messages need.
@@ -8,12 +8,11 @@ which our error messages need.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 # typing's is asked in Python, this one in C.
 from collections.abc import Mapping
-from typing import Any, Callable, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -93,11 +92,14 @@ def _children(value: Tree) -> Any:
 
 
 def _walk(
-    value: Tree, path: str, out: List[Tuple[str, Leaf]], is_leaf: Callable[[Tree], bool]
+    value: Tree,
+    path: str,
+    out: List[Tuple[str, Leaf]],
+    is_leaf: Optional[Callable[[Tree], bool]],
 ) -> Structure:
     if value is None:
         return _NONE
-    parts = None if is_leaf(value) else _children(value)
+    parts = None if is_leaf is not None and is_leaf(value) else _children(value)
     if parts is None:
         out.append((path, value))
         return _LEAF
@@ -121,14 +123,14 @@ def _gather(value: Tree, out: List[Leaf]) -> Structure:
 
 
 def flatten_with_paths(
-    value: Tree, root: str = "", is_leaf: Callable[[Tree], bool] = lambda _: False
+    value: Tree, root: str = "", is_leaf: Optional[Callable[[Tree], bool]] = None
 ) -> Tuple[List[Tuple[str, Leaf]], Structure]:
     """Leaves with their paths (``root['ids'][0]``), and the structure to rebuild them.
 
     Args:
         value: nested.
         root: begin of the paths.
-        is_leaf: true of containers that are not looked into.
+        is_leaf: true of containers that are not looked into; None looks into all.
     """
     out: List[Tuple[str, Leaf]] = []
     structure = _walk(value, root, out, is_leaf)
@@ -174,9 +176,10 @@ def _build(source: Iterator[object], structure: Structure) -> Tree:
         return tuple(values)
     if issubclass(kind, Mapping):
         pairs = dict(zip(structure.keys, values))
-        with contextlib.suppress(TypeError):  # of a class that does not take a dict
+        try:
             return pairs if kind is dict else kind(pairs)
-        return pairs
+        except TypeError:
+            return pairs
     if dataclasses.is_dataclass(kind):
         make: Any = kind
         return make(**dict(zip(structure.keys, values)))

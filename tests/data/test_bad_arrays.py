@@ -183,8 +183,6 @@ def test_dtypes_that_are_no_numbers_are_refused(case):
     text = f"y must hold numbers, got {dtype}. {cure}"
     with refused(model, DataError, f"training data: {text}"):
         model.fit(X, array, seed=7, verbose=0)
-    with refused(model, DataError, f"training data, batch 0: target {text[2:]}"):
-        model.fit([(X, array)], seed=7, verbose=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.fit(X, cured(array), seed=7, verbose=0)

@@ -292,7 +292,7 @@ def test_weights_that_are_all_zero_are_refused():
         (1.0, "sample_weight must have one weight per sample, got a single number."),
         (torch.tensor(1.0), "sample_weight must have one weight per sample, got a single number."),
         (W.to(torch.complex64), "sample_weight must be real, got torch.complex64."),
-        (["a"] * 10, "sample_weight must hold numbers, got <U1."),
+        (["a"] * 10, "sample_weight[0] must be a tensor, got str."),
     ],
     ids=["short", "number", "scalar", "complex", "strings"],
 )
