@@ -231,11 +231,16 @@ def is_table(value: tree.Tree) -> bool:
         return hasattr(value, "to_numpy")
     if library == "scipy":
         return hasattr(value, "tocsr")
+    depth = 0
     while tree.is_sequence(value) and value:
-        value = value[0]
+        parent, value, depth = value, value[0], depth + 1
+        if isinstance(value, str):
+            return depth == 1
         is_numpys = type(value).__module__ == "numpy" and not value.ndim
-        if is_numpys or isinstance(value, (bool, int, float, complex, str)):
+        if is_numpys or isinstance(value, (bool, int, float, complex)):
             return True
+        if isinstance(parent, tuple) and depth > 1:
+            return False  # a batch of parts
     return False
 
 

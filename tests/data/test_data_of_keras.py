@@ -291,7 +291,7 @@ def test_lists_of_numbers_are_arrays():
         assert torch.equal(model.predict_on_batch(x), model.predict_on_batch(X))
         assert model.test_on_batch(x, y, weight) == model.test_on_batch(X, Y, np.array(weight))
         assert model.train_on_batch(x, y) == compiled().train_on_batch(X, Y)
-        batches = iter([(x[:12], y[:12]), [x[12:], y[12:]]])
+        batches = [(x[:12], y[:12]), [x[12:], y[12:]]]
         assert model.evaluate(batches, **options) == model.evaluate(
             [(X[:12], Y[:12]), (X[12:], Y[12:])], **options
         )
