@@ -27,6 +27,7 @@ from typing import (
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from ipufit.errors import CheckpointError
@@ -36,6 +37,7 @@ from ipufit.utils.codec import (
     UnfitError,
     advice_of,
     apart,
+    as_pairs,
     reason_of,
     shown,
     why_not_stored,
@@ -228,6 +230,7 @@ def _entry(name: str, parts: object) -> ManifestEntry:
 
 
 _CHUNK = 1 << 20
+_PAIRS = "~complex"  # ends the name of a complex tensor, of which a file holds the real numbers
 # Not through a link that was put in the place of a file, and without waiting for a pipe's writer.
 _READING = (
     os.O_RDONLY
@@ -259,7 +262,11 @@ class Files:
     def write_tensors(self, path: str, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors to a new file, to the disk itself."""
         try:
-            files.write_tensors(path, apart(tensors), {"format": "pt"})
+            pairs = {
+                f"{name}{_PAIRS}" if tensor.is_complex() else name: as_pairs(tensor)
+                for name, tensor in tensors.items()
+            }
+            files.write_tensors(path, apart(pairs), {"format": "pt"})
         except safetensors.SafetensorError as error:
             raise UnfitError(f"safetensors says {reason_of(error)}") from error
         except (KeyError, ValueError) as error:
@@ -320,7 +327,14 @@ class Files:
     def read_tensors(self, path: str) -> Dict[str, Tensor]:
         """The tensors of a file, which is mapped: their values are read when they are used."""
         try:
-            return safetensors.torch.load_file(path)
+            tensors = safetensors.torch.load_file(path)
+            # Copied: complex numbers want another alignment than a file gives them.
+            return {
+                name.replace(_PAIRS, ""): torch.view_as_complex(each.clone())
+                if _PAIRS in name
+                else each
+                for name, each in tensors.items()
+            }
         except Exception as error:
             # Whatever a stranger's file makes safetensors and torch say.
             raise UnfitError(f"safetensors says {reason_of(error)}") from error

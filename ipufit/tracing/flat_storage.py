@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from ipufit.utils.codec import as_pairs
+
 __all__ = [
     "FlatBlock",
     "FlatStorage",
@@ -52,10 +54,13 @@ def _strides(shape: Sequence[int], order: Sequence[int], odd: Sequence[int]) -> 
 
 
 def flatten_like(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """Flatten a tensor in the memory order of a parameter (channels-last, say)."""
-    if list(order) == sorted(order):
-        return tensor.reshape(-1)
-    return tensor.permute(tuple(order)).reshape(-1)
+    """Flatten a tensor in the memory order of a parameter (channels-last, say).
+
+    Of a complex one each element becomes two real ones, as torch's optimizers see it.
+    """
+    if list(order) != sorted(order):
+        tensor = tensor.permute(tuple(order))
+    return as_pairs(tensor).reshape(-1)
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -104,11 +109,11 @@ class Slot:
     @property
     def stop(self) -> int:
         """Index behind the parameter's last element in the flat tensor."""
-        return self.start + self.parameter.numel()
+        return self.start + self.parameter.numel() * (2 if self.parameter.is_complex() else 1)
 
     def view(self, flat: Tensor) -> Tensor:
         """The part of a flat tensor that belongs to this parameter, in the parameter's shape."""
-        return flat[self.start : self.stop].as_strided(self.parameter.shape, self.stride)
+        return self._shaped(flat[self.start : self.stop])
 
     def window(self, flat: Tensor) -> Tensor:
         """The memory of :meth:`view`, in a storage that ends with it; for what users get hold of.
@@ -118,6 +123,11 @@ class Slot:
         part = flat.detach()[self.start : self.stop]
         if type(flat) is Tensor and flat.device.type in _EXCHANGES and part.numel():
             part = from_dlpack(part)
+        return self._shaped(part)
+
+    def _shaped(self, part: Tensor) -> Tensor:
+        if self.parameter.is_complex():
+            part = torch.view_as_complex(part.view(-1, 2))
         return part.as_strided(self.parameter.shape, self.stride)
 
 
@@ -147,7 +157,7 @@ class FlatBlock:
         start = 0
         for name, parameter in named:
             slots.append(Slot(name, parameter, *_memory_order(parameter), start))
-            start += parameter.numel()
+            start = slots[-1].stop
         return FlatBlock(group, updates, tuple(slots))
 
     def gather(self, tensors: Dict[str, Tensor]) -> Tensor:

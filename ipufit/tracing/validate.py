@@ -25,6 +25,7 @@ __all__ = [
     "public_name",
     "rebound",
     "rebound_error",
+    "refuse_complex",
     "refuse_rebinding",
     "refuse_shared_memory",
     "refuse_unready",
@@ -310,22 +311,27 @@ def _methods(owner: type) -> Iterator[Callable[..., object]]:
                     yield inspect.unwrap(method)
 
 
-def refuse_shared_memory(
-    trained: Sequence[str], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-) -> None:
-    """The program moves trained parameters, and copies buffers: what overlaps would come apart.
+def refuse_complex(trained: Sequence[str], parameters: Mapping[str, Tensor]) -> None:
+    """A program of an IPU, and state that processes divide, hold real numbers alone.
 
     Raises:
-        ConfigurationError: two different parameters or buffers overlap in memory.
         OptimizerError: a trained parameter is complex.
     """
     for name in trained:
         if parameters[name].is_complex():
             raise OptimizerError(
-                f"trained parameters must be real, but {public_name(name)!r} is "
-                f"{parameters[name].dtype}. Keep real and imaginary part as two parameters, and "
-                "join them with torch.complex in forward."
+                "trained parameters must be real on an IPU and where processes divide weights or "
+                f"state, but {public_name(name)!r} is {parameters[name].dtype}. Keep real and "
+                "imaginary part as two parameters, and join them with torch.complex in forward."
             )
+
+
+def refuse_shared_memory(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    """The program moves trained parameters, and copies buffers: what overlaps would come apart.
+
+    Raises:
+        ConfigurationError: two different parameters or buffers overlap in memory.
+    """
     by_storage: Dict[int, List[Tuple[int, int, str]]] = {}
     for name, tensor in {**parameters, **buffers}.items():
         if not tensor.numel() or tensor.is_sparse:

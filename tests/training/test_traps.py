@@ -466,21 +466,6 @@ def test_validation_leaves_the_statistics_of_loss_and_module_alone():
     assert states[0]["seen"] == 48
 
 
-def test_complex_parameters_are_refused():
-    """Their moments would be those of another rule than torch's."""
-
-    class Complex(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex128))
-
-        def forward(self, x):
-            return (x * self.weight).abs().sum(1)
-
-    with pytest.raises(OptimizerError, match="trained parameters must be real, but 'weight' is"):
-        compiled(Complex(), "mse").fit([(torch.ones(2, 3), torch.ones(2))], verbose=0)
-
-
 @pytest.mark.long("ipu-standin")
 def test_a_collate_that_reuses_a_buffer_gives_the_same_for_every_execution():
     """Batches of an execution are held together."""

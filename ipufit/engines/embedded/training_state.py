@@ -18,9 +18,9 @@ from ipufit.engines.embedded.turns import TurnOptimizer, TurnState
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
 from ipufit.optim.several import members_of
-from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
+from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flatten_like
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
-from ipufit.tracing.validate import refuse_shared_memory
+from ipufit.tracing.validate import refuse_complex, refuse_shared_memory
 from ipufit.utils import tree
 from ipufit.utils.state import copy_optimizer_state, load_optimizer_state, same_values
 
@@ -361,7 +361,9 @@ class TrainingState:
         self.trained = [
             name for name, p in self.parameters.items() if p.requires_grad and id(p) in owned
         ]
-        refuse_shared_memory(self.trained, self.parameters, self.buffers)
+        if spec.config.shard_optimizer and spec.processes.is_distributed:
+            refuse_complex(self.trained, self.parameters)
+        refuse_shared_memory(self.parameters, self.buffers)
         warn_of_vanishing_eps(spec.optimizer)
         self.placement = placement
         self.updater = placement.updater
@@ -417,7 +419,9 @@ class TrainingState:
     def gradients_like(self) -> List[Tensor]:
         """Tensors, of no memory, of the form of the gradients that are laid out so; else none."""
         return [
-            block.slots[0].parameter.detach().new_zeros(()).expand(block.slots[-1].stop)
+            flatten_like(block.slots[0].parameter.new_zeros(1), (0,))[:1].expand(
+                block.slots[-1].stop
+            )
             for block in self._gradient_blocks
         ]
 

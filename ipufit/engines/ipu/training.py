@@ -20,7 +20,7 @@ from ipufit.errors import DataError, LossError, NonFiniteLossError
 from ipufit.optim.rules import rules_for
 from ipufit.optim.several import refuse_step_hooks
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
-from ipufit.tracing.validate import refuse_shared_memory, refuse_unrecordable
+from ipufit.tracing.validate import refuse_complex, refuse_shared_memory, refuse_unrecordable
 from ipufit.utils.state import copy_optimizer_state
 
 __all__ = ["PoptorchTrainingProgram"]
@@ -72,7 +72,8 @@ class PoptorchTrainingProgram(Program):
         # What torch's own step does, and no program would, here or on any engine.
         refuse_step_hooks(spec.optimizer)
         rules_for(spec.optimizer)
-        refuse_shared_memory(list(self._host.trained), self._host.parameters, self._host.buffers())
+        refuse_complex(list(self._host.trained), self._host.parameters)
+        refuse_shared_memory(self._host.parameters, self._host.buffers())
         check_precision(spec.config.precision, spec.module)
         warn_of_vanishing_eps(spec.optimizer)
         self._size = Size.of(spec.plan)
