@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple, Type, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
 
 import torch
 from torch import nn
@@ -17,14 +17,14 @@ __all__ = [
     "class_by_name",
     "resolve_optimizer",
     "settings_by_name",
+    "sparse_parameters",
 ]
 
 NamedParameters = Sequence[Tuple[str, nn.Parameter]]
 
-# Not one update from one set of dense gradients, so no step of a recorded program.
+# Not one update from one set of gradients.
 _REFUSED: Dict[Type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "LBFGS evaluates the loss again within an update",
-    torch.optim.SparseAdam: "SparseAdam needs sparse gradients",
 }
 _ACCEPTED = (
     "a name, a class of torch.optim, an optimizer built from the module's parameters(), a "
@@ -102,6 +102,15 @@ def resolve_optimizer(
     return _checked(built, named_parameters)
 
 
+def sparse_parameters(optimizer: Optional[torch.optim.Optimizer]) -> Set[int]:
+    """Identities of the parameters that an optimizer goes by the indices of sparse gradients of."""
+    members = [] if optimizer is None else members_of(optimizer).values()
+    groups = [
+        g for each in members if isinstance(each, torch.optim.SparseAdam) for g in each.param_groups
+    ]
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
 def class_by_name(name: str) -> Type[torch.optim.Optimizer]:
     """Find the optimizer class with this name, in any case.
 
@@ -144,7 +153,7 @@ def _refuse(kind: Type[torch.optim.Optimizer]) -> None:
     for refused, reason in _REFUSED.items():
         if issubclass(kind, refused):
             raise OptimizerError(
-                "optimizer must make one update from one set of dense gradients, got "
+                "optimizer must make one update from one set of gradients, got "
                 f"{kind.__name__}: {reason}. Use another, for example 'adam'."
             )
 

@@ -191,12 +191,14 @@ class FlatStorage:
         flats: one flat tensor per block.
         views: the parameters as parts of the flat tensors, by the names of the step module.
         form: all that a program over the flat tensors depends on.
+        indices: of the coming update, where the gradient of a parameter is sparse, by name.
     """
 
     def __init__(self, blocks: Sequence[FlatBlock]) -> None:
         self.blocks = list(blocks)
         self.flats: List[Tensor] = []
         self.views: Dict[str, Tensor] = {}
+        self.indices: Dict[str, Tensor] = {}
         with torch.no_grad():
             for block in self.blocks:
                 flat = block.gather({slot.name: slot.parameter.detach() for slot in block.slots})
@@ -219,7 +221,7 @@ class FlatStorage:
         part = FlatStorage([])
         part.blocks = [self.blocks[place] for place in places]
         part.flats = [self.flats[place] for place in places]
-        part.views = self.views
+        part.views, part.indices = self.views, self.indices
         part.form = tuple(self.form[place] for place in places)
         return part
 

@@ -350,6 +350,7 @@ class MicroBatchStep(abc.ABC):
         outputs: how the output tensors become the module's outputs.
         with_gradient: names of the parameters that have a place in the gradients.
         with_grad: names of those that a gradient came to in the last call.
+        indices: where those gradients are sparse, shape (dimensions, values), by name.
         blocks: what their gradients are packed into.
         reported: what the numbers are that came with the loss of the last call.
         labels: class indices that the loss takes; None before the first call with a loss.
@@ -381,6 +382,7 @@ class MicroBatchStep(abc.ABC):
         self.outputs: OutputShape = OutputShape(None)
         self.with_gradient: Tuple[str, ...] = ()
         self.with_grad: FrozenSet[str] = frozenset()
+        self.indices: Dict[str, Tensor] = {}
 
     @property
     def forward_leaves(self) -> int:

@@ -18,9 +18,11 @@ from ipufit.core.batch import MicroBatch, part_name
 from ipufit.errors import CaptureError, ConfigurationError, OptimizerError
 from ipufit.tracing.flat_storage import extent, storage_id
 from ipufit.utils import tree
+from ipufit.utils.state import device_of, eval_mode, train_mode
 
 __all__ = [
     "find_unregistered",
+    "initialize",
     "line_of",
     "public_name",
     "rebound",
@@ -137,15 +139,21 @@ def _registering(value: object, content: str) -> Tuple[str, str]:
     return "Tensor", "nn.Parameter"
 
 
-def refuse_unready(module: nn.Module) -> None:
+def refuse_unready(module: nn.Module, may_be_lazy: bool = False) -> None:
     """Make sure that all parameters of a module can be trained, in whichever way it runs.
+
+    Args:
+        module: the user's.
+        may_be_lazy: whether :func:`initialize` may still give parameters a shape.
 
     Raises:
         ConfigurationError: a parameter has no shape or no data yet.
     """
     for part in module.modules():
         for parameter_name, parameter in part.named_parameters(recurse=False):
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
+            if nn.parameter.is_lazy(parameter):
+                if may_be_lazy:
+                    continue
                 raise ConfigurationError(
                     f"every parameter must have a shape, but {parameter_name!r} of "
                     f"{type(part).__name__} gets its own at the first forward. Call the module "
@@ -157,6 +165,44 @@ def refuse_unready(module: nn.Module) -> None:
                     f"{type(part).__name__} is on the device meta. Use "
                     "module.to_empty(device=...) and load weights first."
                 )
+
+
+def initialize(module: nn.Module, batch: MicroBatch, is_training: bool) -> None:
+    """Give lazy parameters of a module their shapes, by a forward on its first micro-batch.
+
+    As at the first forward in a loop by hand, their values are drawn from torch's generator.
+    Buffers stay as they are, or as they are made: a forward that counts is still to come.
+
+    Args:
+        module: the user's, which nothing happens to without a lazy part.
+        batch: its first one.
+        is_training: mode of the module meanwhile.
+
+    Raises:
+        ConfigurationError: a parameter has no shape afterwards either.
+    """
+    if not any(map(nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
+        return
+    values: Dict[nn.Module, Dict[str, Tensor]] = {}
+
+    def keep(part: nn.Module, args: object) -> None:
+        buffers = part.named_buffers(recurse=False)
+        values.setdefault(part, {name: buffer.clone() for name, buffer in buffers})
+
+    # Each is called after the hook that initializes the part.
+    handles = [part.register_forward_pre_hook(keep) for part in module.modules()]
+    args, kwargs, _, _ = batch.to(device_of(module)).unpack()
+    mode = train_mode if is_training else eval_mode
+    try:
+        with torch.no_grad(), mode(module):
+            module(*args, **kwargs)
+            for part, buffers in values.items():
+                for name, value in buffers.items():
+                    part.get_buffer(name).copy_(value)
+    finally:
+        for handle in handles:
+            handle.remove()
+    refuse_unready(module)
 
 
 def refuse_unrecordable(module: nn.Module, batch: MicroBatch) -> None:

@@ -89,7 +89,7 @@ class Model(InspectionMixin):
                 f"Model takes a torch.nn.Module object, got {module!r}. Pass an instance, such as "
                 "ipufit.Model(MyNet())."
             )
-        refuse_unready(module)
+        refuse_unready(module, may_be_lazy=True)
         self.module: nn.Module = module if device is None else _moved(module, device)
         self.history: History = History()
         self.stop_training = False

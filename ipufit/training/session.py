@@ -31,6 +31,7 @@ from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import Partition
 from ipufit.planner.divided_module import DividedModule
 from ipufit.processes import Processes, current
+from ipufit.tracing.validate import initialize, refuse_unready
 from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.sanity_check import (
     FailureExplainer,
@@ -336,6 +337,9 @@ class Session:
         if training:
             check_interval(self.config.outputs, job.plan.device_iterations)
         check_call(self.module, first, self.loss, f"{job.source.role}: ")
+        if self.loss.in_module == "whole" or self.processes.is_distributed:
+            refuse_unready(self.module)
+        initialize(self.module, first, training)
         if training and job.source.class_weights is not None:
             check_class_weights(job.source.class_weights, self.module, first, self.loss)
         self.divided.divide(first, training)

@@ -174,7 +174,11 @@ class TracedOptimizer(FlatOptimizer):
             parameter.grad = None
         try:
             for block, slot in self._recorder.slots:
-                slot.parameter.grad = slot.view(finished[block])
+                gradient, indices = slot.view(finished[block]), storage.indices.get(slot.name)
+                if indices is not None:
+                    values = gradient[tuple(indices)]
+                    gradient = torch.sparse_coo_tensor(indices, values, gradient.shape)
+                slot.parameter.grad = gradient
             with torch.no_grad(), refuse_missing_half():
                 self._optimizer.step()
         finally:

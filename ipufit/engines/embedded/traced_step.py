@@ -66,6 +66,7 @@ class EagerStep(MicroBatchStep):
     def __post_init__(self, example: MicroBatch) -> None:
         super().__post_init__(example)
         self._parameters: Dict[str, nn.Parameter] = dict(self.step.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         owners: Dict[int, List[_Owner]] = {}
         for part in self.step.modules():
             for key, buffer in part._buffers.items():
@@ -84,6 +85,7 @@ class EagerStep(MicroBatchStep):
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """Run the user's module and loss, and autograd, on these tensors."""
         state = dict(zip(self.names, tensors))
+        self.indices = {}
         moved = []
         for name, parameter in self._parameters.items():
             if parameter.data_ptr() != state[name].data_ptr():
@@ -130,12 +132,11 @@ class EagerStep(MicroBatchStep):
         finally:
             for parameter, gradient in before:
                 parameter.grad = gradient
-        return [
-            gradient
-            if gradient is None or gradient.layout is torch.strided
-            else gradient.to_dense()
-            for gradient in gradients
-        ]
+        for index, (weight, gradient) in enumerate(zip(weights, gradients)):
+            if gradient is not None and gradient.layout is not torch.strided:
+                self.indices[self._names[id(weight)]] = gradient.coalesce().indices()
+                gradients[index] = gradient.to_dense()
+        return gradients
 
 
 # A module, and the name of a buffer in it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Iterator, List, Optional, Sequence, Set, Tuple, Union
+from typing import TYPE_CHECKING, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from ipufit.engines.embedded.turns import Move, TurnOptimizer, by_micro_batch
 from ipufit.engines.gradient_reduction import GradientReduction, GradientSum
 from ipufit.engines.program import ExecutionResult
 from ipufit.errors import NonFiniteLossError
+from ipufit.optim.resolve import sparse_parameters
 from ipufit.processes import common
+from ipufit.tracing.grad_step import MicroBatchStep
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
@@ -82,6 +84,9 @@ class UpdateRunner(UpdateWay):
         # Names of the parameters that a gradient came to in the present update, where it may be
         # others than in the one before.
         self._with_grad: Set[str] = set()
+        # Where gradients of the present update are sparse, for an optimizer that goes by it.
+        self._goes_by_indices = bool(sparse_parameters(spec.optimizer))
+        self._indices: Dict[str, List[Tensor]] = {}
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
         """Run all updates.
@@ -230,7 +235,7 @@ class UpdateRunner(UpdateWay):
                 compiled.make(update, results)
                 continue
             left = None if left_out is None else index in left_out
-            self._with_grad = set()
+            self._with_grad, self._indices = set(), {}
             # Where an update is known to be made, nobody needs this: what fails takes all back.
             saves = has_buffers and left is not False
             saved = [copy_of(buffers) for buffers in state.replicas] if saves else []
@@ -251,7 +256,10 @@ class UpdateRunner(UpdateWay):
                 results.skipped += bool(gradients)
                 state.updater.skip()
             else:
+                if self._goes_by_indices:
+                    state.storage.indices.update(self._common_indices())
                 move.turn.apply(gradients)
+                state.storage.indices.clear()
                 if self._replay is not None:
                     refuse_weights(state)
             # Not held while those of the next update are computed.
@@ -277,6 +285,23 @@ class UpdateRunner(UpdateWay):
         if self._state.with_gradient != bound:
             self._state.updater.refresh(rows)
         return gradients
+
+    def _note(self, micro: MicroBatchStep) -> None:
+        """Note where the gradients of a micro-batch of the present update are."""
+        self._with_grad |= micro.with_grad
+        for name, indices in micro.indices.items():
+            self._indices.setdefault(name, []).append(indices)
+
+    def _common_indices(self) -> Dict[str, Tensor]:
+        """Return where the gradients of the update, of all processes, are sparse."""
+        several = self._indices
+        if self._processes.is_distributed:
+            own = {name: torch.cat(each, 1).tolist() for name, each in several.items()}
+            several = {}
+            for others in self._processes.gather(own):
+                for name, each in others.items():
+                    several.setdefault(name, []).append(torch.tensor(each, device=self._device))
+        return {n: torch.unique(torch.cat(each, 1), dim=1) for n, each in several.items()}
 
     def _bind_all(self, rows: Rows) -> None:
         """Bind again what an update has passed over."""
@@ -362,8 +387,8 @@ class UpdateRunner(UpdateWay):
             finally:
                 if meeting is not None:
                     meeting.host = None
-            if state.varies:
-                self._with_grad |= recorded.micro.with_grad
+            if state.varies or self._goes_by_indices:
+                self._note(recorded.micro)
             if self.at_once and share is None:
                 value = (numbers[0] if numbers.dim() else numbers).item()
                 if not math.isfinite(value):

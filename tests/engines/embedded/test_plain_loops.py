@@ -359,6 +359,71 @@ def test_what_the_module_itself_cannot_train_is_refused():
         fitted(Detaches())
 
 
+SPARSE = {
+    "alone": lambda net: torch.optim.SparseAdam([net.words.weight], lr=0.05),
+    "beside": lambda net: {
+        "words.*": lambda params: torch.optim.SparseAdam(params, lr=0.05),
+        "*": lambda params: torch.optim.AdamW(params, lr=0.02),
+    },
+}
+
+
+@runs_eagerly
+@pytest.mark.parametrize("compiling", [{"run_eagerly": True}, {}], ids=["eager", "auto"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_adam_updates_the_rows_that_a_gradient_came_to(
+    name, accumulation, compiling, tmp_path
+):
+    """In any micro-batch of an update, alone and beside another optimizer; others stay."""
+
+    def trained(net, **options):
+        model = ipufit.Model(net)
+        model.compile(SPARSE[name](net), "cross_entropy", **compiling)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.fit(loader(), gradient_accumulation=accumulation, verbose=0, **options)
+        return net
+
+    torch.manual_seed(0)
+    nets = [Sparse()]
+    # Rows that no sample asks for, at first.
+    nets[0].words = nn.Embedding(40, 6, sparse=True).double()
+    nets += [copy.deepcopy(nets[0]) for _ in range(4)]
+    trained(nets[0], epochs=3)
+    optimizers = [torch.optim.SparseAdam([nets[1].words.weight], lr=0.05)]
+    if name == "beside":
+        optimizers.append(torch.optim.AdamW(nets[1].last.parameters(), lr=0.02))
+    batches = list(loader())
+    for start in [*range(0, len(batches), accumulation)] * 3:
+        update = batches[start : start + accumulation]
+        nets[1].zero_grad()
+        for x, y in update:
+            loss = nn.functional.cross_entropy(nets[1](x), y, reduction="sum")
+            (loss / sum(len(y) for _, y in update)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(nets[0], nets[1], atol=1e-12)
+    trained(nets[2], epochs=3, device_iterations=3)
+    assert_same(nets[0], nets[2], atol=0)
+    trained(nets[3], epochs=1, checkpoint=tmp_path)
+    trained(nets[4], epochs=3, checkpoint=ipufit.Checkpoint(tmp_path, resume="auto"))
+    assert_same(nets[0], nets[4], atol=0)
+
+
+def test_sparse_adam_takes_no_dense_gradients():
+    """As in torch, whose error comes within the first update."""
+    model = ipufit.Model(Masked(), engine="embedded")
+    model.compile("sparseadam", "cross_entropy", run_eagerly=True)
+    with pytest.raises(ipufit.errors.OptimizerError) as caught:
+        model.fit(loader(), verbose=0)
+    assert str(caught.value) == (
+        "SparseAdam takes sparse gradients alone, but that of 'first.weight' is dense. Build its "
+        "layer with sparse=True, or give it another optimizer: {'words.*': "
+        "torch.optim.SparseAdam, '*': 'adam'}."
+    )
+
+
 # ---- batches that are no rows of tensors --------------------------------------------------------
 
 

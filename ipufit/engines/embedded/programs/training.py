@@ -33,7 +33,8 @@ from ipufit.engines.embedded.turns import (
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.external_changes import refuse_frozen
 from ipufit.engines.program import ExecutionResult, Form, Prepared, ProgramSpec, TrainState
-from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError
+from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError, OptimizerError
+from ipufit.optim.resolve import sparse_parameters
 from ipufit.optim.rules import rules_by_group
 from ipufit.tracing.fingerprint import FrozenValues
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
@@ -192,7 +193,15 @@ class TrainingProgram(BaseProgram):
         recorded = self._engine.record(
             spec, example, turn.trained, fixed, arguments, layout, turn.step, bound
         )
-        names = recorded.micro.with_gradient
+        names, sparse = recorded.micro.with_gradient, sparse_parameters(spec.optimizer)
+        dense = recorded.micro.with_grad.difference(recorded.micro.indices)
+        for name in names if sparse else ():
+            if id(state.parameters[name]) in sparse and name in dense:
+                raise OptimizerError(
+                    f"SparseAdam takes sparse gradients alone, but that of {public_name(name)!r} "
+                    "is dense. Build its layer with sparse=True, or give it another optimizer: "
+                    "{'words.*': torch.optim.SparseAdam, '*': 'adam'}."
+                )
         turn.with_gradient = turn.with_gradient or names
         if names != turn.with_gradient:
             different = sorted(set(names) ^ set(turn.with_gradient))[0]
