@@ -372,6 +372,11 @@ def build(session: nox.Session) -> None:
     if strays := [name for name in in_wheel if not name.startswith(("ipufit/", "ipufit-"))]:
         session.error(f"{wheel.name} must hold nothing but ipufit, but holds {strays}.")
 
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"{wheel.name[: -len(TAG)]}.dist-info/METADATA").decode()
+    if links := re.findall(r"\]\((?!https?:|#)[^)]*\)", metadata):
+        session.error(f"The page of a package index must stand alone, but links to {links}.")
+
     scratch = Path(session.create_tmp()).resolve()
     session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", scratch, sdist)
     if wheel_files(scratch / wheel.name) != in_wheel:

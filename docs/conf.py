@@ -1,9 +1,9 @@
 """The pages as a site, for the nox session `docs`.
 
 The folder of sources is the whole checkout, so that a link between two pages is the same here and
-on a code host: `sphinx-build -c docs . build/site`. README.md is the first page. The list at its
-end is the contents: each `###` heading with its links becomes a part of the sidebar, so that no
-page holds anything but plain Markdown.
+on a code host: `sphinx-build -c docs . build/site`. README.md is the first page. The lists of
+docs/README.md are the contents: each heading with its links becomes a part of the sidebar, so that
+no page holds anything but plain Markdown.
 
 The reference is made of the docstrings, into docs/reference/, which git ignores: a page for each
 public module and each public class, as tests/pages/catalog.py lists them. A code span that is a
@@ -12,6 +12,7 @@ public name, such as `ipufit.Model`, leads there from every page.
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shutil
 import sys
@@ -50,7 +51,7 @@ extensions = [
 ]
 root_doc = "README"
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst"]
+include_patterns = ["*.md", "docs/*.md", "docs/reference/*.rst", "examples/*.md"]
 exclude_patterns = [".*", "build", "dist"]
 nitpicky = True
 smartquotes_action = "D"  # dashes alone: `"` means itself in a sentence about code
@@ -102,19 +103,24 @@ Everything public, by module, from the docstrings: ``help(ipufit.Model.fit)`` sh
 """
 
 
-def contents(readme: str) -> str:
-    """Return the tables of contents for the sidebar, from the last section of README.md.
+def contents(listed: str) -> str:
+    """Return the tables of contents for the sidebar, from the lists of docs/README.md.
 
-    The reference is first among what is looked up. A page that is not in that list comes last,
+    The reference is first among what is looked up. A page that is not in these lists comes last,
     under "More".
     """
-    _, _, listed = readme.partition("\n## Read on\n")
-    parts = re.split(r"^### (.+)$", listed, flags=re.M)[1:]
+    parts = re.split(r"^## (.+)$", listed, flags=re.M)[1:]
     captions = [
-        (caption, re.findall(r"^- .*?\]\(([\w/-]+)\.md\)", links, flags=re.M))
+        (
+            caption,
+            [
+                posixpath.normpath(f"docs/{page}")
+                for page in re.findall(r"^- .*?\]\(([\w./-]+)\.md\)", links, flags=re.M)
+            ],
+        )
         for caption, links in zip(parts[::2], parts[1::2])
     ]
-    dict(captions)["Look up"].insert(0, "docs/reference/index")
+    dict(captions)["Look up"][:0] = ["docs/reference/index", "docs/README"]
     found = {"README", *(page for _, pages in captions for page in pages)}
     present = [page.relative_to(ROOT) for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))]
     more = sorted({page.with_suffix("").as_posix() for page in present} - found)
@@ -129,7 +135,7 @@ def contents(readme: str) -> str:
 def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
     """Give README its tables of contents."""
     if docname == root_doc:
-        source[0] += contents(source[0])
+        source[0] += contents((ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
 
 
 def begin_reference(app: Sphinx, config: Config) -> None:

@@ -2,29 +2,35 @@
 
 Every ```python block is one test. The blocks of a page share their names, as a reader expects, and
 run in an empty scratch folder. A ```text block that directly follows a ```python block shows what
-that block prints; the two are compared as doctests are: `...` stands for anything, and numbers are
-compared to the digits shown (exactly, though, where `...` hides some of them). A block may also be
-written as a doctest, with `>>>` prompts.
+that block leaves on a terminal of 80 columns, of which both streams are one; the two are compared
+as doctests are: `...` stands for anything, and numbers are compared to the digits shown (exactly,
+though, where `...` hides some of them). Lines of progress are compared as tests/pages/terminal.py
+has it. A block may also be written as a doctest, with `>>>` prompts.
+
+`--write-outputs` writes what came into the pages, where it is not what they show, and where lines
+of progress are shown.
 """
 
 from __future__ import annotations
 
 import contextlib
 import doctest
-import io
 import os
 import re
 import signal
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, Iterator
+from typing import Any, Dict, Iterator, List, Tuple
 
+import pytest
 import torch
 from sybil import Document, Example, Region, Sybil
 from sybil.evaluators.doctest import NUMBER, OutputChecker
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 from sybil.typing import Evaluator
+
+from tests.pages.terminal import COLUMNS, Terminal, shortened, with_lines_of
 
 # As in conftest.py: too little work to share between cores.
 torch.set_num_threads(1)
@@ -39,6 +45,9 @@ python_blocks = PythonCodeBlockParser(doctest_optionflags=FLAGS)
 text_blocks = CodeBlockParser("text", evaluator=lambda example: None)
 run_block = PythonEvaluator()
 
+# Of each page where an output begins, what it shows, and what came.
+new_outputs: Dict[str, List[Tuple[int, str, str]]] = {}
+
 
 def snippets(document: Document) -> Iterator[Region]:
     """Yield the Python blocks of a page, each with the output it promises, if any."""
@@ -51,22 +60,44 @@ def snippets(document: Document) -> Iterator[Region]:
     for block in python_blocks(document):
         is_doctest = isinstance(block.parsed, doctest.Example)
         if block.end in outputs and not is_doctest:
-            block.evaluator = printing(outputs[block.end].parsed)
+            block.evaluator = printing(outputs[block.end])
         yield block
 
 
-def printing(expected: str) -> Evaluator:
-    """Return an evaluator that runs a block and compares what it prints."""
+def printing(output: Region) -> Evaluator:
+    """Return an evaluator that runs a block and compares what stays on the terminal."""
+    expected = output.parsed
 
     def evaluate(example: Example) -> str:
-        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        terminal = Terminal()
+        with contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal):
             run_block(example)
-        got, checker = stdout.getvalue(), OutputChecker()
+        screen, checker = terminal.screen(), OutputChecker()
+        got = with_lines_of(expected, screen)
+        if checker.check_output(expected, got, FLAGS) and got == screen:
+            return ""
+        start = example.document.text.index("\n", output.start) + 1
+        new_outputs.setdefault(example.path, []).append((start, expected, screen))
         if checker.check_output(expected, got, FLAGS):
             return ""
         return checker.output_difference(doctest.Example(example.parsed, expected), got, FLAGS)
 
     return evaluate
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--write-outputs`."""
+    parser.addoption("--write-outputs", action="store_true", help="write outputs into the pages")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write what came into the pages, if that is wanted."""
+    for name, changes in new_outputs.items() if session.config.option.write_outputs else ():
+        page = Path(name)
+        text = page.read_text(encoding="utf-8")
+        for start, shown, screen in sorted(changes, reverse=True):
+            text = text[:start] + shortened(shown, screen) + text[start + len(shown) :]
+        page.write_text(text, encoding="utf-8")
 
 
 def enter_scratch_folder(namespace: Dict[str, Any]) -> None:
@@ -76,6 +107,9 @@ def enter_scratch_folder(namespace: Dict[str, Any]) -> None:
     folder = scratch.enter_context(tempfile.TemporaryDirectory())
     scratch.callback(os.chdir, Path.cwd())
     os.chdir(folder)
+    environment = scratch.enter_context(pytest.MonkeyPatch.context())
+    environment.setenv("COLUMNS", str(COLUMNS))
+    environment.setenv("LINES", "24")  # tqdm wants both
     namespace["_leave_scratch_folder"] = scratch.close
 
 

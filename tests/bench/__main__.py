@@ -22,7 +22,7 @@ from tests.bench.costs import (
 )
 from tests.bench.curves import CURVES, Rounds, medians
 from tests.bench.peers import COMPILED, LOSSES, PEERS
-from tests.bench.report import Result, machine, points_table, table, write
+from tests.bench.report import Result, machine, points_table, summary, table, times, write
 from tests.bench.running import Running
 from tests.bench.shares import SHARES
 from tests.bench.workloads import WORKLOADS
@@ -30,6 +30,7 @@ from tests.bench.workloads import WORKLOADS
 # Losses of the first updates must agree with those of the first peer to this share.
 AGREEMENT = 2e-3
 PARTS = ("peers", "curves", "costs")
+TIMES_PLOT = "benchmarks-times.svg"
 PEERS_PLOT, CURVES_PLOT = "benchmarks-peers.svg", "benchmarks-curves.svg"
 _DOCS = Path(__file__).parents[2] / "docs"
 
@@ -145,7 +146,7 @@ def tables(
     """What was measured, as parts of a page."""
     parts = []
     if results:
-        parts.append(f"![Every peer beside ipufit]({PEERS_PLOT})")
+        parts.append(f"![Every row of the tables, and its rounds]({PEERS_PLOT})")
     for workload in dict.fromkeys(result.workload for result in results):
         own = [result for result in results if result.workload == workload]
         parts.append(f"## {workload}\n\n{table(own)}")
@@ -158,6 +159,13 @@ def tables(
     if found:
         parts.append(f"## Costs\n\n{cost_table(found)}")
     return parts
+
+
+def first(results: Sequence[Result]) -> List[str]:
+    """What a page begins with: the result as a picture and as a sentence."""
+    if not results:
+        return []
+    return [f"![Time of an update, as bars]({TIMES_PLOT})", summary(times(results))]
 
 
 def _names(quick: bool) -> List[str]:
@@ -194,11 +202,12 @@ def main() -> None:
         f"Measured on {machine()}; {extent.rounds} rounds of the peers and "
         f"{extent.curve_rounds} of the curves, in {minutes:.1f} minutes."
     )
-    page = [note, *tables(results, curves, found)]
+    page = [*first(results), note, *tables(results, curves, found)]
     print("\n\n".join(page))
     if not (asked.quick or asked.workload or asked.peer or asked.part):
-        from tests.bench.plots import plot_curves, plot_ratios
+        from tests.bench.plots import plot_curves, plot_ratios, plot_times
 
+        plot_times(times(results), asked.folder / TIMES_PLOT)
         plot_ratios(results, asked.folder / PEERS_PLOT)
         plot_curves(curves, asked.folder / CURVES_PLOT)
         write(asked.folder / "benchmarks.md", page)

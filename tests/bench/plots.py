@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Any, Dict, Sequence
+from typing import Any, Dict, Mapping, Sequence
 
 from tests.bench.curves import CURVES, Rounds, medians
 from tests.bench.report import Result, ratios
 
-__all__ = ["plot_curves", "plot_ratios"]
+__all__ = ["plot_curves", "plot_ratios", "plot_times"]
 
 # Grey stands out from white and from black alike; so do these colours.
 _GREY = "#8a8f98"
@@ -37,6 +37,28 @@ def _drawing() -> Any:
 def _save(figure: Any, path: Path) -> None:
     # Without a date, equal figures are equal files.
     figure.savefig(path, transparent=True, bbox_inches="tight", metadata={"Date": None})
+
+
+def plot_times(times: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """For each workload, the times of the peers as bars, ipufit's being 1."""
+    plt = _drawing()
+    size = (3.2 * len(times) + 1.4, 2.6)
+    figure, rows = plt.subplots(
+        1, len(times), figsize=size, sharex=True, sharey=True, squeeze=False
+    )
+    for axes, (name, peers) in zip(rows[0], times.items()):
+        own = {"ipufit": 1.0, **peers}
+        colours = [_COLOURS[0], *[_GREY] * len(peers)]
+        drawn = axes.barh([*own], [*own.values()], color=colours, height=0.7)
+        axes.bar_label(drawn, fmt="%.1f", padding=3)
+        axes.set(title=name, xticks=[])
+        axes.tick_params(length=0)
+        axes.spines[["bottom", "left"]].set_visible(False)
+        axes.margins(x=0.15)
+    rows[0][0].invert_yaxis()
+    figure.supxlabel("time of an update, ipufit = 1 (shorter is faster)", color=_GREY, fontsize=9)
+    figure.tight_layout()
+    _save(figure, path)
 
 
 def plot_ratios(results: Sequence[Result], path: Path) -> None:

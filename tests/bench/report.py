@@ -8,11 +8,22 @@ import os
 import platform
 import statistics
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
-__all__ = ["Result", "machine", "points_table", "ratios", "table", "write"]
+__all__ = ["Result", "machine", "points_table", "ratios", "summary", "table", "times", "write"]
 
-_MARK = "<!-- measured -->"
+_BEGIN, _END = "<!-- measured -->", "<!-- how -->"
+
+# What a reader who has never seen ipufit trains with, in their words.
+_BEST_KNOWN = {
+    "eager loop, indexed, fused Adam": "PyTorch loop with fused Adam",
+    "eager loop, DataLoader": "PyTorch loop with DataLoader",
+    "torch.compile loop, fused Adam": "torch.compile with fused Adam",
+    "Lightning": "Lightning",
+    "skorch": "skorch",
+    "Keras, torch": "Keras on torch",
+    "Keras, JAX, steps_per_execution=32": "Keras on JAX",
+}
 
 _VERSIONS = ("torch", "lightning", "keras", "jax", "skorch", "numpy")
 
@@ -42,6 +53,27 @@ class Result:
 def ratios(result: Result, first: Result) -> List[float]:
     """Round by round, how many times as long as the first peer it takes."""
     return [own / other for own, other in zip(result.seconds, first.seconds)]
+
+
+def times(results: Sequence[Result]) -> Dict[str, Dict[str, float]]:
+    """For each workload, how many times as long as the first peer the best known take."""
+    first = {result.workload: result for result in reversed(results)}
+    found: Dict[str, Dict[str, float]] = {name: {} for name in reversed(first)}
+    for result in results:
+        if result.peer in _BEST_KNOWN:
+            of = ratios(result, first[result.workload])
+            found[result.workload][_BEST_KNOWN[result.peer]] = statistics.median(of)
+    return found
+
+
+def summary(of: Mapping[str, Mapping[str, float]]) -> str:
+    """Say in a sentence what :func:`times` says in numbers."""
+    spans = {
+        name: [peers[name] for peers in of.values() if name in peers]
+        for name in _BEST_KNOWN.values()
+    }
+    told = [f"{name} {min(own):.1f} to {max(own):.1f}" for name, own in spans.items() if own]
+    return f"The time of an update, ipufit's being 1: {', '.join(told)}."
 
 
 def table(results: List[Result]) -> str:
@@ -95,6 +127,7 @@ def machine() -> str:
 
 
 def write(page: Path, parts: Sequence[str]) -> None:
-    """Replace what a page has below its mark."""
-    head = page.read_text(encoding="utf-8").split(_MARK)[0]
-    page.write_text("\n\n".join([head + _MARK, *parts]) + "\n", encoding="utf-8")
+    """Replace what a page has between its marks."""
+    head, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+    tail = rest.partition(_END)[2]
+    page.write_text("\n\n".join([head + _BEGIN, *parts, _END + tail]), encoding="utf-8")

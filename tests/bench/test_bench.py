@@ -9,7 +9,7 @@ import torch
 
 from tests.bench import costs as bench_costs
 from tests.bench import curves, shares
-from tests.bench.__main__ import Extent, check, measured, tables
+from tests.bench.__main__ import Extent, check, first, measured, tables
 from tests.bench.costs import (
     Cost,
     cost_table,
@@ -21,7 +21,7 @@ from tests.bench.costs import (
 )
 from tests.bench.curves import CURVES, Curve, medians, one_round
 from tests.bench.peers import BY_HAND, COMPILED, OWN, PEERS
-from tests.bench.report import Result, points_table, table, write
+from tests.bench.report import Result, points_table, table, times, write
 from tests.bench.running import Running
 from tests.bench.workloads import WORKLOADS
 
@@ -227,7 +227,9 @@ def test_the_curves_answer_as_a_process():
 
 def test_what_was_measured_takes_the_place_of_what_was(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# Words\n\n<!-- measured -->\n\nold\n", encoding="utf-8")
+    page.write_text(
+        "# Words\n\n<!-- measured -->\n\nold\n\n<!-- how -->\n\n## How\n", encoding="utf-8"
+    )
     rounds = {"replicas": {"ipufit": [[1e-4] * 4]}}
     results = [Result("mlp", OWN, [1.0], None)]
     parts = tables(results, rounds, [Cost("one", [0.1], " s", 0.2)])
@@ -236,15 +238,34 @@ def test_what_was_measured_takes_the_place_of_what_was(tmp_path):
     assert text.startswith("# Words\n\n<!-- measured -->\n\nnote\n\n![")
     assert "\n\n## mlp\n\n| peer |" in text
     assert [line for line in text.splitlines() if line.startswith("#")] == [
-        *("# Words", "## mlp", "## Curves", "## Costs"),
+        *("# Words", "## mlp", "## Curves", "## Costs", "## How"),
     ]
+    assert "\nold\n" not in text
+    write(page, ["note", *parts])
+    assert page.read_text(encoding="utf-8") == text
+
+
+def test_the_page_begins_with_what_came_out():
+    """Of the peers that a newcomer knows, on the best and the worst workload."""
+    results = [
+        *(Result("mlp", OWN, [1.0, 2.0], None), Result("mlp", BY_HAND, [3.0, 6.0], None)),
+        *(Result("mlp", "another", [9.0, 9.0], None), Result("cnn", OWN, [1.0, 1.0], None)),
+        Result("cnn", BY_HAND, [1.5, 1.5], None),
+    ]
+    name = "PyTorch loop with fused Adam"
+    assert times(results) == {"mlp": {name: 3.0}, "cnn": {name: 1.5}}
+    assert first(results) == [
+        "![Time of an update, as bars](benchmarks-times.svg)",
+        f"The time of an update, ipufit's being 1: {name} 1.5 to 3.0.",
+    ]
+    assert first([]) == []
 
 
 @pytest.mark.long
 def test_the_plots_are_drawn(tmp_path):
     """The same figures make the same files, small ones."""
     pytest.importorskip("matplotlib")
-    from tests.bench.plots import plot_curves, plot_ratios
+    from tests.bench.plots import plot_curves, plot_ratios, plot_times
 
     results = [
         Result(name, peer, [1e-4, 2e-4], None) for name in WORKLOADS for peer in (OWN, BY_HAND)
@@ -253,7 +274,8 @@ def test_the_plots_are_drawn(tmp_path):
         name: {line.name: [[1e-4] * len(curve.points)] for line in curve.lines}
         for name, curve in CURVES.items()
     }
-    for draw, values in ((plot_ratios, results), (plot_curves, found)):
+    bars = (plot_times, times(results))
+    for draw, values in (bars, (plot_ratios, results), (plot_curves, found)):
         drawn = []
         for path in (tmp_path / "one.svg", tmp_path / "two.svg"):
             draw(values, path)

@@ -1,0 +1,129 @@
+"""What pages show of a terminal: what stays on it, and which of that must come again.
+
+Times and speeds differ from run to run, and a line of progress leaves out what has no room, so
+those of a page and of a run are compared by the rest: what is being done, the names of the values,
+and the values themselves, which other processors round otherwise.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from typing import Iterator, List
+
+__all__ = ["COLUMNS", "Terminal", "shortened", "with_lines_of"]
+
+COLUMNS = 80
+
+# Lines that tell of a run: a bar or a line for each epoch, evaluation or prediction, and notes.
+_PROGRESS = re.compile(r"(epoch \d+|evaluate|predict|record(ed|ing)|Graph compilation)\b")
+# What has no room everywhere, or is another number each time.
+_VARYING = re.compile(
+    r"""
+    \d+%\|[^|]*\|                               # a bar
+    | (?<!epoch[ ])\b\d+/\d+\b                  # how much of it is done
+    | \b\d+[ ](updates|batches)\b
+    | \d+:\d\d(:\d\d)?(<(\d+:\d\d(:\d\d)?|\?))? # a clock, and what is left
+    | samples/s=\S+
+    | [\d.?]+k?[ ]?(s|ms|\w+/s|s/\w+)(?![\w/])  # seconds and rates
+    | [━─]+                                     # another bar
+    """,
+    re.VERBOSE,
+)
+_WORD = re.compile(r"[^\s,=:|\[\]()]+")
+_CONTROL = re.compile(r"\x1b\[\??(\d*)[\d;]*([A-Za-z])|\n|\r|[^\x1b\n\r]+")
+
+# An accuracy may be off by a sample, and a loss by what other kernels round.
+_RELATIVE, _ABSOLUTE = 0.02, 0.005
+
+
+class Terminal(io.StringIO):
+    """A terminal of :data:`COLUMNS` columns to write to."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Say that it shows all that is written."""
+        return "utf-8"
+
+    def isatty(self) -> bool:
+        """Say that somebody is watching."""
+        return True
+
+    def screen(self) -> str:
+        """Return what stays on the screen, without spaces at the ends of lines."""
+        rows: List[str] = [""]
+        row = column = 0
+        for match in _CONTROL.finditer(self.getvalue()):
+            text, count, action = match[0], int(match[1] or 1), match[2]
+            if text == "\n":
+                row, column = row + 1, 0
+                rows += [""] * (row + 1 - len(rows))
+            elif text == "\r":
+                column = 0
+            elif action == "A":
+                row = max(0, row - count)
+            elif action in ("J", "K"):
+                rows[row] = "" if match[1] == "2" else rows[row][:column]
+                if action == "J":
+                    del rows[row + 1 :]
+            elif not text.startswith("\x1b"):
+                old = rows[row].ljust(column)
+                rows[row] = old[:column] + text + old[column + len(text) :]
+                column += len(text)
+        return "\n".join(line.rstrip() for line in rows)
+
+
+def with_lines_of(page: str, screen: str) -> str:
+    """Return what a run has left on the screen, with lines of progress as the page shows them.
+
+    A line of progress that the page does not show, or shows with other values, stays as it is.
+    """
+    shown = [part for part in _parts(page) if _PROGRESS.match(part)]
+    return "".join(_as_shown(part, shown) for part in _parts(screen))
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Cut a text into lines, of which one of progress goes on in indented ones."""
+    part = ""
+    for line in text.splitlines():
+        if part and not (_PROGRESS.match(part) and line.startswith("  ")):
+            yield part
+            part = ""
+        part += f"{line}\n"
+    yield part
+
+
+def _as_shown(part: str, shown: List[str]) -> str:
+    if _PROGRESS.match(part):
+        for place, other in enumerate(shown):
+            if _same(other, part):
+                return shown.pop(place)
+    return part
+
+
+def _same(one: str, other: str) -> bool:
+    words = [_WORD.findall(_VARYING.sub(" ", line)) for line in (one, other)]
+    return len(words[0]) == len(words[1]) and all(map(_close, *words))
+
+
+def _close(one: str, other: str) -> bool:
+    try:
+        return math.isclose(float(one), float(other), rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
+    except ValueError:
+        return one == other
+
+
+def shortened(page: str, screen: str) -> str:
+    """Return what is on the screen, with ``...`` for lines in the middle that the page leaves out.
+
+    A page that leaves out more than that stays as it is.
+    """
+    first, *rest = re.split(r"^\.\.\.\n", page, flags=re.M)
+    if "..." in "".join([first, *rest]) or len(rest) > 1:
+        return page
+    lines = screen.splitlines(keepends=True)
+    if not rest:
+        return screen
+    last = len(lines) - rest[0].count("\n")
+    return "".join([*lines[: first.count("\n")], "...\n", *lines[last:]])
