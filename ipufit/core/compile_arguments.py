@@ -119,6 +119,7 @@ def _backend_of_torch(name: str) -> CompilerFunction:
         ) from error
     try:
         function: CompilerFunction = registry.lookup_backend(name)
+        _load(function)
     except Exception as error:
         # Older versions of torch list what other packages bring along only once it is in use.
         if name in names or isinstance(error, ImportError):
@@ -130,6 +131,23 @@ def _backend_of_torch(name: str) -> CompilerFunction:
             "way to run a recorded program", name, {*LOWERINGS, *names}
         ) from None
     return function
+
+
+def _load(function: CompilerFunction) -> None:
+    """Have a backend import what it needs, which some do with their first graph alone.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    graph, x = fx.Graph(), torch.ones(1)
+    graph.output((graph.call_function(torch.add, (graph.placeholder("x"), 1)),))
+    try:
+        function(fx.GraphModule({}, graph), [x])
+    except ImportError:
+        raise
+    except Exception:
+        # Whether it can compile the program shows with the program.
+        return
 
 
 @dataclasses.dataclass

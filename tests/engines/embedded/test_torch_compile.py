@@ -1,6 +1,7 @@
 """``jit`` of compile with a backend of torch.compile, to which recorded graphs are handed."""
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -387,4 +388,18 @@ def test_weights_in_parts_are_refused():
         "shard='weights' needs a recorded program, in which weights are whole only while they are "
         "read, but got jit='eager', a backend of torch.compile that has whole graphs. Use "
         "shard='optimizer', or jit='auto'.",
+    )
+
+
+@pytest.mark.skipif("openxla" not in torch._dynamo.list_backends(()), reason="torch has none")
+def test_a_backend_whose_package_is_missing_is_refused_by_compile(monkeypatch):
+    """torch's own name for it imports the package with the first graph, hours after a queue."""
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    model = ipufit.Model(nn.Linear(4, 5))
+    with pytest.raises(ConfigurationError) as caught:
+        model.compile("sgd", "cross_entropy", jit="openxla")
+    assert str(caught.value) == (
+        "jit='openxla' names a backend of torch.compile that can't be loaded: ImportError: Please "
+        "follow the instruction in https://github.com/pytorch/xla#pytorchxla to install torch_xla. "
+        "Install what it needs, or use jit='auto'."
     )
