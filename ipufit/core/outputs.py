@@ -8,11 +8,13 @@ from typing import Any, Hashable, List, Mapping, Optional, Sequence, Tuple, Type
 import torch
 from torch import Tensor, nn
 
+from ipufit.core.batch import MicroBatch
 from ipufit.errors import CaptureError, ConfigurationError, DataError
 from ipufit.utils import tree
 
 __all__ = [
     "Key",
+    "SampleOutputs",
     "accumulator_of",
     "add_to",
     "add_up",
@@ -25,6 +27,7 @@ __all__ = [
     "label",
     "pick",
     "refuse_hidden_tensors",
+    "with_entries",
 ]
 
 # A mapping's key, a field's name, or a position.
@@ -92,12 +95,41 @@ def add_up(outputs: Sequence[tree.Tree]) -> tree.Tree:
     return tree.unflatten(totals, structure)
 
 
+class SampleOutputs(List[tree.Tree]):
+    """Outputs of a micro-batch as a list with an entry for each sample, such as a dict of boxes."""
+
+
+def with_entries(outputs: tree.Tree, batch: MicroBatch) -> tree.Tree:
+    """Tell a list with an entry for each sample from a list of several outputs.
+
+    Both may be as long as the batch. It is the first where a tensor has not a row for each sample,
+    or the batch itself has not: a list of images.
+
+    Args:
+        outputs: of a module.
+        batch: of which they are.
+    """
+    if type(outputs) is not list:
+        return outputs
+    lengths = {batch.size}
+    if all(isinstance(entry, Mapping) for entry in outputs):
+        # Of a list of images alone, their channels look like samples.
+        lengths.update(len(part) for part in batch.unpack()[0] if tree.is_sequence(part))
+    if len(outputs) not in lengths:
+        return outputs
+    tensors = [leaf for leaf in tree.flatten(outputs)[0] if isinstance(leaf, Tensor)]
+    are_rows = all(tensor.dim() and tensor.shape[0] == batch.size for tensor in tensors)
+    return outputs if are_rows and batch.has_rows else SampleOutputs(outputs)
+
+
 def check_rows(outputs: object, size: int) -> None:
     """Make sure that ``predict`` can join the outputs for ``size`` samples with those for others.
 
     Raises:
         DataError: an output has no row for each sample.
     """
+    if isinstance(outputs, SampleOutputs):
+        return
     for path, leaf in tree.flatten_with_paths(outputs, "output")[0]:
         if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != size):
             raise DataError(
@@ -112,10 +144,10 @@ def join_rows(outputs: Sequence[tree.Tree], padding_value: Optional[float] = Non
 
     Where they differ in more than the number of rows, what stands for the tensor is a list with a
     tensor for each row, which has no dimension of samples. What is no tensor is that of the first
-    micro-batch.
+    micro-batch. Lists with an entry for each sample make one list.
 
     Args:
-        outputs: of each micro-batch; a row for each sample.
+        outputs: of each micro-batch; a row or an entry for each sample.
         padding_value: fills rows up at the end of every dimension, so that they make one tensor.
 
     Raises:
@@ -123,6 +155,9 @@ def join_rows(outputs: Sequence[tree.Tree], padding_value: Optional[float] = Non
         ConfigurationError: rows can't be filled up: they have several numbers of dimensions, or are
             of integers.
     """
+    if any(isinstance(each, SampleOutputs) for each in outputs):
+        # Of few samples all tensors may have as many rows by chance.
+        return [entry for each in outputs for entry in each]
     leaves, structures = zip(*map(tree.flatten, outputs))
     for structure in structures:
         if structure != structures[0]:

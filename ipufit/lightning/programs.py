@@ -19,6 +19,7 @@ from ipufit.callbacks.history import History
 from ipufit.callbacks.running_fit import Measurement
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.logged_values import LogRule, Running
+from ipufit.core.outputs import with_entries
 from ipufit.core.plan import Plan, round_up
 from ipufit.data.batches import BatchValidator
 from ipufit.data.fields import BatchForm
@@ -163,7 +164,8 @@ class Done:
         if len(anchors.losses) == len(sizes):
             weights = torch.tensor(sizes, dtype=torch.float64)
             loss = (anchors.losses * weights).sum() / weights.sum()
-        return Done(sum(sizes), loss, logged, anchors.outputs)
+        outputs = [*map(with_entries, anchors.outputs, combined.micro_batches)]
+        return Done(sum(sizes), loss, logged, outputs)
 
 
 class Programs:

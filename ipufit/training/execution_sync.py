@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ipufit.core.batch import CombinedBatch, split_by_update
 from ipufit.core.logged_values import LogRule
+from ipufit.core.outputs import SampleOutputs
 from ipufit.core.plan import Plan
 from ipufit.data.weights import has_weight, zero_update
 from ipufit.engines.program import ExecutionResult, Program
@@ -171,6 +172,11 @@ class ExecutionSync:
         if not self.processes.is_distributed:
             return list(outputs)
         order = self._in_order(batch)
+        if isinstance(like, list):
+            is_by_sample = any(isinstance(each, SampleOutputs) for each in outputs)
+            if any(self.processes.gather(is_by_sample, "form of outputs")):
+                entries = self.processes.gather(list(outputs), "outputs")
+                return [SampleOutputs(entries[process][index]) for process, index in order]
         sizes: List[List[int]] = [[] for _ in range(self._plan.processes)]
         for (process, _), size in zip(order, (s for u in batch.layout or () for s in u if s)):
             sizes[process].append(size)

@@ -13,7 +13,7 @@ from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.compile_arguments import EagerFallback, role_of
 from ipufit.core.logged_values import merge_rules
-from ipufit.core.outputs import check_rows
+from ipufit.core.outputs import check_rows, with_entries
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig, check_interval
 from ipufit.data.batches import BatchValidator, is_weighted
@@ -378,7 +378,7 @@ class Session:
             if metrics:
                 probe(metrics, prepared.outputs, first, self.loss)
             if mode is Mode.PREDICT:
-                check_rows(prepared.outputs, first.size)
+                check_rows(with_entries(prepared.outputs, first), first.size)
             with defer_sigint():
                 tail = prepare_tail(program, plan, first, job.source, explainer)
             rules = merge_rules(prepared.rules, tail.rules if tail is not None else {})

@@ -553,6 +553,56 @@ def test_samples_are_counted_where_no_dimension_is_theirs(name, compiling):
     assert model.history.history["loss"] == pytest.approx(whole, rel=1e-12)
 
 
+class Detects(Boxes):
+    """Has a dict of boxes for each image, of as many as it finds."""
+
+    def forward(self, images, targets=None):
+        detections = []
+        for image in images:
+            cells = self.head(self.features(image[None])[0].flatten(1).T)
+            rows = (cells[:, 0] > 0).nonzero().squeeze(1)
+            detections.append({"boxes": cells[rows], "places": rows})
+        if targets is None:
+            return detections
+        return detections, torch.stack([each["boxes"].square().mean() for each in detections]).sum()
+
+
+@runs_eagerly
+@pytest.mark.parametrize("has_targets", [True, False])
+def test_a_detector_predicts_a_dict_for_each_image_in_order(has_targets):
+    """Images of one size are no rows either, and three of them are not their three channels."""
+    torch.manual_seed(0)
+    net = Detects()
+    data = pictures() if has_targets else [(images,) for images, _ in pictures()]
+    expected = [each for images, _ in pictures() for each in net(images)]
+    model = ipufit.Model(net)
+    model.compile("sgd", run_eagerly=True)
+    counts = []
+    for parts in (model.predict(data, verbose=0), [*model.predict_iter(data)]):
+        parts = parts if isinstance(parts[0], dict) else [each for part in parts for each in part]
+        assert len(parts) == len(expected) == 7
+        counts += [len(part["places"]) for part in parts]
+        for part, other in zip(parts, expected):
+            assert part.keys() == other.keys()
+            assert all(torch.equal(part[name], other[name]) for name in part)
+    assert len(set(counts)) > 1
+    if has_targets:
+        losses = [net(*batch)[1].item() * len(batch[0]) for batch in data]
+        assert model.evaluate(data, verbose=0)["loss"] == pytest.approx(sum(losses) / 7)
+
+
+def test_lists_of_several_outputs_stay_lists_of_outputs():
+    """Two outputs for two samples are no output for each."""
+
+    class Heads(nn.Module):
+        def forward(self, x):
+            return [{"a": x}, {"a": 2 * x}]
+
+    one, two = ipufit.Model(Heads()).predict(torch.arange(6.0).reshape(6, 1), batch_size=2)
+    assert one["a"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert two["a"].flatten().tolist() == [0, 2, 4, 6, 8, 10]
+
+
 # ---- jit="auto" ---------------------------------------------------------------------------------
 
 
