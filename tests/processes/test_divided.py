@@ -1,13 +1,14 @@
 """With ``shard_weights`` each process has a part of the weights, which are whole for a while."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import ipufit
-from ipufit.engines.embedded.fsdp import pieces_of
+from ipufit.engines.embedded.fsdp import ShardedStep, pieces_of
 from ipufit.engines.embedded.passes.collective_hooks import (
     FILL,
     FREE,
@@ -15,6 +16,7 @@ from ipufit.engines.embedded.passes.collective_hooks import (
     hoist_gradients,
     insert_weight_hooks,
 )
+from ipufit.engines.embedded.programs.sharded import FSDPWeights
 from ipufit.errors import CaptureError
 from ipufit.tracing.capture import capture
 from ipufit.tracing.recording import mark_backward_pass
@@ -157,3 +159,21 @@ def test_on_ipus_replicas_share_weights_and_state(replicas, monkeypatch):
     parts = {"useReplicatedTensorSharding": 1} if replicas > 1 else None
     assert found.get("location_optimizer") == parts
     assert found.get("location_weight") == parts
+
+
+@pytest.mark.both_engines
+def test_inference_asks_for_one_order_of_the_weights_too(monkeypatch):
+    """Else one process would gather another weight than those that wait for it."""
+    monkeypatch.setattr(ShardedStep, "take", lambda self, weights: None)
+    weights = FSDPWeights.__new__(FSDPWeights)
+    weights._weights, weights._events = None, ()
+
+    def attach(events):
+        step = ShardedStep(None, (), 0)
+        step.events = events
+        weights.attach(SimpleNamespace(lowered=SimpleNamespace(run=step)))
+
+    attach([(FILL, 0), (FREE, 0)])
+    attach([(FILL, 0), (FREE, 0)])
+    with pytest.raises(CaptureError, match="all micro-batches must use the weights in one order"):
+        attach([(FILL, 1), (FREE, 1)])

@@ -285,6 +285,21 @@ class ShardedWeights(FlatStorage):
         self._home = {}
 
 
+def one_order(first: Sequence[Event], events: Sequence[Event]) -> Sequence[Event]:
+    """Return the events of all graphs; those of the first one, if there was one, are the same.
+
+    Raises:
+        CaptureError: they are not, so that processes would wait for each other.
+    """
+    if first and events != first:
+        raise CaptureError(
+            "with shard='weights' all micro-batches must use the weights in one order, but one of "
+            "another size uses them in another. Remove the branch on the batch size, or leave "
+            "shard='weights' out."
+        )
+    return events
+
+
 class ShardedStep:
     """Runs a graph, when it is known whose weights it takes.
 
@@ -322,13 +337,7 @@ class ShardedStep:
         module.get_submodule("meeting").host = weights  # type: ignore[assignment]
         self._module, self._weights = module, weights
         if any(what == SUM for what, _ in self.events):
-            weights.events = weights.events or self.events
-            if self.events != weights.events:
-                raise CaptureError(
-                    "with shard='weights' all micro-batches must use the weights in one order, "
-                    "but one of another size uses them in another. Remove the branch on the batch "
-                    "size, or leave shard='weights' out."
-                )
+            weights.events = one_order(weights.events, self.events)
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """One micro-batch, in all processes that have one."""

@@ -6,9 +6,11 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import ipufit
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
+from ipufit.data import LengthBuckets
 from ipufit.poptorch._precision import keep_float64
 from tests.training.test_shapes import FORMS, Pooled, close, compiled, loop, sequences, weights
 
@@ -223,3 +225,18 @@ def test_an_update_of_several_shapes_is_no_program():
         "(4, 3), (4, 2) some of shape (4, 5), (4, 2) came. Pad them to one shape in collate_fn, or "
         "use engine='embedded'."
     )
+
+
+def test_one_bucket_pads_to_one_shape_and_one_program():
+    """Then samples come in the order of the loader, with several micro-batches in an update too."""
+    batches = sequences([(length, 1) for length in (5, 9, 5, 14, 9, 5, 7, 3, 5, 6, 2, 9)])
+    pairs = [(tokens[0], y[0]) for tokens, y in batches]
+    buckets = LengthBuckets(pairs, batch_size=2, max_recordings=1, shuffle=False)
+    loader = DataLoader(pairs, batch_sampler=buckets, collate_fn=buckets.pad)
+    padded = [*loader]
+    assert {x.shape for x, _ in padded} == {(2, 14)}
+    model = model_of(max_recordings=1)
+    expected = by_hand(model.module, [padded[i : i + 2] for i in (0, 2, 4)] * 2)
+    history = model.fit(loader, epochs=2, gradient_accumulation=2, verbose=0)
+    close(weights(model), expected)
+    assert history.params["recordings"] == 1

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import CombinedBatch, counts_by_rank
-from ipufit.engines.embedded.fsdp import FSDPOptimizer, ShardedStep, ShardedWeights, pieces_of
+from ipufit.engines.embedded.fsdp import (
+    FSDPOptimizer,
+    ShardedStep,
+    ShardedWeights,
+    one_order,
+    pieces_of,
+)
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import CarriedState, ModuleWeights, StatePlacement
@@ -145,7 +151,11 @@ class FSDPPlacement(ShardedPlacement):
         return weights
 
     def attach(self, recorded: TracedStep) -> None:
-        """Let a recording gather its weights from the parts."""
+        """Let a recording gather its weights from the parts, in the order of all others.
+
+        Raises:
+            CaptureError: it uses them in another order.
+        """
         assert self.weights is not None
         assert isinstance(recorded.lowered.run, ShardedStep)
         recorded.lowered.run.take(self.weights)
@@ -215,7 +225,7 @@ class FSDPWeights(ModuleWeights):
         """Let a recording gather its weights from the parts."""
         assert isinstance(recorded.lowered.run, ShardedStep)
         recorded.lowered.run.take(self._weights)
-        self._events = recorded.lowered.run.events
+        self._events = one_order(self._events, recorded.lowered.run.events)
 
     def finish(self, batch: CombinedBatch) -> None:
         """Bring the own parts to processes that have more micro-batches of an execution."""

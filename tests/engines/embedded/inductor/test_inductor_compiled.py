@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 
+import ipufit
 from ipufit.engines.embedded.inductor import build_spec, requirements
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from tests.engines.embedded.inductor.test_inductor import (
@@ -20,6 +21,7 @@ from tests.engines.embedded.inductor.test_inductor import (
 )
 from tests.fitting import Plan, assert_close, assert_equal, fit
 from tests.nets import MLP, data
+from tests.training.test_shapes import Pooled, sequences
 
 pytestmark = [
     pytest.mark.both_engines,
@@ -132,6 +134,28 @@ def test_onednns_matrix_product_is_compiled_for_any_matrix(threads, cached, monk
         torch.set_num_threads(before)
     assert engine.training.way.compiled.is_ready
     assert_close(nets[1], nets[0], NARROW)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_each_shape_has_compiled_updates_of_its_own(cached, capsys, accumulation):
+    """Updates that mix shapes run as recorded, and all have the numbers of the graph."""
+    batches = sequences([(length, 4) for length in (5, 9, 5, 5, 9, 9, 5, 9)])
+    models = []
+    for jit in ("graph", "inductor"):
+        torch.manual_seed(0)
+        model = ipufit.Model(Pooled().double(), engine="embedded")
+        model.compile("adam", "mse", jit=jit)
+        how = {"gradient_accumulation": accumulation, "device_iterations": 2, "epochs": 2}
+        model.fit(batches, seed=0, verbose=0, **how)
+        models.append(model)
+    assert_close(models[1].module, models[0].module, TOLERANCE)
+    assert models[1].history.params["jit"] == "inductor"
+    assert models[1].history.params["recordings"] == 2
+    models[1].explain()
+    text = capsys.readouterr().out
+    assert "Training is recorded for 2 shapes of batches" in text
+    assert text.count("Full updates run compiled by TorchInductor in ") == 2
 
 
 def _all_by_onednn(graph):
