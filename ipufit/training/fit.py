@@ -20,9 +20,9 @@ from ipufit.processes import Processes
 from ipufit.tracing.user_lines import is_users
 from ipufit.training.arguments import FitConfig, InferenceConfig
 from ipufit.training.execution_sync import refuse_other_order
-from ipufit.training.fit_data import FitRequest, InferenceRequest
+from ipufit.training.fit_data import FitRequest, InferenceRequest, updates_per_epoch
 from ipufit.training.rank_consistency import sync_inference_config, sync_run_config
-from ipufit.training.session import JobSpec, Session, updates_per_epoch
+from ipufit.training.session import JobSpec, Session
 from ipufit.training.summary import stripped
 from ipufit.training.trainer import Job, PredictionObserver, Trainer
 from ipufit.training.validation import ValidationRunner

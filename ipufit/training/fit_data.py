@@ -28,6 +28,7 @@ __all__ = [
     "refuse_unused",
     "resolve_limit",
     "resolve_prefetch",
+    "updates_per_epoch",
 ]
 
 
@@ -434,3 +435,12 @@ def refuse_unused(validation: Validation, split: object, loading: Loading) -> No
             f"{' and '.join(unused)} set how validation_data is evaluated, but there is none. Pass "
             "Validation(data, ...) or validation_split, or leave them out."
         )
+
+
+def updates_per_epoch(plan: Plan, source: DataAdapter) -> Optional[int]:
+    """From the plan, else from the number of batches, else unknown."""
+    if plan.updates_per_epoch is not None:
+        return plan.updates_per_epoch
+    if source.micro_batches is None:
+        return None
+    return -(-source.micro_batches // plan.micro_batches_per_update)

@@ -52,13 +52,7 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.preflight.report import PreflightReport
     from ipufit.planner.planning import PartitionEstimator
 
-__all__ = [
-    "JobSpec",
-    "Session",
-    "require_one_loss",
-    "require_single_process",
-    "updates_per_epoch",
-]
+__all__ = ["JobSpec", "Session", "require_one_loss", "require_single_process"]
 
 
 class Session:
@@ -592,15 +586,6 @@ class Session:
                 "compile made the optimizer, so fit leaves it as it is. Call compile again to "
                 "train it.",
             )
-
-
-def updates_per_epoch(plan: Plan, source: DataAdapter) -> Optional[int]:
-    """From the plan, else from the number of batches, else unknown."""
-    if plan.updates_per_epoch is not None:
-        return plan.updates_per_epoch
-    if source.micro_batches is None:
-        return None
-    return -(-source.micro_batches // plan.micro_batches_per_update)
 
 
 def _told_of_compile(error: PlanError) -> PlanError:

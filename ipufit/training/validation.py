@@ -10,7 +10,8 @@ from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.data.source import DataAdapter
 from ipufit.errors import DataError, IpufitError, brief_error
-from ipufit.training.session import JobSpec, Session, updates_per_epoch
+from ipufit.training.fit_data import updates_per_epoch
+from ipufit.training.session import JobSpec, Session
 from ipufit.training.trainer import Trainer
 from ipufit.utils.names import in_validation
 from ipufit.utils.random_streams import isolated

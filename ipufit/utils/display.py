@@ -410,7 +410,9 @@ def make_display(verbose: Union[int, str]) -> Display:
     if verbose == "rich":
         return _Rich()
     is_terminal = stream is not None and stream.isatty()
-    if verbose == 2 or stream is None or (is_terminal and os.environ.get("TERM") == "dumb"):
+    is_dumb = is_terminal and os.environ.get("TERM") == "dumb"
+    # The switch of tqdm's for all bars of a process.
+    if verbose == 2 or stream is None or is_dumb or os.environ.get("TQDM_DISABLE", "0") != "0":
         return Display()
     if is_terminal and os.name == "nt":
         os.system("")  # has Windows' own terminal follow escape sequences
