@@ -439,11 +439,12 @@ def _progress(
         yield []
         return
     # Imported here: nobody needs it who sees nothing.
-    from ipufit.callbacks.progbar_logger import ProgbarLogger, showing
+    from ipufit.callbacks import progbar_logger
 
-    shown = [callback for callback in config.callbacks if isinstance(callback, ProgbarLogger)]
-    added = [] if shown else [ProgbarLogger(config.level)]
-    with showing((shown + added)[0], session.engine):
+    kind = progbar_logger.ProgbarLogger
+    shown = [callback for callback in config.callbacks if isinstance(callback, kind)]
+    added = [] if shown else [kind(config.level)]
+    with progbar_logger.showing((shown + added)[0], session.engine):
         yield [*added]
 
 
