@@ -273,9 +273,13 @@ ADVICE = {
         lambda: fit([(X, Y)], epochs=2),
     ),
     "position": (
-        lambda: compiled().fit(X, Y, 4, 2, 0),
-        "fit takes (x, y, batch_size, epochs) by position, got 5 values. Give all others by name.",
-        lambda: compiled().fit(X, Y, 4, 2, verbose=0),
+        lambda: compiled().fit(X, Y, 4, 2, 0, (), 0.0, None, False, None, torch.ones(12), 3),
+        "fit takes (x, y, batch_size, epochs, verbose, callbacks, validation_split, "
+        "validation_data, shuffle, class_weight, sample_weight) by position, got 12 values. Give "
+        "all others by name.",
+        lambda: compiled().fit(
+            X, Y, 4, 2, 0, (), 0.0, None, False, None, torch.ones(12), steps_per_epoch=3
+        ),
     ),
     "not compiled": (
         lambda: ipufit.Model(linear()).fit(X, Y),
@@ -544,8 +548,9 @@ def test_every_argument_that_is_not_there_is_told_at_once():
             "device='cuda' for a GPU.",
         ),
         (
-            lambda model: model.predict(X, 4, 2),
-            "predict takes (x, batch_size) by position, got 3 values. Give all others by name.",
+            lambda model: model.predict(X, 4, 0, 1, (), 2),
+            "predict takes (x, batch_size, verbose, steps, callbacks) by position, got 6 values. "
+            "Give all others by name.",
         ),
     ],
     ids=["evaluate", "compile", "predict", "summary", "Model", "position"],

@@ -186,7 +186,7 @@ class LightningModel(StepsModel):
         losses = ManualLosses("training_step", in_module="whole", names=by_optimizer)
         return (optimizers if len(optimizers) > 1 else optimizers[0]), losses
 
-    def fit(
+    def fit(  # type: ignore[override]
         self,
         x: object = None,
         y: object = None,
@@ -216,7 +216,7 @@ class LightningModel(StepsModel):
                 self._make_session(self._options, FitTrainerProxy({**facts, **counts}))
             return Model.fit(self, data, y, **options)
 
-    def evaluate(
+    def evaluate(  # type: ignore[override]
         self,
         x: object = None,
         y: object = None,
@@ -249,7 +249,7 @@ class LightningModel(StepsModel):
         with self._stage(stage, loaders, role, {}, options):
             return Model.evaluate(self, loaders.main(), y, **options)
 
-    def predict(
+    def predict(  # type: ignore[override]
         self,
         x: object = None,
         batch_size: Optional[int] = None,
@@ -262,7 +262,7 @@ class LightningModel(StepsModel):
         with self._stage("predict", loaders, "predict", {}, options):
             return Model.predict(self, loaders.main(), batch_size, **options)
 
-    def predict_iter(
+    def predict_iter(  # type: ignore[override]
         self, x: object = None, batch_size: Optional[int] = None, **options: Any
     ) -> Iterator[Any]:
         """Yield the results of ``predict`` piece by piece, without the hooks of the module.

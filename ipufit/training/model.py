@@ -333,7 +333,6 @@ class Model(InspectionMixin):
         y: Any = None,
         batch_size: Optional[int] = None,
         epochs: Union[int, range] = 1,
-        *,
         verbose: Union[int, str] = "auto",
         callbacks: Union[Callback, Sequence[Callback], None] = (),
         validation_split: float = 0.0,
@@ -341,6 +340,7 @@ class Model(InspectionMixin):
         shuffle: Optional[bool] = None,
         class_weight: Optional[Mapping[int, float]] = None,
         sample_weight: Any = None,
+        *,
         steps_per_epoch: Optional[int] = None,
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
@@ -351,12 +351,16 @@ class Model(InspectionMixin):
     ) -> History:
         """Train. See docs/data.md for what ``x`` may be, and docs/plan.md for the numbers of a run.
 
+        Arguments by position have the order of Keras.
+
         Args:
-            x: a tensor, a NumPy array (memory-mapped ones are read a batch at a time), a DataFrame
-                or Series of pandas, or a dict, tuple or list of such, with one row per sample; a
-                map-style or iterable Dataset; a DataLoader; or any iterable of batches ``(inputs,
-                target)`` or ``(inputs, target, sample_weight)``. A loader's batch size is the
-                micro-batch; its sampler, collate_fn, workers and generator are used as they are.
+            x: a tensor, a NumPy array (memory-mapped ones are read a batch at a time), a list of
+                numbers, a DataFrame or Series of pandas or polars, a sparse matrix of SciPy, or a
+                dict, tuple or list of such, with one row per sample; a map-style or iterable
+                Dataset; a ``keras.utils.PyDataset``; a DataLoader; or any iterable of batches
+                ``(inputs, target)`` or ``(inputs, target, sample_weight)``. A loader's batch size
+                is the micro-batch; its sampler, collate_fn, workers and generator are used as they
+                are.
             y: targets beside tensors and arrays, in any structure, one row per sample.
             batch_size: of tensors, arrays and datasets: the micro-batch. None is 32.
             epochs: how many, or a range of their indices, such as range(3, 10) for those that
@@ -373,8 +377,9 @@ class Model(InspectionMixin):
                 ``(x, y, sample_weight)`` of tensors and arrays, as a tuple or list, or any other
                 form of ``x``; or an :class:`ipufit.Validation`, which also says how often and how
                 much.
-            shuffle: tensors, arrays and map-style datasets, anew in every epoch, in an order that
-                depends on seed and epoch alone. None is True for these; a loader has its own order.
+            shuffle: tensors, arrays, map-style datasets and the batches of a PyDataset, anew in
+                every epoch, in an order that depends on seed and epoch alone. None is True for
+                these; a loader has its own order.
             class_weight: weight of the samples by class index; other classes weigh 1. The target
                 holds class indices, or rows of probabilities.
             sample_weight: how much each sample counts, beside tensors and arrays; shape (samples,)
@@ -435,16 +440,16 @@ class Model(InspectionMixin):
         x: Any,
         y: Any = None,
         batch_size: Optional[int] = None,
-        *,
+        verbose: Union[int, str] = "auto",
         sample_weight: Any = None,
         steps: Optional[int] = None,
+        callbacks: Union[Callback, Sequence[Callback], None] = (),
+        return_dict: bool = True,
+        *,
         prefetch: Optional[int] = None,
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
-        callbacks: Union[Callback, Sequence[Callback], None] = (),
         seed: Optional[int] = None,
-        verbose: Union[int, str] = "auto",
-        return_dict: bool = True,
     ) -> Union[float, List[float], Dict[str, float]]:
         """Loss and metrics, exact means over all samples. The module is in eval mode meanwhile.
 
@@ -452,17 +457,17 @@ class Model(InspectionMixin):
             x: as for ``fit``; never shuffled by ipufit.
             y: as for ``fit``.
             batch_size: as for ``fit``.
+            verbose: 0 silent, 1 a progress bar, 2 one line; the rest as for ``fit``.
             sample_weight: as for ``fit``.
             steps: device iterations to read at most, from the start; None for all.
+            callbacks: get the ``on_test_`` hooks.
+            return_dict: False for Keras' other form: the loss, or with metrics a list that begins
+                with it.
             prefetch: as for :class:`ipufit.Loading`.
             ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
             device_iterations: forward passes per execution; None is that of the config, else 1.
-            callbacks: get the ``on_test_`` hooks.
             seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
                 ``compile`` has fixed.
-            verbose: 0 silent, 1 a progress bar, 2 one line; the rest as for ``fit``.
-            return_dict: False for Keras' other form: the loss, or with metrics a list that begins
-                with it.
 
         Returns:
             "loss" and one value per metric and logged name.
@@ -486,15 +491,15 @@ class Model(InspectionMixin):
         self,
         x: Any,
         batch_size: Optional[int] = None,
-        *,
+        verbose: Union[int, str] = "auto",
         steps: Optional[int] = None,
+        callbacks: Union[Callback, Sequence[Callback], None] = (),
+        *,
         prefetch: Optional[int] = None,
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
-        callbacks: Union[Callback, Sequence[Callback], None] = (),
         padding_value: Optional[float] = None,
         seed: Optional[int] = None,
-        verbose: Union[int, str] = "auto",
     ) -> Any:
         """The module's outputs for all samples, in the data's order; without ``compile`` too.
 
@@ -504,16 +509,16 @@ class Model(InspectionMixin):
                 or of ``(inputs, target, sample_weight)``, of which all but the inputs is left
                 aside.
             batch_size: as for ``fit``.
+            verbose: as for ``evaluate``.
             steps: device iterations to read at most, from the start; None for all.
+            callbacks: get the ``on_predict_`` hooks.
             prefetch: as for :class:`ipufit.Loading`.
             ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
             device_iterations: forward passes per execution; None is that of the config, else 1.
-            callbacks: get the ``on_predict_`` hooks.
             padding_value: outputs of several shapes are padded with it, at the end of every
                 dimension, to one tensor; None makes them a list with a tensor for each sample.
             seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
                 ``compile`` has fixed.
-            verbose: as for ``evaluate``.
 
         Returns:
             The structure that the module returns, each tensor with one row per sample; a list of
@@ -537,15 +542,15 @@ class Model(InspectionMixin):
         self,
         x: Any,
         batch_size: Optional[int] = None,
-        *,
+        verbose: Union[int, str] = 0,
         steps: Optional[int] = None,
+        callbacks: Union[Callback, Sequence[Callback], None] = (),
+        *,
         prefetch: Optional[int] = None,
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
-        callbacks: Union[Callback, Sequence[Callback], None] = (),
         padding_value: Optional[float] = None,
         seed: Optional[int] = None,
-        verbose: Union[int, str] = 0,
     ) -> Iterator[Any]:
         """Yield the results of ``predict`` piece by piece: memory holds those of one execution.
 
@@ -554,16 +559,16 @@ class Model(InspectionMixin):
         Args:
             x: as for ``predict``.
             batch_size: as for ``fit``.
+            verbose: as for ``evaluate``.
             steps: device iterations to read at most, from the start; None for all.
+            callbacks: get the ``on_predict_`` hooks; ``on_predict_end`` after the last piece.
             prefetch: as for :class:`ipufit.Loading`.
             ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
             device_iterations: forward passes per execution, and so per piece; None is that of the
                 config, else 1.
-            callbacks: get the ``on_predict_`` hooks; ``on_predict_end`` after the last piece.
             padding_value: as for ``predict``; each piece is padded by itself.
             seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
                 ``compile`` has fixed.
-            verbose: as for ``evaluate``.
 
         Returns:
             An iterator over the outputs of each execution, in order; together they have one row per
@@ -837,6 +842,8 @@ class Model(InspectionMixin):
 class StepsModel(Model, abc.ABC):
     """Model of a LightningModule, as :meth:`Model.from_lightning` makes it.
 
+    What its methods take beyond the data, a batch size and epochs goes by name alone.
+
     Attributes:
         lightning: the LightningModule; ``module`` is another face of it, whose forward is its
             steps.
@@ -845,7 +852,7 @@ class StepsModel(Model, abc.ABC):
     lightning: nn.Module
 
     @abc.abstractmethod
-    def fit(
+    def fit(  # type: ignore[override]
         self,
         x: Any = None,
         y: Any = None,
@@ -871,7 +878,7 @@ class StepsModel(Model, abc.ABC):
         """
 
     @abc.abstractmethod
-    def evaluate(
+    def evaluate(  # type: ignore[override]
         self,
         x: Any = None,
         y: Any = None,
@@ -898,7 +905,7 @@ class StepsModel(Model, abc.ABC):
         """Evaluate with ``test_step`` and ``test_dataloader``."""
 
     @abc.abstractmethod
-    def predict(
+    def predict(  # type: ignore[override]
         self,
         x: Any = None,
         batch_size: Optional[int] = None,
