@@ -251,9 +251,7 @@ def _settings_after(
         taken_over = names
         ended = checkpoint.epoch - checkpoint.run["first_epoch"]
         before = state or {"updates": checkpoint.document["updates"], "epochs": ended}
-        if schedule.counts_by_run:
-            before = {"updates": checkpoint.done, "epochs": ended}
-        schedule.advance_to(before["updates"], before["epochs"])
+        schedule.advance_to(before["updates"], before["epochs"], (checkpoint.done, ended))
         state = None
     groups = [
         {

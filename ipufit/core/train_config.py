@@ -57,11 +57,6 @@ class HyperparameterSchedule(Protocol):
         ...
 
     @property
-    def counts_by_run(self) -> bool:
-        """True if every run begins the settings anew, False if they go on since ``compile``."""
-        ...
-
-    @property
     def configuration(self) -> Mapping[str, object]:
         """Everything that determines the settings of all updates."""
         ...
@@ -86,7 +81,7 @@ class HyperparameterSchedule(Protocol):
         """Move on where settings change at epoch ends."""
         ...
 
-    def advance_to(self, updates: int, epochs: int) -> None:
+    def advance_to(self, updates: int, epochs: int, in_run: Tuple[int, int]) -> None:
         """Bring a schedule that has not begun to where it is after so many updates and epochs."""
         ...
 

@@ -531,3 +531,25 @@ def test_a_run_goes_on_with_another_rate_of_one_of_them(watches, tmp_path):
     assert run(2, 0.1) == [0.1, 0.05 if watches else 0.025]
     changes = {"resume": "auto", "resume_changes": {"lr"}}
     assert run(3, 0.2, **changes) == [0.2, 0.05 if watches else 0.0125]
+
+
+@own_step
+def test_other_schedules_go_on_from_the_run_or_from_compile(tmp_path):
+    """A curve by name from where its run is, a function of updates from where the model is."""
+
+    def compiled(head):
+        model = ipufit.Model(net())
+        optimizers = {"encoder.*": lambda p: SGD(p, lr=0.1), "head": lambda p: SGD(p, lr=0.1)}
+        schedules = {"encoder.*": "cosine", "head": head}
+        model.compile(optimizers, "cross_entropy", lr_scheduler=schedules)
+        return model
+
+    model = compiled(lambda update: 0.1)
+    model.fit(LOADER, epochs=2, verbose=0)
+    model.fit(LOADER, seed=1, verbose=0, checkpoint=ipufit.Checkpoint(tmp_path))
+    checkpoint = ipufit.Checkpoint(tmp_path, resume="auto", resume_changes={"lr_scheduler"})
+    model = compiled(lambda update: 0.1 * 0.99**update)
+    history = model.fit(LOADER, epochs=2, seed=1, verbose=0, checkpoint=checkpoint).history
+    curve = 0.05 * (1 + math.cos(math.pi * 99 / 100))
+    assert history["learning_rate"][-1] == pytest.approx(curve)
+    assert history["learning_rate_1"][-1] == pytest.approx(0.1 * 0.99**199)

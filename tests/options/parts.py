@@ -631,13 +631,22 @@ def checked(updates=2, epoch=()):
     return fails.check(updates, epoch)
 
 
-def advanced(updates=4, epochs=1):
-    found = half()
-    found.advance_to(updates, epochs)
-    return found.state_dict(), [row[0]["lr"] for row in found.rows(2)]
+def advanced(updates=4, epochs=1, in_run=(3, 1)):
+    """A function of updates, and a curve, which counts by run."""
+    found = half(), schedules.resolve_schedule(schedules.Cosine(total=9), sgd())
+    for each in found:
+        each.begin_run(9, None)
+        each.advance_to(updates, epochs, in_run)
+    return [(each.state_dict(), [row[0]["lr"] for row in each.rows(2)]) for each in found]
 
 
-of("optim.schedules.Schedule.advance_to", advanced, updates=(4, 2), epochs=(1, 2))
+of(
+    "optim.schedules.Schedule.advance_to",
+    advanced,
+    updates=(4, 2),
+    epochs=(1, 2),
+    in_run=((3, 1), (2, 1)),
+)
 of("optim.schedules.Schedule.rows", made, updates=(4, 2), accumulation_steps=((), (2, 2, 2, 2)))
 of("optim.schedules.Schedule.check", checked, updates=(2, 9), epoch=With((), (1,), updates=9))
 of("optim.schedules.Schedule.end_epoch", ended, logs=({"loss": 1.0}, {"other": 1.0}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence
+from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -54,11 +54,6 @@ class MemberSchedules:
     def follows_values(self) -> bool:
         """True if settings of any depend on values of the run."""
         return any(each.follows_values for each in self.schedules.values())
-
-    @property
-    def counts_by_run(self) -> bool:
-        """Say whether every run begins the settings of any anew."""
-        return any(each.counts_by_run for each in self.schedules.values())
 
     @property
     def configuration(self) -> Dict[str, object]:
@@ -124,15 +119,16 @@ class MemberSchedules:
         for each in self.schedules.values():
             each.end_epoch(logs)
 
-    def advance_to(self, updates: int, epochs: int) -> None:
+    def advance_to(self, updates: int, epochs: int, in_run: Tuple[int, int]) -> None:
         """Bring schedules that have not begun to where they are after so many updates and epochs.
 
         Args:
-            updates: that have been made.
-            epochs: that have ended.
+            updates: that have been made since ``compile``.
+            epochs: that have ended since ``compile``.
+            in_run: updates and epochs of the run that goes on.
         """
         for each in self.schedules.values():
-            each.advance_to(updates, epochs)
+            each.advance_to(updates, epochs, in_run)
 
     def check_present(self) -> None:
         """Find out whether the next update can use the present settings.

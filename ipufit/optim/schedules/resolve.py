@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from typing import Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Union
+from typing import Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -214,10 +214,15 @@ class RunSchedule(CallableSchedule):
         self._set(self._place)
         self._settled()
 
-    @property
-    def counts_by_run(self) -> bool:
-        """True: every run has the curve from its beginning."""
-        return True
+    def advance_to(self, updates: int, epochs: int, in_run: Tuple[int, int]) -> None:
+        """Bring the curve to where it is after the run's updates and epochs alone.
+
+        Args:
+            updates: that have been made since ``compile``.
+            epochs: that have ended since ``compile``.
+            in_run: updates and epochs of the run that goes on, from whose beginning a curve counts.
+        """
+        super().advance_to(*in_run, in_run)
 
     @property
     def name(self) -> str:

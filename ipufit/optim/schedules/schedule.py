@@ -251,17 +251,14 @@ class Schedule(abc.ABC):
         """Say whether the settings depend on values of the run, not on updates and epochs alone."""
         return False
 
-    @property
-    def counts_by_run(self) -> bool:
-        """Say whether every run begins the settings anew, or they go on since ``compile``."""
-        return False
-
-    def advance_to(self, updates: int, epochs: int) -> None:
+    def advance_to(self, updates: int, epochs: int, in_run: Tuple[int, int]) -> None:
         """Bring a schedule that has not begun to where it is after so many updates and epochs.
 
         Args:
-            updates: that have been made.
-            epochs: that have ended.
+            updates: that have been made since ``compile``.
+            epochs: that have ended since ``compile``.
+            in_run: updates and epochs of the run that goes on; for schedules that every run begins
+                anew.
 
         Raises:
             ConfigurationError: it has begun, or changes with batches; or a value that no update

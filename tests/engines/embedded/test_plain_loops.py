@@ -806,8 +806,8 @@ def test_a_shape_that_runs_itself_is_warned_of_once(capsys):
     assert "Training is recorded for 2 shapes of batches: (4, 3), (4,) in " in explanation
 
 
+@runs_eagerly
 def test_who_asks_for_programs_gets_no_other():
-    """Nor does an IPU."""
     with pytest.raises(CaptureError, match="Python branched on a tensor's value"):
         late_fit(jit="graph")
 
