@@ -114,7 +114,7 @@ def main():
     train = DataLoader(Recordings(1500, 1), batch_size=25, shuffle=True)
     test = DataLoader(Recordings(200, 2), batch_size=50)
     model = ipufit.Model(Recogniser())
-    model.compile(lambda p: torch.optim.Adam(p, 3e-3), ctc, [exact], targets="digits")
+    model.compile(lambda p: torch.optim.Adam(p, 3e-3), ctc, metrics=[exact], targets="digits")
     model.fit(train, epochs=8, device_iterations=10, seed=SEED, verbose=2)
     share = model.evaluate(test, verbose=0)["exact"]
     misheard = Misheard()

@@ -94,7 +94,7 @@ def compiled(net=None, loss="mse", metrics=None, **options):
     """A model that is ready for fit."""
     engine = options.pop("engine", "auto")
     model = ipufit.Model(Net() if net is None else net, engine=engine)
-    model.compile(options.pop("optimizer", momentum), loss, metrics, **options)
+    model.compile(options.pop("optimizer", momentum), loss, metrics=metrics, **options)
     return model
 
 

@@ -56,7 +56,7 @@ def compiled(net, optimizer, loss="cross_entropy", way="recorded", metrics=None,
     model = ipufit.Model(net, engine="auto" if way == "recorded" else lambda: engine)
     made = optimizer(net.parameters()) if callable(optimizer) else optimizer
     with skipping_refusals():
-        model.compile(made, loss, metrics, run_eagerly=way == "eager", **options)
+        model.compile(made, loss, metrics=metrics, run_eagerly=way == "eager", **options)
     return model, model._session.engine
 
 

@@ -27,9 +27,9 @@ def linear():
     return nn.Linear(4, 3)
 
 
-def compiled(optimizer="sgd", loss="mse", *args, module=None, **options):
+def compiled(optimizer="sgd", loss="mse", module=None, **options):
     model = ipufit.Model(linear() if module is None else module)
-    model.compile(optimizer, loss, *args, **options)
+    model.compile(optimizer, loss, **options)
     return model
 
 
@@ -335,9 +335,9 @@ ADVICE = {
         lambda: fit(model=compiled(loss=lambda p, t: 2.0 * (p - t).square().mean())),
     ),
     "metric": (
-        lambda: compiled("sgd", "mse", "acuracy"),
+        lambda: compiled(metrics="acuracy"),
         "Did you mean 'accuracy'?",
-        lambda: compiled("sgd", "mse", "accuracy"),
+        lambda: compiled(metrics="accuracy"),
     ),
     "switch": (
         lambda: compiled(run_eagerly=1),

@@ -101,7 +101,10 @@ class LightningModel(StepsModel):
         self,
         optimizer: object = None,
         loss: object = None,
+        loss_weights: object = None,
         metrics: object = None,
+        weighted_metrics: object = None,
+        run_eagerly: bool = False,
         **options: object,
     ) -> None:
         """Choose how to train; without a call, everything is as the LightningModule says.
@@ -109,14 +112,19 @@ class LightningModel(StepsModel):
         Args:
             optimizer: None takes what ``configure_optimizers`` returns, its schedule included.
             loss: None: the steps compute it.
+            loss_weights: None, like the loss.
             metrics: None: the steps log what there is to see.
+            weighted_metrics: None, like the metrics.
+            run_eagerly: as for :meth:`ipufit.Model.compile`.
             options: as for :meth:`ipufit.Model.compile`.
 
         Raises:
             ConfigurationError: as for :meth:`ipufit.Model.compile`, or a form of optimizer and
                 schedule that a program can't honour.
         """
-        for name, value in (("loss", loss), ("metrics", metrics)):
+        objectives = {"loss": loss, "loss_weights": loss_weights}
+        objectives.update(metrics=metrics, weighted_metrics=weighted_metrics)
+        for name, value in objectives.items():
             if value is not None:
                 raise ConfigurationError(
                     f"{name} must be None: the steps of a LightningModule compute the loss, and "
@@ -127,7 +135,7 @@ class LightningModel(StepsModel):
                 "lr_scheduler goes with an optimizer, but configure_optimizers gives both. Return "
                 "the scheduler there, or pass the optimizer too."
             )
-        options["optimizer"] = optimizer
+        options.update(optimizer=optimizer, run_eagerly=run_eagerly)
         try:
             self._make_session(options, FitTrainerProxy({}, fitting=False))
         except NotKnownYetError:

@@ -76,6 +76,8 @@ def resolve_loss(
         LossError: a reduction that leaves more than one number, or something that is no loss.
         ConfigurationError: options that don't go together.
     """
+    if loss_weights is not None:
+        _refuse_metrics(loss_weights)
     options: Dict[str, Any] = {
         "normalize": normalize,
         "sample_weight_reduction": sample_weight_reduction,
@@ -94,6 +96,16 @@ def resolve_loss(
     resolved = dataclasses.replace(_one(loss), **options)
     _check_options(resolved)
     return resolved
+
+
+def _refuse_metrics(loss_weights: object) -> None:
+    """Refuse what only metrics can be, where positions of Keras 2 were meant."""
+    entries = loss_weights if isinstance(loss_weights, (list, tuple)) else [loss_weights]
+    if any(isinstance(each, str) or callable(each) for each in entries):
+        raise ConfigurationError(
+            f"loss_weights must be numbers, got {loss_weights!r}. By position metrics come after "
+            "loss_weights, as in Keras 3. Write metrics=[...]."
+        )
 
 
 def _check_options(loss: Loss) -> None:

@@ -297,7 +297,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         optimizer = build_optimizer(self.optimizer, group_of(self, "optimizer"))
         model = Model(module, engine=self.engine, device=self.device)
         loss, metrics = copy.deepcopy(self.loss), copy.deepcopy(self.metrics)
-        model.compile(optimizer, loss, metrics, **options)
+        model.compile(optimizer, loss, metrics=metrics, **options)
         return model
 
     def _train(

@@ -13,6 +13,7 @@ from ipufit.data.adapters import DataArguments, get_data_adapter
 from ipufit.data.settings import Loading
 from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError, NotCompiledError
+from ipufit.optim.several import name_of_optimizer
 from ipufit.partition.request import PartitionRequest
 from ipufit.training.fit_data import limited_plan
 from ipufit.training.sanity_check import wrap_batch_errors
@@ -20,6 +21,7 @@ from ipufit.training.session import Session, require_one_loss
 from ipufit.training.summary import check_options, sample_for, sample_of, summarize
 from ipufit.utils.console import preformatted
 from ipufit.utils.names import with_hints
+from ipufit.utils.state import device_of
 
 if TYPE_CHECKING:
     from ipufit.analysis.check import CheckReport
@@ -319,10 +321,24 @@ class InspectionMixin:
 
         return checked(self.module, self._session, x, sys._getframe(1))
 
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for parameter in self.module.parameters())
+        parts = [f"{type(self).__name__} of {type(self.module).__name__}, {count:,} parameters"]
+        session = self._session
+        if session is None:
+            return f"<{parts[0]}, not compiled>"
+        optimizer = session.optimizer
+        parts += [name_of_optimizer(optimizer) if optimizer else "no optimizer"]
+        parts += [f"loss {session.loss.name}"]
+        parts += [f"metrics {', '.join(session.metrics.names)}"] if session.metrics else []
+        parts += [f"{session.engine.name} engine on {device_of(self.module)}"]
+        return f"<{', '.join(parts)}, {session.updates:,} updates>"
+
     def _compiled(self, name: str) -> Session:
         if self._session is None:
+            instead = "Pass loss='cross_entropy', or call" if name == "evaluate" else "Call"
             raise NotCompiledError(
-                f"{name} needs a compiled model. Call "
+                f"{name} needs a compiled model. {instead} "
                 "model.compile(optimizer='adam', loss='cross_entropy') first."
             )
         return self._session
@@ -335,7 +351,7 @@ class InspectionMixin:
             )
         if session.optimizer is None:
             raise ConfigurationError(
-                f"{name} needs an optimizer, but compile(optimizer=None) made a model that can "
-                "only evaluate and predict. Call compile with one, such as optimizer='adam'."
+                f"{name} needs an optimizer, but compile was given none, for a model that only "
+                "evaluates and predicts. Call compile with one, such as optimizer='adam'."
             )
         return session

@@ -128,7 +128,7 @@ class Model(InspectionMixin):
 
         Returns:
             A model with all methods of :class:`ipufit.Model`, of which these differ, and ``test``.
-            ``compile(optimizer=None, loss=None, metrics=None, **options)``;
+            ``compile(optimizer=None, **options)``;
             ``fit(x=None, y=None, batch_size=None, epochs=1, *, datamodule=None, **options)``, which
             validates if there is validation data; ``evaluate(x=None, y=None, batch_size=None, *,
             datamodule=None, **options)``; ``test(x=None, y=None, *, datamodule=None, **options)``;
@@ -145,15 +145,15 @@ class Model(InspectionMixin):
 
     def compile(
         self,
-        optimizer: Any,
+        optimizer: Any = None,
         loss: Any = None,
-        metrics: Any = None,
-        *,
         loss_weights: Any = None,
+        metrics: Any = None,
         weighted_metrics: Any = None,
+        run_eagerly: bool = False,
+        *,
         inputs: Union[str, Sequence[str], Mapping[str, str], None] = None,
         targets: Union[str, Sequence[str], None] = None,
-        run_eagerly: bool = False,
         jit: Union[str, CompilerFunction] = "auto",
         lr_scheduler: Any = None,
         lr_scheduler_interval: str = "update",
@@ -171,6 +171,8 @@ class Model(InspectionMixin):
     ) -> None:
         """Choose how to train. The count of updates starts anew.
 
+        Arguments by position have the order of Keras 3.
+
         docs/optimizers-losses-metrics.md, docs/precision-and-gradients.md, docs/logging-values.md,
         docs/memory.md and docs/speed.md show what the arguments do.
 
@@ -184,13 +186,15 @@ class Model(InspectionMixin):
                 returns ``(outputs, loss)`` itself. Several losses are a dict by name of the
                 module's outputs, or a list by position. A :class:`ipufit.TrainStep`, or a list of
                 them, is a step of one's own: which loss moves what, in which order, how often.
+            loss_weights: what each of several losses is multiplied with, in the form of the losses;
+                1 by default.
             metrics: names, callables ``(prediction, target)`` or torchmetrics objects; one, a list,
                 or a dict by name; with several losses a dict or list by output. Parameters of
                 losses and metrics such as ``y_true, y_pred`` say another order.
-            loss_weights: what each of several losses is multiplied with, in the form of the losses;
-                1 by default.
             weighted_metrics: metrics that are weighted with the sample weights, in the form of
                 ``metrics``.
+            run_eagerly: run the module itself instead of a recorded program: the same numbers,
+                slower, open to a debugger, and for whatever a loop written by hand trains.
             inputs: where batches are dicts, the fields that forward gets: the name of one, which it
                 gets by position, a list of names that are those of its parameters, or a dict from
                 parameters to names. None are those whose names forward takes. What is neither input
@@ -198,8 +202,6 @@ class Model(InspectionMixin):
                 parameter, and for callbacks, as ``extras``.
             targets: where batches are dicts, the field that the loss is held against, or a list of
                 names for a dict of targets. None is the one that forward leaves.
-            run_eagerly: run the module itself instead of a recorded program: the same numbers,
-                slower, open to a debugger, and for whatever a loop written by hand trains.
             jit: how a recorded program runs: "graph", as it was recorded, with the bits of
                 run_eagerly; "kernels", with other kernels of torch's where these are faster on this
                 machine, equal up to the order of summation; "inductor", whole updates compiled on
@@ -250,38 +252,16 @@ class Model(InspectionMixin):
             OptimizerError: the optimizer does not fit the module, or nothing is trainable.
             ConfigurationError: anything else that can't work, or several of these.
         """
+        arguments = dict(locals())
+        del arguments["self"]
         if self._session is not None and self._session.is_training:
             raise ConfigurationError(
                 "compile was called inside fit, from a callback or the data. Call it when fit has "
                 "returned."
             )
         faults = ErrorCollector()
-        arguments = CompileConfig.read(
-            faults,
-            optimizer=optimizer,
-            loss=loss,
-            metrics=metrics,
-            loss_weights=loss_weights,
-            weighted_metrics=weighted_metrics,
-            inputs=inputs,
-            targets=targets,
-            run_eagerly=run_eagerly,
-            jit=jit,
-            lr_scheduler=lr_scheduler,
-            lr_scheduler_interval=lr_scheduler_interval,
-            reduction=reduction,
-            clip=clip,
-            ema=ema,
-            precision=precision,
-            outputs=outputs,
-            parallel=parallel,
-            memory=memory,
-            detect_nan=detect_nan,
-            max_recordings=max_recordings,
-            poptorch=poptorch,
-            config=config,
-        )
-        session = build_session(self.module, self._make_engine, arguments, faults)
+        config = CompileConfig.read(faults, **arguments)
+        session = build_session(self.module, self._make_engine, config, faults)
         self._retire(session)
 
     @property
@@ -446,12 +426,17 @@ class Model(InspectionMixin):
         callbacks: Union[Callback, Sequence[Callback], None] = (),
         return_dict: bool = True,
         *,
+        loss: object = None,
+        metrics: object = None,
         prefetch: Optional[int] = None,
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
         seed: Optional[int] = None,
     ) -> Union[float, List[float], Dict[str, float]]:
         """Loss and metrics, exact means over all samples. The module is in eval mode meanwhile.
+
+        A model that was not compiled takes ``loss`` and ``metrics`` here. Each such call records
+        the module anew; for several, call ``compile(loss=...)`` first.
 
         Args:
             x: as for ``fit``; never shuffled by ipufit.
@@ -463,6 +448,8 @@ class Model(InspectionMixin):
             callbacks: get the ``on_test_`` hooks.
             return_dict: False for Keras' other form: the loss, or with metrics a list that begins
                 with it.
+            loss: as for ``compile``, of a model that was not compiled.
+            metrics: as for ``compile``, of a model that was not compiled.
             prefetch: as for :class:`ipufit.Loading`.
             ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
             device_iterations: forward passes per execution; None is that of the config, else 1.
@@ -473,12 +460,15 @@ class Model(InspectionMixin):
             "loss" and one value per metric and logged name.
 
         Raises:
-            NotCompiledError: before ``compile``.
+            NotCompiledError: before ``compile``, with neither ``loss`` nor ``metrics``.
             PlanError: the batch algebra does not fit; with all faults.
             ConfigurationError: arguments that can't work, or not together; all of them.
             DataError: data that can't be read or fed.
         """
-        session = self._compiled("evaluate")
+        if loss is None and metrics is None:
+            session = self._compiled("evaluate")
+        else:
+            session = self._compile_to_infer(loss, metrics)
         data = DataArguments("evaluation data", x, y, sample_weight, batch_size=batch_size)
         one_of("return_dict", return_dict, (True, False))
         request = InferenceRequest(
@@ -595,7 +585,7 @@ class Model(InspectionMixin):
         y: Any = None,
         sample_weight: Any = None,
         class_weight: Optional[Mapping[int, float]] = None,
-        return_dict: bool = False,
+        return_dict: bool = True,
     ) -> Union[float, List[float], Dict[str, float]]:
         """One weight update on one batch, on one replica.
 
@@ -608,11 +598,11 @@ class Model(InspectionMixin):
             y: targets.
             sample_weight: how much each sample counts.
             class_weight: how much samples count, by class index.
-            return_dict: False as in Keras: the loss, or with metrics a list that begins with it;
-                True for a dict.
+            return_dict: False for Keras' other form: the loss, or with metrics a list that begins
+                with it.
 
         Returns:
-            Loss, logged values and metrics of the batch, before the update.
+            "loss" and one value per metric and logged name, of the batch before the update.
 
         Raises:
             NotCompiledError: before ``compile``.
@@ -627,7 +617,7 @@ class Model(InspectionMixin):
         return on_batch.as_keras_returns(values, return_dict)
 
     def test_on_batch(
-        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = True
     ) -> Union[float, List[float], Dict[str, float]]:
         """Loss and metrics of one batch.
 
@@ -638,7 +628,7 @@ class Model(InspectionMixin):
             return_dict: as for :meth:`train_on_batch`.
 
         Returns:
-            Loss, logged values and metrics of the batch, with the present weights.
+            "loss" and one value per metric and logged name, of the batch with the present weights.
 
         Raises:
             NotCompiledError: before ``compile``.
@@ -825,12 +815,28 @@ class Model(InspectionMixin):
     def _compiled(self, name: str) -> Session:
         if self._session is not None or not name.startswith("predict"):
             return super()._compiled(name)
-        if self._predictor is None:
-            # Outputs need neither optimizer nor loss, which only compile can tell.
-            Model.compile(self, None, "mse")
-            self._predictor, self._session = self._session, None
+        # Outputs need neither optimizer nor loss, which only compile can tell.
+        return self._predictor or self._compile_to_infer("mse", None)
+
+    def _compile_to_infer(self, loss: object, metrics: object) -> Session:
+        """Return a session that only evaluates and predicts, for a model that has none."""
+        if self._session is not None:
+            raise ConfigurationError(
+                "evaluate takes loss and metrics of a model that was not compiled, but compile has "
+                "said them for this one. Leave them out, or call model.compile(loss=...) again."
+            )
+        Model.compile(self, None, loss, metrics=metrics)
+        self._predictor, self._session = self._session, None
         assert self._predictor is not None
         return self._predictor
+
+    def __reduce__(self) -> str:
+        raise ConfigurationError(
+            "a Model holds recorded programs and devices, which can't be pickled or copied. Save "
+            "its weights with model.save('model.safetensors') and read them with "
+            "ipufit.load('model.safetensors', module); copy its module with "
+            "copy.deepcopy(model.module)."
+        )
 
     def __enter__(self) -> Model:
         return self

@@ -260,7 +260,7 @@ def test_targets_without_the_last_dimension_of_the_outputs():
         copy_weights([(theirs.layers[0], module)])
         theirs.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
         ours = ipufit.Model(module)
-        ours.compile(torch.optim.SGD(module.parameters(), 0.01), "mse", ["mae"])
+        ours.compile(torch.optim.SGD(module.parameters(), 0.01), "mse", metrics=["mae"])
         arguments = {"batch_size": 10, "epochs": 2, "shuffle": False, "verbose": 0}
         expected = theirs.fit(X, target, **arguments).history
         same_values(ours.fit(X, target, **arguments).history, expected)

@@ -244,7 +244,7 @@ def test_on_batch_methods_return_the_same(metrics, return_dict):
 def test_train_on_batch_with_class_weights():
     both = pair()
     weights = {0: 0.5, 2: 3.0}
-    expected = both.theirs.train_on_batch(X[:10], Y[:10], class_weight=weights)
+    expected = both.theirs.train_on_batch(X[:10], Y[:10], class_weight=weights, return_dict=True)
     same_form(both.ours.train_on_batch(X[:10], Y[:10], class_weight=weights), expected)
     both.same_weights()
 

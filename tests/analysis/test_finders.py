@@ -352,8 +352,8 @@ def test_a_search_needs_an_optimizer_and_its_own_time(name):
     with pytest.raises(ConfigurationError) as caught:
         getattr(model, name)(x, y, **arguments)
     assert str(caught.value) == (
-        f"{name} needs an optimizer, but compile(optimizer=None) made a model that can only "
-        "evaluate and predict. Call compile with one, such as optimizer='adam'."
+        f"{name} needs an optimizer, but compile was given none, for a model that only evaluates "
+        "and predicts. Call compile with one, such as optimizer='adam'."
     )
     model = compiled()
     inside = ipufit.callbacks.LambdaCallback(

@@ -99,7 +99,7 @@ def first_weights():
 def recorded_once():
     """One model for all fits: most of the time would go into recording its programs."""
     model = Model(nn.Linear(3, 1).double())
-    model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "mse", ["mae"])
+    model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "mse", metrics=["mae"])
     return model
 
 

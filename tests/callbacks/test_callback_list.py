@@ -91,7 +91,7 @@ def test_params_name_the_values_and_their_directions():
         "two": MetricCollection({"a": MulticlassAccuracy(num_classes=3)}),
     }
     model = ipufit.Model(nn.Linear(4, 3))
-    model.compile("sgd", "cross_entropy", metrics)
+    model.compile("sgd", "cross_entropy", metrics=metrics)
     data = [(torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))]
     told = Told()
     model.fit(data, validation_data=data, callbacks=[told], verbose=0)

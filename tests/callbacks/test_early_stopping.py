@@ -139,7 +139,7 @@ def test_it_says_what_it_does(capsys):
 def test_the_direction_comes_from_the_metric():
     """Taking the worst for the best would show nowhere."""
     model = ipufit.Model(nn.Linear(4, 3))
-    model.compile("sgd", "cross_entropy", ["accuracy", "perplexity"])
+    model.compile("sgd", "cross_entropy", metrics=["accuracy", "perplexity"])
     data = [(torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))]
     for name, direction in (
         ("loss", "min"),

@@ -21,7 +21,7 @@ from tests.copies import CAN_COPY
 def model_and_loader(n=23):
     """A dense net, compiled, and data for it."""
     model = ipufit.Model(nn.Linear(3, 2))
-    model.compile("sgd", "cross_entropy", ["accuracy"])
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"])
     x, y = torch.randn(n, 3), torch.randint(0, 2, (n,))
     return model, DataLoader(TensorDataset(x, y), batch_size=2)
 

@@ -608,5 +608,5 @@ def test_a_loss_that_is_none_is_not_among_the_values():
     model = ipufit.Model(WithoutLoss(), engine="embedded")
     model.compile(None, None)
     batch = (torch.randn(4, 3), torch.randn(4))
-    assert list(model.evaluate([batch], verbose=0, return_dict=True)) == ["error"]
-    assert list(model.test_on_batch(batch, return_dict=True)) == ["error"]
+    assert list(model.evaluate([batch], verbose=0)) == ["error"]
+    assert list(model.test_on_batch(batch)) == ["error"]

@@ -40,7 +40,7 @@ def net(outputs=3):
 
 def compiled(loss="cross_entropy", metrics=None, module=None, outputs=3, **options):
     model = ipufit.Model(net(outputs) if module is None else module)
-    model.compile("sgd", loss, metrics, **options)
+    model.compile("sgd", loss, metrics=metrics, **options)
     return model
 
 

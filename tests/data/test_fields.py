@@ -82,7 +82,7 @@ def loader(batch_size=4, **names):
 
 def made(net=None, loss="cross_entropy", metrics=None, **options):
     model = ipufit.Model(net or Net())
-    model.compile("sgd", loss, metrics, **options)
+    model.compile("sgd", loss, metrics=metrics, **options)
     return model
 
 
@@ -251,7 +251,9 @@ def test_metrics_of_torchmetrics_take_fields_by_the_names_of_their_update():
     }
     model = ipufit.Model(net)
     options = {"inputs": "image", "targets": "label"}
-    model.compile("sgd", lambda out, target: (out - target).square().mean(), metrics, **options)
+    model.compile(
+        "sgd", lambda out, target: (out - target).square().mean(), metrics=metrics, **options
+    )
     data = {"image": scores, "label": relevant, "indexes": queries}
     values = model.evaluate(data, batch_size=4, verbose=0)
     with torch.no_grad():

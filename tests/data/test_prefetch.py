@@ -88,7 +88,7 @@ def trained(prefetch, dataset, **options):
     """All that a fit of a net with dropout changes."""
     torch.manual_seed(0)
     model = ipufit.Model(CNN().double())
-    model.compile("adam", "cross_entropy", ["accuracy"])
+    model.compile("adam", "cross_entropy", metrics=["accuracy"])
     history = model.fit(
         DataLoader(dataset, 4, shuffle=True),
         epochs=3,
@@ -125,7 +125,7 @@ def test_results_have_the_same_bits_with_and_without(work):
 def test_inference_has_the_same_results_with_and_without():
     """evaluate and predict prepare ahead as well."""
     model = ipufit.Model(CNN().double())
-    model.compile("adam", "cross_entropy", ["accuracy"])
+    model.compile("adam", "cross_entropy", metrics=["accuracy"])
     for method in (model.evaluate, model.predict):
         results = []
         for prefetch in (0, 2):

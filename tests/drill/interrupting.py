@@ -152,7 +152,7 @@ def _run(case: str, folder: Path, begun: int, errors: int) -> None:
         os.dup2(errors, 1)
         torch.manual_seed(0)
         model = ipufit.Model(nn.Linear(8, 3))
-        model.compile("adam", "cross_entropy", ["accuracy"])
+        model.compile("adam", "cross_entropy", metrics=["accuracy"])
         try:
             os.write(begun, b"x")
             CASES[case](model, folder)

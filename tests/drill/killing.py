@@ -53,7 +53,7 @@ def train(folder: Path, checkpoint: Any) -> str:
     torch.manual_seed(0)
     x, y = data(23)
     model = ipufit.Model(CNN().double(), engine="embedded")
-    model.compile("adam", "cross_entropy", ["accuracy"], ema=ipufit.EMA())
+    model.compile("adam", "cross_entropy", metrics=["accuracy"], ema=ipufit.EMA())
     history = model.fit(
         DataLoader(TensorDataset(x, y), batch_size=2, shuffle=True),
         epochs=4,

@@ -40,7 +40,7 @@ class Reader:
     def _train(self) -> None:
         x, y = torch.randn(8, 2), torch.randint(2, (8,))
         model = ipufit.Model(nn.Linear(2, 2), engine="embedded")
-        model.compile("adam", "cross_entropy", ["accuracy"])
+        model.compile("adam", "cross_entropy", metrics=["accuracy"])
         checkpoint = ipufit.Checkpoint(self._folder, every_updates=1)
         model.fit(x, y, batch_size=4, seed=0, verbose=0, checkpoint=checkpoint)
 

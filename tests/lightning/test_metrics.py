@@ -354,7 +354,7 @@ def test_single_batches_have_them():
     """train_on_batch and test_on_batch."""
     model = ipufit_of(Measured())
     expected = MulticlassAccuracy(3)(model.lightning(X), Y).item()
-    values = model.train_on_batch([X, Y], return_dict=True)
+    values = model.train_on_batch([X, Y])
     assert values["train_accuracy_epoch"] == values["train_accuracy_step"]
     assert values["train_accuracy_epoch"] == pytest.approx(expected, rel=EXACT)
 

@@ -130,7 +130,7 @@ def test_single_batches_use_the_steps_too():
     """train_on_batch the training step, test_on_batch that of validation."""
     one, two = twins(Classifier())
     model = ipufit_of(two)
-    before = model.test_on_batch([X, Y], return_dict=True)
+    before = model.test_on_batch([X, Y])
     assert list(before) == ["val_loss", "val_accuracy"]
     model.train_on_batch([X, Y])
     optimizer = one.configure_optimizers()

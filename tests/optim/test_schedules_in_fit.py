@@ -41,7 +41,7 @@ def weights(net):
 def fit(net, optimizer, epochs=2, di=1, compile_options=None):
     """Train; returns the model and its history."""
     model = ipufit.Model(net)
-    model.compile(optimizer, "cross_entropy", ["accuracy"], **(compile_options or {}))
+    model.compile(optimizer, "cross_entropy", metrics=["accuracy"], **(compile_options or {}))
     history = model.fit(LOADER, epochs=epochs, device_iterations=di, seed=3, verbose=0)
     return model, history
 

@@ -347,6 +347,21 @@ of(
 )
 
 
+def judged(**options):
+    """The values of a model that was not compiled."""
+    torch.manual_seed(0)
+    model = ipufit.Model(linear())
+    return model.evaluate(X, Y, verbose=0, **{"loss": "cross_entropy", **options})
+
+
+of(
+    "Model.evaluate",
+    judged,
+    loss=("cross_entropy", "multi_margin"),
+    metrics=(None, ["accuracy"]),
+)
+
+
 def on_batch(method):
     """What a method for one batch returns."""
 
@@ -577,7 +592,7 @@ of(
 def kept(place, **options):
     """Names of the checkpoints of a fit of two epochs of four updates, and its weights."""
     model = ipufit.Model(linear())
-    model.compile("sgd", "cross_entropy", ["accuracy"], run_eagerly=True)
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"], run_eagerly=True)
     work = {"batch_size": 3, "epochs": 3, "seed": 1, "verbose": 0, **options}
     model.fit(X, Y, **work)
     names = sorted(each.name for each in place.rglob("update-*"))

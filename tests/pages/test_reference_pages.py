@@ -242,7 +242,7 @@ def provoked():
         ipufit.Plan.make(micro_batch_size=0, ipus=3)
 
     def names():
-        ipufit.Model(nn.Linear(1, 1)).compile("?", "?", "?", run_eagerly="?", jit="?")
+        ipufit.Model(nn.Linear(1, 1)).compile("?", "?", metrics="?", run_eagerly="?", jit="?")
 
     def buffers(name):
         model = ipufit.Model(Changing(name))

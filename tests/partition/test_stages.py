@@ -152,7 +152,7 @@ def trained(kind, engine="embedded", accumulation=7, di=2, **options):
     make, x = NETS[kind]
     net = make()
     model = ipufit.Model(net, engine=engine)
-    model.compile("adam", "cross_entropy", ["accuracy"], **options, **unmeasured(engine))
+    model.compile("adam", "cross_entropy", metrics=["accuracy"], **options, **unmeasured(engine))
     work = {"batch_size": 3, "device_iterations": di, "verbose": 0, "seed": 3}
     y = LABELS[: len(x)]
     history = model.fit(x, y, epochs=2, gradient_accumulation=accumulation, **work)

@@ -47,7 +47,7 @@ def fitted(name, jit, how, **more):
     module = work.module()
     model = ipufit.Model(module, engine=EmbeddedEngine)
     optimizer = torch.optim.Adam(module.parameters(), LEARNING_RATE)
-    model.compile(optimizer, "cross_entropy", ["accuracy"], jit=jit)
+    model.compile(optimizer, "cross_entropy", metrics=["accuracy"], jit=jit)
     model.fit(x, y, batch_size=work.batch, seed=0, verbose=0, **how, **more)
 
 

@@ -38,7 +38,7 @@ def fitted(folder, make=CNN, engine=EmbeddedEngine, dtype=torch.float64, compili
     x, y = data(20)
     model = ipufit.Model(net, engine=engine)
     optimizer = torch.optim.Adam(net.parameters(), 0.01)
-    model.compile(optimizer, "cross_entropy", ["accuracy"], **(compiling or {}))
+    model.compile(optimizer, "cross_entropy", metrics=["accuracy"], **(compiling or {}))
     report = None if folder is None else ipufit.Report(folder, overwrite=True)
     given = {"batch_size": 4, "epochs": 2, "seed": 1, "verbose": 0, **how}
     model.fit(x.to(dtype), y, callbacks=report, **given)

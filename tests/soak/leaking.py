@@ -124,7 +124,7 @@ def many_executions(executions: int) -> Grown:
     looks = _Looks()
     with tempfile.TemporaryDirectory() as folder:
         model = ipufit.Model(_net(), engine="embedded")
-        model.compile("adam", "cross_entropy", ["accuracy"])
+        model.compile("adam", "cross_entropy", metrics=["accuracy"])
         model.fit(
             x,
             y,
@@ -156,7 +156,7 @@ def many_models(models: int) -> Grown:
     first = None
     for number in range(models):
         with ipufit.Model(_net(), engine="embedded") as model:
-            model.compile("adam", "cross_entropy", ["accuracy"])
+            model.compile("adam", "cross_entropy", metrics=["accuracy"])
             for _ in range(2):
                 model.fit(x, y, batch_size=4, verbose=0)
             model.evaluate(x, y, batch_size=4, verbose=0)

@@ -33,7 +33,7 @@ def test_two_fits_in_two_threads_have_the_bits_of_two_in_turn(tmp_path):
         torch.manual_seed(3)
         model = ipufit.Model(case.net().double())
         with skipping_refusals():
-            model.compile("adam", "cross_entropy", ["accuracy"])
+            model.compile("adam", "cross_entropy", metrics=["accuracy"])
         return model
 
     def fit(number, model, **options):

@@ -1,6 +1,10 @@
 """Arguments that cannot work: refused with a pinned text before anything is done."""
 
+import copy
 import gc
+import io
+import pickle
+import re
 import weakref
 
 import pytest
@@ -20,7 +24,18 @@ from ipufit.errors import (
     UnknownNameError,
 )
 from ipufit.optim.schedules import AtEpochEnd
-from tests.faulty import Net, Told, Watched, assert_clean, compiled, fit, loader, refused, state
+from tests.faulty import (
+    Net,
+    Told,
+    Watched,
+    assert_clean,
+    batches,
+    compiled,
+    fit,
+    loader,
+    refused,
+    state,
+)
 
 LOSSES = (
     "bce, bce_with_logits, binary_cross_entropy, binary_cross_entropy_with_logits, cross_entropy, "
@@ -53,7 +68,7 @@ VERBOSE = "verbose must be 0 (silent), 1 (bar), 2 (one line an epoch), 'rich' or
     ("arguments", "text", "nearest"),
     [
         (("sgd", "cros_entropy"), "unknown loss 'cros_entropy'", "cross_entropy"),
-        (("sgd", "mse", ["acuracy"]), "unknown metric 'acuracy'", "accuracy"),
+        (("sgd", "mse", None, ["acuracy"]), "unknown metric 'acuracy'", "accuracy"),
         (("adm", "mse"), "unknown optimizer 'adm'", "adam"),
     ],
 )
@@ -74,7 +89,7 @@ def test_the_known_names_are_listed_in_full():
     with refused(model, UnknownNameError, f"unknown loss 'zzz'. Known names: {LOSSES}"):
         model.compile("sgd", "zzz")
     with refused(model, UnknownNameError, f"unknown metric 'zzz'. Known names: {METRICS}"):
-        model.compile("sgd", "mse", "zzz")
+        model.compile("sgd", "mse", metrics="zzz")
 
 
 def test_all_bad_arguments_of_compile_are_reported_together():
@@ -84,7 +99,7 @@ def test_all_bad_arguments_of_compile_are_reported_together():
         model.compile(
             "adm",
             "msee",
-            "acuracy",
+            metrics="acuracy",
             clip=1.0,
             run_eagerly=1,
         )
@@ -169,7 +184,7 @@ def test_nothing_to_train_is_told_at_compile():
 # ---- before compile, inside fit -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["fit", "evaluate", "explain"])
+@pytest.mark.parametrize("method", ["fit", "plan", "explain"])
 def test_nothing_runs_before_compile(method):
     """The error must name the missing call, not a missing attribute."""
     model = ipufit.Model(Net())
@@ -351,7 +366,7 @@ def test_without_an_optimizer_a_model_can_evaluate_and_predict_only():
     """A frozen module has nothing to train, and still has outputs."""
     net = Net().requires_grad_(False)
     model = ipufit.Model(net)
-    model.compile(None, "mse", ["mse"])
+    model.compile(None, "mse", metrics=["mse"])
     assert model.optimizer is None
     result = model.evaluate(loader(), verbose=0)
     assert result["loss"] == pytest.approx(result["mse"])
@@ -359,8 +374,85 @@ def test_without_an_optimizer_a_model_can_evaluate_and_predict_only():
     with pytest.raises(ConfigurationError) as caught:
         fit(model)
     assert str(caught.value) == (
-        "fit needs an optimizer, but compile(optimizer=None) made a model that can only evaluate "
-        "and predict. Call compile with one, such as optimizer='adam'."
+        "fit needs an optimizer, but compile was given none, for a model that only evaluates "
+        "and predicts. Call compile with one, such as optimizer='adam'."
+    )
+
+
+def test_a_model_that_was_not_compiled_evaluates_with_a_loss_of_its_own():
+    """Weights of a file are judged without saying how they might be trained."""
+    net, (x, y) = nn.Linear(4, 3), batches(1, 8)[0]
+    model = ipufit.Model(net)
+    values = model.evaluate(x, y, loss="mse", metrics=["mae"], verbose=0)
+    assert values["loss"] == pytest.approx((net(x) - y).square().mean().item())
+    assert values["mae"] == pytest.approx((net(x) - y).abs().mean().item())
+    assert torch.equal(model.predict(x, verbose=0), net(x))
+    text = (
+        "evaluate needs a compiled model. Pass loss='cross_entropy', or call "
+        "model.compile(optimizer='adam', loss='cross_entropy') first."
+    )
+    with refused(model, NotCompiledError, text):
+        model.evaluate(x, y)
+    model.compile(loss="mse")
+    assert model.evaluate(x, y, verbose=0) == {"loss": values["loss"]}
+    text = (
+        "evaluate takes loss and metrics of a model that was not compiled, but compile has said "
+        "them for this one. Leave them out, or call model.compile(loss=...) again."
+    )
+    for option in ({"loss": "mse"}, {"metrics": ["mae"]}):
+        with pytest.raises(ConfigurationError) as caught:
+            model.evaluate(x, y, **option)
+        assert str(caught.value) == text
+
+
+def test_arguments_of_compile_by_position_have_the_order_of_keras():
+    """That of Keras 3; in Keras 2 metrics came third, which is said."""
+    model, (x, y) = ipufit.Model(nn.Linear(4, 3)), batches(1, 8)[0]
+    model.compile("sgd", "mse", None, ["mae"], ["mse"], True)
+    assert model.optimizer is not None
+    assert list(model.evaluate(x, y, verbose=0)) == ["loss", "mae", "mse"]
+    assert model._session.config.run_eagerly
+    for metrics in (["mae"], "mae", [nn.functional.l1_loss]):
+        with pytest.raises(ConfigurationError) as caught:
+            model.compile("sgd", "mse", metrics)
+        assert str(caught.value) == (
+            f"loss_weights must be numbers, got {metrics!r}. By position metrics come after "
+            "loss_weights, as in Keras 3. Write metrics=[...]."
+        )
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [pickle.dumps, copy.copy, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())],
+    ids=["pickle", "copy", "deepcopy", "torch.save"],
+)
+def test_a_model_that_is_pickled_or_copied_says_what_to_do_instead(copied, tmp_path, monkeypatch):
+    """What it advises works."""
+    model = compiled()
+    with refused(model, ConfigurationError, "a Model holds recorded programs", part=True) as caught:
+        copied(model)
+    monkeypatch.chdir(tmp_path)
+    for call in re.findall(
+        r"(?:model\.save|ipufit\.load|copy\.deepcopy)\([^)]*\)", str(caught.value)
+    ):
+        found = eval(call, {"model": model, "ipufit": ipufit, "copy": copy, "module": Net()})
+    assert isinstance(found, Net)
+
+
+def test_the_repr_of_a_model_says_what_it_is():
+    """A notebook and a log show it."""
+    model = ipufit.Model(nn.Linear(4, 3), engine="embedded")
+    assert repr(model) == "<Model of Linear, 15 parameters, not compiled>"
+    model.compile("adam", "mse", metrics=["mae"])
+    fit(model)
+    assert repr(model) == (
+        "<Model of Linear, 15 parameters, Adam, loss mse, metrics mae, embedded engine on cpu, "
+        "3 updates>"
+    )
+    model.compile(loss="mse")
+    assert repr(model) == (
+        "<Model of Linear, 15 parameters, no optimizer, loss mse, embedded engine on cpu, "
+        "0 updates>"
     )
 
 

@@ -90,7 +90,7 @@ def test_validation_data_that_the_metrics_cannot_take_is_found_before_training()
     """Its targets may be of another kind than those of the training data."""
     model = compiled(loss=lambda prediction, target: (prediction - target.mean()).square().mean())
     fit(model)
-    model.compile("sgd", lambda p, t: (p - t.float().mean()).square().mean(), ["mse"])
+    model.compile("sgd", lambda p, t: (p - t.float().mean()).square().mean(), metrics=["mse"])
     told = Told()
     text = (
         "metric 'mse' needs prediction and target of one shape, got prediction (4, 3) and target "

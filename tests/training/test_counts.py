@@ -352,7 +352,7 @@ def test_running_logs_are_means_so_far():
             assert len(logs_) == 4
 
     model = ipufit.Model(net)
-    model.compile(torch.optim.SGD(net.parameters(), lr=0.0), "cross_entropy", ["accuracy"])
+    model.compile(torch.optim.SGD(net.parameters(), lr=0.0), "cross_entropy", metrics=["accuracy"])
     loader = DataLoader(TensorDataset(x, y), batch_size=2)
     model.fit(loader, device_iterations=2, callbacks=[Keep()], verbose=0)
     assert [entry["samples"] for entry in logs] == [4, 8, 10]

@@ -66,7 +66,9 @@ def model(request):
     torch.manual_seed(1)
     net = request.param().double()
     model = ipufit.Model(net)
-    model.compile(OPTIMIZERS[request.param](net.parameters()), "cross_entropy", ["accuracy"])
+    model.compile(
+        OPTIMIZERS[request.param](net.parameters()), "cross_entropy", metrics=["accuracy"]
+    )
     return model
 
 

@@ -534,7 +534,7 @@ def test_evaluate_and_predict_equal_the_module(kind):
     net = kind().double()
     net(data(9)[0])  # statistics of BatchNorm that are not the first ones
     model = ipufit.Model(net)
-    model.compile("sgd", "cross_entropy", ["accuracy"])
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"])
     for n, ipus, di in ((22, 1, 1), (22, 2, 3), (1, 4, 5), (24, 4, 2)):
         x, y = data(n)
         work = {"ipus": ipus, "device_iterations": di, "verbose": 0}
@@ -611,7 +611,7 @@ def test_an_output_that_is_a_weight_is_that_of_its_own_update(eager):
         torch.manual_seed(0)
         net = Shown().double()
         model = ipufit.Model(net)
-        model.compile("adam", loss, [bias], run_eagerly=eager)
+        model.compile("adam", loss, metrics=[bias], run_eagerly=eager)
         values.append(model.fit(loader(16), device_iterations=di, verbose=0).history["bias"])
     assert values[0] == values[1]
 
@@ -885,7 +885,7 @@ def test_a_buffer_that_is_overwritten_for_every_batch_is_copied():
         torch.manual_seed(0)
         net = MLP().double()
         model = ipufit.Model(net)
-        model.compile("sgd", "cross_entropy", ["accuracy"])
+        model.compile("sgd", "cross_entropy", metrics=["accuracy"])
         history = model.fit(batches, device_iterations=3, verbose=0).history
         nets.append((net.layers[0].weight, history))
     assert torch.equal(nets[0][0], nets[1][0])

@@ -27,7 +27,7 @@ def test_updates_one_by_one_equal_a_loop_by_hand(make):
     torch.manual_seed(9)
     seed = int(torch.randint(0, 2**31 - 1, (), dtype=torch.int64))
     torch.manual_seed(9)
-    losses = [model.train_on_batch(x[i : i + 6], y[i : i + 6]) for i in range(0, 24, 6)]
+    losses = [model.train_on_batch(x[i : i + 6], y[i : i + 6])["loss"] for i in range(0, 24, 6)]
     optimizer = torch.optim.SGD(by_hand.parameters(), 0.1, momentum=0.9)
     (report,) = train(by_hand, optimizer, nn.functional.cross_entropy, x, y, 1, 6, seed=seed)
     np.testing.assert_allclose(np.mean(losses), report[0], rtol=1e-10)
@@ -85,10 +85,10 @@ def test_single_updates_and_fit_go_on_with_one_another():
     seen = []
     model = compiled(lr_scheduler=lambda update: 0.1 / (1 + update))
     for x, y in given[:2]:
-        seen.append(model.train_on_batch(x, y, return_dict=True)["learning_rate"])
+        seen.append(model.train_on_batch(x, y)["learning_rate"])
     fit(model, given[2:5])
     x, y = given[5]
-    seen.append(model.train_on_batch(x, y, return_dict=True)["learning_rate"])
+    seen.append(model.train_on_batch(x, y)["learning_rate"])
     assert seen == pytest.approx([0.1, 0.05, 0.1 / 6])
     assert model._session.updates == 6
     assert model.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 7)
@@ -100,12 +100,12 @@ def test_each_update_draws_other_random_numbers():
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3, bias=False))
     model = compiled(net, optimizer=lambda p: torch.optim.SGD(p, 0.0))
     x, y = batches(1)[0]
-    assert len({model.train_on_batch(x, y) for _ in range(6)}) == 6
+    assert len({model.train_on_batch(x, y)["loss"] for _ in range(6)}) == 6
 
 
 @pytest.mark.long
-def test_what_comes_back_has_keras_forms():
-    """The loss alone, or a list that begins with it, or a dict."""
+def test_train_and_test_on_batch_return_what_evaluate_does():
+    """A dict, or in Keras' other form the loss alone, or a list that begins with it."""
     x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
     net = nn.Linear(4, 3)
     expected = nn.functional.cross_entropy(net(x), y).item()
@@ -120,7 +120,7 @@ def test_what_comes_back_has_keras_forms():
         (model.evaluate, plain.evaluate, {"batch_size": 4, "verbose": 0}),
     ]
     for both, alone, options in calls:
-        found = both(x, y, return_dict=True, **options)
+        found = both(x, y, **options)
         assert found == pytest.approx({"loss": expected, "accuracy": accuracy})
         listed = both(x, y, return_dict=False, **options)
         assert isinstance(listed, list)
@@ -156,10 +156,10 @@ def test_weights_of_samples_and_classes_count():
     each = nn.functional.cross_entropy(net(x), y, reduction="none")
     weights = torch.tensor([1.0, 0.0, 2.0, 0.5])
     model = compiled(net, "cross_entropy", optimizer=lambda p: torch.optim.SGD(p, 0.0))
-    expected = (each * weights).mean().item()
+    expected = {"loss": (each * weights).mean().item()}
     assert model.test_on_batch(x, y, weights) == pytest.approx(expected)
     assert model.train_on_batch(x, y, weights) == pytest.approx(expected)
-    expected = (each * torch.tensor([3.0, 1.0, 1.0, 3.0])).mean().item()
+    expected = {"loss": (each * torch.tensor([3.0, 1.0, 1.0, 3.0])).mean().item()}
     assert model.train_on_batch(x, y, class_weight={0: 3.0}) == pytest.approx(expected)
 
 
@@ -177,14 +177,14 @@ def test_a_loss_that_is_no_number_leaves_the_state_before_its_update():
     ):
         model.train_on_batch(torch.full_like(x, float("nan")), y)
     assert model._session.updates == 1
-    assert np.isfinite(model.train_on_batch(x, y))
+    assert np.isfinite(model.train_on_batch(x, y)["loss"])
 
 
 REFUSED = {
     "train_on_batch was called inside fit, from a callback or the data. Call it when fit has "
     "returned.": "inside",
-    "train_on_batch needs an optimizer, but compile(optimizer=None) made a model that can only "
-    "evaluate and predict. Call compile with one, such as optimizer='adam'.": "no optimizer",
+    "train_on_batch needs an optimizer, but compile was given none, for a model that only "
+    "evaluates and predicts. Call compile with one, such as optimizer='adam'.": "no optimizer",
     "train_on_batch runs one update, but Outputs.every=2 brings back the outputs of one update in "
     "2, so that metrics would see none. Compile with outputs='all', or call fit.": "every n",
 }

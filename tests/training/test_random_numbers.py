@@ -173,7 +173,7 @@ def test_fit_leaves_the_users_generator_alone():
     x, y = data(20)
     loader = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
     model = ipufit.Model(CNN().double())
-    model.compile("sgd", "cross_entropy", ["accuracy"])
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"])
     before = torch.get_rng_state()
     model.fit(loader, seed=1, validation_data=loader, verbose=0)
     model.evaluate(loader, verbose=0)

@@ -80,7 +80,7 @@ def fitted(net, n=64, **options):
     """A model after two epochs on pictures in micro-batches of 16, and the engine."""
     engine = EmbeddedEngine()
     model = ipufit.Model(copy.deepcopy(net), engine=lambda: engine)
-    model.compile("adam", "cross_entropy", ["accuracy"], **options)
+    model.compile("adam", "cross_entropy", metrics=["accuracy"], **options)
     work = {"batch_size": 16, "epochs": 2, "device_iterations": 2, "seed": 1, "verbose": 0}
     history = model.fit(*pictures(n), **work)
     return model, engine, history

@@ -621,7 +621,7 @@ def test_what_cannot_be_recorded_runs_itself_and_says_so_once(capsys):
     net = Experts()
     twin = copy.deepcopy(net)
     model = ipufit.Model(net)
-    model.compile(adam(net.parameters()), "cross_entropy", ["accuracy"])
+    model.compile(adam(net.parameters()), "cross_entropy", metrics=["accuracy"])
 
     def work():
         model.fit(loader(), epochs=2, validation_data=loader(), device_iterations=2, verbose=0)

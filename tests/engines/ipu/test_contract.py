@@ -63,7 +63,7 @@ def calls():
         ):
             net = MLP().double()
             model = ipufit.Model(net, engine=lambda: IpuEngine(recorder, "ipu-standin"))
-            model.compile(name, "cross_entropy", ["accuracy"], **more)
+            model.compile(name, "cross_entropy", metrics=["accuracy"], **more)
             model.fit(
                 loader if whole else without_a_tail,
                 epochs=2,

@@ -53,7 +53,7 @@ def compiled(engine, net, optimizer="adam", loss="cross_entropy", metrics=("accu
     net = copy.deepcopy(net)
     model = ipufit.Model(net, engine=engine)
     made = optimizer(net.parameters()) if callable(optimizer) else optimizer
-    model.compile(made, loss, list(metrics), **unmeasured(engine), **options)
+    model.compile(made, loss, metrics=list(metrics), **unmeasured(engine), **options)
     return model
 
 
@@ -205,7 +205,9 @@ def test_what_compile_adds_is_alike(options):
         if "lr_scheduler" in options:
             more["lr_scheduler"] = options["lr_scheduler"](optimizer)
         model = ipufit.Model(own, engine=engine)
-        model.compile(optimizer, "cross_entropy", ["accuracy"], **more, **unmeasured(engine))
+        model.compile(
+            optimizer, "cross_entropy", metrics=["accuracy"], **more, **unmeasured(engine)
+        )
         history = fitted(model, Plan(3, 2, 2))
         found.append([history.history, dict(own.state_dict())])
         model.close()

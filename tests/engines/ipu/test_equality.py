@@ -69,7 +69,7 @@ def life(engine, net, optimizer, plan, n, weighted):
     model.compile(
         made,
         "cross_entropy",
-        None if weighted else ["accuracy"],
+        metrics=None if weighted else ["accuracy"],
         weighted_metrics=["accuracy"] if weighted else None,
         lr_scheduler=torch.optim.lr_scheduler.ExponentialLR(made, 0.9),
         lr_scheduler_interval="epoch",

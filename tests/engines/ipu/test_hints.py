@@ -52,7 +52,7 @@ def options(sharded=True, tiles=32):
 
 def ran(net, engine, **given):
     model = ipufit.Model(net, engine=engine)
-    model.compile("sgd", "cross_entropy", ["accuracy"], **given)
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"], **given)
     work = {"batch_size": 4, "verbose": 0}
     history = model.fit(X, Y, seed=1, gradient_accumulation=2, **work).history
     return model, history, model.evaluate(X, Y, **work), model.predict(X, **work)

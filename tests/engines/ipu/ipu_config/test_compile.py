@@ -66,7 +66,7 @@ def test_the_numbers_are_those_of_the_arguments(engine):
     one = model_of(IPUConfig(**FULL), engine, metrics=["accuracy"])
     first = fit(one, validation_data=(X, Y))
     other = ipufit.Model(net(), engine=engine)
-    other.compile("sgd", "cross_entropy", ["accuracy"])
+    other.compile("sgd", "cross_entropy", metrics=["accuracy"])
     second = fit(
         other,
         ipus=2,
