@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.callbacks import Callback, EarlyStopping
+from ipufit.callbacks import Callback
 from ipufit.errors import ConfigurationError, DataError, PlanError, UnknownArgumentError
-from ipufit.utils.names import MEANT, REGROUPED
+from ipufit.utils.names import REPLACEMENTS
 from tests.faulty import momentum
 
 X = torch.arange(48.0).reshape(12, 4).sin()
@@ -294,14 +294,29 @@ ADVICE = {
         lambda: fit(model=compiled(optimizer="adam")),
     ),
     "optimizer and options": (
-        lambda: compiled(("adam", {"lr": 0.01, "eps": 1e-4})),
+        lambda: compiled(("adam", {"learning_rate": 0.01, "eps": 1e-4})),
         "Pass a factory: lambda params: torch.optim.Adam(params, lr=0.01, eps=0.0001).",
         lambda: compiled(lambda params: torch.optim.Adam(params, lr=0.01, eps=0.0001)),
+    ),
+    "optimizer and learning rate": (
+        lambda: compiled(["sgd", 0.1]),
+        "Pass a factory: lambda params: torch.optim.SGD(params, lr=0.1).",
+        lambda: compiled(lambda params: torch.optim.SGD(params, lr=0.1)),
+    ),
+    "optimizer as Keras writes it": (
+        lambda: compiled({"class_name": "Adam", "config": {"learning_rate": 0.01}}),
+        "Pass a factory: lambda params: torch.optim.Adam(params, lr=0.01).",
+        lambda: compiled(lambda params: torch.optim.Adam(params, lr=0.01)),
     ),
     "optimizer class and options": (
         lambda: compiled((ipufit.optim.LAMB, {"lr": 0.01})),
         "Pass a factory: lambda params: ipufit.optim.LAMB(params, lr=0.01).",
         lambda: compiled(lambda params: ipufit.optim.LAMB(params, lr=0.01)),
+    ),
+    "optimizer factory": (
+        lambda: compiled(lambda: None),
+        "but too many positional arguments. Write for example lambda params: torch.optim.SGD(",
+        lambda: compiled(lambda params: torch.optim.SGD(params, lr=0.01)),
     ),
     "no optimizer at all": (
         lambda: compiled(3),
@@ -389,119 +404,133 @@ def test_what_an_error_advises_works(name):
 
 # ---- names of arguments -------------------------------------------------------------------------
 
-# For each argument that is named for another library's, one value that it takes.
-VALUES = {
-    "batch_size": 4,
-    "callbacks": [EarlyStopping(monitor="loss")],
-    "device_iterations": 2,
-    "engine": "embedded",
-    "epochs": 2,
-    "gradient_accumulation": 2,
-    "ipus": 1,
-    "jit": "graph",
-    "lr_scheduler": lambda update: 0.01,
-    "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "precision": "mixed_bfloat16",
-    "seed": 1,
-    "steps_per_epoch": 2,
-    "validation_data": (X, Y),
-    "validation_split": 0.25,
-    "x": DataLoader(PAIRS, batch_size=4, num_workers=0),
-    "y": Y,
+LOADER = DataLoader(PAIRS, 2)
+# What the calls in the table stand on.
+NAMES = {"ipufit": ipufit, "torch": torch, "x": X, "y": Y, "val_loader": LOADER, "dataset": PAIRS}
+NAMES.update(DataLoader=DataLoader, module=linear(), options=None)
+
+
+class Parts(nn.Module):
+    """Has the layers that the calls name."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+
+    def forward(self, x):
+        return self.head(self.blocks(self.encoder(x)))[:, :3]
+
+
+def with_fit(**options):
+    """A fit of two updates with the arguments that a call of the table has."""
+    data = {} if "x" in options else {"x": X, "y": Y}
+    options = {**QUIET, **data, **options}
+    if "steps_per_epoch" in options:
+        options.update(steps_per_epoch=2, batch_size=4)
+    return compiled().fit(**options)
+
+
+def with_compile(**options):
+    """A model with the arguments that a call of the table has."""
+    classes = "loss" in options or "metrics" in options
+    given = {"optimizer": "adam", "loss": "cross_entropy" if classes else "mse", **options}
+    model = ipufit.Model(Parts())
+    model.compile(**given)
+    return model
+
+
+OWNERS = {
+    "compile": with_compile,
+    "fit": with_fit,
+    "evaluate": lambda x=PAIRS, **options: compiled().evaluate(x, verbose=0, **options),
+    "Model": lambda **options: ipufit.Model(**{"module": linear(), **options}),
 }
-NEEDED = {
-    "steps_per_epoch": lambda path: {"epochs": 1},
-}
+ROWS = [(word, row) for names, row in REPLACEMENTS.items() for word in names.split()]
 
 
-def evaluated(example):
-    """The value of an example in an error's text."""
-    names = {"ipufit": ipufit, "x": X, "y": Y, "val_loader": DataLoader(PAIRS, 2), "options": None}
-    return eval(example, names)
-
-
-@pytest.mark.few
+@pytest.mark.parametrize("call", [row for row in REPLACEMENTS.values() if "(" in row])
 @pytest.mark.embedded_only("some of the arguments are refused for an IPU, in a text of their own")
-@pytest.mark.parametrize("name", MEANT)
-def test_what_is_meant_by_another_librarys_argument_works(name, tmp_path, monkeypatch):
-    """The argument that the error names is there, and does not refuse the example."""
+def test_what_is_written_in_place_of_an_argument_works(call, tmp_path, monkeypatch):
+    """Every call of the table is made; a sentence names what there is."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TypeError) as caught:
-        compiled().fit(X, Y, **{name: 1})
-    text = re.fullmatch(
-        rf"fit has no argument '{name}'\. Write (?:(\w+)\(\.\.\., )?(\w+)=([^:]+|.+?\)\)?): .+\.",
-        str(caught.value),
-    )
-    assert text, str(caught.value)
-    method, argument, example = text.group(1) or "fit", text.group(2), text.group(3)
-    if text.group(1):
-        example = example[: -len(")")]
-    value = {argument: VALUES[argument] if example == "..." else evaluated(example)}
-    if method == "Model":
-        ipufit.Model(linear(), **value)
-    elif method == "compile":
-        compiled(**{"optimizer": "adam", **value})
-    else:
-        data = {} if argument == "x" else {"x": X, "y": Y}
-        beside = NEEDED[argument](tmp_path) if argument in NEEDED else {}
-        compiled().fit(**{**QUIET, **data, **beside, **value})
+    if call.partition("(")[0] in OWNERS:
+        eval(call, {**NAMES, **OWNERS})
+        return
+    for name in re.findall(r"ipufit(?:\.\w+)+", call):
+        assert eval(name, NAMES), name
 
 
-def regrouped():
-    """Methods and their arguments of 0.1.0 that are grouped."""
-    return [
-        (method, name)
-        for method, rows in REGROUPED.items()
-        for name in rows
-        if name not in inspect.signature(getattr(ipufit.Model, method)).parameters
-    ]
-
-
-@pytest.mark.parametrize(("method", "name"), regrouped())
-def test_an_argument_that_was_grouped_says_where_it_is(method, name):
-    """What is written instead is an argument of the method, and an expression that works."""
-    model, written = compiled(), REGROUPED[method][name]
+@pytest.mark.parametrize(("word", "row"), ROWS)
+def test_an_argument_of_another_library_is_answered_with_ours(word, row):
+    """In the words of the table: the argument where the method has it, else the call."""
+    method, _, name = word.rpartition(".")
+    method = method or "fit"
     with pytest.raises(UnknownArgumentError) as caught:
-        getattr(model, method)(**{name: 1})
+        getattr(compiled(), method)(X, **{name: 1})
+    owner, _, rest = row.partition("(")
+    if owner not in OWNERS:
+        assert str(caught.value) == f"{method} has no argument {name!r}. {row}"
+        return
+    argument, _, remark = rest.partition("  # ")
+    written = argument[:-1] if owner == method else f"{owner}(..., {argument}"
+    if argument.startswith("x="):
+        written = argument[:-1]
+    remark = remark and (", " if remark.startswith("or ") else ": ") + remark
+    assert str(caught.value) == f"{method} has no argument {name!r}. Write {written}{remark}."
+
+
+def test_a_name_stands_in_one_row():
+    """Two rows for one name would be two answers."""
+    words = [word for word, _ in ROWS]
+    assert len(words) == len(set(words))
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "written"),
+    [
+        ("compile", "stages", "parallel=ipufit.Parallel(stages=...)"),
+        ("compile", "accumulation_dtype", "precision=ipufit.Precision(accumulation_dtype=...)"),
+        ("fit", "limit_train_batches", "loading=ipufit.Loading(limit_train_batches=...)"),
+        ("explain", "limit_train_batches", "loading=ipufit.Loading(limit_train_batches=...)"),
+        ("fit", "max_restarts", "checkpoint=ipufit.Checkpoint(max_restarts=...)"),
+        ("fit", "recompute", "compile(..., memory=ipufit.Memory(recompute=...))"),
+        ("summary", "overfit_batches", "fit(..., loading=ipufit.Loading(overfit_batches=...))"),
+        ("compile", "ipus", "fit(..., ipus=...)"),
+    ],
+)
+def test_an_argument_that_settings_or_another_method_have_says_where_it_is(method, name, written):
+    """Also where the method has one whose name is much alike."""
+    with pytest.raises(UnknownArgumentError) as caught:
+        getattr(compiled(), method)(**{name: 1})
     assert str(caught.value) == f"{method} has no argument {name!r}. Write {written}."
-    argument, _, value = written.partition("=")
-    assert argument in inspect.signature(getattr(ipufit.Model, method)).parameters
-    evaluated(value)
 
 
-@pytest.mark.long("ipu-standin")
-def test_all_arguments_that_were_grouped_are_told_at_once():
-    """Each of them, and in a call of another method too."""
-    for method in REGROUPED:
-        names = [name for owner, name in regrouped() if owner == method]
-        if names:
-            with pytest.raises(UnknownArgumentError) as caught:
-                getattr(compiled(), method)(**dict.fromkeys(names, 1))
-            assert str(caught.value).split("\n") == [
-                f"{method} has no argument {name!r}. Write {REGROUPED[method][name]}."
-                for name in names
-            ]
-        for name in names:
-            with pytest.raises(UnknownArgumentError) as caught:
-                compiled().summary(**{name: 1})
-            owner = next(m for m in REGROUPED if name in REGROUPED[m])
-            text = f"Write {owner}(..., {REGROUPED[owner][name]})."
-            assert str(caught.value) == f"summary has no argument {name!r}. {text}"
-
-
-def test_the_changelog_prints_all_arguments_that_were_grouped():
-    """In the rows of the table that the errors are made of."""
+def test_all_arguments_of_0_1_0_say_where_they_are():
+    """With the argument that the changelog's table has."""
     page = (Path(__file__).parent.parent / "CHANGELOG.md").read_text("utf-8")
-    for method, names in REGROUPED.items():
+    rows = []
+    for method in ("compile", "fit", "explain"):
         table = page.partition(f"| `{method}` of 0.1.0 | now |\n")[2].partition("\n\n")[0]
-        printed = dict(re.findall(r"^\| `(\w+)` \| `(.+)` \|$", table, re.MULTILINE))
-        assert printed == names
+        found = re.findall(r"^\| `(\w+)` \| `(.+)` \|$", table, re.MULTILINE)
+        rows += [(method, name, now) for name, now in found]
+    assert len(rows) > 45
+    for method, name, now in rows:
+        with pytest.raises(UnknownArgumentError) as caught:
+            getattr(compiled(), method)(**{name: 1})
+        argument, _, value = now.partition("=")
+        kind = re.match(r"[\w.]*", value).group()
+        assert f" {argument}={kind}" in str(caught.value)
+        eval(value, NAMES)
 
 
 def test_names_of_other_libraries_are_no_names_of_ours():
     """A name that is both would never be asked for its hint."""
-    for method in (ipufit.Model.compile, ipufit.Model.fit):
-        assert not set(inspect.signature(method).parameters) & set(MEANT)
+    for word, _ in ROWS:
+        method, _, name = word.rpartition(".")
+        for each in [method] if method else ("compile", "fit"):
+            assert name not in inspect.signature(getattr(ipufit.Model, each)).parameters
 
 
 def test_every_argument_that_is_not_there_is_told_at_once():
@@ -510,8 +539,7 @@ def test_every_argument_that_is_not_there_is_told_at_once():
         compiled().fit(X, Y, max_epochs=2, metrics=["mae"], batchsize=4, device="cpu", frobnicate=1)
     lines = str(caught.value).split("\n")
     assert lines[:4] == [
-        "fit has no argument 'max_epochs'. Write epochs=...: how many, or a range of their "
-        "indices.",
+        "fit has no argument 'max_epochs'. Write epochs=3: how many, or a range of their indices.",
         "fit has no argument 'metrics'. Write compile(..., metrics=...).",
         "fit has no argument 'batchsize'. Write batch_size=...",
         "fit has no argument 'device'. Write Model(..., device=...).",
@@ -527,7 +555,7 @@ def test_every_argument_that_is_not_there_is_told_at_once():
     [
         (
             lambda model: model.evaluate(X, Y, steps_per_execution=2),
-            "evaluate has no argument 'steps_per_execution'. Write device_iterations=...: weight "
+            "evaluate has no argument 'steps_per_execution'. Write device_iterations=4: weight "
             "updates per call of the program, forward passes in evaluate and predict.",
         ),
         (
@@ -544,8 +572,8 @@ def test_every_argument_that_is_not_there_is_told_at_once():
         ),
         (
             lambda model: ipufit.Model(model.module, accelerator="gpu"),
-            "Model has no argument 'accelerator'. Write engine=...: 'embedded' or 'ipu'; "
-            "device='cuda' for a GPU.",
+            "Model has no argument 'accelerator'. Write engine='embedded', or 'ipu'; device='cuda' "
+            "for a GPU.",
         ),
         (
             lambda model: model.predict(X, 4, 0, 1, (), 2),

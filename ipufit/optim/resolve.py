@@ -72,8 +72,7 @@ def resolve_optimizer(
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return _checked(optimizer, named_parameters)
-    if isinstance(optimizer, tuple) and _is_name_with_options(optimizer):
-        raise _with_options(*optimizer)
+    _refuse_options(optimizer)
     if isinstance(optimizer, (list, tuple, Mapping)):
         return _several(optimizer, named_parameters, modules)
     if isinstance(optimizer, str) and optimizer.lower() == "muon":
@@ -91,7 +90,15 @@ def resolve_optimizer(
         raise OptimizerError(
             f"optimizer must be {_ACCEPTED}, got {came}. Pass for example optimizer='adam'."
         )
-    built = build(_trainable(named_parameters))
+    parameters = _trainable(named_parameters)
+    try:
+        inspect.signature(build).bind(parameters)
+    except TypeError as error:
+        raise OptimizerError(
+            f"an optimizer factory must take the trainable parameters, but {error}. Write for "
+            "example lambda params: torch.optim.SGD(params, lr=0.01)."
+        ) from error
+    built = build(parameters)
     if isinstance(built, (list, tuple, Mapping)):
         return _several(built, named_parameters, modules)
     if not isinstance(built, torch.optim.Optimizer):
@@ -193,22 +200,25 @@ def _checked(
     return optimizer
 
 
-def _is_name_with_options(pair: Tuple[object, ...]) -> bool:
-    return (
-        len(pair) == 2
-        and isinstance(pair[0], (str, type))
-        and isinstance(pair[1], Mapping)
-        and all(isinstance(name, str) for name in pair[1])
-    )
-
-
-def _with_options(optimizer: Any, options: Mapping[str, object]) -> OptimizerError:
-    """The error for a name or class beside its options, with the factory that says the same."""
+def _refuse_options(optimizer: object) -> None:
+    """Refuse a name or class beside its options, with the factory that says the same."""
+    options: Dict[str, object] = {}
+    if isinstance(optimizer, (list, tuple)) and len(optimizer) == 2:
+        optimizer, second = optimizer
+        options = {"lr": second} if isinstance(second, (int, float)) else second
+    elif isinstance(optimizer, Mapping) and {"lr", "learning_rate", "config"} & set(optimizer):
+        options = {**optimizer, **optimizer.get("config", {})}
+        options.pop("config", None)
+        names = [options.pop(key, None) for key in ("name", "class_name", "type")]
+        optimizer = next(filter(None, names), "adam")
+    if not options or not isinstance(optimizer, (str, type)) or not isinstance(options, Mapping):
+        return
     kind = class_by_name(optimizer) if isinstance(optimizer, str) else optimizer
     module = "ipufit.optim" if kind is LAMB else "torch.optim"
+    options = {"lr" if name == "learning_rate" else name: options[name] for name in options}
     call = ", ".join(["params", *(f"{name}={value!r}" for name, value in options.items())])
-    return OptimizerError(
-        f"optimizer must be {_ACCEPTED}, got a tuple of {optimizer!r} and its options. Pass a "
+    raise OptimizerError(
+        f"optimizer must be {_ACCEPTED}, got {optimizer!r} with options beside it. Pass a "
         f"factory: lambda params: {module}.{kind.__name__}({call})."
     )
 

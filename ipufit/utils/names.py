@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import fnmatch
 import functools
 import inspect
+import re
 from typing import Callable, Container, Dict, Mapping, Sequence, Type, TypeVar
 
 from ipufit.errors import ConfigurationError, UnknownArgumentError
 
 __all__ = [
-    *("MEANT", "REGROUPED", "RESERVED", "check_log_name", "in_validation", "matches_pattern"),
+    *("REPLACEMENTS", "RESERVED", "check_log_name", "in_validation", "matches_pattern"),
     "with_hints",
 ]
 
@@ -83,156 +83,180 @@ def in_validation(name: str, exact: bool, trained: Container[str]) -> str:
 # ---- arguments ----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Meant:
-    """An argument that stands here for one of another library.
-
-    Attributes:
-        method: of Model; "Model" for its constructor.
-        argument: of the method, or one of its regrouped ones.
-        remark: how its meaning differs, or an example.
-    """
-
-    method: str
-    argument: str
-    remark: str
-
-
-_OPTIMIZER = Meant(
-    "compile",
-    "optimizer",
-    "the optimizer has it, as in lambda params: torch.optim.AdamW(params, lr=0.01)",
-)
-_EPOCHS = Meant("fit", "epochs", "how many, or a range of their indices")
-_UPDATES = Meant("fit", "steps_per_epoch", "weight updates of an epoch, of which epochs is 1")
-_MICRO_BATCH = Meant("fit", "batch_size", "the samples that one replica sees at once")
-_ACCUMULATION = Meant("fit", "gradient_accumulation", "micro-batches that are summed for an update")
-_IPUS = Meant(
-    "fit", "ipus", "the total number of IPUs; of GPUs, each is driven by a process of its own"
-)
-_CLIPPING = Meant("compile", "global_clipnorm", "the bound on the norm of all gradients together")
-_MIXED = Meant("compile", "precision", "'mixed_float16' or 'mixed_bfloat16'")
-_INPUTS = Meant("fit", "x", "a loader or a dataset too")
-_TARGETS = Meant("fit", "y", "of arrays and tensors; a loader yields (inputs, target)")
-_HELD_OUT = Meant("fit", "validation_data", "(x, y), a loader or a dataset")
-_HELD_OUT_SIZE = Meant("fit", "validation_batch_size", "the samples that one replica sees at once")
-_WORKERS = Meant("fit", "x", "a DataLoader(dataset, batch_size=..., num_workers=...)")
-_CALLBACKS = Meant("fit", "callbacks", "a list, such as [ipufit.callbacks.EarlyStopping()]")
-_SCHEDULE = Meant(
-    "compile", "lr_scheduler", "'cosine', a scheduler of torch's, or a function of the update"
-)
-_WARMUP = Meant(
-    "compile", "lr_scheduler", "a curve with a warm-up: ipufit.optim.schedules.Cosine(warmup=0.1)"
-)
-_RESUME = Meant("fit", "resume", "the path of a checkpoint, or 'auto'")
-
-# By the name that Keras, Lightning or transformers have.
-MEANT: Mapping[str, Meant] = {
-    **dict.fromkeys(("learning_rate", "lr", "weight_decay", "momentum"), _OPTIMIZER),
-    **dict.fromkeys(
-        ("epoch", "nb_epoch", "nb_epochs", "num_epochs", "n_epochs", "max_epochs"), _EPOCHS
+# What is written here for an argument of Keras, Lightning, transformers, skorch or ipufit 0.1.0. By
+# names: the call as it works, and behind "#" a remark; or a sentence. "evaluate.x" is that name in
+# evaluate alone. The pages for those who come from there, and the changelog, have these names too.
+REPLACEMENTS: Mapping[str, str] = {
+    "learning_rate lr weight_decay momentum adam_beta1 adam_beta2 adam_epsilon optim_args": (
+        "compile(optimizer=lambda params: torch.optim.AdamW(params, lr=0.01))"
+        "  # the optimizer has it"
     ),
-    "num_train_epochs": _EPOCHS,
-    "max_steps": _UPDATES,
-    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), _MICRO_BATCH),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), _ACCUMULATION),
-    **dict.fromkeys(("devices", "num_devices", "gpus", "replicas", "num_replicas"), _IPUS),
-    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "clip_norm"), _CLIPPING),
-    **dict.fromkeys(("fp16", "bf16", "mixed_precision", "dtype"), _MIXED),
-    **dict.fromkeys(("train_dataset", "train_dataloaders", "train_loader", "dataset"), _INPUTS),
-    **dict.fromkeys(("labels", "target"), _TARGETS),
-    **dict.fromkeys(("val_data", "eval_dataset", "eval_data"), _HELD_OUT),
-    **dict.fromkeys(("val_dataloaders", "val_loader", "validation_set"), _HELD_OUT),
-    **dict.fromkeys(("per_device_eval_batch_size", "eval_batch_size"), _HELD_OUT_SIZE),
-    **dict.fromkeys(("workers", "num_workers", "collate_fn"), _WORKERS),
-    **dict.fromkeys(("use_multiprocessing", "max_queue_size"), _WORKERS),
-    **dict.fromkeys(("callback", "early_stopping", "logger"), _CALLBACKS),
-    **dict.fromkeys(("lr_schedule", "lr_scheduler_type", "scheduler"), _SCHEDULE),
-    **dict.fromkeys(("warmup", "warmup_steps", "warmup_ratio"), _WARMUP),
-    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), _RESUME),
-    "accelerator": Meant("Model", "engine", "'embedded' or 'ipu'; device='cuda' for a GPU"),
-    "auto_scale_loss": Meant("compile", "loss_scale", "'dynamic'"),
-    "check_val_every_n_epoch": Meant("fit", "validation_freq", "a number of epochs"),
-    "jit_compile": Meant("compile", "jit", "how the recorded program runs, such as 'inductor'"),
-    "random_state": Meant("fit", "seed", "an integer"),
-    "steps_per_execution": Meant(
-        "fit",
-        "device_iterations",
-        "weight updates per call of the program, forward passes in evaluate and predict",
+    "optim optimizers": "compile(optimizer='adamw')  # a name, a class or an object of torch.optim",
+    "lamb": "compile(optimizer='lamb')",
+    "lamb_no_bias_correction": (
+        "compile(optimizer=lambda params: ipufit.optim.LAMB(params, bias_correction=False))"
     ),
-    "val_split": Meant("fit", "validation_split", "the fraction of the samples to hold out"),
+    "criterion compute_loss_func": "compile(loss='cross_entropy')  # or a module or a function",
+    "compute_metrics preprocess_logits_for_metrics scoring include_for_metrics": (
+        "compile(metrics=['accuracy'])  # names, or functions (prediction, target) of a micro-batch"
+    ),
+    "label_smoothing label_smoothing_factor": (
+        "compile(loss=torch.nn.CrossEntropyLoss(label_smoothing=0.1))"
+    ),
+    "max_epochs num_train_epochs nb_epoch max_iter": (
+        "fit(epochs=3)  # how many, or a range of their indices"
+    ),
+    "initial_epoch": "fit(epochs=range(3, 10))",
+    "max_steps": "fit(steps_per_epoch=100)  # weight updates of an epoch, of which epochs is 1",
+    "val_check_interval eval_steps": (
+        "fit(steps_per_epoch=100)  # weight updates of an epoch, after each of which it validates"
+    ),
+    "min_epochs min_steps": (
+        "fit(callbacks=[ipufit.callbacks.EarlyStopping('loss', start_from_epoch=3)])"
+    ),
+    "early_stopping load_best_model_at_end metric_for_best_model": (
+        "fit(callbacks=[ipufit.callbacks.EarlyStopping('loss', restore_best_weights=True)])"
+    ),
+    "max_time": "fit(callbacks=[ipufit.callbacks.Timer('00:12:00:00')])  # days to seconds",
+    "per_device_train_batch_size train_batch_size iterator_train__batch_size": (
+        "fit(batch_size=32)  # the samples that one replica sees at once"
+    ),
+    "evaluate.per_device_eval_batch_size evaluate.eval_batch_size": "evaluate(batch_size=32)",
+    "per_device_eval_batch_size eval_batch_size validation_batch_size": (
+        "fit(validation_data=ipufit.Validation((x, y), batch_size=32))"
+    ),
+    "gradient_accumulation_steps accumulate_grad_batches": (
+        "fit(gradient_accumulation=2)  # micro-batches that are summed for an update"
+    ),
+    "devices num_devices gpus n_ipu replicas num_replicas replication_factor": (
+        "fit(ipus=2)  # the total number of IPUs; of GPUs, each is driven by a process of its own"
+    ),
+    "num_nodes distribute use_distributed_sampler local_rank": (
+        "Start the script once for each process, as torchrun does: see docs/distributed.md."
+    ),
+    "strategy": (
+        "compile(parallel=ipufit.Parallel(stages={'encoder': 0, 'head': 1}, strategy='sharded'))"
+        "  # of stages; several processes need none, see docs/distributed.md"
+    ),
+    "model net model_init": "Model(module=module)",
+    "ipu_config": "compile(config=ipufit.IPUConfig(device_iterations=4))",
+    "accelerator use_cpu": "Model(engine='embedded')  # or 'ipu'; device='cuda' for a GPU",
+    "gradient_clip_val gradient_clip_algorithm max_grad_norm clip_norm global_clipnorm": (
+        "compile(clip=ipufit.Clip(global_norm=1.0))  # or norm= for each parameter, or value="
+    ),
+    "clipnorm": "compile(clip=ipufit.Clip(norm=1.0))",
+    "clipvalue": "compile(clip=ipufit.Clip(value=0.5))",
+    "use_ema": "compile(ema=ipufit.EMA())",
+    "ema_momentum": "compile(ema=ipufit.EMA(momentum=0.99))",
+    "ema_overwrite_frequency": "compile(ema=ipufit.EMA(overwrite_frequency=100))",
+    "fp16 bf16 mixed_precision dtype": "compile(precision='mixed_bfloat16')  # or 'mixed_float16'",
+    "auto_scale_loss loss_scale loss_scale_factor loss_scaling auto_loss_scaling": (
+        "compile(precision=ipufit.Precision('mixed_float16', loss_scale='dynamic'))"
+    ),
+    "evaluate.eval_dataset evaluate.dataloaders predict.dataloaders predict.test_dataset": (
+        "evaluate(x=DataLoader(dataset, batch_size=32))"
+    ),
+    "train_dataset train_dataloaders train_loader dataset": (
+        "fit(x=DataLoader(dataset, batch_size=32))  # or the dataset itself"
+    ),
+    "labels target": "fit(y=y)  # of arrays and tensors; a loader yields (inputs, target)",
+    "eval_dataset eval_data val_data val_dataloaders val_loader validation_set": (
+        "fit(validation_data=(x, y))  # or a loader or a dataset"
+    ),
+    "num_workers dataloader_num_workers workers use_multiprocessing max_queue_size collate_fn": (
+        "fit(x=DataLoader(dataset, num_workers=2))  # the loader has it"
+    ),
+    "data_collator drop_last dataloader_drop_last pin_memory dataloader_pin_memory": (
+        "fit(x=DataLoader(dataset, drop_last=True))  # the loader has it"
+    ),
+    "prefetch_factor dataloader_prefetch_factor dataloader_mode": (
+        "fit(loading=ipufit.Loading(prefetch=2))"
+    ),
+    "group_by_length train_sampling_strategy": (
+        "Give the DataLoader a batch_sampler=ipufit.data.LengthBuckets(dataset, batch_size=8)."
+    ),
+    "datamodule": "Write ipufit.Model.from_lightning(module), which takes one in fit.",
+    "validation_steps": "fit(validation_data=ipufit.Validation(val_loader, steps=2))",
+    "validation_freq check_val_every_n_epoch eval_strategy evaluation_strategy": (
+        "fit(validation_data=ipufit.Validation((x, y), freq=2))  # a number of epochs"
+    ),
+    "val_split validation_fraction train_split": (
+        "fit(validation_split=0.2)  # the fraction of the samples to hold out"
+    ),
+    "limit_test_batches limit_predict_batches": "evaluate(steps=1)  # device iterations",
+    "num_sanity_val_steps": "Leave it out: validation is recorded before training, always.",
+    "logger report_to log_every_n_steps logging_steps logging_strategy": (
+        "fit(callbacks=[ipufit.callbacks.CSVLogger('log.csv')])  # or TensorBoard, ExperimentLogger"
+    ),
+    "enable_progress_bar disable_tqdm": "fit(verbose=0)  # or 1 for a bar, 2 for a line per epoch",
+    "enable_model_summary": "Call model.summary().",
+    "lr_schedule lr_scheduler_type scheduler": (
+        "compile(lr_scheduler='cosine')  # or a scheduler of torch's, or a function of the update"
+    ),
+    "warmup warmup_steps warmup_ratio": (
+        "compile(lr_scheduler=ipufit.optim.schedules.Cosine(warmup=0.1))"
+    ),
+    "evaluate.ckpt_path predict.ckpt_path": (
+        "Write ipufit.load('model.safetensors', module) for a model with these weights."
+    ),
+    "resume ckpt_path resume_from_checkpoint": (
+        "fit(checkpoint=ipufit.Checkpoint('runs/1', resume='auto'))"
+    ),
+    "enable_checkpointing default_root_dir output_dir save_strategy save_steps save_total_limit": (
+        "fit(checkpoint='runs/1')  # or an ipufit.Checkpoint, which says how often"
+    ),
+    "jit_compile torch_compile": "compile(jit='auto')  # how the recorded program runs",
+    "mode backend fullgraph dynamic torch_compile_backend torch_compile_mode": (
+        "compile(jit='inductor')  # or another backend of torch.compile"
+    ),
+    "name": "Leave it out: a model is called after the class of its module.",
+    "random_state data_seed": "fit(seed=0)",
+    "deterministic benchmark full_determinism": (
+        "Call torch.use_deterministic_algorithms(True); fit(seed=...) fixes the random numbers."
+    ),
+    "steps_per_execution": (
+        "fit(device_iterations=4)  # weight updates per call of the program, forward passes in "
+        "evaluate and predict"
+    ),
+    "gradient_checkpointing activation_checkpointing": (
+        "compile(memory=ipufit.Memory(recompute=True))"
+    ),
+    "detect_anomaly": "compile(detect_nan=True)",
+    "compile_only": "fit(loading=ipufit.Loading(fast_dev_run=True))",
+    "profiler report autoreport autoreport_dir": "fit(callbacks=[ipufit.Report('runs/1')])",
+    # Of ipufit 0.1.0 alone, what the fields of settings do not say.
+    "sample_weight_reduction": (
+        "compile(reduction=ipufit.Reduction(sample_weights='mean_with_sample_weight'))"
+    ),
+    "gradient_reduction": "compile(reduction=ipufit.Reduction(gradients='sum'))",
+    "output_mode": "compile(outputs='final')",
+    "output_every": "compile(outputs=ipufit.Outputs('every_n', 4))",
+    "inference_stages": (
+        "compile(parallel=ipufit.Parallel(inference=ipufit.Parallel(stages={'encoder': 0, "
+        "'head': 1})))"
+    ),
+    "inference_layers_per_ipu": (
+        "compile(parallel=ipufit.Parallel(inference=ipufit.Parallel(layers_per_ipu=[2, 2])))"
+    ),
+    "inference_strategy": (
+        "compile(parallel=ipufit.Parallel(inference=ipufit.Parallel(stages={'encoder': 0, "
+        "'head': 1}, strategy='sharded')))"
+    ),
+    "serialized_layers": "compile(memory=ipufit.Memory(serialize={'head': 4}))",
+    "inference_serialized_layers": (
+        "compile(memory=ipufit.Memory(inference_serialize={'head': 4}))"
+    ),
+    "offload_optimizer_state": "compile(memory=ipufit.Memory(offload_optimizer=True))",
+    "shard_optimizer": "compile(memory=ipufit.Memory(shard='optimizer'))",
+    "shard_weights": "compile(memory=ipufit.Memory(shard='weights'))",
+    "training_options": "compile(poptorch=options)",
+    "inference_options": "compile(poptorch=(None, options))",
+    "inference_ipus": "fit(validation_data=ipufit.Validation(val_loader, ipus=2))",
+    "inference_device_iterations": (
+        "fit(validation_data=ipufit.Validation(val_loader, device_iterations=4))"
+    ),
 }
-
-
-_STAGES = "{'encoder': 0, 'head': 1}"
-# Arguments of 0.1.0 that are grouped now, by method: what is written in place of each, an example.
-# The changelog prints these rows.
-REGROUPED: Mapping[str, Mapping[str, str]] = {
-    "compile": {
-        "normalize": "reduction=ipufit.Reduction(normalize='tokens')",
-        "sample_weight_reduction": (
-            "reduction=ipufit.Reduction(sample_weights='mean_with_sample_weight')"
-        ),
-        "gradient_reduction": "reduction=ipufit.Reduction(gradients='sum')",
-        "clipnorm": "clip=ipufit.Clip(norm=1.0)",
-        "global_clipnorm": "clip=ipufit.Clip(global_norm=1.0)",
-        "clipvalue": "clip=ipufit.Clip(value=0.5)",
-        "use_ema": "ema=ipufit.EMA()",
-        "ema_momentum": "ema=ipufit.EMA(momentum=0.99)",
-        "ema_overwrite_frequency": "ema=ipufit.EMA(overwrite_frequency=100)",
-        "loss_scale": "precision=ipufit.Precision('mixed_float16', loss_scale='dynamic')",
-        "accumulation_dtype": "precision=ipufit.Precision(accumulation_dtype='float32')",
-        "output_mode": "outputs='final'",
-        "output_every": "outputs=ipufit.Outputs('every_n', 4)",
-        "stages": f"parallel=ipufit.Parallel(stages={_STAGES})",
-        "layers_per_ipu": "parallel=ipufit.Parallel(layers_per_ipu=[2, 2])",
-        "layers": "parallel=ipufit.Parallel(layers_per_ipu=[2, 2], layers='blocks')",
-        "strategy": f"parallel=ipufit.Parallel(stages={_STAGES}, strategy='sharded')",
-        "ipus_per_replica": "parallel=ipufit.Parallel(ipus_per_replica=2)",
-        "auto_round_ipus": "parallel=ipufit.Parallel(auto_round_ipus=True)",
-        "inference_stages": (
-            f"parallel=ipufit.Parallel(inference=ipufit.Parallel(stages={_STAGES}))"
-        ),
-        "inference_layers_per_ipu": (
-            "parallel=ipufit.Parallel(inference=ipufit.Parallel(layers_per_ipu=[2, 2]))"
-        ),
-        "inference_strategy": (
-            "parallel=ipufit.Parallel(inference=ipufit.Parallel(strategy='sharded'))"
-        ),
-        "serialized_layers": "memory=ipufit.Memory(serialize={'head': 4})",
-        "inference_serialized_layers": "memory=ipufit.Memory(inference_serialize={'head': 4})",
-        "recompute": "memory=ipufit.Memory(recompute=True)",
-        "offload_optimizer_state": "memory=ipufit.Memory(offload_optimizer=True)",
-        "shard_optimizer": "memory=ipufit.Memory(shard='optimizer')",
-        "shard_weights": "memory=ipufit.Memory(shard='weights')",
-        "training_options": "poptorch=options",
-        "inference_options": "poptorch=(None, options)",
-    },
-    "fit": {
-        "initial_epoch": "epochs=range(3, 10)",
-        "validation_steps": "validation_data=ipufit.Validation(val_loader, steps=10)",
-        "validation_batch_size": "validation_data=ipufit.Validation((x, y), batch_size=32)",
-        "validation_freq": "validation_data=ipufit.Validation(val_loader, freq=2)",
-        "inference_ipus": "validation_data=ipufit.Validation(val_loader, ipus=2)",
-        "inference_device_iterations": (
-            "validation_data=ipufit.Validation(val_loader, device_iterations=4)"
-        ),
-        "limit_train_batches": "loading=ipufit.Loading(limit_train_batches=10)",
-        "limit_val_batches": "loading=ipufit.Loading(limit_val_batches=10)",
-        "overfit_batches": "loading=ipufit.Loading(overfit_batches=1)",
-        "fast_dev_run": "loading=ipufit.Loading(fast_dev_run=True)",
-        "prefetch": "loading=ipufit.Loading(prefetch=2)",
-        "resume": "checkpoint=ipufit.Checkpoint('runs/1', resume='auto')",
-        "resume_changes": (
-            "checkpoint=ipufit.Checkpoint('runs/1', resume='auto', resume_changes={'lr'})"
-        ),
-        "max_restarts": "checkpoint=ipufit.Checkpoint('runs/1', max_restarts=3)",
-        "report": "callbacks=[ipufit.Report('runs/1')]",
-        "autoreport": "callbacks=[ipufit.Report('autoreport')]",
-        "autoreport_dir": "callbacks=[ipufit.Report('autoreport')]",
-    },
-    "explain": {"limit_train_batches": "loading=ipufit.Loading(limit_train_batches=10)"},
-}
+_OWNERS = ("compile", "fit", "evaluate", "Model")
 
 
 def with_hints(kind: Type[T]) -> Type[T]:
@@ -262,10 +286,22 @@ def _hinting(method: Callable[..., object]) -> Callable[..., object]:
 
 def _parameters(kind: type, method: str) -> Dict[str, inspect.Parameter]:
     """The parameters of a method of Model, or of its constructor, without ``self``."""
-    function = kind if method == "Model" else getattr(kind, method)
-    parameters = dict(inspect.signature(function).parameters)
-    parameters.pop("self", None)
-    return parameters
+    name = "__init__" if method == "Model" else method
+    functions = [vars(base)[name] for base in kind.__mro__[:-1] if name in vars(base)]
+    return {
+        p.name: p for f in functions for p in list(inspect.signature(f).parameters.values())[1:]
+    }
+
+
+def _settings(kind: type, name: str) -> str:
+    """The call that has a field of this name in an object of settings, such as a Clip; or ""."""
+    for owner in ("compile", "fit"):
+        for parameter in _parameters(kind, owner).values():
+            for word in re.findall(r"\w+", str(parameter.annotation)):
+                settings = inspect.unwrap(getattr(kind, owner)).__globals__.get(word)
+                if name in getattr(settings, "__dataclass_fields__", ()):
+                    return f"{owner}({parameter.name}=ipufit.{word}({name}=...))"
+    return ""
 
 
 def _unknown(
@@ -294,21 +330,19 @@ def _unknown(
 
 def _advice(kind: type, method: str, parameters: Sequence[str], name: str) -> str:
     """The sentence of an error that says what to write instead."""
-    if name in REGROUPED.get(method, {}):
-        return f"Write {REGROUPED[method][name]}."
-    meant = MEANT.get(name)
-    if meant is not None:
-        is_grouped = meant.argument not in _parameters(kind, meant.method)
-        place = REGROUPED[meant.method][meant.argument] if is_grouped else f"{meant.argument}=..."
-        is_here = method == meant.method or meant.argument in parameters
-        return f"Write {place if is_here else f'{meant.method}(..., {place})'}: {meant.remark}."
+    rows = {word: row for names, row in REPLACEMENTS.items() for word in names.split()}
+    row = rows.get(f"{method}.{name}") or rows.get(name) or ""
+    calls = [f"{o}({name}=...)" if name in _parameters(kind, o) else "" for o in _OWNERS]
+    row = row or next(filter(None, [*calls[:2], _settings(kind, name), *calls[2:]]), "")
+    owner, _, rest = row.partition("(")
+    if owner in _OWNERS:
+        call, _, remark = rest.partition("  # ")
+        written = call[:-1]
+        is_here = owner == method or written.partition("=")[0] in parameters
+        written = written if is_here else f"{owner}(..., {written})"
+        separator = ", " if remark.startswith("or ") else ": "
+        return f"Write {separator.join(filter(None, (written, remark)))}."
     near = difflib.get_close_matches(name.lower(), parameters, n=1, cutoff=0.75)
-    if near:
-        return f"Write {near[0]}=..."
-    for owner, rows in REGROUPED.items():
-        if name in rows:
-            return f"Write {owner}(..., {rows[name]})."
-    for owner in ("compile", "fit", "evaluate", "Model"):
-        if name in _parameters(kind, owner):
-            return f"Write {owner}(..., {name}=...)."
+    if row or near:
+        return row or f"Write {near[0]}=..."
     return f"Leave it out, or write one that there is: {', '.join(parameters)}."

@@ -26,7 +26,7 @@ def test_every_argument_has_a_row():
     assert known == set(options_of_keras())
 
 
-@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize("method", METHODS)
 def test_what_may_be_given_by_position_has_its_place(method):
     """Another order would give a value to another argument, without a word."""
     by_position = [
