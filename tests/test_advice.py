@@ -1,5 +1,8 @@
 """What an error advises is done here, and the call then succeeds."""
 
+import ast
+import contextlib
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -15,6 +18,7 @@ from ipufit.callbacks import Callback
 from ipufit.errors import ConfigurationError, DataError, PlanError, UnknownArgumentError
 from ipufit.utils.names import REPLACEMENTS
 from tests.faulty import momentum
+from tests.pages.test_reference_pages import templates
 
 X = torch.arange(48.0).reshape(12, 4).sin()
 Y = torch.arange(36.0).reshape(12, 3).cos()
@@ -630,3 +634,100 @@ def test_the_suggestion_of_fit_is_one_of_its_arguments():
     with pytest.raises(PlanError) as caught:
         fit(ipus=3, device_iterations=0, model=model)
     assert fit(model=model, **caught.value.suggestion).epoch == [0]
+
+
+# ---- all texts of the source --------------------------------------------------------------------
+
+CALL = re.compile(
+    r"(?<![\w.\"'])(?:compile|fit|evaluate|predict|Model|(?:ipufit|model|torch)[\w.]+)\("
+)
+# Of PopTorch's models and of the user's module, whose texts call them a model too.
+NOT_OURS = ("model.destroy", "model.half", "model.module", "model.parameters")
+
+
+def calls_in(text):
+    """The calls of ipufit's and torch's that a text writes out, each as a node of Python's AST."""
+    text = text.replace("\0", "_")
+    for found in CALL.finditer(text):
+        ends = [text[found.start() : i + 1] for i, sign in enumerate(text) if sign == ")"]
+        for written in filter(None, ends):
+            try:
+                tree = ast.parse(written, mode="eval")
+            except SyntaxError:
+                continue
+            yield from (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+            break
+
+
+def called(node):
+    """What a call calls; None of what no text of ours would know."""
+    name = ast.unparse(node.func)
+    if name in OWNERS or name == "predict":
+        name = "ipufit.Model" if name == "Model" else f"model.{name}"
+    head, *rest = name.split(".")
+    if head not in ("ipufit", "model", "torch") or name.startswith(NOT_OURS) or "_" in rest:
+        return None
+    found = ipufit.Model if head == "model" else importlib.import_module(head)
+    for part in rest:
+        if inspect.ismodule(found) and not hasattr(found, part):
+            if found is ipufit and part == "lightning":  # needs Lightning
+                return None
+            importlib.import_module(f"{found.__name__}.{part}")
+        found = getattr(found, part)
+    return found
+
+
+def test_every_call_that_a_text_writes_out_can_be_made():
+    """Errors, warnings and docstrings: what is called exists, and has the arguments by name."""
+    written = 0
+    for text in {*templates()}:
+        for node in calls_in(text):
+            try:
+                parameters = inspect.signature(called(node)).parameters
+            except (TypeError, ValueError):
+                continue  # nothing of ours, or without a signature
+            written += 1
+            takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            names = {keyword.arg for keyword in node.keywords} - {None, "_"}
+            assert takes_any or names <= set(parameters), ast.unparse(node)
+    assert written > 250
+
+
+# Arguments of what is not looked at below, by what has them.
+ELSEWHERE = {
+    "Lightning": {"accelerator", "dataloader_idx"},
+    "PopTorch": {
+        "auto_distributed_partitioning",
+        "compile_only",
+        "max_grad_norm",
+        "rebatched_size",
+    },
+    "torch": {"ord", "size", "use_reentrant"},
+    "ipufit.data.LengthBuckets": {"lengths", "pad"},
+    "ipufit.distributed": {"address"},
+    "ipufit.metrics": {"task"},
+    "ipufit.sklearn": {"classes"},
+    "ipufit.IPUConfig": {"pod_type", "push_to_hub"},
+}
+
+
+def test_every_argument_that_an_error_says_to_write_exists():
+    """Outside of a call, too: 'Leave it out, or pass device='cpu'.'"""
+    kinds = [getattr(ipufit, name) for name in ipufit.__all__]
+    kinds += [getattr(ipufit.callbacks, name) for name in ipufit.callbacks.__all__]
+    calls = [value for value in kinds if inspect.isclass(value)]
+    calls += [getattr(ipufit.Model, name) for name in dir(ipufit.Model) if name[0] != "_"]
+    calls += [DataLoader, torch.optim.SGD, torch.optim.Adam, nn.Linear, ipufit.load]
+    names = set()
+    for call in calls:
+        with contextlib.suppress(TypeError, ValueError):
+            names |= set(inspect.signature(call).parameters)
+    said = set()
+    for text in {*templates()}:
+        said |= set(
+            re.findall(r"(?:[Pp]ass|[Ww]rite|[Uu]se|[Gg]ive|or) (?:\w+\(\.\.\., )?(\w+)=\S", text)
+        )
+    assert len(said) > 50
+    others = set().union(*ELSEWHERE.values())
+    assert sorted(said - names - others) == []
+    assert others <= said

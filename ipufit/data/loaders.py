@@ -122,7 +122,7 @@ def place_of(candidate: Any) -> Optional[Tuple[str, int]]:
     if callable(candidate) and not inspect.isroutine(candidate):
         candidate = type(candidate).__call__
     module = getattr(candidate, "__module__", "") or ""
-    if candidate is None or module.split(".")[0] in ("torch", "builtins"):
+    if candidate is None or module.split(".")[0] in ("torch", "builtins", "ipufit"):
         return None
     try:
         return str(inspect.getsourcefile(candidate)), inspect.getsourcelines(candidate)[1]

@@ -272,6 +272,8 @@ class Loss:
             return ()
         rule = self.rule
         is_index = not (target.is_floating_point() or target.is_complex())
+        if rule is not None and rule.is_binary:
+            return (LabelRange(self.name, None, 2, None),)
         if rule is None or rule.layout != "classes" or not is_index or not prediction.dim():
             return ()
         classes = prediction.shape[min(1, prediction.dim() - 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Callable, Dict, Mapping, Tuple
+from typing import Callable, Dict, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -69,10 +69,12 @@ def check_loss_value(loss: object, where: str) -> Tensor:
 def refuse_broadcast(name: str, prediction: Tensor, target: Tensor) -> None:
     """Refuse what torch would broadcast: (N, 1) against (N,) becomes a mean over N * N numbers."""
     if prediction.shape != target.shape:
+        is_class = prediction.dim() == 2 and target.shape == prediction.shape[:1]
+        advice = " Of class indices, use loss='cross_entropy'." if is_class else ""
         raise LossError(
             f"loss {name!r} needs prediction and target of one shape, got prediction "
             f"{tuple(prediction.shape)} and target {tuple(target.shape)}. "
-            f"{shape_advice(prediction, target)}"
+            f"{shape_advice(prediction, target)}{advice}"
         )
 
 
@@ -132,19 +134,22 @@ def check_class_indices_or_probabilities(name: str, prediction: Tensor, target: 
         check_class_indices(name, prediction, target)
 
 
-def outside_classes(target: Tensor, classes: int, ignore_index: int) -> Tensor:
+def outside_classes(target: Tensor, classes: int, ignore_index: Optional[int]) -> Tensor:
     """Tell of each class index whether it is none of so many classes, nor left out."""
     return (target != ignore_index) & ((target < 0) | (target >= classes))
 
 
-def check_labels(name: str, target: Tensor, classes: int, ignore_index: int, where: str) -> None:
+def check_labels(
+    name: str, target: Tensor, classes: int, ignore_index: Optional[int], where: str
+) -> None:
     """Look at the values of class indices, which torch does while it computes, if at all.
 
     Args:
         name: of the loss.
         target: class indices, any shape; with values.
         classes: how many there are in the prediction.
-        ignore_index: index that is left out, whether it is a class or not.
+        ignore_index: index that is left out, whether it is a class or not; None of a loss over two
+            classes in one output.
         where: begin of the message.
 
     Raises:
@@ -157,15 +162,19 @@ def check_labels(name: str, target: Tensor, classes: int, ignore_index: int, whe
     sample = int(outside.nonzero()[0, 0]) if target.dim() else 0
     label = int(target[outside].flatten()[0])
     counted = target[target != ignore_index]
-    if label < 0:
+    of = f" for a prediction of {classes} classes"
+    if ignore_index is None:
+        of = ""
+        cure = "Give two classes 0 and 1; for more, an output for each and loss='cross_entropy'."
+    elif label < 0:
         cure = f"What is to be left out has the label {ignore_index}; classes count from 0."
     elif int(counted.min()) == 1 and int(counted.max()) == classes:
         cure = "They seem to count from 1: subtract 1."
     else:
         cure = f"Let the module return {int(counted.max()) + 1} classes, or number them from 0."
     what = (
-        f"{where}loss {name!r} needs labels from 0 to {classes - 1} for a prediction of {classes} "
-        f"classes, got {label} in sample {sample}"
+        f"{where}loss {name!r} needs labels from 0 to {classes - 1}{of}, got {label} in sample "
+        f"{sample}"
     )
     raise DataError(f"{what}. {cure}", what=what, cure=cure)
 

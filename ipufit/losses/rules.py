@@ -36,13 +36,14 @@ class LabelRange:
         name: of the loss.
         key: of the target among those of several losses; None of one loss.
         classes: how many there are in the prediction.
-        ignore_index: index that is left out.
+        ignore_index: index that is left out; None of a loss over two classes in one output, which
+            may be anything between them, too.
     """
 
     name: str
     key: Optional[Union[str, int]]
     classes: int
-    ignore_index: int
+    ignore_index: Optional[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +187,7 @@ class TorchRule:
         weights: its ``weight`` and ``pos_weight``, None each where it has none; of a loss over
             classes the first has shape (classes,).
         target_kind: what it takes as target; one over classes may take probabilities too.
+        is_binary: whether its targets are 0, 1 or between.
     """
 
     call: Callable[[Tensor, Tensor], Tensor]
@@ -194,6 +196,7 @@ class TorchRule:
     ignore_index: int
     weights: Tuple[Optional[Tensor], Optional[Tensor]]
     target_kind: TargetKind
+    is_binary: bool = False
 
     def fit_target(self, prediction: Tensor, target: Tensor) -> Tensor:
         """The target in the shape of a prediction, if it has the right number of values.
@@ -289,6 +292,7 @@ def torch_rule(loss: Union[nn.Module, Callable[..., object]]) -> Optional[TorchR
             settings.get("ignore_index", -100),
             (settings.get("weight"), settings.get("pos_weight")),
             target_kind,
+            kind in (nn.BCELoss, nn.BCEWithLogitsLoss),
         )
     return None
 

@@ -236,6 +236,8 @@ def _linear(layer: nn.Linear, x: Tensor) -> Optional[_Mismatch]:
     cure = f"Build it with in_features={x.shape[-1]}, or give it {wanted} features."
     if x.dim() > 2 and math.prod(x.shape[1:]) == wanted:
         cure = "Flatten its input: x.flatten(1), or nn.Flatten() before the layer."
+    elif x.dim() > 2 and x.shape[1] == wanted:
+        cure = f"Its {wanted} channels are in dimension 1: x.flatten(2).mean(2) has them last."
     return _Mismatch(f"{wanted} features in the last dimension", cure)
 
 
@@ -332,11 +334,12 @@ def _embedding(layer: Union[nn.Embedding, nn.EmbeddingBag], x: Tensor) -> Option
     low, high = int(x.min()), int(x.max())
     if low >= 0 and high < rows:
         return None
+    cure = f"Build it with num_embeddings={high + 1}, or map what is rare to one index."
     if low < 0:
         cure = "Give what stands for nothing an index of its own, such as padding_idx=0."
-        return _Mismatch(f"indices from 0 to {rows - 1}", cure, f"{low}")
-    cure = f"Build it with num_embeddings={high + 1}, or map what is rare to one index."
-    return _Mismatch(f"indices from 0 to {rows - 1}", cure, f"{high}")
+    worst = low if low < 0 else high
+    place = tuple((x == worst).nonzero()[0].tolist())
+    return _Mismatch(f"indices from 0 to {rows - 1}", cure, f"{worst} at {place} of its input")
 
 
 _LAYERS: Tuple[Tuple[Any, Callable[[Any, Tensor], Optional[_Mismatch]]], ...] = (
@@ -452,6 +455,8 @@ def _loss_fault(failure: _Failure, step: ModuleWithLoss, where: str) -> Optional
     ranges = () if step.loss is None else step.loss.label_ranges(prediction, target)
     label_name = ranges[0].name if ranges else name
     try:
+        if name == "binary_cross_entropy" and _has_values(prediction):
+            _check_probabilities(label_name, prediction, where)
         if "ignore_index" in local and _has_values(target) and not target.is_floating_point():
             classes = prediction.shape[min(prediction.dim() - 1, 1)]
             check_labels(label_name, target, classes, local["ignore_index"], where)
@@ -459,6 +464,23 @@ def _loss_fault(failure: _Failure, step: ModuleWithLoss, where: str) -> Optional
     except (LossError, DataError) as fault:
         return fault
     return None
+
+
+def _check_probabilities(name: str, prediction: Tensor, where: str) -> None:
+    """Refuse values that are no probabilities.
+
+    Raises:
+        DataError: naming the first of them, which a missing sigmoid makes.
+    """
+    outside = ((prediction < 0) | (prediction > 1)).nonzero()
+    if len(outside):
+        place = tuple(outside[0].tolist())
+        what = (
+            f"{where}loss {name!r} needs probabilities from 0 to 1, got "
+            f"{float(prediction[place]):.4g} in sample {place[0] if place else 0}"
+        )
+        cure = "Use loss='bce_with_logits', or end the module with nn.Sigmoid()."
+        raise DataError(f"{what}. {cure}", what=what, cure=cure)
 
 
 def _operator_fault(failure: _Failure, step: ModuleWithLoss, where: str) -> Optional[IpufitError]:

@@ -139,9 +139,12 @@ class FailureExplainer:
             targets = []
             for batch in batches:
                 assert self.loss is not None, "labels are those of a loss"
-                targets.append(self.loss.labels(batch.unpack()[2], labels.key))
+                _, _, target, weight = batch.unpack()
+                # What a weight of zero hides may be anything.
+                if labels.ignore_index is not None or weight is None:
+                    targets.append(self.loss.labels(target, labels.key))
             # All at once where all are right, as they nearly always are.
-            indices = torch.cat([*map(torch.flatten, targets)]).long()
+            indices = torch.cat([torch.empty(0), *map(torch.flatten, targets)]).long()
             if not outside_classes(indices, labels.classes, labels.ignore_index).any():
                 continue
             for index, target in enumerate(targets):

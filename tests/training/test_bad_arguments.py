@@ -405,6 +405,7 @@ def test_a_model_that_was_not_compiled_evaluates_with_a_loss_of_its_own():
         assert str(caught.value) == text
 
 
+@pytest.mark.embedded_only("an IPU runs no module eagerly")
 def test_arguments_of_compile_by_position_have_the_order_of_keras():
     """That of Keras 3; in Keras 2 metrics came third, which is said."""
     model, (x, y) = ipufit.Model(nn.Linear(4, 3)), batches(1, 8)[0]

@@ -192,7 +192,7 @@ def test_a_named_loss_refuses_shapes_that_torch_would_broadcast():
     model = compiled()
     text = (
         "loss 'mse' needs prediction and target of one shape, got prediction (8, 3) and target "
-        "(8,). Make both shapes equal."
+        "(8,). Make both shapes equal. Of class indices, use loss='cross_entropy'."
     )
     with refused(model, LossError, text):
         fit(model, [(X, Y[:, 0])])

@@ -234,7 +234,7 @@ FAULTS = {
         IDS,
         "0",
         "indices from 0 to 4",
-        "5",
+        "5 at (2, 1) of its input",
         "Build it with num_embeddings=6, or map what is rare to one index.",
         lambda: (words(6), IDS),
     ),
@@ -243,7 +243,7 @@ FAULTS = {
         IDS - 1,
         "0",
         "indices from 0 to 5",
-        "-1",
+        "-1 at (0, 0) of its input",
         "Give what stands for nothing an index of its own, such as padding_idx=0.",
         lambda: (words(6), IDS),
     ),
@@ -613,6 +613,76 @@ def test_a_label_of_one_of_several_losses_is_named():
         fit(model, [(X, {"kind": outside(7), "size": Y[:, :1]})])
 
 
+PROBABILITIES = "Use loss='bce_with_logits', or end the module with nn.Sigmoid()."
+TWO_CLASSES = "Give two classes 0 and 1; for more, an output for each and loss='cross_entropy'."
+
+
+@pytest.mark.embedded_only("an IPU computes such a loss without a word")
+def test_a_loss_of_probabilities_says_what_no_probability_is():
+    """A missing sigmoid; torch's words name neither the loss nor what to do."""
+    net, x = nn.Linear(2, 1), torch.tensor([[0.0, 0.0], [4.0, 4.0], [-4.0, 0.0]])
+    nn.init.ones_(net.weight)
+    nn.init.constant_(net.bias, 0.5)
+    y = torch.tensor([0.0, 1.0, 0.0])
+    text = (
+        "training data, batch 0: loss '{}' needs probabilities from 0 to 1, got 8.5 in sample 1. "
+    )
+    for name, loss in (("bce", "bce"), ("BCELoss", nn.BCELoss())):
+        with pytest.raises(DataError) as caught:
+            fit(compiled(net, loss), [(x, y[:, None])])
+        assert str(caught.value) == text.format(name) + PROBABILITIES
+    fit(compiled(net, "bce_with_logits"), [(x, y[:, None])])
+    fit(compiled(nn.Sequential(net, nn.Sigmoid()), "bce"), [(x, y[:, None])])
+
+
+@pytest.mark.parametrize("loss", ["bce_with_logits", "bce"])
+def test_a_label_beside_0_and_1_is_found_with_the_first_batch(loss):
+    """torch takes any number there, and trains towards none."""
+    net = nn.Sequential(nn.Linear(2, 1), nn.Sigmoid())
+    x, y = torch.randn(4, 2), torch.tensor([[0.0], [1.0], [2.0], [0.0]])
+    with pytest.raises(DataError) as caught:
+        fit(compiled(net, loss), [(x, y)])
+    assert str(caught.value) == (
+        f"training data, batch 0: loss {loss!r} needs labels from 0 to 1, got 2 in sample 2. "
+        f"{TWO_CLASSES}"
+    )
+    fit(compiled(net, loss), [(x, y / 2)])
+    if loss == "bce_with_logits":
+        # What a weight of zero hides may be anything.
+        fit(compiled(net, loss), [(x, y, torch.tensor([1.0, 1.0, 0.0, 1.0]))])
+
+
+@pytest.mark.embedded_only("found while it is recorded, the same on an IPU")
+def test_channels_that_no_layer_has_brought_last_are_named():
+    """Of a convolution without pooling and flattening behind it; what is advised works."""
+
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.body(x).flatten(2).mean(2))
+
+    x, y = torch.randn(4, 3, 6, 6), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(DataError) as caught:
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(8, 3))
+        fit(compiled(net, "cross_entropy"), [(x, y)])
+    cure = "Its 8 channels are in dimension 1: x.flatten(2).mean(2) has them last."
+    assert cure in str(caught.value)
+    fit(compiled(Pooled(), "cross_entropy"), [(x, y)])
+
+
+def test_the_file_of_ipufit_is_no_place_where_batches_are_made():
+    """Of tensors, ipufit itself cuts the batches."""
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    y[9] = 7
+    with pytest.raises(DataError) as caught:
+        fit(compiled(nn.Linear(4, 3), "cross_entropy"), x, y=y, batch_size=4, shuffle=False)
+    assert str(caught.value).startswith("training data, batch 2: loss 'cross_entropy' needs labels")
+    assert "Batches are made" not in str(caught.value)
+
+
 # ---- later batches, and other methods -----------------------------------------------------------
 
 
@@ -626,8 +696,9 @@ def test_a_later_batch_is_named_by_its_number(run_eagerly, di):
     with pytest.raises(DataError) as caught:
         fit(model, pairs, device_iterations=di, epochs=2)
     assert str(caught.value).startswith(
-        "training data, batch 6: layer '0', Embedding(6, 6), needs indices from 0 to 5, got 6. "
-        "Build it with num_embeddings=7, or map what is rare to one index. torch says: IndexError: "
+        "training data, batch 6: layer '0', Embedding(6, 6), needs indices from 0 to 5, got 6 at "
+        "(2, 1) of its input. Build it with num_embeddings=7, or map what is rare to one index. "
+        "torch says: IndexError: "
     )
     assert fit(model, pairs[:6]).epoch == [0]
 
@@ -636,7 +707,7 @@ def test_a_later_batch_is_named_by_its_number(run_eagerly, di):
 def test_evaluate_and_predict_name_their_data():
     """The model is the same, and the data is another."""
     model = compiled(words(6))
-    needs = "layer '0', Embedding(6, 6), needs indices from 0 to 5, got 6."
+    needs = "layer '0', Embedding(6, 6), needs indices from 0 to 5, got 6 at (2, 1) of its input."
     for call, role in ((model.evaluate, "evaluation data"), (model.predict, "prediction data")):
         with pytest.raises(DataError) as caught:
             call([(IDS, Y), (IDS + 1, Y)], verbose=0)
@@ -694,7 +765,10 @@ def test_a_reason_is_told_however_the_program_runs(jit):
     model = compiled(words(5), jit=jit)
     with pytest.raises(DataError) as caught:
         fit(model, [(IDS, Y)])
-    assert "layer '0', Embedding(5, 6), needs indices from 0 to 4, got 5." in str(caught.value)
+    assert (
+        "layer '0', Embedding(5, 6), needs indices from 0 to 4, got 5 at (2, 1) of its input."
+        in str(caught.value)
+    )
 
 
 @pytest.mark.long
