@@ -665,8 +665,8 @@ def test_channels_that_no_layer_has_brought_last_are_named():
             return self.head(self.body(x).flatten(2).mean(2))
 
     x, y = torch.randn(4, 3, 6, 6), torch.zeros(4, dtype=torch.int64)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(8, 3))
     with pytest.raises(DataError) as caught:
-        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(8, 3))
         fit(compiled(net, "cross_entropy"), [(x, y)])
     cure = "Its 8 channels are in dimension 1: x.flatten(2).mean(2) has them last."
     assert cure in str(caught.value)
