@@ -34,4 +34,7 @@ def lazy_exports(
         setattr(module, name, value)
         return value
 
-    return of_package, lambda: sorted({*vars(module), *homes})
+    # Public names and Python's own; modules and helpers of the package are no suggestions.
+    return of_package, lambda: sorted(
+        {*module.__all__, *(n for n in vars(module) if n[:2] == "__")}
+    )
