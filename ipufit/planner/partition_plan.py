@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import textwrap
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from torch import nn
@@ -19,25 +20,16 @@ from ipufit.planner.pipeline_schedule import (
     least_accumulation,
     simulate,
 )
-from ipufit.planner.rendering import columns, flops, share, size
+from ipufit.planner.rendering import WIDTH, columns, flops, share, size
 from ipufit.utils.console import TextReport
 
 __all__ = ["PartitionPlan", "Planned", "apply_plan", "fingerprint"]
 
-_COLUMNS = (
-    "stage begins with",
-    "parameters",
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "recomputed",
-    "total",
-    "of IPU",
-    "forward FLOPs",
-    "backward FLOPs",
-    "time",
+_STAGE = "stage begins with"
+_MEMORY_COLUMNS = (
+    *(_STAGE, "weights", "gradients", "optimizer", "activations", "recomputed", "total", "of IPU"),
 )
+_WORK_COLUMNS = (_STAGE, "parameters", "forward FLOPs", "backward FLOPs", "time")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,7 +284,8 @@ class PartitionPlan(TextReport):
         return {name: by_ipu(sizes, planned.places) for name, sizes in parts.items()}
 
     def __str__(self) -> str:
-        return "\n".join([*_head(self), *_stage_table(self), *_pipeline_table(self)])
+        lines = [*_head(self), *_stage_tables(self), *_pipeline_table(self)]
+        return "\n".join(part for line in lines for part in textwrap.wrap(line, WIDTH))
 
     def __repr__(self) -> str:
         planned = self.planned
@@ -326,33 +319,28 @@ def _head(plan: PartitionPlan) -> List[str]:
     ]
 
 
-def _stage_table(plan: PartitionPlan) -> List[str]:
+def _stage_tables(plan: PartitionPlan) -> List[str]:
     planned, count = plan.planned, len(plan.costs)
-    rows = [list(_COLUMNS)]
+    memory, work = [list(_MEMORY_COLUMNS)], [list(_WORK_COLUMNS)]
     shares = plan.time_shares
     for stage, (cost, total) in enumerate(zip(plan.costs, plan.stage_memory)):
         flights = in_flight(planned.schedule, stage, count)
-        rows.append(
-            [
-                _stage_title(stage, cost, plan.ipu_of(stage)),
-                f"{cost.parameters:,}",
-                size(cost.weight_bytes),
-                size(cost.gradient_bytes),
-                size(cost.optimizer_bytes),
-                size(cost.activations(flights)),
-                size(cost.activations(flights, True)),
-                size(total),
-                share(total / planned.memory),
-                flops(cost.forward_flops),
-                flops(cost.backward_flops),
-                share(shares[stage]),
-            ]
+        title = _stage_title(stage, cost, plan.ipu_of(stage))
+        sizes = (
+            cost.weight_bytes,
+            cost.gradient_bytes,
+            cost.optimizer_bytes,
+            cost.activations(flights),
+            cost.activations(flights, True),
+            total,
         )
+        memory.append([title, *map(size, sizes), share(total / planned.memory)])
+        passes = (flops(cost.forward_flops), flops(cost.backward_flops))
+        work.append([title, f"{cost.parameters:,}", *passes, share(shares[stage])])
     counted = "as recomputed" if planned.recompute else "as kept"
     lines = [
-        *columns(rows),
-        f"Total: with activations {counted}, of all micro-batches in flight. FLOPs are those "
-        "of one micro-batch.",
+        *columns(memory),
+        f"Total: with activations {counted}, of all micro-batches in flight.",
     ]
     if planned.checkpoints:
         count_of = len(planned.checkpoints)
@@ -365,8 +353,10 @@ def _stage_table(plan: PartitionPlan) -> List[str]:
     verdict = ("fit" if many else "fits") if plan.fits else f"{'do' if many else 'does'} not fit"
     lines.append(
         f"Memory of an IPU: {size(planned.memory)}{parts}; {_fullest_stages(plan, fullest)}, and "
-        f"{verdict}. Code, exchange and temporary tensors are not counted."
+        f"{verdict}."
     )
+    lines.append("Code, exchange and temporary tensors are not counted.")
+    lines += [*columns(work), "FLOPs are those of one micro-batch."]
     if not planned.with_loss:
         lines.append("Without a target: the loss is not counted.")
     if planned.unused:
@@ -395,13 +385,15 @@ def _pipeline_table(plan: PartitionPlan) -> List[str]:
         times = times_of(plan.costs, name, planned.recompute)
         least, limit = least_accumulation(name, *times, 0.9, planned.places)
         memory = by_ipu(memory_of(plan.costs, name, planned.recompute), planned.places)
-        flights = ", ".join(str(in_flight(name, s, count)) for s in range(count))
+        flights = [str(in_flight(name, s, count)) for s in range(count)]
+        if count > 4:
+            flights[2:-1] = ["..."]
         rows.append(
             [
                 name + (" *" if name == planned.schedule else ""),
                 share(utilisation),
                 share(1 - utilisation),
-                flights,
+                ", ".join(flights),
                 size(max(memory)),
                 f"{least:,}" if least is not None else f"never ({share(limit)})",
             ]
@@ -412,7 +404,7 @@ def _pipeline_table(plan: PartitionPlan) -> List[str]:
     return [
         *lines,
         f"* assumed above. Utilisation: with gradient_accumulation="
-        f"{planned.gradient_accumulation}; the last column says which reaches 90 %.",
+        f"{planned.gradient_accumulation}; the last column reaches 90 %.",
     ]
 
 

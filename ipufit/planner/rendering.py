@@ -8,7 +8,10 @@ from typing import Any, List, Mapping, Sequence, Union
 from ipufit.planner.pipeline_schedule import Timeline
 from ipufit.utils.figures import new_figure, save_figure
 
-__all__ = ["columns", "draw", "flops", "share", "size"]
+__all__ = ["WIDTH", "columns", "draw", "flops", "share", "size"]
+
+# Characters of a line, and of the names of stages at least.
+WIDTH, _LEAST = 100, 12
 
 
 def size(count: int) -> str:
@@ -45,15 +48,25 @@ def share(part: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> List[str]:
-    """A head, a rule and the other rows; the first column to the left, the others to the right."""
+    """Lay out a head, a rule and the other rows, in :data:`WIDTH` characters.
+
+    The first column is to the left, and shortened in the middle where it has no room; the others
+    are to the right.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths[0] = min(widths[0], max(_LEAST, WIDTH - sum(widths[1:]) - 2 * len(widths[1:])))
     lines = [
         "  ".join(
-            [row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:])]
+            [_shortened(row[0], widths[0]).ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
         ).rstrip()
         for row in rows
     ]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[:5]}...{text[len(text) + 8 - width :]}"
 
 
 # Dark and light, plain and hatched: apart in grey and for any eye.

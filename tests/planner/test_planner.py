@@ -503,13 +503,19 @@ def test_the_least_accumulation_of_a_plan_reaches_the_wish():
 TABLE = """\
 Estimate for training Sequential on 2 replicas of 2 IPUs, pipelined
 micro-batches of 5, 6 of them per update
-stage begins with  parameters  weights  gradients  optimizer  activations  recomputed    total   of IPU  forward FLOPs  backward FLOPs    time
-----------------------------------------------------------------------------------------------------------------------------------------------
-0: 0                      103    412 B      412 B      840 B      1.1 KiB       620 B  2.7 KiB  < 0.1 %            900           1.3 k  44.2 %
-1: 2                       99    396 B      396 B      808 B        484 B       484 B  2.0 KiB  < 0.1 %            840           1.7 k  55.8 %
-Total: with activations as kept, of all micro-batches in flight. FLOPs are those of one micro-batch.
-Memory of an IPU: 897.0 MiB = 1,472 tiles x 624 KiB; stage 0 takes most, and fits. Code, exchange and temporary tensors are not counted.
-"""  # noqa: E501
+stage begins with  weights  gradients  optimizer  activations  recomputed    total   of IPU
+-------------------------------------------------------------------------------------------
+0: 0                 412 B      412 B      840 B      1.1 KiB       620 B  2.7 KiB  < 0.1 %
+1: 2                 396 B      396 B      808 B        484 B       484 B  2.0 KiB  < 0.1 %
+Total: with activations as kept, of all micro-batches in flight.
+Memory of an IPU: 897.0 MiB = 1,472 tiles x 624 KiB; stage 0 takes most, and fits.
+Code, exchange and temporary tensors are not counted.
+stage begins with  parameters  forward FLOPs  backward FLOPs    time
+--------------------------------------------------------------------
+0: 0                      103            900           1.3 k  44.2 %
+1: 2                       99            840           1.7 k  55.8 %
+FLOPs are those of one micro-batch.
+"""
 
 
 def test_the_table():
@@ -519,7 +525,7 @@ def test_the_table():
     assert "Total: with activations as recomputed," in str(model.plan((X, Y), **asked))
     plan = model.plan((X, Y), recompute=False, **asked)
     text = str(plan)
-    assert text.splitlines()[:8] == TABLE.splitlines()
+    assert text.splitlines()[:14] == TABLE.splitlines()
     assert [line.split()[0] for line in text.splitlines()[-5:]] == [
         "-" * len(text.splitlines()[-5]),
         "grouped",
@@ -528,6 +534,38 @@ def test_the_table():
         "*",
     ]
     assert repr(plan) == "PartitionPlan(Sequential, 2 stages, pipelined, fits)"
+
+
+class Named(nn.Module):
+    """Has its layers under a name that no line has room for."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.add_module(NAME, nn.Sequential(*layers))
+
+    def forward(self, x):
+        return getattr(self, NAME)(x)
+
+
+NAME = "a_name_of_more_characters_" * 4
+
+
+def test_a_table_has_at_most_100_columns():
+    """With many stages, long names and modules that forward does not use."""
+    model = ipufit.Model(Named([nn.Linear(6, 6) for _ in range(11)]))
+    for number in range(9):
+        model.module.add_module(f"not_used_{number}_" * 4, nn.Linear(2, 2))
+    model.compile("adam", "mse")
+    plan = model.plan((X, X), ipus=8, ipus_per_replica=8)
+    lines = str(plan).splitlines()
+    assert max(map(len, lines)) <= 100
+    names = [line.split("  ")[0] for line in lines if line.startswith("7: ")]
+    assert [name[:8] for name in names] == ["7: a_..."] * 2
+    assert all(
+        name.endswith(f"more_characters_.{[*plan.stages][-1].rpartition('.')[2]}") for name in names
+    )
+    assert any("15, 13, ..., 1" in line for line in lines)
+    assert "Not used by forward" in str(plan)
 
 
 @pytest.mark.long
