@@ -108,10 +108,12 @@ def _same(one: str, other: str) -> bool:
 
 
 def _close(one: str, other: str) -> bool:
+    if one == other:
+        return True
     try:
         return math.isclose(float(one), float(other), rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
     except ValueError:
-        return one == other
+        return False
 
 
 def shortened(page: str, screen: str) -> str:

@@ -56,6 +56,7 @@ tensor(3)
         ("loss=1.233", "loss=1.333"),
         ("accuracy=0.6263", "accuracy=0.6463"),
         ("loss=1.233", "lost=1.233"),
+        ("loss=1.233", "loss=nan"),
         ("epoch 1/2", "epoch 1/3"),
         (", samples/s=4667", ", samples/s=4667, learning_rate=0.1"),
         ("tensor(3)", "tensor(4)"),
@@ -71,10 +72,17 @@ def test_names_and_values_must_come_again(shown, came):
 
 def test_a_line_of_the_page_stands_for_one_line():
     """An epoch that comes twice is shown twice."""
-    line = "epoch 1/1: 3 updates, loss=1\n"
-    other = line.replace("3", "4")
+    line = "epoch 1/1: loss=1\n"
+    other = "epoch 1/1: loss=1.001\n"
     assert with_lines_of(line, line + other) == line + other
     assert with_lines_of(line + line, line + other) == line + line
+
+
+def test_a_loss_that_is_not_a_number_may_be_shown():
+    """NaN is unlike itself, but a page shows it where that is what happens."""
+    assert (
+        with_lines_of("epoch 1/1: loss=nan\n", "epoch 1/1:  loss=nan\n") == "epoch 1/1: loss=nan\n"
+    )
 
 
 def test_what_is_left_out_stays_out():
