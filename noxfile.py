@@ -72,6 +72,8 @@ EXTRA_CHECKS = {
 BESIDE_OLDEST = dict.fromkeys(("examples", "lightning"), ("setuptools<81",))
 # What of a browser has to be in /usr/bin.
 CHROMIUM = ("chromium", "chromedriver")
+# Groups that pin other versions of the same libraries, for sessions that no change has to pass.
+UNLOCKED = ("bench", "models")
 OLDEST_PYTHON = PROJECT["requires-python"].replace(">=", "")
 # The classifiers name the Pythons that are tested, from the oldest on.
 NEWEST_PYTHON = PROJECT["classifiers"][-1].rpartition(" ")[2]
@@ -104,24 +106,29 @@ def oldest(requirements: list[str]) -> list[str]:
     return [re.sub(r"^([\w.-]+)>=", r"\1==", requirement) for requirement in requirements]
 
 
+def install(session: nox.Session, *requirements: str) -> None:
+    """Install these with the versions of constraints.txt."""
+    session.install("--constraint", "constraints.txt", *requirements)
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests on this Python with the pinned torch, those of Model on both engines."""
-    session.install("-e", TESTED, *group("test", "torch"))
+    install(session, "-e", TESTED, *group("test", "torch"))
     session.run("python", "-m", "pytest", *PARALLEL, *(session.posargs or ["--engine=all"]))
 
 
 @nox.session
 def smoke(session: nox.Session) -> None:
     """Run a little of every room, for a first look."""
-    session.install("-e", TESTED, *group("test", "torch"))
+    install(session, "-e", TESTED, *group("test", "torch"))
     session.run("python", "-m", "pytest", *PARALLEL, *SMOKE_TESTS)
 
 
 @nox.session
 def exhaustive(session: nox.Session) -> None:
     """Run the tests with every point of their grids, and those that take long."""
-    session.install("-e", TESTED, *group("test", "torch"))
+    install(session, "-e", TESTED, *group("test", "torch"))
     options = session.posargs or ["--engine=all"]
     session.run("python", "-m", "pytest", "--exhaustive", *PARALLEL, *options)
 
@@ -129,7 +136,7 @@ def exhaustive(session: nox.Session) -> None:
 @nox.session
 def lowerings(session: nox.Session) -> None:
     """Run what compiles programs, every point of it, which takes minutes."""
-    session.install("-e", ".", *group("test", "torch"))
+    install(session, "-e", ".", *group("test", "torch"))
     suite = sorted(map(str, Path("tests").glob("**/test_*_compiled.py")))
     session.run("python", "-m", "pytest", "--exhaustive", *suite, *session.posargs)
 
@@ -137,7 +144,7 @@ def lowerings(session: nox.Session) -> None:
 @nox.session
 def processes(session: nox.Session) -> None:
     """Run all that is tested in several processes, what takes long included."""
-    session.install("-e", ".", *group("test", "torch"))
+    install(session, "-e", ".", *group("test", "torch"))
     options = ("--exhaustive", "tests/processes", "--numprocesses=2")
     session.run("python", "-m", "pytest", *options, *session.posargs)
 
@@ -153,30 +160,30 @@ def browser(session: nox.Session) -> None:
             session.error("needs Chromium: as root, apt-get install chromium chromium-driver.")
         session.run(*as_root, "apt-get", "update", external=True)
         packages = ("chromium", "chromium-driver")
-        install = ("apt-get", "install", "--yes", "--no-install-recommends", *packages)
-        session.run(*as_root, *install, external=True)
-    session.install("-e", ".[report]", *group("browser", "torch"))
+        command = ("apt-get", "install", "--yes", "--no-install-recommends", *packages)
+        session.run(*as_root, *command, external=True)
+    install(session, "-e", ".[report]", *group("browser", "torch"))
     session.run("python", "-m", "pytest", "tests/browser", *session.posargs)
 
 
 @nox.session
 def drill(session: nox.Session) -> None:
     """Kill training 200 times at random moments and go on from there; press Ctrl-C 200 times."""
-    session.install("-e", ".", *group("test", "torch"))
+    install(session, "-e", ".", *group("test", "torch"))
     session.run("python", "-m", "tests.drill", *session.posargs)
 
 
 @nox.session
 def soak(session: nox.Session) -> None:
     """Train for 20,000 executions and make 200 models, and see whether anything is left."""
-    session.install("-e", ".", *group("test", "torch"))
+    install(session, "-e", ".", *group("test", "torch"))
     session.run("python", "-m", "tests.soak", *session.posargs)
 
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
     """Look for files of checkpoints that end reading in anything but ipufit's errors."""
-    session.install("-e", ".", "atheris>=3.0", *group("test", "torch"))
+    install(session, "-e", ".", "atheris>=3.0", *group("test", "torch"))
     options = session.posargs or ["-max_total_time=120"]
     for file in ("manifest.json", "state.json", "state.safetensors", "weights.safetensors"):
         limits = ("-rss_limit_mb=2048", "-timeout=10")
@@ -232,7 +239,7 @@ def try_extra(session: nox.Session, extra: str, *options: str) -> None:
 @nox.session
 def keras(session: nox.Session) -> None:
     """Compare with Keras itself."""
-    session.install("-e", ".[pandas]", *group("keras", "torch"))
+    install(session, "-e", ".[pandas]", *group("keras", "torch"))
     suite = ("tests/against_keras", "tests/data/test_data_of_keras.py")
     session.run("python", "-m", "pytest", *suite, *PARALLEL, *session.posargs)
 
@@ -240,7 +247,7 @@ def keras(session: nox.Session) -> None:
 @nox.session
 def diagnose(session: nox.Session) -> None:
     """Run all tests of the checks, those on models of the transformers library included."""
-    session.install("-e", ".", *group("diagnose", "torch"))
+    install(session, "-e", ".", *group("diagnose", "torch"))
     folders = ("tests/analysis", "tests/tracing/test_detect_nan.py")
     session.run("python", "-m", "pytest", "--exhaustive", *folders, *session.posargs)
 
@@ -248,7 +255,7 @@ def diagnose(session: nox.Session) -> None:
 @nox.session
 def integrations(session: nox.Session) -> None:
     """Run what is tested with other libraries: Lightning, transformers, trackers, notebooks."""
-    session.install("-e", ".[plot,report,sklearn]", *group("integrations", "torch"))
+    install(session, "-e", ".[plot,report,sklearn]", *group("integrations", "torch"))
     folders = ("tests/integrations", "tests/lightning")
     session.run("python", "-m", "pytest", *folders, *PARALLEL, *session.posargs)
 
@@ -277,7 +284,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting with ruff, and that imports point down."""
-    session.install(*group("lint"))
+    install(session, *group("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("lint-imports")
@@ -286,14 +293,14 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def house(session: nox.Session) -> None:
     """Measure the structure of the package, and hold it against the bounds that it has reached."""
-    session.install("-e", ".", *group("torch"))
+    install(session, "-e", ".", *group("torch"))
     session.run("python", "-m", "tests.house")
 
 
 @nox.session
 def typing(session: nox.Session) -> None:
     """Check types with mypy, and that those of all public names are complete."""
-    session.install("-e", ".[completion,plot,tensorboard]", *group("typing", "torch"))
+    install(session, "-e", ".[completion,plot,tensorboard]", *group("typing", "torch"))
     session.run("mypy")
     report = Path(session.create_tmp(), "types.json").resolve()
     command = ("basedpyright", "--verifytypes", "ipufit", "--ignoreexternal", "--outputjson")
@@ -306,7 +313,7 @@ def typing(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the pages as a site, build/site, and run their Python snippets and all doctests."""
-    session.install("-e", ".[examples,report,tensorboard]", *group("docs", "torch"))
+    install(session, "-e", ".[examples,tensorboard]", *group("docs", "torch"))
     site = Path("build", "site")
     shutil.rmtree(site, ignore_errors=True)
     strict = ("--fail-on-warning", "--keep-going", "--fresh-env", "--quiet")
@@ -320,7 +327,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def examples(session: nox.Session) -> None:
     """Run every script of examples/, two at a time, those of examples/poptorch/ by `ipufit run`."""
-    session.install("-e", ".[examples,report]", *group("torch"))
+    install(session, "-e", ".[examples]", *group("torch"))
     small = Path(session.create_tmp(), "idx").resolve()
     session.run("python", "-m", "tests.idx_files", small)
     options = {"fashion_mnist.py": ("--data", small)}
@@ -338,7 +345,7 @@ def examples(session: nox.Session) -> None:
 @nox.session
 def digits(session: nox.Session) -> None:
     """Train on the handwritten digits: examples/digits.py, as the README says."""
-    session.install("-e", ".[examples]", *group("torch"))
+    install(session, "-e", ".[examples]", *group("torch"))
     session.run("python", Path("examples", "digits.py"), env={"MPLBACKEND": "Agg"})
 
 
@@ -348,7 +355,37 @@ def build(session: nox.Session) -> None:
 
     `-- --newest`: on the newest Python that is tested, with what depends on it most.
     """
-    session.install(*group("build"))
+    install(session, *group("build"))
+    is_newest = session.posargs == ["--newest"]
+    python = install_wheel(session, build_package(session), is_newest)
+    try_wheel(session, python, is_newest)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Make a release of the version named: files, package, SBOM, commit, tag: `-- 0.2.0`."""
+    if len(session.posargs) != 1:
+        session.error("name the version: nox -s release -- 0.2.0")
+    (version,) = session.posargs
+    install(session, *group("release"))
+    session.run("python", "-m", "tests.release", version)
+    wheel = build_package(session)
+    python = install_wheel(session, wheel)
+    sbom = wheel.with_name(f"ipufit-{version}.cdx.json")
+    options = ("--output-reproducible", "--pyproject", "pyproject.toml", "--mc-type", "library")
+    session.run("cyclonedx-py", "environment", *options, "--output-file", sbom, python)
+    try_wheel(session, python)
+    subject, tag = f"release {version}", f"v{version}"
+    session.run("git", "commit", "--quiet", "--all", "--message", subject, external=True)
+    session.run("git", "tag", "--annotate", tag, "--message", f"ipufit {version}", external=True)
+    session.log(f"Tagged {tag}; dist/ holds sdist, wheel and SBOM. Nothing has left this machine.")
+    session.log("To publish: git push --follow-tags; twine upload dist/*.tar.gz dist/*.whl")
+    if "urls" not in PROJECT:
+        session.warn("First add [project.urls] to pyproject.toml: an index would link nowhere.")
+
+
+def build_package(session: nox.Session) -> Path:
+    """Build the sdist and the wheel into dist/, and look into them."""
     dist = Path("dist")
     shutil.rmtree(dist, ignore_errors=True)
     session.run("python", "-m", "build", "--sdist", "--wheel")
@@ -359,8 +396,8 @@ def build(session: nox.Session) -> None:
 
     with tarfile.open(sdist) as archive:
         in_sdist = {Path(name).parts[1] for name in archive.getnames()}
-    needed = {"CITATION.cff", "LICENSE", "SECURITY.md", "docs", "examples", "tests"}
-    if lacking := needed - in_sdist:
+    needed = {"CITATION.cff", "LICENSE", "SECURITY.md", "constraints.txt", "docs", "examples"}
+    if lacking := (needed | {"tests"}) - in_sdist:
         session.error(f"{sdist.name} must hold {sorted(needed)}, but lacks {sorted(lacking)}.")
 
     in_wheel = wheel_files(wheel)
@@ -381,25 +418,52 @@ def build(session: nox.Session) -> None:
     session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", scratch, sdist)
     if wheel_files(scratch / wheel.name) != in_wheel:
         session.error(f"{sdist.name} must build the wheel that the checkout builds, but does not.")
+    return wheel
 
-    bare, is_newest = scratch / "bare", session.posargs == ["--newest"]
+
+def install_wheel(session: nox.Session, wheel: Path, is_newest: bool = False) -> Path:
+    """Make an environment of the wheel and what it needs, and nothing else; return its Python."""
+    bare = Path(session.create_tmp()).resolve() / "bare"
     base = f"python{NEWEST_PYTHON}" if is_newest else "python"
-    session.run(base, "-m", "venv", "--clear", bare, external=is_newest)
-    python = str(bare / "bin" / "python")
-    session.run(python, "-m", "pip", "install", "--quiet", wheel, *group("torch"), external=True)
-    suite = scratch / "suite"  # tests alone: the checkout must not be what is imported
+    session.run(base, "-m", "venv", "--clear", "--without-pip", bare, external=is_newest)
+    install_into(session, bare / "bin" / "python", wheel, *group("torch"))
+    return bare / "bin" / "python"
+
+
+def install_into(session: nox.Session, python: Path, *requirements: str | Path) -> None:
+    """Install these into an environment that has no pip."""
+    pip = ("python", "-m", "pip", "--python", python)
+    session.run(*pip, "install", "--quiet", *requirements)
+
+
+def try_wheel(session: nox.Session, python: Path, is_newest: bool = False) -> None:
+    """Run what shows that the package works, in the environment of this Python."""
+    suite = python.parents[2] / "suite"  # tests alone: the checkout must not be what is imported
     shutil.rmtree(suite, ignore_errors=True)
     shutil.copytree("tests", suite / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy("pyproject.toml", suite)
-    session.chdir(suite)
-    show = "import ipufit; print('ipufit', ipufit.__version__, 'from', ipufit.__file__)"
-    session.run(python, "-I", "-c", show, external=True)
-    session.run(bare / "bin" / "ipufit", "--help", external=True, silent=True)
     # What the tests need comes last, so that the wheel alone was enough before.
-    session.run(python, "-m", "pip", "install", "--quiet", *group("test"), external=True)
-    # Some are in both lists.
-    chosen = dict.fromkeys([*WHEEL_TESTS, *(NEWEST_TESTS if is_newest else ())])
-    session.run(python, "-m", "pytest", *PARALLEL, *chosen, external=True)
+    show = "import ipufit; print('ipufit', ipufit.__version__, 'from', ipufit.__file__)"
+    with session.chdir(suite):
+        session.run(python, "-I", "-c", show, external=True)
+        session.run(python.with_name("ipufit"), "--help", external=True, silent=True)
+        install_into(session, python, *group("test"))
+        # Some are in both lists.
+        chosen = dict.fromkeys([*WHEEL_TESTS, *(NEWEST_TESTS if is_newest else ())])
+        session.run(python, "-m", "pytest", *PARALLEL, *chosen, external=True)
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Write constraints.txt anew: the newest versions that pyproject.toml allows."""
+    session.install("uv>=0.9")
+    groups = [f"--group={name}" for name in PYPROJECT["dependency-groups"] if name not in UNLOCKED]
+    options = ("--universal", "--python-version=3.11", "--upgrade", "--all-extras", "--no-annotate")
+    header = "--custom-compile-command=nox -s lock"
+    output = "--output-file=constraints.txt"
+    session.run(
+        "uv", "pip", "compile", "--quiet", *options, header, output, *groups, "pyproject.toml"
+    )
 
 
 def wheel_files(path: Path) -> dict[str, int]:
