@@ -89,6 +89,17 @@ templates_path = [str(ROOT / "docs" / "templates")]
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
+# Where torch explains its types. The addresses are written out, as a build asks no other site.
+TORCH = "https://docs.pytorch.org/docs/stable"
+TORCH_TYPES = {
+    "DataLoader": f"{TORCH}/data.html#torch.utils.data.DataLoader",
+    "Module": f"{TORCH}/generated/torch.nn.Module.html#torch.nn.Module",
+    "Optimizer": f"{TORCH}/optim.html#torch.optim.Optimizer",
+    "Tensor": f"{TORCH}/tensors.html#torch.Tensor",
+    "device": f"{TORCH}/tensor_attributes.html#torch.device",
+    "dtype": f"{TORCH}/tensor_attributes.html#torch.dtype",
+}
+
 INDEX = """\
 Reference
 =========
@@ -178,10 +189,13 @@ def resolve_type(
 ) -> nodes.Node | None:
     """Lead a type in a signature, which is written without its module, to its page if it has one.
 
-    What has none stays text. A role in a docstring must have one.
+    What has none stays text, or leads to torch's page. A role in a docstring must have one.
     """
     if node.get("refdomain") != "py" or "refexplicit" in node:
         return None
+    name = node["reftarget"].rpartition(".")[2]
+    if name in TORCH_TYPES:
+        return nodes.reference("", "", shown, internal=False, refuri=TORCH_TYPES[name])
     homes = [name for name, kind in CLASSES.items() if kind.__name__ == node["reftarget"]]
     if len(homes) != 1:
         return shown
