@@ -304,8 +304,8 @@ class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not _has_half([*args, *kwargs.values()]):
             return func(*args, **kwargs)
-        # What is written over can't be computed once more.
-        changes = _clips and func._schema.is_mutable
+        # What is written over can't be computed once more; one that changes a shape writes nothing.
+        changes = _clips and func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
         if not changes and func not in _LACKING and func.overloadpacket not in _PRODUCTS:
             try:
                 result = func(*args, **kwargs)

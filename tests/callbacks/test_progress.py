@@ -178,7 +178,7 @@ slow = LambdaCallback(
 torch.manual_seed(0)
 data = [(torch.randn(2, 3), torch.tensor([0, 1]))] * 24
 model = ipufit.Model(torch.nn.Linear(3, 2))
-model.compile("sgd", "cross_entropy", ["accuracy", share_of_the_first_class])
+model.compile("sgd", "cross_entropy", metrics=["accuracy", share_of_the_first_class])
 held_out = data if "validation" in sys.argv else None
 stream = (pair for pair in data) if "stream" in sys.argv else data
 epochs = 1 if "stream" in sys.argv else 2

@@ -203,6 +203,22 @@ def test_an_operator_in_place_changes_the_tensor_that_it_was_given():
 
 
 @pytest.mark.parametrize(
+    ("function", "shape", "expected"),
+    [
+        (lambda x, w: (x * w).unsqueeze_(0), (4,), (1, 4)),
+        (lambda x, w: (x * w).unsqueeze_(0).squeeze_(0), (4,), (4,)),
+        (lambda x, w: (x * w).t_(), (3, 4), (4, 3)),
+        # Torch 2.0 squeezes the result of the product in place.
+        (lambda x, w: F.linear(x, w.expand(5, 4)), (4,), (5,)),
+    ],
+)
+def test_an_operator_in_place_that_changes_the_shape_alone_does(function, shape, expected):
+    out = poptorch.inferenceModel(Apply(function, 4))(half(*shape))
+    assert out.shape == expected
+    torch.testing.assert_close(out, function(half(*shape), half(4)), **ROUNDED)
+
+
+@pytest.mark.parametrize(
     ("function", "arguments", "options", "dtype"),
     [
         (torch.ops.aten.add.Tensor, (half(2), half(2)), {}, torch.float16),

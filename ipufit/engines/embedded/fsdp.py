@@ -141,6 +141,7 @@ class ShardedWeights(FlatStorage):
         self._processes = processes
         self._dtype = dtype
         self.device = device
+        self.indices = {}
         self._home = {slot.name: slot.parameter for block in blocks for slot in block.slots}
         self.pieces: List[Piece] = []
         with torch.no_grad():
