@@ -37,12 +37,12 @@ from ipufit.utils.codec import (
     UnfitError,
     advice_of,
     apart,
-    as_pairs,
     reason_of,
     shown,
     why_not_stored,
 )
 from ipufit.utils.fault_injection import check_disk
+from ipufit.utils.state import as_pairs
 
 __all__ = [
     "MANIFEST",

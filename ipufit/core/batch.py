@@ -66,10 +66,6 @@ def part_name(path: str) -> str:
     return path
 
 
-def _kind(leaf: tree.Leaf) -> object:
-    return leaf.dtype if isinstance(leaf, Tensor) else type(leaf)
-
-
 def _move(leaf: tree.Leaf, device: torch.device) -> tree.Leaf:
     """Move a tensor to a device, or an object of a batch that can be moved."""
     if isinstance(leaf, Tensor):
@@ -129,7 +125,8 @@ class MicroBatch:
     @property
     def kinds(self) -> Tuple[object, ...]:
         """Structure, and the dtype of each tensor, the class of any other object."""
-        return (self.structure, *[_kind(leaf) for leaf in self.leaves])
+        each = [leaf.dtype if isinstance(leaf, Tensor) else type(leaf) for leaf in self.leaves]
+        return (self.structure, *each)
 
     @property
     def form(self) -> Tuple[object, ...]:

@@ -122,14 +122,18 @@ def with_entries(outputs: tree.Tree, batch: MicroBatch) -> tree.Tree:
     return outputs if are_rows and batch.has_rows else SampleOutputs(outputs)
 
 
-def check_rows(outputs: object, size: int) -> None:
-    """Make sure that ``predict`` can join the outputs for ``size`` samples with those for others.
+def check_rows(outputs: tree.Tree, batch: MicroBatch) -> tree.Tree:
+    """Make sure that ``predict`` can join the outputs of a micro-batch with those of others.
+
+    Returns:
+        The outputs as :func:`with_entries` has them.
 
     Raises:
         DataError: an output has no row for each sample.
     """
+    outputs, size = with_entries(outputs, batch), batch.size
     if isinstance(outputs, SampleOutputs):
-        return
+        return outputs
     for path, leaf in tree.flatten_with_paths(outputs, "output")[0]:
         if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != size):
             raise DataError(
@@ -137,6 +141,7 @@ def check_rows(outputs: object, size: int) -> None:
                 f"{size} samples. Return it from forward with the samples along its first "
                 "dimension, or leave it out when the module is in eval mode."
             )
+    return outputs
 
 
 def join_rows(outputs: Sequence[tree.Tree], padding_value: Optional[float] = None) -> tree.Tree:

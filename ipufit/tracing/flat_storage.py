@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from ipufit.utils.codec import as_pairs
+from ipufit.utils.state import as_pairs
 
 __all__ = [
     "FlatBlock",

@@ -57,7 +57,7 @@ def fit(model: CallbackModel, session: Session, request: FitRequest) -> History:
     session.casting.start_call()
     with processes.propagate_errors(), contextlib.ExitStack() as stack:
         stack.enter_context(summarized_interrupt(lambda error: _UNTRAINED))
-        config = processes.run_on_all_ranks(lambda: FitConfig.check(session, request))
+        config = processes.run_on_all_ranks(functools.partial(FitConfig.check, session, request))
         if config.checkpoint is not None:
             # Imported here, as below: many runs keep no checkpoints.
             from ipufit.checkpoint.store import locked
@@ -116,23 +116,22 @@ def _train(model: CallbackModel, session: Session, config: FitConfig) -> History
         if config.restored is not None:
             # The kernels that the run has measured to be fastest before.
             session.prefer(config.restored.choices(session.processes) or {})
-        job = session.start_on_all_ranks(
-            JobSpec(
-                config.source,
-                config.plan,
-                Mode.TRAIN,
-                config.seed,
-                "train",
-                config.epochs.start,
-                wants_outputs=any(callback.wants_outputs for callback in config.callbacks),
-                cut_every=_cuts(config),
-                prefetch=config.prefetch,
-                profile_folder=None if config.report is None else config.report.popvision,
-                micro_batch_size=None
-                if config.restored is None
-                else config.restored.document["micro_batch_size"],
-            )
+        spec = JobSpec(
+            config.source,
+            config.plan,
+            Mode.TRAIN,
+            config.seed,
+            "train",
+            config.epochs.start,
+            wants_outputs=any(callback.wants_outputs for callback in config.callbacks),
+            cut_every=_cuts(config),
+            prefetch=config.prefetch,
+            profile_folder=None if config.report is None else config.report.popvision,
+            micro_batch_size=None
+            if config.restored is None
+            else config.restored.document["micro_batch_size"],
         )
+        job = session.start(spec, session.processes)
         with session.running(job):
             return _run(model, session, config, job, progress, validation, recorder)
 
@@ -368,7 +367,7 @@ def _inferring(
     with session.processes.propagate_errors(), summarized_interrupt(lambda error: text):
         config = _inference_config(session, mode, request)
         with eval_mode(model.module, session.loss.module), _progress(session, config) as progress:
-            job = session.start_on_all_ranks(config)
+            job = session.start(config, session.processes)
             with session.running(job):
                 callbacks = _callbacks(model, session, config, job, progress)
                 try:
@@ -386,9 +385,8 @@ def stream(model: CallbackModel, session: Session, request: InferenceRequest) ->
 
 def _inference_config(session: Session, mode: Mode, request: InferenceRequest) -> InferenceConfig:
     session.casting.start_call()
-    config = session.processes.run_on_all_ranks(
-        lambda: InferenceConfig.check(session, mode, request)
-    )
+    check = functools.partial(InferenceConfig.check, session, mode, request)
+    config = session.processes.run_on_all_ranks(check)
     sync_inference_config(session, config)
     return config
 
@@ -397,7 +395,7 @@ def _pieces(model: CallbackModel, session: Session, config: InferenceConfig) -> 
     """Yield the outputs of each execution; between two the module is in the mode of its owner."""
     modules = (model.module, session.loss.module)
     with eval_mode(*modules), _progress(session, config) as progress:
-        job = session.start_on_all_ranks(config)
+        job = session.start(config, session.processes)
     weights = session.weights_version()
     with session.running(job):
         callbacks = _callbacks(model, session, config, job, progress)

@@ -32,12 +32,12 @@ def _running(
 ) -> Iterator[Tuple[Job, CombinedBatch]]:
     """A program for this batch on one replica, and the only execution there is for it."""
     require_single_process(session, "A call with a single batch", "Call fit, evaluate or predict.")
-    given = DataArguments("batch", [batch], class_weight=class_weight)
-    source = get_data_adapter(given, mode, session.loss.own_loss(mode))
+    arguments = DataArguments("batch", [batch], class_weight=class_weight)
+    source = get_data_adapter(arguments, mode, session.loss.own_loss(mode))
     plan = session.plan(source, None, 1, 1, training=mode is Mode.TRAIN)
     in_mode = train_mode if mode is Mode.TRAIN else eval_mode
     with in_mode(session.module, session.loss.module):
-        job = session.start(JobSpec(source, plan, mode, seed, mode.value))
+        job = session.start(JobSpec(source, plan, mode, seed, mode.value), session.processes)
         with session.running(job):
             yield job, CombinedBatch([job.first])
 

@@ -209,7 +209,7 @@ def check_class_weights(
     if not isinstance(outputs, torch.Tensor) or outputs.dim() == 0:
         return
     width = outputs.shape[1] if outputs.dim() > 1 else 1
-    if width == 1 and loss.name not in _BINARY:
+    if width == 1 and not (loss.rule and loss.rule.is_binary):
         # A number for each sample may stand for any class.
         return
     classes = max(2, width)
@@ -221,16 +221,6 @@ def check_class_weights(
             f"of shape ({shape}), got {', '.join(map(str, others))}. Leave out what is no class, "
             "or give the module an output for each class."
         )
-
-
-_BINARY = (
-    "bce",
-    "bce_with_logits",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "BCELoss",
-    "BCEWithLogitsLoss",
-)
 
 
 def probe(metrics: MetricSet, outputs: object, first: MicroBatch, loss: Loss) -> None:

@@ -13,7 +13,7 @@ from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.compile_arguments import EagerFallback, role_of
 from ipufit.core.logged_values import merge_rules
-from ipufit.core.outputs import check_rows, with_entries
+from ipufit.core.outputs import check_rows
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig, check_interval
 from ipufit.data.batches import BatchValidator, is_weighted
@@ -261,23 +261,6 @@ class Session:
             plan = dataclasses.replace(plan, samples=fixed_updates * plan.update_size)
         return plan
 
-    def start(self, job: JobSpec) -> Job:
-        """Build and prepare a program for a loader; every fault shows before any work.
-
-        Raises:
-            DataError: the loader's first batch can't be fed, or ``predict`` can't join the outputs.
-            CaptureError: the module can't be recorded.
-            LossError: the loss can't be trained on.
-            MetricError: the metrics don't fit the outputs and targets.
-        """
-        inputs = self.form(job.mode), self.casting, self.engine.mixes_shapes
-        pipeline = BatchPipeline(job, *inputs)
-        try:
-            return self._prepare_in_a_dtype(pipeline, pipeline.peek(job.epoch, job.plan), job)
-        except BaseException:
-            pipeline.close()
-            raise
-
     def _prepare_in_a_dtype(self, pipeline: BatchPipeline, first: MicroBatch, job: JobSpec) -> Job:
         """Prepare with whole numbers in the first dtype that module and loss run with."""
         explainer = self.explainer(job.mode, job.source.role)
@@ -298,18 +281,26 @@ class Session:
             assert failure is not None
             raise failure
 
-    def start_on_all_ranks(self, job: JobSpec) -> Job:
-        """Start a job in all processes, if it starts in all.
+    def start(self, job: JobSpec, processes: Processes) -> Job:
+        """Build and prepare a program for a loader; every fault shows before any work.
+
+        Args:
+            job: what the program is for.
+            processes: those that start it at the same time, if it starts in all.
 
         Raises:
-            ProcessError: it fails in another one.
+            DataError: the loader's first batch can't be fed, or ``predict`` can't join the outputs.
+            CaptureError: the module can't be recorded.
+            LossError: the loss can't be trained on.
+            MetricError: the metrics don't fit the outputs and targets.
+            ProcessError: it fails in another process.
         """
-        processes = self.processes
-        inputs = self.form(job.mode), self.casting, self.engine.mixes_shapes
-        pipeline = BatchPipeline(job, *inputs)
+        form = self.form(job.mode)
+        pipeline = BatchPipeline(job, form, self.casting, self.engine.mixes_shapes)
         started: List[Job] = []
         try:
-            first = processes.run_on_all_ranks(lambda: pipeline.peek(job.epoch, job.plan))
+            peek = functools.partial(pipeline.peek, job.epoch, job.plan)
+            first = processes.run_on_all_ranks(peek)
             # Where the loader does not say, all have the size of the first batch of process 0.
             sizes = processes.gather(pipeline.unpacker.micro_batch_size, "size of a batch")
             pipeline.unpacker.micro_batch_size = sizes[0]
@@ -372,7 +363,7 @@ class Session:
             if metrics:
                 probe(metrics, prepared.outputs, first, self.loss)
             if mode is Mode.PREDICT:
-                check_rows(with_entries(prepared.outputs, first), first.size)
+                check_rows(prepared.outputs, first)
             with defer_sigint():
                 tail = prepare_tail(program, plan, first, job.source, explainer)
             rules = merge_rules(prepared.rules, tail.rules if tail is not None else {})
@@ -498,20 +489,17 @@ class Session:
         is_eager = self.config.run_eagerly or Mode.TRAIN in self.fallback.reasons
         how = "the module itself, eagerly" if is_eager else "one recorded program"
         optimizer = name_of_optimizer(self._optimizer) if self._optimizer else "no optimizer"
-        text = (
+        first = (
             f"Runs {how} on the {self.engine.name} engine, device {device_of(self.module)}, with "
             f"{optimizer}; gradients reduced by {self.config.gradient_reduction}."
         )
-        more = [f"{name}={value!r}" for name, value in self.config.extras().items()]
-        text += f"\nCompiled with {', '.join(more)}." if more else ""
-        text += "".join(f"\n{line}" for line in self.fallback.describe())
+        more = ", ".join(f"{name}={value!r}" for name, value in self.config.extras().items())
+        lines = [first, *[f"Compiled with {more}."] * bool(more)]
         turns = self.loss.turns or ([Turn(self.loss, 1, 1, 0)] if self.loss.differentiates else [])
-        text += "".join(f"\n{turn.describe()}" for turn in turns)
-        text += "".join(f"\n{line}" for line in self.divided.partitions.describe())
-        text += "".join(f"\n{line}" for line in describe_cuts(self.module))
-        text += "".join(f"\n{line}" for line in (*self.fixed.remarks, *self.casting.describe()))
-        text += "".join(f"\n{line}" for line in self._explain_processes())
-        return "\n".join([text, *self.engine.explain(self.config, self._options)])
+        lines += [*self.fallback.describe(), *(turn.describe() for turn in turns)]
+        lines += [*self.divided.partitions.describe(), *describe_cuts(self.module)]
+        lines += [*self.fixed.remarks, *self.casting.describe(), *self._explain_processes()]
+        return "\n".join([*lines, *self.engine.explain(self.config, self._options)])
 
     def _explain_processes(self) -> List[str]:
         """Which process this is, and what the processes send each other for every update."""

@@ -11,7 +11,7 @@ from ipufit.callbacks.callback_list import CallbackObserver, Observer
 from ipufit.callbacks.history import History
 from ipufit.callbacks.running_fit import Measurement
 from ipufit.core.batch import CombinedBatch, DataCursor, Mode
-from ipufit.core.outputs import check_rows, join_rows, with_entries
+from ipufit.core.outputs import check_rows, join_rows
 from ipufit.core.train_config import HyperparameterSchedule
 from ipufit.data.pipeline import BatchPipeline
 from ipufit.engines.program import ExecutionResult
@@ -67,10 +67,8 @@ class Job(Measurement):
     def _predict(self, batch: CombinedBatch) -> ExecutionResult:
         """Run one execution; the outputs are those of all processes, in the order of the data."""
         result = self.program.run(batch)
-        own = [*map(with_entries, result.outputs, batch.micro_batches)]
-        for micro_batch, each in zip(batch.micro_batches, own):
-            check_rows(each, micro_batch.size)
-        outputs = self.sync.outputs(batch, own, self.outputs)
+        outputs = [*map(check_rows, result.outputs, batch.micro_batches)]
+        outputs = self.sync.outputs(batch, outputs, self.outputs)
         return dataclasses.replace(result, outputs=outputs)
 
 

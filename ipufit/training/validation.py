@@ -10,6 +10,7 @@ from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.data.source import DataAdapter
 from ipufit.errors import DataError, IpufitError, brief_error
+from ipufit.processes import ALONE
 from ipufit.training.fit_data import updates_per_epoch
 from ipufit.training.session import JobSpec, Session
 from ipufit.training.trainer import Trainer
@@ -76,7 +77,8 @@ class ValidationRunner:
         try:
             with eval_mode(session.module, session.loss.module):
                 plan = dataclasses.replace(self._job.plan, fixed_updates=None)
-                job = session.start(JobSpec(source, plan, Mode.EVALUATE, self._job.seed, "check"))
+                spec = JobSpec(source, plan, Mode.EVALUATE, self._job.seed, "check")
+                job = session.start(spec, ALONE)
                 self._names, self._directions = job.meter.names, job.meter.directions
                 session.finish(job.program)
         except Exception as error:
@@ -103,7 +105,7 @@ class ValidationRunner:
         session = self._session
         kept = [(buffer, buffer.clone()) for buffer in session.buffers()]
         with eval_mode(session.module, session.loss.module):
-            job = session.start_on_all_ranks(dataclasses.replace(self._job, epoch=epoch))
+            job = session.start(dataclasses.replace(self._job, epoch=epoch), session.processes)
             try:
                 with session.running(job):
                     updates = updates_per_epoch(job.plan, self._job.source)

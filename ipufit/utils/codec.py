@@ -28,7 +28,6 @@ __all__ = [
     "ValueType",
     "advice_of",
     "apart",
-    "as_pairs",
     "decode",
     "encode",
     "reason_of",
@@ -82,11 +81,6 @@ def host_copy(tensor: Tensor) -> Tensor:
     """Copy a tensor to the host, contiguous and in memory of its own."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.copy_(tensor.detach())
-
-
-def as_pairs(tensor: Tensor) -> Tensor:
-    """Make two real numbers of each element of a complex tensor, along one more dimension."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def apart(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:

@@ -28,6 +28,7 @@ __all__ = [
     "MEMBERS",
     "Place",
     "ValueSnapshot",
+    "as_pairs",
     "call_with",
     "copied",
     "copy_optimizer_state",
@@ -360,6 +361,11 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     if not is_alike or one.layout is not torch.strided:
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def as_pairs(tensor: Tensor) -> Tensor:
+    """Make two real numbers of each element of a complex tensor, along one more dimension."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def copied(container: Any) -> Any:
