@@ -7,6 +7,7 @@ import dataclasses
 import html
 import os
 import sys
+import textwrap
 import threading
 import time
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, TextIO, Tuple, Union
@@ -257,25 +258,14 @@ def _wrap(parts: Sequence[str], columns: Optional[int], indent: str = "") -> Lis
     """Join parts by commas, in lines no longer than ``columns`` that end between two of them.
 
     Args:
-        parts: at least one; one that is longer than a line is cut into several.
+        parts: one that is longer than a line is cut into several.
         columns: of the terminal; None for one line.
         indent: before the first line; the others have two spaces.
     """
-    if columns is None:
-        return [indent + ", ".join(parts)]
-    lines = [indent]
-    for place, part in enumerate(parts):
-        part += "," if place < len(parts) - 1 else ""
-        longer = f"{lines[-1]} {part}" if place else indent + part
-        if len(longer) <= columns or not place:
-            lines[-1] = longer
-        else:
-            lines.append(_INDENT + part)
-    return [line[at : at + columns] for line in lines for at in range(0, len(line), columns)]
-
-
-def _line(title: str, count: str, values: Mapping[str, str]) -> str:
-    return ", ".join([f"{title}: {count}", *_words(values)])
+    # At spaces that do not break a line, textwrap does not either.
+    text = ", ".join(part.replace(" ", "\xa0") for part in parts)
+    wrapper = textwrap.TextWrapper(columns or sys.maxsize, indent, _INDENT, break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in wrapper.wrap(text)]
 
 
 class _Display:
@@ -308,7 +298,11 @@ class _Display:
             count: how many updates or batches there were.
             values: its loss and metrics, in words, by name.
         """
-        self.write(_line(title, count, values))
+        self.write("\n".join(_wrap([f"{title}: {count}", *_words(values)], self._size()[0])))
+
+    def _size(self) -> Tuple[Optional[int], int]:
+        """Return the columns that a line may have, None for any number, and how many lines."""
+        return None, 1
 
     def write(self, text: str) -> None:
         """Show a line that stays."""
@@ -345,11 +339,6 @@ class _Terminal(_Display):
         with self._lock:
             self._replace_streams()
             self._show((lines + [note] * bool(note))[-rows:])
-
-    def keep(self, title: str, count: str, values: Mapping[str, str]) -> None:
-        """Show a result that stays, in lines that end between two values."""
-        columns, _ = self._size()
-        self.write("\n".join(_wrap([f"{title}: {count}", *_words(values)], columns)))
 
     def write(self, text: str) -> None:
         """Show a line that stays."""
@@ -412,9 +401,8 @@ class _Terminal(_Display):
         self._stream.flush()
 
     def _size(self) -> Tuple[Optional[int], int]:
-        """Return the columns that a line may have, None for any number, and how many lines."""
         if not self._moves:
-            return None, 1
+            return super()._size()
         assert self._stream is not None
         try:
             size = os.get_terminal_size(self._stream.fileno())
@@ -486,7 +474,7 @@ class _Notebook(_Display):
         if not which:
             super().keep(title, count, values)
             return
-        self._plain.append(_line(title, count, values))
+        self._plain += _wrap([f"{title}: {count}", *_words(values)], None)
         self._rows.append({kind: which, **values})
         self.draw([])
 
@@ -523,19 +511,10 @@ class _Rich(_Display):
         self._live.start()
         self._live.update(Group(*shown, *[Text(note, "dim")] * bool(note)), refresh=True)
 
-    def keep(self, title: str, count: str, values: Mapping[str, str]) -> None:
-        """Show a result that stays above the bars."""
-        from rich.text import Text
-
-        line = Text.assemble((title, "bold"), f": {count}")
-        for name, value in values.items():
-            line.append(", ").append(name, "cyan").append(f"={value}")
-        self._live.update(Text())
-        self._live.console.print(line)
-
     def write(self, text: str) -> None:
-        """Show a line that stays above the bars."""
-        self._live.console.print(text, markup=False, highlight=False)
+        """Show a line that stays above the bars, in the colours that rich has for numbers."""
+        self._live.update("")
+        self._live.console.print(text, markup=False)
 
     def close(self) -> None:
         """End the lines that change."""

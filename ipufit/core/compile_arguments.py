@@ -160,22 +160,25 @@ class EagerFallback:
     checkpoint computes alike.
 
     Attributes:
-        reasons: why it can't be recorded, by purpose.
-        forms: by purpose and form, the shapes of single forms in words, and why they can't.
+        reasons: by purpose and form, which is None for all of a purpose, its shapes in words and
+            why it can't be recorded.
         recorded: purposes for which something was recorded.
         unreached: names of trained parameters that no gradient reaches in what is recorded.
         chooser: who runs it eagerly, in the user's words.
         advice: the end of the warning: what says that this is meant, and what makes it an error.
     """
 
-    reasons: Dict[Mode, str] = dataclasses.field(default_factory=dict)
-    forms: Dict[Tuple[Mode, object], Tuple[str, str]] = dataclasses.field(default_factory=dict)
+    reasons: Dict[Tuple[Mode, object], Tuple[str, str]] = dataclasses.field(default_factory=dict)
     recorded: Set[Mode] = dataclasses.field(default_factory=set)
     unreached: Sequence[str] = ()
     chooser: str = "jit='auto'"
     advice: str = (
         "compile(..., run_eagerly=True) says that this is meant, and jit='graph' makes it an error."
     )
+
+    def is_whole(self, mode: Mode) -> bool:
+        """Tell whether all of a purpose runs eagerly."""
+        return (mode, None) in self.reasons
 
     def mixes(self, mode: Mode) -> bool:
         """Tell whether a form that can't be recorded runs by itself, among others that are.
@@ -203,7 +206,7 @@ class EagerFallback:
             return prepare()
         except Exception as error:
             # A form of micro-batch after the first one has been tried by itself.
-            if self.mixes(mode) or mode in self.reasons or not may_help(_of_recording(error)):
+            if self.mixes(mode) or self.is_whole(mode) or not may_help(_of_recording(error)):
                 raise
             with self.trying(error, mode, module):
                 return prepare()
@@ -227,21 +230,15 @@ class EagerFallback:
         Warns:
             UserWarning: it can; once for all purposes and forms.
         """
-        is_first = not (self.reasons or self.forms)
+        is_first = not self.reasons
         error = _of_recording(error)
         is_ours = isinstance(error, CaptureError)
         reason = error.brief if isinstance(error, CaptureError) else f"torch: {brief_error(error)}"
-        if form is None:
-            self.reasons[mode] = reason
-        else:
-            self.forms[mode, form] = shapes, reason
+        self.reasons[mode, form] = shapes, reason
         try:
             yield
         except Exception:
-            if form is None:
-                del self.reasons[mode]
-            else:
-                del self.forms[mode, form]
+            del self.reasons[mode, form]
             if is_ours:
                 raise
             raise error from None
@@ -257,32 +254,31 @@ class EagerFallback:
 
     def follow(self, mode: Mode, processes: Processes) -> bool:
         """Take over what another process can't record; return whether this one could."""
-        others = processes.gather(mode in self.reasons)
-        if mode in self.reasons or not any(others):
+        others = processes.gather(self.is_whole(mode))
+        if self.is_whole(mode) or not any(others):
             return False
-        self.reasons[mode] = "another process has a batch with which it can't be recorded."
+        reason = "another process has a batch with which it can't be recorded."
+        self.reasons[mode, None] = "", reason
         return True
 
     def describe(self) -> Iterator[str]:
         """Say why the module itself runs, for each purpose and form for which it does."""
-        for mode, reason in self.reasons.items():
-            yield (
-                f"It can't be recorded to {mode.value}, so {self.chooser} runs it eagerly: {reason}"
-            )
         alike: Dict[Tuple[Mode, str], List[str]] = {}
-        for (mode, _), (shapes, reason) in self.forms.items():
+        for (mode, _), (shapes, reason) in self.reasons.items():
             alike.setdefault((mode, reason), []).append(shapes)
         for (mode, reason), forms in alike.items():
+            is_whole = self.is_whole(mode)
             yield (
-                f"Batches of {'; '.join(forms)} can't be recorded to {mode.value}, so "
-                f"{self.chooser} runs them eagerly: {reason}"
+                f"{'It' if is_whole else 'Batches of ' + '; '.join(forms)} can't be recorded to "
+                f"{mode.value}, so {self.chooser} runs {'it' if is_whole else 'them'} eagerly: "
+                f"{reason}"
             )
 
     def choices(self) -> Dict[str, str]:
         """Return for each purpose whether it runs eagerly, for a checkpoint."""
         return {
             **{_KEY + mode.value: _RECORDED for mode in self.recorded},
-            **{_KEY + mode.value: reason for mode, reason in self.reasons.items()},
+            **{_KEY + m.value: self.reasons[m, None][1] for m in Mode if self.is_whole(m)},
             **{_KEY + name: _UNREACHED for name in self.unreached},
         }
 
@@ -293,7 +289,7 @@ class EagerFallback:
             if choice == _RECORDED:
                 self.recorded.add(mode)
             elif choice is not None:
-                self.reasons[mode] = choice
+                self.reasons[mode, None] = "", choice
         self.unreached = [
             name[len(_KEY) :] for name, choice in choices.items() if choice == _UNREACHED
         ]

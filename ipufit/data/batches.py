@@ -6,7 +6,6 @@ import dataclasses
 import operator
 from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -21,7 +20,7 @@ from ipufit.core.batch import (
 from ipufit.core.plan import Plan
 from ipufit.data.casting import Casting, Casts
 from ipufit.data.fields import BatchForm
-from ipufit.data.in_memory import ReadAhead, RowBlock, as_array, as_tensor, is_table
+from ipufit.data.in_memory import ReadAhead, RowBlock, as_tensor, is_table
 from ipufit.data.sharding import GlobalBatchIndex, layout_of
 from ipufit.data.source import DataAdapter
 from ipufit.data.weights import check_weight, ones_like
@@ -248,29 +247,22 @@ def _is_like(last: MicroBatch, leaves: List[tree.Leaf], structure: tree.Structur
 
 
 def _without_lists(part: tree.Tree, name: str) -> tree.Tree:
-    """An array for a list of numbers; any other list is for a module that runs itself."""
-    if not tree.is_sequence(part) or not is_table(part):
-        return part
+    """A tensor for a list of numbers; any other list is for a module that runs itself."""
     try:
-        array = as_array(part, name)
+        return as_tensor(part, name) if tree.is_sequence(part) else part
     except DataError:
         return part
-    return array if array.dtype.kind in "biufc" else part
 
 
 def _leaf(name: str, leaf: object) -> tree.Leaf:
     """A leaf as a tensor; what no tensor can be made of as it is, for a module that runs itself."""
-    leaf = torch.as_tensor(leaf) if isinstance(leaf, (bool, int, float)) else as_tensor(leaf, name)
-    if isinstance(leaf, Tensor):
-        tensor = leaf
-    else:
-        return leaf
-    if tensor.requires_grad:
+    leaf = as_tensor(leaf, name)
+    if isinstance(leaf, Tensor) and leaf.requires_grad:
         raise DataError(
             f"{name} must not require grad, but it does: gradients stop at the program's inputs. "
             "Pass tensor.detach()."
         )
-    return tensor
+    return leaf
 
 
 def _size(named: Sequence[Tuple[str, tree.Leaf]], call: BatchParts, where: str) -> int:

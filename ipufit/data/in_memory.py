@@ -353,7 +353,7 @@ def _no_numbers(name: str, dtype: object, kind: str, values: Iterable[object]) -
 
 
 def as_tensor(value: tree.Leaf, name: str) -> tree.Leaf:
-    """Make a tensor of an array of numbers or of a table; anything else stays as it is.
+    """Make a tensor of a number, or of an array or a table of numbers; anything else stays.
 
     Args:
         value: an array may share its memory with the tensor.
@@ -362,11 +362,13 @@ def as_tensor(value: tree.Leaf, name: str) -> tree.Leaf:
     Raises:
         DataError: a table without a number in every place, or a dtype that torch does not know.
     """
-    value = as_array(value, name) if is_table(value) else value
-    if isinstance(value, Tensor) or not is_array(value) or value.dtype.kind not in _NUMBERS:
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor(value)
+    array = as_array(value, name) if is_table(value) else value
+    if isinstance(array, Tensor) or not is_array(array) or array.dtype.kind not in _NUMBERS:
         return value
-    _refuse_dtype(value, name)
-    return _dense(value, copy=False)
+    _refuse_dtype(array, name)
+    return _dense(array, copy=False)
 
 
 def _dense(array: tree.Leaf, copy: bool) -> Tensor:

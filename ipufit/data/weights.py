@@ -46,8 +46,6 @@ def check_weight(weight: object, name: str) -> tree.Tree:
 
 
 def _checked(leaf: tree.Leaf, name: str, first: int = 0) -> tree.Leaf:
-    if isinstance(leaf, (bool, int, float)):
-        leaf = torch.tensor(leaf)
     leaf = as_tensor(leaf, name)
     if not isinstance(leaf, Tensor):
         raise DataError(

@@ -147,7 +147,8 @@ def _run(
 ) -> History:
     """Train with a job that has started, told to all observers."""
     run = {"first_update": job.program.updates, "first_epoch": config.epochs.start}
-    session.processes.run_on_all_ranks(lambda: _check(session, job, config, validation))
+    check = functools.partial(_check, session, job, config, validation)
+    session.processes.run_on_all_ranks(check)
     # Those that prefetch may be further on; all have looked at the first update.
     refuse_other_order(session.processes.gather(job.pipeline.order, "order of samples"))
     updates = updates_per_epoch(job.plan, config.source)

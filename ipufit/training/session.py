@@ -422,7 +422,7 @@ class Session:
         )
         if mode is not Mode.TRAIN:
             self.enter_eval()
-        spec = spec.eager if mode in self.fallback.reasons else spec
+        spec = spec.eager if self.fallback.is_whole(mode) else spec
         program = self.engine.build(spec)
         if not isinstance(program, Program):
             raise ConfigurationError(
@@ -486,7 +486,7 @@ class Session:
         """How the program of this session runs, in one or two lines."""
         from ipufit.partition.cut_layers import describe_cuts
 
-        is_eager = self.config.run_eagerly or Mode.TRAIN in self.fallback.reasons
+        is_eager = self.config.run_eagerly or self.fallback.is_whole(Mode.TRAIN)
         how = "the module itself, eagerly" if is_eager else "one recorded program"
         optimizer = name_of_optimizer(self._optimizer) if self._optimizer else "no optimizer"
         first = (

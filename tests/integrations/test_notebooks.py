@@ -83,7 +83,7 @@ FIT = """
 import signal, torch, ipufit
 from ipufit.callbacks import LambdaCallback
 model = ipufit.Model(torch.nn.Linear(3, 2))
-model.compile("sgd", "cross_entropy", ["accuracy"])
+model.compile("sgd", "cross_entropy", metrics=["accuracy"])
 data = [(torch.randn(2, 3), torch.tensor([0, 1]))] * 3
 press = lambda batch, logs: signal.raise_signal(signal.SIGINT) if batch else None
 """

@@ -77,7 +77,7 @@ class BaseProgram(Program):
         spec, fallback = self._spec, self._spec.fallback
         if spec.run_eagerly or not fallback.mixes(spec.mode):
             return self._record(example, turn, spec)
-        if (spec.mode, form) not in fallback.forms:
+        if (spec.mode, form) not in fallback.reasons:
             try:
                 return self._record(example, turn, spec)
             except Exception as error:
