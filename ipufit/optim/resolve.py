@@ -112,10 +112,8 @@ def resolve_optimizer(
 def sparse_parameters(optimizer: Optional[torch.optim.Optimizer]) -> Set[int]:
     """Identities of the parameters that an optimizer goes by the indices of sparse gradients of."""
     members = [] if optimizer is None else members_of(optimizer).values()
-    groups = [
-        g for each in members if isinstance(each, torch.optim.SparseAdam) for g in each.param_groups
-    ]
-    return {id(parameter) for group in groups for parameter in group["params"]}
+    sparse = (each for each in members if isinstance(each, torch.optim.SparseAdam))
+    return {id(p) for each in sparse for group in each.param_groups for p in group["params"]}
 
 
 def class_by_name(name: str) -> Type[torch.optim.Optimizer]:

@@ -422,7 +422,7 @@ class Session:
         )
         if mode is not Mode.TRAIN:
             self.enter_eval()
-        spec = spec.eager if self.fallback.is_whole(mode) else spec
+        spec = spec.eager if (mode, None) in self.fallback.reasons else spec
         program = self.engine.build(spec)
         if not isinstance(program, Program):
             raise ConfigurationError(
