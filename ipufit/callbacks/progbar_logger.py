@@ -512,9 +512,14 @@ class _Rich(_Display):
         self._live.update(Group(*shown, *[Text(note, "dim")] * bool(note)), refresh=True)
 
     def write(self, text: str) -> None:
-        """Show a line that stays above the bars, in the colours that rich has for numbers."""
-        self._live.update("")
-        self._live.console.print(text, markup=False)
+        """Show a line that stays in the place of the bars."""
+        from rich.text import Text
+
+        line = Text(text)
+        line.highlight_regex("^[^:]+(?=:)", "bold")
+        line.highlight_regex("[^ ]+(?==)", "cyan")
+        self._live.update("", refresh=True)
+        self._live.console.print(line)
 
     def close(self) -> None:
         """End the lines that change."""

@@ -79,10 +79,10 @@ def resolve_verbose(verbose: Union[int, str]) -> Union[int, str]:
             "verbose='rich' needs rich, which is not installed. Run: pip install ipufit[rich]"
         )
     if verbose in ("auto", "rich"):
-        is_notebook, is_terminal = notebook_shell() is not None, sys.stderr.isatty()
-        if verbose == "rich" and is_terminal and not is_notebook:
-            return verbose
-        return 1 if is_terminal or is_notebook else 2
+        if notebook_shell() is not None:
+            return 1
+        bar = 1 if verbose == "auto" else verbose
+        return bar if sys.stderr.isatty() else 2
     if isinstance(verbose, bool):
         return int(verbose)
     if verbose in (0, 1, 2) and isinstance(verbose, int):
