@@ -8,15 +8,7 @@ import re
 import string
 from typing import Dict, List, Mapping, Optional, Tuple, Union
 
-from ipufit.callbacks.callback import (
-    Callback,
-    Logs,
-    UpdateCount,
-    finite,
-    one_of,
-    stored,
-    whole,
-)
+from ipufit.callbacks.callback import Callback, Logs, UpdateCount, finite, one_of, stored, whole
 from ipufit.callbacks.stopping import Monitor
 from ipufit.core.weights_file import check_path
 from ipufit.errors import ConfigurationError

@@ -9,14 +9,7 @@ from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ipufit.core.batch import (
-    BatchParts,
-    CombinedBatch,
-    MicroBatch,
-    Mode,
-    RawBatch,
-    part_name,
-)
+from ipufit.core.batch import BatchParts, CombinedBatch, MicroBatch, Mode, RawBatch, part_name
 from ipufit.core.plan import Plan
 from ipufit.data.casting import Casting, Casts
 from ipufit.data.fields import BatchForm
