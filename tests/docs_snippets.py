@@ -8,7 +8,7 @@ though, where `...` hides some of them). Lines of progress are compared as tests
 has it. A block may also be written as a doctest, with `>>>` prompts.
 
 `--write-outputs` writes what came into the pages, where it is not what they show, and where lines
-of progress are shown.
+of progress are shown; and a picture that a block saves under the name of one of docs/pictures/.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ torch.set_num_threads(1)
 # As there, too: a background job of a shell ignores the Ctrl-C that a page presses.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+PICTURES = Path(__file__).resolve().parents[1] / "docs/pictures"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | NUMBER
 OTHER_SPELLING = re.compile(r"^[ \t>*-]*(?:```|~~~)[ \t]*(?!python$)py.*$", re.MULTILINE)
 
@@ -47,6 +48,7 @@ run_block = PythonEvaluator()
 
 # Of each page where an output begins, what it shows, and what came.
 new_outputs: Dict[str, List[Tuple[int, str, str]]] = {}
+new_pictures: Dict[str, bytes] = {}
 
 
 def snippets(document: Document) -> Iterator[Region]:
@@ -92,6 +94,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write what came into the pages, if that is wanted."""
+    if session.config.option.write_outputs:
+        for name, picture in new_pictures.items():
+            (PICTURES / name).write_bytes(picture)
     for name, changes in new_outputs.items() if session.config.option.write_outputs else ():
         page = Path(name)
         text = page.read_text(encoding="utf-8")
@@ -114,7 +119,10 @@ def enter_scratch_folder(namespace: Dict[str, Any]) -> None:
 
 
 def leave_scratch_folder(namespace: Dict[str, Any]) -> None:
-    """Return to the checkout and delete what the page wrote."""
+    """Return to the checkout and delete what the page wrote, but for the pictures that it shows."""
+    for picture in Path().glob("*.[ps][nv]g"):
+        if (PICTURES / picture.name).exists():
+            new_pictures[picture.name] = picture.read_bytes()
     namespace["_leave_scratch_folder"]()
 
 
