@@ -30,7 +30,7 @@ from ipufit.optim.several import name_of_optimizer
 from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import Partition
 from ipufit.planner.divided_module import DividedModule
-from ipufit.processes import Processes, current
+from ipufit.processes import ALONE, Processes, current
 from ipufit.tracing.validate import initialize, refuse_unready
 from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.sanity_check import (
@@ -281,7 +281,7 @@ class Session:
             assert failure is not None
             raise failure
 
-    def start(self, job: JobSpec, processes: Processes) -> Job:
+    def start(self, job: JobSpec, processes: Processes = ALONE) -> Job:
         """Build and prepare a program for a loader; every fault shows before any work.
 
         Args:

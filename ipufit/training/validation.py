@@ -10,7 +10,6 @@ from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.data.source import DataAdapter
 from ipufit.errors import DataError, IpufitError, brief_error
-from ipufit.processes import ALONE
 from ipufit.training.fit_data import updates_per_epoch
 from ipufit.training.session import JobSpec, Session
 from ipufit.training.trainer import Trainer
@@ -78,7 +77,7 @@ class ValidationRunner:
             with eval_mode(session.module, session.loss.module):
                 plan = dataclasses.replace(self._job.plan, fixed_updates=None)
                 spec = JobSpec(source, plan, Mode.EVALUATE, self._job.seed, "check")
-                job = session.start(spec, ALONE)
+                job = session.start(spec)
                 self._names, self._directions = job.meter.names, job.meter.directions
                 session.finish(job.program)
         except Exception as error:
