@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import abc
 import math
 import time
-from typing import TYPE_CHECKING, Callable, Dict, List, Optional
+from typing import Callable, Dict, Generic, List, Mapping, Optional, TypeVar
 
 from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.compile_arguments import GRAPH, INDUCTOR
 from ipufit.core.plan import Plan
 from ipufit.engines.embedded.execution import ExecutionWork, UpdatesByShape, UpdateWay, WholeUpdates
-from ipufit.engines.embedded.inductor.compiled import CompilerError
+from ipufit.engines.embedded.inductor.compiled import CompiledUpdates, CompilerError
 from ipufit.engines.embedded.timing import fastest
 from ipufit.engines.embedded.traced_step import TracedStep, Update, computing
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult
 from ipufit.errors import ConfigurationError, NonFiniteLossError
-
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 
 __all__ = ["AutotunedWay", "CompiledWay", "JitAutotuner", "Trial"]
 
@@ -32,10 +30,10 @@ _COMPILATION, _SURELY = 20.0, 2.0
 _CALL, _LARGEST_SHARE = 5e-6, 0.7
 
 # Runs the next update compiled (or recorded, for None), takes it back, and returns its seconds.
-Trial = Callable[[Optional["CompiledUpdates"]], float]
+Trial = Callable[[Optional[CompiledUpdates]], float]
 
 
-class JitAutotuner(UpdateWay):
+class JitAutotuner:
     """Chooses between recorded and compiled updates of one shape of micro-batch.
 
     A library that was kept is looked for before the first update, and one that the training still
@@ -77,7 +75,7 @@ class JitAutotuner(UpdateWay):
         """So many updates are to come."""
         self._updates_to_come = updates
 
-    def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
+    def start(self, recorded: TracedStep, example: MicroBatch) -> None:
         """Look for a library of this program.
 
         Args:
@@ -162,32 +160,34 @@ class JitAutotuner(UpdateWay):
         recorded, compiled = self._trials
         return [f"Compiled updates take {compiled / recorded:.2f} of the time, and {are}."]
 
+    def close(self) -> None:
+        """Stop compiling, and let go of the tensors; safe twice."""
+        self.compiled.close()
 
-class CompiledWay(UpdateWay):
-    """``jit="inductor"``: updates that fit run compiled, others as recorded.
+
+# Of one shape, what compiles its updates, or what chooses whether to.
+OfShape = TypeVar("OfShape", CompiledUpdates, JitAutotuner)
+
+
+class _WayByShape(UpdateWay, Generic[OfShape]):
+    """Full updates may run compiled, each shape of micro-batches by itself; others as recorded.
 
     Args:
         make: makes what compiles the updates of one shape.
         runner: makes executions.
         plan: of the updates.
-
-    Attributes:
-        compiled: those of the shape that was entered last.
     """
 
-    def __init__(
-        self, make: Callable[[], CompiledUpdates], runner: UpdateRunner, plan: Plan
-    ) -> None:
-        self.compiled = make()
-        self._make = make
+    def __init__(self, make: Callable[[], OfShape], runner: UpdateRunner, plan: Plan) -> None:
+        self._make: Callable[[], OfShape] = make
         self._runner = runner
         self._plan = plan
-        self._by_shape: Dict[TracedStep, CompiledUpdates] = {}
+        self._by_shape: Dict[TracedStep, OfShape] = {}
 
     @property
     def jit(self) -> Optional[str]:
-        """INDUCTOR once updates run compiled."""
-        return INDUCTOR if any(each.is_ready for each in self._by_shape.values()) else None
+        """INDUCTOR once updates of a shape run compiled."""
+        return INDUCTOR if any(each.jit for each in self._by_shape.values()) else None
 
     def explain(self) -> List[str]:
         """Describe in sentences how updates run."""
@@ -195,30 +195,60 @@ class CompiledWay(UpdateWay):
         return list(dict.fromkeys(lines))
 
     def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
-        """Begin to compile the program; doesn't wait."""
+        """Begin to compile this shape, or look for its library; doesn't wait."""
         if recorded not in self._by_shape:
-            self._by_shape[recorded] = self._make() if self._by_shape else self.compiled
-        self.compiled = self._by_shape[recorded]
-        self.compiled.start(recorded, example)
+            self._by_shape[recorded] = self._make()
+        self._by_shape[recorded].start(recorded, example)
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
-        """Run all updates, once the compiler is done."""
+        """Run all updates, those of each shape in the way that is chosen for it."""
         shapes = _full_updates(execution, self._plan)
         for recorded, update in shapes.items():
             if recorded not in self._by_shape:
                 self.enter(recorded, update[0][0])
-        for recorded in shapes:
-            self._by_shape[recorded].wait()
-        execution.compiled = UpdatesByShape(self._by_shape)
-        return self._runner.run(execution)
+        ways: Dict[TracedStep, WholeUpdates] = {}
+        for recorded, update in shapes.items():
+            compiled = self._choose(recorded, execution, update)
+            if compiled is not None:
+                ways[recorded] = compiled
+        execution.compiled = UpdatesByShape(ways) if ways else None
+        result = self._runner.run(execution)
+        self._count_updates(execution, shapes)
+        return result
+
+    @abc.abstractmethod
+    def _choose(
+        self, recorded: TracedStep, execution: ExecutionWork, update: Update
+    ) -> Optional[CompiledUpdates]:
+        """Say what makes the full updates of a shape; None for what is recorded.
+
+        Args:
+            recorded: for the micro-batches of this shape.
+            execution: that is to run.
+            update: its first full update of this shape.
+        """
+
+    def _count_updates(self, execution: ExecutionWork, shapes: Mapping[TracedStep, Update]) -> None:
+        """Count an execution with full updates of these shapes as done."""
 
     def close(self) -> None:
         """Stop compiling, and let go of the tensors; safe twice."""
-        for compiled in self._by_shape.values():
-            compiled.close()
+        for each in self._by_shape.values():
+            each.close()
 
 
-class AutotunedWay(UpdateWay):
+class CompiledWay(_WayByShape[CompiledUpdates]):
+    """``jit="inductor"``: updates that fit run compiled, once the compiler is done."""
+
+    def _choose(
+        self, recorded: TracedStep, execution: ExecutionWork, update: Update
+    ) -> CompiledUpdates:
+        compiled = self._by_shape[recorded]
+        compiled.wait()
+        return compiled
+
+
+class AutotunedWay(_WayByShape[JitAutotuner]):
     """``jit="auto"``: updates run compiled where that turns out to be faster, shape by shape.
 
     Args:
@@ -230,50 +260,18 @@ class AutotunedWay(UpdateWay):
     def __init__(
         self, make: Callable[[], CompiledUpdates], runner: UpdateRunner, state: TrainingState
     ) -> None:
-        self._make = make
-        self._runner = runner
+        super().__init__(lambda: JitAutotuner(make()), runner, state.spec.plan)
         self._state = state
-        self._by_shape: Dict[TracedStep, JitAutotuner] = {}
         self._updates_to_come = 0
         # Updates so far, in all and by shape.
         self._count = 0
         self._counts: Dict[TracedStep, int] = {}
 
-    @property
-    def jit(self) -> Optional[str]:
-        """INDUCTOR where compiled updates have turned out to be faster."""
-        return INDUCTOR if any(each.jit for each in self._by_shape.values()) else None
-
-    def explain(self) -> List[str]:
-        """Tell the results of the measurements in sentences, if there are any."""
-        lines = (line for each in self._by_shape.values() for line in each.explain())
-        return list(dict.fromkeys(lines))
-
     def expect(self, updates: int) -> None:
         """So many updates are to come."""
         self._updates_to_come = updates
 
-    def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
-        """Look for a library of this shape."""
-        if recorded not in self._by_shape:
-            self._by_shape[recorded] = JitAutotuner(self._make())
-        self._by_shape[recorded].enter(recorded, example)
-
-    def run(self, execution: ExecutionWork) -> ExecutionResult:
-        """Run all updates in the ways that are the faster ones as far as is known."""
-        shapes = _full_updates(execution, self._state.spec.plan)
-        ways: Dict[TracedStep, WholeUpdates] = {}
-        for recorded, update in shapes.items():
-            if recorded not in self._by_shape:
-                self.enter(recorded, update[0][0])
-            tuner = self._by_shape[recorded]
-            share = self._counts.get(recorded, 0) / self._count if self._count else 1.0
-            tuner.expect(int(share * self._updates_to_come))
-            compiled = self._choose(tuner, execution, update)
-            if compiled is not None:
-                ways[recorded] = compiled
-        execution.compiled = UpdatesByShape(ways) if ways else None
-        result = self._runner.run(execution)
+    def _count_updates(self, execution: ExecutionWork, shapes: Mapping[TracedStep, Update]) -> None:
         updates = len(execution.updates)
         self._updates_to_come -= updates
         self._count += updates
@@ -282,12 +280,13 @@ class AutotunedWay(UpdateWay):
                 self._counts[update[0][1]] = self._counts.get(update[0][1], 0) + 1
         for recorded in shapes:
             self._by_shape[recorded].after(updates)
-        return result
 
     def _choose(
-        self, tuner: JitAutotuner, execution: ExecutionWork, update: Update
+        self, recorded: TracedStep, execution: ExecutionWork, update: Update
     ) -> Optional[CompiledUpdates]:
-        """Ask what makes the full updates of a shape; the first of them is there to try."""
+        tuner = self._by_shape[recorded]
+        share = self._counts.get(recorded, 0) / self._count if self._count else 1.0
+        tuner.expect(int(share * self._updates_to_come))
         if not (tuner.is_undecided and tuner.compiled.fits(update)):
             return tuner.choose(None)
         state, place = self._state, list(map(id, execution.updates)).index(id(update))
@@ -312,11 +311,6 @@ class AutotunedWay(UpdateWay):
                 state.restore(before)
 
         return tuner.choose(trial)
-
-    def close(self) -> None:
-        """Stop compiling, and let go of the tensors; safe twice."""
-        for tuner in self._by_shape.values():
-            tuner.compiled.close()
 
 
 def _full_updates(execution: ExecutionWork, plan: Plan) -> Dict[TracedStep, Update]:

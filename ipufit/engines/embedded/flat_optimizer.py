@@ -23,7 +23,14 @@ from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_alike
 
-__all__ = ["FlatOptimizer", "Graphs", "Rows", "RuleOptimizer", "apply_rules"]
+__all__ = [
+    "CompositeOptimizer",
+    "FlatOptimizer",
+    "Graphs",
+    "Rows",
+    "RuleOptimizer",
+    "apply_rules",
+]
 
 
 # Recorded updates, by all that they depend on.
@@ -126,6 +133,69 @@ class FlatOptimizer(abc.ABC):
     def explain(self) -> List[str]:
         """Describe in sentences what is particular about how updates are made."""
         return []
+
+
+class CompositeOptimizer(FlatOptimizer):
+    """Several that apply optimizers as one, each with blocks of its own.
+
+    Attributes:
+        parts: these, from :meth:`bind` on.
+        places: of each part, places of its blocks in the storage; empty where it has none.
+    """
+
+    parts: Sequence[FlatOptimizer] = ()
+    places: Sequence[Sequence[int]] = ()
+
+    def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
+        """Take over the state of all parts and record an update of each."""
+        for part, places in zip(self.parts, self.places):
+            part.memory = self.memory
+            if places:
+                part.bind(storage.part(places), run_eagerly)
+        self.own_parameters = {p for part in self.parts for p in part.own_parameters}
+
+    def refresh(self, rows: Rows) -> None:
+        """Take the hyper-parameters of the coming updates, in each of which all parts move."""
+        for part in self.parts:
+            part.refresh(rows)
+
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """One weight update of all parts, from gradients as they were accumulated."""
+        for part, places in zip(self.parts, self.places):
+            if places:
+                part.apply([gradients[place] for place in places])
+
+    def skip(self) -> None:
+        """Leave a weight update out of all parts."""
+        for part in self.parts:
+            part.skip()
+
+    def snapshot(self) -> List[object]:
+        """A copy of the state of all parts."""
+        return [part.snapshot() for part in self.parts]
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a copy of the state of all parts, in place."""
+        for part, state in zip(self.parts, snapshot):
+            part.restore(state)
+
+    def export(self) -> None:
+        """Let the torch optimizers have their state, under torch's names and dtypes."""
+        for part in self.parts:
+            part.export()
+
+    def state_tensors(self) -> List[Tensor]:
+        """The tensors of the state of all parts, where it is between two updates."""
+        return [tensor for part in self.parts for tensor in part.state_tensors()]
+
+    def release(self) -> None:
+        """Let go of the state, which no update needs any more; safe twice."""
+        for part in self.parts:
+            part.release()
+
+    def explain(self) -> List[str]:
+        """Describe in sentences what is particular about how updates are made."""
+        return list(dict.fromkeys(line for part in self.parts for line in part.explain()))
 
 
 class RuleOptimizer(FlatOptimizer):

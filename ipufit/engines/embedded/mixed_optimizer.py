@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Mapping, Optional, Sequence, Tuple
+from typing import List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ipufit.core.compile_arguments import Backend
 from ipufit.core.train_config import Clip
 from ipufit.engines.embedded.clipping import GradientTransform
-from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows
+from ipufit.engines.embedded.flat_optimizer import CompositeOptimizer, FlatOptimizer, Rows
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.traced_optimizer import TracedOptimizer
 from ipufit.optim.several import has_step_hooks, members_of
@@ -19,7 +19,7 @@ from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
 __all__ = ["MixedOptimizer", "make_mixed"]
 
 
-class MixedOptimizer(FlatOptimizer):
+class MixedOptimizer(CompositeOptimizer):
     """Each parameter group in the hands of what applies its optimizer.
 
     Args:
@@ -35,39 +35,34 @@ class MixedOptimizer(FlatOptimizer):
         owners: Mapping[int, int],
         finish: GradientTransform,
     ) -> None:
-        self._parts = parts
+        self.parts = [part for part, _, _ in parts]
+        self.memory = self.parts[0].memory
+        self._groups = [groups for _, groups, _ in parts]
+        self._settings = [groups for _, _, groups in parts]
         self._finish = finish
-        self.memory = parts[0][0].memory
         self._storage = FlatStorage([])
-        self._places: List[List[int]] = []
-        self._part_of = {group: i for i, (_, groups, _) in enumerate(parts) for group in groups}
         self._owners = owners
 
     def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
         """Each part divides its parameters."""
         blocks: List[FlatBlock] = []
-        for part, groups, _ in self._parts:
+        for part, groups in zip(self.parts, self._groups):
             blocks += part.layout([(n, p) for n, p in named if self._owners[id(p)] in groups])
         return blocks
 
     def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
         """Take over the optimizers' state and record the updates."""
         self._storage = storage
-        owners = [self._part_of[block.group] for block in storage.blocks]
-        self._places = [
-            [place for place, owner in enumerate(owners) if owner == index]
-            for index in range(len(self._parts))
+        # Of a turn, an optimizer may move nothing.
+        self.places = [
+            [place for place, block in enumerate(storage.blocks) if block.group in groups]
+            for groups in self._groups
         ]
-        for (part, _, _), places in zip(self._parts, self._places):
-            part.memory = self.memory
-            # Of a turn, an optimizer may move nothing.
-            if places:
-                part.bind(storage.part(places), run_eagerly)
-        self.own_parameters = {p for part, _, _ in self._parts for p in part.own_parameters}
+        super().bind(storage, run_eagerly)
 
     def refresh(self, rows: Rows) -> None:
         """Take the settings of the coming updates."""
-        for part, _, groups in self._parts:
+        for part, groups in zip(self.parts, self._settings):
             by_row = {id(row): row[groups] for row in rows}
             part.refresh([by_row[id(row)] for row in rows])
 
@@ -76,42 +71,12 @@ class MixedOptimizer(FlatOptimizer):
         storage = self._storage
         if not self._finish.is_identity:
             gradients = self._finish(gradients, storage.blocks, storage.flats)
-        for (part, _, _), places in zip(self._parts, self._places):
-            if places:
-                part.apply([gradients[place] for place in places])
-
-    def skip(self) -> None:
-        """Leave a weight update out."""
-        for part, _, _ in self._parts:
-            part.skip()
-
-    def snapshot(self) -> List[object]:
-        """A copy of all states."""
-        return [part.snapshot() for part, _, _ in self._parts]
-
-    def restore(self, snapshot: Any) -> None:
-        """Go back to a copy of all states."""
-        for (part, _, _), state in zip(self._parts, snapshot):
-            part.restore(state)
-
-    def export(self) -> None:
-        """Let the torch optimizers have their state."""
-        for part, _, _ in self._parts:
-            part.export()
-
-    def state_tensors(self) -> List[Tensor]:
-        """The tensors of all states, where they are between two updates."""
-        return [tensor for part, _, _ in self._parts for tensor in part.state_tensors()]
+        super().apply(gradients)
 
     def release(self) -> None:
         """Let go of the states; safe twice."""
-        self._storage, self._places = FlatStorage([]), []
-        for part, _, _ in self._parts:
-            part.release()
-
-    def explain(self) -> List[str]:
-        """Describe in sentences what is particular about how updates are made."""
-        return [line for part, _, _ in self._parts for line in part.explain()]
+        self._storage, self.places = FlatStorage([]), ()
+        super().release()
 
 
 def make_mixed(

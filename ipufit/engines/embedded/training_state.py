@@ -498,7 +498,7 @@ class TrainingState:
         for turn in self.turns:
             turn.states = [self.arguments(buffers, turn) for buffers in self.replicas]
             if isinstance(updater, TurnOptimizer):
-                turn.blocks = [place for part in turn.parts for place in updater.cuts[part]]
+                turn.blocks = [place for part in turn.parts for place in updater.places[part]]
                 turn.apply = updater.applying(turn.parts)
             else:
                 turn.blocks = range(len(self.storage.blocks))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+import itertools
+from typing import Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows
+from ipufit.engines.embedded.flat_optimizer import CompositeOptimizer, FlatOptimizer, Rows
 from ipufit.engines.program import ExecutionResult
 from ipufit.losses import Turn
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
@@ -145,7 +146,7 @@ def by_micro_batch(
     )
 
 
-class TurnOptimizer(FlatOptimizer):
+class TurnOptimizer(CompositeOptimizer):
     """One optimizer in parts, of which each turn moves some.
 
     A part has the parameters that the same turns reach: a turn that no gradient of a parameter
@@ -162,33 +163,20 @@ class TurnOptimizer(FlatOptimizer):
         self._make = make
         self._whole = make()
         self.memory = self._whole.memory
-        self._parts: List[FlatOptimizer] = []
-        self.cuts: List[range] = []
 
     def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
         """Divide parameters of one part into blocks that are updated alike."""
         return self._whole.layout(named)
 
-    def divide(self, sizes: Iterable[int]) -> List[range]:
-        """Learn how many blocks each part has; return their places."""
-        self.cuts, start = [], 0
-        for size in sizes:
-            self.cuts.append(range(start, start + size))
-            start += size
-        return self.cuts
+    def divide(self, sizes: Sequence[int]) -> None:
+        """Learn how many blocks each part has."""
+        ends = itertools.accumulate(sizes)
+        self.places = [range(end - size, end) for size, end in zip(sizes, ends)]
 
     def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
         """Take over the optimizer's state and record an update of each part."""
-        self._parts = [self._make() for _ in self.cuts]
-        for part, cut in zip(self._parts, self.cuts):
-            part.memory = self.memory
-            part.bind(storage.part(cut), run_eagerly)
-        self.own_parameters = {p for part in self._parts for p in part.own_parameters}
-
-    def refresh(self, rows: Rows) -> None:
-        """Work out the coefficients of coming updates, in each of which every part has its turn."""
-        for part in self._parts:
-            part.refresh(rows)
+        self.parts = [self._make() for _ in self.places]
+        super().bind(storage, run_eagerly)
 
     def follow(self, rows: Rows, moves: Sequence[Move]) -> None:
         """Work out the coefficients of the coming moves.
@@ -197,12 +185,12 @@ class TurnOptimizer(FlatOptimizer):
             rows: hyper-parameters of each update.
             moves: of the execution.
         """
-        for index, part in enumerate(self._parts):
+        for index, part in enumerate(self.parts):
             part.refresh([rows[move.update] for move in moves if index in move.turn.parts])
 
     def applying(self, parts: Sequence[int]) -> Callable[[Sequence[Tensor]], None]:
         """Return what makes a weight update of these parts, from their gradients in a row."""
-        chosen = [(self._parts[part], len(self.cuts[part])) for part in parts]
+        chosen = [(self.parts[part], len(self.places[part])) for part in parts]
 
         def apply(gradients: Sequence[Tensor]) -> None:
             start = 0
@@ -211,42 +199,6 @@ class TurnOptimizer(FlatOptimizer):
                 start += count
 
         return apply
-
-    def apply(self, gradients: Sequence[Tensor]) -> None:
-        """One weight update of all parts."""
-        self.applying(range(len(self._parts)))(gradients)
-
-    def skip(self) -> None:
-        """Leave a weight update out of all parts."""
-        for part in self._parts:
-            part.skip()
-
-    def snapshot(self) -> List[object]:
-        """A copy of the state."""
-        return [part.snapshot() for part in self._parts]
-
-    def restore(self, snapshot: Any) -> None:
-        """Go back to a copy of the state, in place."""
-        for part, state in zip(self._parts, snapshot):
-            part.restore(state)
-
-    def export(self) -> None:
-        """Let the torch optimizer have the state."""
-        for part in self._parts:
-            part.export()
-
-    def state_tensors(self) -> List[Tensor]:
-        """The tensors of the state, where it is between two updates."""
-        return [tensor for part in self._parts for tensor in part.state_tensors()]
-
-    def release(self) -> None:
-        """Let go of the state, which no update needs any more; safe twice."""
-        for part in self._parts:
-            part.release()
-
-    def explain(self) -> List[str]:
-        """Describe in sentences what is particular about how updates are made."""
-        return list(dict.fromkeys(line for part in self._parts for line in part.explain()))
 
 
 def parts_of(names: Sequence[str], turns: Sequence[TurnState]) -> Dict[Tuple[int, ...], List[str]]:

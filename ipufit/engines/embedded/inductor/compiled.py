@@ -18,6 +18,7 @@ from typing import Any, Iterator, List, Optional, Tuple
 from torch import Tensor
 
 from ipufit.core.batch import MicroBatch
+from ipufit.core.compile_arguments import INDUCTOR
 from ipufit.core.precision import without_autocast
 from ipufit.engines.embedded.execution import ExecutionOutputs, WholeUpdates, losses_of
 from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
@@ -254,9 +255,9 @@ class CompiledUpdates(WholeUpdates):
         return bool(self._libraries) or LibraryStore.has_entries()
 
     @property
-    def is_ready(self) -> bool:
-        """True when updates can be made here."""
-        return self._run is not None
+    def jit(self) -> Optional[str]:
+        """INDUCTOR once updates can be made here."""
+        return None if self._run is None else INDUCTOR
 
     def poll(self) -> bool:
         """Load what has been compiled, without waiting for it; whether updates can be made here.
@@ -266,7 +267,7 @@ class CompiledUpdates(WholeUpdates):
         """
         if self._running is not None and self._running.is_done():
             self._finish(self._running)
-        return self.is_ready
+        return self._run is not None
 
     def wait(self) -> None:
         """Wait for the compiler, if it is at work, and load what it makes.

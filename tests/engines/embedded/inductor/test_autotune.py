@@ -66,7 +66,7 @@ def run(library, seconds, to_come, executions=20, updates=10, tried=None):
     tried = [] if tried is None else tried
     tuner = JitAutotuner(library, clock=lambda: now[0])
     tuner.expect(to_come)
-    tuner.enter(object(), object())
+    tuner.start(object(), object())
     made = []
 
     def trial(compiled):
@@ -161,7 +161,7 @@ def test_a_compiler_that_fails_stops_nothing():
 def test_executions_without_a_full_update_are_not_measured():
     library = Library(kept=True)
     tuner = JitAutotuner(library)
-    tuner.enter(object(), object())
+    tuner.start(object(), object())
     assert tuner.choose(None) is None
     assert tuner.is_undecided
 
@@ -171,14 +171,14 @@ def test_a_loss_that_is_not_finite_is_for_training_to_tell():
         raise NonFiniteLossError("the loss is nan", 1, float("nan"))
 
     tuner = JitAutotuner(Library(kept=True))
-    tuner.enter(object(), object())
+    tuner.start(object(), object())
     assert tuner.choose(trial) is None
     assert tuner.jit is None
 
 
 def test_another_program_is_another_choice():
     tuner, _ = run(Library(kept=True), (0.1, 0.05), to_come=100_000)
-    tuner.enter(object(), object())
+    tuner.start(object(), object())
     assert tuner.jit is None
     assert tuner.explain() == []
 

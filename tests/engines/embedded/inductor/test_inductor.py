@@ -318,9 +318,10 @@ def test_losses_looked_at_late_are_not_compiled(described):
     model, engine = embedded(MLP().double(), "sgd")
     engine.as_device = True
     fit(model, x, y)
-    assert engine.training.way.compiled.reason == (
-        "losses are looked at after an execution, which is then taken back"
-    )
+    assert reasons(engine) == [
+        "Updates run as recorded, uncompiled: losses are looked at after an execution, which is "
+        "then taken back."
+    ]
 
 
 @pytest.mark.parametrize(
