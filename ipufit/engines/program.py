@@ -10,20 +10,7 @@ import abc
 import contextlib
 import dataclasses
 import time
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-    TypeVar,
-)
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -243,7 +230,7 @@ class Recordings:
     def __init__(self, most: int) -> None:
         self._most = most
         self.forms: Dict[Form, float] = {}
-        self.eager: Set[Form] = set()
+        self.eager: set[Form] = set()
         self._latest: Form = (None, ())
 
     def add(self, form: Form, engine: Engine, record: Callable[[], T]) -> T:
@@ -559,7 +546,7 @@ class Engine(abc.ABC):
     name: str
     seconds: float = 0.0
     clock: NoClock = NO_CLOCK
-    announce: Callable[[], ContextManager[None]] = contextlib.nullcontext
+    announce: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     takes_options: bool = False
     mixes_shapes: bool = True
     recordings: Optional[Recordings] = None

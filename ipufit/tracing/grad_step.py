@@ -5,18 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from typing import (
-    Callable,
-    Dict,
-    FrozenSet,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-    TypeVar,
-)
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -381,7 +370,7 @@ class MicroBatchStep(abc.ABC):
         self.blocks: Sequence[FlatBlock] = ()
         self.outputs: OutputShape = OutputShape(None)
         self.with_gradient: Tuple[str, ...] = ()
-        self.with_grad: FrozenSet[str] = frozenset()
+        self.with_grad: frozenset[str] = frozenset()
         self.indices: Dict[str, Tensor] = {}
 
     @property

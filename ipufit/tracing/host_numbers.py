@@ -12,19 +12,7 @@ import contextlib
 import functools
 import math
 import operator
-from typing import (
-    Any,
-    Callable,
-    Collection,
-    ContextManager,
-    Dict,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Collection, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, fx
@@ -160,7 +148,7 @@ class HostNumbers(TorchFunctionMode):
         self._tensors: List[Tensor] = []
         # What stands in the graph for the numbers that it takes, by name.
         self._marks: Dict[str, Union[int, float]] = {}
-        self._patches: ContextManager[None] = contextlib.nullcontext()
+        self._patches: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
     def __enter__(self) -> HostNumbers:
         patches = [(math, name, self._mathematical(getattr(math, name))) for name in _MATH]

@@ -146,7 +146,7 @@ class EngineContext(Engine):
             id(step),
             example.structure,
             tuple(trained),
-            _partition(layout(trained)) if layout else (),
+            tuple(block.names for block in layout(trained)) if layout else (),
             tuple((t.shape, t.dtype, t.device, t.stride()) for t in (*state, *example.leaves)),
             (config.precision, scaled, recompute, spec.divides_weights),
             autocast_state(state[0].device if state else torch.device("cpu")),
@@ -276,7 +276,3 @@ class EngineContext(Engine):
         """
         with self.clock.during("anchors"):
             return results.anchors(self.transfer.to_host(results.tensors()), settings)
-
-
-def _partition(blocks: Sequence[FlatBlock]) -> Tuple[Tuple[str, ...], ...]:
-    return tuple(tuple(slot.name for slot in block.slots) for block in blocks)

@@ -9,17 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Iterator,
-    List,
-    Optional,
-    Protocol,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, Iterator, List, Optional, Protocol, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +56,7 @@ class GraphMaker(Protocol):
         """
         ...
 
-    def aside(self) -> ContextManager[None]:
+    def aside(self) -> contextlib.AbstractContextManager[None]:
         """Where work is done that is captured later: libraries set themselves up there."""
         ...
 

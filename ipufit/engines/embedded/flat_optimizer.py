@@ -154,11 +154,6 @@ class CompositeOptimizer(FlatOptimizer):
                 part.bind(storage.part(places), run_eagerly)
         self.own_parameters = {p for part in self.parts for p in part.own_parameters}
 
-    def refresh(self, rows: Rows) -> None:
-        """Take the hyper-parameters of the coming updates, in each of which all parts move."""
-        for part in self.parts:
-            part.refresh(rows)
-
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update of all parts, from gradients as they were accumulated."""
         for part, places in zip(self.parts, self.places):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Set, Sized, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ def moves_of(turns: Sequence[TurnState], first_update: int, updates: int) -> Lis
 
 
 def by_micro_batch(
-    result: ExecutionResult, moves: Sequence[Move], counts: Sequence[int]
+    result: ExecutionResult, moves: Sequence[Move], updates: Sequence[Sized]
 ) -> ExecutionResult:
     """Bring together what the moves of an update report of each of its micro-batches.
 
@@ -121,19 +121,21 @@ def by_micro_batch(
     Args:
         result: with losses and logged values by move, and in it by micro-batch.
         moves: of the execution.
-        counts: micro-batches of each of its updates.
+        updates: the micro-batches of each move.
     """
     losses: List[float] = []
     logged: List[Dict[str, float]] = []
     values = iter(result.losses.tolist())
     entries = iter(result.logged or [{}] * len(result.losses))
     by_update: Dict[int, List[Move]] = {}
-    for move in moves:
+    counts: Dict[int, int] = {}
+    for move, micro_batches in zip(moves, updates):
         by_update.setdefault(move.update, []).append(move)
-    for update, count in enumerate(counts):
+        counts[move.update] = len(micro_batches)
+    for update, count in counts.items():
         sums = [0.0] * count
         means: List[Dict[str, List[float]]] = [{} for _ in range(count)]
-        for move in by_update.get(update, ()):
+        for move in by_update[update]:
             assert move.turn.turn is not None
             for place in range(count):
                 sums[place] += next(values) / move.turn.turn.repeat
@@ -157,9 +159,11 @@ class TurnOptimizer(CompositeOptimizer):
 
     Attributes:
         memory: where the state is between two updates.
+        moves: of the coming execution.
     """
 
     def __init__(self, make: Callable[[], FlatOptimizer]) -> None:
+        self.moves: Sequence[Move] = ()
         self._make = make
         self._whole = make()
         self.memory = self._whole.memory
@@ -178,15 +182,10 @@ class TurnOptimizer(CompositeOptimizer):
         self.parts = [self._make() for _ in self.places]
         super().bind(storage, run_eagerly)
 
-    def follow(self, rows: Rows, moves: Sequence[Move]) -> None:
-        """Work out the coefficients of the coming moves.
-
-        Args:
-            rows: hyper-parameters of each update.
-            moves: of the execution.
-        """
+    def refresh(self, rows: Rows) -> None:
+        """Work out the coefficients of the coming moves, which :attr:`moves` lists."""
         for index, part in enumerate(self.parts):
-            part.refresh([rows[move.update] for move in moves if index in move.turn.parts])
+            part.refresh([rows[move.update] for move in self.moves if index in move.turn.parts])
 
     def applying(self, parts: Sequence[int]) -> Callable[[Sequence[Tensor]], None]:
         """Return what makes a weight update of these parts, from their gradients in a row."""

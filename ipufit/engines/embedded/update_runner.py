@@ -17,7 +17,7 @@ from ipufit.engines.embedded.non_finite import refuse_gradients, refuse_loss, re
 from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
 from ipufit.engines.embedded.traced_step import Seeding, Update, computing
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState, copy_of, put_back
-from ipufit.engines.embedded.turns import Move, TurnOptimizer, by_micro_batch
+from ipufit.engines.embedded.turns import Move, by_micro_batch
 from ipufit.engines.gradient_reduction import GradientReduction, GradientSum
 from ipufit.engines.program import ExecutionResult
 from ipufit.errors import NonFiniteLossError
@@ -100,10 +100,7 @@ class UpdateRunner(UpdateWay):
                     [(batch.to(self._device), recorded) for batch, recorded in update]
                     for update in execution.updates
                 ]
-        if execution.moves:
-            self._refresh_turns(execution)
-        else:
-            self._state.updater.refresh(execution.rows)
+        self._state.updater.refresh(execution.rows)
         with computing(self._device, execution.is_random):
             if self._replay is not None:
                 return self._run_watched(execution, self._replay)
@@ -150,33 +147,20 @@ class UpdateRunner(UpdateWay):
                 self.make(execution, updates[: self._begin_of(execution, lost)], left_out)
                 self._refuse(execution, lost, anchors.losses)
             if bad is None:
-                return self._by_micro_batch(anchors, execution) if execution.moves else anchors
+                moves = execution.moves
+                return by_micro_batch(anchors, moves, updates) if moves else anchors
             left_out.add(bad)
             self._go_back(snapshot, execution)
 
     def _go_back(self, snapshot: Snapshot, execution: ExecutionWork) -> None:
         self._state.restore(snapshot)
-        if execution.moves:
-            self._refresh_turns(execution)
-        else:
-            self._state.updater.refresh(execution.rows)
-
-    def _refresh_turns(self, execution: ExecutionWork) -> None:
-        updater = self._state.updater
-        assert isinstance(updater, TurnOptimizer)
-        updater.follow(execution.rows, execution.moves)
+        self._state.updater.refresh(execution.rows)
 
     def _begin_of(self, execution: ExecutionWork, index: int) -> int:
         """Return the first entry of the update that an entry of the execution belongs to."""
         while execution.moves and not execution.moves[index].is_first:
             index -= 1
         return index
-
-    def _by_micro_batch(self, result: ExecutionResult, execution: ExecutionWork) -> ExecutionResult:
-        """Bring together what several turns report of one micro-batch."""
-        moves = execution.moves
-        counts = [len(u) for u, move in zip(execution.updates, moves) if move.is_first]
-        return by_micro_batch(result, moves, counts)
 
     def _first_lost(self, execution: ExecutionWork, losses: Tensor) -> Optional[int]:
         """Return the first update with a loss that is not finite in any process."""

@@ -331,8 +331,8 @@ class TrainingProgram(BaseProgram):
             before, steps = schedule.snapshot(), batch.accumulation_steps(self._spec.plan)
             rows = schedule.rows(len(updates), steps)
         execution = ExecutionWork(batch, updates, rows, shares, is_here, is_random, merged)
-        if self._takes_turns:
-            execution.moves = moves_of(state.turns, start, len(updates))
+        if isinstance(state.updater, TurnOptimizer):
+            execution.moves = state.updater.moves = moves_of(state.turns, start, len(updates))
             execution.updates = [
                 [(each, self._recorded(each, move.turn.number)) for each, _ in updates[move.update]]
                 for move in execution.moves
