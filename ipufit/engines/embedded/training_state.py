@@ -84,14 +84,14 @@ class ReplicaMemory:
             module: the module's own.
             apart: whether these belong to another process's replica; if not, to the first here.
         """
-        known = self._module
+        before = self._module
         unchanged = (
             len(self._buffers) == replicas
-            and known.keys() == module.keys()
-            and all(same_values(known[name], module[name]) for name in module)
+            and before.keys() == module.keys()
+            and all(same_values(before[name], module[name]) for name in module)
         )
-        own = [copy_of(each) for each in (self._buffers if unchanged else [module] * replicas)]
-        return own if apart else [module, *own[1:]]
+        copies = [copy_of(each) for each in (self._buffers if unchanged else [module] * replicas)]
+        return copies if apart else [module, *copies[1:]]
 
 
 class CarriedState:
@@ -656,7 +656,7 @@ class TrainingState:
             return Snapshot([], [], None, None, None, self.updates, whole)
         return Snapshot(
             flats=[flat.clone() for flat in self.storage.flats],
-            buffers=[copy_of(own) for own in self.replicas],
+            buffers=[copy_of(buffers) for buffers in self.replicas],
             optimizer=self.updater.snapshot(),
             averages=self.averages.snapshot() if self.averages is not None else None,
             scale=self.scaler.state if self.scaler is not None else None,
@@ -675,8 +675,8 @@ class TrainingState:
             self.scaler.state = snapshot.scale
         for flat, value in zip(self.storage.flats, snapshot.flats):
             flat.copy_(value)
-        for own, values in zip(self.replicas, snapshot.buffers):
-            put_back(own, values)
+        for buffers, values in zip(self.replicas, snapshot.buffers):
+            put_back(buffers, values)
         self.updater.restore(snapshot.optimizer)
         if self.averages is not None and snapshot.averages is not None:
             self.averages.restore(snapshot.averages)

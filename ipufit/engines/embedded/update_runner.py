@@ -280,9 +280,9 @@ class UpdateRunner(UpdateWay):
         """Return where the gradients of the update, of all processes, are sparse."""
         several = self._indices
         if self._processes.is_distributed:
-            own = {name: torch.cat(each, 1).tolist() for name, each in several.items()}
+            local = {name: torch.cat(each, 1).tolist() for name, each in several.items()}
             several = {}
-            for others in self._processes.gather(own):
+            for others in self._processes.gather(local):
                 for name, each in others.items():
                     several.setdefault(name, []).append(torch.tensor(each, device=self._device))
         return {n: torch.unique(torch.cat(each, 1), dim=1) for n, each in several.items()}

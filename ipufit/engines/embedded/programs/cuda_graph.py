@@ -258,13 +258,13 @@ class CapturedExecutions(UpdateWay):
         self, updater: RuleOptimizer, execution: ExecutionWork, tables: Sequence[Tensor]
     ) -> _Captured:
         live, updates, rows = self._live, execution.updates, execution.rows
-        given = _leaves(updates)
-        form = _form(given)
+        present = _leaves(updates)
+        form = _form(present)
         if form not in self._inputs:
-            self._inputs[form] = Static(given, self._device)
+            self._inputs[form] = Static(present, self._device)
         inputs, static = self._inputs[form], Static(tables, self._device)
         # A maker may do the work to see what it is.
-        inputs.fill(given)
+        inputs.fill(present)
         static.fill(tables)
         leaves = iter(inputs.tensors)
         placed = [
@@ -280,7 +280,7 @@ class CapturedExecutions(UpdateWay):
                 if recorded.random:
                     draws[index, place] = len(draws)
         blocks = len(live.storage.blocks)
-        made: List[Tuple[ExecutionOutputs, Sequence[Tensor], Tensor]] = []
+        captured: List[Tuple[ExecutionOutputs, Sequence[Tensor], Tensor]] = []
         saved = self._saved = self._saved or live.snapshot()
 
         def run(draw: Draw) -> None:
@@ -300,10 +300,10 @@ class CapturedExecutions(UpdateWay):
             results = runner.make(work, placed, set())
             packed = pack(results.tensors())
             results.forget()
-            made.append((results, results.tensors(), packed))
+            captured.append((results, results.tensors(), packed))
 
         graph = self._maker.capture(run, len(draws))
-        return _Captured(graph, placed, inputs, static, *made[0], list(draws))
+        return _Captured(graph, placed, inputs, static, *captured[0], list(draws))
 
     def _replay(self, captured: _Captured, rows: Rows) -> Optional[ExecutionResult]:
         live, updater = self._live, self._live.updater

@@ -254,4 +254,4 @@ def _blocks(named: Sequence[Tuple[str, nn.Parameter]]) -> List[FlatBlock]:
         for name, parameter in piece:
             key = (number, parameter.dtype, parameter.device)
             alike.setdefault(key, []).append((name, parameter))
-    return [FlatBlock.of(own, 0, 0.0) for own in alike.values()]
+    return [FlatBlock.of(members, 0, 0.0) for members in alike.values()]
