@@ -109,7 +109,8 @@ class Trial:
                 session.module, optimizer, session.loss, config, auto_round_ipus=rounds
             )
             trial = Session(divided, MetricSet(), self.make_engine())
-            job = trial.start(JobSpec(source, plan, Mode.TRAIN, seed, "train"))
+            spec = JobSpec(source, plan, Mode.TRAIN, seed, "train")
+            job = trial.start(spec, trial.processes)
             with trial.running(job):
                 yield job
 

@@ -299,8 +299,7 @@ class Session:
         pipeline = BatchPipeline(job, form, self.casting, self.engine.mixes_shapes)
         started: List[Job] = []
         try:
-            peek = functools.partial(pipeline.peek, job.epoch, job.plan)
-            first = processes.run_on_all_ranks(peek)
+            first = processes.run_on_all_ranks(lambda: pipeline.peek(job.epoch, job.plan))
             # Where the loader does not say, all have the size of the first batch of process 0.
             sizes = processes.gather(pipeline.unpacker.micro_batch_size, "size of a batch")
             pipeline.unpacker.micro_batch_size = sizes[0]

@@ -253,7 +253,8 @@ class _Trial:
             training=True,
         )
         with train_mode(module, loss.module):
-            job = copied.start(JobSpec(source, plan, Mode.TRAIN, 0, "train"))
+            spec = JobSpec(source, plan, Mode.TRAIN, 0, "train")
+            job = copied.start(spec, copied.processes)
             with copied.running(job):
                 with job.executions(0) as batches:
                     for batch in batches:
