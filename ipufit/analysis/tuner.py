@@ -109,8 +109,7 @@ class Trial:
                 session.module, optimizer, session.loss, config, auto_round_ipus=rounds
             )
             trial = Session(divided, MetricSet(), self.make_engine())
-            spec = JobSpec(source, plan, Mode.TRAIN, seed, "train")
-            job = trial.start(spec, trial.processes)
+            job = trial.start(JobSpec(source, plan, Mode.TRAIN, seed, "train"))
             with trial.running(job):
                 yield job
 

@@ -253,8 +253,7 @@ class _Trial:
             training=True,
         )
         with train_mode(module, loss.module):
-            spec = JobSpec(source, plan, Mode.TRAIN, 0, "train")
-            job = copied.start(spec, copied.processes)
+            job = copied.start(JobSpec(source, plan, Mode.TRAIN, 0, "train"))
             with copied.running(job):
                 with job.executions(0) as batches:
                     for batch in batches:
