@@ -317,7 +317,8 @@ def _of_arrays(
 def _refuse_table(arguments: DataArguments) -> None:
     """A table would be read as an iterable, of the names of its columns or of its rows."""
     kind = type(arguments.x)
-    if not is_array(arguments.x) and any(hasattr(kind, method) for method in _CONVERSIONS):
+    is_taken = is_array(arguments.x) or is_datasets_table(arguments.x)
+    if not is_taken and any(hasattr(kind, method) for method in _CONVERSIONS):
         _refuse_no_array("x", arguments.x, arguments.role)
 
 

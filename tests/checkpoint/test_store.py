@@ -28,6 +28,8 @@ from tests.checkpoint.written import (
 
 pytestmark = pytest.mark.both_engines
 
+BITS = getattr(torch, "bits8", torch.uint8)
+
 
 def test_what_was_written_is_read(store, tmp_path):
     """In a folder that was made for it; older ones stay."""
@@ -202,10 +204,11 @@ def test_numbers_that_are_not_finite_are_refused(store):
             {"w": {"a": torch.empty(2, device="meta")}},
             "'a' of 'w' is a tensor on the device meta. Convert it to a dense tensor with values.",
         ),
-        (
-            {"w": {"a": torch.ones(1), "b": torch.empty(1, dtype=torch.bits8)}},
+        pytest.param(
+            {"w": {"a": torch.ones(1), "b": torch.empty(1, dtype=BITS)}},
             "the installed safetensors can't store all of these: torch.bits8, torch.float32. "
             "Convert tensors to another dtype.",
+            marks=pytest.mark.skipif(BITS is torch.uint8, reason="this torch has no such dtype"),
         ),
         (
             {"../w": {}},
