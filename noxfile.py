@@ -5,8 +5,6 @@ Versions and dependency groups come from pyproject.toml.
 
 from __future__ import annotations
 
-import concurrent.futures
-import functools
 import os
 import re
 import shutil
@@ -108,6 +106,7 @@ def oldest(requirements: list[str]) -> list[str]:
 
 def install(session: nox.Session, *requirements: str) -> None:
     """Install these with the versions of constraints.txt."""
+    session.log("The first installation takes a minute or more, and prints nothing.")
     session.install("--constraint", "constraints.txt", *requirements)
 
 
@@ -116,6 +115,9 @@ def tests(session: nox.Session) -> None:
     """Run the tests on this Python with the pinned torch, those of Model on both engines."""
     install(session, "-e", TESTED, *group("test", "torch"))
     session.run("python", "-m", "pytest", *PARALLEL, *(session.posargs or ["--engine=all"]))
+    if not session.posargs:
+        session.log("All tests passed, those of Model on both engines: ipufit works here.")
+        session.log("Next: docs/quickstart.md to train, CONTRIBUTING.md to change something.")
 
 
 @nox.session
@@ -326,20 +328,9 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Run every script of examples/, two at a time, those of examples/poptorch/ by `ipufit run`."""
+    """Run every script of examples/, and compare with docs/gallery.md; `-- --write`: write it."""
     install(session, "-e", ".[examples]", *group("torch"))
-    small = Path(session.create_tmp(), "idx").resolve()
-    session.run("python", "-m", "tests.idx_files", small)
-    options = {"fashion_mnist.py": ("--data", small)}
-    scripts = sorted(Path("examples").glob("*.py"))
-    commands = [("python", script, *options.get(script.name, ())) for script in scripts]
-    of_poptorch = sorted(Path("examples", "poptorch").glob("*.py"))
-    commands += [("ipufit", "run", script) for script in of_poptorch]
-    env = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        run = functools.partial(session.run, env=env, silent=True)
-        for printed in pool.map(lambda command: run(*command), commands):
-            print(printed)
+    session.run("python", "-m", "tests.gallery", *session.posargs)
 
 
 @nox.session
@@ -347,6 +338,8 @@ def digits(session: nox.Session) -> None:
     """Train on the handwritten digits: examples/digits.py, as the README says."""
     install(session, "-e", ".[examples]", *group("torch"))
     session.run("python", Path("examples", "digits.py"), env={"MPLBACKEND": "Agg"})
+    session.log("Passed: the net reads at least 97 % of the digits that it was not trained on.")
+    session.log("Next: docs/quickstart.md explains each step, docs/gallery.md shows more.")
 
 
 @nox.session

@@ -143,10 +143,23 @@ def contents(listed: str) -> str:
     )
 
 
-def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Give README its tables of contents."""
+def with_sources(page: str) -> str:
+    """Return the gallery with each script, folded up, below the line that links it."""
+
+    def shown(link: re.Match[str]) -> str:
+        source = (ROOT / "examples" / link[1]).read_text(encoding="utf-8")
+        fold = "<details><summary>Source</summary>"
+        return f"{link[0]}\n\n{fold}\n\n```python\n{source}```\n\n</details>"
+
+    return re.sub(r"^.*\]\(\.\./examples/(\w+\.py)\)$", shown, page, flags=re.M)
+
+
+def complete_source(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Give README its tables of contents, and the gallery the scripts."""
     if docname == root_doc:
         source[0] += contents((ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
+    elif docname == "docs/gallery":
+        source[0] = with_sources(source[0])
 
 
 def begin_reference(app: Sphinx, config: Config) -> None:
@@ -227,7 +240,7 @@ class LinkNames(SphinxPostTransform):
 def setup(app: Sphinx) -> None:
     """Hook in."""
     app.connect("config-inited", begin_reference)
-    app.connect("source-read", add_contents)
+    app.connect("source-read", complete_source)
     app.connect("autodoc-process-bases", show_public_bases)
     app.connect("autodoc-process-docstring", finish_docstring)
     app.connect("missing-reference", resolve_type)

@@ -9,6 +9,7 @@ the same numbers.
     python examples/digits.py
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -80,7 +81,7 @@ def main():
 
     picture = Path(__file__).with_suffix(".png")
     history.plot(picture)
-    print(f"curves: {picture.name}")
+    print(f"curves: {os.path.relpath(picture)}")
     if result["accuracy"] < 0.97:
         raise SystemExit(f"the accuracy is below 0.97: {result['accuracy']:.4f}")
 

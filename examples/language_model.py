@@ -102,7 +102,7 @@ def main():
     loss = model.evaluate(x[-held:], y[-held:], batch_size=16, verbose=0)["loss"]
     bits = loss / math.log(2)
     print(f"held out: {bits:.3f} bits per letter")
-    print(sample(net, letters, "The following "))
+    print(f"a sample: {sample(net, letters, 'The following ')!r}")
     if bits > 3.3:
         sys.exit(f"more than 3.3 bits per letter: {bits:.3f}")
 

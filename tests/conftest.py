@@ -112,6 +112,16 @@ def pytest_report_header(config):
     return None if _wants_browser(config) else "tests/browser is left out: nox -s browser runs it"
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Say why tests were skipped, each reason once, however many files have it."""
+    skipped = terminalreporter.getreports("skipped")
+    reasons = collections.Counter(report.longrepr[2].partition(": ")[2] for report in skipped)
+    if reasons:
+        terminalreporter.section("skipped")
+        for reason, count in sorted(reasons.items()):
+            terminalreporter.line(f"{count:4d}  {reason}")
+
+
 def _wants_browser(config):
     return any("browser" in pathlib.Path(arg.split("::")[0]).parts for arg in config.args)
 

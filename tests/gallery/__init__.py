@@ -1,0 +1,1 @@
+"""docs/gallery.md: what each script of examples/ makes, prints and takes."""
