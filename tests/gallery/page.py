@@ -20,6 +20,7 @@ HEAD = """\
 What each of the [examples](../examples/README.md) makes, and the last lines that it prints.
 Each is a file of its own, and fails where it does not reach what it promises.
 Times are rounded seconds of one core of an AMD EPYC server, without an IPU or a GPU.
+Fashion-MNIST was not downloaded: its script has read small digits from files of the same form.
 
 `nox -s examples` runs all, and compares what they print with this page; `-- --write` writes it.
 """

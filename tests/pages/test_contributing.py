@@ -25,7 +25,9 @@ def test_every_session_is_in_the_table():
 
 
 # Tests of the house as a whole: with others, of its pages and scripts, and in a browser.
-OF_THE_WHOLE = {"against_keras", "bench", "browser", "integrations", "options", "house", "pages"}
+OF_THE_WHOLE = {
+    *("against_keras", "bench", "browser", "gallery", "house", "integrations", "options", "pages"),
+}
 
 
 def test_tests_lie_where_what_they_test_lies():
