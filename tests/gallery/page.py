@@ -51,7 +51,7 @@ def sentence(script):
 
 def ending(printed):
     """The last lines of an output; of a long one, what does not fit is indented."""
-    printed = re.sub(r"\S*/tmp\w{8}/", "/tmp/", printed)  # folders of a moment
+    printed = re.sub(r"\S*/tmp\w{8}/", "", printed)  # folders of a moment
     lines = [line.rstrip() for line in printed.rstrip().splitlines()]
     shown = lines if len(lines) <= SHOWN else ["...", *lines[-SHOWN:]]
     wrap = functools.partial(textwrap.wrap, width=WIDTH, subsequent_indent=INDENT)
