@@ -2,7 +2,8 @@
 
 Trains a small MLP (tensors, Adam, CPU, one process, jit="graph", one metric) and counts the
 package's functions and files that run: in all of compile and fit, in one steady execution, and on
-the stack at the update. ``--list`` names them.
+the stack at the update. What loading a module runs is left out: which of them are loaded before
+compile, and which by it, says nothing about the way. ``--list`` names the functions.
 """
 
 import collections
@@ -33,13 +34,23 @@ class Counting(ipufit.callbacks.Callback):
     def profile(self, frame, event, arg):
         """Count a call, or remember the stack at the update."""
         if event == "call" and frame.f_code.co_filename.startswith(HOME):
-            self.calls[function_of(frame)] += 1
+            if not loads(frame):
+                self.calls[function_of(frame)] += 1
         elif event == "c_call" and getattr(arg, "__name__", "") in KERNELS:
             self.stack = []
             while frame is not None:
                 if frame.f_code.co_filename.startswith(HOME):
                     self.stack.insert(0, function_of(frame))
                 frame = frame.f_back
+
+
+def loads(frame):
+    """Whether a frame runs because a module is being imported."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def function_of(frame):
