@@ -36,6 +36,7 @@ ON_USE = (
     *("torch._dynamo", "torch._functorch", "torch._inductor", "torch.fx", "torchmetrics"),
     *("torch.utils.tensorboard", "tqdm.auto"),
     *("ipufit.conformance", "ipufit.engines.embedded", "ipufit.engines.ipu", "ipufit.poptorch"),
+    "ipufit.tracing.capture",
 )
 # What a plain fit of a model on one device has no use for either.
 NOT_FOR_A_PLAIN_FIT = (

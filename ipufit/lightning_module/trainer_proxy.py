@@ -8,7 +8,7 @@ import types
 from typing import Callable, Dict, Iterable, Iterator, List, Mapping, NoReturn, Optional, Tuple
 
 from ipufit.errors import CaptureError, ConfigurationError
-from ipufit.tracing.capture import user_frame
+from ipufit.tracing.user_lines import user_frame
 
 __all__ = [
     "BatchIndex",

@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 import types
-from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, NoReturn, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -28,90 +28,33 @@ from ipufit.errors import CaptureError
 from ipufit.tracing.recording import NEEDS_VALUES, LeftBehindError, OpRecorder, make_graph
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
 from ipufit.tracing.unread_values import reads_classes, without_values
+from ipufit.tracing.user_lines import TORCH_PATH, Frame, frame_of, user_frame
 from ipufit.utils.console import PACKAGE
 from ipufit.utils.random_operators import draw_on_host, draws
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import replaced
 
 __all__ = [
-    "CALLERS",
-    "TORCH_PATH",
     "UNREGISTERED",
-    "Frame",
     "capture",
     "capture_error",
     "describe_frame",
     "fault_error",
-    "frame_of",
     "makes_shape",
     "may_run_eagerly",
     "recordable",
-    "user_frame",
     "value_error",
 ]
-
-# File, line, function.
-Frame = Tuple[str, int, str]
-
-TORCH_PATH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_INTERNAL = (
-    TORCH_PATH,
-    PACKAGE,
-    os.path.dirname(os.path.abspath(os.__file__)) + os.sep + "contextlib",
-)
 
 _TORCH_MODULES = os.path.join(TORCH_PATH, "nn") + os.sep
 _TORCH_AUTOGRAD = os.path.join(TORCH_PATH, "autograd") + os.sep
 _TORCH_PACKING = os.path.join(_TORCH_MODULES, "utils", "rnn.py")
 _TORCH_RECURRENT = os.path.join(_TORCH_MODULES, "modules", "rnn.py")
 
-# Where ipufit calls the user's module and loss.
-CALLERS = (
-    os.path.join(PACKAGE, "tracing", "grad_step.py"),
-    os.path.join(PACKAGE, "poptorch", "_recording.py"),
-    os.path.join(PACKAGE, "analysis", "check", "runs.py"),
-)
-
 # Kind of the error about layers that torch overlooks, which nothing trains.
 UNREGISTERED = "unregistered"
 
 _EAGERLY = "To run this module as it is, without capture, use compile(..., run_eagerly=True)."
-
-
-def _first_user_frame(frames: Sequence[Frame]) -> Optional[Frame]:
-    """Return the user's innermost frame, or else that of a torch module.
-
-    What called ipufit is not what went wrong.
-    """
-    module = None
-    for frame in frames:
-        path = os.path.abspath(frame[0])
-        if path in CALLERS:
-            break
-        if not path.startswith(_INTERNAL) and not frame[0].startswith("<"):
-            return frame
-        if module is None and path.startswith(_TORCH_MODULES) and frame[2] == "forward":
-            module = frame
-    return module
-
-
-def user_frame(frame: Optional[types.FrameType]) -> Optional[Frame]:
-    """The user's line that a frame goes back to, or else that of a torch module; None of neither.
-
-    Args:
-        frame: the innermost.
-    """
-    frames: List[Frame] = []
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return _first_user_frame(frames)
-
-
-def frame_of(error: BaseException) -> Optional[Frame]:
-    """The user's line that an exception came out of, or else that of a torch module."""
-    stack = traceback.extract_tb(error.__traceback__)
-    return _first_user_frame([(s.filename, s.lineno or 0, s.name) for s in reversed(stack)])
 
 
 def describe_frame(frame: Optional[Frame]) -> str:

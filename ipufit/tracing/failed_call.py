@@ -29,10 +29,11 @@ from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, DataError, DeviceError, IpufitError, LossError
 from ipufit.losses import check_labels
 from ipufit.losses.named import check_torch_loss
-from ipufit.tracing.capture import TORCH_PATH, Frame, describe_frame, frame_of
+from ipufit.tracing.capture import describe_frame
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_functions
 from ipufit.tracing.ipu_only import for_this_engine
+from ipufit.tracing.user_lines import TORCH_PATH, Frame, frame_of
 from ipufit.tracing.validate import find_unregistered
 from ipufit.utils.console import PACKAGE
 from ipufit.utils.state import fork_rng

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
-from ipufit.tracing.capture import capture, user_frame
+from ipufit.tracing.capture import capture
 from ipufit.tracing.grad_step import MicroBatchStep, ModuleWithLoss
 from ipufit.tracing.interpreter import Listener, OperatorCall, watch_operators
 from ipufit.tracing.recording import GraphPlace, autograd_nodes, current_graph, listen_to_backward
+from ipufit.tracing.user_lines import user_frame
 from ipufit.tracing.validate import public_name
 from ipufit.utils import tree
 from ipufit.utils.state import watch_modules

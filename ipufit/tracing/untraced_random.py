@@ -12,12 +12,12 @@ from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
-from ipufit.tracing.capture import Frame, capture, capture_error
+from ipufit.tracing.capture import capture, capture_error
 from ipufit.tracing.fingerprint import CodeReader, StepModule
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.graph_analysis import GraphSignature
 from ipufit.tracing.ipu_only import for_this_engine
-from ipufit.tracing.user_lines import Lines
+from ipufit.tracing.user_lines import Frame, Lines
 from ipufit.utils.console import warn_user
 from ipufit.utils.random_streams import LOCK, Generators, generator_state
 

@@ -6,18 +6,41 @@ import functools
 import os
 import sys
 import sysconfig
+import traceback
 import types
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipufit.tracing.capture import CALLERS, TORCH_PATH, Frame
+import torch
+
 from ipufit.utils.console import PACKAGE
 
-__all__ = ["Lines", "is_installed", "is_users", "users_frame", "users_module"]
+__all__ = [
+    "CALLERS",
+    "TORCH_PATH",
+    "Frame",
+    "Lines",
+    "frame_of",
+    "is_installed",
+    "is_users",
+    "user_frame",
+    "users_module",
+]
 
+# File, line, function.
+Frame = Tuple[str, int, str]
+
+TORCH_PATH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_TORCH_MODULES = os.path.join(TORCH_PATH, "nn") + os.sep
+
+# Where ipufit calls the user's module and loss.
+CALLERS = (
+    os.path.join(PACKAGE, "tracing", "grad_step.py"),
+    os.path.join(PACKAGE, "poptorch", "_recording.py"),
+    os.path.join(PACKAGE, "analysis", "check", "runs.py"),
+)
 
 # A function that sys.settrace takes.
 Tracer = Callable[[types.FrameType, str, Any], Any]
-
 
 _STANDARD = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -51,21 +74,38 @@ def users_module(value: object) -> bool:
     return file is not None and is_users(file) and not is_installed(file)
 
 
-def users_frame(frame: Optional[types.FrameType], everywhere: bool = False) -> Optional[Frame]:
-    """Find the innermost frame of the user's code.
+def user_frame(frame: Optional[types.FrameType], everywhere: bool = False) -> Optional[Frame]:
+    """Find the user's innermost line, or else that of a torch module.
 
     Args:
         frame: from where on outwards.
         everywhere: also among what called ipufit.
+
+    Returns:
+        None where it is neither.
     """
-    while frame is not None:
-        file = frame.f_code.co_filename
+    walked = traceback.walk_stack(frame)
+    return _innermost([(f.f_code.co_filename, n, f.f_code.co_name) for f, n in walked], everywhere)
+
+
+def frame_of(error: BaseException, everywhere: bool = False) -> Optional[Frame]:
+    """The user's line that an exception came out of, or else that of a torch module."""
+    walked = traceback.walk_tb(error.__traceback__)
+    frames = [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in walked]
+    return _innermost(frames[::-1], everywhere)
+
+
+def _innermost(frames: Sequence[Frame], everywhere: bool) -> Optional[Frame]:
+    module = None
+    for frame in frames:
+        file, _, function = frame
         if is_users(file):
-            return file, frame.f_lineno, frame.f_code.co_name
+            return frame
         if not everywhere and os.path.abspath(file) in CALLERS:
-            return None
-        frame = frame.f_back
-    return None
+            break
+        if module is None and file.startswith(_TORCH_MODULES) and function == "forward":
+            module = frame
+    return module
 
 
 class Lines:

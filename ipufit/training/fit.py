@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import traceback
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 from ipufit.callbacks import Callback, CallbackList
@@ -17,7 +16,7 @@ from ipufit.core.plan import Plan
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError, RecoverableDeviceError
 from ipufit.processes import Processes
-from ipufit.tracing.user_lines import is_users
+from ipufit.tracing.user_lines import frame_of
 from ipufit.training.arguments import FitConfig, InferenceConfig
 from ipufit.training.execution_sync import refuse_other_order
 from ipufit.training.fit_data import FitRequest, InferenceRequest, updates_per_epoch
@@ -222,10 +221,8 @@ def _end_of_fit(trainer: Trainer, config: FitConfig, error: KeyboardInterrupt) -
     done = (
         f"{meter.updates} updates" if updates is None else f"{meter.updates} of {updates} updates"
     )
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)
-    ]
-    where = "".join(f", in {f.filename}:{f.lineno} ({f.name})" for f in frames[-1:])
+    frame = frame_of(error, everywhere=True)
+    where = "" if frame is None else f", in {frame[0]}:{frame[1]} ({frame[2]})"
     return (
         f"Ctrl-C ends fit in epoch {trainer.epoch + 1} of {config.epochs.stop}, after {done}"
         f"{where}; the module has the weights of that update, and model.history "

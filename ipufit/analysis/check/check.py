@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import traceback
 import types
 from typing import Dict, Iterator, List, Optional, Sequence
 
@@ -33,10 +32,9 @@ from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, IpufitError, LossError, brief_error
 from ipufit.partition.partition import NOT_DIVIDED
-from ipufit.tracing.capture import Frame
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.ipu_only import only_on_ipus
-from ipufit.tracing.user_lines import Lines, is_users, users_frame
+from ipufit.tracing.user_lines import Frame, Lines, frame_of, user_frame
 from ipufit.training.sanity_check import FailureExplainer, check_call, wrap_batch_errors
 from ipufit.training.session import Session
 from ipufit.training.summary import no_batch, sample_of
@@ -241,17 +239,8 @@ def _is_about_gradients(error: BaseException) -> bool:
 
 
 def _unrecordable(error: BaseException, text: str, cure: str) -> Finding:
-    file, line, function = _frame_of(error) or (None, None, None)
+    file, line, function = frame_of(error) or (None, None, None)
     return Finding("capture", "error", file, line, function, text, cure)
-
-
-def _frame_of(error: BaseException) -> Optional[Frame]:
-    """Return the innermost line of user code in the traceback."""
-    innermost = None
-    for entry in traceback.extract_tb(error.__traceback__):
-        if is_users(entry.filename):
-            innermost = (entry.filename, entry.lineno or 0, entry.name)
-    return innermost
 
 
 def _run_check(
@@ -364,7 +353,7 @@ def checked_sample(
         if not loss.in_module and sample.unpack()[2] is None:
             loss = None
     precision = session.config.precision if session is not None else Precision()
-    caller = users_frame(frame, everywhere=True)
+    caller = user_frame(frame, everywhere=True)
     explainer = FailureExplainer(module, loss, Mode.TRAIN, precision, "check")
     with wrap_batch_errors(explainer, sample):
         return _run_check(explainer, sample, session, caller)

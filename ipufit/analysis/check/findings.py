@@ -12,8 +12,8 @@ import torch
 from ipufit.analysis.check.python_state import Change
 from ipufit.analysis.check.recorders import TraceDifference
 from ipufit.errors import CaptureError
-from ipufit.tracing.capture import Frame
 from ipufit.tracing.untraced_random import advise_call, describe_draw
+from ipufit.tracing.user_lines import Frame
 from ipufit.utils.console import TextReport
 
 __all__ = [

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ipufit.errors import CaptureError
-from ipufit.tracing.capture import Frame, fault_error, makes_shape, value_error
+from ipufit.tracing.capture import fault_error, makes_shape, value_error
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.grad_step import GradStep
 from ipufit.tracing.interpreter import Listener, OperatorCall
-from ipufit.tracing.user_lines import is_installed, is_users, users_frame
+from ipufit.tracing.user_lines import Frame, is_installed, is_users, user_frame
 from ipufit.utils import tree
 from ipufit.utils.random_operators import draws
 from ipufit.utils.state import replaced
@@ -143,7 +143,7 @@ class OperationRecorder(Listener):
         """Record the operator, and whether it reads values that the program computes."""
         if self.is_muted:
             return
-        frame = users_frame(sys._getframe(1))
+        frame = user_frame(sys._getframe(1))
         operation = Operation(str(call.operator), (), [], frame, [])
         operation.structure = tuple(
             self._freeze(value, operation) for value in (*call.args, *sorted(call.kwargs.items()))
@@ -308,7 +308,7 @@ class OutputEvents:
 
     def out(self, how: str) -> None:
         """Record a line that writes now, unless it is of an installed package."""
-        frame = users_frame(sys._getframe(2))
+        frame = user_frame(sys._getframe(2))
         if frame is not None and not is_installed(frame[0]):
             self.outputs.setdefault(frame, how)
 
@@ -349,7 +349,7 @@ def quiet(events: OutputEvents) -> Iterator[None]:
 
     def seeding(original: Callable[..., object]) -> Callable[..., object]:
         def seed(*args: object, **kwargs: object) -> object:
-            frame = users_frame(sys._getframe(1))
+            frame = user_frame(sys._getframe(1))
             if frame is not None:
                 events.seeds[frame] = None
             return original(*args, **kwargs)
@@ -393,7 +393,7 @@ class Reads(Listener):
         tensor = call.args[0]
         is_read = name in _READERS and (name != "__format__" or tensor.dim() == 0)
         if storage_id(tensor) in recorder.tainted and is_read:
-            frame, kind = users_frame(sys._getframe(1)), _READERS[name]
+            frame, kind = user_frame(sys._getframe(1)), _READERS[name]
             self._note(fault_error(kind, frame) if kind else value_error(frame))
         recorder.is_muted = name in _SHOWN
 

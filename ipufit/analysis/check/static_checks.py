@@ -8,9 +8,8 @@ from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
 from torch import nn
 
 from ipufit.analysis.check.findings import Finding
-from ipufit.tracing.capture import Frame
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
-from ipufit.tracing.user_lines import users_module
+from ipufit.tracing.user_lines import Frame, users_module
 from ipufit.tracing.validate import line_of
 
 __all__ = ["defined_at", "mode_findings", "untrained_findings"]

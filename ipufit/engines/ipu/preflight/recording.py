@@ -36,8 +36,8 @@ from ipufit.core.train_config import Precision
 from ipufit.engines.ipu.preflight.facts import WHOLE, CodeLocation, DispatchedCall
 from ipufit.errors import CaptureError
 from ipufit.losses import Loss
-from ipufit.tracing.capture import user_frame
 from ipufit.tracing.grad_step import ModuleWithLoss, capture_step
+from ipufit.tracing.user_lines import user_frame
 from ipufit.utils import tree
 from ipufit.utils.state import call_with, watch_modules
 
