@@ -10,10 +10,11 @@ from typing import Callable, Dict, Generic, List, Mapping, Optional, TypeVar
 from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.compile_arguments import GRAPH, INDUCTOR
 from ipufit.core.plan import Plan
-from ipufit.engines.embedded.execution import ExecutionWork, UpdatesByShape, UpdateWay, WholeUpdates
+from ipufit.engines.embedded.execution import ExecutionWork, UpdateWay
 from ipufit.engines.embedded.inductor.compiled import CompiledUpdates, CompilerError
+from ipufit.engines.embedded.inductor.store import Libraries
 from ipufit.engines.embedded.timing import fastest
-from ipufit.engines.embedded.traced_step import TracedStep, Update, computing
+from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update, computing
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult
@@ -44,12 +45,16 @@ class JitAutotuner:
     Args:
         compiled: not yet started.
         clock: in seconds.
+
+    Attributes:
+        count: updates of this shape so far.
     """
 
     def __init__(
         self, compiled: CompiledUpdates, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.compiled = compiled
+        self.count = 0
         self._clock = clock
         self._updates_to_come = 0
         self._recorded: Optional[TracedStep] = None
@@ -173,15 +178,18 @@ class _WayByShape(UpdateWay, Generic[OfShape]):
     """Full updates may run compiled, each shape of micro-batches by itself; others as recorded.
 
     Args:
-        make: makes what compiles the updates of one shape.
+        state: what updates change.
         runner: makes executions.
-        plan: of the updates.
+        libraries: loaded before.
+        seed: starts the random numbers of a micro-batch.
     """
 
-    def __init__(self, make: Callable[[], OfShape], runner: UpdateRunner, plan: Plan) -> None:
-        self._make: Callable[[], OfShape] = make
+    def __init__(
+        self, state: TrainingState, runner: UpdateRunner, libraries: Libraries, seed: Seeding
+    ) -> None:
+        self._state = state
         self._runner = runner
-        self._plan = plan
+        self._compiles_with = state, libraries, seed, runner.at_once
         self._by_shape: Dict[TracedStep, OfShape] = {}
 
     @property
@@ -197,24 +205,24 @@ class _WayByShape(UpdateWay, Generic[OfShape]):
     def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
         """Begin to compile this shape, or look for its library; doesn't wait."""
         if recorded not in self._by_shape:
-            self._by_shape[recorded] = self._make()
+            self._by_shape[recorded] = self._make(CompiledUpdates(*self._compiles_with))
         self._by_shape[recorded].start(recorded, example)
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:
         """Run all updates, those of each shape in the way that is chosen for it."""
-        shapes = _full_updates(execution, self._plan)
+        shapes = _full_updates(execution, self._state.spec.plan)
         for recorded, update in shapes.items():
             if recorded not in self._by_shape:
                 self.enter(recorded, update[0][0])
-        ways: Dict[TracedStep, WholeUpdates] = {}
-        for recorded, update in shapes.items():
-            compiled = self._choose(recorded, execution, update)
-            if compiled is not None:
-                ways[recorded] = compiled
-        execution.compiled = UpdatesByShape(ways) if ways else None
+        ways = {r: self._choose(r, execution, update) for r, update in shapes.items()}
+        execution.compiled = {r: compiled for r, compiled in ways.items() if compiled is not None}
         result = self._runner.run(execution)
         self._count_updates(execution, shapes)
         return result
+
+    @abc.abstractmethod
+    def _make(self, compiled: CompiledUpdates) -> OfShape:
+        """Make what compiles, or chooses whether to compile, the updates of one shape."""
 
     @abc.abstractmethod
     def _choose(
@@ -240,6 +248,9 @@ class _WayByShape(UpdateWay, Generic[OfShape]):
 class CompiledWay(_WayByShape[CompiledUpdates]):
     """``jit="inductor"``: updates that fit run compiled, once the compiler is done."""
 
+    def _make(self, compiled: CompiledUpdates) -> CompiledUpdates:
+        return compiled
+
     def _choose(
         self, recorded: TracedStep, execution: ExecutionWork, update: Update
     ) -> CompiledUpdates:
@@ -249,23 +260,14 @@ class CompiledWay(_WayByShape[CompiledUpdates]):
 
 
 class AutotunedWay(_WayByShape[JitAutotuner]):
-    """``jit="auto"``: updates run compiled where that turns out to be faster, shape by shape.
+    """``jit="auto"``: updates run compiled where that turns out to be faster, shape by shape."""
 
-    Args:
-        make: makes what compiles the updates of one shape.
-        runner: makes executions.
-        state: what updates change.
-    """
+    _updates_to_come = 0
+    # Updates so far.
+    _count = 0
 
-    def __init__(
-        self, make: Callable[[], CompiledUpdates], runner: UpdateRunner, state: TrainingState
-    ) -> None:
-        super().__init__(lambda: JitAutotuner(make()), runner, state.spec.plan)
-        self._state = state
-        self._updates_to_come = 0
-        # Updates so far, in all and by shape.
-        self._count = 0
-        self._counts: Dict[TracedStep, int] = {}
+    def _make(self, compiled: CompiledUpdates) -> JitAutotuner:
+        return JitAutotuner(compiled)
 
     def expect(self, updates: int) -> None:
         """So many updates are to come."""
@@ -277,7 +279,7 @@ class AutotunedWay(_WayByShape[JitAutotuner]):
         self._count += updates
         for update in execution.updates:
             if update and update[0][1] in shapes:
-                self._counts[update[0][1]] = self._counts.get(update[0][1], 0) + 1
+                self._by_shape[update[0][1]].count += 1
         for recorded in shapes:
             self._by_shape[recorded].after(updates)
 
@@ -285,7 +287,7 @@ class AutotunedWay(_WayByShape[JitAutotuner]):
         self, recorded: TracedStep, execution: ExecutionWork, update: Update
     ) -> Optional[CompiledUpdates]:
         tuner = self._by_shape[recorded]
-        share = self._counts.get(recorded, 0) / self._count if self._count else 1.0
+        share = tuner.count / self._count if self._count else 1.0
         tuner.expect(int(share * self._updates_to_come))
         if not (tuner.is_undecided and tuner.compiled.fits(update)):
             return tuner.choose(None)
@@ -300,7 +302,7 @@ class AutotunedWay(_WayByShape[JitAutotuner]):
             nonlocal before
             # Not before it is needed: what was measured once in a process is not tried again.
             before = before or state.snapshot()
-            alone.compiled = compiled
+            alone.compiled = {} if compiled is None else {recorded: compiled}
             state.updater.refresh(alone.rows)
             try:
                 with computing(state.device, is_random):

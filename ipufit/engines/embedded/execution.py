@@ -30,7 +30,6 @@ __all__ = [
     "ExecutionWork",
     "Transfer",
     "UpdateWay",
-    "UpdatesByShape",
     "WholeUpdates",
     "losses_of",
     "pack",
@@ -54,26 +53,6 @@ class WholeUpdates(abc.ABC):
         """
 
 
-class UpdatesByShape(WholeUpdates):
-    """Makes updates whose micro-batches have one shape, each shape in a way of its own.
-
-    Args:
-        ways: by what is recorded for the micro-batches.
-    """
-
-    def __init__(self, ways: Mapping[TracedStep, WholeUpdates]) -> None:
-        self._ways = ways
-
-    def fits(self, update: Update) -> bool:
-        """Tell whether there is a way for the shape, and it can make the update."""
-        way = self._ways.get(update[0][1]) if update else None
-        return way is not None and way.fits(update)
-
-    def make(self, update: Update, results: ExecutionOutputs) -> None:
-        """One update, with its results like those of other updates."""
-        self._ways[update[0][1]].make(update, results)
-
-
 @dataclasses.dataclass
 class ExecutionWork:
     """The updates of one execution.
@@ -87,7 +66,8 @@ class ExecutionWork:
         is_random: whether any may draw random numbers.
         merged: by what is recorded for a micro-batch, what takes several like it at once, where an
             update is made of such alone.
-        compiled: makes the updates that fit it; None for none.
+        compiled: by what is recorded for a micro-batch, what makes updates of such alone in one
+            call, where they fit it.
         moves: where an update has several turns, of which each is an entry of ``updates``, what
             each entry moves; else empty.
     """
@@ -99,7 +79,7 @@ class ExecutionWork:
     is_here: bool = True
     is_random: bool = True
     merged: Mapping[TracedStep, BatchedStep] = dataclasses.field(default_factory=dict)
-    compiled: Optional[WholeUpdates] = None
+    compiled: Mapping[TracedStep, WholeUpdates] = dataclasses.field(default_factory=dict)
     moves: Sequence[Move] = ()
 
 

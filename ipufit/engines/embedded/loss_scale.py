@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import List, Optional, Sequence
+from typing import List, Optional
 
 import torch
 from torch import Tensor
@@ -75,16 +75,12 @@ class Scaler:
         return states
 
     def judge(
-        self,
-        gradients: Sequence[Tensor],
-        left_out: Optional[bool],
-        seen: List[Tensor],
-        update: int,
+        self, finite: Tensor, left_out: Optional[bool], seen: List[Tensor], update: int
     ) -> bool:
         """Decide whether an update is skipped; the factor follows.
 
         Args:
-            gradients: of the update, reduced.
+            finite: whether its gradients are.
             left_out: whether it is known to be skipped; None to look at its gradients at once.
             seen: takes whether they are finite, for whoever looks later.
             update: its index.
@@ -92,7 +88,6 @@ class Scaler:
         Raises:
             NonFiniteLossError: no factor, however small, makes the gradients finite.
         """
-        finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).all()
         if left_out is None:
             left_out = not bool(finite)
         else:

@@ -18,7 +18,7 @@ from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
 from ipufit.engines.embedded.traced_step import Seeding, Update, computing
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState, copy_of, put_back
 from ipufit.engines.embedded.turns import Move, by_micro_batch
-from ipufit.engines.gradient_reduction import GradientReduction, GradientSum
+from ipufit.engines.gradient_reduction import GradientReduction, GradientSum, are_finite
 from ipufit.engines.program import ExecutionResult
 from ipufit.errors import NonFiniteLossError
 from ipufit.optim.resolve import sparse_parameters
@@ -207,7 +207,7 @@ class UpdateRunner(UpdateWay):
                 are back to what they were before the update. With ``detect_nan`` also a gradient,
                 or a weight afterwards, with which the update is made already.
         """
-        state, compiled = self._state, execution.compiled
+        state = self._state
         is_sum = self._spec.config.outputs.mode == "sum"
         wanted = self._places_wanted(execution) if self._spec.want_outputs else set()
         results = ExecutionOutputs(wanted, self._spec.plan.replicas if is_sum else 0)
@@ -215,6 +215,7 @@ class UpdateRunner(UpdateWay):
         moves = execution.moves or [self._only_move] * len(updates)
         for index, update in enumerate(updates):
             move = moves[index]
+            compiled = execution.compiled.get(update[0][1]) if update else None
             if compiled is not None and compiled.fits(update):
                 compiled.make(update, results)
                 continue
@@ -318,7 +319,8 @@ class UpdateRunner(UpdateWay):
             used_gradients = [g.to(flat.dtype) for g, flat in zip(gradients, state.storage.flats)]
         if state.placement.weights is not None:
             used_gradients = [self._lost_anywhere(used_gradients)]
-        return state.scaler.judge(used_gradients, left_out, results.finite, state.updates)
+        finite = are_finite(used_gradients)
+        return state.scaler.judge(finite, left_out, results.finite, state.updates)
 
     def _lost_anywhere(self, gradients: Sequence[Tensor]) -> Tensor:
         """One number, finite if the gradients are so in all processes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -23,12 +23,13 @@ from ipufit.optim.several import name_of_optimizer
 from ipufit.tracing import recurrent
 from ipufit.tracing.graph_analysis import Memories
 from ipufit.utils import tree
+from ipufit.utils.random_operators import draws, hoist_draws
 
 __all__ = ["CompilableUpdate", "UncompilableError", "describe"]
 
 # Operators that torch itself brings along, so that another process has them too.
 _LIBRARIES = ("aten", "prims", "mkldnn")
-_DTYPES = (torch.float32, torch.float64)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _CAT = torch.ops.aten.cat.default
 
 
@@ -44,11 +45,16 @@ class CompilableUpdate:
         form: of an update.
         rest: places, in the state of a micro-batch, of what is no part of a flat tensor.
         constants: tensors that the recording holds.
+        draw: makes the random numbers of a micro-batch; None: it takes none.
+        leaves: like what a micro-batch takes behind its state: leaves of the batch, the loss scale
+            if there is one, and random numbers.
     """
 
     form: UpdateSpec
     rest: Tuple[int, ...]
     constants: Tuple[Tensor, ...]
+    draw: Optional[Callable[[], Sequence[Tensor]]]
+    leaves: Tuple[Tensor, ...]
 
 
 def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> CompilableUpdate:
@@ -67,13 +73,18 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
     _refuse_config(live)
     assert isinstance(updater, RuleOptimizer)
     assert graph is not None
-    if recorded.random:
-        raise UncompilableError(
-            "it draws random numbers, and each micro-batch has a stream of its own"
-        )
     _refuse_operators(graph)
-    state, leaves = len(live.states[0]), len(example.leaves)
-    source, code, constants, outputs = _code(graph, state + leaves, blocks)
+    state = len(live.states[0])
+    copied = copy.deepcopy(graph.graph)
+    # Torch draws them, with the generator of each micro-batch, before an update.
+    draw = hoist_draws(graph, copied)
+    if any(draws(node.target, node.args, node.kwargs) for node in copied.nodes):
+        raise UncompilableError("it draws random numbers that depend on more than a shape")
+    inputs = [node for node in copied.nodes if node.op == "placeholder"]
+    scale = [] if live.scaler is None else [live.scaler.tensor(live.device)]
+    leaves = [*example.leaves, *scale]
+    leaves += [node.meta["val"] for node in inputs[state + len(leaves) :]]
+    source, code, constants, outputs = _code(graph, copied, blocks)
     places = {name: i for i, name in enumerate(recorded.micro.trained)}
     slots = [
         SlotSpec(b, places[slot.name], tuple(slot.parameter.shape), slot.order)
@@ -94,7 +105,7 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
         rest=len(rest),
         written=tuple(i for i, place in enumerate(rest) if place in written),
         constants=len(constants),
-        leaves=leaves,
+        leaves=len(leaves),
         outputs=outputs,
         counted=recorded.micro.reported.counted,
         micro_batches=len(sizes),
@@ -103,8 +114,9 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
         share=share,
         dtype=None if dtype is None else str(dtype).replace("torch.", ""),
         clip=config.clip,
+        scale=len(example.leaves) if scale else None,
     )
-    return CompilableUpdate(form, rest, constants)
+    return CompilableUpdate(form, rest, constants, draw, tuple(leaves))
 
 
 def _refuse_config(live: TrainingState) -> None:
@@ -113,10 +125,6 @@ def _refuse_config(live: TrainingState) -> None:
         raise UncompilableError(f"{optimizer} runs through its own step")
     if config.group_clips:
         raise UncompilableError("optimizers have bounds of their own on gradients")
-    if config.loss_scale is not None:
-        raise UncompilableError(
-            "whether an update is skipped at a loss scale is decided between two programs"
-        )
     if config.recompute:
         raise UncompilableError("the compiler would merge what recompute computes twice")
     if isinstance(live.updater.memory, HostMemory):
@@ -144,21 +152,25 @@ def _refuse_operators(graph: fx.GraphModule) -> None:
             if value.is_complex() or (value.is_floating_point() and value.dtype not in _DTYPES):
                 kind = str(value.dtype).replace("torch.", "")
                 raise UncompilableError(
-                    f"it computes in {kind}, of which the compiler rounds less often"
+                    f"it computes in {kind}; compiled are float32, float64 and bfloat16"
                 )
 
 
 def _code(
-    graph: fx.GraphModule, count: int, blocks: Sequence[object]
+    graph: fx.GraphModule, copied: fx.Graph, blocks: Sequence[object]
 ) -> Tuple[str, str, Tuple[Tensor, ...], int]:
-    """Both texts for a form, the constants it takes after ``count`` tensors, its outputs."""
-    copied = copy.deepcopy(graph.graph)
+    """Both texts for a form, the constants it takes behind its inputs, its outputs.
+
+    Args:
+        graph: holds the constants.
+        copied: of it; is changed.
+        blocks: that it computes the gradients of.
+    """
     source = copied.python_code("self").src
     simplify(copied)
     use_onednn_matmul(copied)
     constants: Dict[str, Tensor] = {}
     inputs = [node for node in copied.nodes if node.op == "placeholder"]
-    assert len(inputs) == count
     for node in list(copied.nodes):
         if node.op == "get_attr":
             # What the recording holds is an input of the other process.

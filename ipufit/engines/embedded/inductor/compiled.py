@@ -32,7 +32,7 @@ from ipufit.engines.embedded.inductor.requirements import loader
 from ipufit.engines.embedded.inductor.store import LIBRARY, Libraries, LibraryStore, Runner, key_of
 from ipufit.engines.embedded.inductor.update_spec import Request
 from ipufit.engines.embedded.non_finite import refuse_loss
-from ipufit.engines.embedded.traced_step import TracedStep, Update
+from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatStorage
@@ -151,6 +151,7 @@ class CompiledUpdates(WholeUpdates):
     Args:
         live: what the updates change.
         libraries: loaded before; takes what is loaded here.
+        seed: starts the random numbers of a micro-batch.
         at_once: whether losses are looked at as they come, as they are here.
 
     Attributes:
@@ -158,9 +159,12 @@ class CompiledUpdates(WholeUpdates):
         origin: where the library came from, in a sentence; None before there is one.
     """
 
-    def __init__(self, live: TrainingState, libraries: Libraries, at_once: bool) -> None:
+    def __init__(
+        self, live: TrainingState, libraries: Libraries, seed: Seeding, at_once: bool
+    ) -> None:
         self._plan = live.spec.plan
         self._live = live
+        self._seed = seed
         self._libraries = libraries
         self._at_once = at_once
         self._store: Optional[LibraryStore] = None
@@ -210,7 +214,7 @@ class CompiledUpdates(WholeUpdates):
         self._division = self._live.storage.division
         assert isinstance(self._live.updater, RuleOptimizer)
         rows = self._live.updater.like_coming()
-        leaves = [*example.leaves] * self._described.form.micro_batches
+        leaves = [*self._described.leaves] * self._described.form.micro_batches
         self._request = Request.of(self._described.form, [*self._same, *rows, *leaves])
         self._begin(self._request)
 
@@ -332,16 +336,27 @@ class CompiledUpdates(WholeUpdates):
         if self._bound is not live.storage:
             self._bind()
         inputs = [*self._same, *live.updater.coming()]
-        for batch, _ in update:
-            inputs += batch.leaves
+        scale = [] if live.scaler is None else [live.scaler.tensor(live.device)]
+        for place, (batch, _) in enumerate(update):
+            inputs += [*batch.leaves, *scale]
+            if described.draw is not None:
+                self._seed(recorded, live.updates, place, "")
+                inputs += described.draw()
         numbers, *outputs = self._run(*inputs)
         for loss in losses_of(numbers, len(update)):
             refuse_loss(live, loss)
+        is_skipped = live.scaler is not None and live.scaler.judge(
+            outputs.pop(), None, results.finite, live.updates
+        )
         results.add(recorded, [recorded.micro.reported] * len(update), numbers, outputs)
-        live.updater.count()
+        if is_skipped:
+            results.skipped += 1
+            live.updater.skip()
+        else:
+            live.updater.count()
         live.updates += 1
         if live.averages is not None:
-            live.averages.after_update(live.storage.flats, live.updates, skipped=False)
+            live.averages.after_update(live.storage.flats, live.updates, is_skipped)
 
     def _bind(self) -> None:
         """Take what the program works on now."""

@@ -23,7 +23,7 @@ from ipufit.core.train_config import Clip
 from ipufit.engines import gradient_reduction
 from ipufit.engines.embedded import clipping
 from ipufit.engines.embedded.clipping import GradientTransform
-from ipufit.engines.gradient_reduction import GradientSum
+from ipufit.engines.gradient_reduction import GradientSum, are_finite
 from ipufit.optim import rules
 from ipufit.tracing.flat_storage import FlatBlock, Slot
 
@@ -102,6 +102,7 @@ class UpdateSpec:
         factors, share: how the micro-batches share in the gradient.
         dtype: of their sum, by torch's name; None for that of the gradients.
         clip: bounds on it.
+        scale: place of the loss scale among the leaves; None where there is none.
     """
 
     source: str
@@ -120,6 +121,7 @@ class UpdateSpec:
     share: float
     dtype: Optional[str]
     clip: Clip
+    scale: Optional[int]
 
     @staticmethod
     def of_json(values: Mapping[str, Any]) -> UpdateSpec:
@@ -141,7 +143,9 @@ class UpdateFunction:
     It takes, as one flat list: each slot's part of the flat parameters; each slot's states; for
     each replica the rest of its state; constants; for each block its coefficients; for each
     micro-batch its leaves. Parameters, states and buffers change in place, unless a loss is not
-    finite. It returns what the micro-batches report, as one tensor, and the outputs of each.
+    finite; parameters and states also not where there is a loss scale and the gradient is not
+    finite. It returns what the micro-batches report, as one tensor, the outputs of each, and with
+    a loss scale whether the gradient is finite.
 
     Args:
         form: the specification.
@@ -173,28 +177,34 @@ class UpdateFunction:
         rows = take(len(form.blocks))
         batches = [take(form.leaves) for _ in range(form.micro_batches)]
 
-        changed = [*flats, *(t for state in states for t in state.values())]
-        changed += [state[i] for state in rest for i in form.written]
-        before = [tensor.clone() for tensor in changed]
-        reported, outputs, gradients = self._gradients(flats, rest, constants, batches)
+        buffers = [state[i] for state in rest for i in form.written]
+        trained = [*flats, *(t for state in states for t in state.values())]
+        before = [tensor.clone() for tensor in (*buffers, *trained)]
+        reported, outputs, total = self._micro_batches(flats, rest, constants, batches)
         losses = torch.stack([n[0] if n.dim() else n for n in reported])
+        reduced = total.reduced(1.0 if form.scale is None else batches[0][form.scale])
+        gradients = self._finish(reduced, [slot.alone() for slot in form.slots], flats)
+        is_good = losses.isfinite().all()
+        # As where updates run one graph after another.
+        judged = [] if form.scale is None else [are_finite(reduced if form.clip else gradients)]
+        is_made = torch.stack([is_good, *judged]).all()
         for slot, flat, gradient, state in zip(form.slots, flats, gradients, states):
             row = rows[slot.block].unbind()
             self._rules[slot.block].update(flat, gradient, state, row, [slice(0, slot.size)])
-        is_good = losses.isfinite().all()
-        for tensor, value in zip(changed, before):
-            tensor.copy_(torch.where(is_good, tensor, value))
+        keeps = [is_good] * len(buffers) + [is_made] * len(trained)
+        for tensor, value, keep in zip((*buffers, *trained), before, keeps):
+            tensor.copy_(torch.where(keep, tensor, value))
         together = torch.stack(reported) if len(reported) > 1 else reported[0]
-        return [together, *outputs]
+        return [together, *outputs, *judged]
 
-    def _gradients(
+    def _micro_batches(
         self,
         flats: Sequence[Tensor],
         rest: Sequence[Sequence[Tensor]],
         constants: Sequence[Tensor],
         batches: Sequence[Sequence[Tensor]],
-    ) -> Tuple[List[Tensor], List[Tensor], List[Tensor]]:
-        """Run the micro-batches; return their numbers, outputs and the gradient for the rules."""
+    ) -> Tuple[List[Tensor], List[Tensor], GradientSum]:
+        """Run the micro-batches; return their numbers, outputs and the sum of their gradients."""
         form = self._form
         weights = {slot.place: slot.weight(flat) for slot, flat in zip(form.slots, flats)}
         total = GradientSum(form.factors, form.share, self._dtype)
@@ -210,8 +220,7 @@ class UpdateFunction:
             # Two parameters may have one gradient, and a sum changes its own in place.
             gradients = [gradient.clone() for gradient in results[form.outputs :]]
             total.add(gradients, numbers[1] if form.counted else None)
-        blocks = [slot.alone() for slot in form.slots]
-        return reported, outputs, self._finish(total.reduced(1.0), blocks, flats)
+        return reported, outputs, total
 
 
 def _function(code: str) -> Callable[..., List[Tensor]]:

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, Dict
 
 import torch
 
@@ -21,6 +21,8 @@ __all__ = ["ERROR", "REQUEST", "main"]
 
 REQUEST, ERROR = "request.json", "error.txt"
 _NICENESS = 10
+# Half precision is rounded after each operator, as where they run one by one.
+_ROUNDS = "emulate_precision_casts"
 
 
 def main(directory: str, library: str) -> int:
@@ -60,7 +62,9 @@ def _compile(text: str, library: Path) -> None:
     examples = request.examples()
     with torch.no_grad():
         graph = make_fx(UpdateFunction(request.form), tracing_mode="fake")(*examples)
-        options = {"aot_inductor.output_path": str(library)}
+        options: Dict[str, object] = {"aot_inductor.output_path": str(library)}
+        if hasattr(torch._inductor.config, _ROUNDS):
+            options[_ROUNDS] = True
         torch._inductor.aot_compile(graph, tuple(examples), options=options)
 
 

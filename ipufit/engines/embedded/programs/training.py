@@ -119,14 +119,9 @@ class TrainingProgram(BaseProgram):
         if jit != INDUCTOR and not is_auto:
             return
         from ipufit.engines.embedded.autotune import AutotunedWay, CompiledWay
-        from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 
-        libraries = self._engine.libraries
-        make = functools.partial(CompiledUpdates, self.state, libraries, runner.at_once)
-        if is_auto:
-            self.way = AutotunedWay(make, runner, self.state)
-        else:
-            self.way = CompiledWay(make, runner, self._spec.plan)
+        way = AutotunedWay if is_auto else CompiledWay
+        self.way = way(self.state, runner, self._engine.libraries, self._seed)
 
     def expect(self, updates: int) -> None:
         """So many updates are to come; what pays in a long run is done for no short one."""

@@ -113,6 +113,60 @@ def test_described_updates_are_those_of_a_loop_by_hand(net, plan, described):
     assert reasons(engine) == ["Full updates run described; smaller ones run as recorded."]
 
 
+class Noisy(nn.Module):
+    """Random numbers of several kinds, of which one is written into a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(12, dtype=torch.float64))
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = self.encoder(x.squeeze(1)).flatten(1)
+        noise = torch.randn_like(x)
+        self.last.copy_(noise[0])
+        kept = torch.rand(x.shape[1], dtype=x.dtype) < 0.9
+        return self.head((x + 0.1 * noise) * kept)
+
+
+def dropping_cnn():
+    net = plain_cnn()
+    net.drop = nn.Dropout(0.25)
+    return net
+
+
+@pytest.mark.few("Noisy-Plan(mb=3, di=2, ga=3, replicas=2)")
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("net", [dropping_cnn, lambda: Noisy().double()], ids=["cnn", "Noisy"])
+def test_random_numbers_are_those_of_the_recorded_program(net, plan, described):
+    x, y = data(23)
+    nets, ends = [], []
+    for jit in ("graph", "inductor"):
+        torch.manual_seed(0)
+        model, engine = embedded(net(), OPTIMIZERS["adam"], jit=jit)
+        fit(model, x, y, plan)
+        nets.append(model.module)
+        ends.append(torch.rand(3))
+    assert_close(nets[1], nets[0], TOLERANCE)
+    assert torch.equal(*ends)
+    full = plan.mb * plan.ga * plan.replicas
+    assert len(described) == 2 * (23 // full)
+    assert reasons(engine) == ["Full updates run described; smaller ones run as recorded."]
+
+
+class Sampling(nn.Module):
+    """Random numbers whose distribution is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.head(x * torch.bernoulli(x.detach().sigmoid()))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_rule_is_described(name, described):
@@ -145,6 +199,7 @@ def test_every_rule_is_described(name, described):
         {"lr_scheduler": lambda update: 0.1 / (update + 1)},
         {"outputs": "final", "metrics": ["accuracy"]},
         {"outputs": "sum"},
+        {"precision": ipufit.Precision(loss_scale=8.0)},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -249,6 +304,65 @@ def test_what_a_callback_changes_is_worked_on(described):
     assert len(described) == 8
 
 
+class Steep(nn.Module):
+    """Some of the samples have a gradient that is infinite in float32 at a large loss scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(12), nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.head(self.norm(x.flatten(1))) * x.flatten(1)[:, :1].abs().clamp(1, 1e30)
+
+
+def weighted_output(output, target):
+    return (output.sum(1) * (1 + target)).mean()
+
+
+def skips_the_same(**options):
+    """Train where gradients overflow, in both ways; the engine of the compiled one."""
+    x, y = data(24)
+    x = x.float()
+    x[5, 0, 0, 0], x[16, 0, 0, 0] = 1e15, 1e16
+    scale = ipufit.LossScale(2.0**80, growth_interval=2)
+    options.update(precision=ipufit.Precision(loss_scale=scale), ema=ipufit.EMA(0.5))
+    skipped, modules, states = [], [], []
+    for jit in ("graph", "inductor"):
+        torch.manual_seed(0)
+        model, engine = embedded(Steep(), OPTIMIZERS["adam"], weighted_output, jit=jit, **options)
+        skipped.append(fit(model, x, y, Plan(2, 3, 2), epochs=2).history["skipped_updates"])
+        modules.append(model.module)
+        states.append(model.optimizer.state_dict()["state"])
+    assert skipped[0] == skipped[1]
+    assert sum(skipped[0]) > 1
+    assert_close(modules[1], modules[0], 1e-5)
+    for place, values in states[0].items():
+        for name, value in values.items():
+            torch.testing.assert_close(states[1][place][name], value)
+    return engine
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": ipufit.Clip(norm=0.5)}], ids=["plain", "clip"])
+def test_updates_are_skipped_at_the_same_loss_scales(options, described):
+    skips_the_same(**options)
+    assert len(described) == 12
+
+
+@pytest.mark.parametrize("way", ["mixed_bfloat16", "bfloat16"])
+def test_half_precision_is_described(way, described):
+    x, y = data(24)
+    nets = []
+    for jit in ("graph", "inductor"):
+        torch.manual_seed(0)
+        net = MLP().bfloat16() if way == "bfloat16" else MLP().float()
+        x = x.to(next(net.parameters()).dtype)
+        model, _ = embedded(net, "sgd", jit=jit, precision=way)
+        fit(model, x, y, Plan(3, 2, 2))
+        nets.append(model.module)
+    assert_equal(*nets)
+    assert len(described) == 8
+
+
 class OwnSGD(torch.optim.SGD):
     """A subclass may do anything in its step."""
 
@@ -264,22 +378,27 @@ class Rows(nn.Module):
         return self.head(self.layer(x.squeeze(1))[0][:, -1])
 
 
+class Spectrum(nn.Module):
+    """Of the pictures' values."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.head(torch.fft.fft(x.flatten(1)).abs())
+
+
 @pytest.mark.few(
     "Rows-sgd-options0-its recurrent layers run as torch's own code, whole",
-    "<lambda>-sgd-options5-it computes in bfloat16, of which the compiler rounds less often",
+    "<lambda>-sgd-options4-it computes in complex128; compiled are float32, float64 and bfloat16",
 )
 @pytest.mark.parametrize(
     ("net", "optimizer", "options", "reason"),
     [
         (Rows, "sgd", {}, "its recurrent layers run as torch's own code, whole"),
-        (CNN, "sgd", {}, "it draws random numbers, and each micro-batch has a stream of its own"),
+        (Sampling, "sgd", {}, "it draws random numbers that depend on more than a shape"),
         (MLP, OwnSGD, {}, "OwnSGD runs through its own step"),
-        (
-            MLP,
-            "sgd",
-            {"precision": ipufit.Precision(loss_scale=8.0)},
-            "whether an update is skipped at a loss scale is decided between two programs",
-        ),
         (
             MLP,
             "sgd",
@@ -287,10 +406,10 @@ class Rows(nn.Module):
             "the compiler would merge what recompute computes twice",
         ),
         (
-            lambda: MLP().float(),
+            lambda: Spectrum().double(),
             "sgd",
-            {"precision": "mixed_bfloat16"},
-            "it computes in bfloat16, of which the compiler rounds less often",
+            {},
+            "it computes in complex128; compiled are float32, float64 and bfloat16",
         ),
     ],
 )

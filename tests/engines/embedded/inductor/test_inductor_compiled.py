@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import ipufit
 from ipufit.engines.embedded.inductor import build_spec, requirements
@@ -15,9 +16,12 @@ from tests.engines.embedded.inductor.test_inductor import (
     NETS,
     OPTIMIZERS,
     TOLERANCE,
+    Noisy,
+    dropping_cnn,
     embedded,
     plain_cnn,
     reasons,
+    skips_the_same,
 )
 from tests.fitting import Plan, assert_close, assert_equal, fit
 from tests.nets import MLP, data
@@ -95,6 +99,8 @@ NARROW = 1e-4
         ("transformer", "sgd", torch.float32, Plan(4, 2)),
         ("running", "rmsprop", torch.float64, Plan(3, 2, 2)),
         ("cnn", "sgd", torch.float32, Plan(4, 2, 2)),
+        ("dropout", "sgd", torch.float32, Plan(4, 2, 2)),
+        ("noisy", "adam", torch.float64, Plan(4, 2, 1, 2)),
     ],
 )
 @pytest.mark.long
@@ -103,7 +109,7 @@ def test_compiled_updates_of_many_kinds(net, optimizer, dtype, plan, cached):
     nets = []
     for jit in ("graph", "inductor"):
         torch.manual_seed(0)
-        start = NETS[net]()
+        start = {**NETS, "dropout": dropping_cnn, "noisy": Noisy}[net]()
         if net != "running":
             start = start.to(dtype)
         model, engine = embedded(start, OPTIMIZERS[optimizer], jit=jit)
@@ -111,6 +117,35 @@ def test_compiled_updates_of_many_kinds(net, optimizer, dtype, plan, cached):
         nets.append(model.module)
     assert engine.training.way.jit == "inductor"
     assert_close(nets[1], nets[0], TOLERANCE if dtype == torch.float64 else NARROW)
+
+
+@pytest.mark.long
+def test_compiled_updates_are_skipped_at_the_same_loss_scales(cached):
+    assert skips_the_same().training.way.jit == "inductor"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("net", ["mlp", "transformer"])
+def test_compiled_half_precision_rounds_where_the_graph_does(net, cached):
+    """They differ by less than either does from float32: by the order of summation alone."""
+    x, y = data(24)
+    changes = {}
+    for jit, precision in (
+        ("graph", "float32"),
+        ("graph", "mixed_bfloat16"),
+        ("inductor", "mixed_bfloat16"),
+    ):
+        torch.manual_seed(0)
+        start = NETS[net]().float()
+        before = nn.utils.parameters_to_vector(start.parameters()).detach().clone()
+        model, engine = embedded(start, OPTIMIZERS["sgd"], jit=jit, precision=precision)
+        fit(model, x.float(), y, Plan(4, 2))
+        after = nn.utils.parameters_to_vector(model.module.parameters()).detach()
+        changes[jit, precision] = after - before
+    exact, graph, inductor = changes.values()
+    assert engine.training.way.jit == "inductor"
+    assert (inductor - graph).norm() < (graph - exact).norm()
+    assert (inductor - exact).norm() < 2 * (graph - exact).norm()
 
 
 @pytest.mark.long
