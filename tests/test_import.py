@@ -1,8 +1,10 @@
-"""What `import ipufit` adds to `import torch`: nothing that only some programs need."""
+"""What `import ipufit` loads: next to nothing, and a model nothing that only some programs need."""
 
+import ast
 import importlib
 import importlib.util
 import json
+import pathlib
 import pickle
 import subprocess
 import sys
@@ -19,16 +21,18 @@ PACKAGES = (
     *("ipufit.callbacks", "ipufit.checkpoint", "ipufit.partition", "ipufit.optim.schedules"),
 )
 CODE = f"""
-import json, sys
+import importlib, json, sys
 import torch
 before = set(sys.modules)
 import ipufit
+light = sorted(set(sys.modules) - before)
+names = {{name: dir(importlib.import_module(name)) for name in {PACKAGES}}}
+ipufit.Model
 added = sorted(set(sys.modules) - before)
-names = {{name: dir(sys.modules[name]) for name in {PACKAGES}}}
 model = ipufit.Model(torch.nn.Linear(4, 1), engine="embedded")
 model.compile("sgd", "mse")
 model.fit(torch.zeros(8, 4), torch.zeros(8, 1), batch_size=4, verbose=0)
-print(json.dumps([added, names, sorted(set(sys.modules) - before)]))
+print(json.dumps([light, names, added, sorted(set(sys.modules) - before)]))
 """
 # Of the engine, of other packages, and slow to import; used by some models, calls or users.
 ON_USE = (
@@ -91,18 +95,29 @@ def told():
 
 @pytest.fixture
 def added(told):
-    """Names of the modules that `import ipufit` loads after torch."""
-    return told[0]
+    """Names of the modules that `ipufit.Model` loads after torch."""
+    return told[2]
 
 
 @pytest.fixture
 def fitted(told):
     """Names of all modules that are loaded, besides torch's at its import, when fit returns."""
-    return told[2]
+    return told[3]
+
+
+def test_import_adds_a_table_of_names(told):
+    """A shell that completes ``ipufit``, and a program that may never train, do not wait."""
+    assert [name for name in told[0] if name.startswith("ipufit")] == [
+        "ipufit",
+        "ipufit._version",
+        "ipufit.training",
+        "ipufit.utils",
+        "ipufit.utils.lazy_exports",
+    ]
 
 
 @pytest.mark.long
-def test_import_adds_our_own_modules(added):
+def test_a_model_adds_our_own_modules(added):
     """So that the next tests look at something."""
     assert {
         "ipufit",
@@ -145,6 +160,17 @@ def test_the_translation_of_a_lightning_module_needs_no_lightning():
 def test_dir_has_all_public_names_before_they_are_imported(package, told):
     shown = {name for name in told[1][package] if not name.startswith("__")}
     assert shown == set(sys.modules[package].__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_type_checkers_read_the_same_names(package):
+    """A name that a stub imports without ``as`` is none of the package to them."""
+    module = sys.modules[package]
+    stub = ast.parse(pathlib.Path(module.__file__).with_suffix(".pyi").read_text("utf-8"))
+    [*imports] = [(line.module, name) for line in stub.body for name in line.names]
+    assert all(name.name == name.asname for _, name in imports)
+    names = [name.name for _, name in imports if name.name != "__version__"]
+    assert sorted(names) == module.__all__
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -194,3 +220,32 @@ def test_a_name_that_has_moved_says_where_it_is(name, place):
         getattr(ipufit, name)
     assert str(caught.value) == f"ipufit.{name} is {place} now. Write that instead."
     assert importlib.import_module(place).__all__
+
+
+@pytest.mark.parametrize("line", ["--version", "--help", "report --help", ""])
+def test_the_command_answers_without_torch(line):
+    """Whose import takes a second, and more from a disk that is shared."""
+    code = (
+        "import sys\n"
+        "from ipufit.cli.main import main\n"
+        "try:\n"
+        f"    main({line.split()})\n"
+        "finally:\n"
+        "    assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = f"ipufit {ipufit.__version__}\n" if line == "--version" else "usage: ipufit"
+    assert done.stdout.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "code", ["ipufit.Model", "from ipufit import Model", "from ipufit import *", "ipufit.losses"]
+)
+def test_a_torch_that_is_missing_is_the_error_of_who_asks_for_a_model(code):
+    """Not an ipufit without a Model; and ipufit itself says its version."""
+    fresh = f"import sys; sys.modules['torch'] = None; import ipufit; ipufit.__version__; {code}"
+    done = subprocess.run([sys.executable, "-c", fresh], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: import of torch halted; None in sys.modules"
+    )

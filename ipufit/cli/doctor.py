@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -10,13 +11,10 @@ import sys
 from importlib import metadata
 from typing import Any, Dict, List, Optional
 
-import torch
 from packaging.requirements import Requirement
 
 from ipufit._version import __version__
 from ipufit.cli.parsing import CommandParser, add_command
-from ipufit.engines.choice import list_engines
-from ipufit.utils.devices import name_of
 
 __all__ = ["add"]
 
@@ -53,46 +51,59 @@ def _do(options: argparse.Namespace) -> int:
 
 
 def _examined() -> _Values:
-    engines = [
-        {"name": each.name, "available": each.available, "reason": each.reason}
-        for each in list_engines()
-    ]
     packages = _packages()
-    return {
-        "versions": {
-            "ipufit": __version__,
-            "Python": platform.python_version(),
-            "torch": torch.__version__,
-        },
+    facts: _Values = {
+        "versions": {"ipufit": __version__, "Python": platform.python_version()},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "cores": os.cpu_count(),
-            "threads of torch": torch.get_num_threads(),
-            "CUDA": _cuda(),
-            "other devices": _other_devices(),
             "Poplar SDK": os.environ.get("POPLAR_SDK_ENABLED") or "not enabled in this shell",
         },
-        "engines": engines,
+        "engines": [],
         "packages": packages,
-        "problems": [*_problems(packages), *_chosen(engines)],
+        "problems": _problems(packages),
     }
+    try:
+        _examine_torch(facts)
+    except (ImportError, OSError) as error:
+        facts["versions"]["torch"] = "can't be imported"
+        facts["problems"].append(
+            f"torch must be importable, but its import ends with {type(error).__name__}: {error}. "
+            "Install it as https://pytorch.org/get-started says."
+        )
+    return facts
 
 
-def _cuda() -> str:
+def _examine_torch(facts: _Values) -> None:
+    """Add the version of torch, the devices that it finds, and what can run on them.
+
+    Raises:
+        ImportError, OSError: torch, or a library that it needs, can't be imported.
+    """
+    # Imported here: other commands do without, and this one says what is wrong with it.
+    import torch
+
+    from ipufit.engines.choice import list_engines
+    from ipufit.utils.devices import name_of
+
+    cuda = "this torch is built without it"
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())]
-        return f"{torch.version.cuda}: {', '.join(names)}"
-    if torch.version.cuda is None:
-        return "this torch is built without it"
-    return f"torch is built for {torch.version.cuda}, and finds no GPU"
-
-
-def _other_devices() -> str:
-    """Name the device, besides the CPU and CUDA's, that torch finds; older versions say nothing."""
-    if not hasattr(torch, "accelerator") or not torch.accelerator.is_available():
-        return "torch finds none"
-    device = torch.accelerator.current_accelerator()
-    return "torch finds none" if device is None or device.type == "cuda" else name_of(device)
+        cuda = f"{torch.version.cuda}: {', '.join(names)}"
+    elif torch.version.cuda is not None:
+        cuda = f"torch is built for {torch.version.cuda}, and finds no GPU"
+    other = "torch finds none"
+    # Older versions say nothing.
+    if hasattr(torch, "accelerator") and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        if device is not None and device.type != "cuda":
+            other = name_of(device)
+    facts["versions"]["torch"] = torch.__version__
+    facts["machine"].update(
+        {"threads of torch": torch.get_num_threads(), "CUDA": cuda, "other devices": other}
+    )
+    facts["engines"] = [dataclasses.asdict(each) for each in list_engines()]
+    facts["problems"] += _chosen(facts["engines"])
 
 
 def _packages() -> Optional[List[_Values]]:
@@ -168,7 +179,7 @@ def _chosen(engines: List[_Values]) -> List[str]:
 def _lines(facts: _Values) -> List[str]:
     lines = [f"{name:18}{value}" for name, value in facts["versions"].items()]
     lines += [f"{name:18}{value}" for name, value in facts["machine"].items()]
-    lines += ["", "Engines"]
+    lines += ["", "Engines"] if facts["engines"] else []
     for each in facts["engines"]:
         can = "can run" if each["available"] else "can't run"
         lines.append(f"  {each['name']:16}{can}: {each['reason']}")

@@ -138,9 +138,9 @@ def _free(options: argparse.Namespace) -> Optional[str]:
 
 
 def _tell(folders: List[str]) -> int:
-    from ipufit.report.run import Run, summarize_run
+    from ipufit.report import run
 
-    summary = {"runs": [summarize_run(Run.read(folder)) for folder in folders]}
+    summary = {"runs": [run.summarize_run(run.Run.read(folder)) for folder in folders]}
     sys.stdout.write(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return 0
 

@@ -123,9 +123,9 @@ def engine_maker(engine: Union[str, Callable[[], Engine]]) -> Callable[[], Engin
             "for example engine='embedded'."
         )
     if wanted == "ipu":
-        from ipufit.engines.ipu.sdk import find_sdk, load_sdk
+        from ipufit.engines.ipu import sdk
 
         # Found out now, and imported when the engine is built.
-        if find_sdk() is None:
-            load_sdk()
+        if sdk.find_sdk() is None:
+            sdk.load_sdk()
     return _MAKERS[wanted]

@@ -12,20 +12,6 @@ Which part is on which IPU is said by :class:`ipufit.Parallel`, and what is comp
 # it. What is exported here is public; partition.py and request.py are light, all else is imported
 # on use.
 
-from typing import TYPE_CHECKING
-
 from ipufit.utils.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
-    from ipufit.partition.cut_layers import serialize, to_dense
-    from ipufit.partition.serialization import Serialization
-else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "ipufit.partition.cut_layers": ("serialize", "to_dense"),
-            "ipufit.partition.serialization": ("Serialization",),
-        },
-    )
-
-__all__ = ["Serialization", "serialize", "to_dense"]
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

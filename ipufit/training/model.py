@@ -33,7 +33,7 @@ from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, first_line
 from ipufit.partition.request import Parallel
 from ipufit.tracing.validate import refuse_unready
-from ipufit.training import fit, on_batch
+from ipufit.training import fit, makers_of_lightning_models, on_batch
 from ipufit.training.compile import CompileConfig, build_session
 from ipufit.training.fit_data import FitRequest, InferenceRequest
 from ipufit.training.inspection import InspectionMixin
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ipufit.analysis.tuner import BatchSize, LearningRates
     from ipufit.planner.partition_plan import PartitionPlan
 
-__all__ = ["Model", "StepsModel", "load", "register_steps_model"]
+__all__ = ["Model", "StepsModel", "load"]
 
 
 @with_hints
@@ -141,7 +141,8 @@ class Model(InspectionMixin):
             ConfigurationError: it is none, or does what a recorded program can't, such as manual
                 optimization; all of it.
         """
-        return _makers[-1](module, engine, device)
+        model: StepsModel = makers_of_lightning_models[-1](module, engine, device)
+        return model
 
     def compile(
         self,
@@ -928,18 +929,6 @@ class StepsModel(Model, abc.ABC):
             datamodule: a LightningDataModule instead of x.
             options: as for :meth:`ipufit.Model.predict`.
         """
-
-
-# The function that from_lightning calls. The room of LightningModules lies above this one, which
-# can't import it, so the package registers it.
-_StepsModelMaker = Callable[[Any, Any, Any], StepsModel]
-_makers: List[_StepsModelMaker] = []
-
-
-def register_steps_model(make: _StepsModelMaker) -> _StepsModelMaker:
-    """Register the function to which :meth:`Model.from_lightning` hands on its arguments."""
-    _makers.append(make)
-    return make
 
 
 def _moved(module: nn.Module, device: Union[str, torch.device]) -> nn.Module:

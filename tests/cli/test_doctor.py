@@ -3,6 +3,7 @@
 import email
 import json
 import platform
+import sys
 from importlib import metadata
 
 import pytest
@@ -144,3 +145,20 @@ def test_a_checkout_has_no_list_of_packages(installed, capsys, monkeypatch):
         "  ipufit runs from a checkout, which names none. Run: pip install -e ." in out.splitlines()
     )
     assert json.loads(doctor(capsys, "--json")[1])["packages"] is None
+
+
+def test_a_torch_that_can_not_be_imported_is_the_problem(installed, capsys, monkeypatch):
+    """Else whoever looks for the reason of a traceback gets another one."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    status, out = doctor(capsys)
+    lines = out.splitlines()
+    assert status == 1
+    assert "torch             can't be imported" in lines
+    assert "Engines" not in lines
+    assert "  plotly          6.0.0 (wanted: >=5.15.0)  [report]" in lines
+    assert lines[-1] == (
+        "torch must be importable, but its import ends with ModuleNotFoundError: import of torch "
+        "halted; None in sys.modules. Install it as https://pytorch.org/get-started says."
+    )
+    found = json.loads(doctor(capsys, "--json")[1])
+    assert (found["engines"], len(found["problems"])) == ([], 1)

@@ -4,32 +4,6 @@
 docs/schedules.md.
 """
 
-from typing import TYPE_CHECKING
-
-from ipufit.optim.schedules.curves import WSD, Constant, Cosine, Linear, OneCycle, Polynomial
 from ipufit.utils.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
-    from ipufit.optim.schedules.resolve import AtEpochEnd, resolve_schedule
-    from ipufit.optim.schedules.schedule import Schedule
-else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "ipufit.optim.schedules.resolve": ("AtEpochEnd", "resolve_schedule"),
-            "ipufit.optim.schedules.schedule": ("Schedule",),
-        },
-    )
-
-# Sorted as sorted() does: WSD is no constant.
-__all__ = [  # noqa: RUF022
-    "AtEpochEnd",
-    "Constant",
-    "Cosine",
-    "Linear",
-    "OneCycle",
-    "Polynomial",
-    "Schedule",
-    "WSD",
-    "resolve_schedule",
-]
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,9 @@
+from ipufit.optim.schedules.curves import WSD as WSD
+from ipufit.optim.schedules.curves import Constant as Constant
+from ipufit.optim.schedules.curves import Cosine as Cosine
+from ipufit.optim.schedules.curves import Linear as Linear
+from ipufit.optim.schedules.curves import OneCycle as OneCycle
+from ipufit.optim.schedules.curves import Polynomial as Polynomial
+from ipufit.optim.schedules.resolve import AtEpochEnd as AtEpochEnd
+from ipufit.optim.schedules.resolve import resolve_schedule as resolve_schedule
+from ipufit.optim.schedules.schedule import Schedule as Schedule
