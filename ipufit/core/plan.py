@@ -440,13 +440,6 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         return _parts_if_known(self.samples, self.combined_batch_size)
 
     @property
-    def full_executions_per_epoch(self) -> Optional[int]:
-        """Executions of an epoch that have all their samples; None for a stream."""
-        if self.samples is None and self.fixed_updates is not None:
-            return self.fixed_updates // self.device_iterations
-        return None if self.samples is None else self.samples // self.combined_batch_size
-
-    @property
     def tail(self) -> Optional[Tail]:
         """Rest after the full executions; None if nothing is left, and for a stream.
 
@@ -588,15 +581,12 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     def _explain_epoch(self) -> Iterator[str]:
         word = self._update_word
-        if self.samples is None and self.fixed_updates is not None:
-            executions = _n(_parts(self.fixed_updates, self.device_iterations), "execution")
-            yield f"One epoch = {_n(self.fixed_updates, word)} in {executions}."
-        elif self.samples is None:
+        updates, executions = self.updates_per_epoch, self.executions_per_epoch
+        if updates is None or executions is None:
             yield "One epoch = a stream of unknown length; what is left at its end runs as well."
         else:
-            updates = _n(_parts(self.samples, self.update_size), word)
-            executions = _n(_parts(self.samples, self.combined_batch_size), "execution")
-            yield f"One epoch = {_n(self.samples, 'sample')} = {updates} in {executions}."
+            samples = "" if self.samples is None else f"{_n(self.samples, 'sample')} = "
+            yield f"One epoch = {samples}{_n(updates, word)} in {_n(executions, 'execution')}."
         if self.tail is not None:
             tail = self.tail
             run = "run" if tail.samples > 1 else "runs"

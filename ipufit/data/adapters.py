@@ -112,15 +112,18 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
     for check in (_refuse_batch_size, _refuse_shuffle, _refuse_parts):
         with faults.collect():
             check(arguments, kind)
+    class_weights = arrays = None
     with faults.collect():
         class_weights = _class_weights(arguments, own_loss)
+    shuffles = arguments.shuffles if arguments.shuffle is None else arguments.shuffle
     if kind == "arrays":
         with faults.collect():
             _refuse_missing_or_weights(arguments, mode, own_loss)
+        with faults.collect():
+            arrays = _of_arrays(arguments, mode, size, shuffles, class_weights)
     faults.raise_all()
-    shuffles = arguments.shuffles if arguments.shuffle is None else arguments.shuffle
-    if kind == "arrays":
-        return _of_arrays(arguments, mode, size, shuffles, class_weights)
+    if arrays is not None:
+        return arrays
     if kind == "dataset":
         return _of_dataset(arguments, size, shuffles, class_weights, is_cut)
     if kind == "batches":

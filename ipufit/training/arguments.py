@@ -14,7 +14,7 @@ from ipufit.checkpoint.settings import Checkpoint, resolve_checkpoint
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.adapters import get_data_adapter
-from ipufit.data.settings import Loading, resolve_loading, validation_epochs
+from ipufit.data.settings import validation_epochs
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.report.settings import Report, refuse_report, refuse_reports, split_reports
@@ -51,15 +51,17 @@ class InferenceConfig(JobSpec):
     padding_value: Optional[float] = None
 
     @staticmethod
-    def check(session: Session, mode: Mode, request: InferenceRequest) -> InferenceConfig:
-        """Raise all faults at once, or return the arguments."""
-        faults = ErrorCollector()
+    def check(
+        session: Session, mode: Mode, request: InferenceRequest, faults: ErrorCollector
+    ) -> InferenceConfig:
+        """Raise all faults at once, with those known before, or return the arguments."""
         source = plan = None
-        steps, prefetch = request.steps, 0
+        steps, prefetch = None, 0
         with faults.collect():
             source = get_data_adapter(request.data, mode, session.loss.own_loss(mode))
         with faults.collect():
-            steps = None if steps is None else at_least("steps", steps, 1, " or None")
+            if request.steps is not None:
+                steps = at_least("steps", request.steps, 1, " or None")
         with faults.collect():
             work = (request.ipus, request.device_iterations)
             if source is not None:
@@ -132,19 +134,18 @@ class FitConfig:
     @staticmethod
     def check(session: Session, request: FitRequest) -> FitConfig:
         """Raise all faults at once, or return the arguments."""
-        if torch.is_inference_mode_enabled():
-            raise ConfigurationError(
-                "fit needs gradients, which torch.inference_mode() switches off for good. Call it "
-                "outside of that block; evaluate and predict need no such block."
-            )
-        faults = ErrorCollector()
+        faults = ErrorCollector(of_call=True)
+        with faults.collect():
+            if torch.is_inference_mode_enabled():
+                raise ConfigurationError(
+                    "fit needs gradients, which torch.inference_mode() switches off for good. Call "
+                    "it outside of that block; evaluate and predict need no such block."
+                )
         epochs = range(1)
         with faults.collect():
             epochs = _epochs(request.epochs)
-        loading = Loading()
-        with faults.collect():
-            loading = resolve_loading(request.loading)
-        data = FitData(session, request, loading, faults)
+        data = FitData(session, request, faults)
+        loading = data.loading
         data.open()
         data.limit()
         plan = data.plan()

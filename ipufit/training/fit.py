@@ -26,6 +26,7 @@ from ipufit.training.summary import stripped
 from ipufit.training.trainer import Job, PredictionObserver, Trainer
 from ipufit.training.validation import ValidationRunner
 from ipufit.utils.console import say_dev_run, warn_user
+from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.interrupts import summarized_interrupt
 from ipufit.utils.phase_timer import NO_CLOCK
 from ipufit.utils.state import eval_mode, train_mode
@@ -340,15 +341,19 @@ def _accumulation_steps(plan: Plan, source: DataAdapter, updates: int) -> List[i
     return [most] * (updates - 1) + [min(most, -(-rest // plan.all_replicas))]
 
 
-def evaluate(model: CallbackModel, session: Session, request: InferenceRequest) -> Dict[str, float]:
+def evaluate(
+    model: CallbackModel, session: Session, request: InferenceRequest, faults: ErrorCollector
+) -> Dict[str, float]:
     """Check everything, and evaluate."""
-    with _inferring(model, session, Mode.EVALUATE, request) as (job, callbacks):
+    with _inferring(model, session, Mode.EVALUATE, request, faults) as (job, callbacks):
         return Trainer(job, [CallbackObserver(callbacks, job)]).evaluate()
 
 
-def predict(model: CallbackModel, session: Session, request: InferenceRequest) -> Any:
+def predict(
+    model: CallbackModel, session: Session, request: InferenceRequest, faults: ErrorCollector
+) -> Any:
     """Check everything, and predict."""
-    with _inferring(model, session, Mode.PREDICT, request) as (job, callbacks):
+    with _inferring(model, session, Mode.PREDICT, request, faults) as (job, callbacks):
         observer = PredictionObserver(callbacks, job)
         observer.padding_value = request.padding_value
         for _ in Trainer(job, [observer]).predict():
@@ -358,12 +363,16 @@ def predict(model: CallbackModel, session: Session, request: InferenceRequest) -
 
 @contextlib.contextmanager
 def _inferring(
-    model: CallbackModel, session: Session, mode: Mode, request: InferenceRequest
+    model: CallbackModel,
+    session: Session,
+    mode: Mode,
+    request: InferenceRequest,
+    faults: ErrorCollector,
 ) -> Iterator[Tuple[Job, CallbackList]]:
     """Check everything, and start a job that runs as long as the block."""
     text = f"Ctrl-C ends {mode.value} before its last batch; the model is as it was."
     with session.processes.propagate_errors(), summarized_interrupt(lambda error: text):
-        config = _inference_config(session, mode, request)
+        config = _inference_config(session, mode, request, faults)
         with eval_mode(model.module, session.loss.module), _progress(session, config) as progress:
             job = session.start(config, session.processes)
             with session.running(job):
@@ -374,16 +383,20 @@ def _inferring(
                     callbacks.call("close")
 
 
-def stream(model: CallbackModel, session: Session, request: InferenceRequest) -> Iterator[Any]:
+def stream(
+    model: CallbackModel, session: Session, request: InferenceRequest, faults: ErrorCollector
+) -> Iterator[Any]:
     """Check everything, and predict piece by piece, as it is asked for."""
     with session.processes.propagate_errors():
-        config = _inference_config(session, Mode.PREDICT, request)
+        config = _inference_config(session, Mode.PREDICT, request, faults)
         return _pieces(model, session, config)
 
 
-def _inference_config(session: Session, mode: Mode, request: InferenceRequest) -> InferenceConfig:
+def _inference_config(
+    session: Session, mode: Mode, request: InferenceRequest, faults: ErrorCollector
+) -> InferenceConfig:
     session.casting.start_call()
-    check = functools.partial(InferenceConfig.check, session, mode, request)
+    check = functools.partial(InferenceConfig.check, session, mode, request, faults)
     config = session.processes.run_on_all_ranks(check)
     sync_inference_config(session, config)
     return config

@@ -24,7 +24,7 @@ __all__ = [
     "FitRequest",
     "InferenceRequest",
     "inference_plan",
-    "limited_plan",
+    "plan_of_fit",
     "refuse_unused",
     "resolve_limit",
     "resolve_prefetch",
@@ -37,18 +37,18 @@ class FitRequest:
     """The arguments of ``fit``, as they came."""
 
     data: DataArguments
-    epochs: object
-    verbose: Any
-    callbacks: object
-    validation_split: Any
-    validation_data: object
-    steps_per_epoch: object
-    ipus: object
-    device_iterations: object
-    gradient_accumulation: object
-    checkpoint: object
-    loading: object
-    seed: object
+    epochs: object = 1
+    verbose: Any = 0
+    callbacks: object = ()
+    validation_split: Any = 0.0
+    validation_data: object = None
+    steps_per_epoch: object = None
+    ipus: object = None
+    device_iterations: object = None
+    gradient_accumulation: object = None
+    checkpoint: object = None
+    loading: object = None
+    seed: object = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +70,19 @@ class FitData:
     """The data of one ``fit``: opened, split and limited, with every fault collected.
 
     Attributes:
+        loading: how much of the data is read; the default where it has faults.
         source: the training data; None where it has faults.
         validation: how held-out data is evaluated.
         held_out: the validation data, or None.
         notes: what History should say of it.
     """
 
-    def __init__(
-        self, session: Session, request: FitRequest, loading: Loading, faults: ErrorCollector
-    ) -> None:
+    def __init__(self, session: Session, request: FitRequest, faults: ErrorCollector) -> None:
         self._session = session
         self._request = request
-        self._loading = loading
+        self.loading = Loading()
+        with faults.collect():
+            self.loading = resolve_loading(request.loading)
         self._faults = faults
         self._steps: Optional[int] = None
         self.validation = Validation()
@@ -89,14 +90,14 @@ class FitData:
         self.held_out: Optional[DataAdapter] = None
         self.notes: Dict[str, Any] = {}
 
-    def open(self) -> None:
+    def open(self, mode: Mode = Mode.TRAIN) -> None:
         """Training and validation data, whatever forms they have."""
         request, faults = self._request, self._faults
         own_loss = self._session.loss.in_module
-        shuffles = self._loading.overfit_batches is None
+        shuffles = self.loading.overfit_batches is None
         given = dataclasses.replace(request.data, shuffles=shuffles)
         with faults.collect():
-            self.source = get_data_adapter(given, Mode.TRAIN, own_loss)
+            self.source = get_data_adapter(given, mode, own_loss)
         with faults.collect():
             self.validation = resolve_validation(request.validation_data)
             held = DataArguments(
@@ -137,7 +138,7 @@ class FitData:
 
     def limit(self) -> None:
         """Apply all limits but those in executions."""
-        request, faults, loading = self._request, self._faults, self._loading
+        request, faults, loading = self._request, self._faults, self.loading
         with faults.collect():
             if request.steps_per_epoch is not None:
                 self._steps = at_least("steps_per_epoch", request.steps_per_epoch, 1, " or None")
@@ -156,7 +157,7 @@ class FitData:
                 self._limit_validation(self.held_out)
 
     def _limit_training(self, source: DataAdapter) -> None:
-        loading = self._loading
+        loading = self.loading
         if loading.limit_train_batches is not None:
             count = resolve_limit("limit_train_batches", loading.limit_train_batches, source)
             source.limit(count)
@@ -171,7 +172,7 @@ class FitData:
             self.notes["steps_per_epoch"] = self._steps
 
     def _limit_validation(self, held_out: DataAdapter) -> None:
-        value = self._loading.limit_val_batches
+        value = self.loading.limit_val_batches
         if value is None:
             return
         count = resolve_limit("limit_val_batches", value, held_out, least=0)
@@ -190,7 +191,7 @@ class FitData:
         work = request.ipus, request.device_iterations, request.gradient_accumulation
         with self._faults.collect():
             return training_plan(
-                self._session, source, work, self._steps, int(self._loading.fast_dev_run)
+                self._session, source, work, self._steps, int(self.loading.fast_dev_run)
             )
         return None
 
@@ -213,7 +214,7 @@ class FitData:
 
     def _validation_plan(self, source: DataAdapter, work: Dict[str, Any]) -> Optional[Plan]:
         work = self._session.resolve_work(source, False, **work)
-        dev_run, steps = int(self._loading.fast_dev_run), self.validation.steps
+        dev_run, steps = int(self.loading.fast_dev_run), self.validation.steps
         if dev_run or self.held_out is None:
             plan = self._session.plan(source, **work, gradient_accumulation=1, training=False)
             if self.held_out is None:
@@ -301,34 +302,23 @@ def resolve_limit(name: str, value: Union[int, float], source: DataAdapter, leas
     return count
 
 
-def limited_plan(
-    session: Session,
-    source: DataAdapter,
-    loading: object,
-    steps: object,
-    work: Tuple[object, object, object],
-) -> Plan:
-    """The batch algebra of a training that is limited, for ``explain``.
+def plan_of_fit(session: Session, request: FitRequest, faults: ErrorCollector) -> Optional[Plan]:
+    """The batch algebra of a training, for ``explain``, which needs no target.
 
     Args:
         session: of the model.
-        source: the training data.
-        loading: as for ``fit``.
-        steps: ``steps_per_epoch``.
-        work: ipus, device_iterations, gradient_accumulation.
+        request: the arguments.
+        faults: of the call.
 
     Raises:
         ConfigurationError: arguments that can't work.
     """
-    loading = resolve_loading(loading)
-    refuse_rivals(steps, loading, Validation())
-    if steps is not None:
-        steps = at_least("steps_per_epoch", steps, 1, " or None")
-    for name in ("limit_train_batches", "overfit_batches"):
-        limit = getattr(loading, name)
-        if limit is not None:
-            source.limit(resolve_limit(name, limit, source))
-    return training_plan(session, source, work, steps, int(loading.fast_dev_run))
+    data = FitData(session, request, faults)
+    data.open(Mode.PREDICT if request.data.y is None else Mode.TRAIN)
+    data.limit()
+    plan = data.plan()
+    faults.raise_all()
+    return plan
 
 
 def inference_plan(

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional, Sequence, Tu
 from torch import nn
 
 from ipufit.core.batch import Mode
-from ipufit.data.adapters import DataArguments, get_data_adapter
+from ipufit.data.adapters import DataArguments
 from ipufit.data.settings import Loading
 from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.optim.several import name_of_optimizer
 from ipufit.partition.request import PartitionRequest
-from ipufit.training.fit_data import limited_plan
+from ipufit.training.fit_data import FitRequest, plan_of_fit
 from ipufit.training.sanity_check import wrap_batch_errors
 from ipufit.training.session import Session, require_one_loss
 from ipufit.training.summary import check_options, sample_for, sample_of, summarize
 from ipufit.utils.console import preformatted
+from ipufit.utils.error_collector import ErrorCollector
 from ipufit.utils.names import with_hints
 from ipufit.utils.state import device_of
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["InspectionMixin"]
 
 
-@with_hints
+@with_hints("explain")
 class InspectionMixin:
     """The methods of :class:`ipufit.Model` that look without training.
 
@@ -49,8 +50,9 @@ class InspectionMixin:
     def explain(
         self,
         x: Any = None,
-        *,
+        y: object = None,
         batch_size: Optional[int] = None,
+        *,
         steps_per_epoch: Optional[int] = None,
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
@@ -61,6 +63,7 @@ class InspectionMixin:
 
         Args:
             x: as for ``fit``; None explains the last ``fit``.
+            y: as for ``fit``, and checked like there; the plan is the same without.
             batch_size: as for ``fit``.
             steps_per_epoch: as for ``fit``.
             ipus: as for ``fit``.
@@ -70,16 +73,24 @@ class InspectionMixin:
 
         Raises:
             NotCompiledError: before ``compile``.
-            ConfigurationError: neither a loader nor an earlier ``fit``.
+            ConfigurationError: neither a loader nor an earlier ``fit``; or, as for ``fit``,
+                arguments that can't work; all of them.
             PlanError: the batch algebra does not fit; with all faults.
+            DataError: data that can't be read.
         """
+        faults = ErrorCollector(of_call=True)
         session = self._compiled("explain")
         plan = session.last_plan
         if x is not None:
-            data = DataArguments("training data", x, batch_size=batch_size)
-            source = get_data_adapter(data, Mode.PREDICT, session.loss.in_module)
-            work = (ipus, device_iterations, gradient_accumulation)
-            plan = limited_plan(session, source, loading, steps_per_epoch, work)
+            request = FitRequest(
+                DataArguments("training data", x, y, batch_size=batch_size),
+                steps_per_epoch=steps_per_epoch,
+                ipus=ipus,
+                device_iterations=device_iterations,
+                gradient_accumulation=gradient_accumulation,
+                loading=loading,
+            )
+            plan = plan_of_fit(session, request, faults)
         elif (batch_size, steps_per_epoch, loading) != (None, None, None):
             raise ConfigurationError(
                 "explain needs the data that batch_size, steps_per_epoch and loading are for, got "
@@ -89,6 +100,7 @@ class InspectionMixin:
             raise ConfigurationError(
                 "explain needs a loader, explain(loader, ipus=...), or an earlier fit; got neither."
             )
+        faults.raise_all()
         print(f"{plan.explain()}\n{session.explain()}")
 
     def summary(

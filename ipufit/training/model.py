@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Model", "StepsModel", "load"]
 
 
-@with_hints
+@with_hints("compile", "fit", "evaluate", "predict", "predict_iter")
 class Model(InspectionMixin):
     """Trains, evaluates and applies a torch module as one traced program.
 
@@ -260,7 +260,7 @@ class Model(InspectionMixin):
                 "compile was called inside fit, from a callback or the data. Call it when fit has "
                 "returned."
             )
-        faults = ErrorCollector()
+        faults = ErrorCollector(of_call=True)
         config = CompileConfig.read(faults, **arguments)
         session = build_session(self.module, self._make_engine, config, faults)
         self._retire(session)
@@ -466,16 +466,20 @@ class Model(InspectionMixin):
             ConfigurationError: arguments that can't work, or not together; all of them.
             DataError: data that can't be read or fed.
         """
-        if loss is None and metrics is None:
-            session = self._compiled("evaluate")
-        else:
-            session = self._compile_to_infer(loss, metrics)
+        faults = ErrorCollector(of_call=True)
+        session = None
+        with faults.collect():
+            one_of("return_dict", return_dict, (True, False))
+        is_compiled = loss is None and metrics is None
+        with faults.collect():
+            session = None if is_compiled else self._compile_to_infer(loss, metrics)
+        # With faults in loss and metrics, the other arguments are checked all the same.
+        session = session or self._compiled("evaluate" if is_compiled else "predict")
         data = DataArguments("evaluation data", x, y, sample_weight, batch_size=batch_size)
-        one_of("return_dict", return_dict, (True, False))
         request = InferenceRequest(
             data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose
         )
-        values = fit.evaluate(self, session, request)
+        values = fit.evaluate(self, session, request, faults)
         return on_batch.as_keras_returns(values, return_dict)
 
     def predict(
@@ -520,6 +524,7 @@ class Model(InspectionMixin):
             ConfigurationError: arguments that can't work, or not together; all of them.
             DataError: data that can't be read or fed, or an output without a row per sample.
         """
+        faults = ErrorCollector(of_call=True)
         session = self._compiled("predict")
         data = DataArguments(
             "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
@@ -527,7 +532,7 @@ class Model(InspectionMixin):
         request = InferenceRequest(
             data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value
         )
-        return fit.predict(self, session, request)
+        return fit.predict(self, session, request, faults)
 
     def predict_iter(
         self,
@@ -571,6 +576,7 @@ class Model(InspectionMixin):
                 or the model was compiled or closed, in between.
             DataError: data that can't be read or fed, or an output without a row per sample.
         """
+        faults = ErrorCollector(of_call=True)
         session = self._compiled("predict_iter")
         data = DataArguments(
             "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
@@ -578,7 +584,7 @@ class Model(InspectionMixin):
         request = InferenceRequest(
             data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value
         )
-        return fit.stream(self, session, request)
+        return fit.stream(self, session, request, faults)
 
     def train_on_batch(
         self,

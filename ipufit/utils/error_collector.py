@@ -3,24 +3,51 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import operator
 import os
 import reprlib
-from typing import Any, Dict, Iterator, List, Sequence, TypeVar, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Type, TypeVar, Union
 
-from ipufit.errors import ConfigurationError, DataError, PlanError
+from ipufit.errors import ConfigurationError, DataError, PlanError, UnknownArgumentError
 
 __all__ = ["ErrorCollector", "SettingsRepr", "at_least", "folder_of", "one_of"]
 
 T = TypeVar("T")
 
+# The names that the present call has wrong, until the collector of the call takes them over.
+_wrong_names: contextvars.ContextVar[Optional[UnknownArgumentError]] = contextvars.ContextVar(
+    "wrong_names", default=None
+)
+
 
 class ErrorCollector:
-    """Collects what is wrong with the arguments of one call."""
+    """Collects what is wrong with the arguments of one call.
 
-    def __init__(self) -> None:
+    Args:
+        of_call: whether it begins with the wrong names of a call: see :meth:`beginning_with`.
+    """
+
+    def __init__(self, of_call: bool = False) -> None:
         self._errors: List[Union[ConfigurationError, DataError]] = []
+        wrong_names = _wrong_names.get() if of_call else None
+        if wrong_names is not None:
+            self._errors.append(wrong_names)
+            _wrong_names.set(None)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def beginning_with(wrong_names: UnknownArgumentError) -> Iterator[None]:
+        """Let the collector of the call in the block begin with names that are wrong.
+
+        So nothing is done of what the call does once all faults were raised.
+        """
+        token = _wrong_names.set(wrong_names)
+        try:
+            yield
+        finally:
+            _wrong_names.reset(token)
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
@@ -37,6 +64,7 @@ class ErrorCollector:
 
         Raises:
             PlanError: if all are; with every fault and the suggestions joined.
+            UnknownArgumentError: if one is.
             DataError: if all are.
             ConfigurationError: otherwise.
         """
@@ -56,8 +84,12 @@ class ErrorCollector:
         if errors and all(isinstance(error, PlanError) for error in errors):
             raise PlanError(list(texts), suggestion)
         if errors:
-            of_data = all(isinstance(error, DataError) for error in errors)
-            raise (DataError if of_data else ConfigurationError)("\n".join(texts))
+            kind: Type[Union[ConfigurationError, DataError]] = ConfigurationError
+            if any(isinstance(error, UnknownArgumentError) for error in errors):
+                kind = UnknownArgumentError
+            elif all(isinstance(error, DataError) for error in errors):
+                kind = DataError
+            raise kind("\n".join(texts))
 
 
 def at_least(name: str, value: Any, least: int, also: str = "") -> int:

@@ -9,7 +9,8 @@ import inspect
 import re
 from typing import Callable, Container, Dict, Mapping, Sequence, Type, TypeVar
 
-from ipufit.errors import ConfigurationError, UnknownArgumentError
+from ipufit.errors import ConfigurationError, IpufitError, UnknownArgumentError
+from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = [
     *("REPLACEMENTS", "RESERVED", "check_log_name", "in_validation", "matches_pattern"),
@@ -259,16 +260,26 @@ REPLACEMENTS: Mapping[str, str] = {
 _OWNERS = ("compile", "fit", "evaluate", "Model")
 
 
-def with_hints(kind: Type[T]) -> Type[T]:
-    """Let the public methods of a class say what was meant by an argument that they do not have."""
-    for name, method in list(vars(kind).items()):
-        if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
-            setattr(kind, name, _hinting(method))
-    return kind
+def with_hints(*collecting: str) -> Callable[[Type[T]], Type[T]]:
+    """Let the public methods of a class say what was meant by an argument that they do not have.
+
+    Args:
+        collecting: names of the methods that check all arguments before they do anything, with an
+            ``ErrorCollector(of_call=True)``. They say what else is wrong in the same error.
+    """
+
+    def decorate(kind: Type[T]) -> Type[T]:
+        for name, method in list(vars(kind).items()):
+            if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
+                setattr(kind, name, _hinting(method, name in collecting))
+        return kind
+
+    return decorate
 
 
-def _hinting(method: Callable[..., object]) -> Callable[..., object]:
-    parameters = list(inspect.signature(method).parameters.values())
+def _hinting(method: Callable[..., object], collects: bool) -> Callable[..., object]:
+    signature = inspect.signature(method)
+    parameters = list(signature.parameters.values())
     if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
         return method
     names = {p.name for p in parameters}
@@ -278,10 +289,35 @@ def _hinting(method: Callable[..., object]) -> Callable[..., object]:
     def call(self: object, *args: object, **kwargs: object) -> object:
         if len(args) >= most or not names.issuperset(kwargs):
             name = "Model" if method.__name__ == "__init__" else method.__name__
-            raise _unknown(type(self), name, parameters[1:], args, kwargs)
+            error = _unknown(type(self), name, parameters[1:], args, kwargs)
+            values = {name: value for name, value in kwargs.items() if name in names}
+            if collects:
+                _collect(error, signature, method, (self, *args[: most - 1]), values)
+            raise error
         return method(self, *args, **kwargs)
 
     return call
+
+
+def _collect(
+    error: UnknownArgumentError,
+    signature: inspect.Signature,
+    method: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> None:
+    """Raise the error together with what is wrong with the arguments that the method has."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return  # such as one that is missing because its name is misspelt
+    try:
+        with ErrorCollector.beginning_with(error):
+            method(*args, **kwargs)
+    except UnknownArgumentError:
+        raise
+    except IpufitError as fault:
+        raise UnknownArgumentError(f"{error}\n{fault}") from fault
 
 
 def _parameters(kind: type, method: str) -> Dict[str, inspect.Parameter]:

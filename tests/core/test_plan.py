@@ -116,7 +116,6 @@ def test_counts_agree_with_plain_chunking(plan: Plan) -> None:
     assert plan.micro_batches_per_epoch == len(micro_batches)
     assert plan.updates_per_epoch == len(updates)
     assert plan.executions_per_epoch == len(executions)
-    assert plan.full_executions_per_epoch == len(full)
     sizes = [tuple(len(micro_batch) for micro_batch in update) for update in updates]
     assert list(plan.updates(plan.samples)) == sizes
     if not rest:
@@ -379,7 +378,6 @@ def test_a_stream_has_no_epoch_counts() -> None:
     assert plan.micro_batches_per_epoch is None
     assert plan.updates_per_epoch is None
     assert plan.executions_per_epoch is None
-    assert plan.full_executions_per_epoch is None
     assert plan.tail is None
     assert "One epoch = a stream of unknown length" in plan.explain()
 

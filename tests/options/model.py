@@ -462,6 +462,7 @@ of(
     "Model.explain",
     explained,
     x=(X, X[:6]),
+    y=(Y, Y[:6]),
     batch_size=(3, 4),
     steps_per_epoch=(None, 2),
     loading=With(None, ipufit.Loading(limit_train_batches=2), batch_size=3),

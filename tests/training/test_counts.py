@@ -84,7 +84,7 @@ def test_the_plan_is_what_happens(seed):
         assert program.updates - before == plan.updates_per_epoch
         assert program.updates - before == model.history.params["updates"]
         sizes = [execution.samples for execution in program.executions]
-        full = [plan.combined_batch_size] * plan.full_executions_per_epoch
+        full = [plan.combined_batch_size] * (used // plan.combined_batch_size)
         assert sizes == full + ([plan.tail.samples] if plan.tail else [])
         for execution in program.executions:
             count = len(execution.micro_batches)
