@@ -63,11 +63,9 @@ class InferenceConfig(JobSpec):
             if request.steps is not None:
                 steps = at_least("steps", request.steps, 1, " or None")
         with faults.collect():
+            data = source or DataAdapter([], request.data.role)
             work = (request.ipus, request.device_iterations)
-            if source is not None:
-                plan = inference_plan(session, source, steps, "steps", *work)
-            else:
-                inference_plan(session, DataAdapter([], request.data.role), None, "steps", *work)
+            plan = inference_plan(session, data, steps, "steps", *work)
         callbacks, seed, level = _common(session, faults, request, mode)
         with faults.collect():
             prefetch = resolve_prefetch(request.prefetch, source, session)
