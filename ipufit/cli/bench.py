@@ -101,7 +101,7 @@ def _ways(session: Session, with_inductor: bool) -> List[_Way]:
     if name != _EMBEDDED:
         if with_inductor:
             raise ConfigurationError(
-                f"--inductor is a way of the embedded engine, but the script's model runs on the "
+                "--inductor needs the embedded engine, but the script's model runs on the "
                 f"{name} engine. Leave it out."
             )
         return [_Way(name, None)]
@@ -213,8 +213,8 @@ def _executions(job: Job) -> Iterator[Tuple[int, CombinedBatch, float]]:
                 begin = time.perf_counter()
         if is_empty:
             raise DataError(
-                f"training data must have batches every time it is read, but had none in epoch "
-                f"{epoch + 1}. Pass a DataLoader or another object whose __iter__ starts anew."
+                "training data must yield batches every time it is read, but yielded none in epoch "
+                f"{epoch + 1}. Pass a DataLoader or another object whose __iter__ starts again."
             )
 
 
@@ -291,7 +291,7 @@ def _lines(result: _Values) -> List[str]:
             f"  {way['name']:12}{way['updates_per_second']:12,.1f}"
             f"{way['samples_per_second']:12,.0f}{ratio['median']:10.2f}{spread:>20}{wait:>12}"
         )
-    lines += ["", f"Medians of {result['rounds']} rounds; waiting for data, by execution, apart."]
+    lines += ["", f"Medians of {result['rounds']} rounds, without the wait for data."]
     if result["compiled"] is not None:
         lines.append(f"The script compiles with jit={result['compiled']!r}.")
     for way in result["ways"]:
@@ -299,16 +299,16 @@ def _lines(result: _Values) -> List[str]:
             lines.append(f"{way['name']} can't run: {way['refused']}")
             continue
         if way["ran_as"] not in (None, way["name"]):
-            why = "No kernel is faster, or fits."
+            why = "No faster kernel fits."
             if way["name"] == INDUCTOR:
                 why = " ".join(way["said"])
             lines.append(f"{way['name']} ran as {way['ran_as']} here. {why}")
         if not way["agrees"]:
-            away = "far" if way["loss_away"] is None else f"{way['loss_away']:.3g}"
+            away = "infinity" if way["loss_away"] is None else f"{way['loss_away']:.3g}"
             lines.append(
-                f"WRONG: the losses of {way['name']} in the first execution are {away} from those "
-                f"of {result['ways'][0]['name']}, but may be {way['loss_may_be_away']:.3g}. "
-                "`ipufit check` says what a recorded program does not do as it is written; where "
-                "it finds nothing, please report this."
+                f"WRONG: the losses of {way['name']} in the first execution differ by {away} "
+                f"from those of {result['ways'][0]['name']}; the tolerance is "
+                f"{way['loss_may_be_away']:.3g}. `ipufit check` finds code that behaves "
+                "differently in a recorded program; if it finds nothing, please report this."
             )
     return lines

@@ -22,22 +22,22 @@ __all__ = ["add"]
 _Values = Dict[str, Any]
 
 _ABOUT = """\
-Say what is here: versions, devices, which engines can run a model and why others can't, and which
-optional packages are installed. Exit status: 0 models can be trained here, 1 a package that ipufit
-needs is missing or too old, or IPUFIT_ENGINE names an engine that can't run.
+Print what is installed: versions, devices, which engines can run a model and why others can't, and
+optional packages. Exit status: 0 if models can be trained here, 1 if a package that ipufit needs is
+missing or too old, or IPUFIT_ENGINE names an engine that can't run.
 """
 _EXAMPLES = """\
 examples:
-  ipufit doctor            for people
-  ipufit doctor --json     for programs, and to be sent with a question
+  ipufit doctor            print text
+  ipufit doctor --json     print JSON, for programs or to attach to a question
 """
 
 
 def add(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add the command to the others."""
-    what = "say what is installed, and what can run here"
+    what = "print what is installed, and what can run here"
     command = add_command(commands, "doctor", what, _ABOUT, _EXAMPLES)
-    command.add_argument("--json", action="store_true", help="print all of it as JSON")
+    command.add_argument("--json", action="store_true", help="print JSON instead of text")
     command.set_defaults(do=_do)
 
 

@@ -147,14 +147,12 @@ class Examination(abc.ABC, Generic[T]):
             pass
         except Exception:
             sys.excepthook(*sys.exc_info())
-            sys.stderr.write(
-                f"ipufit {name}: the script failed, so that the {name} is not complete.\n"
-            )
+            sys.stderr.write(f"ipufit {name}: the script failed, so the {name} is not complete.\n")
             return UNREADABLE
         if not results:
             sys.stderr.write(
-                f"ipufit {name}: the script must call fit of an ipufit.Model, but did not. Pass "
-                "the arguments with which it trains.\n"
+                f"ipufit {name}: the script must call fit of an ipufit.Model, but it did not. "
+                "Pass the arguments with which it trains.\n"
             )
             return UNREADABLE
         status, text = self.show(results)

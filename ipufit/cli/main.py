@@ -28,14 +28,14 @@ __all__ = ["main"]
 _CONFORMANCE = "conformance"
 _EXAMPLES = """\
 examples:
-  ipufit check train.py          what of train.py's model a recorded program would not do
-  ipufit plan train.py           what it takes on IPUs, by estimate
-  ipufit bench train.py          how fast it trains here, one way and another
-  ipufit run train.py --lr 0.1   a PopTorch script, with or without the Poplar SDK
-  ipufit watch runs/1            the page of a run with ipufit.Report("runs/1") while it trains
+  ipufit check train.py          find code that behaves differently once it is recorded
+  ipufit plan train.py           estimate memory and time on IPUs
+  ipufit bench train.py          compare training speeds on this machine
+  ipufit run train.py --lr 0.1   run a PopTorch script, with or without the Poplar SDK
+  ipufit watch runs/1            show the report of a training run while it goes on
 
-`ipufit COMMAND --help` says more of each.
-In bash, `eval "$(ipufit --print-completion bash)"` makes TAB complete all of it.
+`ipufit COMMAND --help` describes one command.
+In bash, `eval "$(ipufit --print-completion bash)"` turns on completion with TAB.
 """
 
 
@@ -67,7 +67,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         raise SystemExit(_status(options))
     command = commands[options.command]
     if (options.script is None) == (options.module is None):
-        command.error("give a script, or -m and a module")
+        command.error("pass a script, or -m and a module")
     execute = _found(command, options, rest)
     if options.command != "run":
         raise SystemExit(_examine(options, execute))
@@ -129,7 +129,7 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, CommandParser]]:
     """The parser of the whole command, and those of its commands, by name."""
     parser = argparse.ArgumentParser(
         prog="ipufit",
-        description="Keras' compile and fit for PyTorch, on IPUs and elsewhere.",
+        description="Keras' compile and fit for PyTorch, on CPUs, GPUs and IPUs.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -141,6 +141,6 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, CommandParser]]:
     doctor.add(commands)
     # For shells that complete it, and for --help.
     conformance.add_arguments(
-        commands.add_parser(_CONFORMANCE, help="hold the engines against PopTorch's semantics")
+        commands.add_parser(_CONFORMANCE, help="test the engines against PopTorch's semantics")
     )
     return parser, commands.choices

@@ -15,59 +15,58 @@ from ipufit.errors import ConfigurationError
 __all__ = ["add"]
 
 _ABOUT = """\
-Make the page of a run anew from what ipufit.Report(FOLDER) has written down, also of a run that
-still goes on or was killed; or, of several folders, one page that compares them. The path of the
-page is printed. Exit status: 0 it was made, 2 a folder is no report, or a file can't be written.
+Build the page of a training run again from the files of ipufit.Report(FOLDER), also while the run
+goes on or after it was killed. Several folders make one page that compares the runs. The path of
+the page is printed. Exit status: 0 if the page was written, 2 if a folder is not a report or a file
+can't be written.
 """
 _EXAMPLES = """\
 examples:
-  ipufit report runs/1                     runs/1/report.html and runs/1/trace.json
-  ipufit report runs/1 runs/2 --open       comparison.html, shown in the browser
-  ipufit report runs/* --json              final values, seconds and warnings, for programs
+  ipufit report runs/1                     write runs/1/report.html and runs/1/trace.json
+  ipufit report runs/1 runs/2 --open       write comparison.html, and show it in the browser
+  ipufit report runs/* --json              print final values, seconds and warnings as JSON
 """
 _COMPARISON = "comparison.html"
 
 _WATCH = """\
-Show the page of a run in a browser while it trains in another process, where the callback
-ipufit.Report(FOLDER) writes down what it does. The folder may be missing at first. The page brings
-itself up to date. Only this machine can reach it, at 127.0.0.1; it only reads. Ctrl-C ends it.
-Exit status: 0 it was ended, 2 the port can't be had.
+Serve the page of a run that trains in another process with the callback ipufit.Report(FOLDER). The
+folder need not exist yet. The page updates itself in the browser. The server only reads files, and
+only this machine can reach it, at 127.0.0.1. Ctrl-C ends it.
+Exit status: 0 after Ctrl-C, 2 if the port is not available.
 """
 _WATCH_EXAMPLES = """\
 examples:
-  ipufit watch runs/1                      at port 6010, or any free one where that is taken
-  ipufit watch runs/1 --port 8000 --open   in the browser, at once
-  ssh -L 6010:127.0.0.1:6010 machine       from far: then watch there, and open the address here
+  ipufit watch runs/1                      use port 6010, or a free one if that is taken
+  ipufit watch runs/1 --port 8000 --open   use port 8000, and open the browser
+  ssh -L 6010:127.0.0.1:6010 machine       watch a remote run: start watch there, open the URL here
 """
 
 
 def add(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add both commands to the others."""
-    what = "make the page of a run, or one that compares several"
+    what = "build the page of a run, or one that compares several runs"
     command = add_command(commands, "report", what, _ABOUT, _EXAMPLES)
-    command.add_argument("folders", nargs="+", metavar="folder", help="of ipufit.Report(FOLDER)")
+    command.add_argument("folders", nargs="+", metavar="folder", help="written by ipufit.Report")
     command.add_argument(
         "--output",
         metavar="FILE",
-        help="where the page goes; otherwise report.html in the folder of the run, and "
-        f"{_COMPARISON} in the present folder for several",
+        help="path of the page; default: report.html in the folder of the run, or "
+        f"{_COMPARISON} in the current directory for several runs",
     )
-    command.add_argument("--force", action="store_true", help="replace a FILE that is there")
+    command.add_argument("--force", action="store_true", help="overwrite FILE if it exists")
     command.add_argument("--open", action="store_true", help="show the page in the browser")
     command.add_argument(
         "--json",
         action="store_true",
         help="print final values, seconds by phase, samples per second and warnings as JSON, and "
-        "make no page",
+        "write no page",
     )
     command.set_defaults(do=_do)
 
     what = "show the page of a run while it trains"
     command = add_command(commands, "watch", what, _WATCH, _WATCH_EXAMPLES)
-    command.add_argument("folder", help="of ipufit.Report(FOLDER)")
-    command.add_argument(
-        "--port", type=int, metavar="N", help="to listen at; 0 is any that is free"
-    )
+    command.add_argument("folder", help="written by ipufit.Report")
+    command.add_argument("--port", type=int, metavar="N", help="port of the page; 0 is a free one")
     command.add_argument("--open", action="store_true", help="show the page in the browser")
     command.set_defaults(do=_watch)
 
@@ -103,7 +102,7 @@ def _refuse_page(options: argparse.Namespace) -> None:
     page_options = [name for name in ("output", "force", "open") if getattr(options, name)]
     if page_options:
         raise ConfigurationError(
-            f"--json makes no page, but --{page_options[0]} is about one. Leave one of them out."
+            f"--json writes no page, but --{page_options[0]} is about one. Leave one of them out."
         )
 
 
@@ -132,7 +131,7 @@ def _free(options: argparse.Namespace) -> Optional[str]:
         )
     if os.path.lexists(path) and not options.force:
         raise ConfigurationError(
-            f"{path!r} is there already. Pass --force to replace it, or --output and another file."
+            f"{path!r} exists already. Pass --force to overwrite it, or --output and another file."
         )
     return path
 
@@ -152,10 +151,10 @@ def _watch(options: argparse.Namespace) -> int:
     if os.path.exists(options.folder) and not os.path.isdir(options.folder):
         raise ConfigurationError(
             f"watch shows the folder of a report, but {options.folder!r} is a file. Pass the "
-            "folder that ipufit.Report was given."
+            "folder of ipufit.Report."
         )
     with Server(Watched(options.folder), options.port) as server:
-        sys.stdout.write(f"{server.url} shows {options.folder}; Ctrl-C ends it.\n")
+        sys.stdout.write(f"{server.url} shows {options.folder}; press Ctrl-C to stop.\n")
         sys.stdout.flush()
         if options.open:
             import webbrowser

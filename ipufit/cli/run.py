@@ -49,9 +49,9 @@ def read_script(path: str) -> Script:
     Raises:
         ScriptError: it is no file, or the system doesn't let it be read.
     """
-    wanted = "`script` must be a file of Python that can be read"
+    wanted = "`script` must be a readable Python file"
     if os.path.isdir(path):
-        raise ScriptError(f"{wanted}, but {path} is a folder. Name the file in it to run.")
+        raise ScriptError(f"{wanted}, but {path} is a folder. Pass a file in it.")
     try:
         with open(path, "rb") as file:
             return Script(path, file.read())
@@ -61,7 +61,7 @@ def read_script(path: str) -> Script:
         ) from None
     except OSError as fault:
         reason = fault.strerror or str(fault)
-        raise ScriptError(f"{wanted}, but {path} can't be: {reason}. Give another.") from None
+        raise ScriptError(f"{wanted}, but {path} can't be: {reason}. Pass another.") from None
 
 
 def enter(script: Script, arguments: Sequence[str]) -> None:
@@ -85,9 +85,9 @@ def enter_module(name: str, arguments: Sequence[str]) -> None:
     outermost = name.partition(".")[0]
     if not outermost or importlib.util.find_spec(outermost) is None:
         raise ScriptError(
-            "`-m` must be followed by the name of a module that can be imported, but there is no "
-            f"module {outermost!r}. Install it for {sys.executable}, or start in the folder that "
-            f"it is in, not in {os.getcwd()}."
+            "`-m` must be followed by the name of a module that can be imported, but there is "
+            f"no module {outermost!r}. Install it for {sys.executable}, or start in the folder "
+            f"that contains it; this one is {os.getcwd()}."
         )
 
 

@@ -12,63 +12,63 @@ from ipufit.utils.poptorch_sdk import CHOICES
 __all__ = ["NAMES", "add", "split"]
 
 _RUN = """\
-Run an existing PopTorch script, or a module as `python -m` does, with Python's own exit status,
-traceback, sys.argv and sys.path. Where it says `import poptorch`, it gets the PopTorch of the
-Poplar SDK if that is installed and can be imported, and ipufit's stand-in in plain torch otherwise;
-a line on stderr says which. Where there is no SDK, `import popart` and `import popdist` find the
-enums and the functions that scripts for one process use.
-Exit status: the script's own; 2 the command line or the script can't be read.
+Run an existing PopTorch script, or a module as `python -m` does. Exit status, traceback, sys.argv
+and sys.path are the same as with Python. `import poptorch` imports the PopTorch of the Poplar SDK
+if that is installed and works, and otherwise ipufit's stand-in in plain torch; a line on stderr
+says which. Without the SDK, `import popart` and `import popdist` bring the enums and functions that
+scripts for a single process use.
+Exit status: that of the script; 2 if the command line is wrong or the script can't be read.
 """
 _RUN_EXAMPLES = """\
 examples:
-  ipufit run train.py --lr 0.1           the script's own option stands behind it
-  ipufit run -m pytest tests             tests that import poptorch
-  ipufit run --poptorch standin pt.py    without an IPU, also where the SDK is
+  ipufit run train.py --lr 0.1           pass an option to the script
+  ipufit run -m pytest tests             run tests that import poptorch
+  ipufit run --poptorch standin pt.py    use no IPU, even if the SDK is installed
 """
 
 _CHECK = """\
-Run a script as `ipufit run` does, up to its first call of Model.fit, and check the model, the loss
-and the first micro-batch instead of training: what a recorded program would not do as it is
-written, each with file, line and what to write instead. Then the script is ended, so that nothing
-that comes after training can overwrite files with a model that was not trained. With --all it goes
-on: every fit is a check, and returns an empty History.
-Exit status: 0 nothing was found, 1 there are findings, 2 the command line or the script can't be
-read, or the script fails or fits no model.
+Run a script as `ipufit run` does, up to its first call of Model.fit. Instead of training, check the
+model, the loss and the first micro-batch for code that would behave differently in a recorded
+program. Each finding has file, line and what to write instead. The script ends there, so that its
+later lines can't overwrite files with an untrained model. With --all it continues: each call of fit
+is checked, and returns an empty History.
+Exit status: 0 if there are no findings, 1 if there are, 2 if the command line is wrong, the script
+can't be read or fails, or it never calls fit.
 """
 _CHECK_EXAMPLES = """\
 examples:
-  ipufit check train.py --epochs 3       what it would train with this option of its own
-  ipufit check --all train.py            every fit of the script, not only the first
-  ipufit check --json -m package.train   the findings, for a program
+  ipufit check train.py --epochs 3       pass an option to the script
+  ipufit check --all train.py            check every fit of the script, not only the first
+  ipufit check --json -m package.train   print the findings as JSON
 """
 
 _PLAN = """\
-Run a script as `ipufit check` does, up to its first call of Model.fit, and print what that would
-take on IPUs: micro-batches, updates and executions, then memory, work and time of every stage, by
-estimate. Nothing is trained, no IPU is needed, and the rest of the script is not run.
-Exit status: 0 every stage fits its IPU, 1 one does not, 2 the command line or the script can't be
-read, or the script fails or fits no model.
+Run a script as `ipufit check` does, up to its first call of Model.fit, and estimate what that fit
+would need on IPUs: micro-batches, updates and executions, then memory, work and time of every
+stage. Nothing is trained, no IPU is needed, and the rest of the script does not run.
+Exit status: 0 if every stage fits its IPU, 1 if one does not, 2 if the command line is wrong, the
+script can't be read or fails, or it never calls fit.
 """
 _PLAN_EXAMPLES = """\
 examples:
-  ipufit plan train.py --batch 8               what the script asks for, its own option included
-  ipufit plan --ipus-per-replica 4 train.py    the best division of the model into four stages
-  ipufit plan --json -m package.train          all numbers, for a program
+  ipufit plan train.py --batch 8               pass an option to the script
+  ipufit plan --ipus-per-replica 4 train.py    find the best division into four stages
+  ipufit plan --json -m package.train          print all numbers as JSON
 """
 
 _BENCH = """\
-Run a script as `ipufit check` does, up to its first call of Model.fit, and time the program that
-it would train, one way and another: the module itself (off), the recorded program (graph), and
-that with kernels chosen on this machine (kernels), in turns. Each way must give the losses of the
-first. Weights, optimizer and data are left as they were, and the rest of the script is not run.
-Exit status: 0 all ways give the same losses, 1 one does not, 2 the command line or the script
-can't be read, or the script fails or fits no model.
+Run a script as `ipufit check` does, up to its first call of Model.fit, and time that training in
+several ways, in turns: the module itself (off), the recorded program (graph), and the recorded
+program with kernels chosen on this machine (kernels). All must give the losses of the module
+itself. Weights, optimizer and data do not change, and the rest of the script does not run.
+Exit status: 0 if all ways give the same losses, 1 if one does not, 2 if the command line is wrong,
+the script can't be read or fails, or it never calls fit.
 """
 _BENCH_EXAMPLES = """\
 examples:
-  ipufit bench train.py                  ten seconds, and the time that recording takes
-  ipufit bench --seconds 60 train.py     on a machine with other work
-  ipufit bench --inductor train.py       compiled into a library too, which takes a minute
+  ipufit bench train.py                  ten seconds, plus the time for recording
+  ipufit bench --seconds 60 train.py     for a machine that is busy with other work
+  ipufit bench --inductor train.py       also compiled with TorchInductor, which takes a minute
 """
 
 # These run what is not ours: what stands behind it on the command line is its own.
@@ -86,45 +86,45 @@ def add(commands: argparse._SubParsersAction[CommandParser]) -> None:
     run.add_argument(
         "--claim-ipus",
         action="store_true",
-        help="let the stand-in tell scripts that ask that there are IPUs; nothing else changes",
+        help="make the stand-in report IPUs to scripts that look for them; nothing else changes",
     )
 
-    what, options = "check what a script would train", f"[--json] [--all] {which}"
+    what, options = "check the model of a script before training", f"[--json] [--all] {which}"
     check = _add(commands, "check", what, _CHECK, _CHECK_EXAMPLES, options)
     _take_json(check, "the findings")
     check.add_argument(
-        "--all", action="store_true", help="go on after the first fit, and check every one"
+        "--all", action="store_true", help="continue after the first fit, and check every one"
     )
 
-    what = "say what a script's model takes on IPUs"
+    what = "estimate what a script's model needs on IPUs"
     options = f"[--ipus N] [--ipus-per-replica N] [--json] {which}"
     plan = _add(commands, "plan", what, _PLAN, _PLAN_EXAMPLES, options)
     plan.add_argument(
-        "--ipus", type=_count, metavar="N", help="in all, instead of those that fit is called with"
+        "--ipus", type=_count, metavar="N", help="total number of IPUs; replaces that of fit"
     )
     plan.add_argument(
         "--ipus-per-replica",
         type=_count,
         metavar="N",
-        help="divide the model into so many stages, as evenly as can be, instead of what compile "
-        "asks for",
+        help="divide the model into N stages, as evenly as possible; replaces the division that "
+        "compile was given",
     )
     _take_json(plan, "the plan")
 
-    what, options = "time what a script would train", f"[--seconds S] [--inductor] [--json] {which}"
+    what, options = "time the training of a script", f"[--seconds S] [--inductor] [--json] {which}"
     bench = _add(commands, "bench", what, _BENCH, _BENCH_EXAMPLES, options)
     bench.add_argument(
         "--seconds",
         type=_duration,
         default=10.0,
         metavar="S",
-        help="for all that is timed (10); recording comes on top, and each way is timed three "
-        "times at least",
+        help="seconds for all measurements (default: 10), not counting the recording; each way is "
+        "timed at least three times",
     )
     bench.add_argument(
         "--inductor",
         action="store_true",
-        help="time the program compiled with TorchInductor too; needs a C++ compiler",
+        help="also time the program compiled with TorchInductor; needs a C++ compiler",
     )
     _take_json(bench, "the times")
 
@@ -140,19 +140,19 @@ def _add(
     """Add a command, with the arguments that say what to run."""
     usage = f"%(prog)s [-h] {options} {{script,-m module}} [arguments ...]"
     command = add_command(commands, name, what, about, examples, usage)
-    command.advice = "Arguments of the script stand behind it."
+    command.advice = "Put arguments of the script after it."
     command.add_argument(
         "--poptorch",
         choices=CHOICES,
         default="auto",
-        help="which PopTorch the script imports: the SDK's if it works (auto, the default), "
-        "the SDK's or an error (sdk), ipufit's (standin)",
+        help="which PopTorch the script imports: auto (the default) is the SDK's if it works, and "
+        "else ipufit's stand-in; sdk is the SDK's or an error; standin is ipufit's",
     )
     command.add_argument(
-        "-m", dest="module", help=f"the module to {name}; what follows it is its own"
+        "-m", dest="module", help=f"the module to {name}; arguments after it are passed to it"
     )
     command.add_argument(
-        "script", nargs="?", help=f"the file to {name}; what follows it is its own"
+        "script", nargs="?", help=f"the file to {name}; arguments after it are passed to it"
     )
     return command
 

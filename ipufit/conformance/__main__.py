@@ -9,16 +9,16 @@ from typing import Optional, Sequence
 __all__ = ["ENGINES", "add_arguments", "main"]
 
 _ABOUT = """\
-Run the cases that fix what PopTorch's words mean, each against a loop written by hand, and print a
-table. Exit status: 0 all that is judged passed, 1 a case failed, 2 the command line asks for what
-is not there.
+Run the test cases that define PopTorch's semantics, each against a hand-written loop, and print a
+table. Exit status: 0 if no case failed, 1 if one did, 2 if the command line names an engine or a
+case that does not exist here.
 """
 _EXAMPLES = """\
 examples:
-  {prog}                                         every case, on whatever is here
-  {prog} --engine standin --only 'training/*'    some, on PopTorch's API in plain torch
-  {prog} --json table.json                       a file to be sent on
-  {prog} --kit kit.json                          that, with programs and speeds, in an hour
+  {prog}                                         run every case on every engine
+  {prog} --engine standin --only 'training/*'    run some cases on the stand-in for PopTorch
+  {prog} --json table.json                       also write the table to a file
+  {prog} --kit kit.json                          also run programs and a benchmark; takes an hour
 """
 # The names of ``ipufit.conformance.implementations``, whose import takes a while.
 ENGINES = ("embedded", "poptorch", "standin")
@@ -29,20 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine",
         choices=ENGINES,
-        help="what is examined; without it, one after the other, whatever is on this machine",
+        help="the engine to test; default: every one on this machine, one after another",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the table to a file, too")
+    parser.add_argument("--json", metavar="FILE", help="also write the table to a file")
     parser.add_argument(
         "--kit",
         metavar="FILE",
-        help="run published programs and a small benchmark, too, and write all of it to a file "
-        "that can be sent back",
+        help="also run published programs and a small benchmark, and write all results to a file "
+        "to send back",
     )
     parser.add_argument(
         "--only",
         metavar="PATTERN",
         action="append",
-        help="run the cases whose name fits, such as 'training/*'; may be given again",
+        help="run only cases whose name matches, such as 'training/*'; can be repeated",
     )
 
 

@@ -104,7 +104,7 @@ def test_people_read_a_table(command, monkeypatch):
     assert lines[3].split()[3:6] == ["1.00", "(1.00,", "1.00)"]
     assert lines[-2:] == [
         "The script compiles with jit='auto'.",
-        "kernels ran as graph here. No kernel is faster, or fits.",
+        "kernels ran as graph here. No faster kernel fits.",
     ]
 
 
@@ -114,11 +114,11 @@ def test_a_fast_wrong_answer_is_a_failure(command):
     status, out, _ = command("bench", COUNTING + FIT.format(""), *SHORT)
     assert status == 1
     (graph, kernels) = [line for line in out.splitlines() if line.startswith("WRONG")]
-    assert graph.startswith("WRONG: the losses of graph in the first execution are ")
-    assert kernels.startswith("WRONG: the losses of kernels in the first execution are ")
+    assert graph.startswith("WRONG: the losses of graph in the first execution differ by ")
+    assert kernels.startswith("WRONG: the losses of kernels in the first execution differ by ")
     assert graph.endswith(
-        ". `ipufit check` says what a recorded program does not do as it is written; where it "
-        "finds nothing, please report this."
+        ". `ipufit check` finds code that behaves differently in a recorded program; if it finds "
+        "nothing, please report this."
     )
 
 
@@ -181,8 +181,8 @@ def test_another_engine_has_one_way(bench):
     status, _, err = bench(text, "--inductor")
     assert (status, err) == (
         2,
-        "ipufit bench: --inductor is a way of the embedded engine, but the script's model runs on "
-        "the ipu-standin engine. Leave it out.\n",
+        "ipufit bench: --inductor needs the embedded engine, but the script's model runs on the "
+        "ipu-standin engine. Leave it out.\n",
     )
 
 

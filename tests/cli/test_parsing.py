@@ -5,7 +5,7 @@ import pytest
 from ipufit.cli.main import main
 
 KNOWN = "Known names: bench, check, conformance, doctor, plan, report, run, watch."
-BEHIND = "Arguments of the script stand behind it."
+BEHIND = "Put arguments of the script after it."
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_fault_of_the_script_keeps_its_traceback(command):
     status, _, err = command("plan", "made(nn.Linear(4, 3), jit='fast')\n")
     assert status == 2
     assert "Traceback" in err
-    assert err.endswith("ipufit plan: the script failed, so that the plan is not complete.\n")
+    assert err.endswith("ipufit plan: the script failed, so the plan is not complete.\n")
 
 
 @pytest.mark.parametrize("given", ["0", "-2", "2.5", "two"])

@@ -136,8 +136,8 @@ def test_a_syntax_error_is_shown_without_frames(tmp_path, imports, capsys):
     ("name", "text"),
     [
         ("absent.py", f"{{}} does not exist. The path is relative to {os.getcwd()}."),
-        ("", "{} is a folder. Name the file in it to run."),
-        ("there.py/in.py", "{} can't be: Not a directory. Give another."),
+        ("", "{} is a folder. Pass a file in it."),
+        ("there.py/in.py", "{} can't be: Not a directory. Pass another."),
     ],
 )
 def test_a_script_that_cannot_be_read_is_refused(name, text, tmp_path, capsys):
@@ -147,7 +147,7 @@ def test_a_script_that_cannot_be_read_is_refused(name, text, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["run", path])
     assert caught.value.code == 2
-    wanted = "ipufit run: `script` must be a file of Python that can be read, but "
+    wanted = "ipufit run: `script` must be a readable Python file, but "
     assert capsys.readouterr().err == wanted + text.format(path) + "\n"
 
 
@@ -197,9 +197,9 @@ def test_a_module_that_is_not_there_is_refused(imports, capsys):
         main(["run", "-m", "no_such_module.part"])
     assert caught.value.code == 2
     assert capsys.readouterr().err == (
-        "ipufit run: `-m` must be followed by the name of a module that can be imported, but there "
-        f"is no module 'no_such_module'. Install it for {sys.executable}, or start in the folder "
-        f"that it is in, not in {os.getcwd()}.\n"
+        "ipufit run: `-m` must be followed by the name of a module that can be imported, but "
+        f"there is no module 'no_such_module'. Install it for {sys.executable}, or start in the "
+        f"folder that contains it; this one is {os.getcwd()}.\n"
     )
 
 
@@ -207,7 +207,7 @@ def test_the_command_line_is_checked(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["run", "--quiet"])
     assert caught.value.code == 2
-    assert "error: give a script, or -m and a module" in capsys.readouterr().err
+    assert "error: pass a script, or -m and a module" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
         main(["run", "--poptorch", "other", "script.py"])
     assert caught.value.code == 2

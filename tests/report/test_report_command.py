@@ -64,7 +64,7 @@ def test_several_folders_are_compared(tmp_path, capsys, page, monkeypatch):
     assert run(capsys, *folders) == (
         2,
         "",
-        "ipufit report: 'comparison.html' is there already. Pass --force to replace it, or "
+        "ipufit report: 'comparison.html' exists already. Pass --force to overwrite it, or "
         "--output and another file.\n",
     )
     assert run(capsys, *folders[::-1], "--force")[0] == 0
@@ -151,7 +151,7 @@ def test_json_and_a_page_do_not_go_together(option, tmp_path, capsys):
     status, out, err = run(capsys, written(tmp_path / "run"), "--json", *option)
     assert (status, out) == (2, "")
     assert err == (
-        f"ipufit report: --json makes no page, but {option[0]} is about one. Leave one of them "
+        f"ipufit report: --json writes no page, but {option[0]} is about one. Leave one of them "
         "out.\n"
     )
 

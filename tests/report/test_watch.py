@@ -298,8 +298,8 @@ def test_a_file_can_not_be_watched(tmp_path, capsys):
         main(["watch", str(file)])
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        f"ipufit watch: watch shows the folder of a report, but {str(file)!r} is a file. Pass the "
-        "folder that ipufit.Report was given.\n"
+        f"ipufit watch: watch shows the folder of a report, but {str(file)!r} is a file. Pass "
+        "the folder of ipufit.Report.\n"
     )
 
 

@@ -36,8 +36,8 @@ x, y = torch.randn(8, 4), torch.arange(8) % 3
 FAULTY = "made(Net()).fit(x, y, batch_size=4)\n"
 CLEAN = "made(nn.Linear(4, 3)).fit(x, y, batch_size=4, epochs=1000000)\n"
 NO_FIT = (
-    "ipufit check: the script must call fit of an ipufit.Model, but did not. Pass the arguments "
-    "with which it trains.\n"
+    "ipufit check: the script must call fit of an ipufit.Model, but it did not. Pass the "
+    "arguments with which it trains.\n"
 )
 
 
@@ -122,7 +122,7 @@ def test_a_script_that_fails_is_not_clean(check):
     assert status == 2
     assert "DataError: check: layer '" in err
     assert " needs 4 features in the last dimension, got shape (4, 2), dtype float32, at " in err
-    assert err.endswith("ipufit check: the script failed, so that the check is not complete.\n")
+    assert err.endswith("ipufit check: the script failed, so the check is not complete.\n")
 
 
 def test_what_cannot_be_read_is_refused(capsys):
@@ -130,7 +130,7 @@ def test_what_cannot_be_read_is_refused(capsys):
     with pytest.raises(SystemExit) as end:
         main(["check", "absent.py"])
     assert end.value.code == 2
-    text = "ipufit check: `script` must be a file of Python that can be read, but absent.py does"
+    text = "ipufit check: `script` must be a readable Python file, but absent.py does"
     assert capsys.readouterr().err.startswith(text)
     with pytest.raises(SystemExit) as end:
         main(["check"])
@@ -142,8 +142,8 @@ def test_help_says_what_becomes_of_the_script(capsys):
     with pytest.raises(SystemExit):
         main(["check", "--help"])
     out = " ".join(capsys.readouterr().out.split())
-    assert "Then the script is ended, so that nothing that comes after training" in out
-    assert "Exit status: 0 nothing was found, 1 there are findings, 2 the command line" in out
+    assert "The script ends there, so that its later lines can't overwrite files" in out
+    assert "Exit status: 0 if there are no findings, 1 if there are, 2 if the command line" in out
 
 
 @pytest.mark.long
