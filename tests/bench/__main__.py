@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Dict, List, Sequence
+from typing import Collection, Dict, List, Sequence
 
 from tests.bench.costs import (
     Cost,
@@ -22,6 +22,7 @@ from tests.bench.costs import (
 )
 from tests.bench.curves import CURVES, Rounds, medians
 from tests.bench.peers import COMPILED, LOSSES, PEERS
+from tests.bench.real import REAL
 from tests.bench.report import Result, machine, points_table, summary, table, times, write
 from tests.bench.running import Running
 from tests.bench.shares import SHARES
@@ -29,7 +30,8 @@ from tests.bench.workloads import WORKLOADS
 
 # Losses of the first updates must agree with those of the first peer to this share.
 AGREEMENT = 2e-3
-PARTS = ("peers", "curves", "costs")
+PARTS = ("peers", "real", "curves", "costs")
+ALL = {**WORKLOADS, **REAL}
 TIMES_PLOT = "benchmarks-times.svg"
 PEERS_PLOT, CURVES_PLOT = "benchmarks-peers.svg", "benchmarks-curves.svg"
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -74,6 +76,7 @@ def measured(workloads: Sequence[str], names: Sequence[str], extent: Extent) -> 
 
 def _in_turn(workload: str, peers: Sequence[Running], extent: Extent) -> List[Result]:
     what = {"workload": workload, "updates": extent.updates}
+    peers = [peer for peer in peers if ALL[workload].has(peer.name)]
     for peer in peers:
         peer.ask(do="rounds", epochs=1, **what)  # records, compiles, starts
     losses = [peer.ask(do="losses", count=LOSSES, **what)["losses"] for peer in peers]
@@ -162,10 +165,19 @@ def tables(
 
 
 def first(results: Sequence[Result]) -> List[str]:
-    """What a page begins with: the result as a picture and as a sentence."""
-    if not results:
-        return []
-    return [f"![Time of an update, as bars]({TIMES_PLOT})", summary(times(results))]
+    """What a page begins with: a picture, and a sentence for each kind of model."""
+    small, real = of(results, WORKLOADS), of(results, REAL)
+    parts = []
+    if small:
+        parts += [f"![Time of an update, as bars]({TIMES_PLOT})", summary(times(small))]
+    if real:
+        parts.append(f"Of {', '.join(times(real))}: {summary(times(real))}")
+    return parts
+
+
+def of(results: Sequence[Result], workloads: Collection[str]) -> List[Result]:
+    """The results of these workloads."""
+    return [result for result in results if result.workload in workloads]
 
 
 def _names(quick: bool) -> List[str]:
@@ -180,7 +192,7 @@ def main() -> None:
         "--quick", action="store_true", help="a look, after which nothing is written"
     )
     parser.add_argument("--part", action="append", choices=PARTS)
-    parser.add_argument("--workload", action="append", choices=sorted(WORKLOADS))
+    parser.add_argument("--workload", action="append", choices=sorted(ALL))
     parser.add_argument("--peer", action="append", choices=list(PEERS))
     parser.add_argument("--rounds", type=int, help="of the peers and of the curves")
     parser.add_argument("--folder", type=Path, default=_DOCS, help="of the page that is written")
@@ -191,10 +203,13 @@ def main() -> None:
     parts = asked.part or PARTS
     start = time.perf_counter()
     results: List[Result] = []
-    if "peers" in parts:
-        workloads, names = asked.workload or list(WORKLOADS), asked.peer or _names(asked.quick)
-        groups = [workloads] if extent.shared else [[name] for name in workloads]
-        results = [one for group in groups for one in measured(group, names, extent)]
+    of_parts = [*(WORKLOADS if "peers" in parts else ()), *(REAL if "real" in parts else ())]
+    workloads, names = asked.workload or of_parts, asked.peer or _names(asked.quick)
+    groups = [workloads] if extent.shared else [[name] for name in workloads]
+    for group in groups if of_parts else ():
+        # A process for each peer that trains any of them.
+        own = [name for name in names if any(ALL[each].has(name) for each in group)]
+        results += measured(group, own, extent)
     curves = scaled(extent) if "curves" in parts else {}
     found = costs(extent, curves) if "costs" in parts else []
     minutes = (time.perf_counter() - start) / 60
@@ -207,8 +222,9 @@ def main() -> None:
     if not (asked.quick or asked.workload or asked.peer or asked.part):
         from tests.bench.plots import plot_curves, plot_ratios, plot_times
 
-        plot_times(times(results), asked.folder / TIMES_PLOT)
-        plot_ratios(results, asked.folder / PEERS_PLOT)
+        small = of(results, WORKLOADS)
+        plot_times(times(small), asked.folder / TIMES_PLOT)
+        plot_ratios(small, asked.folder / PEERS_PLOT)
         plot_curves(curves, asked.folder / CURVES_PLOT)
         write(asked.folder / "benchmarks.md", page)
 

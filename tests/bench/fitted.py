@@ -10,7 +10,7 @@ from torch import nn
 
 import ipufit
 from ipufit.callbacks import Callback, LambdaCallback
-from tests.bench.workloads import LEARNING_RATE
+from tests.bench.workloads import LEARNING_RATE, Batches
 
 __all__ = ["Marks", "compiled", "first_losses", "seconds_of_epochs"]
 
@@ -32,11 +32,11 @@ class Marks(Callback):
         self.epochs.append(time.perf_counter() - self._start)
 
 
-def compiled(module: nn.Module, **options: Any) -> ipufit.Model:
-    """With the optimizer and the loss of every peer, and these options of ``compile``."""
+def compiled(module: nn.Module, loss: Any = "cross_entropy", **options: Any) -> ipufit.Model:
+    """With the optimizer of every peer, and these options of ``compile``."""
     model = ipufit.Model(module, engine="embedded")
     optimizer = torch.optim.Adam(model.module.parameters(), LEARNING_RATE)
-    model.compile(optimizer, "cross_entropy", **options)
+    model.compile(optimizer, loss, **options)
     return model
 
 
@@ -52,11 +52,11 @@ def seconds_of_epochs(model: ipufit.Model, x: Any, y: Any, **how: Any) -> Callab
     return rounds
 
 
-def first_losses(model: ipufit.Model, x: Any, y: Any, batch: int) -> List[float]:
-    """Of every update of an epoch."""
+def first_losses(model: ipufit.Model, batches: Batches) -> List[float]:
+    """Of the update of each batch."""
     found: List[float] = []
     each = LambdaCallback(on_train_batch_end=lambda _, logs: found.append(logs["loss"]))
-    model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, seed=0, callbacks=[each])
+    model.fit(batches, verbose=0, seed=0, callbacks=[each])
     # A bar shows the mean of all losses so far.
     totals = [0.0, *((i + 1) * mean for i, mean in enumerate(found))]
     return [after - before for before, after in zip(totals, totals[1:])]

@@ -97,7 +97,7 @@ def fits(work: Workload, device_iterations: int, **options: Any) -> Any:
     """Seconds of epochs of ``fit``, and the losses of its first updates."""
     x, y = work.tensors()
     own = compiled(work.module().cuda(), **options)
-    losses = first_losses(own, x, y, work.batch)[:LOSSES]
+    losses = first_losses(own, work.batches(LOSSES))
     model = compiled(work.module().cuda(), **options)
     how = {"batch_size": work.batch, "device_iterations": device_iterations}
     return seconds_of_epochs(model, x, y, **how), losses

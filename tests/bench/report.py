@@ -23,9 +23,11 @@ _BEST_KNOWN = {
     "skorch": "skorch",
     "Keras, torch": "Keras on torch",
     "Keras, JAX, steps_per_execution=32": "Keras on JAX",
+    "Trainer of transformers": "Trainer of transformers",
+    "Accelerate": "Accelerate",
 }
 
-_VERSIONS = ("torch", "lightning", "keras", "jax", "skorch", "numpy")
+_VERSIONS = ("torch", "lightning", "keras", "jax", "skorch", "numpy", "transformers")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,13 +3,14 @@
 import contextlib
 import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
 
 from tests.bench import costs as bench_costs
 from tests.bench import curves, shares
-from tests.bench.__main__ import Extent, check, first, measured, tables
+from tests.bench.__main__ import ALL, Extent, check, first, measured, tables
 from tests.bench.costs import (
     Cost,
     cost_table,
@@ -37,8 +38,12 @@ def has_fused_adam():
     return True
 
 
+# Of torch alone; those of other packages are compared by `nox -s bench`.
+_OF_TORCH = ("tabular", "tagger", "unet")
+
+
 @pytest.mark.few
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("workload", [*WORKLOADS, *_OF_TORCH])
 @pytest.mark.parametrize(
     "peer", [*(n for n in PEERS if n.startswith(OWN) and n != COMPILED), BY_HAND]
 )
@@ -46,10 +51,39 @@ def test_peers_train_the_same(peer, workload):
     """Those that need nothing but torch; `nox -s bench` compares all before it times any."""
     if peer == BY_HAND and not has_fused_adam():
         pytest.skip("this torch has no fused Adam for the CPU")
-    work = WORKLOADS[workload]
+    work = ALL[workload]
     _, wanted = PEERS["eager loop, DataLoader"](work)
     _, own = PEERS[peer](work)
     check(workload, peer, own(3), "by hand", wanted(3))
+
+
+def test_a_batch_of_the_tagger_is_of_one_bucket():
+    """Each sentence once, cut behind its end at the latest; few are left over."""
+    work = ALL["tagger"]
+    x, _ = work.tensors()
+    batches = work.batches()
+    assert {words.shape[1] for words, _ in batches} == {16, 32, 48, 64}
+    for words, classes in batches:
+        assert words.shape == classes.shape == (work.batch, words.shape[1])
+        assert (words[:, -16:] != 0).any(1).all()
+        assert ((words == 0) == (classes == -100)).all()
+    whole = [row for words, _ in batches for row in words.sum(1).tolist()]
+    assert len(x) - 4 * work.batch < len(whole) <= len(x)
+    assert not Counter(whole) - Counter(x.sum(1).tolist())
+
+
+def test_workloads_say_which_peers_train_them():
+    asked = {name: [peer for peer in PEERS if ALL[name].has(peer)] for name in ("mlp", "bert")}
+    assert [peer for peer in PEERS if peer not in asked["mlp"]] == [
+        "Trainer of transformers",
+        "Accelerate",
+    ]
+    assert [peer for peer in PEERS if peer not in asked["bert"]] == [
+        "Keras, torch",
+        "Keras, JAX",
+        "Keras, JAX, steps_per_execution=32",
+        "skorch",
+    ]
 
 
 def test_a_peer_that_trains_something_else_is_not_timed():

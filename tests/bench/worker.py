@@ -18,19 +18,21 @@ def main() -> None:
 
     def make() -> Any:
         from tests.bench.peers import PEERS
+        from tests.bench.real import REAL
         from tests.bench.workloads import WORKLOADS
 
         made: Dict[Any, Any] = {}
 
         def answer(asked: Dict[str, Any]) -> Dict[str, Any]:
-            work = WORKLOADS[asked["workload"]].of(asked["updates"])
+            work = {**WORKLOADS, **REAL}[asked["workload"]].of(asked["updates"])
             if work not in made:
                 made[work] = PEERS[name](work)
             rounds, first = made[work]
             if asked["do"] == "losses":
                 found = {"losses": first(asked["count"])}
             else:
-                found = {"seconds": [value / work.updates for value in rounds(asked["epochs"])]}
+                updates = len(work.batches())
+                found = {"seconds": [value / updates for value in rounds(asked["epochs"])]}
             found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             return found
 

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LEARNING_RATE", "WORKLOADS", "Workload"]
+__all__ = ["LEARNING_RATE", "WORKLOADS", "Batches", "Workload"]
 
 LEARNING_RATE = 1e-3
 CLASSES = 10
+# Peers that train some workloads only, by the first word of their names.
+OTHERS = ("Lightning", "Keras", "skorch", "Trainer", "Accelerate")
+
+LOSS_FUNCTIONS: Dict[str, Callable[[Any, Any], Tensor]] = {
+    "cross_entropy": nn.functional.cross_entropy,
+    "mse": nn.functional.mse_loss,
+}
+
+# Inputs and targets, batch by batch.
+Batches = List[Tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One model with its data; Adam, cross-entropy, samples in order.
+    """One model with its data; Adam, samples in order.
 
     Attributes:
         name: for the report.
         batch: samples of an update.
         updates: of an epoch.
         module: makes the torch module, the same weights each time.
-        data: inputs and classes for a number of samples.
-        keras: given the torch module, makes a Keras model with its weights.
+        data: inputs and targets for a number of samples.
+        keras: given the torch module, makes a Keras model with its weights; None for no twin.
         for_keras: inputs in Keras' layout.
+        loss: by ipufit's name.
+        cuts: given an epoch's inputs and targets, the batches, where they vary in length.
+        peers: others that train such models, by the first word of their names.
     """
 
     name: str
@@ -34,8 +47,29 @@ class Workload:
     updates: int
     module: Callable[[], nn.Module]
     data: Callable[[int], Tuple[Tensor, Tensor]]
-    keras: Callable[[nn.Module], Any]
-    for_keras: Callable[[Tensor], np.ndarray]
+    keras: Optional[Callable[[nn.Module], Any]] = None
+    for_keras: Optional[Callable[[Tensor], np.ndarray]] = None
+    loss: str = "cross_entropy"
+    cuts: Optional[Callable[[Tensor, Tensor, int], Batches]] = None
+    peers: Tuple[str, ...] = ("Lightning", "Keras", "skorch")
+
+    @property
+    def loss_function(self) -> Callable[[Any, Any], Tensor]:
+        """The loss, of outputs and targets."""
+        return LOSS_FUNCTIONS[self.loss]
+
+    def batches(self, count: int = 0) -> Batches:
+        """The first batches of an epoch; 0 for all."""
+        x, y = self.tensors()
+        if self.cuts is not None:
+            return self.cuts(x, y, self.batch)[: count or None]
+        starts = range(0, (count or self.updates) * self.batch, self.batch)
+        return [(x[start : start + self.batch], y[start : start + self.batch]) for start in starts]
+
+    def has(self, peer: str) -> bool:
+        """Say whether a peer trains such a model."""
+        word = peer.split()[0].rstrip(",")
+        return word in self.peers if word in OTHERS else True
 
     def of(self, updates: int) -> Workload:
         """The same with at most so many updates an epoch; 0 for all."""
