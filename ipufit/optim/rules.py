@@ -3,15 +3,15 @@
 A rule changes a flat parameter tensor in place. What depends on hyper-parameters and on the number
 of updates is worked out on the host in double precision, for all updates of an execution at once,
 and reaches the program as 0-dim tensors: a change of learning rate needs no new program. What
-decides the shape of the arithmetic (Nesterov or not, centred or not) is read once from the
-parameter group. Only operators that torch 2.0.1 records as well are used: no ``_foreach_``, no
-``value=`` that wants a Python number.
+decides the arithmetic (Nesterov or not, centred or not, a momentum or none) is read from the
+parameter group when a rule is made. Only operators that torch 2.0.1 records as well are used: no
+``_foreach_``, no ``value=`` that wants a Python number.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type
+from typing import Any, ClassVar, Dict, List, Mapping, Optional, Sequence, Tuple, Type
 
 import torch
 from torch import Tensor
@@ -36,29 +36,28 @@ class OptimizerRule:
         counted: whether torch keeps a "step" for every parameter. False: it keeps none, and a
             parameter has been updated before if it has a state tensor.
         by_parameter: whether what happens to an element depends on others of its parameter.
-        switched: settings that must stay on, or off, while a program lives.
-        tensors: names of the state tensors that have the parameter's shape, as torch names them.
+        switched: settings that decide what is computed by whether they are on.
+        all_tensors: names of the state tensors that have the parameter's shape, as torch names
+            them, each with the setting that must be on for it; None: none.
+        tensors: names of those that the group needs.
         decay, maximize: whether weights decay, whether the gradient is climbed.
     """
 
     counted = True
     by_parameter = False
     switched: Tuple[str, ...] = ("weight_decay", "maximize")
+    all_tensors: ClassVar[Mapping[str, Optional[str]]] = {}
 
     def __init__(self, group: Group) -> None:
-        self.tensors = self.state_names(group)
+        needed = self.all_tensors.items()
+        self.tensors = tuple(name for name, on in needed if on is None or group.get(on))
         self.decay = bool(group["weight_decay"])
         self.maximize = bool(group.get("maximize"))
 
     @classmethod
     def switches(cls, group: Group) -> Tuple[object, ...]:
-        """Settings that must stay as they are while a program lives."""
+        """Settings that decide what is computed."""
         return tuple(bool(group.get(name)) for name in cls.switched)
-
-    @classmethod
-    def state_names(cls, group: Group) -> Tuple[str, ...]:
-        """Names of the state tensors that the group needs."""
-        return ()
 
     def coefficients(self, group: Group, step: float) -> List[float]:
         """The numbers of one update, the group's ``step``-th (from 1), for :meth:`update`."""
@@ -84,15 +83,12 @@ class SGDRule(OptimizerRule):
 
     counted = False
     switched = (*OptimizerRule.switched, "momentum", "dampening", "nesterov")
+    all_tensors: ClassVar[Mapping[str, Optional[str]]] = {"momentum_buffer": "momentum"}
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.dampening = bool(group["dampening"])
         self.nesterov = bool(group["nesterov"])
-
-    @classmethod
-    def state_names(cls, group: Group) -> Tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] else ()
 
     def coefficients(self, group: Group, step: float) -> List[float]:
         # The first update takes the gradient whole; dampening starts with the second. Without
@@ -120,15 +116,15 @@ class AdamRule(OptimizerRule):
 
     decoupled = False
     switched = (*OptimizerRule.switched, "amsgrad", "decoupled_weight_decay")
+    all_tensors: ClassVar[Mapping[str, Optional[str]]] = {
+        "exp_avg": None,
+        "exp_avg_sq": None,
+        "max_exp_avg_sq": "amsgrad",
+    }
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.decoupled = self.decoupled or bool(group.get("decoupled_weight_decay"))
-
-    @classmethod
-    def state_names(cls, group: Group) -> Tuple[str, ...]:
-        extra = ("max_exp_avg_sq",) if group.get("amsgrad") else ()
-        return ("exp_avg", "exp_avg_sq", *extra)
 
     def coefficients(self, group: Group, step: float) -> List[float]:
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
@@ -165,14 +161,7 @@ class LAMBRule(OptimizerRule):
     """LAMB (You et al. 2020, Algorithm 2), as :class:`ipufit.optim.LAMB`."""
 
     by_parameter = True
-
-    @classmethod
-    def switches(cls, group: Group) -> Tuple[object, ...]:
-        return (*super().switches(group), group["max_weight_norm"])
-
-    @classmethod
-    def state_names(cls, group: Group) -> Tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+    all_tensors: ClassVar[Mapping[str, Optional[str]]] = {"exp_avg": None, "exp_avg_sq": None}
 
     def coefficients(self, group: Group, step: float) -> List[float]:
         beta1, beta2 = group["betas"]
@@ -213,12 +202,11 @@ class RMSpropRule(OptimizerRule):
 
     tensorflow = False
     switched = (*OptimizerRule.switched, "momentum", "centered")
-
-    @classmethod
-    def state_names(cls, group: Group) -> Tuple[str, ...]:
-        momentum = ("momentum_buffer",) if group["momentum"] else ()
-        mean = ("grad_avg",) if group["centered"] else ()
-        return ("square_avg", *momentum, *mean)
+    all_tensors: ClassVar[Mapping[str, Optional[str]]] = {
+        "square_avg": None,
+        "momentum_buffer": "momentum",
+        "grad_avg": "centered",
+    }
 
     def coefficients(self, group: Group, step: float) -> List[float]:
         share = 1 - group["alpha"]

@@ -348,18 +348,6 @@ def test_a_learning_rate_changed_by_a_callback_is_used():
     assert_equal(net, other)
 
 
-@pytest.mark.long("ipu-standin")
-def test_a_change_that_the_program_cannot_follow_is_refused():
-    """Ignoring it would be a wrong result without an error."""
-    net = MLP().double()
-    model = ipufit.Model(net)
-    model.compile(SGD(net.parameters(), lr=0.1), "cross_entropy")
-    with pytest.raises(ipufit.errors.OptimizerError, match="Change it between two calls of fit"):
-        model.fit(LOADER, epochs=2, callbacks=[ChangeRate("momentum", 0.9)], verbose=0)
-    assert model.history.epoch == [0]
-    model.fit(LOADER, verbose=0)
-
-
 def test_differentiable_is_refused():
     """A graph through the update can't leave the program."""
     net = MLP()

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.errors import ConfigurationError, NonFiniteLossError, OptimizerError
+from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.optim.schedules import AtEpochEnd
 from tests.engines import EAGER_OR_NOT, embedded_only
 from tests.nets import CNN, MLP, data
@@ -250,17 +250,3 @@ def test_a_second_fit_goes_on_where_the_first_one_stopped():
     model.fit(LOADER, epochs=1, verbose=0)
     history = model.fit(LOADER, epochs=1, device_iterations=3, verbose=0)
     assert history.history["learning_rate"] == [0.1 * 0.9**19]
-
-
-@embedded_only("PopTorch's SGD takes momentum as a number")
-def test_a_schedule_that_would_change_the_program_is_refused():
-    """Momentum that goes through zero is another program."""
-    net = MLP().double()
-    options = {"lr_scheduler": {"momentum": lambda u: 0.9 if u < 5 else 0.0}}
-    with pytest.raises(OptimizerError, match="between zero and non-zero"):
-        fit(
-            net,
-            torch.optim.SGD(net.parameters(), 0.1, momentum=0.9),
-            di=10,
-            compile_options=options,
-        )

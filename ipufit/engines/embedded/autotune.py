@@ -289,11 +289,15 @@ class AutotunedWay(_WayByShape[JitAutotuner]):
         tuner = self._by_shape[recorded]
         share = tuner.count / self._count if self._count else 1.0
         tuner.expect(int(share * self._updates_to_come))
-        if not (tuner.is_undecided and tuner.compiled.fits(update)):
+        if not tuner.is_undecided:
             return tuner.choose(None)
         state, place = self._state, list(map(id, execution.updates)).index(id(update))
         batch = CombinedBatch([batch for batch, _ in update])
         alone = ExecutionWork(batch, [update], [execution.rows[place]])
+        # Whether it can be compiled depends on its settings, too.
+        state.updater.refresh(alone.rows)
+        if not tuner.compiled.fits(update):
+            return tuner.choose(None)
         alone.merged = execution.merged
         is_random = any(recorded.random for _, recorded in update)
         before: Optional[Snapshot] = None

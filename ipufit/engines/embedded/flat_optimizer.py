@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import dataclasses
 from typing import AbstractSet, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type
 
 import torch
@@ -16,9 +17,8 @@ from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.fused_optimizers import FusedKernel, fused_for, numbers_for
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.passes.torch_compile import compile_update
-from ipufit.errors import OptimizerError
 from ipufit.optim.rules import OptimizerRule
-from ipufit.optim.several import kinds_by_group, name_of_optimizer
+from ipufit.optim.several import kinds_by_group
 from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage, flat_of, group_alike
@@ -33,8 +33,11 @@ __all__ = [
 ]
 
 
+# Hyper-parameters of each group.
+Settings = Sequence[Mapping[str, object]]
+
 # Recorded updates, by all that they depend on.
-Graphs = Dict[Tuple[object, ...], Callable[..., object]]
+Graphs = Dict[Tuple[object, ...], Callable[..., List[Tensor]]]
 
 # For every coming update, the settings of every parameter group.
 Rows = Sequence[Sequence[Mapping[str, Any]]]
@@ -66,6 +69,31 @@ def apply_rules(
         segments = [slice(slot.start, slot.stop) for slot in block.slots]
         rule.update(flat, gradient, block_state, row.unbind(), segments)
     return list(flats)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateForm:
+    """The arithmetic of updates under which the same settings are on, such as a momentum.
+
+    Attributes:
+        rules: one for each block.
+        counts: for each block 1 where an update counts for its state, else 0.
+        state: the tensors of the state that the rules have, in the order of the blocks.
+        kernels: a kernel for each block, where torch has one for all of them.
+        run: makes an update, where there are no kernels.
+    """
+
+    rules: Sequence[OptimizerRule]
+    counts: Sequence[float]
+    state: Sequence[Tensor]
+    kernels: Sequence[FusedKernel]
+    run: Callable[..., List[Tensor]]
+
+
+# The settings of each group in an update, and its form.
+FormedUpdate = Tuple[Settings, UpdateForm]
+# For updates, settings and form of each; and counts of each block before them and after each.
+FormedUpdates = Tuple[Sequence[FormedUpdate], Sequence[Sequence[float]]]
 
 
 class FlatOptimizer(abc.ABC):
@@ -225,7 +253,7 @@ class RuleOptimizer(FlatOptimizer):
         self._compiler = compiler
         # A decay that is zero now and then is still a decay: times zero it changes nothing.
         decays = schedule is not None and "weight_decay" in schedule.names
-        self._always = {"weight_decay": 1.0} if decays else {}
+        self._compiled_as = {"weight_decay": 1.0} if decays else {}
         self._kinds = list(rules)
         self._group_of = {
             id(p): index
@@ -237,34 +265,30 @@ class RuleOptimizer(FlatOptimizer):
         self._is_finished = finish.is_identity
         self.memory = memory
         self._storage = FlatStorage([])
-        self._rules: List[OptimizerRule] = []
+        self._run_eagerly = False
         self._states: List[Dict[str, Tensor]] = []
         self._tabled = tabled and schedule is not None
-        # The tensors of all states, in the order of the blocks.
-        self._kept: List[Tensor] = []
-        # Per block: updates done before this execution, and the coefficients of its updates.
-        self._counts: List[float] = []
-        self._rows: Rows = ()
+        # By what is on in the settings of all groups.
+        self._forms: Dict[Tuple[object, ...], UpdateForm] = {}
+        self._fused = False
+        # The updates of this execution, with counts of each block, and their coefficients.
+        self._updates: Sequence[FormedUpdate] = ()
+        self._counts: Sequence[Sequence[float]] = ((),)
         self._coming: List[Tuple[Tensor, ...]] = []
         # How many updates of this execution are done.
         self._made = 0
         # What the rules take in these updates, where something else than they makes some.
         self._table: List[Tuple[Tensor, ...]] = []
-        self._switches = self._switches_of(optimizer.param_groups)
-        # Settings of the groups when they were last compared with the switches.
-        self._settings: List[Dict[str, object]] = []
-        # Rows that were read last, and the settings of their groups.
-        self._read: Tuple[Rows, Dict[int, List[Dict[str, object]]]] = ((), {})
-        self._run: Callable[..., object] = self._update
-        # A kernel for each block, where torch has one for all of them, and its settings by update.
-        self._fused: List[FusedKernel] = []
+        # The update that was read last; rows that were, and what was made of them.
+        self._latest: Optional[FormedUpdate] = None
+        self._read: Tuple[Rows, FormedUpdates] = ((), ((), ((),)))
+        # Settings of the kernels by update and block.
         self._kernel_settings: List[List[Dict[str, object]]] = []
 
-    def _switches_of(
-        self, groups: Sequence[Mapping[str, object]]
-    ) -> Tuple[Tuple[object, ...], ...]:
+    def switches(self, groups: Settings, more: Mapping[str, object]) -> Tuple[object, ...]:
+        """Tell what is on in the settings of all groups; some settings in place of theirs."""
         return tuple(
-            () if kind is None else kind.switches({**group, **self._always})
+            () if kind is None else kind.switches({**group, **more})
             for kind, group in zip(self._kinds, groups)
         )
 
@@ -286,52 +310,67 @@ class RuleOptimizer(FlatOptimizer):
 
     def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
         """Take over the optimizer's state and record the update."""
-        self._storage = storage
-        blocks, groups = storage.blocks, self._optimizer.param_groups
-        self._rules = [
-            self._rule_of(block.group)({**groups[block.group], **self._always}) for block in blocks
-        ]
-        self._states = [self._load(*each) for each in zip(blocks, storage.flats, self._rules)]
-        self._kept = [tensor for state in self._states for tensor in state.values()]
-        self.counts = [block.updates for block in blocks]
-        self._fused = self._kernels()
-        self.refresh([groups])
-        if not self._fused:
-            self._record(run_eagerly)
+        self._storage, self._run_eagerly = storage, run_eagerly
+        self._forms, self._latest, self._read = {}, None, ((), ((), ((),)))
+        self._states = [self._load(*each) for each in zip(storage.blocks, storage.flats)]
+        self.counts = [block.updates for block in storage.blocks]
+        self.refresh([self._optimizer.param_groups])
         self.export()
 
-    def _record(self, run_eagerly: bool) -> None:
-        storage = self._storage
-        at_work = self.memory.fetch(self._kept)
-        arguments = self._arguments(self._finish.examples(storage.flats), at_work)
-        key = (tuple(self._kinds), self._switches, storage.form, self._finish, self._compiler)
-        if not run_eagerly:
+    def _make_form(self, settings: Settings, switches: Tuple[object, ...]) -> UpdateForm:
+        blocks, flats = self._storage.blocks, self._storage.flats
+        rules: List[OptimizerRule] = []
+        counts: List[float] = []
+        state: List[Tensor] = []
+        for index, block in enumerate(blocks):
+            rules.append(self._rule_of(block.group)(settings[block.group]))
+            counts.append(rules[-1].counted or bool(rules[-1].tensors))
+            for name in rules[-1].tensors:
+                states = self._states[index]
+                if name not in states:
+                    states[name] = self.memory.keep(torch.zeros_like(flats[index]))
+                state.append(states[name])
+        kernels = self._kernels(rules)
+        self._fused = bool(kernels)
+
+        def update(*tensors: Tensor) -> List[Tensor]:
+            return apply_rules(blocks, rules, self._finish, tensors)
+
+        form = UpdateForm(rules, counts, state, kernels, update)
+        # Of a turn, an optimizer may move nothing.
+        if kernels or not blocks:
+            return form
+        tables = self._coefficients([(settings, form)], [self.counts])
+        first = [*(t[0].to(flat.device) for t, flat in zip(tables, flats)), *flats]
+        arguments = [*first, *self._finish.examples(flats), *self.memory.fetch(state)]
+        run, backend = form.run, self._compiler
+        if not self._run_eagerly:
+            key = (tuple(self._kinds), switches, self._storage.form, self._finish, backend)
             if key not in self._graphs:
-                self._graphs[key] = self._compiled(capture(self._update, arguments))
-            self._run = self._graphs[key]
+                graph = capture(update, arguments)
+                self._graphs[key] = compile_update(backend, graph, first) if backend else graph
+            run = self._graphs[key]
         if arguments[-1].device.type == "cpu" and computes_in_half(arguments):
-            try_out(self._run, arguments)
+            try_out(run, arguments)
+        return dataclasses.replace(form, run=run)
 
-    def _compiled(self, graph: fx.GraphModule) -> Callable[..., object]:
-        if self._compiler is None:
-            return graph
-        return compile_update(self._compiler, graph, self._arguments((), ()))
-
-    def _kernels(self) -> List[FusedKernel]:
+    def _kernels(self, rules: Sequence[OptimizerRule]) -> List[FusedKernel]:
         # They take hyper-parameters as numbers, and are no graph that could be compiled.
         if self._tabled or self._compiler is not None:
             return []
-        fused = [fused_for(rule, flat) for rule, flat in zip(self._rules, self._storage.flats)]
+        fused = [fused_for(rule, flat) for rule, flat in zip(rules, self._storage.flats)]
         kernels = [kernel for kernel in fused if kernel is not None]
         return kernels if len(kernels) == len(fused) else []
 
-    def _load(self, block: FlatBlock, flat: Tensor, rule: OptimizerRule) -> Dict[str, Tensor]:
-        state = {name: torch.zeros_like(flat) for name in rule.tensors}
+    def _load(self, block: FlatBlock, flat: Tensor) -> Dict[str, Tensor]:
+        """The state that torch has, also what updates leave alone at present."""
+        state: Dict[str, Tensor] = {}
         for slot in block.slots:
             torch_state = self._optimizer.state.get(slot.parameter, {})
-            for name, whole in state.items():
+            for name in self._rule_of(block.group).all_tensors:
                 if torch_state.get(name) is not None:
-                    slot.view(whole).copy_(torch_state[name])
+                    state[name] = state[name] if name in state else torch.zeros_like(flat)
+                    slot.view(state[name]).copy_(torch_state[name])
         return {name: self.memory.keep(whole) for name, whole in state.items()}
 
     def refresh(self, rows: Rows) -> None:
@@ -349,45 +388,42 @@ class RuleOptimizer(FlatOptimizer):
         Args:
             rows: their hyper-parameters.
         """
-        settings = self._read_settings(rows)
+        updates, counts = self._read_rows(rows)
         if self._fused:
-            steps = [[[done + 1 + i] for i in range(len(rows))] for done in self.counts]
-            return [torch.tensor(step, dtype=torch.float32) for step in steps]
-        return self._coefficients(rows, settings)
+            steps = torch.tensor(counts[1:], dtype=torch.float32)
+            return list(steps.reshape(len(updates), len(self._storage.blocks), 1).unbind(1))
+        return self._coefficients(updates, counts)
 
-    def _read_settings(self, rows: Rows) -> Dict[int, List[Dict[str, object]]]:
-        """Read the settings of all groups, by the identity of the row, and compare the switches."""
-        if rows is self._read[0]:
+    def _read_rows(self, rows: Rows) -> FormedUpdates:
+        """Read the settings of the coming updates, and find or make what makes them."""
+        counts = [self.counts]
+        if rows is self._read[0] and counts[0] == self._read[1][1][0]:
             return self._read[1]
-        by_row: Dict[int, List[Dict[str, object]]] = {}
+        updates: List[FormedUpdate] = []
+        by_row: Dict[int, FormedUpdate] = {}
         for row in rows:
-            if id(row) in by_row:
-                continue
-            settings = [_numbers(group) for group in row]
-            if settings != self._settings:
-                if self._switches_of(row) != self._switches:
-                    raise OptimizerError(
-                        f"a setting of {name_of_optimizer(self._optimizer)} that shapes the "
-                        "program changed during fit: one that is on or off, such as nesterov, or a "
-                        "momentum, dampening or weight decay between zero and non-zero. Change it "
-                        "between two calls of fit."
-                    )
-                self._settings = settings
-            by_row[id(row)] = settings
-        self._read = rows, by_row
-        return by_row
+            if id(row) not in by_row:
+                settings: Settings = list(map(_numbers, row))
+                if self._latest is None or settings != self._latest[0]:
+                    switches = self.switches(settings, {})
+                    if switches not in self._forms:
+                        self._forms[switches] = self._make_form(settings, switches)
+                    self._latest = settings, self._forms[switches]
+                by_row[id(row)] = self._latest
+            updates.append(by_row[id(row)])
+            counts.append(list(map(sum, zip(counts[-1], updates[-1][1].counts))))
+        self._read = rows, (updates, counts)
+        return self._read[1]
 
     def _coefficients(
-        self, rows: Rows, settings: Mapping[int, Sequence[Mapping[str, object]]]
+        self, updates: Sequence[FormedUpdate], counts: Sequence[Sequence[float]]
     ) -> List[Tensor]:
         """Compute the numbers that the rules of all blocks take in each update, on the host."""
         tables = []
-        for block, flat, rule, done in zip(
-            self._storage.blocks, self._storage.flats, self._rules, self.counts
-        ):
+        for i, (block, flat) in enumerate(zip(self._storage.blocks, self._storage.flats)):
             table = [
-                rule.coefficients(settings[id(row)][block.group], done + 1 + i)
-                for i, row in enumerate(rows)
+                form.rules[i].coefficients(settings[block.group], done[i] + 1)
+                for (settings, form), done in zip(updates, counts)
             ]
             dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
             tables.append(torch.tensor(table, dtype=dtype))
@@ -396,105 +432,116 @@ class RuleOptimizer(FlatOptimizer):
     def coming(self) -> Tuple[Tensor, ...]:
         """The coefficients of the next update, for each block."""
         if not self._table:
-            # Updates that are done count already.
-            self._table = self._on_device(self._rows[self._made :])
-            self._table[:0] = [()] * self._made
+            self._table = self._on_device(self._updates, self._counts)
         return self._table[self._made]
 
     def like_coming(self) -> Tuple[Tensor, ...]:
         """Tensors like these, also where no update is coming."""
-        return self._on_device([self._optimizer.param_groups])[0]
+        return self._on_device(*self._read_rows([self._optimizer.param_groups]))[0]
 
-    def _on_device(self, rows: Rows) -> List[Tuple[Tensor, ...]]:
+    def _on_device(
+        self, updates: Sequence[FormedUpdate], counts: Sequence[Sequence[float]]
+    ) -> List[Tuple[Tensor, ...]]:
         """Compute what the rules take in each of these updates."""
-        tables = self._coefficients(rows, self._read_settings(rows))
+        tables = self._coefficients(updates, counts)
         moved = [table.to(flat.device) for table, flat in zip(tables, self._storage.flats)]
         return list(zip(*(table.unbind() for table in moved)))
 
+    def compiled_as(self, groups: Optional[Settings] = None) -> object:
+        """Tell what is on in these settings, or the present ones, where updates run compiled."""
+        return self.switches(groups or self._optimizer.param_groups, self._compiled_as)
+
+    def comes_as(self, compiled_as: object) -> bool:
+        """Tell whether the next update, if there is one, has these settings on."""
+        coming = self._updates[self._made :]
+        return not coming or self.compiled_as(coming[0][0]) == compiled_as
+
     def rules(self) -> List[Tuple[str, Dict[str, bool]]]:
-        """For each block the name of its rule, and which settings of its group are on."""
+        """For each block the name of its rule, and which settings are on where it is compiled."""
         groups = [self._optimizer.param_groups[block.group] for block in self._storage.blocks]
-        named = [_numbers({**group, **self._always}) for group in groups]
+        named = [_numbers({**group, **self._compiled_as}) for group in groups]
         return [
-            (type(rule).__name__, {name: bool(value) for name, value in settings.items()})
-            for rule, settings in zip(self._rules, named)
+            (self._rule_of(block.group).__name__, {n: bool(value) for n, value in settings.items()})
+            for block, settings in zip(self._storage.blocks, named)
         ]
 
-    def states(self) -> List[Tensor]:
-        """For each parameter, in the order of the blocks, its part of each of its states."""
+    def states(self, names: Sequence[Sequence[str]]) -> List[Tensor]:
+        """For each parameter, in the order of the blocks, its part of each of its states.
+
+        Args:
+            names: of the states of each block.
+        """
         return [
-            whole[slot.start : slot.stop]
-            for block, state in zip(self._storage.blocks, self._states)
+            self._states[index][name][slot.start : slot.stop]
+            for index, block in enumerate(self._storage.blocks)
             for slot in block.slots
-            for whole in state.values()
+            for name in names[index]
         ]
 
     def take(self, rows: Rows, tables: Sequence[Tensor]) -> None:
         """Go by these tables, on the device, in the coming updates."""
-        self.counts = self.counts
-        self._rows = rows
+        updates, counts = self._read_rows(rows)
+        self.counts = counts[0]
+        self._updates, self._counts = updates, counts
         self._coming = list(zip(*(table.unbind() for table in tables)))
-        self._kernel_settings = self._kernel_settings_of(rows) if self._fused else []
+        self._kernel_settings = self._kernel_settings_of(updates, counts) if self._fused else []
 
     def constants(self, rows: Rows) -> Tuple[object, ...]:
         """Return what the coming updates depend on that is in no table."""
-        if not self._fused:
-            return ()
-        return tuple(
-            tuple(settings.values())
-            for by_block in self._kernel_settings_of(rows)
-            for settings in by_block
+        updates, counts = self._read_rows(rows)
+        settings = self._kernel_settings_of(updates, counts) if self._fused else ()
+        return (
+            *(id(form) for _, form in updates),
+            *(tuple(each.values()) for by_block in settings for each in by_block),
         )
 
     @property
     def counts(self) -> Sequence[float]:
         """Updates done, by block; set where others have counted."""
-        return [count + self._made for count in self._counts]
+        return self._counts[self._made]
 
     @counts.setter
     def counts(self, counts: Sequence[float]) -> None:
-        self._counts, self._made = list(counts), 0
-        self._rows, self._coming, self._table = (), [], []
+        self._updates, self._counts, self._made = (), [counts], 0
+        self._coming, self._table = [], []
 
-    def _kernel_settings_of(self, rows: Rows) -> List[List[Dict[str, object]]]:
+    def counts_after(self, rows: Rows) -> Sequence[float]:
+        """Updates done, by block, once these are."""
+        return self._read_rows(rows)[1][-1]
+
+    def _kernel_settings_of(
+        self, updates: Sequence[FormedUpdate], counts: Sequence[Sequence[float]]
+    ) -> List[List[Dict[str, object]]]:
         """Return the numbers that the kernels take, for each update and block."""
-        read = self._read_settings(rows)
-        counts, blocks = self.counts, self._storage.blocks
         known: Dict[Tuple[int, Tuple[bool, ...]], List[Dict[str, object]]] = {}
         arguments = []
-        for i, row in enumerate(rows, 1):
-            key = id(row), tuple([done + i > 0 for done in counts])
+        for (settings, _), after in zip(updates, counts[1:]):
+            key = id(settings), tuple([count > 0 for count in after])
             if key not in known:
                 known[key] = [
-                    numbers_for(read[id(row)][block.group], done + i)
-                    for block, done in zip(blocks, counts)
+                    numbers_for(settings[block.group], count)
+                    for block, count in zip(self._storage.blocks, after)
                 ]
             arguments.append(known[key])
         return arguments
 
-    def _arguments(self, gradients: Sequence[Tensor], state: Sequence[Tensor]) -> List[Tensor]:
-        return [*self._coming[self._made], *self._storage.flats, *gradients, *state]
-
-    def _update(self, *tensors: Tensor) -> List[Tensor]:
-        return apply_rules(self._storage.blocks, self._rules, self._finish, tensors)
-
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update, from gradients as they were accumulated."""
-        kept: Sequence[Tensor] = self._kept
+        form, coming = self._updates[self._made][1], self._coming[self._made]
+        kept, flats = form.state, self._storage.flats
         at_work = self.memory.fetch(kept) if self.memory.is_apart else kept
-        if self._fused:
-            flats, coming = self._storage.flats, self._coming[self._made]
+        if form.kernels:
             if not self._is_finished:
                 gradients = self._finish(gradients, self._storage.blocks, flats)
             state = iter(at_work)
-            for i, kernel in enumerate(self._fused):
+            for i, kernel in enumerate(form.kernels):
                 settings = self._kernel_settings[self._made][i]
                 first, second = [next(state)], [next(state)]
                 largest = [next(state)] if settings["amsgrad"] else []
                 step = [coming[i][0]]
                 kernel([flats[i]], [gradients[i]], first, second, largest, step, **settings)
         else:
-            self._run(*self._arguments(gradients, at_work))
+            form.run(*coming, *flats, *gradients, *at_work)
         if self.memory.is_apart:
             for tensor, updated in zip(kept, at_work):
                 self.memory.renew(tensor, updated)
@@ -506,12 +553,12 @@ class RuleOptimizer(FlatOptimizer):
 
     def skip(self) -> None:
         """Leave a weight update out; what depends on its number is worked out again."""
-        rows = self._rows[self._made + 1 :]
+        rows = [settings for settings, _ in self._updates[self._made + 1 :]]
         self.counts = self.counts
         if rows:
             self.refresh(rows)
 
-    def snapshot(self) -> object:
+    def snapshot(self) -> Tuple[List[Dict[str, Tensor]], Sequence[float]]:
         """A copy of the state."""
         states = [{name: t.clone() for name, t in state.items()} for state in self._states]
         return states, self.counts
@@ -521,7 +568,8 @@ class RuleOptimizer(FlatOptimizer):
         states, self.counts = snapshot
         for state, values in zip(self._states, states):
             for name, tensor in state.items():
-                tensor.copy_(values[name])
+                # One that was made since began with zeros.
+                tensor.copy_(values[name] if name in values else torch.zeros_like(tensor))
 
     def export(self) -> None:
         """Let the torch optimizer have the state, under torch's names and dtypes.
@@ -545,7 +593,7 @@ class RuleOptimizer(FlatOptimizer):
 
     def state_tensors(self) -> List[Tensor]:
         """The tensors of the state, where it is between two updates."""
-        return self._kept
+        return [tensor for state in self._states for tensor in state.values()]
 
     def release(self) -> None:
         """Let go of the state, which no update needs any more; safe twice.
@@ -559,12 +607,14 @@ class RuleOptimizer(FlatOptimizer):
                 for name, value in torch_state.items():
                     if isinstance(value, Tensor) and flat_of(value, flats) is not None:
                         torch_state[name] = self.memory.for_torch(value)
-        self._storage, self._states, self._kept = FlatStorage([]), [], []
+        self._storage, self._states, self._forms = FlatStorage([]), [], {}
+        self._latest, self._read = None, ((), ((), ((),)))
         self.counts = []
 
     def recorded(self) -> Optional[fx.GraphModule]:
         """The graph of an update; None where it runs without one."""
-        return self._run if isinstance(self._run, fx.GraphModule) else None
+        run = self._latest[1].run if self._latest else None
+        return run if isinstance(run, fx.GraphModule) else None
 
     def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
         """Weight updates like the next one, on copies of weights and state, so often."""
@@ -573,10 +623,8 @@ class RuleOptimizer(FlatOptimizer):
         other = copy.copy(self)
         other._storage = copy.copy(self._storage)
         other._storage.flats = [flat.clone() for flat in self._storage.flats]
-        other._states = [
-            {name: t.clone() for name, t in block_state.items()} for block_state in self._states
-        ]
-        other._kept = [tensor for state in other._states for tensor in state.values()]
+        other._states, _ = self.snapshot()
+        other._forms, other._latest, other._read = {}, None, ((), ((), ((),)))
         other.refresh([self._optimizer.param_groups] * times)
         return other.apply
 

@@ -388,20 +388,21 @@ class ShardedOptimizer(RuleOptimizer):
     def _flats_of(self, storage: FlatStorage) -> List[Tensor]:
         return [part_of(self._processes, *each) for each in zip(storage.flats, self.cuts)]
 
-    def _load(self, block: FlatBlock, flat: Tensor, rule: OptimizerRule) -> Dict[str, Tensor]:
+    def _load(self, block: FlatBlock, flat: Tensor) -> Dict[str, Tensor]:
         index = next(i for i, candidate in enumerate(self._storage.blocks) if candidate is block)
-        state = {name: torch.zeros_like(flat) for name in rule.tensors}
+        state: Dict[str, Tensor] = {}
         for number, slot, (begin, end), place in self._slots():
-            if number != index or begin == end:
-                continue
             torch_state = self._optimizer.state.get(slot.parameter)
             parts = self._parts.local_state(slot.name)
-            for name, whole in state.items():
-                target = whole[place]
+            for name in self._rule_of(block.group).all_tensors if number == index else ():
                 if torch_state and torch_state.get(name) is not None:
-                    target.copy_(flatten_like(torch_state[name], slot.order)[begin:end])
+                    part = flatten_like(torch_state[name], slot.order)[begin:end]
                 elif not torch_state and name in parts:
-                    target.copy_(parts[name])
+                    part = parts[name]
+                else:
+                    continue
+                state[name] = state[name] if name in state else torch.zeros_like(flat)
+                state[name][place].copy_(part)
         return {name: self.memory.keep(whole) for name, whole in state.items()}
 
     def apply(self, gradients: Sequence[Tensor]) -> None:

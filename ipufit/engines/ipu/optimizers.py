@@ -153,7 +153,8 @@ class DeviceOptimizer:
         """Take the settings of the coming updates; whether the device must be told.
 
         Raises:
-            OptimizerError: one changed that is a constant of the program.
+            OptimizerError: one changed that is a constant of the program, or a momentum between
+                zero and non-zero.
         """
         values = [self._values(row[i]) for i in self._used]
         if values == self._sent:
@@ -166,6 +167,13 @@ class DeviceOptimizer:
                         f"PopTorch's default ({before[name]}), which is a constant of the program, "
                         f"to {value}. Change it between two calls of fit, or start with another "
                         "value."
+                    )
+                if name == "momentum" and bool(value) != bool(before[name]):
+                    raise OptimizerError(
+                        f"momentum of parameter group {index} can't go from {before[name]} to "
+                        f"{value} during fit on an IPU, which changes its velocities without "
+                        "momentum, too, where torch leaves them as they are. Change it between two "
+                        "calls of fit, or use engine='embedded'."
                     )
         for device_group, after in zip(self.poptorch_optimizer.param_groups, values):
             device_group.update(

@@ -43,6 +43,7 @@ class CompilableUpdate:
 
     Attributes:
         form: of an update.
+        state_names: of each block, names of the optimizer's states.
         rest: places, in the state of a micro-batch, of what is no part of a flat tensor.
         constants: tensors that the recording holds.
         draw: makes the random numbers of a micro-batch; None: it takes none.
@@ -51,6 +52,7 @@ class CompilableUpdate:
     """
 
     form: UpdateSpec
+    state_names: Sequence[Sequence[str]]
     rest: Tuple[int, ...]
     constants: Tuple[Tensor, ...]
     draw: Optional[Callable[[], Sequence[Tensor]]]
@@ -116,7 +118,8 @@ def describe(live: TrainingState, recorded: TracedStep, example: MicroBatch) -> 
         clip=config.clip,
         scale=len(example.leaves) if scale else None,
     )
-    return CompilableUpdate(form, rest, constants, draw, tuple(leaves))
+    state_names = [rule.tensors for rule in form.rules()]
+    return CompilableUpdate(form, state_names, rest, constants, draw, tuple(leaves))
 
 
 def _refuse_config(live: TrainingState) -> None:

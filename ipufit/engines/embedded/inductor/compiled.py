@@ -169,6 +169,8 @@ class CompiledUpdates(WholeUpdates):
         self._at_once = at_once
         self._store: Optional[LibraryStore] = None
         self._recorded: Optional[TracedStep] = None
+        # Of the optimizer, that are on.
+        self._settings: object = None
         self._described: Optional[CompilableUpdate] = None
         self._request: Optional[Request] = None
         self._running: Optional[Compilation] = None
@@ -195,11 +197,14 @@ class CompiledUpdates(WholeUpdates):
         Raises:
             ConfigurationError: the directory of compiled programs is not the user's alone.
         """
-        if recorded is self._recorded and (self._running is not None or self._run is not None):
+        updater = self._live.updater
+        settings = updater.compiled_as() if isinstance(updater, RuleOptimizer) else None
+        is_same = recorded is self._recorded and settings == self._settings
+        if is_same and (self._running is not None or self._run is not None):
             return
         self._compiles = compiles
         self.close()
-        self._recorded = recorded
+        self._recorded, self._settings = recorded, settings
         self._run = self._described = self.reason = self.origin = None
         try:
             if not self._at_once:
@@ -212,8 +217,7 @@ class CompiledUpdates(WholeUpdates):
             return
         self._bind()
         self._division = self._live.storage.division
-        assert isinstance(self._live.updater, RuleOptimizer)
-        rows = self._live.updater.like_coming()
+        rows = self._updater.like_coming()
         leaves = [*self._described.leaves] * self._described.form.micro_batches
         self._request = Request.of(self._described.form, [*self._same, *rows, *leaves])
         self._begin(self._request)
@@ -238,6 +242,11 @@ class CompiledUpdates(WholeUpdates):
         self._miss = self._store.why_missing(parts)
         self._start = time.perf_counter()
         self._running = Compilation(request, self._store)
+
+    @property
+    def _updater(self) -> RuleOptimizer:
+        assert isinstance(self._live.updater, RuleOptimizer)
+        return self._live.updater
 
     @property
     def key(self) -> Optional[str]:
@@ -319,6 +328,7 @@ class CompiledUpdates(WholeUpdates):
             self._run is not None
             and len(update) == self._plan.micro_batches_per_update
             and all(recorded is self._recorded for _, recorded in update)
+            and self._updater.comes_as(self._settings)
             and (self._bound is self._live.storage or self._live.storage.division == self._division)
         )
 
@@ -332,10 +342,9 @@ class CompiledUpdates(WholeUpdates):
         assert described is not None
         assert recorded is not None
         assert self._run is not None
-        assert isinstance(live.updater, RuleOptimizer)
         if self._bound is not live.storage:
             self._bind()
-        inputs = [*self._same, *live.updater.coming()]
+        inputs = [*self._same, *self._updater.coming()]
         scale = [] if live.scaler is None else [live.scaler.tensor(live.device)]
         for place, (batch, _) in enumerate(update):
             inputs += [*batch.leaves, *scale]
@@ -351,9 +360,9 @@ class CompiledUpdates(WholeUpdates):
         results.add(recorded, [recorded.micro.reported] * len(update), numbers, outputs)
         if is_skipped:
             results.skipped += 1
-            live.updater.skip()
+            self._updater.skip()
         else:
-            live.updater.count()
+            self._updater.count()
         live.updates += 1
         if live.averages is not None:
             live.averages.after_update(live.storage.flats, live.updates, is_skipped)
@@ -362,14 +371,18 @@ class CompiledUpdates(WholeUpdates):
         """Take what the program works on now."""
         live, described = self._live, self._described
         assert described is not None
-        assert isinstance(live.updater, RuleOptimizer)
         weights = [
             flat[slot.start : slot.stop]
             for block, flat in zip(live.storage.blocks, live.storage.flats)
             for slot in block.slots
         ]
         rest = [state[place] for state in live.states for place in described.rest]
-        self._same = [*weights, *live.updater.states(), *rest, *described.constants]
+        self._same = [
+            *weights,
+            *self._updater.states(described.state_names),
+            *rest,
+            *described.constants,
+        ]
         self._bound = live.storage
 
     def explain(self) -> List[str]:

@@ -123,6 +123,10 @@ class UpdateSpec:
     clip: Clip
     scale: Optional[int]
 
+    def rules(self) -> List[rules.OptimizerRule]:
+        """Make the rule of each block."""
+        return [getattr(rules, block.rule)(block.settings) for block in self.blocks]
+
     @staticmethod
     def of_json(values: Mapping[str, Any]) -> UpdateSpec:
         """Read what ``dataclasses.asdict`` and JSON have made of one."""
@@ -154,9 +158,7 @@ class UpdateFunction:
     def __init__(self, form: UpdateSpec) -> None:
         self._form = form
         self._micro_batch = _function(form.code)
-        self._rules: List[rules.OptimizerRule] = [
-            getattr(rules, block.rule)(block.settings) for block in form.blocks
-        ]
+        self._rules = form.rules()
         self._dtype = None if form.dtype is None else getattr(torch, form.dtype)
         self._finish = GradientTransform(form.clip, self._dtype)
 

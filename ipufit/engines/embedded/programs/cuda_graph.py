@@ -121,6 +121,7 @@ class CapturedExecutions(UpdateWay):
         self._inputs: Dict[object, Static] = {}
         # Where every graph copies the state before anything else: one is replayed at a time.
         self._saved: Optional[Snapshot] = None
+        self._states = 0
         self._reason: Optional[str] = None
         self._explanation: Optional[str] = None
         self._replays = False
@@ -173,6 +174,10 @@ class CapturedExecutions(UpdateWay):
         assert isinstance(updater, RuleOptimizer)
         with torch.no_grad():
             tables = updater.tables(rows)
+            if len(updater.state_tensors()) != self._states:
+                # Graphs don't save what the optimizer has begun to need.
+                self.forget()
+                self._states = len(updater.state_tensors())
             if self._live.scaler is not None:
                 scales = [state.value for state in self._live.scaler.coming(len(rows))[:-1]]
                 tables.append(torch.tensor(scales, dtype=torch.float64))
@@ -314,7 +319,7 @@ class CapturedExecutions(UpdateWay):
         try:
             arrived = self._engine.transfer.start(captured.packed)
             scales = live.scaler.coming(len(rows)) if live.scaler is not None else [None]
-            counts = [count + len(rows) for count in before.counts]
+            counts = updater.counts_after(rows)
             self._go_on_from(updater, _Counters(live.updates + len(rows), counts, scales[-1]))
             host = unpack(arrived(), captured.shapes)
             anchors, finite = captured.results.anchors(host, live.describe(rows))
