@@ -57,10 +57,10 @@ class ProgbarLogger(Callback):
     def _recording(self) -> Iterator[None]:
         self._recordings += 1
         if self._recordings == 1:
-            self._has_recorded = True
             self._draw("recording the program ...")
         try:
             yield
+            self._has_recorded = True
         finally:
             self._recordings -= 1
             if not self._recordings:

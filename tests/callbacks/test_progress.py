@@ -93,6 +93,27 @@ def test_recording_is_shown_while_it_records(capsys, engine):
             capsys.readouterr()
 
 
+class Branches(nn.Linear):
+    def forward(self, x):
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+@pytest.mark.parametrize(
+    ("net", "options"), [(nn.Linear, {"run_eagerly": True}), (Branches, {})], ids=["asked", "falls"]
+)
+@pytest.mark.both_engines
+def test_where_the_module_itself_runs_no_line_says_that_it_was_recorded(net, options, capsys):
+    """Who reads that a program was recorded would look for the reason of its speed elsewhere."""
+    _, loader = model_and_loader()
+    model = ipufit.Model(net(3, 2), engine="embedded")
+    model.compile("sgd", "cross_entropy", **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Branches can't be recorded")
+        model.fit(loader, verbose=2)
+    (line,) = [line for line in drawn(capsys.readouterr().err) if not line.endswith(" ...")]
+    assert line.startswith("epoch 1/1: 12 updates, loss=")
+
+
 @pytest.mark.long("ipu-standin")
 def test_one_line_an_epoch(capsys):
     """In a pipe or a log file a bar is noise."""

@@ -177,7 +177,7 @@ class EngineContext(Engine):
         """Run the module itself on copies, to see outputs, and what a gradient reaches."""
         step = micro.step
         generators = Generators(reachable_generators(step))
-        with self.recording(), step.preserve_attributes(), for_this_engine():
+        with self.timed(), step.preserve_attributes(), for_this_engine():
             try:
                 with isolated(device), refuse_missing_half():
                     micro(*map(copy_leaf, arguments))
