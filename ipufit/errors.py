@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any, Dict, Iterable, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
 
 __all__ = [
     "CaptureError",
@@ -258,8 +258,9 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
 
     The weights, buffers and optimizer state are those from before the update named here.
 
-    With ``compile(detect_nan=True)`` it is raised for a gradient or a weight as well, and says
-    where the first such value came from. See docs/diagnosis.md.
+    With ``compile(detect_nan=True)`` it is raised for a gradient or a weight as well. It says
+    where the first such value came from, in one process and on the embedded engine. See
+    docs/diagnosis.md.
 
     Args:
         message: the text.
@@ -273,11 +274,12 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
         value: the loss that came.
         epoch: index of the epoch, set by the training loop.
         found: all that is known of the first value that is not finite, as a
-            :class:`ipufit.errors.NonFiniteValue`; None without ``detect_nan``.
+            :class:`ipufit.errors.NonFiniteValue`; None where nobody could look.
         module: name of the module whose operator made it.
         operator: that operator, such as "aten.log.default".
         samples: rows of the micro-batch with such a value; () where they can't be told.
         epoch_samples: the same in the order of the epoch, set by the training loop.
+        rows: the same in the data that ``fit`` was given, set there; () where nobody knows.
     """
 
     def __init__(
@@ -295,24 +297,36 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
         self.operator: Optional[str] = None if found is None else found.operator
         self.samples: Tuple[int, ...] = () if found is None else found.samples
         self.epoch_samples: Tuple[int, ...] = ()
+        self.rows: Tuple[int, ...] = ()
         super().__init__(message)
 
-    def place(self, epoch: int, before: int) -> None:
+    def place(
+        self,
+        epoch: int,
+        before: int,
+        rows: Callable[[Sequence[int]], Sequence[int]] = lambda places: (),
+    ) -> None:
         """Say where in the epoch it happened.
 
         Args:
             epoch: its index.
             before: samples of the epoch before the execution.
+            rows: finds the rows of the data that come at places of the epoch; () if nobody knows.
         """
         self.epoch = epoch
         if self.found is None or not self.samples:
             return
         self.epoch_samples = tuple(before + self.found.offset + row for row in self.samples)
-        shown = ", ".join(map(str, self.epoch_samples[:8]))
-        self.args: Tuple[Any, ...] = (
-            f"{self} In the order of epoch {epoch + 1}: {shown}.",
-            *self.args[1:],
-        )
+        self.rows = tuple(rows(self.epoch_samples))
+        text = f"{self} In the order of epoch {epoch + 1}: {_first_few(self.epoch_samples)}"
+        if self.rows:
+            text += f"; row{'s' * (len(self.rows) > 1)} of the data: {_first_few(self.rows)}"
+        self.args: Tuple[Any, ...] = (f"{text}.", *self.args[1:])
+
+
+def _first_few(numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"{', '.join(map(str, numbers[:8]))}{more}"
 
 
 class ProcessError(IpufitError, RuntimeError):
@@ -445,7 +459,7 @@ class NonFiniteValue:
                 f"The data was not finite: {self.made} in {where}, {self.rows()}. Leave such "
                 "samples out, or fill what is missing."
             )
-        return f"{self._first()} in {where}. {self._values()}"
+        return f"{self._first()} in {where}. {self._values()}{self._cure()}"
 
     def _first(self) -> str:
         passes = "forward" if self.cause == "forward" else "backward"
@@ -468,13 +482,54 @@ class NonFiniteValue:
         if self.operands:
             text = f"Its operands were {'; '.join(map(str, self.operands))}. "
         if self.samples:
-            text += f"It is in {self.rows()}."
-        return text.rstrip()
+            text += f"It is in {self.rows()}. "
+        return text
+
+    def _cure(self) -> str:
+        name = (self.operator or "").partition(".")[2].partition(".")[0]
+        cures = [cure for cause, names, cure in _CURES if cause == self.cause and name in names]
+        return (cures or [_TOO_LARGE])[0]
 
     def rows(self) -> str:
         """The samples, as text."""
         if not self.samples:
             return "in values that belong to no single sample"
-        shown = ", ".join(map(str, self.samples[:8]))
-        more = f" and {len(self.samples) - 8} more" if len(self.samples) > 8 else ""
-        return f"sample{'s' if len(self.samples) > 1 else ''} {shown}{more} of the micro-batch"
+        plural = "s" if len(self.samples) > 1 else ""
+        return f"sample{plural} {_first_few(self.samples)} of the micro-batch"
+
+
+# By pass and names of operators, why they make what is not finite.
+_CURES: Sequence[Tuple[str, Tuple[str, ...], str]] = (
+    (
+        "forward",
+        ("log", "log10", "log1p", "log2", "logit"),
+        "A logarithm needs numbers above zero: keep it away from others, such as by "
+        "x.clamp(min=1e-6).log().",
+    ),
+    (
+        "forward",
+        ("div", "reciprocal", "rsqrt"),
+        "Keep what is divided by away from zero, such as by x / (y + 1e-6).",
+    ),
+    (
+        "forward",
+        ("acos", "acosh", "asin", "atanh", "pow", "sqrt"),
+        "It has no value for some numbers: keep it away from them, such as by "
+        "x.clamp(min=0).sqrt().",
+    ),
+    (
+        "forward",
+        ("_log_softmax", "_softmax"),
+        "Of a row that is masked with -inf as a whole nothing is left: leave an entry of it.",
+    ),
+    (
+        "backward",
+        ("div", "mul", "pow", "reciprocal", "rsqrt"),
+        "A root, a norm or a logarithm has no gradient at zero: add a small number, such as by "
+        "(x + 1e-12).sqrt().",
+    ),
+)
+_TOO_LARGE = (
+    "Numbers have grown too large: try a smaller learning rate, "
+    "compile(..., clip=ipufit.Clip(global_norm=1.0)), or inputs of about unit size."
+)

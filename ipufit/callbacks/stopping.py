@@ -235,7 +235,7 @@ class TerminateOnNaN(Callback):
         """Say that the loss is not finite, and that this is the end."""
         if self.raise_error:
             return False
-        say(f"TerminateOnNaN ends training: the loss became {error.value} in update {error.update}")
+        say(f"TerminateOnNaN ends training: {error}")
         self.model.stop_training = True
         return True
 

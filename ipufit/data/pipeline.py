@@ -188,6 +188,15 @@ class BatchPipeline:
                     del each
                 del raw
 
+    def rows(self, epoch: int, places: Sequence[int]) -> Sequence[int]:
+        """Rows of the user's data that come at these places of an epoch; () where nobody knows."""
+        is_one_pass = self._job.plan.fixed_updates is None and not self._reorders
+        if self._ledger is not None or not is_one_pass:
+            return ()
+        return self._source.rows(
+            stream_key(self._job.seed, self._job.domain, "order", epoch), places
+        )
+
     def _portion_of(self, plan: Plan, stream: DataStream, begin: DataCursor) -> Optional[RankShard]:
         """Find the part of the beginning pass that this process reads; None for all."""
         if self._ledger is None:

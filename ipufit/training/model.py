@@ -230,11 +230,10 @@ class Model(InspectionMixin):
                 :meth:`plan` is the short form.
             memory: what is cut, computed again, offloaded or shared out between processes to need
                 less memory; see :class:`ipufit.Memory`.
-            detect_nan: look at losses, gradients and weights in every update, and if one is not
-                finite, run that update again operator by operator:
-                :class:`ipufit.errors.NonFiniteLossError` then names the module, the operator, the
-                line and the samples where it began. One process and the embedded engine only;
-                without it nothing is looked at but the losses.
+            detect_nan: look at gradients and weights in every update, not at losses alone. If one
+                is not finite, that update is run again operator by operator, and
+                :class:`ipufit.errors.NonFiniteLossError` names the module, the operator, the line
+                and the samples where it began. One process and the embedded engine only.
             max_recordings: shapes of batches that one program may record, or compile for an IPU;
                 one more is an error that lists them. Recording takes a moment for each shape, and
                 memory; run eagerly nothing is recorded. See docs/data.md.

@@ -220,7 +220,8 @@ class Trainer:
                     job.explainer.raise_explained(error, batch.micro_batches, self._batches)
                     raise
         except NonFiniteLossError as error:
-            error.place(epoch, job.meter.samples)
+            rows = functools.partial(job.pipeline.rows, epoch)
+            error.place(epoch, job.meter.samples, rows)
             # Every observer hears of it, also after one that handles it.
             answers = [observer.notify("on_non_finite", error) for observer in self._observers]
             if not any(answers):

@@ -413,8 +413,9 @@ def test_a_loss_that_is_no_number_leaves_everything_as_before_its_update(ema, wa
             fit(model, x, y, Plan(1, 100), epochs=1, callbacks=keeper)
         assert str(caught.value) == (
             "the loss must be finite, but it became nan in update 6. The weights, buffers and "
-            "optimizer state are those from before that update. Look for a learning rate that is "
-            "too high, a log or division of zero, or non-finite data."
+            "optimizer state are those from before that update. The data was not finite: nan in "
+            "replica 0, micro-batch 0 of 1, sample 0 of the micro-batch. Leave such samples out, "
+            "or fill what is missing. In the order of epoch 1: 6; row of the data: 6."
         )
         found.append((keeper.state, engine.carried.scale))
         assert model._session.updates == 6

@@ -722,10 +722,16 @@ def placed(**options):
     found = NonFiniteValue("data", samples=(1,))
     error = errors.NonFiniteLossError("a", 1, 1.0, found)
     error.place(**{"epoch": 0, "before": 0, **options})
-    return str(error), error.epoch, error.epoch_samples
+    return str(error), error.epoch, error.epoch_samples, error.rows
 
 
-of("errors.NonFiniteLossError.place", placed, epoch=(0, 1), before=(0, 8))
+of(
+    "errors.NonFiniteLossError.place",
+    placed,
+    epoch=(0, 1),
+    before=(0, 8),
+    rows=(lambda places: (), lambda places: [7 for _ in places]),
+)
 
 
 def non_finite(**one):

@@ -1,15 +1,17 @@
-"""``compile(detect_nan=True)``: the first value that is not finite is found and named."""
+"""The first value that is not finite is named, in gradients with ``compile(detect_nan=True)``."""
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import ipufit
 from ipufit.callbacks import TerminateOnNaN
 from ipufit.engines.embedded import context as context_module
-from ipufit.engines.embedded import non_finite
+from ipufit.engines.embedded import non_finite, replay_update
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError, NonFiniteLossError, NonFiniteValue, Operand
@@ -184,8 +186,9 @@ def test_the_whole_text():
         "optimizer state are those from before that update. The forward pass made the first inf: "
         f"aten.log.default of module 'log' (Log), at {__file__}:{line_of('return torch.log(x)')}: "
         "`return torch.log(x)`, in replica 0, micro-batch 1 of 2. Its operands were (4 x 8): 0 to "
-        f"{error.found.operands[0].maximum:.6g}. It is in sample 1 of the micro-batch. In the "
-        "order of epoch 1: 13."
+        f"{error.found.operands[0].maximum:.6g}. It is in sample 1 of the micro-batch. A logarithm "
+        "needs numbers above zero: keep it away from others, such as by x.clamp(min=1e-6).log(). "
+        "In the order of epoch 1: 13; row of the data: 13."
     )
 
 
@@ -204,7 +207,7 @@ def test_data_that_is_not_finite_is_said_to_be_it(net, value):
     assert str(error).endswith(
         f"The data was not finite: {name} in replica 0, micro-batch 1 of 2, samples 1, 3 of the "
         "micro-batch. Leave such samples out, or fill what is missing. In the order of epoch 1: "
-        "13, 15."
+        "13, 15; rows of the data: 13, 15."
     )
 
 
@@ -462,11 +465,157 @@ def test_without_it_nothing_is_looked_at(monkeypatch):
 
     monkeypatch.setattr(TrainingState, "snapshot", refuse)
     monkeypatch.setattr(SourceTracker, "__init__", refuse)
+    fit(built(nets.MLP, detect_nan=False), *nets.data(24))
+
+
+def test_without_it_a_lost_gradient_shows_in_the_next_loss():
+    """The weights are lost then, and only an option that looks earlier names the operator."""
     model = built(Backward, detect_nan=False)
+    error = error_of(model, *data())
+    assert (error.found, error.update) == (None, 2)
+    assert str(error).endswith(
+        "Weights were not finite before it: the gradient of an earlier update was not, though its "
+        "loss was. Look for a square root or a power at zero; with compile(detect_nan=True) the "
+        "update, the layer and the samples are named."
+    )
+    error = error_of(built(Backward, detect_nan=True), *data())
+    assert (error.found.cause, error.update, error.rows) == ("backward", 1, (13,))
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("bad", ["operator", "data", "rate"])
+def test_a_lost_loss_is_explained_without_it(way, bad):
+    """The state is the one from before the update, so that this can run again."""
+    options = {**way(), "detect_nan": False}
+    if bad == "rate":
+        options["optimizer"] = lambda params: torch.optim.SGD(params, lr=1e80)
+    model = built(Forward if bad == "operator" else nets.MLP, loss="mse", **options)
+    x, _ = data(value=math.nan if bad == "data" else 0.0)
+    error = error_of(model, x, torch.ones(24, 5, dtype=torch.float64), device_iterations=3)
+    found = error.found
+    if bad == "rate":
+        assert (found.cause, error.operator.partition(".")[0]) == ("forward", "aten")
+        assert "Numbers have grown too large: try a smaller learning rate" in str(error)
+        return
+    assert (error.update, found.micro_batch, error.samples, error.rows) == (1, 1, (1,), (13,))
+    assert found.cause == ("forward" if bad == "operator" else "data")
+    assert error.module == ("log" if bad == "operator" else None)
+
+
+def test_what_looks_for_it_changes_nothing(monkeypatch):
+    """Weights, buffers and random numbers are those of a run that nobody has explained."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Dropout(), Log())
+    states = []
+    for explains in (True, False):
+        if not explains:
+            monkeypatch.setattr(replay_update.Replay, "find", lambda *_: 1 / 0)
+        model = built(copy.deepcopy(net).double(), loss="mse", detect_nan=False)
+        torch.manual_seed(5)
+        error = error_of(model, nets.data(24)[0], torch.ones(24, 8, dtype=torch.float64))
+        assert (error.found is not None) == explains
+        states.append([*model.module.state_dict().values(), torch.rand(3)])
+    assert str(error).endswith(
+        "Look for a learning rate that is too high, a log or division of zero, or non-finite data."
+    )
+    assert all(map(torch.equal, *states))
+
+
+class Numbered(Dataset):
+    """Samples of a map-style dataset, one of which is NaN."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [
+        (lambda x, y: {"x": x, "y": y, "batch_size": 4}, (13,)),
+        (lambda x, y: {"x": x.numpy(), "y": y, "validation_split": 0.25}, (13,)),
+        (lambda x, y: {"x": x, "y": y, "batch_size": 4, "shuffle": False}, (13,)),
+        (lambda x, y: {"x": Numbered(x, y), "batch_size": 4}, (13,)),
+        (lambda x, y: {"x": Numbered(x, y), "shuffle": False}, (13,)),
+        (lambda x, y: {"x": DataLoader(Numbered(x, y), 4)}, (13,)),
+        (lambda x, y: {"x": DataLoader(Numbered(x, y), 4, shuffle=True)}, ()),
+        (lambda x, y: {"x": DataLoader(Numbered(x, y), 4, collate_fn=default_collate)}, (13,)),
+        (lambda x, y: {"x": [*zip(x.split(4), y.split(4))]}, ()),
+        (lambda x, y: {"x": x, "y": y, "steps_per_epoch": 1}, ()),
+    ],
+    ids=[
+        *("arrays", "split", "in order", "dataset", "dataset in order", "loader"),
+        *("shuffled loader", "collated", "batches", "passes"),
+    ],
+)
+@pytest.mark.parametrize("work", [{}, {"ipus": 2, "device_iterations": 2}])
+def test_the_row_of_the_users_data_is_named(make, rows, work):
+    """In a shuffled epoch, the place of a sample is nothing that anybody can look at."""
+    x, y = data(value=math.nan)
+    model = built(nets.MLP, detect_nan=False)
     with pytest.raises(NonFiniteLossError) as caught:
-        fit(model, *data())
-    assert caught.value.found is None
-    assert caught.value.update == 2
+        model.fit(**make(x, y), **work, epochs=9, seed=3, verbose=0)
+    error = caught.value
+    assert error.rows == rows
+    assert len(error.epoch_samples) == 1
+    assert str(error).endswith("; row of the data: 13." if rows else f": {error.epoch_samples[0]}.")
+
+
+class Divides(nn.Module):
+    def forward(self, x):
+        return 1 / x
+
+
+class Rooted(nn.Module):
+    def forward(self, x):
+        return x.sqrt()
+
+
+class Norm(nn.Module):
+    def forward(self, x):
+        return x.square().sum(1, keepdim=True).sqrt()
+
+
+class Softmax(nn.Module):
+    def forward(self, x):
+        return x.masked_fill(x == 0, -math.inf).softmax(1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "cure", "cured", "options"),
+    [
+        (Log(), "by x.clamp(min=1e-6).log()", lambda x: x.clamp(min=1e-6).log(), {}),
+        (Divides(), "by x / (y + 1e-6)", lambda x: 1 / (x + 1e-6), {}),
+        (Rooted(), "by x.clamp(min=0).sqrt()", lambda x: x.clamp(min=0).sqrt(), {}),
+        (Norm(), "by (x + 1e-12).sqrt()", lambda x: (x.square() + 1e-12).sqrt(), {}),
+        (Softmax(), "leave an entry of it", lambda x: x.softmax(1), {}),
+    ],
+    ids=["log", "division", "root", "norm", "softmax"],
+)
+def test_the_cure_that_is_advised_works(layer, cure, cured, options):
+    """For the operator that made the first such value."""
+    x = torch.ones(8, 3)
+    x[5] = -1.0 if isinstance(layer, Rooted) else 0.0
+    scale = nn.Linear(3, 3, bias=False)
+    nn.init.eye_(scale.weight)
+    with pytest.raises(NonFiniteLossError) as caught:
+        ipufit_fit(nn.Sequential(scale, layer), x)
+    assert cure in str(caught.value)
+    assert caught.value.rows == (5,)
+    mended = type("Mended", (nn.Module,), {"forward": lambda self, x: cured(x)})()
+    assert ipufit_fit(nn.Sequential(copy.deepcopy(scale), mended), x).epoch == [0]
+
+
+def ipufit_fit(net, x):
+    """One small update, watched for gradients too."""
+    model = ipufit.Model(net)
+    model.compile(lambda params: torch.optim.SGD(params, lr=1e-12), "mse", detect_nan=True)
+    target = torch.zeros_like(net(x))
+    return model.fit(x, target.detach(), shuffle=False, verbose=0)
 
 
 def test_skipped_updates_are_no_error_and_lost_losses_are():
@@ -575,7 +724,8 @@ def test_an_ipu_refuses_it():
             ),
             "The forward pass made the first nan: aten.mul.Tensor of the loss in replica 0, "
             "micro-batch 0 of 1. Its operands were (one number): nothing finite, 1 infinite; "
-            "(2 x 3): -1 to 2, 4 NaN.",
+            "(2 x 3): -1 to 2, 4 NaN. Numbers have grown too large: try a smaller learning rate, "
+            "compile(..., clip=ipufit.Clip(global_norm=1.0)), or inputs of about unit size.",
         ),
     ],
 )

@@ -102,11 +102,15 @@ def test_a_loss_that_is_no_number_ends_training_before_its_update(
     with pytest.raises(NonFiniteLossError) as caught:
         fit(model, data, epochs=3, device_iterations=di, callbacks=[told], **plan)
     error = caught.value
-    assert str(error) == (
+    text = str(error)
+    assert text.startswith(
         f"the loss must be finite, but it became {shown} in update {updates + bad}. The weights, "
-        "buffers and optimizer state are those from before that update. Look for a learning rate "
-        "that is too high, a log or division of zero, or non-finite data."
+        "buffers and optimizer state are those from before that update. "
     )
+    where = f"in replica {replicas - 1}, micro-batch {group - 1} of {group}"
+    assert ("The data was not finite: nan in" if value is NAN[0] else "mse_loss.default") in text
+    assert where in text
+    assert (error.found.cause == "data") == (value is NAN[0])
     assert (error.update, error.epoch, str(error.value)) == (updates + bad, 1, shown)
     assert engine.built == engine.closed == 1
     assert told.hooks[-1] == "on_train_end"

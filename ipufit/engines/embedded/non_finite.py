@@ -66,7 +66,8 @@ def refuse_loss(live: TrainingState, value: float, title: str = "the loss") -> N
     if not all(bool(flat.isfinite().all()) for flat in live.storage.flats):
         cause = (
             "Weights were not finite before it: the gradient of an earlier update was "
-            "not, though its loss was. Look for a square root or a power at zero."
+            "not, though its loss was. Look for a square root or a power at zero; with "
+            "compile(detect_nan=True) the update, the layer and the samples are named."
         )
     raise NonFiniteLossError(
         f"{title} must be finite, but it became {value} in update {live.updates}. "

@@ -27,13 +27,15 @@ class Replay:
     Args:
         live: the state from before the update; it stays as it is.
         seed: starts the random numbers of a micro-batch.
+        watches: whether gradients and weights are to be finite too, not losses alone.
     """
 
     live: TrainingState
     seed: Seeding
+    watches: bool
 
     def explain(self, error: NonFiniteLossError, update: Update, offset: int) -> NonFiniteLossError:
-        """Add to an error where the value that is not finite began.
+        """Add to an error where the value that is not finite began; without that, return it.
 
         Args:
             error: of the coming update.
@@ -41,6 +43,8 @@ class Replay:
             offset: samples of the execution before them.
         """
         origin = error.found or self.find(update, offset)
+        if not self.watches and origin.cause in ("unknown", "weights"):
+            return error
         text = str(error).partition(STATE_IS_FROM_BEFORE)[0]
         return NonFiniteLossError(
             f"{text}{STATE_IS_FROM_BEFORE} {origin.describe()}", error.update, error.value, origin
@@ -78,7 +82,7 @@ class Replay:
                 )
             offset += batch.size
             total = [one + other for one, other in zip(total, gradients)] if total else gradients
-        if not all(bool(flat.isfinite().all()) for flat in total):
+        if self.watches and not all(bool(flat.isfinite().all()) for flat in total):
             name = first_non_finite(update[0][1].micro.blocks, total)[0]
             return NonFiniteValue("accumulation", micro_batches=len(update), parameter=name)
         return None
@@ -103,8 +107,8 @@ class Replay:
         loss = numbers[0] if numbers.dim() else numbers
         if not bool(loss.isfinite()):
             return search.cause_of(numbers) or NonFiniteValue("unknown"), flats
-        if self.live.scaler is not None:
-            # An update with such a gradient is skipped.
+        if self.live.scaler is not None or not self.watches:
+            # An update with such a gradient is skipped, or nobody looks at it.
             return None, flats
         for flat in flats:
             if not bool(flat.isfinite().all()):

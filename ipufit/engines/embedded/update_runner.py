@@ -27,7 +27,6 @@ from ipufit.tracing.grad_step import MicroBatchStep
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
-    from ipufit.engines.embedded.replay_update import Replay
 
 __all__ = ["UpdateRunner"]
 
@@ -45,7 +44,7 @@ class UpdateRunner(UpdateWay):
         state: what the updates change.
         seed: starts the random numbers of a micro-batch.
         at_once: whether losses are looked at as they come, where the host need not wait for them.
-        replay: finds out where a value that is not finite began; None: nobody asks.
+        watches: whether gradients and weights are looked at in every update, too.
         scales: the loss scale of each update, where a captured graph reads it; None for the present
             one.
 
@@ -62,7 +61,7 @@ class UpdateRunner(UpdateWay):
         state: TrainingState,
         seed: Seeding,
         at_once: bool,
-        replay: Optional[Replay] = None,
+        watches: bool = False,
         scales: Optional[Iterator[Tensor]] = None,
     ) -> None:
         self.at_once = at_once
@@ -73,14 +72,14 @@ class UpdateRunner(UpdateWay):
         self._state = state
         self._device = state.device
         self._seed = seed
-        self._replay = replay
+        self._watches = watches
         self._scales = scales
         self._reduction = GradientReduction(spec)
         self._only_move = Move(state.turns[0])
         self._processes = spec.processes
         self._is_scaled = state.scaler is not None
         # Whether anybody looks at gradients before they are applied.
-        self._is_judged = self._is_scaled or replay is not None
+        self._is_judged = self._is_scaled or watches
         # Names of the parameters that a gradient came to in the present update, where it may be
         # others than in the one before.
         self._with_grad: Set[str] = set()
@@ -102,27 +101,26 @@ class UpdateRunner(UpdateWay):
                 ]
         self._state.updater.refresh(execution.rows)
         with computing(self._device, execution.is_random):
-            if self._replay is not None:
-                return self._run_watched(execution, self._replay)
+            if self._watches:
+                return self._run_watched(execution)
             if not self.at_once:
                 return self._run_late(execution)
             results = self.make(execution, execution.updates, None)
             return self._engine.fetch(results, self._state.describe(execution.rows))[0]
 
-    def _run_watched(self, execution: ExecutionWork, replay: Replay) -> ExecutionResult:
-        """Run all updates, and trace what is not finite to where it began."""
+    def _run_watched(self, execution: ExecutionWork) -> ExecutionResult:
+        """Run all updates, and take back one whose weights are not finite."""
         state, updates = self._state, execution.updates
         start, snapshot = state.updates, state.snapshot()
         try:
             results = self.make(execution, updates, None)
         except NonFiniteLossError as error:
-            lost = state.updates - start
             if error.found is not None:
                 # Weights show it when the update is made.
+                lost = state.updates - start
                 self._go_back(snapshot, execution)
                 self.make(execution, updates[:lost], None)
-            before = sum(batch.size for update in updates[:lost] for batch, _ in update)
-            raise replay.explain(error, updates[lost], before) from None
+            raise
         return self._engine.fetch(results, state.describe(execution.rows))[0]
 
     def _run_late(self, execution: ExecutionWork) -> ExecutionResult:
@@ -245,7 +243,7 @@ class UpdateRunner(UpdateWay):
                     state.storage.indices.update(self._common_indices())
                 move.turn.apply(gradients)
                 state.storage.indices.clear()
-                if self._replay is not None:
+                if self._watches:
                     refuse_weights(state)
             # Not held while those of the next update are computed.
             del gradients, saved
@@ -310,7 +308,7 @@ class UpdateRunner(UpdateWay):
         """Tell whether an update with these gradients is skipped."""
         state = self._state
         if state.scaler is None:
-            if self._replay is not None:
+            if self._watches:
                 refuse_gradients(state, gradients)
             return False
         used_gradients = list(gradients)

@@ -81,19 +81,14 @@ class TrainingProgram(BaseProgram):
             _turn_states(engine, spec) if self._takes_turns else (),
         )
         on_host = self._device.type == "cpu" and not engine.as_device
-        replay = None
-        if spec.config.detect_nan:
-            # Imported here, as below: what few runs need.
-            from ipufit.engines.embedded.replay_update import Replay
-
-            replay = Replay(self.state, self._seed)
         # What an earlier turn has moved is taken back with the whole execution. Gradients of the
         # module itself may reach other parameters each time: what is not by name is not taken back.
         is_whole = not self._takes_turns and (on_host or spec.run_eagerly)
-        at_once = is_whole or replay is not None
-        self._runner = UpdateRunner(engine, self.state, self._seed, at_once, replay)
+        watches = spec.config.detect_nan
+        self._runner = UpdateRunner(engine, self.state, self._seed, is_whole or watches, watches)
         self.way: UpdateWay = self._runner
         if graphs is not None:
+            # Imported here, as below: what few runs need.
             from ipufit.engines.embedded.programs.cuda_graph import CapturedExecutions
 
             self.way = CapturedExecutions(engine, self.state, graphs, self._key, self._runner)
@@ -346,7 +341,32 @@ class TrainingProgram(BaseProgram):
             if isinstance(error, NonFiniteLossError):
                 # All processes have it, at the same update.
                 state.placement.gather_weights()
+                if not (self._takes_turns or self._spec.processes.is_distributed):
+                    raise self._traced(error, execution, state.updates - start) from None
             raise
+
+    def _traced(
+        self, error: NonFiniteLossError, execution: ExecutionWork, lost: int
+    ) -> NonFiniteLossError:
+        """Return the error with the layer, the line and the samples where it began, if possible.
+
+        Args:
+            error: of an update that was not made.
+            execution: that the update belongs to.
+            lost: its place there.
+        """
+        from ipufit.engines.embedded.replay_update import Replay
+
+        updates = execution.updates
+        before = sum(batch.size for update in updates[:lost] for batch, _ in update)
+        update = [(batch.to(self._device), recorded) for batch, recorded in updates[lost]]
+        replay = Replay(self.state, self._seed, self._spec.config.detect_nan)
+        try:
+            with computing(self._device, execution.is_random), fork_rng():
+                return replay.explain(error, update, before)
+        except Exception:
+            # Such as one of a module that can't run operator by operator, or for lack of memory.
+            return error
 
     def _by_update(
         self, work: Update, batch: CombinedBatch
