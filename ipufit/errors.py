@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 __all__ = [
     "CaptureError",
@@ -304,20 +304,20 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
         self,
         epoch: int,
         before: int,
-        rows: Callable[[Sequence[int]], Sequence[int]] = lambda places: (),
+        rows: Callable[[List[int]], List[int]] = lambda places: [],
     ) -> None:
         """Say where in the epoch it happened.
 
         Args:
             epoch: its index.
             before: samples of the epoch before the execution.
-            rows: finds the rows of the data that come at places of the epoch; () if nobody knows.
+            rows: finds the rows of the data that come at places of the epoch; [] if nobody knows.
         """
         self.epoch = epoch
         if self.found is None or not self.samples:
             return
         self.epoch_samples = tuple(before + self.found.offset + row for row in self.samples)
-        self.rows = tuple(rows(self.epoch_samples))
+        self.rows = tuple(rows([*self.epoch_samples]))
         text = f"{self} In the order of epoch {epoch + 1}: {_first_few(self.epoch_samples)}"
         if self.rows:
             text += f"; row{'s' * (len(self.rows) > 1)} of the data: {_first_few(self.rows)}"

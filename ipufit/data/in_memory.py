@@ -50,6 +50,7 @@ __all__ = [
     "is_datasets_table",
     "is_in_memory",
     "is_table",
+    "rows_at",
     "rows_in_memory",
 ]
 
@@ -553,9 +554,7 @@ def rows_in_memory(loader: Any) -> Optional[RowBatches]:
     samples, size = len(loader.dataset), int(loader.batch_size)
 
     def order() -> Optional[Tensor]:
-        # As torch's iterator does: a seed for workers first, then the order.
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        chosen = _order(loader.sampler)
+        chosen = _draw_order(loader)
         if picked is None:
             return chosen
         return picked if chosen is None else picked[chosen]
@@ -567,6 +566,22 @@ def rows_in_memory(loader: Any) -> Optional[RowBatches]:
         size,
         order,
     )
+
+
+def rows_at(loader: Any, places: List[int]) -> List[int]:
+    """Rows that come at these places of a pass over a loader, which it begins; [] if nobody knows.
+
+    Args:
+        loader: of a pass; what a dataset picks by number are its rows.
+        places: of samples, from 0.
+    """
+    if isinstance(loader, (ArrayLoader, RowBatches)):
+        order = loader.rows(None).order() if isinstance(loader, ArrayLoader) else loader.order()
+    elif _is_plain_loader(loader) and _picks_each_once(loader):
+        order = _draw_order(loader)
+    else:
+        return []
+    return places if order is None else order[places].tolist()
 
 
 def _is_plain_loader(loader: object) -> bool:
@@ -594,7 +609,11 @@ def _picks_each_once(loader: Any) -> bool:
     )
 
 
-def _order(sampler: Any) -> Optional[Tensor]:
+def _draw_order(loader: Any) -> Optional[Tensor]:
+    """Draw the order of a pass over a plain loader; None for that of the samples."""
+    # As torch's iterator does: a seed for workers first, then the order.
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    sampler = loader.sampler
     if type(sampler) is SequentialSampler:
         return None
     if type(sampler) is EpochOrder:

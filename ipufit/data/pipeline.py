@@ -188,14 +188,14 @@ class BatchPipeline:
                     del each
                 del raw
 
-    def rows(self, epoch: int, places: Sequence[int]) -> Sequence[int]:
-        """Rows of the user's data that come at these places of an epoch; () where nobody knows."""
-        is_one_pass = self._job.plan.fixed_updates is None and not self._reorders
-        if self._ledger is not None or not is_one_pass:
-            return ()
-        return self._source.rows(
-            stream_key(self._job.seed, self._job.domain, "order", epoch), places
-        )
+    def rows(self, epoch: int, places: List[int]) -> List[int]:
+        """Rows of the user's data that come at these places of an epoch; [] where nobody knows."""
+        job, is_own = self._job, self._process is None
+        if job.plan.fixed_updates is not None or self._reorders or not is_own:
+            return []
+        stream = DataStream(job.seed, job.domain, epoch)
+        key = stream_key(job.seed, job.domain, "order", epoch)
+        return self._source.rows(stream, key, places)
 
     def _portion_of(self, plan: Plan, stream: DataStream, begin: DataCursor) -> Optional[RankShard]:
         """Find the part of the beginning pass that this process reads; None for all."""

@@ -7,36 +7,20 @@ import copy
 import itertools
 import sys
 import weakref
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Iterable,
-    Iterator,
-    List,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, ContextManager, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from ipufit.core.batch import DataCursor, RawBatch
 from ipufit.data.in_memory import (
     ArrayLoader,
-    EpochOrder,
     ReadAhead,
     RowBatches,
     batch_count,
     is_in_memory,
+    rows_at,
     rows_in_memory,
 )
 from ipufit.data.loaders import (
@@ -211,23 +195,17 @@ class DataAdapter:
         """Say whether ipufit gives every epoch an order of its own."""
         return self._shuffled is not None
 
-    def rows(self, key: int, places: Sequence[int]) -> Sequence[int]:
-        """Rows of the user's data that come at places of a pass; () where nobody knows.
+    def rows(self, stream: DataStream, key: int, places: List[int]) -> List[int]:
+        """Rows of the user's data that come at places of a pass; [] where nobody knows.
 
         Args:
-            key: as for :meth:`epoch`.
+            stream, key: as for :meth:`epoch`.
             places: of samples, from 0.
         """
-        loader: Any = self.loader if self._shuffled is None else self._shuffled(key)
-        if isinstance(loader, ArrayLoader):
-            return places
-        order = loader.order() if isinstance(loader, RowBatches) else None
-        if reads_as_torch(loader) and loader.collate_fn is default_collate:
-            sampler = getattr(loader.batch_sampler, "sampler", None)
-            if type(sampler) is SequentialSampler:
-                return places
-            order = sampler.permutation() if isinstance(sampler, EpochOrder) else None
-        return () if order is None else order[list(places)].tolist()
+        if self._generators():
+            return []  # they have gone on
+        with stream.active():
+            return rows_at(self.loader if self._shuffled is None else self._shuffled(key), places)
 
     @property
     def draws_nothing(self) -> bool:

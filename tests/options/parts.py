@@ -730,7 +730,7 @@ of(
     placed,
     epoch=(0, 1),
     before=(0, 8),
-    rows=(lambda places: (), lambda places: [7 for _ in places]),
+    rows=(lambda places: [], lambda places: [7 for _ in places]),
 )
 
 

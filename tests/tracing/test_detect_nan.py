@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import ipufit
 from ipufit.callbacks import TerminateOnNaN
@@ -520,6 +520,16 @@ def test_what_looks_for_it_changes_nothing(monkeypatch):
     assert all(map(torch.equal, *states))
 
 
+def own_generator():
+    """A generator of the user's, whose state has gone on when somebody asks."""
+    return torch.Generator().manual_seed(0)
+
+
+def reversed_collate(samples):
+    """Samples in another order than that in which they were picked."""
+    return default_collate(samples[::-1])
+
+
 class Numbered(Dataset):
     """Samples of a map-style dataset, one of which is NaN."""
 
@@ -542,14 +552,16 @@ class Numbered(Dataset):
         (lambda x, y: {"x": Numbered(x, y), "batch_size": 4}, (13,)),
         (lambda x, y: {"x": Numbered(x, y), "shuffle": False}, (13,)),
         (lambda x, y: {"x": DataLoader(Numbered(x, y), 4)}, (13,)),
-        (lambda x, y: {"x": DataLoader(Numbered(x, y), 4, shuffle=True)}, ()),
-        (lambda x, y: {"x": DataLoader(Numbered(x, y), 4, collate_fn=default_collate)}, (13,)),
+        (lambda x, y: {"x": DataLoader(Numbered(x, y), 4, shuffle=True)}, (13,)),
+        (lambda x, y: {"x": DataLoader(TensorDataset(x, y), 4, shuffle=True)}, (13,)),
+        (lambda x, y: {"x": DataLoader(Numbered(x, y), 4, True, generator=own_generator())}, ()),
+        (lambda x, y: {"x": DataLoader(Numbered(x, y), 4, collate_fn=reversed_collate)}, ()),
         (lambda x, y: {"x": [*zip(x.split(4), y.split(4))]}, ()),
         (lambda x, y: {"x": x, "y": y, "steps_per_epoch": 1}, ()),
     ],
     ids=[
         *("arrays", "split", "in order", "dataset", "dataset in order", "loader"),
-        *("shuffled loader", "collated", "batches", "passes"),
+        *("shuffled loader", "shuffled rows", "own generator", "collated", "batches", "passes"),
     ],
 )
 @pytest.mark.parametrize("work", [{}, {"ipus": 2, "device_iterations": 2}])
