@@ -568,7 +568,7 @@ def rows_in_memory(loader: Any) -> Optional[RowBatches]:
     )
 
 
-def rows_at(loader: Any, places: List[int]) -> List[int]:
+def rows_at(loader: object, places: List[int]) -> List[int]:
     """Rows that come at these places of a pass over a loader, which it begins; [] if nobody knows.
 
     Args:

@@ -23,7 +23,7 @@ from ipufit.core.outputs import add_up
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig, outputs_wanted
 from ipufit.errors import DataError
-from ipufit.losses import LabelRange, Loss
+from ipufit.losses import Doubt, LabelRange, Loss
 from ipufit.partition.partition import Partition, Partitions
 from ipufit.processes import ALONE, Processes
 from ipufit.tracing.comparison import Comparison, Tolerance
@@ -54,11 +54,13 @@ class Prepared:
         outputs: the module's outputs, as tensors without data (device "meta").
         rules: names that the module and the loss log, and how the values are reduced.
         labels: class indices that the loss takes as target.
+        doubts: why little can be learned of the loss though nothing fails, and what to do.
     """
 
     outputs: Any
     rules: Mapping[str, LogRule] = dataclasses.field(default_factory=dict)
     labels: Tuple[LabelRange, ...] = ()
+    doubts: Tuple[Doubt, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ipufit.losses.call import Call
 from ipufit.losses.loss import Loss as Loss
 from ipufit.losses.loss import Turn as Turn
 from ipufit.losses.loss import find_loss as find_loss
+from ipufit.losses.named import Doubt as Doubt
 from ipufit.losses.named import check_labels as check_labels
 from ipufit.losses.named import check_loss_value as check_loss_value
 from ipufit.losses.named import outside_classes as outside_classes

@@ -19,7 +19,14 @@ from ipufit.core.objective_arguments import (
 )
 from ipufit.core.outputs import Key, pick
 from ipufit.errors import LossError
-from ipufit.losses.named import Named, check_loss_value, refuse_broadcast
+from ipufit.losses.named import (
+    Doubt,
+    Named,
+    broadcast_doubts,
+    check_loss_value,
+    range_doubts,
+    refuse_broadcast,
+)
 from ipufit.losses.rules import (
     Elements,
     LabelRange,
@@ -278,6 +285,20 @@ class Loss:
             return ()
         classes = prediction.shape[min(1, prediction.dim() - 1)]
         return (LabelRange(self.name, None, classes, rule.ignore_index),)
+
+    def doubts(self, prediction: object, target: object, value: Tensor) -> Tuple[Doubt, ...]:
+        """Say why little can be learned though nothing fails; () where it can.
+
+        Args:
+            prediction, target: as for the loss, the prediction with its graph of autograd.
+            value: of the loss.
+        """
+        if not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
+            return ()
+        rule = self.rule
+        if rule is not None:
+            return tuple(range_doubts(self.name, rule.kind, prediction))
+        return tuple(broadcast_doubts(self.description, prediction, target, value))
 
     @property
     def _call(self) -> Optional[Callable[..., object]]:

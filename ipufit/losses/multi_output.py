@@ -12,6 +12,7 @@ from ipufit.core.outputs import Key, children, describe_value, label, pick
 from ipufit.errors import LossError
 from ipufit.losses.call import several_targets
 from ipufit.losses.loss import Loss
+from ipufit.losses.named import Doubt
 from ipufit.losses.rules import LabelRange, LossTerm, TargetKind, hide_padding
 from ipufit.utils import tree
 
@@ -177,6 +178,11 @@ class SeveralLosses(Loss):
             of_part = part.loss.label_ranges(*self._arguments(part, prediction, target))
             ranges += [dataclasses.replace(each, key=part.key) for each in of_part]
         return tuple(ranges)
+
+    def doubts(self, prediction: object, target: object, value: Tensor) -> Tuple[Doubt, ...]:
+        """Say of which of the losses little can be learned, though nothing fails."""
+        arguments = [(part.loss, self._arguments(part, prediction, target)) for part in self.parts]
+        return tuple(doubt for loss, pair in arguments for doubt in loss.doubts(*pair, value))
 
     def _check_forms(self, prediction: object, target: object, sample_weight: object) -> None:
         if isinstance(target, Tensor):

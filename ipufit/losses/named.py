@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Callable, Dict, Mapping, Optional, Tuple
+from typing import Callable, Dict, Iterator, Mapping, Optional, Tuple, Type
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn import functional
 
 from ipufit.core.objective_arguments import describe_tensor, dtype_name, shape_advice
 from ipufit.errors import DataError, LossError, UnknownNameError
 
 __all__ = [
+    "Doubt",
     "Named",
+    "broadcast_doubts",
     "by_name",
     "check_class_indices",
     "check_class_indices_or_probabilities",
@@ -25,8 +28,29 @@ __all__ = [
     "check_tensors",
     "check_torch_loss",
     "outside_classes",
+    "range_doubts",
     "refuse_broadcast",
 ]
+
+
+# Why little can be learned, and what to do.
+Doubt = Tuple[str, str]
+
+# Operators whose outputs are no log-probabilities, by the names of autograd, and words for them.
+_OPERATORS: Dict[str, str] = {
+    "Addmm": "a linear layer",
+    "Convolution": "a convolution",
+    "Gelu": "a GELU",
+    "Mm": "a linear layer",
+    "Relu": "a ReLU",
+    "Sigmoid": "a sigmoid",
+    "Softmax": "a softmax",
+    "Tanh": "a tanh",
+}
+# Operators that leave all values as they are.
+_VIEWS = ("Alias", "Clone", "ReshapeAlias", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
+# Operators with which a loss compares two tensors.
+_PAIRWISE = ("Add", "Div", "Mul", "Sub")
 
 
 def check_loss_value(loss: object, where: str) -> Tensor:
@@ -177,6 +201,92 @@ def check_labels(
         f"{sample}"
     )
     raise DataError(f"{what}. {cure}", what=what, cure=cure)
+
+
+def range_doubts(name: str, kind: Type[nn.Module], prediction: Tensor) -> Iterator[Doubt]:
+    """Yield what is wrong with the values that one of torch's losses gets.
+
+    Args:
+        name: of the loss.
+        kind: the class of torch's that computes it.
+        prediction: with the graph of autograd that made it.
+    """
+    node = prediction.grad_fn
+    operator = "" if node is None else node.name().partition("Backward")[0]
+    while node is not None and operator in _VIEWS:
+        node = node.next_functions[0][0]
+        operator = "" if node is None else node.name().partition("Backward")[0]
+    if operator not in _OPERATORS:
+        return
+    layer = _OPERATORS[operator]
+    is_last = operator == "Softmax" and node is prediction.grad_fn
+    is_twice = operator == "Sigmoid" or (is_last and _is_over_classes(prediction))
+    if kind is nn.CrossEntropyLoss and is_twice:
+        yield (
+            f"loss {name!r} takes logits, of which it makes a softmax itself, but the module's "
+            f"outputs come from {layer} already, so that little is learned",
+            "Leave that out of the module; predict(x).softmax(1) makes probabilities of logits.",
+        )
+    if kind is nn.BCEWithLogitsLoss and operator in ("Sigmoid", "Softmax"):
+        yield (
+            f"loss {name!r} takes logits, of which it makes a sigmoid itself, but the module's "
+            f"outputs come from {layer} already, so that little is learned",
+            "Leave that out of the module, or use loss='bce', which takes probabilities.",
+        )
+    if kind is nn.NLLLoss:
+        yield (
+            f"loss {name!r} takes log-probabilities, but the module's outputs come from {layer}: "
+            "it falls without end, and little is learned",
+            "Let the module return logits with loss='cross_entropy', or end it with "
+            "nn.LogSoftmax(1).",
+        )
+
+
+def _is_over_classes(outputs: Tensor) -> bool:
+    """Tell whether outputs of a softmax are one over their classes."""
+    # A negative number is shown as one of 64 bits without a sign.
+    dim = (outputs.grad_fn._saved_dim + 2**63) % 2**64 - 2**63  # type: ignore[union-attr]
+    return bool(dim % outputs.dim() == min(1, outputs.dim() - 1))
+
+
+def broadcast_doubts(
+    description: str, prediction: Tensor, target: Tensor, value: Tensor
+) -> Iterator[Doubt]:
+    """Yield it where a function compares every prediction with every target, from torch 2.1 on.
+
+    Args:
+        description: of the loss.
+        prediction, target: what the function got.
+        value: the loss, with the graph of autograd that made it.
+    """
+    size = prediction.shape[0] if prediction.dim() else 1
+    shapes = {tuple(prediction.shape), tuple(target.shape)}
+    if size == 1 or shapes != {(size,), (size, 1)}:
+        return
+    root = prediction.grad_fn
+    waiting, done = [value.grad_fn], {root, None}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in done:
+            continue
+        done.add(node)
+        inputs = [each for each, _ in node.next_functions]
+        waiting += inputs
+        is_pair = node.name().partition("Backward")[0] in _PAIRWISE and set(inputs) == {root, None}
+        if is_pair and _shape(node) == (size, size):
+            yield (
+                f"{description} compares a prediction of shape {tuple(prediction.shape)} with a "
+                f"target of shape {tuple(target.shape)}, which torch broadcasts to ({size}, "
+                f"{size}): every prediction meets the target of every sample",
+                "Give both one shape in the loss, such as by target.reshape(prediction.shape).",
+            )
+            return
+
+
+def _shape(node: Node) -> Tuple[int, ...]:
+    """Shape of what an operator made; () where this torch does not tell."""
+    metadata = node._input_metadata if hasattr(node, "_input_metadata") else ()
+    return tuple(metadata[0].shape) if metadata else ()
 
 
 def _picking(name: str, role: str, value: object) -> str:

@@ -188,6 +188,7 @@ class TorchRule:
             classes the first has shape (classes,).
         target_kind: what it takes as target; one over classes may take probabilities too.
         is_binary: whether its targets are 0, 1 or between.
+        kind: the class of torch's that computes it.
     """
 
     call: Callable[[Tensor, Tensor], Tensor]
@@ -196,7 +197,8 @@ class TorchRule:
     ignore_index: int
     weights: Tuple[Optional[Tensor], Optional[Tensor]]
     target_kind: TargetKind
-    is_binary: bool = False
+    is_binary: bool
+    kind: Type[nn.Module]
 
     def fit_target(self, prediction: Tensor, target: Tensor) -> Tensor:
         """The target in the shape of a prediction, if it has the right number of values.
@@ -293,6 +295,7 @@ def torch_rule(loss: Union[nn.Module, Callable[..., object]]) -> Optional[TorchR
             (settings.get("weight"), settings.get("pos_weight")),
             target_kind,
             kind in (nn.BCELoss, nn.BCEWithLogitsLoss),
+            kind,
         )
     return None
 

@@ -116,7 +116,8 @@ class EagerProgram(Program):
         """Describe the results for an example, which runs once and leaves no trace."""
         with preserve_state([self._step], None), torch.no_grad():
             result = self._forward(example, self._updates)
-            labels = self._step.label_ranges(result.outputs, example.unpack()[2])
+            loss = self._step.loss
+            labels = () if loss is None else loss.label_ranges(result.outputs, example.unpack()[2])
         return Prepared(_on(torch.device("meta"), result.outputs), result.reported.rules, labels)
 
     def run(self, batch: CombinedBatch) -> ExecutionResult:

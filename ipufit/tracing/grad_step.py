@@ -16,7 +16,7 @@ from ipufit.core.outputs import drop_ignored_outputs, refuse_hidden_tensors
 from ipufit.core.precision import computing_in, with_inputs_in
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, LossError
-from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
+from ipufit.losses import Doubt, LabelRange, Loss, LossTerm, find_loss
 from ipufit.partition.own_blocks import OwnBlocks
 from ipufit.partition.partition import Partition
 from ipufit.tracing.capture import UNREGISTERED, capture
@@ -189,10 +189,6 @@ class ModuleWithLoss(StepModule):
             self.forgive(error)
         return drop_ignored_outputs(self.net, outputs), term
 
-    def label_ranges(self, outputs: object, target: object) -> Tuple[LabelRange, ...]:
-        """The class indices that the loss takes as target."""
-        return () if self.loss is None else self.loss.label_ranges(outputs, target)
-
 
 def split_loss(
     loss: Optional[Loss],
@@ -343,6 +339,7 @@ class MicroBatchStep(abc.ABC):
         blocks: what their gradients are packed into.
         reported: what the numbers are that came with the loss of the last call.
         labels: class indices that the loss takes; None before the first call with a loss.
+        doubts: why little can be learned of the loss though nothing fails.
     """
 
     step: ModuleWithLoss
@@ -367,6 +364,7 @@ class MicroBatchStep(abc.ABC):
         self.hints: Dict[str, None] = {}
         self.reported = ReportedScalars()
         self.labels: Optional[Tuple[LabelRange, ...]] = None
+        self.doubts: Tuple[Doubt, ...] = ()
         self.blocks: Sequence[FlatBlock] = ()
         self.outputs: OutputShape = OutputShape(None)
         self.with_gradient: Tuple[str, ...] = ()
@@ -419,9 +417,11 @@ class MicroBatchStep(abc.ABC):
                 batch = with_inputs_in(self.precision, batch)
                 with record_hints(batch, self.hints), follow_stages(self.partition, self.step.net):
                     outputs, term = self._call(batch, state)
-            if term is not None:
+            loss = self.step.loss
+            if term is not None and loss is not None:
                 if self.labels is None:
-                    self.labels = self.step.label_ranges(outputs, batch[2])
+                    self.labels = loss.label_ranges(outputs, batch[2])
+                    self.doubts = loss.doubts(outputs, batch[2], term.value) if self._trains else ()
                 self.reported, numbers = ReportedScalars.of(term, entries)
                 result.append(numbers)
             if self._trains and term is not None:

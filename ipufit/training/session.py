@@ -99,6 +99,8 @@ class Session:
         self.sample: Optional[MicroBatch] = None
         self.is_retired = False
         self._runs = self._swaps = 0
+        # Of the loss, which the user has been told of.
+        self._doubts: List[object] = []
         self._seed: Optional[int] = None
         self._training: Optional[Program] = None
         self.fallback = EagerFallback()
@@ -358,6 +360,10 @@ class Session:
             with defer_sigint():
                 prepared = program.prepare(first)
             explainer.labels = prepared.labels
+            for doubt in prepared.doubts if self.processes.is_rank_zero else ():
+                if doubt not in self._doubts:
+                    self._doubts.append(doubt)
+                    warn_user(". ".join(doubt))
             explainer.check_labels([first])
             if metrics:
                 probe(metrics, prepared.outputs, first, self.loss)

@@ -283,6 +283,8 @@ def _run_check(
             with eval_mode(module, loss_module), notes:
                 CheckSuite(tested, pristine, findings, False).run()
         findings.add(*untrained_findings(tested.step, tested.trained, with_gradient))
+        doubts = tested.doubts if loss is not None else ()
+        findings.add(*(Finding("loss", "warning", None, None, None, *each) for each in doubts))
     explainer.labels = tested.labels
     explainer.check_labels([sample], None)
     findings.add(*(output_at(frame, how) for frame, how in events.outputs.items()))

@@ -47,6 +47,7 @@ KINDS = (
     "folded",
     "generator",
     "global",
+    "loss",
     "mode",
     "not_optimized",
     "number",

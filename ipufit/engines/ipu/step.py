@@ -17,7 +17,7 @@ from ipufit.core.precision import with_inputs_in
 from ipufit.engines.ipu.options import begin_loss, block_of
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError
-from ipufit.losses import LabelRange, Loss, LossTerm
+from ipufit.losses import Doubt, LabelRange, Loss, LossTerm
 from ipufit.partition.recomputation import checkpoint_outputs
 from ipufit.tracing.fingerprint import StepModule
 from ipufit.tracing.grad_step import (
@@ -71,6 +71,7 @@ class Traced:
         changed: names of the floating-point buffers that forward changes.
         attributes: what forward sets on itself, as "Class.attribute".
         labels: class indices that the loss takes as target.
+        doubts: why little can be learned of the loss though nothing fails.
     """
 
     outputs: OutputShape = dataclasses.field(default_factory=lambda: OutputShape(None))
@@ -80,6 +81,7 @@ class Traced:
     changed: Tuple[str, ...] = ()
     attributes: Sequence[str] = ()
     labels: Tuple[LabelRange, ...] = ()
+    doubts: Tuple[Doubt, ...] = ()
 
 
 class IpuStep(StepModule):
@@ -168,6 +170,8 @@ class IpuStep(StepModule):
         if term is not None:
             assert self.loss is not None, "there is no term without a loss"
             self.traced.labels = self.loss.label_ranges(outputs, batch[2])
+            if self.trains:
+                self.traced.doubts = self.loss.doubts(outputs, batch[2], term.value)
             self.traced.reported, numbers = ReportedScalars.of(term, entries)
             result.append(numbers.reshape(-1))
             if self.trains:

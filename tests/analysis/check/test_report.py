@@ -146,6 +146,8 @@ def test_kinds_and_severities_are_those_of_the_guide():
     """A program that reads findings can know all that may come."""
     kinds = {kind for net in MODELS.values() for kind, _ in expected(net)}
     others = [*_left_out().check((X, TARGET)), *compiled(Reentrant()).check((X, TARGET))]
+    twice = nn.Sequential(nn.Linear(X.shape[1], 3), nn.Softmax(1))
+    others += compiled(twice).check((X, torch.zeros(len(X)).long()))
     assert kinds | {finding.kind for finding in others} == set(KINDS)
     assert {finding.severity for finding in others} == set(SEVERITIES)
 

@@ -127,7 +127,8 @@ class BaseProgram(Program):
         if not spec.run_eagerly:
             spec.fallback.recorded.add(spec.mode)
         outputs = recorded.micro.outputs.rebuild(recorded.micro.outputs.tensors)
-        return Prepared(outputs, recorded.micro.reported.rules, recorded.micro.labels or ())
+        micro = recorded.micro
+        return Prepared(outputs, micro.reported.rules, micro.labels or (), micro.doubts)
 
     def _seed(self, recorded: TracedStep, update: int, place: int = 0, stream: str = "") -> None:
         if recorded.random:
