@@ -12,6 +12,8 @@ public name, such as `ipufit.Model`, leads there from every page.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import posixpath
 import re
 import shutil
@@ -37,6 +39,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 REFERENCE = ROOT / "docs" / "reference"
 OBJECTS = catalog.public_objects()
 CLASSES = {name: value for name, value in OBJECTS.items() if isinstance(value, type)}
+
+# Signatures show what a name stands for, such as the words of an argument, where all names in them
+# are known; what modules import for type checkers alone, they import here.
+for module in {inspect.getmodule(base) for kind in CLASSES.values() for base in kind.__mro__}:
+    if module is not None and module.__name__.startswith("ipufit"):
+        for part in ast.parse(inspect.getsource(module)).body:
+            if isinstance(part, ast.If) and ast.unparse(part.test) == "TYPE_CHECKING":
+                exec(ast.unparse(part.body), vars(module))
 
 project = PROJECT["name"]
 author = copyright = PROJECT["authors"][0]["name"]

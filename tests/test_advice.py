@@ -365,13 +365,13 @@ ADVICE = {
     ),
     "reduction": (
         lambda: compiled(reduction=ipufit.Reduction(gradients="avg")),
-        "Reduction.gradients must be 'mean' or 'sum'",
+        "Reduction.gradients must be one of None, 'mean', 'sum'",
         lambda: compiled(reduction=ipufit.Reduction(gradients="mean")),
         lambda: compiled(reduction=ipufit.Reduction(gradients="sum")),
     ),
     "shards": (
         lambda: compiled(memory=ipufit.Memory(shard=True)),
-        "Memory.shard must be 'none' or 'optimizer' or 'weights', got True.",
+        "Memory.shard must be one of None, 'none', 'optimizer', 'weights', got True.",
         lambda: compiled(memory=ipufit.Memory(shard="optimizer")),
         lambda: compiled(memory=ipufit.Memory(shard="weights")),
     ),

@@ -12,7 +12,6 @@ from typing import (
     Mapping,
     NamedTuple,
     Optional,
-    Sequence,
     SupportsFloat,
     Tuple,
     TypeVar,
@@ -327,7 +326,7 @@ def whole(owner: Callback, name: str, value: object, least: int = 0) -> int:
     return error_collector.at_least(f"{name} of {type(owner).__name__}", value, least)
 
 
-def one_of(owner: Callback, name: str, value: object, choices: Sequence[T]) -> T:
+def one_of(owner: Callback, name: str, value: T, choices: object) -> T:
     """Check that an argument of a callback is one of the choices, and return it.
 
     Raises:

@@ -11,7 +11,9 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit.callbacks import history_plot
 from ipufit.callbacks.callback import Callback, Logs, stored
+from ipufit.core import Direction
 from ipufit.errors import ConfigurationError
+from ipufit.utils.error_collector import one_of
 
 __all__ = [
     "History",
@@ -257,7 +259,7 @@ class History(Callback):
         value_by_place = dict(zip(self.places(name), self.history[name]))
         return [value_by_place.get(place, math.nan) for place in range(len(self.epoch))]
 
-    def best_epoch(self, monitor: str = "val_loss", mode: str = "auto") -> int:
+    def best_epoch(self, monitor: str = "val_loss", mode: Direction = "auto") -> int:
         """The epoch with the best value; the first of them if several are as good.
 
         Args:
@@ -272,11 +274,7 @@ class History(Callback):
             ConfigurationError: nothing has that name, it has no value but NaN, or "auto" does not
                 know which way is better.
         """
-        if mode not in ("auto", "min", "max"):
-            raise ConfigurationError(
-                f"mode must be 'auto', 'min' or 'max', got {mode!r}. Use 'min' where a smaller "
-                "value is better."
-            )
+        one_of("mode", mode, Direction)
         self._check_name(monitor)
         directions = self.params.get("directions")
         direction = direction_of(monitor, directions) if mode == "auto" else mode

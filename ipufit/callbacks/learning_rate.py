@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ipufit.callbacks.callback import Callback, Logs, as_float, finite, one_of, stored, whole
 from ipufit.callbacks.stopping import Monitor
+from ipufit.core import Direction, Mention
 from ipufit.errors import ConfigurationError
 from ipufit.utils.console import say
 
@@ -57,10 +58,10 @@ class LearningRateScheduler(Callback):
 
     adds: Tuple[str, ...] = ("learning_rate",)
 
-    def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
+    def __init__(self, schedule: Callable[..., float], verbose: Mention = 0) -> None:
         super().__init__()
         self.schedule = schedule
-        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
+        self.verbose: int = one_of(self, "verbose", verbose, Mention)
         self._arguments = _count_arguments(schedule)
 
     def _rate(self, epoch: int, rate: float) -> float:
@@ -142,8 +143,8 @@ class ReduceLROnPlateau(Monitor):
         monitor: str = "val_loss",
         factor: float = 0.1,
         patience: int = 10,
-        verbose: int = 0,
-        mode: str = "auto",
+        verbose: Mention = 0,
+        mode: Direction = "auto",
         min_delta: float = 1e-4,
         cooldown: int = 0,
         min_lr: float = 0.0,
@@ -156,7 +157,7 @@ class ReduceLROnPlateau(Monitor):
                 f"becomes smaller, got {factor!r}. Try 0.1."
             )
         self.patience: int = whole(self, "patience", patience)
-        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
+        self.verbose: int = one_of(self, "verbose", verbose, Mention)
         self.cooldown: int = whole(self, "cooldown", cooldown)
         self.min_lr: float = finite(self, "min_lr", min_lr, 0.0)
         self._forget()

@@ -10,13 +10,15 @@ import sys
 import textwrap
 import threading
 import time
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, TextIO, Tuple, Union
+from typing import Any, Dict, Iterator, List, Literal, Mapping, Optional, Sequence, TextIO, Tuple
 
 from ipufit.callbacks.callback import Callback, Logs, means, one_of
 from ipufit.engines.program import Engine
 from ipufit.utils.console import notebook_shell
 
 __all__ = ["ProgbarLogger", "showing"]
+
+Progress = Literal[1, 2, "rich"]
 
 _INTERVAL = 0.1  # seconds between two states of a bar
 _MOST_CELLS, _LEAST_CELLS = 25, 8
@@ -42,10 +44,9 @@ class ProgbarLogger(Callback):
         ConfigurationError: ``verbose`` is something else.
     """
 
-    def __init__(self, verbose: Union[int, str] = 1) -> None:
+    def __init__(self, verbose: Progress = 1) -> None:
         super().__init__()
-        choices: Sequence[Union[int, str]] = (1, 2, "rich")
-        self._verbose = one_of(self, "verbose", verbose, choices)
+        self._verbose: Progress = one_of(self, "verbose", verbose, Progress)
         self._bars: List[_Progress] = []
         self._display: Optional[_Display] = None
         self._recordings = 0
@@ -535,7 +536,7 @@ def _writes(stream: TextIO, text: str) -> bool:
     return True
 
 
-def _make_display(verbose: Union[int, str]) -> _Display:
+def _make_display(verbose: Progress) -> _Display:
     """Return what shows progress where the program runs.
 
     Args:

@@ -6,7 +6,7 @@ import datetime
 import math
 import re
 import time
-from typing import Dict, Mapping, Optional, Tuple, Union
+from typing import Dict, Literal, Mapping, Optional, Tuple, Union, get_args
 
 from ipufit.callbacks.callback import (
     Callback,
@@ -19,6 +19,7 @@ from ipufit.callbacks.callback import (
     whole,
 )
 from ipufit.callbacks.history import improves, required_direction
+from ipufit.core import Direction, Mention
 from ipufit.core.weights_file import WeightsCopy
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.utils.console import say
@@ -38,7 +39,7 @@ class Monitor(Callback):
         best: the best value so far, or None; a subclass sets it, and forgets it when it likes.
     """
 
-    def __init__(self, monitor: str, mode: str, min_delta: float = 0.0) -> None:
+    def __init__(self, monitor: str, mode: Direction, min_delta: float = 0.0) -> None:
         super().__init__()
         self.best: Optional[float] = None
         if not isinstance(monitor, str) or not monitor:
@@ -47,7 +48,7 @@ class Monitor(Callback):
                 f"'val_loss', got {monitor!r}."
             )
         self.monitor = monitor
-        self.mode: str = one_of(self, "mode", mode, ("auto", "min", "max"))
+        self.mode: str = one_of(self, "mode", mode, Direction)
         self.min_delta: float = abs(finite(self, "min_delta", min_delta))
         self.monitors: Tuple[str, ...] = (monitor,)
         self._was_there = False
@@ -129,15 +130,15 @@ class EarlyStopping(Monitor):
         monitor: str = "val_loss",
         min_delta: float = 0,
         patience: int = 0,
-        verbose: int = 0,
-        mode: str = "auto",
+        verbose: Mention = 0,
+        mode: Direction = "auto",
         baseline: Optional[float] = None,
         restore_best_weights: bool = False,
         start_from_epoch: int = 0,
     ) -> None:
         super().__init__(monitor, mode, min_delta)
         self.patience: int = whole(self, "patience", patience)
-        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
+        self.verbose: int = one_of(self, "verbose", verbose, Mention)
         self.baseline: Optional[float] = (
             None if baseline is None else finite(self, "baseline", baseline)
         )
@@ -263,7 +264,7 @@ class TerminateOnNaN(Callback):
         self.model.stop_training = True
 
 
-_STAGES = ("train", "validate", "evaluate", "predict")
+TimedStage = Literal["train", "validate", "evaluate", "predict"]
 
 
 class Timer(Callback):
@@ -285,21 +286,23 @@ class Timer(Callback):
     adds: Tuple[str, ...] = ()
 
     def __init__(
-        self, duration: Union[float, str, datetime.timedelta, None] = None, verbose: int = 0
+        self,
+        duration: Union[float, str, datetime.timedelta, None] = None,
+        verbose: Mention = 0,
     ) -> None:
         super().__init__()
         self.duration: Optional[float] = None if duration is None else _seconds(self, duration)
-        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
-        self._spent: Dict[str, float] = dict.fromkeys(_STAGES, 0.0)
-        self._since: Dict[str, float] = {}
+        self.verbose: int = one_of(self, "verbose", verbose, Mention)
+        self._spent: Dict[str, float] = dict.fromkeys(get_args(TimedStage), 0.0)
+        self._since: Dict[TimedStage, float] = {}
 
-    def time_elapsed(self, stage: str = "train") -> float:
+    def time_elapsed(self, stage: TimedStage = "train") -> float:
         """Seconds spent on a stage: of the last ``fit``, its validation, or the last inference.
 
         Args:
             stage: "train", "validate", "evaluate" or "predict".
         """
-        one_of(self, "stage", stage, _STAGES)
+        one_of(self, "stage", stage, TimedStage)
         running = time.monotonic() - self._since[stage] if stage in self._since else 0.0
         return self._spent[stage] + running
 
@@ -309,12 +312,12 @@ class Timer(Callback):
             return None
         return max(0.0, self.duration - self.time_elapsed())
 
-    def _begin(self, stage: str) -> None:
+    def _begin(self, stage: TimedStage) -> None:
         if stage != "validate":
             self._spent[stage] = 0.0
         self._since[stage] = time.monotonic()
 
-    def _end(self, stage: str) -> None:
+    def _end(self, stage: TimedStage) -> None:
         if stage in self._since:
             self._spent[stage] = self.time_elapsed(stage)
             del self._since[stage]
@@ -371,7 +374,7 @@ class Timer(Callback):
 
     def close(self) -> None:
         """Stop every clock that an error has left running."""
-        for stage in _STAGES:
+        for stage in [*self._since]:
             self._end(stage)
 
 

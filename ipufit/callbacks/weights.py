@@ -6,10 +6,11 @@ import contextlib
 import os
 import re
 import string
-from typing import Dict, List, Mapping, Optional, Tuple, Union
+from typing import Dict, List, Literal, Mapping, Optional, Tuple, Union
 
 from ipufit.callbacks.callback import Callback, Logs, UpdateCount, finite, one_of, stored, whole
 from ipufit.callbacks.stopping import Monitor
+from ipufit.core import Direction, Mention
 from ipufit.core.weights_file import check_path
 from ipufit.errors import ConfigurationError
 from ipufit.utils.console import say
@@ -54,17 +55,17 @@ class ModelCheckpoint(Monitor):
         self,
         filepath: Union[str, os.PathLike[str]],
         monitor: str = "val_loss",
-        verbose: int = 0,
+        verbose: Mention = 0,
         save_best_only: bool = False,
         save_weights_only: bool = True,
-        mode: str = "auto",
-        save_freq: Union[str, int] = "epoch",
+        mode: Direction = "auto",
+        save_freq: Union[Literal["epoch"], int] = "epoch",
         initial_value_threshold: Optional[float] = None,
         keep: Optional[int] = None,
     ) -> None:
         super().__init__(monitor, mode)
         self.filepath: str = os.fspath(filepath)
-        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
+        self.verbose: int = one_of(self, "verbose", verbose, Mention)
         self.save_best_only: bool = one_of(self, "save_best_only", save_best_only, (True, False))
         if save_weights_only is not True:
             raise ConfigurationError(

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import Collection, Dict, Optional, Union
 
+from ipufit.core import Direction
 from ipufit.errors import ConfigurationError
 from ipufit.utils.error_collector import ErrorCollector, SettingsRepr, at_least, folder_of, one_of
 
@@ -47,7 +48,7 @@ class Checkpoint(SettingsRepr):
     every_updates: Optional[int] = None
     keep: int = 2
     monitor: Optional[str] = None
-    mode: str = "auto"
+    mode: Direction = "auto"
     resume: Optional[Path] = None
     resume_changes: Union[str, Collection[str], None] = None
     max_restarts: int = 0
@@ -66,7 +67,7 @@ class Checkpoint(SettingsRepr):
                     f"None, got {self.monitor!r}."
                 )
         with faults.collect():
-            one_of("mode of Checkpoint", self.mode, ("auto", "min", "max"))
+            one_of("mode of Checkpoint", self.mode, Direction)
         with faults.collect():
             at_least("max_restarts", self.max_restarts, 0)
         paths: Dict[str, Optional[str]] = {"folder": None, "resume": None}

@@ -68,9 +68,6 @@ class Implementation(abc.ABC):
         """Run a scenario."""
 
 
-_MODES = {"All": "all", "Default": "final", "Final": "final", "Sum": "sum", "EveryN": "every_n"}
-
-
 class Embedded(Implementation):
     """Programs in plain torch, in float64."""
 
@@ -122,10 +119,11 @@ def _first(output: object) -> Tensor:
 
 def _spec(scenario: Scenario, net: Net) -> ProgramSpec:
     """Return the program that runs the scenario."""
-    every = scenario.period if scenario.mode == "EveryN" else None
+    every = Outputs("every_n", scenario.period)
+    modes = {"All": Outputs("all"), "Sum": Outputs("sum"), "EveryN": every}
     config = TrainConfig(
         gradient_reduction=scenario.reduction.lower(),
-        outputs=Outputs(_MODES[scenario.mode], every),
+        outputs=modes.get(scenario.mode, Outputs("final")),
     )
     optimizer = optimizer_of(ipufit, scenario.optimizer, net) if scenario.training else None
     return ProgramSpec(

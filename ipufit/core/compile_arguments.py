@@ -11,6 +11,7 @@ from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, 
 import torch
 from torch import Tensor, fx, nn
 
+from ipufit.core import LOWERINGS
 from ipufit.core.batch import Mode
 from ipufit.errors import CaptureError, ConfigurationError, DataError, UnknownNameError, brief_error
 from ipufit.processes import Processes, current
@@ -23,7 +24,6 @@ __all__ = [
     "INDUCTOR",
     "INFERENCE",
     "KERNELS",
-    "LOWERINGS",
     "OFF",
     "TRAINING",
     "Backend",
@@ -37,8 +37,6 @@ T = TypeVar("T")
 
 AUTO, OFF, GRAPH, KERNELS = "auto", "off", "graph", "kernels"
 INDUCTOR, CUDAGRAPH = "inductor", "cudagraph"
-
-LOWERINGS = (AUTO, GRAPH, KERNELS, INDUCTOR, CUDAGRAPH)
 
 # A backend of torch.compile: takes a graph and tensors like its inputs, and returns what runs it.
 CompilerFunction = Callable[[fx.GraphModule, List[Tensor]], Callable[..., Sequence[Tensor]]]

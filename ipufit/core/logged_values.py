@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Union
+from typing import Any, Dict, Iterator, List, Literal, Mapping, Optional, Union
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ __all__ = [
     "report",
 ]
 
-_REDUCTIONS = ("mean", "sum", "max", "min", "last")
+LogReduction = Literal["mean", "sum", "max", "min", "last"]
 _FLAGS = ("on_update", "counted", "exact", "is_none")
 
 
@@ -99,7 +99,7 @@ def collecting() -> Iterator[Entries]:
         _open.reset(token)
 
 
-def log(name: str, value: Any, reduce: str = "mean", *, on_update: bool = False) -> None:
+def log(name: str, value: Any, reduce: LogReduction = "mean", *, on_update: bool = False) -> None:
     """Report a value from ``forward`` or from a loss; it becomes part of the program.
 
     It appears in :class:`ipufit.History`, in the progress bar and in the logs of callbacks, with
@@ -165,15 +165,8 @@ def _words(rule: LogRule) -> str:
 
 def _check(name: object, value: object, reduce: object, on_update: object) -> None:
     check_log_name(name)
-    if reduce not in _REDUCTIONS:
-        raise ConfigurationError(
-            f"log({name!r}): reduce must be one of {', '.join(map(repr, _REDUCTIONS))}, got "
-            f"{reduce!r}."
-        )
-    if type(on_update) is not bool:
-        raise ConfigurationError(
-            f"log({name!r}): on_update must be True or False, got {on_update!r}."
-        )
+    one_of(f"log({name!r}): reduce", reduce, LogReduction)
+    one_of(f"log({name!r}): on_update", on_update, (True, False))
     check_value(name, value)
 
 
@@ -240,7 +233,7 @@ class Running:
     def of(state: Mapping[str, Any]) -> Running:
         """Make a reduction that goes on from a stored state."""
         rule = state["rule"]
-        one_of("reduce", rule["reduce"], _REDUCTIONS)
+        one_of("reduce", rule["reduce"], LogReduction)
         flags = {name: bool(rule.get(name)) for name in _FLAGS}
         running = Running(LogRule(rule["reduce"], **flags))
         running._total, running._weight = float(state["total"]), float(state["weight"])

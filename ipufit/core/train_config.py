@@ -8,6 +8,15 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Protocol, Sequ
 
 import torch
 
+from ipufit.core import (
+    DynamicScale,
+    GradientReduction,
+    Normalize,
+    OutputMode,
+    PrecisionName,
+    SampleWeightReduction,
+    Shard,
+)
 from ipufit.core.compile_arguments import AUTO, OFF, Backend
 from ipufit.core.objective_arguments import dtype_name
 from ipufit.errors import ConfigurationError
@@ -134,16 +143,15 @@ class Reduction:
         ConfigurationError: a value that there is not, or two that can't go together.
     """
 
-    normalize: str = "samples"
-    sample_weights: str = "sum_over_batch_size"
-    gradients: Optional[str] = None
+    normalize: Normalize = "samples"
+    sample_weights: SampleWeightReduction = "sum_over_batch_size"
+    gradients: Optional[GradientReduction] = None
 
     def __post_init__(self) -> None:
         faults = ErrorCollector()
         for name, choices in _REDUCTIONS.items():
             with faults.collect():
-                if getattr(self, name) is not None or name != "gradients":
-                    one_of(f"Reduction.{name}", getattr(self, name), choices)
+                one_of(f"Reduction.{name}", getattr(self, name), choices)
         faults.raise_all()
         for name, by in (("normalize", "tokens"), ("sample_weights", "mean_with_sample_weight")):
             if self.gradients == "sum" and getattr(self, name) == by:
@@ -154,10 +162,10 @@ class Reduction:
                 )
 
 
-_REDUCTIONS: Dict[str, Tuple[object, ...]] = {
-    "normalize": ("samples", "tokens", "micro_batches"),
-    "sample_weights": ("sum_over_batch_size", "mean_with_sample_weight"),
-    "gradients": ("mean", "sum"),
+_REDUCTIONS: Dict[str, object] = {
+    "normalize": Normalize,
+    "sample_weights": SampleWeightReduction,
+    "gradients": (None, GradientReduction),
 }
 
 
@@ -317,20 +325,14 @@ class Precision:
         ConfigurationError: a value that there is not; all of them.
     """
 
-    name: Optional[str] = None
-    loss_scale: Union[float, str, LossScale, None] = None
+    name: Optional[PrecisionName] = None
+    loss_scale: Union[float, DynamicScale, LossScale, None] = None
     accumulation_dtype: Union[torch.dtype, str, None] = None
 
     def __post_init__(self) -> None:
         faults = ErrorCollector()
         with faults.collect():
-            if self.name is not None and not (
-                isinstance(self.name, str) and self.name in {**_AUTOCAST, **_PURE}
-            ):
-                names = ", ".join(map(repr, (*_AUTOCAST, *_PURE)))
-                raise ConfigurationError(
-                    f"precision must be None or one of {names}, got {self.name!r}."
-                )
+            one_of("precision", self.name, (None, PrecisionName))
         with faults.collect():
             scale = self.loss_scale
             is_scale = scale is None or scale == "dynamic" or isinstance(scale, LossScale)
@@ -393,14 +395,11 @@ class Outputs:
         ConfigurationError: an unknown mode, or a number where it means nothing.
     """
 
-    mode: str = "all"
+    mode: OutputMode = "all"
     every: Optional[int] = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mode, str) or self.mode not in _OUTPUT_MODES:
-            raise ConfigurationError(
-                f"outputs must be one of {', '.join(map(repr, _OUTPUT_MODES))}, got {self.mode!r}."
-            )
+        one_of("outputs", self.mode, OutputMode)
         every = _count_or_none("Outputs.every", self.every, "device iterations")
         if self.mode == "every_n" and every is None:
             raise ConfigurationError(
@@ -413,9 +412,6 @@ class Outputs:
                 "out, or choose 'every_n'."
             )
         object.__setattr__(self, "every", every)
-
-
-_OUTPUT_MODES = ("all", "final", "sum", "every_n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -452,16 +448,14 @@ class Memory:
     inference_serialize: Optional[Mapping[str, Any]] = None
     recompute: Union[bool, str, Sequence[str], None] = None
     offload_optimizer: Optional[bool] = None
-    shard: Optional[str] = None
+    shard: Optional[Shard] = None
 
     def __post_init__(self) -> None:
         faults = ErrorCollector()
         with faults.collect():
-            if self.offload_optimizer is not None:
-                one_of("Memory.offload_optimizer", self.offload_optimizer, (True, False))
+            one_of("Memory.offload_optimizer", self.offload_optimizer, (None, True, False))
         with faults.collect():
-            if self.shard is not None:
-                one_of("Memory.shard", self.shard, ("none", "optimizer", "weights"))
+            one_of("Memory.shard", self.shard, (None, Shard))
         faults.raise_all()
 
     @property

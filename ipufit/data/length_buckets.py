@@ -27,7 +27,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from ipufit.data.padding import Padding, as_plain
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.utils import tree
-from ipufit.utils.error_collector import ErrorCollector, at_least
+from ipufit.utils.error_collector import ErrorCollector, at_least, one_of
 
 __all__ = ["LengthBuckets"]
 
@@ -114,10 +114,7 @@ class LengthBuckets(Sampler[List[int]]):
             if max_recordings is not None:
                 max_recordings = at_least("max_recordings of LengthBuckets", max_recordings, 1)
         with faults.collect():
-            if not isinstance(shuffle, bool):
-                raise ConfigurationError(
-                    f"shuffle of LengthBuckets must be True or False, got {shuffle!r}."
-                )
+            one_of("shuffle of LengthBuckets", shuffle, (True, False))
         faults.raise_all()
         self.batch_size: int = batch_size
         self.shuffle: bool = shuffle

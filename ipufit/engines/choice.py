@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import Callable, Dict, List, Union
 
+from ipufit.core import EngineName
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 
@@ -24,7 +25,7 @@ class EngineStatus:
         reason: why, or why not.
     """
 
-    name: str
+    name: EngineName
     available: bool
     reason: str
 
@@ -86,7 +87,7 @@ def _best() -> Engine:
     return _embedded()
 
 
-_MAKERS: Dict[str, Callable[[], Engine]] = {
+_MAKERS: Dict[EngineName, Callable[[], Engine]] = {
     "auto": _best,
     "embedded": _embedded,
     "ipu": _ipu,
@@ -96,7 +97,7 @@ _MAKERS: Dict[str, Callable[[], Engine]] = {
 _NAMES = f"one of {', '.join(map(repr, _MAKERS))}"
 
 
-def engine_maker(engine: Union[str, Callable[[], Engine]]) -> Callable[[], Engine]:
+def engine_maker(engine: Union[EngineName, Callable[[], Engine]]) -> Callable[[], Engine]:
     """Return the function that makes the engine for every ``compile``.
 
     Args:
@@ -109,7 +110,7 @@ def engine_maker(engine: Union[str, Callable[[], Engine]]) -> Callable[[], Engin
     """
     if callable(engine):
         return engine
-    wanted = engine
+    wanted: str = engine
     if engine == "auto" and os.environ.get(_VARIABLE):
         wanted = os.environ[_VARIABLE]
         if wanted not in _MAKERS:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Dict, Generic, List, Mapping, Optional, Protocol, Sequence, Set, TypeVar, Union
 
+from ipufit.core import GradientReduction, Shard
 from ipufit.core.train_config import Memory, Outputs, Precision, Reduction
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.partition.partition import Partition
@@ -182,10 +183,10 @@ class IpuSettings:
     training: ModeSettings = dataclasses.field(default_factory=ModeSettings)
     inference: ModeSettings = dataclasses.field(default_factory=ModeSettings)
     outputs: Optional[Setting[Outputs]] = None
-    gradient_reduction: Optional[Setting[str]] = None
+    gradient_reduction: Optional[Setting[GradientReduction]] = None
     loss_scale: Optional[Setting[str]] = None
     offload_optimizer: Optional[Setting[bool]] = None
-    shard: Optional[Setting[str]] = None
+    shard: Optional[Setting[Shard]] = None
     auto_round_ipus: Optional[Setting[bool]] = None
     recompute: Optional[Setting[bool]] = None
     remarks: Sequence[str] = ()

@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor, nn
 
+from ipufit.core import EngineName
 from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import INFERENCE, TRAINING, role_of
 from ipufit.core.outputs import join_rows
@@ -106,7 +107,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         precision_plugin: object = None,
         training_opts: object = None,
         inference_opts: object = None,
-        engine: Union[str, Callable[[], Engine]] = "auto",
+        engine: Union[EngineName, Callable[[], Engine]] = "auto",
     ) -> None:
         super().__init__(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin

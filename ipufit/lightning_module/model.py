@@ -24,6 +24,7 @@ from torch import nn
 
 from ipufit.callbacks.callback_list import checked
 from ipufit.callbacks.history import History
+from ipufit.core import EngineName
 from ipufit.core.batch import Mode
 from ipufit.data.settings import resolve_validation
 from ipufit.engines.choice import engine_maker
@@ -76,7 +77,7 @@ class LightningModel(StepsModel):
     def __init__(
         self,
         module: nn.Module,
-        engine: Union[str, Callable[[], Engine]] = "auto",
+        engine: Union[EngineName, Callable[[], Engine]] = "auto",
         device: Union[str, torch.device, None] = None,
         by_trainer: bool = False,
     ) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Callable, List, Literal, Mapping, Optional, Sequence, Tu
 
 from torch import Tensor, nn
 
+from ipufit.core import Normalize, SampleWeightReduction
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.objective_arguments import (
     PREDICTION_FIRST,
@@ -112,10 +113,6 @@ def own_loss_advice(result: object) -> str:
             "transformers library return it by name with config.return_dict = True."
         )
     return advice
-
-
-Normalize = Literal["samples", "micro_batches", "tokens"]
-SampleWeightReduction = Literal["sum_over_batch_size", "mean_with_sample_weight"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

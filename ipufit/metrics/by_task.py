@@ -16,6 +16,7 @@ from typing import (
     ClassVar,
     Dict,
     List,
+    Literal,
     Mapping,
     NamedTuple,
     Optional,
@@ -47,7 +48,8 @@ __all__ = [
     "TaskMetricAdapter",
 ]
 
-_TASKS = ("binary", "multiclass", "multilabel")
+MetricTask = Literal["binary", "multiclass", "multilabel"]
+MetricAverage = Literal["macro", "micro", "weighted"]
 
 
 class MetricForm(NamedTuple):
@@ -117,9 +119,9 @@ class Classification(TaskMetric):
         ConfigurationError: an argument can't work.
     """
 
-    task: Optional[str] = None
+    task: Optional[MetricTask] = None
     num_classes: Optional[int] = None
-    average: Optional[str] = None
+    average: Optional[MetricAverage] = None
     from_logits: bool = False
 
     # The end of the names of torchmetrics' classes, after "Binary" and the like.
@@ -127,12 +129,12 @@ class Classification(TaskMetric):
     _needs_probabilities: ClassVar[bool] = False
     # Whether several columns, where prediction and target have one shape, are one class each.
     _columns_are_classes: ClassVar[bool] = False
-    _averages: ClassVar[Sequence[str]] = ("macro", "micro", "weighted")
+    _averages: ClassVar[object] = MetricAverage
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
-        one_of(f"task of {kind}", self.task, (None, *_TASKS))
-        one_of(f"average of {kind}", self.average, (None, *self._averages))
+        one_of(f"task of {kind}", self.task, (None, MetricTask))
+        one_of(f"average of {kind}", self.average, (None, self._averages))
         one_of(f"from_logits of {kind}", self.from_logits, (True, False))
         size = self.num_classes
         if size is not None and (type(size) is not int or size < 2):
@@ -370,7 +372,7 @@ class AUC(Classification):
     name: ClassVar[str] = "auc"
     _kind: ClassVar[str] = "AUROC"
     _needs_probabilities: ClassVar[bool] = True
-    _averages: ClassVar[Sequence[str]] = ("macro", "weighted")
+    _averages: ClassVar[object] = Literal["macro", "weighted"]
 
     def __post_init__(self) -> None:
         super().__post_init__()

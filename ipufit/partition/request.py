@@ -72,8 +72,7 @@ class Parallel:
     def __post_init__(self) -> None:
         faults = ErrorCollector()
         with faults.collect():
-            if self.auto_round_ipus is not None:
-                one_of("Parallel.auto_round_ipus", self.auto_round_ipus, (True, False))
+            one_of("Parallel.auto_round_ipus", self.auto_round_ipus, (None, True, False))
         with faults.collect():
             if self.inference is not None:
                 self._check_inference()

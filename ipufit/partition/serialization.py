@@ -8,7 +8,7 @@ whole, under its own name.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Literal, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ipufit.errors import ConfigurationError
 from ipufit.partition.partition import BLOCK
+from ipufit.utils.error_collector import one_of
 from ipufit.utils.poptorch_sdk import begin_block, sdk_in_use
 
 __all__ = [
@@ -33,13 +34,13 @@ __all__ = [
     "side_by_side",
 ]
 
+MatMulCut = Literal["output_channels", "reducing_dim", "input_channels"]
 # By what of a Linear is cut, the name of PopTorch's MatMulSerializationMode for it.
-_SDK_MODES = {
+_SDK_MODES: Dict[MatMulCut, str] = {
     "output_channels": "OutputChannels",
     "reducing_dim": "ReducingDim",
     "input_channels": "InputChannels",
 }
-MODES = tuple(_SDK_MODES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Serialization:
 
     factor: Optional[int] = None
     splits_per_ipu: Optional[Sequence[int]] = None
-    mode: str = "output_channels"
+    mode: MatMulCut = "output_channels"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +67,12 @@ class Parts:
     Attributes:
         count: number of parts.
         per_ipu: how many lie on each IPU; None where they stay together.
-        mode: one of ``MODES``.
+        mode: of a Linear, what is cut.
     """
 
     count: int
     per_ipu: Optional[Tuple[int, ...]]
-    mode: str
+    mode: MatMulCut
 
     @property
     def is_whole(self) -> bool:
@@ -138,10 +139,7 @@ def parts_of(layer: str, setting: Any) -> Parts:
             f"{came}. Give factor where all parts stay on one IPU, splits_per_ipu where each IPU "
             "gets some."
         )
-    if mode not in MODES:
-        raise ConfigurationError(
-            f"the mode of {layer!r} must be one of {', '.join(map(repr, MODES))}, got {mode!r}."
-        )
+    one_of(f"the mode of {layer!r}", mode, MatMulCut)
     if splits is not None:
         counts = _splits(layer, splits)
         if mode == "input_channels":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple, get_args
+
+from ipufit.core import PipelineSchedule
 
 __all__ = ["SCHEDULES", "Timeline", "in_flight", "least_accumulation", "simulate"]
 
-SCHEDULES = ("grouped", "interleaved", "sequential")
+SCHEDULES: Tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 
 
 @dataclasses.dataclass(frozen=True)

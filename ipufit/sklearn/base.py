@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from ipufit.callbacks import Callback
 from ipufit.callbacks.history import History
+from ipufit.core import EngineName, Verbose
 from ipufit.core.train_config import Precision, Reduction
 from ipufit.data.settings import Validation
 from ipufit.engines.program import Engine
@@ -171,10 +172,10 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         callbacks: Union[Callback, Sequence[Callback], None] = None,
         validation_fraction: float = 0.0,
         dtype: Optional[str] = "float32",
-        engine: Union[str, Callable[[], Engine]] = "auto",
+        engine: Union[EngineName, Callable[[], Engine]] = "auto",
         device: Union[str, torch.device, None] = None,
         random_state: Union[int, np.random.RandomState, None] = None,
-        verbose: Union[int, str, bool] = 0,
+        verbose: Verbose = 0,
         **settings: object,
     ) -> None:
         check_names(type(self).__name__, settings)
@@ -360,7 +361,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         options = group_of(self, "compile")
         counting = [name for name in _COUNTING if options.get(name)]
         precision = options.get("precision")
-        if isinstance(precision, str):
+        if not isinstance(precision, (Precision, type(None))):
             precision = Precision(precision)
         if precision is not None and precision.scale is not None:
             counting.append("precision")

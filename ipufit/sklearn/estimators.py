@@ -13,6 +13,7 @@ from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from torch import Tensor
 
 from ipufit.callbacks import Callback
+from ipufit.core import EngineName, Verbose
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.losses.resolve import resolve_loss
@@ -117,10 +118,10 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         class_weight: Union[Mapping[object, float], str, None] = None,
         predict_nonlinearity: Union[Callable[[Tensor], Tensor], str] = "auto",
         dtype: Optional[str] = "float32",
-        engine: Union[str, Callable[[], Engine]] = "auto",
+        engine: Union[EngineName, Callable[[], Engine]] = "auto",
         device: Union[str, torch.device, None] = None,
         random_state: Union[int, np.random.RandomState, None] = None,
-        verbose: Union[int, str, bool] = 0,
+        verbose: Verbose = 0,
         **settings: object,
     ) -> None:
         super().__init__(

@@ -27,7 +27,7 @@ from ipufit.training.fit_data import (
     resolve_prefetch,
 )
 from ipufit.training.session import JobSpec, Session, require_single_process
-from ipufit.utils.console import resolve_verbose
+from ipufit.utils.console import VerboseLevel, resolve_verbose
 from ipufit.utils.error_collector import ErrorCollector, at_least
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class InferenceConfig(JobSpec):
     """
 
     callbacks: Sequence[Callback] = ()
-    level: Union[int, str] = 0
+    level: VerboseLevel = 0
     padding_value: Optional[float] = None
 
     @staticmethod
@@ -120,7 +120,7 @@ class FitConfig:
     epochs: range
     callbacks: List[Callback]
     asked_seed: Optional[int]
-    level: Union[int, str]
+    level: VerboseLevel
     prefetch: int
     notes: Dict[str, object]
     checkpoint: Optional[Checkpoint]
@@ -274,7 +274,7 @@ def _common(
     faults: ErrorCollector,
     request: Union[FitRequest, InferenceRequest],
     mode: Mode,
-) -> Tuple[List[Callback], Optional[int], Union[int, str]]:
+) -> Tuple[List[Callback], Optional[int], VerboseLevel]:
     callbacks: List[Callback] = []
     seed, level = None, resolve_verbose(0)
     with faults.collect():

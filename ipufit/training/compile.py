@@ -19,6 +19,7 @@ from typing import (
 import torch
 from torch import nn
 
+from ipufit.core import Interval
 from ipufit.core.compile_arguments import INFERENCE, TRAINING, CompilerFunction, resolve_jit
 from ipufit.core.train_config import (
     EMA,
@@ -77,7 +78,7 @@ class CompileConfig(IpuArguments):
     run_eagerly: bool
     jit: Union[str, CompilerFunction]
     lr_scheduler: object
-    lr_scheduler_interval: str
+    lr_scheduler_interval: Interval
     clip: Clip
     clips: Mapping[str, Clip]
     ema: Optional[EMA]
@@ -347,7 +348,7 @@ def _schedule(
         else:
             restore = None if optimizer is None else keep(optimizer)
             # An interval that is none has a fault of its own.
-            interval = interval if interval in _CHOICES["lr_scheduler_interval"] else "update"
+            interval = interval if interval == "epoch" else "update"
             schedule = resolve_schedule(request.lr_scheduler, optimizer, interval)
     try:
         faults.raise_all()
@@ -436,8 +437,8 @@ def _resolve_settings(
     return settings
 
 
-_CHOICES: Dict[str, Tuple[object, ...]] = {
-    "lr_scheduler_interval": ("update", "epoch"),
+_CHOICES: Dict[str, object] = {
+    "lr_scheduler_interval": Interval,
     "detect_nan": (True, False),
     "run_eagerly": (True, False),
 }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Literal, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
+from ipufit.core import PipelineSchedule, Reference
 from ipufit.core.batch import Mode
 from ipufit.data.adapters import DataArguments
 from ipufit.data.settings import Loading
@@ -164,8 +165,8 @@ class InspectionMixin:
         stages: Union[Mapping[str, Union[int, Tuple[int, int]]], str, None] = None,
         layers_per_ipu: Optional[Sequence[int]] = None,
         layers: Union[str, Sequence[str], None] = None,
-        strategy: Optional[str] = None,
-        schedule: str = "grouped",
+        strategy: Optional[Literal["pipelined", "sharded"]] = None,
+        schedule: PipelineSchedule = "grouped",
         recompute: Union[bool, str, Sequence[str], None] = None,
         ipu_memory: Optional[int] = None,
     ) -> PartitionPlan:
@@ -240,7 +241,7 @@ class InspectionMixin:
     def compare(
         self,
         sample: Any,
-        reference: str = "eager",
+        reference: Reference = "eager",
         *,
         rtol: Optional[float] = None,
         atol: Optional[float] = None,

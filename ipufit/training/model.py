@@ -23,6 +23,7 @@ from torch import nn
 from ipufit.callbacks import Callback
 from ipufit.callbacks.history import History
 from ipufit.checkpoint.settings import Checkpoint
+from ipufit.core import EngineName, Interval, Jit, OutputMode, PrecisionName, Verbose
 from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import CompilerFunction
 from ipufit.core.train_config import EMA, Clip, Memory, Outputs, Precision, Reduction
@@ -81,7 +82,7 @@ class Model(InspectionMixin):
     def __init__(
         self,
         module: nn.Module,
-        engine: Union[str, Callable[[], Engine]] = "auto",
+        engine: Union[EngineName, Callable[[], Engine]] = "auto",
         device: Union[str, torch.device, None] = None,
     ) -> None:
         if not isinstance(module, nn.Module):
@@ -111,7 +112,7 @@ class Model(InspectionMixin):
     def from_lightning(
         cls,
         module: nn.Module,
-        engine: Union[str, Callable[[], Engine]] = "auto",
+        engine: Union[EngineName, Callable[[], Engine]] = "auto",
         device: Union[str, torch.device, None] = None,
     ) -> StepsModel:
         """A model of a LightningModule, as it is: its steps, optimizers, hooks and ``self.log``.
@@ -155,14 +156,14 @@ class Model(InspectionMixin):
         *,
         inputs: Union[str, Sequence[str], Mapping[str, str], None] = None,
         targets: Union[str, Sequence[str], None] = None,
-        jit: Union[str, CompilerFunction] = "auto",
+        jit: Union[Jit, str, CompilerFunction] = "auto",
         lr_scheduler: Any = None,
-        lr_scheduler_interval: str = "update",
+        lr_scheduler_interval: Interval = "update",
         reduction: Optional[Reduction] = None,
         clip: Optional[Clip] = None,
         ema: Optional[EMA] = None,
-        precision: Union[str, Precision, None] = None,
-        outputs: Union[str, Outputs, None] = None,
+        precision: Union[PrecisionName, Precision, None] = None,
+        outputs: Union[OutputMode, Outputs, None] = None,
         parallel: Union[Parallel, PartitionPlan, None] = None,
         memory: Optional[Memory] = None,
         detect_nan: bool = False,
@@ -313,7 +314,7 @@ class Model(InspectionMixin):
         y: Any = None,
         batch_size: Optional[int] = None,
         epochs: Union[int, range] = 1,
-        verbose: Union[int, str] = "auto",
+        verbose: Verbose = "auto",
         callbacks: Union[Callback, Sequence[Callback], None] = (),
         validation_split: float = 0.0,
         validation_data: Any = None,
@@ -420,7 +421,7 @@ class Model(InspectionMixin):
         x: Any,
         y: Any = None,
         batch_size: Optional[int] = None,
-        verbose: Union[int, str] = "auto",
+        verbose: Verbose = "auto",
         sample_weight: Any = None,
         steps: Optional[int] = None,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
@@ -485,7 +486,7 @@ class Model(InspectionMixin):
         self,
         x: Any,
         batch_size: Optional[int] = None,
-        verbose: Union[int, str] = "auto",
+        verbose: Verbose = "auto",
         steps: Optional[int] = None,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
         *,
@@ -537,7 +538,7 @@ class Model(InspectionMixin):
         self,
         x: Any,
         batch_size: Optional[int] = None,
-        verbose: Union[int, str] = 0,
+        verbose: Verbose = 0,
         steps: Optional[int] = None,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
         *,
@@ -956,7 +957,7 @@ def _moved(module: nn.Module, device: Union[str, torch.device]) -> nn.Module:
 def load(
     path: Union[str, os.PathLike[str]],
     module: nn.Module,
-    engine: Union[str, Callable[[], Engine]] = "auto",
+    engine: Union[EngineName, Callable[[], Engine]] = "auto",
     device: Union[str, torch.device, None] = None,
 ) -> Model:
     """A model of the module, with the weights of a file.

@@ -7,13 +7,14 @@ import importlib.util
 import os
 import sys
 import warnings
-from typing import Any, Mapping, Type, Union
+from typing import Any, Literal, Mapping, Type, cast
 
 from ipufit.errors import ConfigurationError
 
 __all__ = [
     "PACKAGE",
     "TextReport",
+    "VerboseLevel",
     "notebook_shell",
     "preformatted",
     "resolve_verbose",
@@ -65,7 +66,10 @@ def preformatted(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>"
 
 
-def resolve_verbose(verbose: Union[int, str]) -> Union[int, str]:
+VerboseLevel = Literal[0, 1, 2, "rich"]
+
+
+def resolve_verbose(verbose: object) -> VerboseLevel:
     """0 silent, 1 a bar, 2 a line per epoch, "rich" a bar by rich.
 
     "auto" is 1 in a notebook and where stderr is a terminal, else 2; so is "rich" in a notebook and
@@ -81,12 +85,11 @@ def resolve_verbose(verbose: Union[int, str]) -> Union[int, str]:
     if verbose in ("auto", "rich"):
         if notebook_shell() is not None:
             return 1
-        bar = 1 if verbose == "auto" else verbose
-        return bar if sys.stderr.isatty() else 2
-    if isinstance(verbose, bool):
-        return int(verbose)
+        if not sys.stderr.isatty():
+            return 2
+        return 1 if verbose == "auto" else "rich"
     if verbose in (0, 1, 2) and isinstance(verbose, int):
-        return verbose
+        return cast(VerboseLevel, int(verbose))
     raise ConfigurationError(
         "verbose must be 0 (silent), 1 (bar), 2 (one line an epoch), 'rich' or 'auto', got "
         f"{verbose!r}."

@@ -8,7 +8,7 @@ import dataclasses
 import operator
 import os
 import reprlib
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Type, TypeVar, Union
+from typing import Any, Dict, Iterator, List, Optional, Type, TypeVar, Union, get_args
 
 from ipufit.errors import ConfigurationError, DataError, PlanError, UnknownArgumentError
 
@@ -111,16 +111,26 @@ def at_least(name: str, value: Any, least: int, also: str = "") -> int:
     return operator.index(value)
 
 
-def one_of(name: str, value: object, choices: Sequence[T]) -> T:
+def one_of(name: str, value: T, choices: object) -> T:
     """Check that an argument is one of the choices, of its very type, and return it.
+
+    Args:
+        name: of the argument.
+        value: what came.
+        choices: a Literal type, or a tuple of values and of such types.
 
     Raises:
         ConfigurationError: naming them.
     """
-    for choice in choices:
-        if type(value) is type(choice) and value == choice:
-            return choice
-    raise ConfigurationError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}.")
+    words: List[object] = []
+    for choice in choices if isinstance(choices, tuple) else (choices,):
+        words += get_args(choice) or (choice,)
+    for word in words:
+        if type(value) is type(word) and value == word:
+            return value
+    several = len(words) > 2
+    shown = (", " if several else " or ").join(map(repr, words))
+    raise ConfigurationError(f"{name} must be {'one of ' * several}{shown}, got {value!r}.")
 
 
 def folder_of(name: str, value: object) -> str:

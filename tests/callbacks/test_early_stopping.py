@@ -202,7 +202,10 @@ def test_an_unknown_value_is_an_error_that_lists_what_is_there():
         ({"patience": -1}, "patience of EarlyStopping must be an integer of at least 0, got -1."),
         ({"patience": 1.5}, "patience of EarlyStopping must be an integer of at least 0, got 1.5."),
         ({"verbose": 2}, "verbose of EarlyStopping must be 0 or 1, got 2."),
-        ({"mode": "best"}, "mode of EarlyStopping must be 'auto' or 'min' or 'max', got 'best'."),
+        (
+            {"mode": "best"},
+            "mode of EarlyStopping must be one of 'auto', 'min', 'max', got 'best'.",
+        ),
         ({"baseline": "x"}, "baseline of EarlyStopping must be a finite number, got 'x'."),
         (
             {"restore_best_weights": 1},

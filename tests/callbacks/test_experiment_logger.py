@@ -281,7 +281,7 @@ def test_a_wrong_argument_is_named():
     )
     refused(
         lambda: ExperimentLogger(print, log_params="all"),
-        "log_params of ExperimentLogger must be None or True or False, got 'all'.",
+        "log_params of ExperimentLogger must be one of None, True, False, got 'all'.",
     )
 
 

@@ -489,7 +489,7 @@ def test_auto_is_a_line_an_epoch_outside_a_terminal(monkeypatch):
     )
     with pytest.raises(ConfigurationError) as caught:
         ProgbarLogger(0)
-    assert str(caught.value) == "verbose of ProgbarLogger must be 1 or 2 or 'rich', got 0."
+    assert str(caught.value) == "verbose of ProgbarLogger must be one of 1, 2, 'rich', got 0."
 
 
 @pytest.mark.long("ipu-standin")

@@ -145,5 +145,5 @@ def test_a_wrong_argument_is_named():
     refused(lambda: Timer(1, verbose=3), "verbose of Timer must be 0 or 1, got 3.")
     refused(
         lambda: Timer().time_elapsed("test"),
-        "stage of Timer must be 'train' or 'validate' or 'evaluate' or 'predict', got 'test'.",
+        "stage of Timer must be one of 'train', 'validate', 'evaluate', 'predict', got 'test'.",
     )

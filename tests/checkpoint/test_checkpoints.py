@@ -525,7 +525,7 @@ def test_arguments_that_cannot_work(options, text):
          "Checkpoint('runs/1', ...), or leave them out."),
         ({"folder": None}, "folder of Checkpoint must be the path of a folder, got None. Use for "
          "example 'runs/1'."),
-        ({"mode": "best"}, "mode of Checkpoint must be 'auto' or 'min' or 'max', got 'best'."),
+        ({"mode": "best"}, "mode of Checkpoint must be one of 'auto', 'min', 'max', got 'best'."),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work(options, text):
@@ -718,9 +718,9 @@ def test_what_was_not_struck_is_forgotten_after_the_block(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("fire", 1), "fault must be 'ipu_reset' or 'link_reset' or 'partition_reset' or "
-         "'full_reset' or 'unrecoverable' or 'non_finite' or 'full_disk' or 'worker' or 'kill' or "
-         "'terminate' or 'interrupt', got 'fire'."),
+        (("fire", 1), "fault must be one of 'ipu_reset', 'link_reset', 'partition_reset', "
+         "'full_reset', 'unrecoverable', 'non_finite', 'full_disk', 'worker', 'kill', "
+         "'terminate', 'interrupt', got 'fire'."),
         (("kill", -1), "at_update must be an integer of at least 0, got -1."),
     ],
 )  # fmt: skip

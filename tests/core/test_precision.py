@@ -431,7 +431,7 @@ def test_a_precision_that_is_none_is_refused(precision):
     with pytest.raises(ConfigurationError) as caught:
         compiled(MLP(), sgd, precision=precision)
     assert str(caught.value) == (
-        "precision must be None or one of 'mixed_float16', 'mixed_bfloat16', '16-mixed', "
+        "precision must be one of None, 'mixed_float16', 'mixed_bfloat16', '16-mixed', "
         "'bf16-mixed', 'float16', 'bfloat16', 'float32', 'float64', '16-true', 'bf16-true', "
         f"'32-true', '64-true', got {precision!r}."
     )

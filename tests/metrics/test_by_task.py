@@ -235,12 +235,12 @@ def test_what_does_not_fit_the_data_is_refused_by_the_probe(metric):
     [
         (
             lambda: metrics.Precision(task="twoclass"),
-            "task of Precision must be None or 'binary' or 'multiclass' or 'multilabel', got "
+            "task of Precision must be one of None, 'binary', 'multiclass', 'multilabel', got "
             "'twoclass'.",
         ),
         (
             lambda: metrics.F1Score(average="none"),
-            "average of F1Score must be None or 'macro' or 'micro' or 'weighted', got 'none'.",
+            "average of F1Score must be one of None, 'macro', 'micro', 'weighted', got 'none'.",
         ),
         (
             lambda: metrics.Recall(threshold=1),

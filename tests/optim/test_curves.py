@@ -530,7 +530,7 @@ SPAN = (
         ),
         (
             partial(WSD, shape="cos"),
-            "shape of WSD must be 'cosine' or 'linear' or '1-sqrt', got 'cos'.",
+            "shape of WSD must be one of 'cosine', 'linear', '1-sqrt', got 'cos'.",
         ),
         (
             partial(OneCycle, momentum=0.9),

@@ -95,6 +95,18 @@ class Site:
                     place = page.path.resolve().relative_to(self.folder.resolve())
                     yield f"{place} says nothing of {anchor}"
 
+    def cryptic(self, names):
+        """Pages of the reference whose signatures have a name in place of what it stands for.
+
+        Args:
+            names: of types that have no page.
+        """
+        for page in sorted((self.folder / "docs" / "reference").glob("*.html")):
+            text = page.read_text(encoding="utf-8")
+            for name in names:
+                if f'<span class="pre">{name}</span>' in text:
+                    yield f"{page.relative_to(self.folder)} does not say what {name} is"
+
     def unfound(self, phrases):
         """Phrases whose words the search box of the site finds in no heading together.
 

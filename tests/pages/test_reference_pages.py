@@ -263,6 +263,7 @@ def provoked():
         names,
         reduction,
         rounding,
+        lambda: ipufit.Precision("?"),
         lambda: buffers("seen"),
         lambda: buffers("new"),
         check,

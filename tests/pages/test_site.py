@@ -70,6 +70,17 @@ def test_a_public_name_that_is_not_in_the_reference_is_found(folder):
     ]
 
 
+def test_a_signature_that_names_a_type_instead_of_its_words_is_found(folder):
+    """Whoever looks an argument up wants the words that it takes."""
+    reference = folder / "docs" / "reference"
+    reference.mkdir(parents=True)
+    signature = '<em><span class="n"><span class="pre">Mode</span></span></em>'
+    (reference / "a.One.html").write_text(signature)
+    site = Site(folder)
+    assert [*site.cryptic(["Modes"])] == []
+    assert [*site.cryptic(["Mode"])] == ["docs/reference/a.One.html does not say what Mode is"]
+
+
 def test_what_the_search_finds_in_no_heading_is_found(folder):
     """Whoever types the usual words into the search box must get to the page about them."""
     titles = {"A learning-rate finder": [[0, "a"]], "Early stopping": [[1, "b"]]}

@@ -53,7 +53,7 @@ def test_a_plan_needs_compile_and_a_batch():
     [
         (
             {"schedule": "fast"},
-            "schedule must be 'grouped' or 'interleaved' or 'sequential', got 'fast'.",
+            "schedule must be one of 'grouped', 'interleaved', 'sequential', got 'fast'.",
         ),
         (
             {"recompute": 1},

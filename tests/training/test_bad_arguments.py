@@ -547,19 +547,20 @@ def test_a_wrong_argument_of_evaluate_and_predict_is_named(method, arguments, te
     [
         (
             lambda: {"reduction": ipufit.Reduction(gradients="avg")},
-            "Reduction.gradients must be 'mean' or 'sum', got 'avg'.",
+            "Reduction.gradients must be one of None, 'mean', 'sum', got 'avg'.",
         ),
         (
             lambda: {"reduction": ipufit.Reduction(gradients=["mean"])},
-            "Reduction.gradients must be 'mean' or 'sum', got ['mean'].",
+            "Reduction.gradients must be one of None, 'mean', 'sum', got ['mean'].",
         ),
         (
             lambda: {"parallel": ipufit.Parallel(auto_round_ipus=1)},
-            "Parallel.auto_round_ipus must be True or False, got 1.",
+            "Parallel.auto_round_ipus must be one of None, True, False, got 1.",
         ),
         (
             lambda: {"reduction": ipufit.Reduction("token", None)},
-            "Reduction.normalize must be 'samples' or 'tokens' or 'micro_batches', got 'token'.\n"
+            "Reduction.normalize must be one of 'samples', 'tokens', 'micro_batches', got "
+            "'token'.\n"
             "Reduction.sample_weights must be 'sum_over_batch_size' or 'mean_with_sample_weight', "
             "got None.",
         ),
@@ -570,8 +571,8 @@ def test_a_wrong_argument_of_evaluate_and_predict_is_named(method, arguments, te
         ),
         (
             lambda: {"memory": ipufit.Memory(shard="all", offload_optimizer="cpu")},
-            "Memory.offload_optimizer must be True or False, got 'cpu'.\n"
-            "Memory.shard must be 'none' or 'optimizer' or 'weights', got 'all'.",
+            "Memory.offload_optimizer must be one of None, True, False, got 'cpu'.\n"
+            "Memory.shard must be one of None, 'none', 'optimizer', 'weights', got 'all'.",
         ),
         (
             lambda: {"parallel": ipufit.Parallel(inference=ipufit.Parallel(ipus_per_replica=2))},

@@ -16,6 +16,7 @@ from ipufit.analysis.compare.invariance_report import (
     find_causes,
 )
 from ipufit.analysis.tuner import Trial
+from ipufit.core import Reference
 from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import GRAPH, INDUCTOR, OFF
 from ipufit.core.plan import Plan
@@ -34,13 +35,11 @@ from ipufit.utils.error_collector import ErrorCollector, one_of
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.state import device_of, fork_rng, train_mode
 
-__all__ = ["REFERENCES", "check_invariance", "compare"]
+__all__ = ["check_invariance", "compare"]
 
 
 # Relative and absolute; None for those of the dtype.
 Tolerances = Tuple[Optional[float], Optional[float]]
-
-REFERENCES = ("eager", "float64")
 
 
 def compare(session: Session, sample: object, reference: str, tolerances: Tolerances) -> Comparison:
@@ -49,7 +48,7 @@ def compare(session: Session, sample: object, reference: str, tolerances: Tolera
     Args:
         session: of the model.
         sample: a batch, or a loader, whose first one is taken.
-        reference: one of REFERENCES.
+        reference: "eager" or "float64".
         tolerances: relative and absolute; None for those of the dtype.
 
     Raises:
@@ -63,7 +62,7 @@ def compare(session: Session, sample: object, reference: str, tolerances: Tolera
     )
     faults, tolerance = ErrorCollector(), Tolerance(*tolerances)
     with faults.collect():
-        one_of("reference", reference, REFERENCES)
+        one_of("reference", reference, Reference)
     with faults.collect():
         tolerance.check()
     faults.raise_all()

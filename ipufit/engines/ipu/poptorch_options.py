@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Optional
+from typing import Any, Optional, Tuple
 
+from ipufit.core import OutputMode, Shard
 from ipufit.core.compile_arguments import INFERENCE
 from ipufit.core.train_config import Outputs
 from ipufit.engines.ipu.effects import EffectReport, setter_effects
@@ -17,7 +18,7 @@ from ipufit.utils.poptorch_sdk import sdk_kind
 __all__ = ["PopTorchOptions", "read_settings"]
 
 # OutputMode by its numbers; the last is PopTorch's default.
-_OUTPUT_MODES = ("final", "every_n", "all", "sum", None)
+_OUTPUT_MODES: Tuple[Optional[OutputMode], ...] = ("final", "every_n", "all", "sum", None)
 _CHANGE = "Leave it out, or change the options."
 _RECOMPILE = "Leave it out, or compile with other options."
 _EITHER = "Leave one out."
@@ -94,7 +95,7 @@ class PopTorchOptions:
         return self.role == INFERENCE
 
     @property
-    def output_mode(self) -> Optional[str]:
+    def output_mode(self) -> Optional[OutputMode]:
         """The mode of :class:`Outputs` that was set; None for PopTorch's default."""
         return _OUTPUT_MODES[int(self.options.output_mode)]
 
@@ -135,9 +136,8 @@ class PopTorchOptions:
         )
         scales = options._Popart.options.get("automaticLossScalingSettings.enabled")
         # Off IPUs, options share nothing out.
-        shard = Setting(
-            "optimizer" if shards else "none", place, _CHANGE, f"which says {bool(shards)}", False
-        )
+        part: Shard = "optimizer" if shards else "none"
+        shard = Setting(part, place, _CHANGE, f"which says {bool(shards)}", False)
         return IpuSettings(
             training,
             inference,

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import math
 import operator
-from typing import Callable, Dict, Optional, SupportsIndex, Tuple, Type, Union
+from typing import Callable, Dict, Literal, Optional, SupportsIndex, Tuple, Type, Union
 
 from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.utils.error_collector import SettingsRepr, at_least, one_of
@@ -23,6 +23,9 @@ __all__ = [
     "curve_by_name",
     "resolve_length",
 ]
+
+DecayShape = Literal["cosine", "linear", "1-sqrt"]
+CycleShape = Literal["cosine", "linear"]
 
 # Longer than any run: for what is the same however long the run is.
 ENDLESS = 2**62
@@ -268,14 +271,14 @@ class WSD(_WarmedUp):
 
     warmup: Union[int, float] = 0
     decay: Union[int, float] = 0.1
-    shape: str = "cosine"
+    shape: DecayShape = "cosine"
     final: float = 0.0
     total: Optional[int] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_span("decay")
-        one_of("shape of WSD", self.shape, tuple(_SHAPES))
+        one_of("shape of WSD", self.shape, DecayShape)
         self._check_number("final", 0.0)
 
     def _check_fit(self, length: int, unit: str) -> None:
@@ -305,7 +308,7 @@ def _root(past: float) -> float:
     return 1.0 - math.sqrt(past)
 
 
-_SHAPES: Dict[str, Callable[[float], float]] = {
+_SHAPES: Dict[DecayShape, Callable[[float], float]] = {
     "cosine": _half_wave,
     "linear": _line,
     "1-sqrt": _root,
@@ -335,7 +338,7 @@ class OneCycle(Curve):
     """
 
     warmup: Union[int, float] = 0.3
-    shape: str = "cosine"
+    shape: CycleShape = "cosine"
     div_factor: float = 25.0
     final_div_factor: float = 1e4
     momentum: Optional[Tuple[float, float]] = (0.85, 0.95)
@@ -343,7 +346,7 @@ class OneCycle(Curve):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("shape of OneCycle", self.shape, ("cosine", "linear"))
+        one_of("shape of OneCycle", self.shape, CycleShape)
         self._check_number("div_factor", 1.0)
         self._check_number("final_div_factor", 1.0)
         if self.momentum is None:

@@ -10,6 +10,7 @@ from typing import Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence,
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ipufit.core import Interval
 from ipufit.errors import ConfigurationError
 from ipufit.optim.schedules import settings
 from ipufit.optim.schedules.by_optimizer import MemberSchedules, schedules_by_member
@@ -22,6 +23,7 @@ from ipufit.optim.schedules.schedule import (
     silence_warnings,
 )
 from ipufit.optim.several import members_of
+from ipufit.utils.error_collector import one_of
 
 __all__ = ["AtEpochEnd", "EveryBatches", "check_form", "resolve_schedule"]
 
@@ -298,7 +300,9 @@ class EveryBatches:
 
 
 def resolve_schedule(
-    lr_scheduler: object, optimizer: Optional[torch.optim.Optimizer], interval: str = "update"
+    lr_scheduler: object,
+    optimizer: Optional[torch.optim.Optimizer],
+    interval: Interval = "update",
 ) -> Union[Schedule, MemberSchedules, None]:
     """Bring a schedule into normal form.
 
@@ -333,11 +337,7 @@ def resolve_schedule(
         ConfigurationError: anything else, another optimizer, a hyper-parameter that the optimizer
             lacks, a first value that is no number. The optimizer is as before the call.
     """
-    if interval not in ("update", "epoch"):
-        raise ConfigurationError(
-            f"the interval of lr_scheduler must be 'update' or 'epoch', got {interval!r}. Take "
-            "'update', which steps it after every weight update."
-        )
+    one_of("the interval of lr_scheduler", interval, Interval)
     if lr_scheduler is None:
         return None
     if optimizer is None:

@@ -243,7 +243,7 @@ def test_who_says_where_the_state_is(options, offloads):
         ),
         (
             lambda: {"memory": ipufit.Memory(offload_optimizer="cpu")},
-            "Memory.offload_optimizer must be True or False, got 'cpu'.",
+            "Memory.offload_optimizer must be one of None, True, False, got 'cpu'.",
         ),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import os
 from typing import Any, ClassVar, Dict, FrozenSet, List, Mapping, Optional, Sequence, Union
 
+from ipufit.core import ConfigOutputMode
 from ipufit.engines.ipu.effects import ENGINES
 from ipufit.engines.ipu.ipu_config import serialization
 from ipufit.engines.ipu.ipu_config.parameters import (
@@ -130,7 +131,7 @@ class IPUConfig(ParameterValues):
         recompute_checkpoint_every_layer: bool = False,
         device_iterations: int = 1,
         inference_device_iterations: int = 1,
-        output_mode: str = "final",
+        output_mode: ConfigOutputMode = "final",
         seed: Optional[int] = None,
         auto_loss_scaling: bool = False,
         executable_cache_dir: Path = "",

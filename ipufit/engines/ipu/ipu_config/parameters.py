@@ -10,10 +10,10 @@ import os
 import reprlib
 from typing import Any, Callable, Dict, Iterable, List, Optional, SupportsIndex, Tuple, Union
 
+from ipufit.core import CONFIG_OUTPUT_MODES, ConfigOutputMode
 from ipufit.partition.serialization import side_by_side
 
 __all__ = [
-    "OUTPUT_MODES",
     "PARAMETERS",
     "IpuLayout",
     "Parameter",
@@ -26,7 +26,6 @@ __all__ = [
     "values_of",
 ]
 
-OUTPUT_MODES = ("all", "sum", "final", "default")
 _TWIN = "inference_"
 
 
@@ -130,7 +129,7 @@ def _flag(value: object) -> bool:
 
 
 def _mode(value: object) -> str:
-    if not isinstance(value, str) or value not in OUTPUT_MODES:
+    if not isinstance(value, str) or value not in CONFIG_OUTPUT_MODES:
         raise _UnfitError
     return value
 
@@ -163,7 +162,7 @@ _SPLITS = Kind(
 _MEMORY = Kind("a number from 0 to 1, or a list of such with one for each IPU", "0.2", _proportions)
 _FLAG = Kind("True or False", "True", _flag)
 _SEED = Kind("an integer of at least 0 and less than 2**64", "0", _seed)
-_MODE = Kind(f"one of {', '.join(map(repr, OUTPUT_MODES))}", "'final'", _mode)
+_MODE = Kind(f"one of {', '.join(map(repr, CONFIG_OUTPUT_MODES))}", "'final'", _mode)
 _FOLDER = Kind("the path of a folder as a string, '' for none", "''", _folder)
 _KEYWORDS = Kind("a dict by names of arguments", "{}", _keywords)
 
@@ -203,7 +202,7 @@ class ParameterValues:
     recompute_checkpoint_every_layer: bool = _parameter(False, _FLAG)
     device_iterations: int = _parameter(1, _COUNT)
     inference_device_iterations: int = _parameter(1, _COUNT)
-    output_mode: str = _parameter("final", _MODE)
+    output_mode: ConfigOutputMode = _parameter("final", _MODE)
     seed: Optional[int] = _parameter(None, _SEED)
     auto_loss_scaling: bool = _parameter(False, _FLAG)
     executable_cache_dir: str = _parameter("", _FOLDER)
