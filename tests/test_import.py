@@ -18,7 +18,8 @@ pytestmark = pytest.mark.both_engines
 # Packages of which some names are imported when they are asked for.
 PACKAGES = (
     "ipufit",
-    *("ipufit.callbacks", "ipufit.checkpoint", "ipufit.partition", "ipufit.optim.schedules"),
+    *("ipufit.callbacks", "ipufit.checkpoint", "ipufit.metrics", "ipufit.optim"),
+    *("ipufit.optim.schedules", "ipufit.partition"),
 )
 CODE = f"""
 import importlib, json, sys

@@ -26,7 +26,7 @@ from ipufit.data.adapters import DataArguments, comes_in_samples, get_data_adapt
 from ipufit.data.source import DataAdapter
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError, NonFiniteLossError
-from ipufit.metrics import MetricSet
+from ipufit.metrics.metric_set import MetricSet
 from ipufit.optim.schedules import resolve_schedule
 from ipufit.planner.divided_module import DividedModule
 from ipufit.training.arguments import checked_seed

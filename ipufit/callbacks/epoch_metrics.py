@@ -11,8 +11,7 @@ from ipufit.core.logged_values import LogRule, Running, merge_rules
 from ipufit.core.plan import Plan
 from ipufit.engines.program import ExecutionResult
 from ipufit.losses import Loss
-from ipufit.metrics import MetricSet
-from ipufit.metrics.metric_set import MetricInputs
+from ipufit.metrics.metric_set import MetricInputs, MetricSet
 from ipufit.processes import Processes
 from ipufit.utils.names import check_log_name
 

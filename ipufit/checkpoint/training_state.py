@@ -16,7 +16,7 @@ from ipufit.checkpoint.files import Contents, Document
 from ipufit.checkpoint.store import Store
 from ipufit.engines.program import TrainState
 from ipufit.errors import CheckpointError
-from ipufit.metrics import MetricSet
+from ipufit.metrics.metric_set import MetricSet
 from ipufit.optim.several import name_of_optimizer
 from ipufit.processes import Processes
 from ipufit.utils.codec import decode, encode

@@ -29,7 +29,7 @@ from ipufit.errors import CaptureError, ConfigurationError, PlanError
 from ipufit.lightning_module.inspection import lightning_parts
 from ipufit.lightning_module.model import LightningModel
 from ipufit.lightning_module.trainer_proxy import replace_attributes
-from ipufit.metrics import MetricSet
+from ipufit.metrics.metric_set import MetricSet
 from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import Partition
 from ipufit.report.recorder import recorded

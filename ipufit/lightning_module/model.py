@@ -39,7 +39,7 @@ from ipufit.lightning_module.stages import Loaders, ModuleHooks, loaders_for, se
 from ipufit.lightning_module.steps import Steps, acting_as, steps_of
 from ipufit.lightning_module.trainer_proxy import FitTrainerProxy, NotKnownYetError
 from ipufit.losses.loss import WHOLE_BATCH
-from ipufit.metrics import MetricSet
+from ipufit.metrics.metric_set import MetricSet
 from ipufit.partition.request import Parallel, PartitionRequest
 from ipufit.training.compile import pair_of_options
 from ipufit.training.model import Model, StepsModel

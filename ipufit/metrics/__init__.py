@@ -9,32 +9,10 @@ no cut into micro-batches, replicas or executions changes the result.
 """
 
 # torchmetrics is not imported with this package; its objects are known by their methods update,
-# compute and reset, and by_task.py makes those that have a name. Users have the classes in __all__,
-# rooms above the set and its resolver besides; a new named metric is a row in values.py, or in
-# by_task.py where sums over elements do not do.
+# compute and reset, and by_task.py makes those that have a name. Users have what __init__.pyi names,
+# rooms above metric_set and resolve; a new named metric is a row in values.py, or in by_task.py
+# where sums over elements do not do.
 
-from ipufit.metrics.by_task import (
-    AUC,
-    ConcordanceCorrelation,
-    F1Score,
-    FBetaScore,
-    MeanIoU,
-    PearsonCorrelation,
-    Precision,
-    R2Score,
-    Recall,
-)
-from ipufit.metrics.metric_set import MetricSet as MetricSet
-from ipufit.metrics.resolve import resolve_metrics as resolve_metrics
+from ipufit.utils.lazy_exports import lazy_exports
 
-__all__ = [
-    "AUC",
-    "ConcordanceCorrelation",
-    "F1Score",
-    "FBetaScore",
-    "MeanIoU",
-    "PearsonCorrelation",
-    "Precision",
-    "R2Score",
-    "Recall",
-]
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -6,9 +6,6 @@
 # What users pass as optimizer and lr_scheduler is brought to one normal form in resolve.py and
 # schedules/.
 
-from ipufit.optim import schedules, state
-from ipufit.optim.lamb import LAMB
-from ipufit.optim.muon import Muon
-from ipufit.optim.several import MultiOptimizer
+from ipufit.utils.lazy_exports import lazy_exports
 
-__all__ = ["LAMB", "MultiOptimizer", "Muon", "schedules", "state"]
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

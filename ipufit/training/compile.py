@@ -37,7 +37,8 @@ from ipufit.engines.ipu_settings import IpuArguments, IpuSettings
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.losses import Loss, check_moves, include_shared, resolve_loss
-from ipufit.metrics import MetricSet, resolve_metrics
+from ipufit.metrics.metric_set import MetricSet
+from ipufit.metrics.resolve import resolve_metrics
 from ipufit.optim.resolve import resolve_optimizer
 from ipufit.optim.schedules.settings import keep
 from ipufit.optim.several import MultiOptimizer, members_of, refuse_unknown_members

@@ -28,8 +28,7 @@ from ipufit.errors import (
     brief_error,
 )
 from ipufit.losses import LabelRange, Loss, check_labels, outside_classes
-from ipufit.metrics import MetricSet
-from ipufit.metrics.metric_set import random_like
+from ipufit.metrics.metric_set import MetricSet, random_like
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import eval_mode, train_mode

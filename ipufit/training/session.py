@@ -25,7 +25,7 @@ from ipufit.engines.ipu_settings import IpuSettings
 from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError, MetricError, PlanError
 from ipufit.losses import Turn
-from ipufit.metrics import MetricSet
+from ipufit.metrics.metric_set import MetricSet
 from ipufit.optim.several import name_of_optimizer
 from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import Partition

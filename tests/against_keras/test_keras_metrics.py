@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ipufit import metrics
-from ipufit.metrics import resolve_metrics
+from ipufit.metrics.resolve import resolve_metrics
 from tests.against_keras.twins import from_keras, keras
 
 pytestmark = from_keras

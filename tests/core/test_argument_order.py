@@ -13,7 +13,7 @@ from torch import nn
 import ipufit
 from ipufit.errors import ConfigurationError, LossError
 from ipufit.losses import resolve_loss
-from ipufit.metrics import resolve_metrics
+from ipufit.metrics.resolve import resolve_metrics
 from tests.engines import EAGER_OR_NOT
 
 # float32 sums of some dozen values in another order.

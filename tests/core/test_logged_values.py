@@ -15,7 +15,7 @@ from ipufit.core.logged_values import LogRule, Running, collecting, report
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError
 from ipufit.losses import Loss
-from ipufit.metrics import MetricSet
+from ipufit.metrics.metric_set import MetricSet
 from tests.engines import embedded_only
 from tests.fitting import PLANS, WAYS, Plan, assert_equal, compiled, fit
 from tests.nets import data

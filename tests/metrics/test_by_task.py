@@ -9,7 +9,7 @@ from torch import nn
 import ipufit
 from ipufit import metrics
 from ipufit.errors import ConfigurationError, MetricError
-from ipufit.metrics import resolve_metrics
+from ipufit.metrics.resolve import resolve_metrics
 from tests.told import message
 
 SAMPLES, UNEVEN = 23, (7, 1, 7, 5, 3)

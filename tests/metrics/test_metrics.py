@@ -21,7 +21,8 @@ from torch.nn import functional
 import ipufit
 from ipufit.callbacks import LambdaCallback
 from ipufit.errors import ConfigurationError, MetricError, UnknownNameError
-from ipufit.metrics import MetricSet, resolve_metrics
+from ipufit.metrics.metric_set import MetricSet
+from ipufit.metrics.resolve import resolve_metrics
 from ipufit.utils.names import RESERVED, check_log_name
 from tests import told
 

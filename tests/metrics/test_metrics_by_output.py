@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ipufit.errors import ConfigurationError, MetricError
 from ipufit.losses import resolve_loss
-from ipufit.metrics import resolve_metrics
+from ipufit.metrics.resolve import resolve_metrics
 from ipufit.utils import tree
 from tests import told
 

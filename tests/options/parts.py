@@ -26,7 +26,7 @@ from ipufit.data import LengthBuckets
 from ipufit.engines.ipu.preflight import FACTS, PreflightFinding
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import NonFiniteValue
-from ipufit.metrics import resolve_metrics
+from ipufit.metrics.resolve import resolve_metrics
 from ipufit.optim import MultiOptimizer, Muon, schedules, state
 from ipufit.optim.lamb import LAMB
 from ipufit.planner.costs import StageCost

@@ -25,7 +25,7 @@ from ipufit.data.adapters import DataArguments, get_data_adapter
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses import Loss
-from ipufit.metrics import MetricSet
+from ipufit.metrics.metric_set import MetricSet
 from ipufit.planner.divided_module import DividedModule
 from ipufit.tracing.comparison import Comparison, Tolerance, distance
 from ipufit.training.session import JobSpec, Session, require_one_loss, require_single_process

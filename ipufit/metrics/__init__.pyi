@@ -1,0 +1,9 @@
+from ipufit.metrics.by_task import AUC as AUC
+from ipufit.metrics.by_task import ConcordanceCorrelation as ConcordanceCorrelation
+from ipufit.metrics.by_task import F1Score as F1Score
+from ipufit.metrics.by_task import FBetaScore as FBetaScore
+from ipufit.metrics.by_task import MeanIoU as MeanIoU
+from ipufit.metrics.by_task import PearsonCorrelation as PearsonCorrelation
+from ipufit.metrics.by_task import Precision as Precision
+from ipufit.metrics.by_task import R2Score as R2Score
+from ipufit.metrics.by_task import Recall as Recall
