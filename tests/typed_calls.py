@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.callbacks import EarlyStopping, ModelCheckpoint, ProgbarLogger, Timer
+from ipufit.callbacks import EarlyStopping, ModelCheckpoint, ProgbarLogger, TensorBoard, Timer
 from ipufit.core import Jit, PrecisionName
 from ipufit.metrics import F1Score
+from ipufit.optim import Muon
 from ipufit.optim.schedules import WSD, OneCycle
 
 Call = Callable[[], object]
@@ -98,6 +99,9 @@ def wrong() -> Iterator[Call]:
     yield lambda: Timer().time_elapsed("test")  # type: ignore[arg-type]
     yield lambda: F1Score("binry")  # type: ignore[arg-type]
     yield lambda: F1Score(average="mean")  # type: ignore[arg-type]
+    yield lambda: Muon([torch.zeros(2, 2)], adjust_lr_fn="none")  # type: ignore[arg-type]
+    yield lambda: TensorBoard(update_freq="batches")  # type: ignore[arg-type]
+    yield lambda: settings().for_pod_type("pod5")  # type: ignore[arg-type]
     yield lambda: WSD(shape="root")  # type: ignore[arg-type]
     yield lambda: OneCycle(shape="1-sqrt")  # type: ignore[arg-type]
     yield lambda: ipufit.log("size", 1.0, "average")  # type: ignore[arg-type]

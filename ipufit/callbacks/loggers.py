@@ -11,7 +11,7 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import IO, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import IO, Any, Callable, Dict, List, Literal, Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit.callbacks.callback import (
     Callback,
@@ -411,7 +411,7 @@ class TensorBoard(UpdateLogger):
         self,
         log_dir: Union[str, os.PathLike[str]] = "logs",
         histogram_freq: int = 0,
-        update_freq: Union[str, int] = "epoch",
+        update_freq: Union[Literal["epoch", "batch"], int] = "epoch",
     ) -> None:
         by_number = update_freq not in ("epoch", "batch")
         super().__init__(update_freq if by_number else None, "update_freq")

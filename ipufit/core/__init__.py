@@ -22,6 +22,7 @@ Mention = Literal[0, 1]  # whether a callback says what it did
 Normalize = Literal["samples", "tokens", "micro_batches"]
 OutputMode = Literal["all", "final", "sum", "every_n"]
 PipelineSchedule = Literal["grouped", "interleaved", "sequential"]
+PodType = Literal["pod4", "pod8", "pod16", "pod32", "pod64", "pod128", "pod256"]
 PrecisionName = Literal[
     "mixed_float16",
     "mixed_bfloat16",
@@ -42,4 +43,5 @@ Shard = Literal["none", "optimizer", "weights"]
 Verbose = Union[bool, VerboseLevel, Literal["auto"]]
 
 CONFIG_OUTPUT_MODES: Tuple[ConfigOutputMode, ...] = get_args(ConfigOutputMode)
+PODS: Tuple[PodType, ...] = get_args(PodType)
 LOWERINGS: Tuple[str, ...] = get_args(Jit)

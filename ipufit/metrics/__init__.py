@@ -9,9 +9,9 @@ no cut into micro-batches, replicas or executions changes the result.
 """
 
 # torchmetrics is not imported with this package; its objects are known by their methods update,
-# compute and reset, and by_task.py makes those that have a name. Users have what __init__.pyi names,
-# rooms above metric_set and resolve; a new named metric is a row in values.py, or in by_task.py
-# where sums over elements do not do.
+# compute and reset, and by_task.py makes those that have a name. Users have the names of
+# __init__.pyi, rooms above metric_set and resolve; a new named metric is a row in values.py, or in
+# by_task.py where sums over elements do not do.
 
 from ipufit.utils.lazy_exports import lazy_exports
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Literal, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: Tuple[float, float, float] = _COEFFICIENTS,
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: Optional[str] = None,
+        adjust_lr_fn: Optional[Literal["original", "match_rms_adamw"]] = None,
     ) -> None:
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise OptimizerError(

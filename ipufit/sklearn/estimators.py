@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, Dict, Mapping, Optional, Sequence, Union
+from typing import Callable, Dict, Literal, Mapping, Optional, Sequence, Union
 
 import numpy as np
 import torch
@@ -116,8 +116,8 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         callbacks: Union[Callback, Sequence[Callback], None] = None,
         validation_fraction: float = 0.0,
         class_weight: Union[Mapping[object, float], str, None] = None,
-        predict_nonlinearity: Union[Callable[[Tensor], Tensor], str] = "auto",
-        dtype: Optional[str] = "float32",
+        predict_nonlinearity: Union[Callable[[Tensor], Tensor], Literal["auto"]] = "auto",
+        dtype: Optional[Literal["float32", "float64"]] = "float32",
         engine: Union[EngineName, Callable[[], Engine]] = "auto",
         device: Union[str, torch.device, None] = None,
         random_state: Union[int, np.random.RandomState, None] = None,

@@ -7,7 +7,7 @@ import json
 import os
 from typing import Any, ClassVar, Dict, FrozenSet, List, Mapping, Optional, Sequence, Union
 
-from ipufit.core import ConfigOutputMode
+from ipufit.core import ConfigOutputMode, PodType
 from ipufit.engines.ipu.effects import ENGINES
 from ipufit.engines.ipu.ipu_config import serialization
 from ipufit.engines.ipu.ipu_config.parameters import (
@@ -149,7 +149,7 @@ class IPUConfig(ParameterValues):
     def _build(
         cls,
         arguments: Mapping[str, object],
-        pod_type: Optional[str],
+        pod_type: Optional[PodType],
         changes: Mapping[str, object],
         where: str = "",
     ) -> IPUConfig:
@@ -251,7 +251,7 @@ class IPUConfig(ParameterValues):
         other = twin(name) if self._mode == _MODES[1] else None
         return getattr(self, other or name)
 
-    def for_pod_type(self, pod_type: Optional[str] = None) -> IPUConfig:
+    def for_pod_type(self, pod_type: Optional[PodType] = None) -> IPUConfig:
         """The configuration for one type of pod.
 
         Args:
@@ -266,7 +266,9 @@ class IPUConfig(ParameterValues):
         config.__dict__.update(_by_pod={}, notes=self.notes, _mode=self._mode)
         return config
 
-    def batch_size_factor(self, for_inference: bool = False, pod_type: Optional[str] = None) -> int:
+    def batch_size_factor(
+        self, for_inference: bool = False, pod_type: Optional[PodType] = None
+    ) -> int:
         """Micro-batches of one call of the program, on all replicas together.
 
         Args:
@@ -300,7 +302,7 @@ class IPUConfig(ParameterValues):
         self,
         for_inference: bool = False,
         compile_only: bool = False,
-        pod_type: Optional[str] = None,
+        pod_type: Optional[PodType] = None,
     ) -> Any:
         """The ``poptorch.Options`` that optimum-graphcore would make of it.
 
@@ -343,7 +345,7 @@ class IPUConfig(ParameterValues):
     def from_dict(
         cls,
         config_dict: Mapping[str, object],
-        pod_type: Optional[str] = None,
+        pod_type: Optional[PodType] = None,
         **changes: object,
     ) -> IPUConfig:
         """A configuration from values by name, as a file has them.
@@ -370,7 +372,7 @@ class IPUConfig(ParameterValues):
     def from_pretrained(
         cls,
         source: Path,
-        pod_type: Optional[str] = None,
+        pod_type: Optional[PodType] = None,
         *,
         revision: Optional[str] = None,
         cache_dir: Optional[Path] = None,
@@ -410,7 +412,7 @@ class IPUConfig(ParameterValues):
         return cls._build(serialization.read_file(path), pod_type, changes, repr(path))
 
     @classmethod
-    def from_json_file(cls, path: Path, pod_type: Optional[str] = None) -> IPUConfig:
+    def from_json_file(cls, path: Path, pod_type: Optional[PodType] = None) -> IPUConfig:
         """A configuration from a file of JSON.
 
         Args:
@@ -425,7 +427,7 @@ class IPUConfig(ParameterValues):
         )
 
     @classmethod
-    def from_json_string(cls, text: str, pod_type: Optional[str] = None) -> IPUConfig:
+    def from_json_string(cls, text: str, pod_type: Optional[PodType] = None) -> IPUConfig:
         """A configuration from JSON.
 
         Args:

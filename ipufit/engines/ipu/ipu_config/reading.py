@@ -6,11 +6,11 @@ import json
 import re
 from typing import AbstractSet, Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
+from ipufit.core import PODS, PodType
 from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, check_value, nearest, shown
 from ipufit.errors import ConfigurationError
 
 __all__ = [
-    "PODS",
     "check_changes",
     "filled",
     "incoherent",
@@ -143,13 +143,12 @@ def _split_by_mode(values: Dict[str, object], name: str, notes: List[str]) -> No
     notes.append(f"{old}={shown(values[name])} is read as {name}, its name since.")
 
 
-PODS = ("pod4", "pod8", "pod16", "pod32", "pod64", "pod128", "pod256")
 _DEFAULT = "default"
 _LAYERS = ("embedding", "projection")
 
 
 def read(
-    arguments: Mapping[str, object], pod_type: Optional[str] = None, where: str = ""
+    arguments: Mapping[str, object], pod_type: Optional[PodType] = None, where: str = ""
 ) -> Dict[str, object]:
     """Check all values that were passed and derive the others.
 
