@@ -6,7 +6,7 @@ from torch import nn
 from tests.models.model import ITSELF, Model, Own
 
 TITLE, PACKAGES = "PyTorch Geometric", ("torch_geometric",)
-WHY = "a batch is an object, and each has another number of nodes"
+WHY = "each batch is an object with another number of nodes"
 
 
 def graphs():

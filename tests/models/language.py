@@ -9,9 +9,9 @@ SMALL = {
     **{"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
     **{"intermediate_size": 48, "max_position_embeddings": 48, "pad_token_id": 0},
 }
-EXPERTS = {"way": ITSELF, "why": "experts are chosen by values"}
-DROPPED = {"way": ITSELF, "why": "layers are left out at random, by a branch"}
-SPOKEN = {"way": ITSELF, "why": "labels are compared with the vocabulary, and NumPy draws masks"}
+EXPERTS = {"way": ITSELF, "why": "experts are selected by values"}
+DROPPED = {"way": ITSELF, "why": "layer drop branches at random"}
+SPOKEN = {"way": ITSELF, "why": "it compares labels with the vocabulary, and NumPy draws the masks"}
 
 
 def words(labels="words", count=3, names=("input_ids",), length=12):

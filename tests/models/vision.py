@@ -117,7 +117,7 @@ def detector(name, batches=boxed, within=1e-10):
         kinds = {"weights": None, "weights_backbone": None, "num_classes": 3}
         return Own(getattr(models, name)(**kinds, **sizes), added)
 
-    why = "boxes are chosen by their values"
+    why = "boxes are selected by their values"
     return Model(name, make, batches, way=ITSELF, why=why, within=within)
 
 
