@@ -438,8 +438,8 @@ class NonFiniteValue:
         """The whole of it in sentences."""
         if self.cause == "optimizer":
             return (
-                "The gradient was finite, so the optimizer's step made it: look at its learning "
-                "rate and eps, and for state that was not finite before."
+                "The gradient was finite, so the value comes from the optimizer's step: check its "
+                "learning rate and eps, and whether its state was finite before."
             )
         if self.cause == "accumulation":
             return (
@@ -448,22 +448,22 @@ class NonFiniteValue:
             )
         if self.cause == "unknown":
             return (
-                "The update was run again operator by operator, with finite values everywhere: "
-                "model.compare shows where the recorded program computes something else."
+                "Running the update again operator by operator gave finite values everywhere: "
+                "model.compare shows where the recorded program differs from the module."
             )
         where = f"replica {self.replica}, micro-batch {self.micro_batch} of {self.micro_batches}"
         if self.cause == "weights":
-            return f"It was there before: {self.parameter!r} is not finite, seen in {where}."
+            return f"The cause is older: {self.parameter!r} was not finite before, in {where}."
         if self.cause == "data":
             return (
                 f"The data was not finite: {self.made} in {where}, {self.rows()}. Leave such "
-                "samples out, or fill what is missing."
+                "samples out, or fill the missing values."
             )
         return f"{self._first()} in {where}. {self._values()}{self._cure()}"
 
     def _first(self) -> str:
         passes = "forward" if self.cause == "forward" else "backward"
-        whose = "of a module nobody knows"
+        whose = "of an unknown module"
         if self.module == "loss":
             whose = "of the loss"
         elif self.module is not None:
@@ -493,7 +493,7 @@ class NonFiniteValue:
     def rows(self) -> str:
         """The samples, as text."""
         if not self.samples:
-            return "in values that belong to no single sample"
+            return "in values that do not belong to single samples"
         plural = "s" if len(self.samples) > 1 else ""
         return f"sample{plural} {_first_few(self.samples)} of the micro-batch"
 
@@ -503,33 +503,31 @@ _CURES: Sequence[Tuple[str, Tuple[str, ...], str]] = (
     (
         "forward",
         ("log", "log10", "log1p", "log2", "logit"),
-        "A logarithm needs numbers above zero: keep it away from others, such as by "
-        "x.clamp(min=1e-6).log().",
+        "A logarithm needs positive numbers: clamp its input, for example x.clamp(min=1e-6).log().",
     ),
     (
         "forward",
         ("div", "reciprocal", "rsqrt"),
-        "Keep what is divided by away from zero, such as by x / (y + 1e-6).",
+        "Keep the divisor away from zero, for example with x / (y + 1e-6).",
     ),
     (
         "forward",
         ("acos", "acosh", "asin", "atanh", "pow", "sqrt"),
-        "It has no value for some numbers: keep it away from them, such as by "
-        "x.clamp(min=0).sqrt().",
+        "It is undefined for some numbers: clamp its input, for example x.clamp(min=0).sqrt().",
     ),
     (
         "forward",
         ("_log_softmax", "_softmax"),
-        "Of a row that is masked with -inf as a whole nothing is left: leave an entry of it.",
+        "A row is completely masked with -inf: keep at least one entry of each row.",
     ),
     (
         "backward",
         ("div", "mul", "pow", "reciprocal", "rsqrt"),
-        "A root, a norm or a logarithm has no gradient at zero: add a small number, such as by "
-        "(x + 1e-12).sqrt().",
+        "A root, a norm or a logarithm has no gradient at zero: add a small number, for example (x "
+        "+ 1e-12).sqrt().",
     ),
 )
 _TOO_LARGE = (
-    "Numbers have grown too large: try a smaller learning rate, "
-    "compile(..., clip=ipufit.Clip(global_norm=1.0)), or inputs of about unit size."
+    "The numbers became too large: try a smaller learning rate, compile(..., "
+    "clip=ipufit.Clip(global_norm=1.0)), or inputs of about unit size."
 )

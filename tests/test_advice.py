@@ -176,7 +176,7 @@ ADVICE = {
     ),
     "callback class": (
         lambda: fit(callbacks=[Callback]),
-        "Pass an object of it: Callback(...).",
+        "Pass an object: Callback(...).",
         lambda: fit(callbacks=[Callback()]),
     ),
     "no callbacks": (
@@ -202,7 +202,7 @@ ADVICE = {
     ),
     "no target": (
         lambda: fit(X),
-        "Pass y= beside x, or use compile(loss=None) if the module computes its own loss.",
+        "Pass y= as well, or use compile(loss=None) if the module computes its own loss.",
         lambda: fit(X, y=Y),
         lambda: fit(X, model=compiled(loss=None, module=OwnLoss())),
     ),
@@ -214,7 +214,7 @@ ADVICE = {
             class_weight={0: 2.0},
             model=compiled(loss="cross_entropy"),
         ),
-        "Pass one of them; for both, multiply them into sample_weight.",
+        "Pass one of them, or multiply both into sample_weight.",
         lambda: fit(
             X,
             torch.arange(12) % 3,
@@ -227,24 +227,24 @@ ADVICE = {
     ),
     "tuple": (
         lambda: fit((X, Y)),
-        "Pass inputs and target apart, fit(x, y)",
+        "Pass inputs and target separately, fit(x, y)",
         lambda: fit(X, Y),
     ),
     "samples in a list": (
         lambda: fit(list(X), Y),
-        "A list has one array for each input; of samples make one with numpy.stack.",
+        "A list holds one array per input; turn samples into one with numpy.stack.",
         lambda: fit(np.stack(list(X)), Y),
     ),
     "scalars in a list": (
         lambda: fit(X, list(torch.arange(12) % 3), model=compiled(loss="cross_entropy")),
-        "of a list of tensors make one with torch.stack.",
+        "torch.stack turns a list of tensors into one tensor.",
         lambda: fit(
             X, torch.stack(list(torch.arange(12) % 3)), model=compiled(loss="cross_entropy")
         ),
     ),
     "texts": (
         lambda: fit(X, ["a", "b", "c"] * 4, model=compiled(loss="cross_entropy")),
-        "Number them, such as numpy.unique(values, return_inverse=True)[1], or leave it out.",
+        "Number them with numpy.unique(values, return_inverse=True)[1], or leave the column out.",
         lambda: fit(
             X,
             np.unique(["a", "b", "c"] * 4, return_inverse=True)[1],
@@ -253,8 +253,8 @@ ADVICE = {
     ),
     "classes in floating point": (
         lambda: fit(X, np.array([0.0, 1.0, 2.0] * 4), model=compiled(loss="cross_entropy")),
-        "Make it int64: .long() of a tensor, .astype('int64') of an array; NaN is no class, so "
-        "leave such samples out first.",
+        "Convert it to int64, with .long() or .astype('int64'); NaN is not a class, so leave those "
+        "samples out first.",
         lambda: fit(
             X, np.array([0.0, 1.0, 2.0] * 4).astype("int64"), model=compiled(loss="cross_entropy")
         ),
@@ -264,14 +264,14 @@ ADVICE = {
     ),
     "items by number": (
         lambda: fit(Numbered(PAIRS)),
-        "Of samples, picked by number, pass DataLoader(data, batch_size=32); of batches, "
+        "If data[i] is a sample, pass DataLoader(data, batch_size=32); if it is a batch, "
         "DataLoader(data, batch_size=None).",
         lambda: fit(DataLoader(Numbered(PAIRS), batch_size=32)),
         lambda: fit(DataLoader(Numbered([(X, Y), (X, Y)]), batch_size=None)),
     ),
     "iterator": (
         lambda: fit(iter([(X, Y)]), epochs=2),
-        "Pass an object whose __iter__ starts anew, such as a DataLoader or a list of batches.",
+        "Pass an object whose __iter__ starts again, such as a DataLoader or a list of batches.",
         lambda: fit(Again(), epochs=2),
         lambda: fit(DataLoader(PAIRS), epochs=2),
         lambda: fit([(X, Y)], epochs=2),
@@ -279,7 +279,7 @@ ADVICE = {
     "position": (
         lambda: compiled().fit(X, Y, 4, 2, 0, (), 0.0, None, False, None, torch.ones(12), 3),
         "fit takes (x, y, batch_size, epochs, verbose, callbacks, validation_split, "
-        "validation_data, shuffle, class_weight, sample_weight) by position, got 12 values. Give "
+        "validation_data, shuffle, class_weight, sample_weight) by position, got 12 values. Pass "
         "all others by name.",
         lambda: compiled().fit(
             X, Y, 4, 2, 0, (), 0.0, None, False, None, torch.ones(12), steps_per_epoch=3
@@ -552,7 +552,7 @@ def test_every_argument_that_is_not_there_is_told_at_once():
         "fit has no argument 'device'. Write Model(..., device=...).",
     ]
     assert lines[4].startswith(
-        "fit has no argument 'frobnicate'. Leave it out, or write one that there is: x, y, batch"
+        "fit has no argument 'frobnicate'. Leave it out, or use one of these: x, y, batch"
     )
     assert len(lines) == 5
 
@@ -585,7 +585,7 @@ def test_every_argument_that_is_not_there_is_told_at_once():
         (
             lambda model: model.predict(X, 4, 0, 1, (), 2),
             "predict takes (x, batch_size, verbose, steps, callbacks) by position, got 6 values. "
-            "Give all others by name.",
+            "Pass all others by name.",
         ),
     ],
     ids=["evaluate", "compile", "predict", "summary", "Model", "position"],

@@ -49,7 +49,7 @@ __all__ = [
     "seed_of_trial",
 ]
 
-_ALONE = "Look in one process, and pass the others what it found."
+_ALONE = "Run it in one process, and pass the result to the others."
 # Share of the old value in the smoothed loss.
 _SMOOTHING = 0.9
 # A smoothed loss of so many times its best one has left the road.
@@ -91,7 +91,7 @@ class Trial:
             raise DataError(
                 f"{source.role} must be readable again after a search, got a "
                 f"{type(source.loader).__name__}, which can be read only once. Pass a DataLoader "
-                "or another object whose __iter__ starts anew."
+                "or another object whose __iter__ starts again."
             )
         optimizer = session.optimizer
         assert optimizer is not None
@@ -315,8 +315,8 @@ def find_lr(
         result = watch.result(blew_up)
     if not result.losses:
         raise ConfigurationError(
-            "a range test needs a finite loss at its lowest rate, but it was not at "
-            f"{sequence[0]:g}. Look for non-finite data, or lower min_lr."
+            "a range test needs a finite loss at its lowest rate, but the loss was not finite "
+            f"at {sequence[0]:g}. Look for non-finite data, or lower min_lr."
         )
     return result
 
@@ -375,8 +375,8 @@ def find_batch_size(
     require_single_process(session, "find_batch_size", _ALONE)
     if not comes_in_samples(DataArguments("training data", x, y)):
         raise ConfigurationError(
-            "find_batch_size needs samples to make batches of, but the training data comes in "
-            f"batches already, from a {type(x).__name__}. Pass tensors, arrays or the dataset."
+            "find_batch_size needs samples, but the training data already comes in batches, "
+            f"from a {type(x).__name__}. Pass tensors, arrays or the dataset."
         )
 
     def open_with(size: int) -> DataAdapter:
@@ -444,7 +444,7 @@ def candidates(
     if samples is not None and effective > samples:
         raise ConfigurationError(
             f"effective_batch_size must be at most the number of samples, {samples}, got "
-            f"{effective}. A larger batch could not be filled to try it."
+            f"{effective}. Larger batches can't be tried with so few samples."
         )
     sizes, size = [], start
     while size * replicas <= effective and effective % (size * replicas) == 0:

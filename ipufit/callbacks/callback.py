@@ -359,9 +359,9 @@ def as_float(value: object) -> float:
 
 def missing_value(callback: object, name: str, available: Iterable[str]) -> ConfigurationError:
     """Make the error for a callback that needs a value which is not there."""
-    cure = "Ask for one of these, or add it to metrics."
+    cure = "Use one of these, or add it to metrics."
     if name.startswith("val_") and not any(other.startswith("val_") for other in available):
-        cure = "Pass validation_data to fit, or ask for one of these."
+        cure = "Pass validation_data to fit, or use one of these."
     return ConfigurationError(
         f"{type(callback).__name__} needs the value {name!r} at the end of an epoch, but there is "
         f"only {', '.join(available) or 'none'}. {cure}"

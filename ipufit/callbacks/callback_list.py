@@ -237,7 +237,7 @@ def checked(callbacks: object) -> List[Callback]:
     listed = list(callbacks)
     for callback in listed:
         if isinstance(callback, type):
-            raise _refusal(callback, f"Pass an object of it: {callback.__name__}(...).")
+            raise _refusal(callback, f"Pass an object: {callback.__name__}(...).")
         if not isinstance(callback, Callback):
             raise _refusal(callback, _instead_of(callback))
         _check_every_updates(callback)
@@ -259,7 +259,7 @@ def _check_hooks(callback: Callback) -> None:
     for name in ("on_batch_begin", "on_batch_end"):
         if callable(getattr(type(callback), name, None)):
             raise ConfigurationError(
-                f"{type(callback).__name__} must name the hooks of batches after what they are of, "
+                f"{type(callback).__name__} must have hooks for train, test or predict batches, "
                 f"but has {name}, which is never called. Rename it to {name[:3]}train_{name[3:]}."
             )
 

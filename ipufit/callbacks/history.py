@@ -98,8 +98,8 @@ def required_direction(
     if direction is not None:
         return direction
     raise ConfigurationError(
-        f"{type(owner).__name__} must know whether {monitor!r} is better when it is small or when "
-        "it is large, but nothing says so. Pass mode='min' or mode='max'."
+        f"{type(owner).__name__} must know whether a small or a large {monitor!r} is better. "
+        "Pass mode='min' or mode='max'."
     )
 
 
@@ -188,7 +188,7 @@ class History(Callback):
             logs: its values by name.
 
         Raises:
-            ConfigurationError: a value is no number; nothing is added.
+            ConfigurationError: a value is not a number; nothing is added.
         """
         values = {name: _number(name, value) for name, value in logs.items()}
         self.epoch.append(epoch)
@@ -286,8 +286,8 @@ class History(Callback):
         place = best_place(self.aligned(monitor), direction)
         if place is None:
             raise ConfigurationError(
-                f"best_epoch needs an epoch with a value of {monitor!r}, but all are NaN. Monitor "
-                "something else."
+                f"best_epoch needs an epoch with a value of {monitor!r}, but all are NaN. "
+                "Monitor another value."
             )
         return self.epoch[place]
 
@@ -326,9 +326,9 @@ class History(Callback):
             text = json.dumps(content, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
-                "History.params must hold only what JSON has (numbers that are finite, strings, "
-                f"lists, dicts, None), but {str(error).rstrip('.')}. Take that entry out, or turn "
-                "it into a string."
+                "History.params must hold only JSON values (finite numbers, strings, lists, "
+                f"dicts, None), but {str(error).rstrip('.')}. Remove that entry, or convert it "
+                "to a string."
             ) from error
         if path is not None:
             with open(path, "w", encoding="utf-8") as file:
@@ -371,7 +371,7 @@ class History(Callback):
                 history.updates[name] = [(update, float(value)) for update, value in pairs]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(
-                f"from_json needs what History.to_json wrote, got something else in {came} "
+                f"from_json needs the output of History.to_json, got something else in {came} "
                 f"({type(error).__name__}: {error}). Write it with history.to_json(path)."
             ) from error
         return history
@@ -421,7 +421,9 @@ class History(Callback):
                 one of the names.
         """
         if not self.epoch:
-            raise ConfigurationError("plot needs at least one finished epoch, there is none yet.")
+            raise ConfigurationError(
+                "plot needs at least one finished epoch, but there is none yet."
+            )
         best = {}
         if mark_best:
             finite = {
@@ -503,7 +505,7 @@ def _number(name: str, value: float) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
             f"values of an epoch must be numbers, but {name!r} in logs is a "
-            f"{type(value).__name__}. Keep it in the callback itself, or put a number there."
+            f"{type(value).__name__}. Keep it in the callback itself, or log a number."
         ) from error
 
 

@@ -84,9 +84,9 @@ def _check_length(owner: Callback, path: str, unit: str, length: int, wanted: in
     """
     if length < wanted:
         raise ConfigurationError(
-            f"{type(owner).__name__} goes on with {path!r}, which had {wanted} {unit} when the "
-            f"checkpoint was written, but has {length}. Put the file back, or choose another "
-            "filename and begin anew."
+            f"{type(owner).__name__} continues {path!r}, which had {wanted} {unit} when the "
+            f"checkpoint was written, but now has {length}. Restore the file, or start a new run "
+            "with another filename."
         )
 
 
@@ -163,8 +163,8 @@ class CSVLogger(Callback):
         self.filename: str = os.fspath(filename)
         if not isinstance(separator, str) or len(separator) != 1 or separator in '\r\n"':
             raise ConfigurationError(
-                "separator of CSVLogger must be one character, and no quote or end of line, got "
-                f"{separator!r}. Use ',' or ';' or '\\t'."
+                "separator of CSVLogger must be one character, but not a quote or a line end, "
+                f"got {separator!r}. Use ',' or ';' or '\\t'."
             )
         self.separator = separator
         self.append: bool = one_of(self, "append", append, (True, False))
@@ -204,9 +204,9 @@ class CSVLogger(Callback):
                 return []
             if reader.fieldnames[0] != "epoch":
                 raise ConfigurationError(
-                    f"CSVLogger appends to a table whose first column is 'epoch', but that of "
-                    f"{self.filename!r} is {reader.fieldnames[0]!r}. Choose another filename or "
-                    "separator, or append=False."
+                    "CSVLogger appends to a table whose first column is 'epoch', but the first "
+                    f"column of {self.filename!r} is {reader.fieldnames[0]!r}. Choose another "
+                    "filename or separator, or append=False."
                 )
             self._columns = list(reader.fieldnames)
             return rows
@@ -384,7 +384,7 @@ class RemoteMonitor(Callback):
         except (urllib.error.URLError, OSError) as error:
             warn_user(
                 f"RemoteMonitor could not send epoch {epoch + 1} to {self.root}: {error}. Training "
-                "goes on.",
+                "continues.",
             )
 
 
@@ -613,7 +613,8 @@ def _tracker(logger: object) -> _Tracker:
         tracker = _Tracker(logger)
     if tracker is None:
         raise _refusal(
-            repr(logger), "For any other, pass a function: lambda values, step: ..., which logs."
+            repr(logger),
+            "For any other logger, pass a function that logs: lambda values, step: ...",
         )
     return tracker
 
@@ -653,7 +654,7 @@ def _has(candidate: object, *names: str) -> bool:
 
 def _refusal(came: str, instead: str) -> ConfigurationError:
     return ConfigurationError(
-        "logger of ExperimentLogger must be a logger of Lightning's, the module mlflow, an "
-        "experiment of Comet's, a run of W&B's, a tracker of Accelerate's or a function of values "
-        f"and step, got {came}. {instead}"
+        "logger of ExperimentLogger must be a Lightning logger, the mlflow module, a Comet "
+        "experiment, a W&B run, an Accelerate tracker or a function of values and step, got "
+        f"{came}. {instead}"
     )

@@ -200,12 +200,12 @@ class EarlyStopping(Monitor):
         """Put the weights of the best epoch back, if they are to be restored."""
         if self.stopped_epoch is not None and self.verbose:
             say(
-                f"epoch {self.stopped_epoch + 1}: EarlyStopping ends training, {self.monitor} has "
-                "not improved"
+                f"epoch {self.stopped_epoch + 1}: EarlyStopping ends training because "
+                f"{self.monitor} has not improved"
             )
         if self._snapshot is not None:
             if self.verbose:
-                say(f"EarlyStopping puts the weights of epoch {(self.best_epoch or 0) + 1} back")
+                say(f"EarlyStopping restores the weights of epoch {(self.best_epoch or 0) + 1}")
             self._snapshot.restore()
             self._snapshot = None
 

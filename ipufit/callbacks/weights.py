@@ -69,9 +69,9 @@ class ModelCheckpoint(Monitor):
         self.save_best_only: bool = one_of(self, "save_best_only", save_best_only, (True, False))
         if save_weights_only is not True:
             raise ConfigurationError(
-                "save_weights_only of ModelCheckpoint must be True, as fit(checkpoint='runs/1') "
-                f"writes checkpoints of the whole training, got {save_weights_only!r}. Leave it "
-                "out to write weights."
+                f"save_weights_only of ModelCheckpoint must be True, got {save_weights_only!r}. "
+                "Leave it out to write weights; fit(checkpoint='runs/1') writes checkpoints of "
+                "the whole training."
             )
         self.save_freq = save_freq
         if save_freq != "epoch":
@@ -102,8 +102,8 @@ class ModelCheckpoint(Monitor):
         except (AttributeError, IndexError, KeyError, ValueError) as error:
             raise ConfigurationError(
                 "filepath of ModelCheckpoint may have fields such as {epoch:02d} and "
-                f"{{val_loss:.2f}}, but {self.filepath!r} can't be filled in: {error}. Correct the "
-                "field, or double a brace that stands for itself."
+                f"{{val_loss:.2f}}, but {self.filepath!r} can't be filled in: {error}. Correct "
+                "the field, or double each literal brace."
             ) from error
         if "batch" in fields and self.every_updates is None:
             raise ConfigurationError(
@@ -125,8 +125,8 @@ class ModelCheckpoint(Monitor):
         if late and self.every_updates is not None:
             raise ConfigurationError(
                 f"ModelCheckpoint with save_freq={self.save_freq} writes in the middle of an "
-                f"epoch, where there is no value {late[0]!r}. Use a value of training, such as "
-                "'loss', or save_freq='epoch'."
+                f"epoch, where {late[0]!r} has no value. Use a value of training, such as 'loss', "
+                "or save_freq='epoch'."
             )
 
     def _find_direction(self) -> str:
@@ -165,7 +165,7 @@ class ModelCheckpoint(Monitor):
         files = [str(file) for file in stored(state, "files", list)]
         foreign = [file for file in files if not self._own_path().fullmatch(file)]
         if foreign:
-            raise ValueError(f"{foreign[0]!r} is no file of filepath={self.filepath!r}")
+            raise ValueError(f"{foreign[0]!r} does not match filepath={self.filepath!r}")
         super().load_state_dict(state)
         self.files = files
         self._count.load_state_dict(stored(state, "count", dict))
@@ -195,16 +195,15 @@ class ModelCheckpoint(Monitor):
             self.best = current
             self._save(epoch, logs)
         elif self.verbose:
-            say(f"epoch {epoch + 1}: {self.monitor} {current:.5g} is no better than {self.best}")
+            say(f"epoch {epoch + 1}: {self.monitor} {current:.5g} is not better than {self.best}")
 
     def _save(self, epoch: int, logs: Logs) -> None:
         try:
             path = self.filepath.format(**{**logs, "epoch": epoch + 1})
         except KeyError as error:
             raise ConfigurationError(
-                f"filepath of ModelCheckpoint must have fields that are there, got "
-                f"{self.filepath!r} in an epoch that has epoch, {', '.join(logs)}, but not "
-                f"{error.args[0]}. Use one of these."
+                f"filepath of ModelCheckpoint has a field {error.args[0]} that no epoch logs, "
+                f"got {self.filepath!r}. There is epoch, {', '.join(logs)}."
             ) from error
         self._make_folder(os.path.dirname(path))
         self.model.save_weights(path)

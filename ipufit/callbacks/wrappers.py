@@ -157,14 +157,15 @@ def _check_callback(callback: object) -> Callback:
     if isinstance(callback, Asynchronous):
         raise ConfigurationError(
             "Asynchronous takes a callback that runs in the calling thread, got one that is "
-            "Asynchronous already. Leave one of the two out."
+            "already Asynchronous. Leave one of the two out."
         )
     in_batches = isinstance(callback, ModelCheckpoint) and callback.every_updates is not None
     if in_batches or callback.wants_outputs:
         raise ConfigurationError(
             "Asynchronous takes a callback whose batch hooks need nothing but their logs, but "
-            f"{type(callback).__name__} reads the {'weights' if in_batches else 'outputs'} of the "
-            "execution, which the next one replaces meanwhile. Pass it to fit as it is."
+            f"{type(callback).__name__} reads the {'weights' if in_batches else 'outputs'} of an "
+            "execution, which the next execution may have replaced by then. Pass it to fit "
+            "directly."
         )
     checked([callback])
     return callback

@@ -232,9 +232,10 @@ class RunConfiguration:
         stored = checkpoint.document.get("configuration")
         if stored is None:
             warn_user(
-                f"the checkpoint {checkpoint.name!r} is of an older ipufit and does not say how "
-                "its run was configured: that loss, optimizer settings, data and module are the "
-                "same is not checked, and the optimizer settings are those of the checkpoint.",
+                f"the checkpoint {checkpoint.name!r} comes from an older ipufit and does not say "
+                "how its run was configured: ipufit can't check that loss, optimizer settings, "
+                "data and module are the same, and takes the optimizer settings from the "
+                "checkpoint.",
             )
             return []
         same_torch = checkpoint.document["torch"] == torch.__version__

@@ -72,12 +72,12 @@ def dump(document: object, most: int) -> bytes:
     try:
         data = json.dumps(document, allow_nan=False, separators=(",", ":")).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
-        raise UnfitError(f"it is no JSON: {reason_of(error)}") from error
+        raise UnfitError(f"it is not JSON: {reason_of(error)}") from error
     if len(data) > most:
         raise UnfitError(f"it has {len(data)} bytes, more than {most}")
     # json writes a tuple as a list, and a key 1 as "1".
     if parse(data) != document:
-        raise UnfitError("it is no plain JSON, as it comes back from a file as something else")
+        raise UnfitError("it is not plain JSON: reading it back gives something else")
     return data
 
 
@@ -98,7 +98,7 @@ def parse(data: bytes) -> object:
             parse_int=_short,
         )
     except ValueError as error:
-        raise UnfitError(f"it is no JSON: {reason_of(error)}") from error
+        raise UnfitError(f"it is not JSON: {reason_of(error)}") from error
 
 
 def _check_depth(data: bytes) -> None:
@@ -120,13 +120,13 @@ def _unique(pairs: List[Tuple[str, T]]) -> Dict[str, T]:
     members: Dict[str, T] = {}
     for name, value in pairs:
         if name in members:
-            raise ValueError(f"the key {shown(name)} comes twice")
+            raise ValueError(f"the key {shown(name)} appears twice")
         members[name] = value
     return members
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _finite(text: str) -> float:
@@ -188,7 +188,7 @@ def read_manifest(data: bytes) -> Dict[str, ManifestEntry]:
     """
     content = parse(data)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise UnfitError("it is no manifest of a checkpoint")
+        raise UnfitError("it is not the manifest of a checkpoint")
     _check_version(content.get("version"))
     files = content.get("files")
     if set(content) != {"format", "version", "files"} or not isinstance(files, dict):
@@ -203,20 +203,20 @@ def read_manifest(data: bytes) -> Dict[str, ManifestEntry]:
 def _check_version(version: object) -> None:
     is_pair = isinstance(version, list) and [type(part) for part in version] == [int, int]
     if not isinstance(version, list) or not is_pair or version[0] < VERSION[0] or version[1] < 0:
-        raise UnfitError("its version is none that ever was")
+        raise UnfitError("its version does not exist")
     if tuple(version) > VERSION:
         came, supported = (".".join(map(str, pair)) for pair in (version, VERSION))
         raise UnfitError(
-            f"it was written by a newer ipufit, in version {came} of the format, and this one "
-            f"reads up to {supported}",
-            "Update ipufit, or read a checkpoint that this one wrote.",
+            f"it was written by a newer ipufit, in version {came} of the format; this ipufit "
+            f"reads versions up to {supported}",
+            "Update ipufit, or read a checkpoint that this version wrote.",
         )
 
 
 def _check_name(name: str) -> str:
     is_group = name.endswith(SUFFIX) and _GROUP.fullmatch(name[: -len(SUFFIX)])
     if name != STATE and not is_group:
-        raise UnfitError(f"it lists the file {shown(name)}, which can be none of a checkpoint")
+        raise UnfitError(f"it lists the file {shown(name)}, which can't belong to a checkpoint")
     return name
 
 
@@ -298,7 +298,7 @@ class Files:
     def check_folder(self, path: str) -> None:
         """Raise UnfitError if this is no folder, but a link to one for example."""
         if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise UnfitError("the checkpoint is no folder, or a link to one")
+            raise UnfitError("the checkpoint is not a folder, or is a link to one")
 
     def size_of(self, path: str) -> int:
         """Return the size of a regular file in bytes."""
@@ -319,7 +319,7 @@ class Files:
             while left:
                 chunk = file.read(min(left, _CHUNK))
                 if not chunk:
-                    raise UnfitError("it became shorter while it was read")
+                    raise UnfitError("it shrank while it was read")
                 digest.update(chunk)
                 left -= len(chunk)
         return digest.hexdigest()
@@ -353,7 +353,7 @@ def _opened(path: str) -> BinaryIO:
 
 def _size(status: os.stat_result) -> int:
     if not stat.S_ISREG(status.st_mode):
-        raise UnfitError("it is no regular file, but a link for example")
+        raise UnfitError("it is not a regular file; it may be a link")
     return status.st_size
 
 
@@ -436,7 +436,7 @@ def read_contents(disk: Files, path: str) -> Contents:
         with _named(path, name):
             size = disk.size_of(os.path.join(path, name))
             if size != entry.size:
-                raise UnfitError(f"it has {size} bytes, and {MANIFEST} says {entry.size}")
+                raise UnfitError(f"it has {size} bytes, but {MANIFEST} says {entry.size}")
     with _named(path, STATE):
         if entries[STATE].size > MOST_STATE_BYTES:
             raise UnfitError(f"it has more than {MOST_STATE_BYTES} bytes")
@@ -450,7 +450,7 @@ def read_contents(disk: Files, path: str) -> Contents:
     with _named(path, STATE):
         document = parse(data)
         if not isinstance(document, dict):
-            raise UnfitError("it is no JSON object")
+            raise UnfitError("it is not a JSON object")
     tensors = {}
     for name in groups:
         with _named(path, name):
@@ -465,7 +465,7 @@ def _named(path: str, name: str) -> Iterator[None]:
         yield
     except (OSError, UnfitError) as error:
         reason = "it is missing" if isinstance(error, FileNotFoundError) else reason_of(error)
-        usual = "Read another checkpoint, or restore this one from a copy."
+        usual = "Use another checkpoint, or restore this one from a copy."
         raise CheckpointError(
             f"{name!r} of the checkpoint {path!r} must be as ipufit wrote it, but {reason}. "
             f"{advice_of(error) or usual}"

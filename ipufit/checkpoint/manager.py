@@ -101,10 +101,10 @@ def find(checkpoint: Checkpoint) -> Optional[RestoredState]:
     if resume is None:
         if names:
             raise ConfigurationError(
-                f"checkpoint must be a folder without checkpoints when fit begins anew, but "
-                f"{checkpoint.folder!r} has {len(names)}, the latest of them {names[-1]!r}. Pass "
-                f"ipufit.Checkpoint({checkpoint.folder!r}, resume='auto') to go on from there, or "
-                "another folder."
+                "checkpoint must be a folder without checkpoints for a new run, but "
+                f"{checkpoint.folder!r} has {len(names)}, the latest {names[-1]!r}. Pass "
+                f"ipufit.Checkpoint({checkpoint.folder!r}, resume='auto') to continue from "
+                "there, or another folder."
             )
         return None
     if resume != "auto":
@@ -112,8 +112,8 @@ def find(checkpoint: Checkpoint) -> Optional[RestoredState]:
         later = names[names.index(name) + 1 :] if _is_in(store, folder) and name in names else []
         if later:
             raise ConfigurationError(
-                f"resume goes on from {name!r}, but checkpoint={folder!r} has later ones, such as "
-                f"{later[-1]!r}, which the run would write again. Pass another folder as "
+                f"resume continues from {name!r}, but checkpoint={folder!r} has later ones, such "
+                f"as {later[-1]!r}, which the run would overwrite. Pass another folder as "
                 "checkpoint, or move the later ones away."
             )
         return RestoredState.of(Store(folder), name)
@@ -124,8 +124,8 @@ def find(checkpoint: Checkpoint) -> Optional[RestoredState]:
     if newest is None:
         if faults:
             raise CheckpointError(
-                f"resume='auto' needs a checkpoint that can be read, but of {len(names)} in "
-                f"{store.folder!r} none can. Pass another folder to begin anew."
+                f"resume='auto' needs a readable checkpoint, but none of the {len(names)} in "
+                f"{store.folder!r} can be read. Pass another folder to start a new run."
             )
         return None
     name, contents = newest
@@ -319,9 +319,9 @@ class CheckpointManager(Observer):
         # Whoever ends first may end the others: not before it is written.
         self._processes.gather(None)
         message = (
-            f"{came.name}: fit ends after update {self._done()}, in epoch "
-            f"{epoch + 1}, which is written down in {self.settings.folder!r}. Call it again with "
-            "Checkpoint(..., resume='auto') to go on."
+            f"{came.name}: fit ends after update {self._done()}, in epoch {epoch + 1}, which is "
+            f"saved in {self.settings.folder!r}. Call it again with Checkpoint(..., "
+            "resume='auto') to continue."
         )
         # Python prints what a KeyboardInterrupt says.
         error: BaseException = KeyboardInterrupt(message)

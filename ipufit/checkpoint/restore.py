@@ -79,8 +79,8 @@ def restore(
         raise
     except Exception as error:
         raise CheckpointError(
-            f"the checkpoint {checkpoint.name!r} has parts that can't be taken over "
-            f"({type(error).__name__}: {error}). Go on from another one."
+            f"the checkpoint {checkpoint.name!r} has parts that can't be restored "
+            f"({type(error).__name__}: {error}). Continue from another one."
         ) from error
 
 
@@ -127,7 +127,7 @@ def _check_fits(
     if checkpoint.is_within_data:
         early = sorted({change.name for change in changes} & _BETWEEN_PASSES & allowed)
         faults += [
-            f"{name}: it can change where an epoch has ended, not within one" for name in early
+            f"{name}: it can change at the end of an epoch, not within one" for name in early
         ]
     if not faults:
         notes = settings.NOTES if "lr_scheduler" in allowed else ()
@@ -137,11 +137,11 @@ def _check_fits(
         lines = "\n".join(f"  {line}" for line in [*faults[:_SHOWN], *more])
         changeable = {change.name for change in refused} & changeable_names(session.groups)
         meant = f"resume_changes={{{', '.join(map(repr, sorted(changeable)))}}}"
-        advice = f" To go on with other settings from here, pass {meant}." if changeable else ""
+        advice = f" To continue with other settings from here, pass {meant}." if changeable else ""
         raise CheckpointError(
-            f"the checkpoint {checkpoint.name!r} must be of the run that goes on, but they "
+            f"the checkpoint {checkpoint.name!r} must match the run that continues, but they "
             f"differ:\n{lines}\nPass the same model, data and arguments, or another folder to "
-            f"begin anew.{advice}"
+            f"start a new run.{advice}"
         )
 
 

@@ -88,21 +88,21 @@ class Checkpoint(SettingsRepr):
         """Refuse what needs a folder to write into."""
         if self.resume == "auto":
             raise ConfigurationError(
-                "resume='auto' looks for the latest checkpoint in the folder of Checkpoint, but "
-                "there is none. Pass Checkpoint('runs/1', resume='auto'), or the path of one "
+                "resume='auto' looks for the latest checkpoint in the folder of Checkpoint, but no "
+                "folder is set. Pass Checkpoint('runs/1', resume='auto'), or the path of one "
                 "checkpoint as resume."
             )
         if self.max_restarts:
             raise ConfigurationError(
-                f"max_restarts={self.max_restarts} goes on from the last checkpoint when a device "
-                "has failed, but Checkpoint has no folder to write one into. Pass "
+                f"max_restarts={self.max_restarts} continues from the last checkpoint after a "
+                "device failure, but Checkpoint has no folder to write to. Pass "
                 "Checkpoint('runs/1', ...)."
             )
         names = [name for name in ("every_updates", "monitor") if getattr(self, name) is not None]
         if names:
             raise ConfigurationError(
-                f"{' and '.join(names)} of Checkpoint set what is written into its folder, but "
-                "there is none. Pass Checkpoint('runs/1', ...), or leave them out."
+                f"{' and '.join(names)} of Checkpoint set what is written to its folder, but it "
+                "has no folder. Pass Checkpoint('runs/1', ...), or leave them out."
             )
 
     def _check_changes(self) -> None:
@@ -113,13 +113,13 @@ class Checkpoint(SettingsRepr):
         is_collection = isinstance(names, (str, list, tuple, set, frozenset))
         if not is_collection or not all(isinstance(name, str) for name in names):
             raise ConfigurationError(
-                "resume_changes must be names of what may differ from the checkpoint, such as "
-                f"{{'lr'}}, got {names!r}. Leave it out to let nothing differ."
+                "resume_changes must name settings that may differ from the checkpoint, such as "
+                f"{{'lr'}}, got {names!r}. Leave it out if nothing may differ."
             )
         if names and not self.resume:
             raise ConfigurationError(
-                "resume_changes says what may differ from the checkpoint that fit goes on from, "
-                "but resume is not given. Pass resume='auto' too, or leave it out."
+                "resume_changes says what may differ from the checkpoint, but resume is not "
+                "set. Pass resume='auto' too, or leave it out."
             )
 
 
@@ -145,7 +145,7 @@ def _resolve_resume(resume: object) -> Optional[str]:
         return None
     if isinstance(resume, bool):
         raise ConfigurationError(
-            "resume must be 'auto', the path of a checkpoint or None, got True. Use 'auto', which "
-            "begins anew where there is no checkpoint yet."
+            "resume must be 'auto', the path of a checkpoint or None, got True. Use 'auto', "
+            "which starts a new run if there is no checkpoint yet."
         )
     return folder_of("resume", resume)

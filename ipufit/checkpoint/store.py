@@ -140,11 +140,9 @@ class Store:
             if is_taken and os.path.lexists(target):
                 # Another thread was faster.
                 raise self._exists(name) from error
-            usual = (
-                "Make room or choose another folder; the checkpoints before it are as they were."
-            )
+            usual = "Free some space or choose another folder; earlier checkpoints are intact."
             raise CheckpointError(
-                f"a checkpoint must be written as a whole, but {name!r} can't be written to "
+                f"a checkpoint must be written completely, but {name!r} can't be written to "
                 f"{self.folder!r}: {reason_of(error)}. {advice_of(error) or usual}"
             ) from error
         return target
@@ -184,7 +182,7 @@ class Store:
             self._files.remove_tree(part)
         except OSError as error:
             raise CheckpointError(
-                f"checkpoints need a folder that can be written to, but {self.folder!r} can't: "
+                f"checkpoints need a writable folder, but {self.folder!r} is not: "
                 f"{reason_of(error)}. Choose another folder."
             ) from error
 
@@ -203,9 +201,8 @@ class Store:
             self._files.sync_folder(self.folder)
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint {name!r} in {self.folder!r} can't be read, and must be set aside "
-                f"for the run to go on, but can't: {reason_of(error)}. Move its folder away "
-                "yourself."
+                f"the checkpoint {name!r} in {self.folder!r} can't be read and can't be moved "
+                f"out of the way either: {reason_of(error)}. Move its folder away yourself."
             ) from error
         return aside
 
@@ -221,7 +218,7 @@ class Store:
             return []
         except OSError as error:
             raise CheckpointError(
-                f"checkpoints are in a folder, but {self.folder!r} can't be looked at: "
+                f"checkpoints are in a folder, but {self.folder!r} can't be listed: "
                 f"{reason_of(error)}. Choose another folder."
             ) from error
         names = [name for name in entries if is_name(name)]
@@ -271,8 +268,8 @@ class Store:
             raise self._missing(name) from error
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint {name!r} in {self.folder!r} must be one that can be removed, but "
-                f"it can't: {reason_of(error)}. Remove its folder yourself."
+                f"the checkpoint {name!r} in {self.folder!r} can't be removed: "
+                f"{reason_of(error)}. Remove its folder yourself."
             ) from error
 
     def rotate(self, keep: int, also: Iterable[str] = ()) -> List[str]:
@@ -397,9 +394,9 @@ def _open(path: str, folder: str) -> int:
             host = (before or {}).get("host")
             if before is not None and host != socket.gethostname():
                 warn_user(
-                    f"the folder {folder!r} was last written to by {_name(before)}, which has not "
-                    "ended as a run does. Locks of other machines are not always seen: if it still "
-                    "runs, end one of the two.",
+                    f"the folder {folder!r} was last written to by {_name(before)}, which did "
+                    "not end normally. Locks of other machines are not always visible: if it "
+                    "still runs, end one of the two.",
                 )
             os.ftruncate(handle, 0)
             os.lseek(handle, 0, os.SEEK_SET)

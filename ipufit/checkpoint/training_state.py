@@ -160,7 +160,7 @@ class RestoredState:
         except Exception as error:
             raise CheckpointError(
                 f"{name!r} in {store.folder!r} must be a checkpoint of a training run, but it is "
-                f"none ({type(error).__name__}: {error}). Pass a folder that fit(checkpoint=) has "
+                f"not ({type(error).__name__}: {error}). Pass a folder that fit(checkpoint=) has "
                 "written."
             ) from error
 
@@ -221,9 +221,9 @@ class RestoredState:
         if before == now or place is None or (both and place["own"] is None):
             return
         raise CheckpointError(
-            f"the checkpoint {self.name!r} is of {before} processes, and the data that says itself "
-            f"what each reads can't be divided anew among {now}. Start {before} of them, or pass "
-            "data that ipufit divides."
+            f"the checkpoint {self.name!r} comes from {before} processes, and data that each "
+            f"process divides itself can't be divided again among {now}. Start {before} "
+            "processes, or pass data that ipufit divides."
         )
 
     def meter(self, metrics: MetricSet, processes: Processes) -> Document:
@@ -298,7 +298,7 @@ def _check_form(checkpoint: RestoredState) -> RestoredState:
     _check_configuration(document)
     choices = tree["choices"] or {}
     if not all(type(each) is str for pair in choices.items() for each in pair):
-        raise ValueError("its choices are no names")
+        raise ValueError("its choices are not names")
     _check_optimizer(tree["optimizer"])
     return checkpoint
 
@@ -318,7 +318,7 @@ def _check_configuration(document: Document) -> None:
     if not isinstance(changes, list) or not all(
         isinstance(each["change"], str) for each in changes
     ):
-        raise ValueError("what was changed in its run is no list of texts")
+        raise ValueError("its list of changes is not a list of strings")
 
 
 def _check_optimizer(state: Document) -> None:

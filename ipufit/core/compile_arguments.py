@@ -67,8 +67,8 @@ def resolve_jit(jit: object, run_eagerly: object) -> Tuple[str, Optional[Backend
     """
     if jit == OFF:
         raise ConfigurationError(
-            f"jit says how a recorded program runs, got {jit!r}. Write run_eagerly=True to run the "
-            "module itself."
+            f"jit says how a recorded program runs, got {jit!r}. Pass run_eagerly=True to run "
+            "the module itself."
         )
     if not isinstance(jit, str) and not callable(jit):
         raise ConfigurationError(
@@ -111,8 +111,8 @@ def _backend_of_torch(name: str) -> CompilerFunction:
         names = [each for each in registry.list_backends(()) if not each.endswith(_OF_TESTS)]
     except Exception as error:
         raise ConfigurationError(
-            f"jit={name!r} is none of {', '.join(map(repr, LOWERINGS))}, so it names a backend of "
-            f"torch.compile, but torch {torch.__version__} can't list these here: "
+            f"jit={name!r} is none of {', '.join(map(repr, LOWERINGS))}, so it must name a backend "
+            f"of torch.compile, but torch {torch.__version__} can't list its backends here: "
             f"{brief_error(error)}. Use one of the names above, or pass the backend as a function."
         ) from error
     try:
@@ -171,7 +171,8 @@ class EagerFallback:
     unreached: Sequence[str] = ()
     chooser: str = "jit='auto'"
     advice: str = (
-        "compile(..., run_eagerly=True) says that this is meant, and jit='graph' makes it an error."
+        "To silence this warning, use compile(..., run_eagerly=True); jit='graph' makes it an "
+        "error."
     )
 
     def is_whole(self, mode: Mode) -> bool:
@@ -245,9 +246,9 @@ class EagerFallback:
             every = "every micro-batch" if form is None else "each of these micro-batches"
             warn_user(
                 f"{type(module).__name__} can't be recorded as one program{which}, so "
-                f"{self.chooser} runs the module itself{' for them' if which else ''}: {reason} It "
-                f"trains to the same numbers, but Python runs for {every}, operators run one by "
-                f"one, and none of them are chosen, joined or compiled. {self.advice}"
+                f"{self.chooser} runs the module itself{' for them' if which else ''}: {reason} "
+                f"The numbers are the same, but it is slower: Python runs for {every}, and no "
+                f"operators are fused or compiled. {self.advice}"
             )
 
     def follow(self, mode: Mode, processes: Processes) -> bool:
@@ -255,7 +256,7 @@ class EagerFallback:
         others = processes.gather(self.is_whole(mode))
         if self.is_whole(mode) or not any(others):
             return False
-        reason = "another process has a batch with which it can't be recorded."
+        reason = "another process has a batch that can't be recorded."
         self.reasons[mode, None] = "", reason
         return True
 

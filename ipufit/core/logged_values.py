@@ -153,8 +153,8 @@ def merge_rules(
         before = rules.get(name, rule)
         if before != rule:
             raise ConfigurationError(
-                f"log must reduce {name!r} in one way, got {_words(before)} and {_words(rule)}. "
-                "Give the second value another name."
+                f"log must always reduce {name!r} in the same way, got {_words(before)} and "
+                f"{_words(rule)}. Give the second value another name."
             )
     return {**rules, **new_rules}
 

@@ -144,7 +144,7 @@ def argument_order(
         keywords = [p.name if p.kind is _BY_NAME else None for p in parameters]
         shown = f"({', '.join(names)})"
         if tuple(names) in _DOUBTFUL:
-            raise error(_text(subject, f"{shown}, which may mean (target, prediction)"))
+            raise error(_text(subject, f"{shown}, which might be (target, prediction)"))
         if roles[0] is not None and roles[0] == roles[1]:
             raise error(_text(subject, f"{shown}, which both name a {roles[0]}"))
         by_name = dataclasses.replace(by_name, keywords=(keywords[0], keywords[1]))
@@ -152,7 +152,7 @@ def argument_order(
             if roles[0] == role or (roles[0] is None and roles[1] == other):
                 return dataclasses.replace(by_name, first=role)
         if all(keywords):
-            raise error(_text(subject, f"{shown} by name alone, which don't say it"))
+            raise error(_text(subject, f"{shown} by name alone, which do not say it"))
     return by_name
 
 
@@ -214,9 +214,9 @@ def _role(name: str) -> Optional[_Role]:
 
 def _text(subject: str, came: str) -> str:
     return (
-        f"{subject} must say by the names of its parameters which one is the prediction and which "
-        f"the target, got {came}. Name them prediction and target, or pass a function "
-        "(prediction, target) that calls it the right way round."
+        f"{subject} must have parameter names that tell the prediction from the target, got "
+        f"{came}. Name them prediction and target, or pass a function (prediction, target) that "
+        "calls it with its arguments in the right order."
     )
 
 
@@ -256,10 +256,10 @@ def shape_advice(prediction: Tensor, target: Tensor) -> str:
     """Advise, in a sentence, how to make two shapes equal."""
     dim = _extra_dim(prediction.shape, target.shape)
     if dim:
-        return f"Give target.unsqueeze({dim}), or return prediction.squeeze({dim})."
+        return f"Pass target.unsqueeze({dim}), or return prediction.squeeze({dim})."
     dim = _extra_dim(target.shape, prediction.shape)
     if dim:
-        return f"Give target.squeeze({dim}), or return prediction.unsqueeze({dim})."
+        return f"Pass target.squeeze({dim}), or return prediction.unsqueeze({dim})."
     return "Make both shapes equal."
 
 
@@ -324,12 +324,12 @@ def as_weights(weight: object, kind: Type[ConfigurationError]) -> Tensor:
     if not isinstance(weight, Tensor):
         raise kind(
             f"sample_weight must be one tensor of shape (batch,), got {describe_value(weight)}. "
-            "Give a dict or list of weights only where loss or metrics go by output."
+            "A dict or list of weights is for losses or metrics by output."
         )
     if weight.is_complex() or not weight.dim():
         raise kind(
             "sample_weight must hold one real number for each sample, got shape "
-            f"{tuple(weight.shape)}, dtype {dtype_name(weight.dtype)}. Give a tensor of shape "
+            f"{tuple(weight.shape)}, dtype {dtype_name(weight.dtype)}. Pass a tensor of shape "
             "(batch,)."
         )
     flat = weight.dim() == 2 and weight.shape[1] == 1
@@ -361,9 +361,9 @@ def broadcast_weights(
     if not spread_shape(weight, shape):
         more = f", or leading dimensions of its values' shape {tuple(shape)}"
         raise kind(
-            f"sample_weight must have shape ({shape[0]},) for {where}"
-            f"{more if len(shape) > 1 else ''}, got {tuple(weight.shape)}. Give one weight for "
-            "each sample."
+            f"sample_weight must have shape ({shape[0]},) for "
+            f"{where}{more if len(shape) > 1 else ''}, got {tuple(weight.shape)}. Pass one "
+            "weight for each sample."
         )
     return weight.reshape(tuple(weight.shape) + (1,) * (len(shape) - weight.dim()))
 

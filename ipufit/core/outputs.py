@@ -137,9 +137,9 @@ def check_rows(outputs: tree.Tree, batch: MicroBatch) -> tree.Tree:
     for path, leaf in tree.flatten_with_paths(outputs, "output")[0]:
         if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] != size):
             raise DataError(
-                f"predict returns one row per sample, but {path} has shape {tuple(leaf.shape)} for "
-                f"{size} samples. Return it from forward with the samples along its first "
-                "dimension, or leave it out when the module is in eval mode."
+                f"predict returns one row per sample, but {path} has shape {tuple(leaf.shape)} "
+                f"for {size} samples. Return it with the samples along its first dimension, or "
+                "do not return it in eval mode."
             )
     return outputs
 
@@ -167,9 +167,10 @@ def join_rows(outputs: Sequence[tree.Tree], padding_value: Optional[float] = Non
     for structure in structures:
         if structure != structures[0]:
             raise DataError(
-                "predict joins the outputs of all batches, which must have one structure, but "
-                f"forward returned {structures[0]} and {structure}. Return one structure, or use "
-                "predict_iter(..., device_iterations=1), which yields them batch by batch."
+                "predict joins the outputs of all batches, which must have the same structure, "
+                f"but forward returned {structures[0]} and {structure}. Return the same "
+                "structure every time, or use predict_iter(..., device_iterations=1), which "
+                "yields them batch by batch."
             )
     columns = [_join(column, padding_value) for column in zip(*leaves)]
     return tree.unflatten(columns, structures[0])
@@ -187,8 +188,8 @@ def _join(column: Sequence[tree.Leaf], padding_value: Optional[float]) -> object
     if len(sizes) > 1 or (is_whole and padding_value != int(padding_value)):
         what = "integers" if len(sizes) == 1 else f"{min(sizes)} and {max(sizes)} dimensions"
         raise ConfigurationError(
-            f"padding_value={padding_value!r} can't fill up outputs of {what}. Leave it out, which "
-            "makes them a list of rows, or pad them in forward."
+            f"padding_value={padding_value!r} can't pad outputs of {what}. Leave it out to get a "
+            "list of rows, or pad in forward."
         )
     rows = sum(tensor.shape[0] for tensor in column)
     longest = [max(lengths) for lengths in zip(*(tensor.shape[1:] for tensor in column))]
@@ -215,8 +216,8 @@ def refuse_hidden_tensors(outputs: object) -> None:
             raise CaptureError(
                 "the module's outputs must be tensors in tuples, lists, dicts or dataclasses, but "
                 f"output{path} is a {type(leaf).__name__} that holds tensors, which a program "
-                "can't hand back. Return its tensors themselves, or leave it out; models of the "
-                "transformers library return no cache with config.use_cache = False."
+                "can't return. Return its tensors themselves, or leave it out; in models of the "
+                "transformers library, config.use_cache = False turns the cache off."
             )
 
 
@@ -277,12 +278,12 @@ def pick(value: object, key: Key, role: str, kind: Type[ConfigurationError]) -> 
             if key < len(value):
                 return value[key]
             raise kind(
-                f"{role} must have an element {key}, got {describe_value(value)}. Give as many as "
-                "there are outputs, in the order in which the module returns them."
+                f"{role} must have an element {key}, got {describe_value(value)}. Pass one for "
+                "each output, in the order in which the module returns them."
             )
         raise kind(
-            f"{role} must be a tuple or list to be taken by position, got {describe_value(value)}. "
-            f"{_by_name(value, key)}"
+            f"{role} must be a tuple or list to be used by position, got "
+            f"{describe_value(value)}. {_by_name(value, key)}"
         )
     if isinstance(value, Mapping) and key in value:
         return value[key]
@@ -291,17 +292,18 @@ def pick(value: object, key: Key, role: str, kind: Type[ConfigurationError]) -> 
         return getattr(value, key)
     if any(isinstance(name, str) for name in keys) or isinstance(value, Mapping):
         raise kind(
-            f"{role} must hold {key!r}, got {describe_value(value)}. Use one of the names that are "
-            "there, or add it."
+            f"{role} must hold {key!r}, got {describe_value(value)}. Use an existing name, or "
+            "add it."
         )
     raise kind(
-        f"{role} must be a mapping, named tuple or dataclass to be taken by name ({key!r}), got "
-        f"{describe_value(value)}. Give a dict, or losses and metrics as a list by position."
+        f"{role} must be a mapping, named tuple or dataclass to be used by name ({key!r}), got "
+        f"{describe_value(value)}. Return a dict, or pass losses and metrics as a list by "
+        "position."
     )
 
 
 def _by_name(value: object, key: int) -> str:
     names: List[str] = [str(name) for name in children(value)]
     if names:
-        return f"Give losses and metrics as a dict by name: {{{names[0]!r}: ...}}."
-    return f"Give a tuple with the one for each output; this is about output {key}."
+        return f"Pass losses and metrics as a dict by name: {{{names[0]!r}: ...}}."
+    return f"Pass a tuple with one element for each output; output {key} has none."

@@ -93,7 +93,7 @@ class Checks:
             least = 2 * pipeline - 1
             rule = (
                 f"at least {least} to fill a training pipeline of {pipeline} stages, forward and "
-                "back"
+                "backward"
             )
             return self.number("gradient_accumulation", value, rule, lambda n: [max(n, least)])
         if training:
@@ -285,7 +285,7 @@ class Plan:
             micro_batch_size: samples that one replica sees at once.
             ipus: the number of IPUs of each process, its replicas together; None means one replica.
             device_iterations: updates per execution; forward passes in inference.
-            gradient_accumulation: micro-batches that a replica sums before one update; 1 in
+            gradient_accumulation: micro-batches that a replica sums for one update; 1 in
                 inference.
             stages: IPUs that share one replica.
             samples: samples of an epoch; None if nobody knows.
@@ -551,7 +551,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         spread = f"; {self.replicas} in each process" if self.processes > 1 else ""
         meanings = (
             ("micro-batch", "samples that one replica sees at once; the loader's batch_size"),
-            ("gradient accumulation", "micro-batches that a replica sums before one update"),
+            ("gradient accumulation", "micro-batches that a replica sums for one update"),
             ("replicas", f"copies of the model, each with its own micro-batches{spread}"),
             self._explain_stages(),
             ("device iterations", f"{calls} per execution, which is one call of the program"),
@@ -583,7 +583,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         word = self._update_word
         updates, executions = self.updates_per_epoch, self.executions_per_epoch
         if updates is None or executions is None:
-            yield "One epoch = a stream of unknown length; what is left at its end runs as well."
+            yield "One epoch = a stream of unknown length; samples left at its end are used too."
         else:
             samples = "" if self.samples is None else f"{_n(self.samples, 'sample')} = "
             yield f"One epoch = {samples}{_n(updates, word)} in {_n(executions, 'execution')}."
@@ -598,10 +598,10 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         elif self.samples:
             yield "Every execution is full."
         if self.training and self.fixed_updates is not None:
-            yield "steps_per_epoch ends the epoch; the next one goes on with the data after it."
+            yield "steps_per_epoch ends the epoch; the next one continues with the data after it."
         if self.dropped:
             left_out = _n(self.dropped, "more sample")
-            yield f"drop_last=True leaves out {left_out} per epoch; drop_last=False keeps all."
+            yield f"drop_last=True leaves out {left_out} per epoch; drop_last=False uses all."
         share = f"{self.stages} IPUs" if self.depth else _n(self.stages, "stage")
         product = f"{_n(self.replicas, 'replica')} x {share}"
         idle = f"{self.idle_ipus or 'none'} idle"

@@ -122,8 +122,9 @@ def check_precision(precision: Precision, module: nn.Module) -> None:
         if parameter.is_floating_point() and parameter.dtype != inputs:
             raise ConfigurationError(
                 f"precision={precision.name!r} needs a module of {dtype_name(inputs)}, but "
-                f"{name!r} is {dtype_name(parameter.dtype)}. Convert it first: module.to(torch."
-                f"{dtype_name(inputs)}), or use a mixed precision, which keeps the weights."
+                f"{name!r} is {dtype_name(parameter.dtype)}. Convert it first: "
+                f"module.to(torch.{dtype_name(inputs)}), or use a mixed precision, which keeps "
+                "the dtype of the weights."
             )
 
 
@@ -141,7 +142,7 @@ def refuse_missing_half() -> Iterator[None]:
         if "not implemented for 'Half'" not in text and "'BFloat16'" not in text:
             raise
         raise ConfigurationError(
-            "every operator of the program must exist in the chosen precision, but torch "
+            "every operator of the program must support the chosen precision, but torch "
             f"{torch.__version__} says on the CPU: {first_line(error)}. Use float32, "
             "'mixed_bfloat16', or a GPU."
         ) from error
@@ -178,8 +179,8 @@ def warn_of_vanishing_eps(optimizer: torch.optim.Optimizer) -> None:
             continue
         if torch.tensor(eps, dtype=torch.float16) == 0:
             warn_user(
-                f"eps={eps:g} of {type(optimizer).__name__} is zero in float16, so that a weight "
-                "whose gradient vanishes becomes nan. Pass a larger one, such as 1e-4, or keep "
+                f"eps={eps:g} of {type(optimizer).__name__} is zero in float16, so a weight "
+                "whose gradient is zero becomes NaN. Pass a larger one, such as 1e-4, or keep "
                 "weights in float32 with precision='mixed_float16'.",
             )
             return

@@ -157,8 +157,8 @@ class Reduction:
             if self.gradients == "sum" and getattr(self, name) == by:
                 # Micro-batches can't share in a sum that nobody divides.
                 raise ConfigurationError(
-                    f"Reduction.{name}={by!r} divides the gradient of an update by all that counts "
-                    "in it, but gradients='sum' adds up means. Use gradients='mean'."
+                    f"Reduction.{name}={by!r} divides the gradient of an update by a count over "
+                    "the whole update, but gradients='sum' adds up means. Use gradients='mean'."
                 )
 
 
@@ -239,8 +239,8 @@ class EMA:
     def __post_init__(self) -> None:
         if not _is_number(self.momentum) or not 0 <= self.momentum <= 1:
             raise ConfigurationError(
-                f"EMA.momentum must be between 0 and 1, got {self.momentum!r}. It is the share of "
-                "the old average, such as 0.99."
+                f"EMA.momentum must be between 0 and 1, got {self.momentum!r}. It is the weight "
+                "of the old average, such as 0.99."
             )
         every = _count_or_none("EMA.overwrite_frequency", self.overwrite_frequency, "updates")
         object.__setattr__(self, "momentum", float(self.momentum))
@@ -403,13 +403,13 @@ class Outputs:
         every = _count_or_none("Outputs.every", self.every, "device iterations")
         if self.mode == "every_n" and every is None:
             raise ConfigurationError(
-                "outputs='every_n' needs the number of device iterations between outputs that come "
-                "back, got None. Pass for example outputs=ipufit.Outputs('every_n', 4)."
+                "outputs='every_n' needs the number of device iterations from one returned output "
+                "to the next, got None. Pass for example outputs=ipufit.Outputs('every_n', 4)."
             )
         if self.mode != "every_n" and every is not None:
             raise ConfigurationError(
-                f"Outputs.every belongs to mode 'every_n', got it with {self.mode!r}. Leave it "
-                "out, or choose 'every_n'."
+                f"Outputs.every is for mode 'every_n', got it with {self.mode!r}. Leave it out, "
+                "or choose 'every_n'."
             )
         object.__setattr__(self, "every", every)
 
@@ -584,9 +584,9 @@ def refuse_metrics_of_sums(metrics: object) -> None:
     """
     if metrics:
         raise ConfigurationError(
-            "metrics compare outputs with targets, but outputs='sum' brings only sums of "
-            "outputs back. Leave the metrics out, or log what is to be summed: "
-            "ipufit.log('correct', (prediction.argmax(1) == target).sum(), reduce='sum')."
+            "metrics compare outputs with targets, but outputs='sum' returns only sums of "
+            "outputs. Leave the metrics out, or log the value to sum: ipufit.log('correct', "
+            "(prediction.argmax(1) == target).sum(), reduce='sum')."
         )
 
 

@@ -44,9 +44,8 @@ def read_torch(path: str) -> Dict[str, Tensor]:
         state: object = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ConfigurationError(
-            f"load_weights reads what torch.save(module.state_dict(), path) writes, but {path!r} "
-            f"can't be read as that: {brief_error(error)}. Save the "
-            "state_dict again, or use safetensors."
+            "load_weights reads files of torch.save(module.state_dict(), path), but can't read "
+            f"{path!r}: {brief_error(error)}. Save the state_dict again, or use safetensors."
         ) from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise _other(path, f"a {type(state).__name__}")
@@ -66,15 +65,15 @@ def _refuse_bombs(path: str) -> None:
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise ValueError("it is compressed, as torch.save never does")
+        raise ValueError("it is compressed, which torch.save never does")
     if sum(member.file_size for member in members) > os.path.getsize(path):
-        raise ValueError("it says that it holds more than it does")
+        raise ValueError("it claims to hold more than it does")
 
 
 def _other(path: str, came: str) -> ConfigurationError:
     return ConfigurationError(
-        f"load_weights reads a dict of tensors by name, but {path!r} holds {came}. Save "
-        "module.state_dict() alone."
+        f"load_weights reads a dict of tensors by name, but {path!r} holds {came}. Save only "
+        "module.state_dict()."
     )
 
 
@@ -116,8 +115,8 @@ def save_weights(module: nn.Module, path: Path, about: Optional[Mapping[str, str
             what = f"a tensor of layout {value.layout}" if isinstance(value, Tensor) else ""
             raise ConfigurationError(
                 f"a file of weights holds dense tensors only, but {name!r} in the module's "
-                f"state_dict is {what or 'of type ' + type(value).__name__}. Return a tensor from "
-                "get_extra_state, or save this part on its own."
+                f"state_dict is {what or 'of type ' + type(value).__name__}. Return a tensor "
+                "from get_extra_state, or save this part separately."
             )
         # A copy: names of one tensor, and views into a larger one, are stored as tensors apart.
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -133,15 +132,15 @@ def check_path(path: Path) -> str:
     target = os.fspath(path)
     if not isinstance(target, str) or not target.endswith(_SUFFIX):
         raise ConfigurationError(
-            f"weights are written in the format of safetensors, so their path must end with "
-            f"{_SUFFIX!r}, got {target!r}. Try 'weights{_SUFFIX}'."
+            f"weights are written as safetensors, so the path must end with {_SUFFIX!r}, got "
+            f"{target!r}. Try 'weights{_SUFFIX}'."
         )
     folder = os.path.dirname(target) or "."
     if os.path.isdir(target) or not os.path.isdir(folder):
-        fault = f"{target!r} is a folder" if os.path.isdir(target) else f"{folder!r} is none"
+        fault = f"{target!r} is a folder" if os.path.isdir(target) else f"{folder!r} is not"
         raise ConfigurationError(
-            f"weights are written to a file in a folder that exists, but {fault}. Make the folder, "
-            "or choose another path."
+            f"weights are written to a file in an existing folder, but {fault}. Create the "
+            "folder, or choose another path."
         )
     return target
 
@@ -179,9 +178,9 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
     module_state: Dict[str, object] = module.state_dict()
     faults = differences(module_state, stored, "the file", strict)
     if faults:
-        advice = "Load it into a module like the one it was saved from."
+        advice = "Load it into a module like the one that was saved."
         if strict and not any(": shape " in fault for fault in faults):
-            advice += " Pass strict=False to load what both have."
+            advice += " Pass strict=False to load only what both have."
         raise ConfigurationError(
             f"the weights in {os.fspath(path)!r} must fit the module {type(module).__name__}, but "
             f"they differ:\n" + "\n".join(f"  {fault}" for fault in faults) + f"\n{advice}"
@@ -198,9 +197,8 @@ def _read(path: Path) -> Dict[str, Tensor]:
         return safetensors.torch.load_file(os.fspath(path))
     except (OSError, safetensors.SafetensorError) as error:
         raise ConfigurationError(
-            f"load_weights reads a file of safetensors, but {os.fspath(path)!r} can't be read as "
-            f"one: {error}. Files of torch.save have another suffix, one of "
-            f"{', '.join(TORCH_SUFFIXES)}."
+            f"load_weights reads {os.fspath(path)!r} as safetensors, but that fails: {error}. "
+            f"For a file of torch.save, use a suffix such as {', '.join(TORCH_SUFFIXES)}."
         ) from error
 
 

@@ -191,8 +191,8 @@ def _refuse_combined_batches(loader: Any, role: str) -> None:
     batches *= options.Training.gradient_accumulation
     if batches > 1:
         raise DataError(
-            f"{role} must come in micro-batches, because ipufit combines them, got a "
-            f"poptorch.DataLoader, which has combined {batches} in each batch of {size} samples. "
+            f"{role} must come in micro-batches, because ipufit combines them itself, got a "
+            f"poptorch.DataLoader, which combines {batches} in each batch of {size} samples. "
             f"Pass torch's DataLoader with batch_size={size // batches}."
         )
 
@@ -202,8 +202,8 @@ def _refuse_bare_sequence(x: Any, role: str) -> None:
     if isinstance(x, tuple) and x and all(is_array(part) for part in x):
         raise DataError(
             f"{role} must say what each part is, got a tuple of {len(x)} tensors or arrays. Pass "
-            "inputs and target apart, fit(x, y); several inputs as fit((first, second), y), or by "
-            "name, {'first': first, 'second': second}."
+            "inputs and target separately, fit(x, y); several inputs as fit((first, second), "
+            "y), or by name, {'first': first, 'second': second}."
         )
     leaves = tree.flatten(x[0])[0] if x else []
     if x and isinstance(x[0], Mapping) and not any(map(is_array, leaves)):
@@ -218,17 +218,17 @@ def _refuse_bare_sequence(x: Any, role: str) -> None:
 def _refuse_batch_size(arguments: DataArguments, kind: str) -> None:
     if arguments.batch_size is not None and kind in ("loader", "batches"):
         raise ConfigurationError(
-            f"{arguments.batch_size_name} goes with tensors, arrays and datasets, but the "
-            f"{arguments.role} comes in batches already, from a {type(arguments.x).__name__}. Set "
-            "it there."
+            f"{arguments.batch_size_name} is for tensors, arrays and datasets, but the "
+            f"{arguments.role} already comes in batches, from a {type(arguments.x).__name__}. "
+            "Set it there."
         )
 
 
 def _refuse_shuffle(arguments: DataArguments, kind: str) -> None:
     if arguments.shuffle is not None and kind in ("loader", "stream"):
         raise ConfigurationError(
-            f"shuffle goes with tensors, arrays and map-style datasets, but the {arguments.role} "
-            f"has an order of its own, from a {type(arguments.x).__name__}. Set it there."
+            "shuffle is for tensors, arrays and map-style datasets, but the order of the "
+            f"{arguments.role} comes from a {type(arguments.x).__name__}. Set it there."
         )
 
 
@@ -237,7 +237,7 @@ def _refuse_parts(arguments: DataArguments, kind: str) -> None:
     names = [name for name, value in parts.items() if value is not None]
     if names and kind != "arrays":
         raise ConfigurationError(
-            f"{' and '.join(names)} {'goes' if len(names) == 1 else 'go'} with tensors and arrays, "
+            f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} for tensors and arrays, "
             f"but the {arguments.role} comes from a {type(arguments.x).__name__}, which yields all "
             "parts of a sample. Let it yield (inputs, target) or (inputs, target, sample_weight)."
         )
@@ -250,8 +250,8 @@ def _class_weights(arguments: DataArguments, own_loss: OwnLoss) -> Optional[Clas
         raise _no_weights("class_weight", own_loss)
     if arguments.sample_weight is not None:
         raise ConfigurationError(
-            "class_weight and sample_weight both say how much a sample counts. Pass one of them; "
-            "for both, multiply them into sample_weight."
+            "class_weight and sample_weight both say how much a sample counts. Pass one of "
+            "them, or multiply both into sample_weight."
         )
     return ClassWeights(arguments.class_weight)
 
@@ -259,12 +259,12 @@ def _class_weights(arguments: DataArguments, own_loss: OwnLoss) -> Optional[Clas
 def _no_weights(name: str, own_loss: OwnLoss) -> ConfigurationError:
     if own_loss == "whole":
         return ConfigurationError(
-            f"{name} needs a loss that compile was given, but steps compute their own. Put weights "
-            "into the batch, and weigh in the step."
+            f"{name} needs a loss from compile, but the steps compute their own. Put weights "
+            "into the batch, and apply them in the step."
         )
     return ConfigurationError(
-        f"{name} needs a loss that compile was given, but the module computes its own "
-        "(loss=None). Let forward take the weights, or pass loss= to compile."
+        f"{name} needs a loss from compile, but the module computes its own (loss=None). Let "
+        "forward take the weights, or pass loss= to compile."
     )
 
 
@@ -272,13 +272,11 @@ def _refuse_missing_or_weights(arguments: DataArguments, mode: Mode, own_loss: O
     if arguments.sample_weight is not None and own_loss:
         raise _no_weights("sample_weight", own_loss)
     if arguments.y is None and arguments.sample_weight is not None:
-        raise ConfigurationError(
-            "sample_weight goes with a target, but y is None. Pass y= beside x."
-        )
+        raise ConfigurationError("sample_weight needs a target, but y is None. Pass y= as well.")
     may_hold = isinstance(arguments.x, Mapping)
     if arguments.y is None and mode is not Mode.PREDICT and not own_loss and not may_hold:
         raise ConfigurationError(
-            f"the {arguments.role} needs a target for the loss, but y is None. Pass y= beside x, "
+            f"the {arguments.role} needs a target for the loss, but y is None. Pass y= as well, "
             "or use compile(loss=None) if the module computes its own loss."
         )
 
@@ -349,8 +347,8 @@ def _of_batches(
     if workers > 1 or (hasattr(dataset, "use_multiprocessing") and dataset.use_multiprocessing):
         warn_user(
             f"{role}: the batches of {type(dataset).__name__} are made one after another in this "
-            f"process, the same ones, but without its workers={workers}. For processes that make "
-            f"them pass DataLoader(dataset, batch_size=None, num_workers={workers})."
+            f"process, without its workers={workers}; they are the same batches. To use worker "
+            f"processes, pass DataLoader(dataset, batch_size=None, num_workers={workers})."
         )
     batches = BatchSequence(dataset)
     is_finite = batch_total(batches) is not None
@@ -371,7 +369,7 @@ def _of_dataset(
     except (TypeError, NotImplementedError) as error:
         raise DataError(
             f"{arguments.role}: the dataset {type(dataset).__name__} must have __len__, so that "
-            "its samples can be picked by index. Add it, or derive from "
+            "samples can be selected by index. Add it, or derive from "
             "torch.utils.data.IterableDataset."
         ) from error
 
@@ -401,7 +399,7 @@ def split_data(
     kind = _kind(arguments)
     if kind not in ("arrays", "dataset"):
         raise ConfigurationError(
-            "validation_split goes with tensors, arrays and map-style datasets, but the "
+            "validation_split is for tensors, arrays and map-style datasets, but the "
             f"{arguments.role} comes from a {type(arguments.x).__name__}. Pass validation_data."
         )
     leaves = tree.flatten(arguments.x)[0]
@@ -410,9 +408,9 @@ def split_data(
     first = math.floor(samples * (1.0 - fraction))
     if first in (0, samples):
         raise ConfigurationError(
-            f"validation_split={fraction} must leave samples for both parts, but of {samples} it "
-            f"leaves {first} to train on and {samples - first} to hold out. Choose another "
-            "fraction, or pass validation_data."
+            f"validation_split={fraction} must leave samples for both parts, but with {samples} "
+            f"samples it leaves {first} for training and {samples - first} for validation. "
+            "Choose another fraction, or pass validation_data."
         )
     parts = []
     for template, rows in ((arguments, range(first)), (held_out, range(first, samples))):

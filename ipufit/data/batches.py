@@ -186,8 +186,8 @@ class BatchValidator:
             return args, kwargs, target, check_weight(weight, f"{where}sample_weight")
         if weight is not None:
             raise DataError(
-                f"{where}a batch with a sample_weight of its own needs no class_weight, but both "
-                "are there. Leave one out, or multiply them in the dataset."
+                f"{where}a batch can't have its own sample_weight together with class_weight. "
+                "Leave one out, or multiply them in the dataset."
             )
         return args, kwargs, target, by_class.of(target, f"{where}target")
 
@@ -202,9 +202,9 @@ class BatchValidator:
             self._first = batch
         if self._form.sums_weights and is_weighted(batch) and not is_weighted(first):
             raise DataError(
-                f"{where}where a loss is divided by the sum of weights, the first batch must have "
-                "a sample_weight if any has one, but only this one has. Yield (inputs, target, "
-                "sample_weight) each time; a weight of 1 leaves a sample as it is."
+                f"{where}if the loss is divided by the sum of weights, all batches must have a "
+                "sample_weight or none, but this is the first one that has. Yield (inputs, "
+                "target, sample_weight) every time; a weight of 1 changes nothing."
                 + self._source.origin()
             )
         casting, kinds = self._casting, batch.kinds
@@ -220,10 +220,10 @@ class BatchValidator:
         most = self._source.micro_batch_size
         if most is not None and batch.size > most:
             raise DataError(
-                f"{where}a batch may have as many samples as the "
-                f"DataLoader's batch_size at most, {most}, got {batch.size}. Let "
-                "collate_fn put what it makes of one sample along another dimension, or pass an "
-                "object of your own whose __iter__ reads the DataLoader." + self._source.origin()
+                f"{where}a batch may have at most as many samples as the DataLoader's "
+                f"batch_size, {most}, got {batch.size}. If collate_fn makes several rows from "
+                "one sample, let it put them along another dimension, or pass your own object "
+                "whose __iter__ reads the DataLoader." + self._source.origin()
             )
 
 
@@ -364,9 +364,10 @@ class OneShapeUpdates:
                 full += self._unless_done(self._waiting.pop(batch.form))
         if len(self._waiting) > 1 and self._plan.fixed_updates is not None:
             raise DataError(
-                f"{self._role}: the updates of an IPU have one shape, and with steps_per_epoch no "
-                "micro-batch can wait for others of its shape, but several shapes wait. Leave "
-                "steps_per_epoch out, pad to one shape in collate_fn, or use engine='embedded'."
+                f"{self._role}: all micro-batches of an update on an IPU have the same shape, "
+                "and with steps_per_epoch none can wait for others of its shape, but several "
+                "shapes came. Leave steps_per_epoch out, pad to one shape in collate_fn, or use "
+                "engine='embedded'."
             )
         return full
 

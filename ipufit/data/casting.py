@@ -94,8 +94,8 @@ class Casting:
             return
         self._announced.add(text)
         warn_user(
-            f"{role} is converted batch by batch to what module and loss compute in: {text}; "
-            "convert it beforehand to save that work.",
+            f"{role} is converted batch by batch to the dtypes of module and loss: {text}; "
+            "convert it beforehand to save time.",
         )
 
     def describe(self) -> List[str]:

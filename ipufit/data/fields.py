@@ -236,7 +236,7 @@ class BatchForm:
             return (), by_name
         if parameters is None and with_target:
             raise DataError(
-                f"{where}: which fields of the batch {self.name}.forward gets must be said, "
+                f"{where}: ipufit can't tell which fields of the batch {self.name}.forward gets, "
                 f"because it takes any name, got {_listed(names)}. Write for example "
                 f"compile(..., inputs=[{names[0]!r}], targets={names[-1]!r})."
             )
@@ -251,14 +251,14 @@ class BatchForm:
             if alike and name not in chosen and name not in aside:
                 raise DataError(
                     f"{where}: {self.name}.forward gets nothing for {alike[0]!r}, but the batch "
-                    f"has {name!r}, which it does not take. Give the field the name of the "
-                    f"parameter, or say what forward gets: compile(..., inputs={{{alike[0]!r}: "
-                    f"{name!r}, ...}})."
+                    f"has {name!r}, which it does not take. Rename the field like the parameter, "
+                    f"or say what forward gets: compile(..., inputs={{{alike[0]!r}: {name!r}, "
+                    "...})."
                 )
         if not chosen:
             raise DataError(
                 f"{where}: {self.name}.forward takes {_listed(parameters or ())}, but the fields "
-                f"of the batch are {_listed(names)}. Say which it gets: one by position, "
+                f"of the batch are {_listed(names)}. Say which ones it gets: one by position, "
                 f"compile(..., inputs={names[0]!r}), or by name, inputs={{'parameter': 'field'}}."
             )
         return (), {str(name): name for name in chosen}
@@ -278,13 +278,13 @@ class BatchForm:
         if not rest:
             raise DataError(
                 f"{where}: the loss needs a target, but {self.name}.forward takes all fields of "
-                f"the batch, {_listed(names)}. Add it, say which it is with compile(..., "
+                f"the batch, {_listed(names)}. Add one, name the target with compile(..., "
                 f"targets={names[-1]!r}), or use compile(loss=None) if the module computes its "
                 "own loss."
             )
         raise DataError(
-            f"{where}: which field of the batch is the target must be said, because "
-            f"{self.name}.forward leaves {_listed(rest)}. Write compile(..., "
+            f"{where}: ipufit can't tell which field of the batch is the target, because "
+            f"{self.name}.forward does not take {_listed(rest)}. Write compile(..., "
             f"targets={rest[-1]!r}), or a list of names for several."
         )
 
@@ -294,9 +294,9 @@ class BatchForm:
         for name in wanted:
             if name not in names:
                 raise DataError(
-                    f"{where}: the batch must have the field {name!r}, which {argument} of compile "
-                    f"names, got {_listed(names)}. Name one of these, or add it in the dataset or "
-                    "collate_fn."
+                    f"{where}: the batch must have the field {name!r}, which {argument} of "
+                    f"compile names, got {_listed(names)}. Use one of these names, or add the "
+                    "field in the dataset or collate_fn."
                 )
 
 
@@ -323,13 +323,13 @@ def name_fields(loss: Loss, inputs: object, targets: object) -> Loss:
     """
     if inputs is not None and loss.in_module == "whole":
         raise ConfigurationError(
-            f"inputs= names fields that forward gets, but steps get the whole batch, but for its "
-            f"texts, got {inputs!r}. Leave it out."
+            "inputs= names the fields for forward, but steps get the whole batch except its "
+            f"strings, got {inputs!r}. Leave it out."
         )
     if targets is not None and loss.in_module and not loss.differentiates:
         raise ConfigurationError(
-            "targets= names what a loss is held against, but with loss=None the module computes "
-            f"its own, got {targets!r}. Leave it out, or pass loss= to compile."
+            "targets= names the targets of a loss, but with loss=None the module computes its "
+            f"own, got {targets!r}. Leave it out, or pass loss= to compile."
         )
     input_names: InputNames = _names(inputs)
     if isinstance(inputs, Mapping) and _names([*inputs, *inputs.values()]):

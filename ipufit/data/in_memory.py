@@ -287,8 +287,8 @@ def as_array(table: tree.Leaf, name: str) -> tree.Leaf:
         return numpy.asarray(table)
     except ValueError as error:
         raise DataError(
-            f"{name} must have rows of one length, got a {type(table).__name__} of rows that "
-            "differ. Pad them, or pass batches of rows of one length."
+            f"{name} must have rows of equal length, got a {type(table).__name__} of rows of "
+            "different lengths. Pad them, or pass batches whose rows have equal length."
         ) from error
 
 
@@ -330,12 +330,12 @@ def _frame_as_array(frame: tree.Leaf, name: str) -> tree.Leaf:
             takes_nan = "; for a module that takes NaN, pass .to_numpy()" if kind == "f" else ""
             raise DataError(
                 f"{where} must have a number in every row, but {len(column) - len(present)} of "
-                f"{len(column)} are missing. Fill them, such as .{_FRAMES[library]}(0), or leave "
-                f"such rows out{takes_nan}."
+                f"{len(column)} are missing. Fill them, for example with .{_FRAMES[library]}(0), "
+                f"or leave those rows out{takes_nan}."
             )
         dtypes.append(dtype)
     if not dtypes:
-        raise DataError(f"{name} must have a column, got a frame without any. Pass at least one.")
+        raise DataError(f"{name} must have at least one column, got a frame without columns.")
     common = numpy.result_type(*dtypes)
     array = frame.to_numpy() if is_polars else frame.to_numpy(dtype=common)
     return numpy.asarray(array, dtype=common)
@@ -343,13 +343,13 @@ def _frame_as_array(frame: tree.Leaf, name: str) -> tree.Leaf:
 
 def _no_numbers(name: str, dtype: object, kind: str, values: Iterable[object]) -> DataError:
     """Make the error for data of a dtype of this kind, as NumPy has it, and what helps."""
-    cure = "Number them, such as numpy.unique(values, return_inverse=True)[1], or leave it out."
+    cure = "Number them with numpy.unique(values, return_inverse=True)[1], or leave the column out."
     if kind in "Mm":
-        cure = "Turn it into numbers first, such as numpy.asarray(values).astype('int64')."
+        cure = "Convert it to numbers first: numpy.asarray(values).astype('int64')."
     elif kind == "V":
         cure = "Pass numpy.lib.recfunctions.structured_to_unstructured(values)."
     elif isinstance(next(iter(values), None), numbers.Number):
-        cure = "Make it one dtype, such as numpy.asarray(values).astype('float32')."
+        cure = "Convert it to one dtype: numpy.asarray(values).astype('float32')."
     return DataError(f"{name} must hold numbers, got {dtype}. {cure}")
 
 
@@ -463,7 +463,7 @@ def _samples(leaves: List[tree.Leaf], names: List[str], role: str) -> int:
         if leaf.ndim == 0:
             raise DataError(
                 f"{role}: {name} must have the samples along its first dimension, got a scalar. "
-                "Give one row per sample; of a list of tensors make one with torch.stack."
+                "Pass one row per sample; torch.stack turns a list of tensors into one tensor."
             )
         _refuse_gaps(leaf, f"{role}: {name}", name)
         if not isinstance(leaf, Tensor):
@@ -477,9 +477,9 @@ def _samples(leaves: List[tree.Leaf], names: List[str], role: str) -> int:
     for name, size in zip(names, sizes):
         if size != sizes[0]:
             root = names[0].partition("[")[0]
-            cure = "Pass one row for each sample in every part."
+            cure = "Every part needs one row for each sample."
             if names[0] == f"{root}[0]":
-                cure = "A list has one array for each input; of samples make one with numpy.stack."
+                cure = "A list holds one array per input; turn samples into one with numpy.stack."
             raise DataError(
                 f"{role}: all parts must have the same number of samples, but {names[0]} has "
                 f"{sizes[0]} and {name} has {size}. {cure}"
@@ -499,12 +499,12 @@ def _refuse_gaps(leaf: object, where: str, name: str) -> None:
         if leaf.layout is not torch.strided:
             raise DataError(
                 f"{where} must be dense, got a tensor of layout {leaf.layout}. Pass "
-                f"{name}.to_dense(), or a DataLoader that makes dense batches of it."
+                f"{name}.to_dense(), or a DataLoader that makes dense batches."
             )
     elif type(leaf).__module__.startswith("numpy.ma"):
         raise DataError(
-            f"{where} must have a value everywhere, got a masked array, whose hidden values would "
-            f"be trained on. Pass {name}.filled(value), or leave such rows out."
+            f"{where} must have no masked values, got a masked array, whose hidden values would "
+            f"be used for training. Pass {name}.filled(value), or leave those rows out."
         )
 
 
@@ -524,8 +524,8 @@ def _refuse_dtype(array: tree.Leaf, name: str) -> None:
         _dense(array[:0] if array.ndim else array, copy=True)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{name} must have a dtype that torch knows, got {array.dtype}: "
-            f"{first_line(error)}. Turn it into another, such as array.astype('float32')."
+            f"{name} must have a dtype that torch knows, got {array.dtype}: {first_line(error)}. "
+            "Convert it, for example with array.astype('float32')."
         ) from error
 
 

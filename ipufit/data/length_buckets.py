@@ -209,8 +209,8 @@ def _lengths_of(dataset: _Samples, lengths: object) -> Tensor:
         count = len(dataset)
     except TypeError as error:
         raise ConfigurationError(
-            f"LengthBuckets needs a dataset with samples by index and __len__, got "
-            f"{type(dataset).__name__}. A stream has no lengths to group by."
+            "LengthBuckets needs a dataset with samples by index and __len__, got "
+            f"{type(dataset).__name__}. A stream can't be grouped by length."
         ) from error
     if lengths is None or isinstance(lengths, str):
         values: Iterable[object] = (_length_of(dataset[i], lengths) for i in range(count))

@@ -47,9 +47,9 @@ class _Entry:
             shapes = {tuple(each.shape) for each in column if isinstance(each, Tensor)}
             if len(shapes) > 1:
                 raise DataError(
-                    f"{self.path} must have one shape in a batch, or be padded, got shapes "
-                    f"{', '.join(map(str, sorted(shapes)[:2]))}. Say what it is padded with by its "
-                    "name, such as pad={'labels': -100}."
+                    f"{self.path} must have the same shape in the whole batch, or be padded, got "
+                    f"shapes {', '.join(map(str, sorted(shapes)[:2]))}. Say by name what to pad "
+                    "it with, such as pad={'labels': -100}."
                 )
             return default_collate(list(column))
         if self.dims == (0,) and not is_left:
@@ -144,9 +144,9 @@ class Padding:
         longest = max(sizes, default=0)
         if longest > self.boundaries[-1]:
             raise DataError(
-                f"a sample must be no longer than the last boundary of LengthBuckets, "
-                f"{self.boundaries[-1]}, got {longest}. Let lengths say how long the longest entry "
-                "of a sample is that is padded, such as lengths=lambda s: max(map(len, s))."
+                "a sample must be no longer than the last boundary of LengthBuckets, "
+                f"{self.boundaries[-1]}, got {longest}. Let lengths return the length of the "
+                "longest padded entry of a sample, such as lengths=lambda s: max(map(len, s))."
             )
         border = self.boundaries[bisect.bisect_left(self.boundaries, longest)]
         stacked = [e.join(column, border, self.is_left) for e, column in zip(self.entries, columns)]
@@ -238,10 +238,10 @@ class _PadValues:
     def _read_tokenizer(self, tokenizer: Any) -> None:
         if tokenizer.pad_token_id is None:
             raise ConfigurationError(
-                f"pad of LengthBuckets must be a tokenizer with a pad token, but "
+                "pad of LengthBuckets must be a tokenizer with a pad token, but "
                 f"{type(tokenizer).__name__} has none. Set tokenizer.pad_token = "
-                "tokenizer.eos_token, which the attention mask hides, or pass "
-                "pad={'input_ids': ...}."
+                "tokenizer.eos_token (the attention mask hides it), or pass pad={'input_ids': "
+                "...}."
             )
         self._default = tokenizer.pad_token_id
         self._usual["token_type_ids"] = getattr(tokenizer, "pad_token_type_id", 0)
@@ -276,8 +276,8 @@ class _PadValues:
         if leaf.is_floating_point() or leaf.dtype == torch.bool:
             raise ConfigurationError(
                 f"pad of LengthBuckets must say what the target {keys[-1]!r} of {leaf.dtype} is "
-                f"padded with, which the loss would count. Pass pad={{{keys[-1]!r}: 0.0}} and a "
-                "loss or weights that leave padding out."
+                f"padded with, because the loss counts it. Pass pad={{{keys[-1]!r}: 0.0}} and a "
+                "loss or weights that ignore padding."
             )
         return _IGNORED
 
@@ -321,8 +321,8 @@ def _padded_dims(short: object, long: object, length: Optional[int]) -> Tuple[in
 
 def _differing(structure: tree.Structure, other: tree.Structure) -> DataError:
     return DataError(
-        f"all samples of LengthBuckets must have one structure, got {structure} and {other}. Yield "
-        "the same entries for every sample."
+        f"all samples of LengthBuckets must have the same structure, got {structure} and "
+        f"{other}. Yield the same entries for every sample."
     )
 
 

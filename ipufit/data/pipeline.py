@@ -345,9 +345,9 @@ class BatchPipeline:
         if loader_state is not None:
             raise DataError(
                 f"{self._source.role}: a checkpoint within an epoch needs data that can be read "
-                "again from the beginning of the epoch, as micro-batches wait for others of their "
-                "shape, but it goes on from a state of its own. Pad to one shape in collate_fn, "
-                "checkpoint at the ends of epochs, or use engine='embedded'."
+                "again from the beginning of the epoch, because micro-batches wait for others "
+                "of their shape, but this data resumes from its own state. Pad to one shape in "
+                "collate_fn, checkpoint at the ends of epochs, or use engine='embedded'."
             )
         return dataclasses.replace(place, batches=0)
 

@@ -72,8 +72,8 @@ def describe_dead_worker(error: Exception) -> str:
     """Describe the death of a worker in our words and torch's."""
     came = f"{type(error).__name__}: {error}".rstrip().rstrip(".")
     return (
-        f"a worker process of the DataLoader ended: {came}. Run with num_workers=0 to see why; a "
-        "lack of (shared) memory is the usual reason."
+        f"a worker process of the DataLoader ended: {came}. Run with num_workers=0 to see why; "
+        "the usual reason is a lack of (shared) memory."
     )
 
 
@@ -95,7 +95,7 @@ def _what(
         return plain
     return (
         f"sample {index!r} of {type(loader.dataset).__name__} could not be read",
-        "Mend that sample, or leave it out; its traceback is above.",
+        "Fix that sample, or leave it out; its traceback is above.",
     )
 
 

@@ -162,7 +162,7 @@ def resolve_validation(data: object) -> Validation:
 def rivals(names: List[str], what: str) -> ConfigurationError:
     """Make the error for arguments of which each one says how much of the data is read."""
     return ConfigurationError(
-        f"{' and '.join(names)} each say how much of the data {what} reads. Pass one of them."
+        f"{' and '.join(names)} all set how much of the data {what} reads. Pass one of them."
     )
 
 

@@ -234,8 +234,8 @@ class Sharded:
             type(loader), "__iter__"
         ):
             raise DataError(
-                "Sharded takes what yields this process's batches, such as a DataLoader, got "
-                f"{type(loader).__name__}. Pass tensors, arrays and datasets as they are: each "
+                "Sharded takes an iterable of this process's batches, such as a DataLoader, got "
+                f"{type(loader).__name__}. Pass tensors, arrays and datasets directly: each "
                 "process reads its part of them."
             )
         self.loader = loader
@@ -307,37 +307,37 @@ def refuse_unshared(loader: Any, role: str, processes: int) -> None:
         DataError: it is not, or samples would be read twice.
     """
     cure = (
-        "Let it yield the samples of this process alone, and say so: ipufit.Sharded(loader); or "
-        "pass tensors, a map-style dataset, or a DataLoader over one."
+        "Let it yield only the samples of this process and wrap it in ipufit.Sharded(loader), "
+        "or pass tensors, a map-style dataset, or a DataLoader over one."
     )
     if isinstance(loader, (ArrayLoader, list, tuple)):
         return
     kind = type(loader).__name__
     if not reads_as_torch(loader):
         raise DataError(
-            f"{role}: each of {processes} processes must read samples of its own, but a {kind} may "
-            f"yield the same ones in all. {cure}"
+            f"{role}: each of {processes} processes must read different samples, but a {kind} "
+            f"may yield the same ones in all of them. {cure}"
         )
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0))
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         raise DataError(
-            f"{role}: each process reads its part of the DataLoader's order, but its "
-            "DistributedSampler leaves a part of it already, and repeats samples to make parts "
+            f"{role}: each process already reads its own part of the DataLoader, but its "
+            "DistributedSampler divides the samples too, and repeats some to make the parts "
             "equal. Leave the sampler out: DataLoader(dataset, batch_size, shuffle=True)."
         )
     if isinstance(loader.dataset, IterableDataset):
         if not asks_for_workers(loader.dataset):
             raise DataError(
-                f"{role}: each of {processes} processes must read samples of its own, but "
-                f"{type(loader.dataset).__name__} does not ask which part to yield. Let its "
-                "__iter__ ask torch.utils.data.get_worker_info(), which counts the workers of all "
-                f"processes. {cure}"
+                f"{role}: each of {processes} processes must read different samples, but "
+                f"{type(loader.dataset).__name__} does not check which part to yield. Let its "
+                "__iter__ call torch.utils.data.get_worker_info(), which counts the workers of "
+                f"all processes. {cure}"
             )
     elif loader.batch_sampler is None:
         raise DataError(
             f"{role}: each of {processes} processes must know how large the batches of the others "
             "are, but a DataLoader with batch_size=None makes them in the dataset. Use batch_size "
-            "or batch_sampler, or cut it yourself and say so: ipufit.Sharded(loader)."
+            "or batch_sampler, or divide it yourself and wrap it in ipufit.Sharded(loader)."
         )
 
 

@@ -53,7 +53,7 @@ __all__ = ["DataAdapter"]
 
 _NOTHING: ContextManager[None] = contextlib.nullcontext()
 _READ_AGAIN = (
-    "Pass an object whose __iter__ starts anew, such as a DataLoader or a list of batches."
+    "Pass an object whose __iter__ starts again, such as a DataLoader or a list of batches."
 )
 
 
@@ -289,8 +289,8 @@ class DataAdapter:
         if place.own is not None:
             if self._stateful is None:
                 raise DataError(
-                    f"{self.role} went on from a state of its own when the checkpoint was written, "
-                    "but has no load_state_dict now. Pass the same kind of data."
+                    f"{self.role} saved its own state in the checkpoint, but has no "
+                    "load_state_dict now. Pass the same kind of data."
                 )
             self._stateful.load_state_dict(place.own)
             return 0, place.batches
@@ -323,9 +323,9 @@ class DataAdapter:
         exclusive = isinstance(loader, DataLoader) and loader.persistent_workers
         if exclusive and loader in _BEING_READ:
             raise DataError(
-                f"{self.role} is a DataLoader with persistent_workers=True that is being read "
-                "already; torch would end the first reading early, and samples would be lost. Use "
-                "a second DataLoader over the same dataset."
+                f"{self.role} is a DataLoader with persistent_workers=True that is already being "
+                "read; torch would end the first iteration early, and samples would be lost. "
+                "Use a second DataLoader over the same dataset."
             )
         if exclusive:
             _BEING_READ.add(loader)
@@ -440,9 +440,9 @@ class DataAdapter:
         kind = type(loader.dataset).__name__
         return DataError(
             f"{self.role}: every sample must come once in an epoch, but the {loader.num_workers} "
-            f"workers of the DataLoader yield more than the {length} samples that {kind}.__len__ "
-            "promises. Each has a copy of the dataset: let __iter__ yield a part of the samples, "
-            "by torch.utils.data.get_worker_info(), or use one worker."
+            f"workers of the DataLoader yield more samples than {length} = {kind}.__len__(). "
+            "Each worker has a copy of the dataset: let __iter__ yield a part of the samples, "
+            "chosen by torch.utils.data.get_worker_info(), or use one worker."
         )
 
     def check_epochs(self, epochs: int) -> None:
@@ -464,8 +464,7 @@ class DataAdapter:
         if self._has_yielded:
             return DataError(
                 f"{self.role} must yield batches in every epoch, but it yielded none in epoch "
-                f"{epoch + 1}, after those of the epoch before. An iterator can be read only once. "
-                + _READ_AGAIN
+                f"{epoch + 1}. An iterator can be read only once. " + _READ_AGAIN
             )
         if self.dropped:
             return DataError(
@@ -475,8 +474,8 @@ class DataAdapter:
             )
         if isinstance(self.loader, Iterator):
             return DataError(
-                f"{self.role} must yield at least one batch, but it is empty. An iterator that was "
-                f"read before stays empty. {_READ_AGAIN}"
+                f"{self.role} must yield at least one batch, but it is empty. An iterator can be "
+                f"read only once. {_READ_AGAIN}"
             )
         return DataError(
             f"{self.role} must yield at least one batch, but it is empty. Check the dataset's "
@@ -486,11 +485,11 @@ class DataAdapter:
     def too_few(self, updates: int, wanted: int, epoch: int, training: bool) -> DataError:
         """The error for an epoch that ended before it had all that it was to have."""
         name, unit = ("steps_per_epoch", "updates") if training else ("steps", "device iterations")
-        kept_text = " What was trained so far is kept." if training else ""
+        kept_text = " The training so far is kept." if training else ""
         return DataError(
-            f"{self.role} must last for {name}={wanted} {unit}, but ended after {updates} of epoch "
-            f"{epoch + 1}, and could not be read anew.{kept_text} Pass data that yields more, or a "
-            f"smaller {name}."
+            f"{self.role} must last for {name}={wanted} {unit}, but ended after {updates} of "
+            f"epoch {epoch + 1}, and can't be read again.{kept_text} Pass data that yields more, "
+            f"or a smaller {name}."
         )
 
     def origin(self) -> str:
@@ -564,8 +563,8 @@ def _refuse_what_has_no_batches(loader: object, role: str) -> None:
         cure = "Pass for example DataLoader(dataset, batch_size=...)."
         if hasattr(type(loader), "__getitem__") and not isinstance(loader, (str, bytes, dict)):
             cure = (
-                "Of samples, picked by number, pass DataLoader(data, batch_size=32); of batches, "
-                "DataLoader(data, batch_size=None)."
+                "If data[i] is a sample, pass DataLoader(data, batch_size=32); if it is a "
+                "batch, DataLoader(data, batch_size=None)."
             )
         raise DataError(
             f"{role} must be tensors, arrays, a dataset, a DataLoader or an iterable of batches, "

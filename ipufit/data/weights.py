@@ -90,7 +90,7 @@ def refuse_bad_weights(weight: object, names: Sequence[str], role: str, training
     if training and not positive:
         raise DataError(
             f"{role}: sample_weight must have a weight above zero, but all are zero, so nothing "
-            "would be learned. Leave it out, or give samples that count a weight."
+            "would be learned. Leave it out, or give some samples a positive weight."
         )
 
 

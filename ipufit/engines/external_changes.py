@@ -25,9 +25,9 @@ def refuse_replaced(step: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if now.get(name) is not tensor:
             raise ConfigurationError(
-                f"{public_name(name)!r} was replaced or removed during fit, but the program works "
-                "on the one that was there at its start. Change values in place, or call fit again "
-                "after changing the module."
+                f"{public_name(name)!r} was replaced or removed during fit, but the program "
+                "still uses the original one. Change values in place, or change the module "
+                "between two calls of fit."
             )
 
 
@@ -44,8 +44,8 @@ def refuse_frozen(trained: Iterable[str], parameters: Mapping[str, nn.Parameter]
     for name in trained:
         if not parameters[name].requires_grad:
             raise ConfigurationError(
-                f"{public_name(name)!r} was frozen during fit, but which parameters are "
-                "trained is fixed when fit starts. Freeze it between two calls of fit."
+                f"{public_name(name)!r} was frozen during fit, but fit chooses the trained "
+                "parameters when it starts. Freeze it between two calls of fit."
             )
 
 
@@ -118,9 +118,9 @@ class OptimizerStateVersion:
             return False
         if self._updates != updates:
             raise ConfigurationError(
-                "the optimizer's state was changed during an epoch through a reference of your "
-                "own, where it was that of an earlier update. Read it as model.optimizer, which "
-                "brings it up to date, or change it at the end of an epoch."
+                "the optimizer's state was changed during an epoch through your own reference, "
+                "which holds the state of an earlier update. Use model.optimizer, which updates "
+                "it, or change it at the end of an epoch."
             )
         return True
 

@@ -250,10 +250,10 @@ class Recordings:
         if form not in self.forms and len(self.forms) >= self._most:
             every = "; ".join(in_words([*self.forms, form]))
             raise DataError(
-                f"a program is recorded for each shape of batch, max_recordings={self._most} at "
-                f"most, but batches of {self._most + 1} shapes came: {every}. Pad them to fewer "
-                "shapes in collate_fn, as ipufit.data.LengthBuckets does, or compile with a larger "
-                "max_recordings or with run_eagerly=True."
+                "a program is recorded for each shape of batch, at most "
+                f"max_recordings={self._most}, but batches of {self._most + 1} shapes came: "
+                f"{every}. Pad them to fewer shapes in collate_fn, as ipufit.data.LengthBuckets "
+                "does, or compile with a larger max_recordings or with run_eagerly=True."
             )
         result = record()
         self._latest = form

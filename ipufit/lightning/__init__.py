@@ -21,8 +21,8 @@ def __getattr__(name: str) -> NoReturn:
     """
     if name == "IPUPlugin":
         raise ImportError(
-            "IPUPlugin is what Lightning called IPUStrategy before 1.6, and there is none. Use "
-            "ipufit.lightning.IPUStrategy, as strategy= of the Trainer.",
+            "IPUPlugin is the name of IPUStrategy before Lightning 1.6, and does not exist here. "
+            "Use ipufit.lightning.IPUStrategy, as strategy= of the Trainer.",
             name=__name__,
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -366,10 +366,10 @@ def _check_ipus(replicas: int, stages: int) -> None:
     cure = f"devices={round_up(replicas)}, or " if fits else ""
     raise PlanError(
         [
-            f"IPUs come in powers of two, but devices={replicas} asks for {replicas} replica"
-            f"{'s' * (replicas > 1)} of {stages} IPU{'s' * (stages > 1)}. Pass {cure}options with "
-            "autoRoundNumIPUs(True) as training_opts and inference_opts, which reserves more and "
-            "leaves the rest idle."
+            f"IPUs come in powers of two, but devices={replicas} asks for {replicas} "
+            f"replica{'s' * (replicas > 1)} of {stages} IPU{'s' * (stages > 1)}. Pass "
+            f"{cure}options with autoRoundNumIPUs(True) as training_opts and inference_opts, which "
+            "reserves more IPUs and leaves the rest idle."
         ],
         {"devices": round_up(replicas)} if fits else {},
     )

@@ -163,7 +163,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         if trainer.precision not in _PRECISIONS:
             raise ConfigurationError(
                 f"precision must be one of {', '.join(map(repr, _PRECISIONS))} with IPUStrategy, "
-                f"got {trainer.precision!r}. Bring the module itself to another dtype."
+                f"got {trainer.precision!r}. Convert the module itself to another dtype."
             )
         # A batch is a whole execution, which accumulates inside.
         trainer.accumulate_grad_batches = 1
@@ -375,8 +375,8 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         """
         if self._trainer is None or self._trainer.state.fn == "fit":
             raise ConfigurationError(
-                "a checkpoint of the Trainer's can't be gone on from with IPUStrategy, since it "
-                "does not hold the schedule. Load its weights into the module, or train with "
+                "IPUStrategy can't resume from a checkpoint of the Trainer, because it does not "
+                "contain the schedule. Load its weights into the module, or train with "
                 "ipufit.Model.from_lightning and fit(checkpoint=...)."
             )
         checkpoint: Dict[str, object] = super().load_checkpoint(checkpoint_path, *args, **options)
@@ -405,8 +405,8 @@ def _merge(work: ExecutionSize, options: Any, name: str) -> ExecutionSize:
     replicas, iterations, accumulation = work
     if iterations not in (1, options.device_iterations) and options.device_iterations != 1:
         raise ConfigurationError(
-            f"device_iterations must be in one place, but IPUStrategy has {iterations} and {name} "
-            f"have {options.device_iterations}. Leave one out."
+            f"device_iterations is set twice: IPUStrategy has {iterations} and {name} have "
+            f"{options.device_iterations}. Leave one out."
         )
     training = options.Training
     for setter, present, wanted, reason in (
@@ -425,7 +425,8 @@ def _merge(work: ExecutionSize, options: Any, name: str) -> ExecutionSize:
     ):
         if wanted > 1 and present not in (1, wanted):
             part("utilities").rank_zero_warn(
-                f"{name}.{setter} is {present}, but {reason}, which counts. Leave one out."
+                f"{name}.{setter} is {present}, but {reason}, which takes precedence. Leave one "
+                "out."
             )
     if name == _OPTIONS[INFERENCE] and training.gradient_accumulation != 1:
         part("utilities").rank_zero_warn(

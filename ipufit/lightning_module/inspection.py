@@ -139,9 +139,9 @@ def parameters_of(method: Callable[..., object]) -> Optional[inspect.Signature]:
         return None
 
 
-_BETWEEN = "No Python of yours runs between two batches of a recorded program. "
+_BETWEEN = "Your Python does not run between two batches of a recorded program. "
 _GRADIENTS = "The program computes the gradients and applies them itself. "
-_CALLBACK = "Use a callback of ipufit's, whose on_train_batch_end is called after every execution."
+_CALLBACK = "Use an ipufit callback, whose on_train_batch_end is called after every execution."
 _IN_STEP = "Do it in {step}, in tensors, where it becomes part of the program."
 _CLIP = "Pass clip=ipufit.Clip(...) to compile."
 # Of a Trainer's, in the place of what from_lightning has.
@@ -150,7 +150,7 @@ _FOR_TRAINER = {
     _CALLBACK: "Use on_train_batch_end, which is called after every execution.",
 }
 _HOOK = "Put tensor.register_hook or parameter.register_hook in its place, which is recorded."
-_OPTIMIZER = "Write it as an optimizer of your own, or as a schedule."
+_OPTIMIZER = "Write it as your own optimizer, or as a schedule."
 _COLLATE = "Do it in the dataset or in collate_fn, or on the device in on_after_batch_transfer."
 _OLD = "Lightning 2 has no such method either. Use self.log in the step, or {instead}."
 
@@ -167,17 +167,17 @@ _MODULE: Dict[str, str] = {
     "on_before_zero_grad": _BETWEEN + _CALLBACK,
     "on_train_batch_start": _BETWEEN + _IN_STEP.format(step="training_step"),
     "on_train_batch_end": _BETWEEN + _CALLBACK,
-    "transfer_batch_to_device": "ipufit brings batches to the device. " + _COLLATE,
-    "on_before_batch_transfer": "ipufit brings batches to the device. " + _COLLATE,
-    "configure_callbacks": "Callbacks of Lightning can't be called here. Pass callbacks of ipufit's"
-    " to fit.",
+    "transfer_batch_to_device": "ipufit moves batches to the device. " + _COLLATE,
+    "on_before_batch_transfer": "ipufit moves batches to the device. " + _COLLATE,
+    "configure_callbacks": "Lightning callbacks can't be called here. Pass ipufit callbacks to "
+    "fit.",
     "configure_sharded_model": "Use configure_model, which is called before fit.",
     "on_validation_model_zero_grad": "There is no .grad. Leave it out.",
-    "training_step_end": _OLD.format(instead="end training_step with it"),
+    "training_step_end": _OLD.format(instead="do it at the end of training_step"),
     "training_epoch_end": _OLD.format(instead="on_train_epoch_end"),
-    "validation_step_end": _OLD.format(instead="end validation_step with it"),
+    "validation_step_end": _OLD.format(instead="do it at the end of validation_step"),
     "validation_epoch_end": _OLD.format(instead="on_validation_epoch_end"),
-    "test_step_end": _OLD.format(instead="end test_step with it"),
+    "test_step_end": _OLD.format(instead="do it at the end of test_step"),
     "test_epoch_end": _OLD.format(instead="on_test_epoch_end"),
     "tbptt_split_batch": _OLD.format(instead="cut sequences in the dataset"),
 }
@@ -224,9 +224,9 @@ def refuse_module(module: Any, by_trainer: bool = False) -> None:
     with faults.collect():
         if by_trainer and not module.automatic_optimization:
             raise ConfigurationError(
-                f"{kind} has automatic_optimization = False, but a Trainer counts and logs its "
-                "steps as it makes them, and the program makes many at once. Use "
-                "ipufit.Model.from_lightning, or return the loss from training_step."
+                f"{kind} has automatic_optimization = False, but a Trainer counts and logs steps "
+                "one by one, and the program makes many at once. Use ipufit.Model.from_lightning, "
+                "or return the loss from training_step."
             )
     for name, instead in _MODULE.items():
         if by_trainer and (name == "configure_callbacks" or name.endswith(_BY_TRAINER)):
@@ -259,7 +259,7 @@ def refuse_data_hooks(data: object) -> None:
         with faults.collect():
             if overrides(data, name):
                 raise ConfigurationError(
-                    f"{type(data).__name__}.{name} can't be called. ipufit brings batches to the "
+                    f"{type(data).__name__}.{name} can't be called. ipufit moves batches to the "
                     "device. Do it in the dataset or in collate_fn, or on the device in the "
                     "LightningModule's own on_after_batch_transfer."
                 )

@@ -158,7 +158,7 @@ def hook_log(values: Dict[str, float], computed: Callable[[str, MetricObject], f
         if options.get("on_step"):
             raise ConfigurationError(
                 f"self.log({name!r}, on_step=True) can't be called at the end of an epoch, which "
-                "is no step. Leave on_step out."
+                "is not a step. Leave on_step out."
             )
         values[name] = computed(name, value) if is_metric(value) else float(value)
 
@@ -194,7 +194,7 @@ def _refuse(
     refused = {
         "enable_graph": (enable_graph, "no gradient flows through a logged value"),
         "sync_dist_group": (group is not None, "values are those of all processes"),
-        "metric_attribute": (metric_attribute is not None, "the value is no metric object"),
+        "metric_attribute": (metric_attribute is not None, "the value is not a metric object"),
         "rank_zero_only": (rank_zero, "values are those of all processes"),
     }
     for option, (is_given, why) in refused.items():
@@ -208,9 +208,9 @@ def _check_size(name: str, batch_size: object, size: int) -> None:
     if batch_size is None or (type(batch_size) is int and batch_size == size):
         return
     raise ConfigurationError(
-        f"self.log({name!r}) weighs a value with the samples of its micro-batch, {size}, got "
-        f"batch_size={batch_size!r}. Leave batch_size out; for another mean, log a sum and a count "
-        "with reduce_fx='sum'."
+        f"self.log({name!r}) weights a value with the number of samples in its micro-batch, "
+        f"{size}, got batch_size={batch_size!r}. Leave batch_size out; for another mean, log a sum "
+        "and a count with reduce_fx='sum'."
     )
 
 
@@ -221,5 +221,5 @@ def _reduction(name: str, reduce_fx: object) -> str:
     except (KeyError, TypeError):
         raise ConfigurationError(
             f"self.log({name!r}) can reduce with 'mean', 'sum', 'max' or 'min', got "
-            f"reduce_fx={reduce_fx!r}. Take one of these."
+            f"reduce_fx={reduce_fx!r}. Use one of these."
         ) from None

@@ -96,9 +96,9 @@ class _OptimizerProxy:
 
     def __getattr__(self, name: str) -> object:
         refuse_here(
-            f"{name} of an optimizer was used inside training_step, but the program makes the "
-            "steps, and this is recorded once",
-            "Call step and zero_grad of it; for learning rates return a scheduler from "
+            f"{name} of an optimizer was used inside training_step, which is recorded once; the "
+            "program makes the steps",
+            "Call only step and zero_grad; for learning rates, return a scheduler from "
             "configure_optimizers.",
         )
 
@@ -183,7 +183,7 @@ class ManualRun:
         for name, parameter, version in self._versions:
             if parameter._version != version:
                 raise LossError(
-                    f"training_step must leave the steps to the optimizers, but it changes the "
+                    "training_step must leave updates to the optimizers, but it changes the "
                     f"parameter {name!r} in place. Do it in a callback, or in a buffer."
                 )
 
@@ -206,8 +206,8 @@ class ManualRun:
             origin = self.origin_of(value) if isinstance(value, Tensor) else _Origin(0)
             if origin.reads and origin.segment == self._total:
                 refuse_here(
-                    f"{name!r} is computed from weights as they are after the last step of an "
-                    "optimizer, which the program makes when all else is computed",
+                    f"{name!r} is computed from the weights after the last step of an optimizer, "
+                    "but the program makes this step at the very end",
                     "Compute it before the step.",
                 )
             if origin.segment in segments:
@@ -222,14 +222,14 @@ class ManualRun:
         ]
         if not losses:
             refuse_here(
-                "an optimizer makes a step without a manual_backward since its zero_grad",
+                "an optimizer makes a step without a manual_backward after its zero_grad",
                 "Call self.manual_backward(loss) before optimizer.step().",
             )
         if len({each.segment for each in losses}) > 1:
             refuse_here(
                 "an optimizer makes a step of losses that were computed before and after another "
                 "step, and the program computes both with the same weights",
-                "Call zero_grad of it before the second one is computed.",
+                "Call its zero_grad before computing the second loss.",
             )
         self.steps.append((index, losses))
         self._counts[index] += 1
@@ -250,9 +250,9 @@ class ManualRun:
         origin = self.origin_of(loss)
         if any(self._history[origin.segment][index] != count for index, count in origin.reads):
             refuse_here(
-                "a loss depends on weights as they were before a step of their optimizer, and the "
-                "program computes it with those after the step",
-                "Compute again, after the step, what the loss needs of them.",
+                "a loss depends on the weights before a step of their optimizer, but the program "
+                "computes it with the weights after the step",
+                "Compute everything that the loss needs again after the step.",
             )
         self._losses.append(_Backward(loss, origin.segment, self.toggled))
 
@@ -278,14 +278,14 @@ class ManualRun:
 def _refuse_schedulers(*_: object, **__: object) -> None:
     refuse_here(
         "self.lr_schedulers() was called, but the program steps schedulers itself",
-        "Pass lr_scheduler= to compile, beside the optimizers.",
+        "Pass lr_scheduler= to compile, with the optimizers.",
     )
 
 
 def _refuse_clipping(*_: object, **__: object) -> None:
     refuse_here(
-        "self.clip_gradients was called, but the program computes and bounds the gradients",
-        "Pass clip=ipufit.Clip(...) to compile, which bounds those of each step.",
+        "self.clip_gradients was called, but the program computes and clips the gradients",
+        "Pass clip=ipufit.Clip(...) to compile, which clips the gradients of each step.",
     )
 
 
@@ -392,15 +392,15 @@ class ManualLosses(Loss):
             else:
                 raise LossError(
                     f"step {place + 1} of an optimizer in training_step needs a loss that is "
-                    "computed after the step before, but that of it was computed earlier. Compute "
+                    "computed after the previous step, but its loss was computed before. Compute "
                     "the loss again, or make both steps one after another."
                 )
         missing = sorted(set(range(len(self.names))) - {index for index, _ in steps})
         if missing:
             raise LossError(
-                "training_step must make a step of each optimizer that configure_optimizers "
-                f"returns, but makes none of number {missing[0]}. Call "
-                f"self.optimizers()[{missing[0]}].step(), or leave it out there."
+                "training_step must call step of each optimizer from configure_optimizers, but "
+                f"does not for number {missing[0]}. Call self.optimizers()[{missing[0]}].step(), "
+                "or do not return that optimizer."
             )
         ends = [*(group[0] for group in groups[1:]), len(steps) + 1]
         self.recorded[:] = [

@@ -155,10 +155,10 @@ class MetricValue:
 
 def _refuse_use(self: MetricValue, *_: object) -> NoReturn:
     refuse_here(
-        f"the value of {self.shown} was used, but metric objects are updated by the host when the "
-        "execution is over, so that a recorded step has no value of theirs",
-        "Pass it to self.log as it is. What the step computes with must be computed in tensors, "
-        "such as (prediction.argmax(1) == target).float().mean().",
+        f"the value of {self.shown} was used, but the host updates metric objects after the "
+        "execution, so they have no value in a recorded step",
+        "Pass it directly to self.log. To compute with the value in the step, use tensors, such as "
+        "(prediction.argmax(1) == target).float().mean().",
     )
 
 
@@ -208,8 +208,8 @@ class MetricCalls:
 
         def compute() -> NoReturn:
             refuse_here(
-                f"self.{path}.compute() was called inside a step, but metric objects are updated "
-                "by the host when the execution is over",
+                f"self.{path}.compute() was called inside a step, but the host updates metric "
+                "objects after the execution",
                 f"Write self.log(name, self.{path}) in the step, or compute it in an "
                 "on_..._epoch_end.",
             )
@@ -217,7 +217,7 @@ class MetricCalls:
         def reset() -> NoReturn:
             refuse_here(
                 f"self.{path}.reset() was called inside a step, but the step is recorded once",
-                "What is logged is reset at the end of the epoch. Reset others in an "
+                "Logged metrics are reset at the end of the epoch. Reset others in an "
                 "on_..._epoch_start or on_..._epoch_end.",
             )
 
@@ -256,8 +256,8 @@ class MetricCalls:
         if isinstance(leaf, _CONSTANTS):
             return leaf
         raise ConfigurationError(
-            f"self.{path} must get tensors and numbers in {self._step}, got "
-            f"{type(leaf).__name__}. Bring it into tensors in the dataset or in collate_fn."
+            f"self.{path} must get tensors and numbers in {self._step}, got {type(leaf).__name__}. "
+            "Convert it to tensors in the dataset or in collate_fn."
         )
 
     def log_value(self, name: str, value: MetricValue, rule: LogRule) -> None:
@@ -290,8 +290,9 @@ class MetricCalls:
         if path is None or is_collection(metric):
             came = type(metric).__name__
             raise ConfigurationError(
-                f"self.log({name!r}) must get a metric that is an attribute of the LightningModule,"
-                f" or in a ModuleList, ModuleDict or MetricCollection of it, got {came}. "
+                f"self.log({name!r}) must get a metric that is an attribute of the "
+                "LightningModule, or in one of its ModuleList, ModuleDict or MetricCollection "
+                f"attributes, got {came}. "
                 + ("Use self.log_dict." if path is not None else "Make it one in __init__.")
             )
         if attribute is not None and attribute != path:
@@ -302,8 +303,8 @@ class MetricCalls:
         latest = self._latest.get(path)
         if each and not whole and latest is None:
             raise ConfigurationError(
-                f"self.log({name!r}) would log nothing: with on_step, which is the default in "
-                f"training_step, it takes the value of the batch, and self.{path}.update computes "
+                f"self.log({name!r}) would log nothing: with on_step, the default in "
+                f"training_step, it logs the value of the batch, but self.{path}.update computes "
                 f"none. Log it with on_step=False, on_epoch=True, or call self.{path}(...)."
             )
         if each and latest is not None:
@@ -357,8 +358,8 @@ def _hidden(module: nn.Module) -> Iterator[Tuple[str, MetricObject]]:
 def _refusals(path: str) -> Dict[str, Callable[..., object]]:
     def refuse(*_: object, **__: object) -> NoReturn:
         refuse_here(
-            f"self.{path} was called inside a step, but a metric in a list or dict is no part of "
-            "the module, and nobody would update it",
+            f"self.{path} was called inside a step, but a metric in a list or dict is not part of "
+            "the module, so it would never be updated",
             "Put it into a ModuleList, ModuleDict or MetricCollection.",
         )
 

@@ -133,7 +133,7 @@ class LightningModel(StepsModel):
                 )
         if optimizer is None and options.get("lr_scheduler") is not None:
             raise ConfigurationError(
-                "lr_scheduler goes with an optimizer, but configure_optimizers gives both. Return "
+                "lr_scheduler needs an optimizer, but configure_optimizers returns both. Return "
                 "the scheduler there, or pass the optimizer too."
             )
         options.update(optimizer=optimizer, run_eagerly=run_eagerly)
@@ -370,7 +370,7 @@ class LightningModel(StepsModel):
     def _require(self, step: str) -> None:
         if not overrides(self.lightning, step):
             raise ConfigurationError(
-                f"{type(self.lightning).__name__} has no {step}, which this needs. Write it."
+                f"{type(self.lightning).__name__} has no {step}, which this call needs. Define it."
             )
 
     def _refuse_checkpoint_hooks(self, options: Mapping[str, object]) -> None:
@@ -381,9 +381,9 @@ class LightningModel(StepsModel):
         ]
         if names and options.get("checkpoint") is not None:
             raise ConfigurationError(
-                f"{type(self.lightning).__name__}.{' and '.join(names)} can't be called: a "
-                "checkpoint of ipufit's holds tensors of the module, and state_dict of callbacks. "
-                "Keep what they add in a buffer, or in the state_dict of a callback."
+                f"{type(self.lightning).__name__}.{' and '.join(names)} can't be called: an ipufit "
+                "checkpoint holds tensors of the module, and state_dict of callbacks. Keep "
+                "additional values in a buffer, or in the state_dict of a callback."
             )
 
     def _counted(self, data: object, y: object, options: Mapping[str, Any]) -> Dict[str, object]:

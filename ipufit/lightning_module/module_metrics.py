@@ -106,7 +106,8 @@ class ModuleMetrics:
             if not is_plain(metric):
                 raise ConfigurationError(
                     f"self.{path} ({type(metric).__name__}) is called in the {before} step and in "
-                    f"the {role} step, and can't count apart in each. Make one for each."
+                    f"the {role} step, but can't count them separately. Create one metric for "
+                    "each."
                 )
             self._aside[path, before] = stored(metric, path)
             metric.reset()
@@ -322,8 +323,8 @@ class StepMetrics:
         for path, metric in self._objects.items():
             if not is_plain(metric):
                 raise MetricError(
-                    f"a checkpoint holds what every metric has seen, but self.{path} "
-                    f"({type(metric).__name__}) can't say it. Use a plain metric of torchmetrics, "
+                    f"a checkpoint holds the state of every metric, but self.{path} "
+                    f"({type(metric).__name__}) can't return it. Use a plain torchmetrics metric, "
                     "or leave checkpoint out."
                 )
         return {path: stored(metric, path) for path, metric in self._objects.items()}
@@ -400,8 +401,8 @@ class MeasuredProgram(ForwardingProgram):
         outputs = self._spec.config.outputs
         if self._role == "train" and outputs.mode != "all":
             raise ConfigurationError(
-                f"self.{key.calls[0].path} is updated with what the program hands out for every "
-                f"micro-batch, which needs outputs='all', got {outputs.mode!r}. Leave outputs out."
+                f"self.{key.calls[0].path} is updated with the outputs of every micro-batch, which "
+                f"needs outputs='all', got {outputs.mode!r}. Leave outputs out."
             )
         if self._spec.processes.is_distributed:
             for path, metric in self._metrics.called(self._role).items():
@@ -469,7 +470,7 @@ def _try(key: MetricKey, objects: Objects, tensors: Sequence[Tensor]) -> None:
     """Find out, on copies and before any training, whether metrics can take such tensors.
 
     Raises:
-        MetricError: one can't, or its value is no number.
+        MetricError: one can't, or its value is not a number.
     """
     with warnings.catch_warnings(), LOCK, fork_rng():
         warnings.simplefilter("ignore")

@@ -44,17 +44,17 @@ def configure_optimizer(
     if len(optimizers) != 1:
         raise ConfigurationError(
             f"configure_optimizers must return one optimizer, got {len(optimizers)}: with "
-            "automatic optimization Lightning has one, too. Make it of several parameter groups, "
-            "torch.optim.Adam([{'params': ..., 'lr': ...}, ...]), or set automatic_optimization = "
-            "False and make the steps in training_step."
+            "automatic optimization Lightning has only one, too. Use several parameter groups, "
+            "torch.optim.Adam([{'params': ..., 'lr': ...}, ...]), or set automatic_optimization "
+            "= False and make the steps in training_step."
         )
     optimizer = optimizers[0]
     if not schedulers:
         return optimizer, None
     if len(schedulers) > 1:
         raise ConfigurationError(
-            f"configure_optimizers must return one scheduler, got {len(schedulers)}. Make one of "
-            "them with torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
+            f"configure_optimizers must return one scheduler, got {len(schedulers)}. Combine them "
+            "with torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
         )
     return optimizer, _schedule(schedulers[0], monitor)
 
@@ -73,14 +73,14 @@ def configure_manual(module: Any, facts: object) -> List[torch.optim.Optimizer]:
     kind = type(module).__name__
     if not optimizers:
         raise ConfigurationError(
-            f"{kind} has automatic_optimization = False, so that configure_optimizers must return "
-            "the optimizers whose steps training_step makes, got none. Return them."
+            f"{kind} has automatic_optimization = False, so configure_optimizers must return the "
+            "optimizers that training_step uses, got none."
         )
     if schedulers:
         raise ConfigurationError(
-            f"{kind} has automatic_optimization = False, so that training_step would have to step "
-            "the scheduler, which is recorded once. Return the optimizers alone, and pass "
-            "lr_scheduler to compile beside optimizer."
+            f"{kind} has automatic_optimization = False, so training_step would have to step the "
+            "scheduler, but training_step is recorded once. Return only the optimizers, and pass "
+            "optimizer and lr_scheduler to compile."
         )
     return optimizers
 
@@ -117,7 +117,7 @@ def _taken_apart(result: object) -> Tuple[List[Any], List[object], Optional[str]
         if all(isinstance(each, torch.optim.Optimizer) for each in result):
             return list(result), [], None
     raise ConfigurationError(
-        f"configure_optimizers returned {type(result).__name__}, which is none of its forms. "
+        f"configure_optimizers returned {type(result).__name__}, which is not an accepted form. "
         f"{_FORMS}"
     )
 
@@ -165,8 +165,8 @@ def _check(config: Mapping[str, Any], watches: bool) -> None:
     if watches and interval == "step":
         raise ConfigurationError(
             "ReduceLROnPlateau must have interval 'epoch', got 'step': the learning rates of an "
-            "execution are chosen before it computes the values to watch. Leave interval out, and "
-            "let steps_per_epoch of fit make the epochs shorter."
+            "execution are chosen before it computes the monitored value. Leave interval out, and "
+            "use steps_per_epoch of fit for shorter epochs."
         )
     if watches and config["monitor"] is None:
         raise ConfigurationError(
@@ -175,8 +175,8 @@ def _check(config: Mapping[str, Any], watches: bool) -> None:
         )
     if config.get("strict", True) is not True:
         raise ConfigurationError(
-            "a scheduler must have strict=True, got False: a value to watch that is missing is an "
-            "error. Leave it out."
+            "a scheduler must have strict=True, got False: a missing monitored value is an error. "
+            "Leave it out."
         )
     if bool(config.get("reduce_on_plateau", watches)) != watches:
         raise ConfigurationError(

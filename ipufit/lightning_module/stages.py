@@ -60,7 +60,7 @@ class Loaders(NamedTuple):
         where = f"{type(self.owner).__name__}.{name}"
         if not overrides(self.owner, name):
             raise ConfigurationError(
-                f"{where} must return a loader, but there is none. Write it, or pass data."
+                f"{where} must return a loader, but it does not exist. Define it, or pass data."
             )
         loaders = getattr(self.owner, name)()
         if isinstance(loaders, (list, tuple)) and len(loaders) == 1:
@@ -95,9 +95,7 @@ def loaders_for(module: object, x: object, datamodule: object, stage: str) -> Lo
         x, datamodule = None, x
     if datamodule is not None:
         if x is not None:
-            raise ConfigurationError(
-                "x and datamodule both say what the data is. Pass one of them."
-            )
+            raise ConfigurationError("x and datamodule both define the data. Pass one of them.")
         if not is_data_module(datamodule):
             raise ConfigurationError(
                 "datamodule must be a LightningDataModule object, got "
@@ -110,8 +108,8 @@ def loaders_for(module: object, x: object, datamodule: object, stage: str) -> Lo
     name = _LOADERS[stage]
     if not overrides(module, name):
         raise ConfigurationError(
-            f"there is no data: neither x nor datamodule came, and {type(module).__name__} has no "
-            f"{name}. Pass one of them."
+            f"there is no data: neither x nor datamodule was passed, and {type(module).__name__} "
+            f"has no {name}. Pass one of them."
         )
     return Loaders(module, None, stage)
 

@@ -121,8 +121,8 @@ class Steps(nn.Module):
         dataloader_idx = parameters.get("dataloader_idx")
         if dataloader_idx is not None and dataloader_idx.default is dataloader_idx.empty:
             raise ConfigurationError(
-                f"{type(self).__name__}.{name} must have a default for dataloader_idx, since there "
-                "is one loader. Write dataloader_idx=0."
+                f"{type(self).__name__}.{name} must have a default for dataloader_idx, because "
+                "there is only one loader. Write dataloader_idx=0."
             )
         places = [
             p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -184,8 +184,8 @@ def _trained(result: object) -> Mapping[str, object]:
         return {"loss": result}
     if result is None:
         raise LossError(
-            "training_step must return a loss, got None: a recorded program can't leave out a "
-            "batch. Return the loss times zero instead."
+            "training_step must return a loss, got None: a recorded program can't skip a batch. "
+            "Return the loss times zero instead."
         )
     if isinstance(result, Mapping) and "loss" in result:
         return dict(result)
@@ -223,7 +223,7 @@ def _refusing_growth(module: nn.Module, name: str) -> Iterator[None]:
     for key, value, length in before:
         if len(value) != length:
             raise CaptureError(
-                f"{name} adds to self.{key}, but it is recorded once, so that self.{key} would "
-                "hold one batch's tensors without values. Log what you need with self.log, or "
-                "keep it in a buffer."
+                f"{name} adds to self.{key}, but it is recorded once, so self.{key} would hold one "
+                "batch's tensors without values. Log what you need with self.log, or keep it in a "
+                "buffer."
             )

@@ -70,7 +70,7 @@ class BatchIndex:
 
 def _refuse_use(self: BatchIndex, *_: object) -> NoReturn:
     refuse_here(
-        "batch_idx was used, but the step is recorded once and would keep the first one's number",
+        "batch_idx was used, but the step is recorded once and would keep the first index",
         "Leave it out. To count, register a buffer and add 1 to it in training_step; to do "
         "something now and then, use a callback.",
     )
@@ -104,9 +104,9 @@ class StepTrainerProxy:
             return _STAGES[name] == self._role
         refuse_here(
             f"{_as_read(name)} was read inside a step, but the step is recorded once and would "
-            "keep the present value",
-            "For what changes from update to update, use a schedule of the optimizer, or a buffer "
-            "that the step counts up; for what changes from epoch to epoch, a buffer that "
+            "keep its present value",
+            "For a value that changes with every update, use a schedule of the optimizer, or a "
+            "buffer that the step increments; for one that changes with every epoch, a buffer that "
             "on_train_epoch_start sets.",
         )
 
@@ -165,11 +165,11 @@ class FitTrainerProxy:
             return value() if callable(value) else value
         there = ", ".join(sorted(self._known)) or "nothing"
         text = (
-            f"there is no Trainer, so that self.trainer has what ipufit knows of the run ({there})"
-            f", not {name!r}."
+            "there is no Trainer, so self.trainer has only what ipufit knows about the run "
+            f"({there}), not {name!r}."
         )
         if not self._fitting:
-            raise NotKnownYetError(f"{text} More is known when fit has been called.")
+            raise NotKnownYetError(f"{text} It has more after fit was called.")
         raise ConfigurationError(f"{text} Pass it to the module's __init__ instead.")
 
 

@@ -66,8 +66,8 @@ def arguments_of(
         signature = inspect.signature(call).parameters.values()
     except (TypeError, ValueError) as error:
         raise LossError(
-            f"the arguments of loss {name!r} go by the names of its parameters, but it has no "
-            "signature that Python can read. Pass a function that calls it."
+            f"the arguments of loss {name!r} are matched by parameter names, but Python can't read "
+            "its signature. Pass a function that calls it."
         ) from error
     parameters = keyword_names(call)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature)
@@ -79,9 +79,9 @@ def arguments_of(
             )
         if not isinstance(value, str) or not value:
             raise LossError(
-                f"ipufit.losses.Call says by name what {parameter!r} of loss {name!r} is, got "
-                f"{value!r}. Write the name of an output or of a field of the batch; for a "
-                "constant, pass functools.partial(loss, ...)."
+                "ipufit.losses.Call takes the name of an output or of a batch field for "
+                f"{parameter!r} of loss {name!r}, got {value!r}. For a constant, pass "
+                "functools.partial(loss, ...)."
             )
     needed = [p for p in required_names(call) if p != "sample_weight"]
     chosen = [p for p in parameters if p in names or p in needed]

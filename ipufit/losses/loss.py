@@ -103,13 +103,13 @@ def own_loss_advice(result: object) -> str:
     if isinstance(result, Mapping) and type(result) is not dict:
         # As models of the transformers library return, which compute a loss from labels alone.
         return (
-            "If forward computes the loss from labels, put them into the batch, under the name "
-            f"that it has for them, such as 'labels'. {advice}"
+            "If forward computes the loss from labels, put them into the batch under the name of "
+            f"its parameter, such as 'labels'. {advice}"
         )
     first = result[0] if isinstance(result, tuple) and len(result) > 1 else None
     if isinstance(first, Tensor) and not first.dim() and first.is_floating_point():
         return (
-            f"{advice} The first looks like the loss, which must stand last: models of the "
+            f"{advice} The first looks like the loss, which must be last: models of the "
             "transformers library return it by name with config.return_dict = True."
         )
     return advice
@@ -358,9 +358,9 @@ class Loss:
         elements = self._per_sample(values, target, prediction)
         if elements is None:
             raise LossError(
-                f"{self._where} must give one value per sample with reduction='none', which "
-                f"sample weights and normalize='tokens' need, got {describe(values)}. Let forward "
-                "follow self.reduction, or take sample_weight as a third argument."
+                f"{self._where} must give one value per sample with reduction='none', which sample "
+                f"weights and normalize='tokens' need, got {describe(values)}. Let forward respect "
+                "self.reduction, or take sample_weight as a third argument."
             )
         return elements.by_sample() if call.reduction == "batchmean" else elements
 
@@ -505,7 +505,7 @@ class Loss:
         """Make the term of a callable's (mean, count)."""
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise LossError(
-                f"{self._where} must tell how many tokens its mean is over with "
+                f"{self._where} must return the number of tokens of its mean with "
                 f"normalize='tokens', got {describe(result)}. Return (mean, count), or one value "
                 "for each token, shape (batch, ...)."
             )
@@ -519,8 +519,8 @@ class Loss:
             number = count.detach().reshape(()).double()
         else:
             raise LossError(
-                f"{where} must give its count as one number, got {describe(count)}. Return how "
-                "many tokens the mean is over, such as (target != -100).sum()."
+                f"{where} must give its count as one number, got {describe(count)}. Return the "
+                "number of tokens, such as (target != -100).sum()."
             )
         return LossTerm(nothing_counts(value, number), number)
 
@@ -553,8 +553,8 @@ class Loss:
         if not isinstance(outputs, Mapping) or "loss_count" not in outputs:
             raise LossError(
                 "with loss=None and normalize='tokens' the module must return a mapping or "
-                f"dataclass with loss and loss_count, got {describe(result)}. Add loss_count, how "
-                "many tokens the loss is the mean over, or pass loss= to compile."
+                f"dataclass with loss and loss_count, got {describe(result)}. Add loss_count, the "
+                "number of tokens of the mean, or pass loss= to compile."
             )
         rest = {key: value for key, value in outputs.items() if key != "loss_count"}
         return rest, self._with_count(loss, outputs["loss_count"], where)

@@ -187,8 +187,8 @@ class SeveralLosses(Loss):
     def _check_forms(self, prediction: object, target: object, sample_weight: object) -> None:
         if isinstance(target, Tensor):
             raise LossError(
-                f"the target must hold one for each of the {len(self.parts)} losses, got one "
-                f"tensor of shape {tuple(target.shape)}. Give {self._form()} from the dataset."
+                f"the target must have one part for each of the {len(self.parts)} losses, got one "
+                f"tensor of shape {tuple(target.shape)}. Return {self._form()} from the dataset."
             )
         if self.positions is not None:
             for role, value in (
@@ -199,7 +199,7 @@ class SeveralLosses(Loss):
                 if isinstance(value, (tuple, list)) and len(value) != self.positions:
                     raise LossError(
                         f"{role} must have one element for each of the {self.positions} losses, "
-                        f"got {describe_value(value)}. Give None as the loss of an output that is "
+                        f"got {describe_value(value)}. Pass None as the loss of an output that is "
                         "not trained."
                     )
         elif children(sample_weight):
@@ -207,8 +207,9 @@ class SeveralLosses(Loss):
             unknown = [key for key in children(sample_weight) if key not in there]
             if unknown:
                 raise LossError(
-                    f"sample_weight must go by the names of outputs, got {unknown[0]!r} beside "
-                    f"outputs {describe_value(prediction)}. Use these names, or one tensor for all."
+                    f"sample_weight must go by the names of outputs, got {unknown[0]!r}, but the "
+                    f"outputs are {describe_value(prediction)}. Use these names, or one tensor for "
+                    "all."
                 )
 
     def _form(self) -> str:
@@ -223,9 +224,9 @@ class SeveralLosses(Loss):
         if not isinstance(sample_weight, Tensor):
             raise LossError(
                 "sample_weight must be one tensor for all outputs with several losses and "
-                "sample_weights='mean_with_sample_weight', got "
-                f"{describe_value(sample_weight)}: with weights of their own, each loss would have "
-                "a count of its own. Give one tensor, or use 'sum_over_batch_size'."
+                f"sample_weights='mean_with_sample_weight', got {describe_value(sample_weight)}: "
+                "with separate weights, each loss would have a separate count. Pass one tensor, or "
+                "use 'sum_over_batch_size'."
             )
         if self.normalize == "micro_batches":
             return None

@@ -78,8 +78,8 @@ def check_loss_value(loss: object, where: str) -> Tensor:
         )
     if loss.is_complex():
         raise LossError(
-            f"{where} must be a real number, got dtype {dtype_name(loss.dtype)}. Take what is to "
-            "become small, for example with .abs()."
+            f"{where} must be a real number, got dtype {dtype_name(loss.dtype)}. Make it real, for "
+            "example with .abs()."
         )
     if not loss.is_floating_point():
         raise LossError(
@@ -94,7 +94,7 @@ def refuse_broadcast(name: str, prediction: Tensor, target: Tensor) -> None:
     """Refuse what torch would broadcast: (N, 1) against (N,) becomes a mean over N * N numbers."""
     if prediction.shape != target.shape:
         is_class = prediction.dim() == 2 and target.shape == prediction.shape[:1]
-        advice = " Of class indices, use loss='cross_entropy'." if is_class else ""
+        advice = " For class indices, use loss='cross_entropy'." if is_class else ""
         raise LossError(
             f"loss {name!r} needs prediction and target of one shape, got prediction "
             f"{tuple(prediction.shape)} and target {tuple(target.shape)}. "
@@ -130,14 +130,14 @@ def _class_advice(prediction: Tensor, target: Tensor, wanted: Tuple[int, ...]) -
     """Advise, in a sentence, how a target becomes class indices."""
     shape = tuple(target.shape)
     if shape == wanted:
-        missing = "; NaN is no class, so leave such samples out first"
+        missing = "; NaN is not a class, so leave those samples out first"
         missing = missing if target.is_floating_point() else ""
-        return f"Make it int64: .long() of a tensor, .astype('int64') of an array{missing}."
+        return f"Convert it to int64, with .long() or .astype('int64'){missing}."
     if len(shape) > 1 and shape[1] == 1 and shape[:1] + shape[2:] == wanted:
-        return f"Give target.squeeze(1){'' if target.dtype == torch.int64 else '.long()'}."
+        return f"Pass target.squeeze(1){'' if target.dtype == torch.int64 else '.long()'}."
     if shape == tuple(prediction.shape):
-        return "Of a one-hot target, give target.argmax(1)."
-    return "Give one class index per prediction; dimension 1 of the prediction holds the classes."
+        return "For a one-hot target, pass target.argmax(1)."
+    return "Pass one class index per prediction; dimension 1 of the prediction holds the classes."
 
 
 def check_class_indices(name: str, prediction: Tensor, target: Tensor) -> None:
@@ -189,13 +189,13 @@ def check_labels(
     of = f" for a prediction of {classes} classes"
     if ignore_index is None:
         of = ""
-        cure = "Give two classes 0 and 1; for more, an output for each and loss='cross_entropy'."
+        cure = "Classes are 0 and 1; for more, use an output for each and loss='cross_entropy'."
     elif label < 0:
-        cure = f"What is to be left out has the label {ignore_index}; classes count from 0."
+        cure = f"Classes count from 0; samples to ignore have the label {ignore_index}."
     elif int(counted.min()) == 1 and int(counted.max()) == classes:
-        cure = "They seem to count from 1: subtract 1."
+        cure = "They seem to start at 1: subtract 1."
     else:
-        cure = f"Let the module return {int(counted.max()) + 1} classes, or number them from 0."
+        cure = f"Let the module return {int(counted.max()) + 1} classes, or number labels from 0."
     what = (
         f"{where}loss {name!r} needs labels from 0 to {classes - 1}{of}, got {label} in sample "
         f"{sample}"
@@ -223,20 +223,20 @@ def range_doubts(name: str, kind: Type[nn.Module], prediction: Tensor) -> Iterat
     is_twice = operator == "Sigmoid" or (is_last and _is_over_classes(prediction))
     if kind is nn.CrossEntropyLoss and is_twice:
         yield (
-            f"loss {name!r} takes logits, of which it makes a softmax itself, but the module's "
-            f"outputs come from {layer} already, so that little is learned",
-            "Leave that out of the module; predict(x).softmax(1) makes probabilities of logits.",
+            f"loss {name!r} takes logits and applies a softmax itself, but the module's outputs "
+            f"already come from {layer}, so the model learns little",
+            "Remove it from the module; predict(x).softmax(1) turns logits into probabilities.",
         )
     if kind is nn.BCEWithLogitsLoss and operator in ("Sigmoid", "Softmax"):
         yield (
-            f"loss {name!r} takes logits, of which it makes a sigmoid itself, but the module's "
-            f"outputs come from {layer} already, so that little is learned",
-            "Leave that out of the module, or use loss='bce', which takes probabilities.",
+            f"loss {name!r} takes logits and applies a sigmoid itself, but the module's outputs "
+            f"already come from {layer}, so the model learns little",
+            "Remove it from the module, or use loss='bce', which takes probabilities.",
         )
     if kind is nn.NLLLoss:
         yield (
             f"loss {name!r} takes log-probabilities, but the module's outputs come from {layer}: "
-            "it falls without end, and little is learned",
+            "the loss decreases without limit, and the model learns little",
             "Let the module return logits with loss='cross_entropy', or end it with "
             "nn.LogSoftmax(1).",
         )
@@ -277,8 +277,9 @@ def broadcast_doubts(
             yield (
                 f"{description} compares a prediction of shape {tuple(prediction.shape)} with a "
                 f"target of shape {tuple(target.shape)}, which torch broadcasts to ({size}, "
-                f"{size}): every prediction meets the target of every sample",
-                "Give both one shape in the loss, such as by target.reshape(prediction.shape).",
+                f"{size}): every prediction is compared with the target of every sample",
+                "Make the shapes equal in the loss, for example with "
+                "target.reshape(prediction.shape).",
             )
             return
 
@@ -308,7 +309,7 @@ def check_tensors(name: str, prediction: object, target: object) -> Tuple[Tensor
         if value.is_complex():
             raise LossError(
                 f"loss {name!r} needs real numbers, got a {role} of dtype "
-                f"{dtype_name(value.dtype)}. Give real and imaginary parts with "
+                f"{dtype_name(value.dtype)}. Pass real and imaginary parts with "
                 "torch.view_as_real, or pass a callable loss(prediction, target) that returns a "
                 "real number."
             )
@@ -317,7 +318,7 @@ def check_tensors(name: str, prediction: object, target: object) -> Tuple[Tensor
     if not prediction.is_floating_point():
         raise LossError(
             f"loss {name!r} needs a floating-point prediction, got dtype "
-            f"{dtype_name(prediction.dtype)}. Return what comes before the argmax or the rounding."
+            f"{dtype_name(prediction.dtype)}. Return the values before the argmax or the rounding."
         )
     return prediction, target
 

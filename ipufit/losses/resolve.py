@@ -90,8 +90,8 @@ def resolve_loss(
         return _several(loss, loss_weights, options)
     if loss_weights is not None:
         raise ConfigurationError(
-            f"loss_weights must go with a dict or list of losses, got {loss_weights!r} with one "
-            "loss. Leave it out, or multiply in a callable loss."
+            f"loss_weights is for a dict or list of losses, got {loss_weights!r} with one loss. "
+            "Leave it out, or multiply in a callable loss."
         )
     resolved = dataclasses.replace(_one(loss), **options)
     _check_options(resolved)
@@ -103,8 +103,8 @@ def _refuse_metrics(loss_weights: object) -> None:
     entries = loss_weights if isinstance(loss_weights, (list, tuple)) else [loss_weights]
     if any(isinstance(each, str) or callable(each) for each in entries):
         raise ConfigurationError(
-            f"loss_weights must be numbers, got {loss_weights!r}. By position metrics come after "
-            "loss_weights, as in Keras 3. Write metrics=[...]."
+            f"loss_weights must be numbers, got {loss_weights!r}. As positional arguments, metrics "
+            "come after loss_weights, as in Keras 3. Write metrics=[...]."
         )
 
 
@@ -112,8 +112,8 @@ def _check_options(loss: Loss) -> None:
     by_weight = loss.sample_weight_reduction == "mean_with_sample_weight"
     if loss.in_module and by_weight:
         raise ConfigurationError(
-            "sample_weights='mean_with_sample_weight' needs a loss that is passed to "
-            "compile, got loss=None. Leave it out: the module weighs its samples itself."
+            "sample_weights='mean_with_sample_weight' needs a loss that is passed to compile, got "
+            "loss=None. Leave it out: the module weights its samples itself."
         )
     if loss.reduction == "sum" and (by_weight or loss.normalize == "tokens"):
         option = (
@@ -129,9 +129,9 @@ def _check_options(loss: Loss) -> None:
         keras = loss.function.reduction  # type: ignore[union-attr]
         if (keras == "mean_with_sample_weight") is not by_weight:
             raise LossError(
-                f"loss {loss.name!r} of Keras must divide by what compile divides by, got "
-                f"reduction={keras!r} with sample_weights="
-                f"{loss.sample_weight_reduction!r}. Give both the same."
+                f"loss {loss.name!r} of Keras must have the reduction of compile, got "
+                f"reduction={keras!r} with sample_weights={loss.sample_weight_reduction!r}. Use "
+                "the same for both."
             )
 
 
@@ -165,8 +165,8 @@ def _one(loss: object) -> Loss:
         if is_running_metric(loss):
             raise LossError(
                 f"a loss must give the value of one micro-batch, got {name}, a metric with "
-                "update_state and result, which joins all that it has seen. Pass the function or "
-                "the loss of that meaning."
+                "update_state and result, which accumulates over batches. Pass the corresponding "
+                "function or loss."
             )
         takes = "sample_weight" not in keywords and "sample_weight" in keyword_names(loss)
         reduction = _reduction(name, keywords.get("reduction"))
@@ -237,9 +237,8 @@ def _refuse_few_parameters(name: str, call: Callable[..., object]) -> None:
         return
     shown = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
     raise LossError(
-        f"a loss is called with (prediction, target), but {name!r} takes ({shown}). Give it both; "
-        "what does not need the target, it may leave alone. Arguments by name are those of "
-        "ipufit.losses.Call."
+        f"a loss is called with (prediction, target), but {name!r} takes ({shown}). Take both; the "
+        "loss need not use the target. For arguments by name, use ipufit.losses.Call."
     )
 
 
@@ -249,12 +248,13 @@ def _of_steps(steps: Sequence[object], loss_weights: object, options: Mapping[st
     others = [step for step in steps if not isinstance(step, TrainStep)]
     if others:
         raise ConfigurationError(
-            "loss must be TrainSteps alone where there is one, since they take turns, got "
-            f"{type(others[0]).__name__} among them. Wrap it: TrainStep(lambda module, batch: ...)."
+            "TrainSteps can't be mixed with other losses, because they take turns, got "
+            f"{type(others[0]).__name__} among them. Wrap it: TrainStep(lambda module, batch: "
+            "...)."
         )
     if loss_weights is not None:
         raise ConfigurationError(
-            f"loss_weights must go with losses of outputs, got {loss_weights!r} with a TrainStep. "
+            f"loss_weights is for losses of outputs, got {loss_weights!r} with a TrainStep. "
             "Multiply in the step."
         )
     resolved = resolve_steps(of_users, options)
@@ -273,8 +273,8 @@ def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Los
     items: List[Tuple[Any, object]] = list(loss.items() if by_key else enumerate(loss))
     if options["normalize"] == "tokens":
         raise LossError(
-            f"normalize='tokens' needs one loss, got {len(items)}: each would count tokens of its "
-            "own. Pass one callable loss(prediction, target) that returns (mean, count)."
+            f"normalize='tokens' needs one loss, got {len(items)}: each would count its own "
+            "tokens. Pass one callable loss(prediction, target) that returns (mean, count)."
         )
     weights = _loss_weights(loss_weights, items, by_key)
     parts: List[OutputLoss] = []
@@ -296,9 +296,9 @@ def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Los
             if isinstance(one, CallLoss):
                 if not by_key:
                     raise LossError(
-                        "losses by position are each of (prediction, target), got "
-                        f"{one.name!r} for {label(key)!r}, which takes its arguments by name. Pass "
-                        "a dict of losses: its keys name what is logged."
+                        f"losses in a list are called with (prediction, target), got {one.name!r} "
+                        f"for {label(key)!r}, which takes its arguments by name. Pass a dict of "
+                        "losses: its keys are the names in the logs."
                     )
                 # Of several targets none is the only one.
                 one = dataclasses.replace(one, targets=())
@@ -324,8 +324,8 @@ def _shared_reduction(parts: Sequence[OutputLoss]) -> Literal["mean", "sum"]:
     if len(kinds) > 1:
         each = ", ".join(f"{label(part.key)} {part.loss.reduction!r}" for part in parts)
         raise LossError(
-            f"several losses must all be means or all be sums, got {each}. A micro-batch of "
-            "another size would change how they compare; use one reduction."
+            f"several losses must all be means or all be sums, got {each}. Otherwise their ratio "
+            "would depend on the size of the micro-batch; use one reduction."
         )
     return parts[0].loss.reduction
 
@@ -351,7 +351,7 @@ def _loss_weights(
         if len(loss_weights) != len(items):
             raise ConfigurationError(
                 f"loss_weights must have one number for each of the {len(items)} losses, got "
-                f"{len(loss_weights)}. Give 1 where nothing is to change."
+                f"{len(loss_weights)}. Pass 1 to change nothing."
             )
         weights = dict(enumerate(loss_weights))
         idle = [key for key, loss in items if loss is None and weights[key] != 1]
@@ -398,11 +398,11 @@ def _reduction(name: str, reduction: object) -> Literal["mean", "sum"]:
     if reduction == "none":
         raise LossError(
             f"loss {name!r} must give one number for a micro-batch, got reduction='none'. Use "
-            "reduction='mean', or wrap it in a callable that reduces."
+            "reduction='mean', or wrap it in a callable that reduces it."
         )
     if reduction not in _REDUCTIONS:
         raise LossError(
             f"loss {name!r} must have reduction 'mean', 'batchmean' or 'sum', got {reduction!r}. "
-            "Use one of these; it tells how the loss joins the samples."
+            "Use one of these; it says how the loss combines the samples."
         )
     return _REDUCTIONS[reduction]

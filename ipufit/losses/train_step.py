@@ -74,9 +74,9 @@ class TrainStep:
         names: List[str] = []
         if self.at_once and not isinstance(self.moves, Mapping):
             raise ConfigurationError(
-                "at_once=True is for several losses, which moves names, got "
-                f"moves={self.moves!r}. Write for example moves={{'policy': 'actor', 'value': "
-                "'critic'}, or leave at_once out."
+                f"at_once=True is for several losses, named in moves, got moves={self.moves!r}. "
+                "Write for example moves={'policy': 'actor', 'value': 'critic'}, or leave "
+                "at_once out."
             )
         if isinstance(self.moves, Mapping):
             if not self.moves:
@@ -88,8 +88,8 @@ class TrainStep:
                 names.append(name if name == "loss" else check_log_name(name, names))
             if _OUTPUTS in names:
                 raise ConfigurationError(
-                    "moves must name losses, got 'outputs', under which a step hands out what "
-                    "metrics compare. Give the loss another name."
+                    "moves must name losses, got 'outputs', which is reserved for the outputs that "
+                    "metrics compare. Rename the loss."
                 )
         for patterns in self.by_loss.values():
             _check_patterns(patterns)
@@ -120,7 +120,7 @@ def _check_signature(function: Callable[..., object]) -> None:
     except TypeError as error:
         raise ConfigurationError(
             f"TrainStep takes a function of (module, batch), got {_name_of(function)}{signature}: "
-            f"{error}. Of a method of the module, pass the function, such as "
+            f"{error}. For a method of the module, pass the function, such as "
             "MyModule.training_step."
         ) from error
 
@@ -131,13 +131,13 @@ def _check_patterns(patterns: object) -> None:
         return
     if not isinstance(listed, (list, tuple)) or not listed:
         raise ConfigurationError(
-            "moves must be names of parameters, one or a list of them, or a dict of such by loss, "
+            "moves must be a name or a list of names of parameters, or a dict of these by loss, "
             f"got {patterns!r}. Write for example moves='critic', or moves={{'critic': 'critic'}}."
         )
     for pattern in listed:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigurationError(
-                f"moves must name parameters by texts, got {pattern!r}. Write for example "
+                f"moves must name parameters with strings, got {pattern!r}. Write for example "
                 "'critic', or 'critic.*.weight'."
             )
 
@@ -224,8 +224,7 @@ class TurnLoss(_OfSteps):
         if missing:
             raise LossError(
                 f"the step {self.name!r} must return {_listed(self._names)}, got a dict of "
-                f"{_listed(list(result))}. Return each loss under its name, or name in moves what "
-                "is there."
+                f"{_listed(list(result))}. Return each loss under its name, or correct moves."
             )
         names = [name or "loss" for name, _ in self.moves]
         losses = [check_loss_value(values.pop(name), f"{name!r}, {where[5:]},") for name in names]
@@ -313,8 +312,8 @@ def resolve_steps(steps: Sequence[TrainStep], options: Mapping[str, Any]) -> Los
     """
     if options["normalize"] == "tokens":
         raise ConfigurationError(
-            "normalize='tokens' needs a loss that says how many tokens it is a mean over, and a "
-            "TrainStep returns means over samples. Leave it out."
+            "normalize='tokens' needs a loss that returns its number of tokens, but a TrainStep "
+            "returns means over samples. Leave it out."
         )
     turns: List[Turn] = []
     names: List[str] = []
@@ -342,15 +341,15 @@ def resolve_steps(steps: Sequence[TrainStep], options: Mapping[str, Any]) -> Los
     unnamed = any(name in (None, "loss") for step in steps for name in step.by_loss)
     if unnamed and sum(len(step.by_loss) for step in steps) > 1:
         raise ConfigurationError(
-            "each of several losses must have a name of its own, under which History has it beside "
-            "their sum, 'loss'. Write for example TrainStep(function, moves={'critic': 'critic'}), "
-            "and return {'critic': loss}."
+            "each of several losses must have its own name; History logs it under this name, and "
+            "their sum as 'loss'. Write for example TrainStep(function, "
+            "moves={'critic': 'critic'}), and return {'critic': loss}."
         )
     if all(step.every > 1 for step in steps):
         raise ConfigurationError(
-            "some step must be made in every update, got every="
-            f"{', '.join(str(step.every) for step in steps)}. Give the most frequent one every=1, "
-            "or gradient_accumulation= of fit for updates of more batches."
+            "at least one step must run in every update, got "
+            f"every={', '.join(str(step.every) for step in steps)}. Give the most frequent one "
+            "every=1, or gradient_accumulation= of fit for updates of more batches."
         )
     if len(turns) == 1 and steps[0].every == 1 and steps[0].repeat == 1:
         return turns[0].loss
@@ -402,9 +401,9 @@ def check_moves(loss: Loss, names: Sequence[str]) -> None:
         left.difference_update(_check_turn(each, names))
     if left:
         raise ConfigurationError(
-            f"some loss must move each parameter of the optimizer, but none moves "
+            "each parameter of the optimizer must belong to some loss, but moves assigns none to "
             f"{_shortened([name for name in names if name in left])}. Name them in moves, or call "
-            "requires_grad_(False) of them before compile."
+            "requires_grad_(False) on them before compile."
         )
 
 
@@ -418,13 +417,13 @@ def _check_turn(loss: TurnLoss, names: Sequence[str]) -> Dict[str, Optional[str]
                 parts = list(dict.fromkeys(each.partition(".")[0] for each in names))
                 raise ConfigurationError(
                     f"moves {where} must name trainable parameters of the optimizer, got "
-                    f"{pattern!r}, which is the name of none. Name one of the parts "
-                    f"{_listed(parts)}, or parameters in them."
+                    f"{pattern!r}, which matches none. Name one of the parts {_listed(parts)}, or "
+                    "parameters in them."
                 )
         for parameter in loss.moved(names, index):
             if parameter in moved:
                 raise ConfigurationError(
-                    f"losses that are computed at once must move parameters of their own, but "
+                    "losses that are computed at once must move different parameters, but "
                     f"{moved[parameter]!r} and {name!r} both move {parameter!r}. Add them up into "
                     "one loss, or let them take turns (at_once=False)."
                 )

@@ -171,7 +171,7 @@ class Classification(TaskMetric):
             if getattr(self, name) is not None:
                 raise MetricError(
                     f"{name} of ipufit.metrics.{type(self).__name__} has no effect for "
-                    f"task={task!r}, which prediction and target make it, got "
+                    f"task={task!r}, which follows from prediction and target, got "
                     f"{getattr(self, name)!r}. Leave it out, or pass another task."
                 )
         return MetricForm(task, size)
@@ -201,7 +201,7 @@ class Classification(TaskMetric):
         if ((prediction < 0) | (prediction > 1)).any():
             raise MetricError(
                 f"metric {shown!r} needs probabilities between 0 and 1, got values from "
-                f"{float(prediction.min()):.3g} to {float(prediction.max()):.3g}. Of logits, use "
+                f"{float(prediction.min()):.3g} to {float(prediction.max()):.3g}. For logits, use "
                 f"ipufit.metrics.{type(self).__name__}(from_logits=True)."
             )
         return prediction
@@ -578,9 +578,9 @@ class TaskMetricAdapter(Metric):
         form = self._metric.form_of(self.name, prediction, target)
         if self._form is not None and form != self._form:
             raise MetricError(
-                f"metric {self.name!r} must get one kind of prediction and target in an epoch, got "
-                f"task={form.task!r} of size {form.size} after task={self._form.task!r} of size "
-                f"{self._form.size}. Bring the data into one form."
+                f"metric {self.name!r} must get the same kind of prediction and target during an "
+                f"epoch, got task={form.task!r} of size {form.size} after task={self._form.task!r} "
+                f"of size {self._form.size}. Convert the data to one form."
             )
         built = self._built or self._build(form)
         prediction, target = self._metric.arrange(self.name, form, prediction, target)
@@ -615,8 +615,8 @@ class TaskMetricAdapter(Metric):
         forms: List[object] = [state["form"] for state in seen]
         if any(form != forms[0] for form in forms):
             raise MetricError(
-                f"metric {self.name!r} must get one kind of prediction and target in all "
-                f"processes, got {' and '.join(map(str, forms))}. Bring the data into one form."
+                f"metric {self.name!r} must get the same kind of prediction and target in all "
+                f"processes, got {' and '.join(map(str, forms))}. Convert the data to one form."
             )
         task, size = seen[0]["form"]
         built = self.fresh()._build(MetricForm(str(task), int(size)))

@@ -430,9 +430,9 @@ def stored(metric: Any, shown: str) -> State:
     ):
         return {"own": metric.state_dict()}
     raise MetricError(
-        f"a checkpoint in the middle of an epoch holds what every metric has seen, but {shown!r} "
-        f"({type(metric).__name__}) can't say it. Give it state_dict and load_state_dict, use a "
-        "plain metric of torchmetrics, or leave checkpoint out."
+        f"a checkpoint in the middle of an epoch holds the state of every metric, but {shown!r} "
+        f"({type(metric).__name__}) can't return it. Give it state_dict and load_state_dict, use a "
+        "plain torchmetrics metric, or leave checkpoint out."
     )
 
 
@@ -464,9 +464,9 @@ def refuse_unjoined(metric: object, shown: str, processes: int) -> None:
     """
     if not _declared(metric):
         raise MetricError(
-            f"each of {processes} processes sees a part of the samples, but nobody knows how to "
-            f"join what {shown!r} ({type(metric).__name__}) has seen in each. Use a plain metric "
-            "of torchmetrics, which says so, or a callable metric(prediction, target)."
+            f"each of {processes} processes sees a part of the samples, but there is no way to "
+            f"combine the states of {shown!r} ({type(metric).__name__}). Use a plain torchmetrics "
+            "metric, or a callable metric(prediction, target)."
         )
 
 
@@ -493,9 +493,9 @@ def merge_states(metric: object, states: Sequence[State], shown: str) -> State:
         for name, value in values.items():
             if value is None:
                 raise MetricError(
-                    f"{shown!r} ({type(each).__name__}) keeps the mean {name!r} of what it has "
-                    "seen, and the means of several processes do not tell how many samples each "
-                    "stands for. Use a metric that keeps sums."
+                    f"{shown!r} ({type(each).__name__}) keeps a mean, {name!r}, and the means of "
+                    "several processes can't be combined without their sample counts. Use a metric "
+                    "that keeps sums."
                 )
         members.append({"updates": sum(part["updates"] for part in updated), "values": values})
     return {"metrics": members}

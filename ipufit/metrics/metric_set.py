@@ -311,8 +311,8 @@ def _fields_for(metric: Metric, fields: Mapping[str, object]) -> Dict[str, objec
         if name not in fields:
             raise MetricError(
                 f"metric {metric.name!r} takes {name!r} from the batch, whose fields are "
-                f"{', '.join(map(repr, fields)) or 'none'}. Give the parameter the name of one of "
-                "these, or a default; fields are the parts of a batch that comes as a dict."
+                f"{', '.join(map(repr, fields)) or 'none'}. Rename the parameter to one of these, "
+                "or give it a default; a batch has fields if it is a dict."
             )
     return {name: fields[name] for name in metric.fields}
 
@@ -349,6 +349,6 @@ def _named_failure(name: str, prediction: object, target: object) -> Iterator[No
         raise MetricError(
             f"metric {name!r} must take the module's outputs and the targets, got prediction of "
             f"{shapes(prediction)} and target of {shapes(target)}, and failed with "
-            f"{type(error).__name__}: {str(error).rstrip('.')}. Pass a metric made for these, or a "
-            "callable metric(prediction, target) that brings them into form."
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Pass a metric for these, or a "
+            "callable metric(prediction, target) that converts them."
         ) from error

@@ -142,7 +142,7 @@ def _items(
             came += f" of {len(metrics)}" if isinstance(metrics, (list, tuple)) else ""
             raise ConfigurationError(
                 f"{argument} must be a list with one element for each of the {outputs} losses, got "
-                f"{came}. Give a metric, a list of metrics or None for each output."
+                f"{came}. Pass a metric, a list of metrics or None for each output."
             )
         for position, entry in enumerate(metrics):
             yield from _of_output(position, entry)
@@ -228,9 +228,9 @@ def _build(item: _Item, weighted: bool, prefix: str, names: Set[str]) -> Metric:
     if is_running_metric(metric):
         raise ConfigurationError(
             "a metric must be a name, a callable (prediction, target), or an object of "
-            f"torchmetrics, got {type(metric).__name__} with update_state and result, which joins "
-            "the samples of training and validation in itself. Pass the function of that meaning, "
-            "such as keras.metrics.mean_squared_error, or a name, such as 'mse'."
+            f"torchmetrics, got {type(metric).__name__} with update_state and result, which would "
+            "mix samples of training and validation. Pass the corresponding function, such as "
+            "keras.metrics.mean_squared_error, or a name, such as 'mse'."
         )
     if callable(metric) and not isinstance(metric, type):
         name = item.name or _callable_name(metric, prefix, names)
@@ -263,9 +263,8 @@ def _fields(call: Callable[..., object], weight_name: Optional[str]) -> Tuple[st
 def _by_task(name: str, metric: TaskMetric, shown: str, weighted: bool) -> Metric:
     if weighted:
         raise ConfigurationError(
-            f"weighted metric {shown!r} must take weights, but torchmetrics, which computes it, "
-            "knows none for it. Pass it under metrics, or a callable that gives one value per "
-            "sample."
+            f"weighted metric {shown!r} must take weights, but its torchmetrics implementation has "
+            "none. Pass it under metrics, or a callable that gives one value per sample."
         )
     return TaskMetricAdapter(name, metric, shown)
 

@@ -98,13 +98,13 @@ def _check_indices(name: str, prediction: Tensor, target: Tensor) -> Tensor:
 def _index_advice(prediction: Tensor, target: Tensor) -> str:
     wanted = prediction.shape[:1] + prediction.shape[2:]
     if prediction.dim() > 1 and prediction.shape[1] == 1:
-        return "Of one class, use 'binary_accuracy' with both of one shape."
+        return "For a single class, use 'binary_accuracy' with equal shapes."
     if target.shape == wanted:
-        return "Make the target int64 with .long()."
+        return "Convert the target with .long()."
     if target.dim() > 1 and target.shape == prediction.shape:
-        return "Of one-hot targets, give target.argmax(1)."
+        return "For one-hot targets, pass target.argmax(1)."
     if target.dim() > 1 and target.shape[1] == 1 and target.shape[:1] + target.shape[2:] == wanted:
-        return "Give target.squeeze(1)."
+        return "Pass target.squeeze(1)."
     return "Pass a callable metric(prediction, target) for other shapes."
 
 
@@ -145,7 +145,7 @@ def _binary_accuracy(name: str, prediction: Tensor, target: Tensor) -> ElementVa
     if ((prediction < 0) | (prediction > 1)).any():
         raise MetricError(
             f"metric {name!r} needs probabilities between 0 and 1, got values from "
-            f"{float(prediction.min()):.3g} to {float(prediction.max()):.3g}. Of logits, use "
+            f"{float(prediction.min()):.3g} to {float(prediction.max()):.3g}. For logits, use "
             "'binary_accuracy_with_logits'."
         )
     return (prediction > 0.5) == (target > 0.5), None
@@ -164,8 +164,8 @@ def _accuracy(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
             return _binary_accuracy(name, prediction, target)
         raise MetricError(
             f"metric {name!r} needs class indices, or one value per sample, got prediction and "
-            f"target of one shape {tuple(prediction.shape)}. Of one-hot targets, use "
-            "'categorical_accuracy'; of several labels, 'binary_accuracy'."
+            f"target of one shape {tuple(prediction.shape)}. For one-hot targets, use "
+            "'categorical_accuracy'; for several labels, 'binary_accuracy'."
         )
     return _sparse_accuracy(name, prediction, target)
 
@@ -371,7 +371,7 @@ def sum_of_samples(
         return float(rows.double().reshape(size, -1).mean(1).sum()), size
     raise MetricError(
         f"metric {name!r} must give a number, or a tensor of {size} values, one for each sample, "
-        f"got {shapes(value)}. Reduce it over all but the samples, for example with .mean()."
+        f"got {shapes(value)}. Reduce all other dimensions, for example with .mean()."
     )
 
 

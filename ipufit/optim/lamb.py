@@ -109,12 +109,12 @@ class LAMB(torch.optim.Optimizer):
 def _check_group(group: Settings) -> None:
     for name in ("lr", "eps", "weight_decay"):
         if not group[name] >= 0.0:
-            raise ValueError(f"LAMB needs {name} >= 0, got {group[name]}. Give 0 or more.")
+            raise ValueError(f"LAMB needs {name} >= 0, got {group[name]}.")
     if not all(0.0 <= beta < 1.0 for beta in group["betas"]) or len(group["betas"]) != 2:
         raise ValueError(f"LAMB needs two betas in [0, 1), got {group['betas']}. Try (0.9, 0.999).")
     limit = group["max_weight_norm"]
     if limit is not None and not limit > 0.0:
-        raise ValueError(f"LAMB needs max_weight_norm > 0, got {limit}. Give None for no limit.")
+        raise ValueError(f"LAMB needs max_weight_norm > 0, got {limit}. Pass None for no limit.")
 
 
 def lamb_step(

@@ -216,8 +216,8 @@ def _refuse_options(optimizer: object) -> None:
     options = {"lr" if name == "learning_rate" else name: options[name] for name in options}
     call = ", ".join(["params", *(f"{name}={value!r}" for name, value in options.items())])
     raise OptimizerError(
-        f"optimizer must be {_ACCEPTED}, got {optimizer!r} with options beside it. Pass a "
-        f"factory: lambda params: {module}.{kind.__name__}({call})."
+        f"optimizer must be {_ACCEPTED}, got {optimizer!r} with options. Pass a factory: lambda "
+        f"params: {module}.{kind.__name__}({call})."
     )
 
 
@@ -298,7 +298,7 @@ def _muon(named: NamedParameters, modules: Sequence[nn.Module]) -> torch.optim.O
     if not matrices:
         raise OptimizerError(
             "optimizer='muon' trains the matrices of hidden layers, but the module has none: "
-            "embeddings, the output layer and all that is no matrix are AdamW's. Use 'adamw'."
+            "embeddings, the output layer and everything else are trained by AdamW. Use 'adamw'."
         )
     kind: Any = getattr(torch.optim, "Muon", Muon)
     members: Dict[str, torch.optim.Optimizer] = {

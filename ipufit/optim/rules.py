@@ -287,8 +287,8 @@ def rules_for(optimizer: torch.optim.Optimizer) -> List[Optional[Type[OptimizerR
         rule = _RULES.get(kind)
         if rule is not None and group.get("differentiable"):
             raise OptimizerError(
-                "differentiable=True keeps a graph through the update, which one traced program "
-                f"can't hand out; got it in {kind.__name__}. Build the optimizer without it."
+                "differentiable=True keeps a graph through the update, which a traced program "
+                f"can't return; got it in {kind.__name__}. Build the optimizer without it."
             )
         rules.append(rule)
     return rules

@@ -121,7 +121,7 @@ def refuse_unknown_members(
         if name not in members:
             there = ", ".join(map(repr, filter(None, members))) or "only one, without a name"
             raise ConfigurationError(
-                f"{argument} must be for optimizers that there are, got {name!r}. There is {there}."
+                f"{argument} must name existing optimizers, got {name!r}. There is {there}."
             )
 
 
@@ -153,8 +153,8 @@ def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     for each in (optimizer, *members_of(optimizer).values()):
         if has_step_hooks(each):
             raise OptimizerError(
-                f"hooks on the step of {type(each).__name__} can't run: in one program there is no "
-                "call of step. Remove them, or do their work in a callback."
+                f"hooks on the step of {type(each).__name__} can't run, because the program does "
+                "not call step. Remove them, or do their work in a callback."
             )
 
 
@@ -184,7 +184,7 @@ def by_patterns(patterns: Iterable[str], named: NamedParameters) -> Dict[str, Na
         name, both = next(iter(twice.items()))
         raise OptimizerError(
             f"each parameter must belong to one optimizer, but {name!r} belongs to those of "
-            f"{both[0]!r} and {both[1]!r}{_more(list(twice))}. Let the patterns overlap nowhere."
+            f"{both[0]!r} and {both[1]!r}{_more(list(twice))}. The patterns must not overlap."
         )
     rest = [key for key, those in owners.items() if not those]
     if _REST in patterns:
@@ -202,7 +202,7 @@ def by_patterns(patterns: Iterable[str], named: NamedParameters) -> Dict[str, Na
             (names[key][0], parameters[key]) for key, those in owners.items() if those == [pattern]
         ]
         if not any(parameter.requires_grad for _, parameter in divided[pattern]):
-            came = "frozen ones alone" if divided[pattern] else "none"
+            came = "only frozen ones" if divided[pattern] else "none"
             shown = ", ".join(repr(those[0]) for those in list(names.values())[:_SHOWN])
             raise OptimizerError(
                 f"each pattern of optimizer must match trainable parameters of the module, but "

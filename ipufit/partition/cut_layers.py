@@ -238,8 +238,8 @@ def _side(module: nn.Module, layers: object) -> Dict[int, _Work]:
     """By layer, how all are cut that have to be so in training, or in inference."""
     if not isinstance(layers, Mapping):
         raise ConfigurationError(
-            "serialized layers must be given as a dict from the name of a layer to its number of "
-            f"parts, got {layers!r}. Write for example {{'embed': 4}}."
+            "serialized layers must be a dict from names of layers to numbers of parts, got "
+            f"{layers!r}. Write for example {{'embed': 4}}."
         )
     faults = ErrorCollector()
     works: List[_Work] = []
@@ -274,20 +274,20 @@ def _check_layer(name: str, layer: nn.Module, parts: Parts) -> None:
     if not _fits(layer):
         raise ConfigurationError(
             f"only nn.Embedding and nn.Linear can be serialised, but {name!r} is "
-            f"{type(layer).__name__}. Name the embedding or linear layer inside of it."
+            f"{type(layer).__name__}. Name the embedding or linear layer inside it."
         )
     if _cuts_weight(layer, parts) and not isinstance(_weight(layer), nn.Parameter):
         raise ConfigurationError(
-            f"the weight of a layer that is cut must be a parameter, but {f'{name}.weight'!r} is "
-            "computed from others, as by weight_norm, spectral_norm or pruning. Take that away "
-            "first, such as with torch.nn.utils.remove_weight_norm(layer)."
+            f"the weight of a serialized layer must be a parameter, but {f'{name}.weight'!r} is "
+            "computed from others, as by weight_norm, spectral_norm or pruning. Remove that "
+            "first, for example with torch.nn.utils.remove_weight_norm(layer)."
         )
     if isinstance(layer, nn.Embedding):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(layer, option):
                 raise ConfigurationError(
                     f"an embedding with {option}={getattr(layer, option)} can't be serialised, as "
-                    f"{name!r} has: it needs the whole table at once. Build it without."
+                    f"{name!r} has: it needs the whole table at once. Build it without that."
                 )
         if parts.mode != "output_channels":
             raise ConfigurationError(
@@ -357,7 +357,7 @@ def _like(first: _Work, name: str, layer: nn.Module, twin: Optional[_Work]) -> _
     if not _fits(layer) or (isinstance(layer, nn.Embedding) and first.parts.dim):
         raise ConfigurationError(
             f"{first.name!r} shares its weight with {name!r}, a {type(layer).__name__}, which "
-            f"can't be cut along with it by {first.parts.describe()}. Leave the layer whole, or "
+            f"can't be cut in the same way ({first.parts.describe()}). Leave the layer whole, or "
             "untie the two."
         )
     if twin is not None and (twin.parts.count, twin.parts.dim) != (
@@ -365,15 +365,15 @@ def _like(first: _Work, name: str, layer: nn.Module, twin: Optional[_Work]) -> _
         first.parts.dim,
     ):
         raise ConfigurationError(
-            f"{first.name!r} and {name!r} share a weight and must be cut alike, got "
-            f"{first.parts.describe()} and {twin.parts.describe()}. Name one of them: the "
-            "other follows."
+            f"{first.name!r} and {name!r} share a weight and must be cut in the same way, got "
+            f"{first.parts.describe()} and {twin.parts.describe()}. Name only one: the other "
+            "follows."
         )
     if twin is not None and twin.parts.per_ipu not in (None, first.parts.per_ipu):
         raise ConfigurationError(
-            f"{first.name!r} and {name!r} share a weight, whose parts have one place each, got "
-            f"{first.parts.describe()} and {twin.parts.describe()}. Name one of them: the "
-            "other follows."
+            f"{first.name!r} and {name!r} share a weight, and each part of it is on one IPU, got "
+            f"{first.parts.describe()} and {twin.parts.describe()}. Name only one: the other "
+            "follows."
         )
     return _Work(name, layer, first.parts, cuts_weight=True)
 

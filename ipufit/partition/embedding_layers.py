@@ -60,8 +60,9 @@ def meant_layer(module: nn.Module, kind: str, named: Sequence[Named], cuts: Sequ
         if len(names) > 1:
             option = ", ".join(option for option, cut in cuts if cut is not None)
             raise ConfigurationError(
-                f"{option} must mean one {kind}, got {' and '.join(map(repr, names))} by "
-                "Memory.serialize. Leave it out of the config, and let Memory.serialize say all."
+                f"{option} must mean one {kind}, got {' and '.join(map(repr, names))} from "
+                "Memory.serialize. Leave it out of the config, and set all of them in "
+                "Memory.serialize."
             )
         if names:
             return next(iter(names))
@@ -89,9 +90,9 @@ def check_ties(module: nn.Module, meant: Mapping[str, Tuple[str, Sequence[Cut]]]
         both = cut is not None and other_cut is not None
         if both and _places(one, cut)[0] != _places(other, other_cut)[0]:
             raise ConfigurationError(
-                f"{option} and {other_name} must cut into as many parts, for {one!r} and "
-                f"{other!r} share a weight, got {cut} and {other_cut}. Leave one out: the other "
-                "layer follows."
+                f"{option} and {other_name} must give the same number of parts, because {one!r} "
+                f"and {other!r} share a weight, got {cut} and {other_cut}. Leave one out: the "
+                "other layer follows."
             )
 
 
@@ -121,10 +122,9 @@ def _chosen(module: nn.Module, kind: str, fitting: Dict[str, nn.Module], option:
     if not outside:
         example = next(reversed(fitting))
         raise ConfigurationError(
-            f"{option} cuts the output projection, an nn.Linear outside of the repeated "
-            f"layers, but {owner} has linear layers in {_listed(stacks)} alone. Name the one that "
-            f"is meant, with the same number, such as "
-            f"memory=ipufit.Memory(serialize={{{example!r}: ...}})."
+            f"{option} cuts the output projection, an nn.Linear outside of the repeated layers, "
+            f"but {owner} has linear layers only in {_listed(stacks)}. Name the right one, with "
+            f"the same number, such as memory=ipufit.Memory(serialize={{{example!r}: ...}})."
         )
     tables = _fitting(module, "embedding")
     if tables:

@@ -103,15 +103,15 @@ def repeated_layers(
         good = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
         if not good or not names:
             raise PartitionError(
-                "layers must name what holds the layers, as a string or a list of strings, got "
-                f"{named!r}. Write for example layers='encoder.layers'."
+                "layers must name the containers of the layers, as a string or a list of strings, "
+                f"got {named!r}. Write for example layers='encoder.layers'."
             )
         return tuple(layer for name in names for layer in _layers_in(module, name))
     stacks = stacks_of(module) or _stacks_in("", module, (nn.ModuleDict,), set())
     if not stacks:
         raise PartitionError(
-            f"{argument} counts the blocks of a ModuleList or Sequential of alike blocks, but "
-            f"{type(module).__name__} has none. Name what holds them with layers='...', use "
+            f"{argument} counts the blocks of a ModuleList or Sequential of equal blocks, but "
+            f"{type(module).__name__} has none. Name their container with layers='...', use "
             "stages={'name of a module': number of its stage}, or pass ipus_per_replica, for a "
             "module with blocks of its own."
         )
@@ -135,16 +135,16 @@ def _layers_in(module: nn.Module, name: str) -> Tuple[str, ...]:
     children = [key for key, _ in modules[name].named_children()]
     if not children:
         raise PartitionError(
-            f"layers must name modules that hold layers, but {name!r} holds none. Name the "
+            f"layers must name modules that contain layers, but {name!r} contains none. Name the "
             "ModuleList or Sequential."
         )
     layers = [f"{name}.{key}" if name else key for key in children]
     for layer in layers:
         if not is_called(modules[layer]):
             raise PartitionError(
-                f"layers must name modules that hold layers, but {layer!r} in {name!r} only holds "
-                f"others, such as {first_called(modules[layer], layer)!r}. Name it instead: "
-                f"layers={[path for path in layers if not is_called(modules[path])]!r}."
+                f"layers must name modules that contain layers, but {layer!r} in {name!r} only "
+                f"contains others, such as {first_called(modules[layer], layer)!r}. Name those "
+                f"instead: layers={[path for path in layers if not is_called(modules[path])]!r}."
             )
     return tuple(layers)
 
@@ -393,15 +393,14 @@ def share_out(
     layers = f"the module has {total} ({places})"
     if not wildcards and fixed != total:
         raise PartitionError(
-            f"{argument} must add up to the number of repeated layers, got {fixed} and "
-            f"{layers}. Put -1 in place of one number for the rest, or name the layers meant "
-            "with layers=."
+            f"{argument} must add up to the number of repeated layers, got {fixed} and {layers}. "
+            "Write -1 for one of the numbers to assign the rest, or name the layers with layers=."
         )
     left = total - fixed
     if left < len(wildcards):
         raise PartitionError(
-            f"{argument} must leave a layer for every -1, but {layers}, of which the other "
-            f"IPUs take {fixed} and {len(wildcards)} of -1 share {max(left, 0)}. Use fewer IPUs or "
+            f"{argument} must leave a layer for every -1, but {layers}: the other IPUs take "
+            f"{fixed}, and {len(wildcards)} entries of -1 share {max(left, 0)}. Use fewer IPUs or "
             "smaller numbers."
         )
     shares = list(counts)
@@ -416,10 +415,10 @@ def share_out(
         shorter = [n for ipu, n in enumerate(counts) if ipu not in empty]
         named = f"stages={{'name of a module': {first}}}"
         if argument.startswith("IPUConfig."):
-            named += " of compile beside layers_per_ipu=[-1] in the config"
+            named += " of compile with layers_per_ipu=[-1] in the config"
         raise PartitionError(
-            f"{argument} must give every IPU at least one layer, but for the first, for one behind "
-            "the last layer, and for those with parts of a serialised layer, got 0 for IPU "
-            f"{first}. Use fewer IPUs, with {shorter}, or put other modules there with {named}."
+            f"{argument} must give every IPU at least one layer, except the first, one after the "
+            f"last layer, and those with parts of a serialised layer, got 0 for IPU {first}. Use "
+            f"fewer IPUs, with {shorter}, or put other modules there with {named}."
         )
     return shares

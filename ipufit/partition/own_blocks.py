@@ -137,10 +137,10 @@ class OwnBlocks:
                 some = [f", such as {name!r}," for name, _ in blocks if name != "None"]
                 named = (ipu for _, ipu in blocks if ipu is not None)
                 raise PartitionError(
-                    "a module is divided by its own blocks or by the arguments of compile, but it "
-                    f"has blocks{some[0] if some else ''} and is divided by stages or "
-                    "layers_per_ipu too. Take its blocks away with poptorch.removeBlocks(module), "
-                    "or leave the arguments out; beside a config with layers_per_ipu=[-1], pass "
+                    "a module is divided either by its own blocks or by arguments of compile, but "
+                    f"it has blocks{some[0] if some else ''} and also stages or layers_per_ipu. "
+                    "Remove its blocks with poptorch.removeBlocks(module), or leave the arguments "
+                    "out; with layers_per_ipu=[-1] in a config, pass "
                     f"ipus_per_replica={1 + max(named, default=partition.ipus - 1)}."
                 )
             return
@@ -153,8 +153,8 @@ class OwnBlocks:
         without = [name for name, ipu in self.entered() if ipu is None]
         if self._partition is not None and without:
             raise PartitionError(
-                f"every block must say on which IPU it runs, but the block {without[0]!r} does "
-                "not. Begin it with ipu_id=0, say, or name its IPU in an object for strategy."
+                f"every block must name its IPU, but the block {without[0]!r} does not. Begin it "
+                "with ipu_id=0, for example, or name its IPU in an object for strategy."
             )
         named = [ipu for _, ipu in (self.entered() or self._placed) if ipu is not None]
         ipus = self._partition.ipus if self._partition is not None else 1
@@ -178,9 +178,9 @@ class OwnBlocks:
             other, where = first.setdefault(id(stage), (name, ipu))
             if where != ipu:
                 raise PartitionError(
-                    f"the blocks of a stage run on one IPU, but {other!r} and {name!r}, which "
-                    f"strategy puts into one stage, begin on IPUs {where} and {ipu}. Give each a "
-                    "poptorch.Stage of its own, or say poptorch.Stage(...).ipu(number)."
+                    f"the blocks of a stage run on one IPU, but strategy puts {other!r} and "
+                    f"{name!r} into one stage, and they begin on IPUs {where} and {ipu}. Give each "
+                    "its own poptorch.Stage, or use poptorch.Stage(...).ipu(number)."
                 )
 
 

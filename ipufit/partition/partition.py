@@ -114,7 +114,7 @@ class Partition:
     def describe(self) -> str:
         """Strategy and beginnings, in one line."""
         if self.is_open:
-            how = "divided when the first micro-batch is known"
+            how = "divided once the first micro-batch is known"
             return f"{self.strategy} over {self.stages} stages, {how}"
         if not self.begins:
             count = f" in {self.stages} stages" if self.stages != self.ipus else ""
@@ -212,8 +212,8 @@ class Partitions:
             return lines
         if inference.is_pipelined and not inference.is_chosen:
             lines[1] = (
-                f"Inference: {infer}; sharded where an execution has less than {inference.stages} "
-                "device iterations, which would not fill the pipeline."
+                f"Inference: {infer}; sharded if an execution has less than {inference.stages} "
+                "device iterations, which can't fill the pipeline."
             )
         return lines
 
@@ -260,7 +260,7 @@ def named_stages(
                 if placed_by_path.setdefault(path, placed) != placed:
                     raise PartitionError(
                         f"{argument} must give a module one stage, but {written[path]!r} and "
-                        f"{key!r} are one module, got {stages[written[path]]} and {stage}. "
+                        f"{key!r} are the same module, got {stages[written[path]]} and {stage}. "
                         "Leave one out."
                     )
                 written.setdefault(path, key)
@@ -307,7 +307,7 @@ def _check_called(part: nn.Module, name: str, argument: str) -> None:
     cure = f"Name its first layer, {child!r}." if child else "Name a module that is called."
     raise PartitionError(
         f"{argument} must name modules that forward calls, got {name!r}, which is a "
-        f"{type(part).__name__} and only holds others. {cure}"
+        f"{type(part).__name__} and only contains others. {cure}"
     )
 
 

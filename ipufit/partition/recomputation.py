@@ -31,13 +31,13 @@ def resolve_recompute(module: nn.Module, recompute: object, jit: str) -> Tuple[s
         outer = [other for other in names if name.startswith(f"{other}.")]
         if outer:
             raise ConfigurationError(
-                f"layers to recompute must stand side by side, but {name!r} is inside of "
-                f"{outer[0]!r}, which is recomputed as a whole. Name one of them."
+                f"layers to recompute must not contain each other, but {name!r} is inside "
+                f"{outer[0]!r}, which is recomputed as a whole. Name only one of them."
             )
     if jit == OFF:
         raise ConfigurationError(
-            f"recompute changes a recorded program, but run_eagerly=True has none, "
-            f"got both, with recompute={recompute!r}. Leave one of them out."
+            "recompute changes a recorded program, but run_eagerly=True records none, got both, "
+            f"with recompute={recompute!r}. Leave one of them out."
         )
     return tuple(names)
 
@@ -81,8 +81,8 @@ def _named(module: nn.Module, recompute: object) -> List[str]:
             if not is_called(modules[key]):
                 raise ConfigurationError(
                     f"layers to recompute must be called, but {key!r} is a "
-                    f"{type(modules[key]).__name__}, which only holds layers. Write '{key}.*' for "
-                    "each of them."
+                    f"{type(modules[key]).__name__}, which only contains layers. Write '{key}.*' "
+                    "for each of them."
                 )
             wanted[key] = None
     return [name for name in modules if name in wanted]
@@ -126,7 +126,7 @@ def watch_calls(
     if missed:
         raise ConfigurationError(
             f"layers to recompute must be called in forward, but {missed[0]!r} was not. Name the "
-            "layer that computes with it."
+            "layer around it."
         )
 
 

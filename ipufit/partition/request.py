@@ -87,8 +87,8 @@ class Parallel:
         for name in ("layers", "ipus_per_replica", "auto_round_ipus", "inference"):
             if getattr(inference, name) is not None:
                 raise ConfigurationError(
-                    "Parallel.inference has stages, layers_per_ipu and strategy alone, and all "
-                    f"else as in training, but sets {name}. Leave it out there."
+                    "Parallel.inference takes only stages, layers_per_ipu and strategy; the rest "
+                    f"is the same as in training, but it sets {name}. Leave it out there."
                 )
 
 

@@ -85,12 +85,12 @@ def resolve_partition(
         if request.stages is not None and request.layers_per_ipu is not None:
             raise PartitionError(
                 f"{request.name('stages')} and {request.name('layers_per_ipu')} both divide the "
-                "module. Give one of them."
+                "module. Pass one of them."
             )
         if request.layers is not None and request.layers_per_ipu is None:
             raise PartitionError(
                 "layers says which layers layers_per_ipu counts, but there is no layers_per_ipu. "
-                "Give both or none."
+                "Pass both or none."
             )
         if _is_auto(request):
             _check_auto(request, strategy, sdk_strategy)
@@ -102,16 +102,16 @@ def resolve_partition(
     begins, places = division.begins, division.places
     if sdk_strategy is not None and begins:
         raise PartitionError(
-            f"{request.name('strategy')} as an object of PopTorch's names blocks of the module's "
-            f"own, but {request.name('stages')} or {request.name('layers_per_ipu')} divides it "
-            f"too. Use {request.name('strategy')}={strategy!r}, or leave the other out."
+            f"{request.name('strategy')} as a PopTorch object names the module's own blocks, but "
+            f"{request.name('stages')} or {request.name('layers_per_ipu')} divides it too. Use "
+            f"{request.name('strategy')}={strategy!r}, or leave the other out."
         )
     if sdk_strategy is None and not begins and "phased" in strategy and not _is_auto(request):
         kind = next(k for k, name in POPTORCH_STRATEGIES.items() if name == strategy)
         raise PartitionError(
             f"{request.name('strategy')}={strategy!r} runs the stages of {request.name('stages')} "
-            f"or {request.name('layers_per_ipu')} as phases, got neither. Give one of them, or, "
-            f"for blocks of the module's own, {request.name('strategy')}=poptorch.{kind}('A', 'B') "
+            f"or {request.name('layers_per_ipu')} as phases, got neither. Pass one of them, or, "
+            f"for the module's own blocks, {request.name('strategy')}=poptorch.{kind}('A', 'B') "
             "with their names."
         )
     if places:
@@ -126,16 +126,16 @@ def resolve_partition(
         cure = f"Set it to {ipus}" if request.ipus_said_by else "Leave it out"
         raise PartitionError(
             f"{request.ipus_said_by or request.name('ipus_per_replica')} must be the number of "
-            f"IPUs that the {strategy} stages take, {ipus}, got {count}. {cure}."
+            f"IPUs that the {strategy} stages need, {ipus}, got {count}. {cure}."
         )
     check_splits(module, strategy, ipus, is_training)
     if not begins and sdk_strategy is None and (count or 1) == 1:
         if request.strategy is not None and not _is_auto(request):
             raise PartitionError(
                 f"{request.name('strategy')} says how stages run, got {strategy!r}, but nothing "
-                "divides the module. Give stages or layers_per_ipu, or ipus_per_replica for a "
-                "module with blocks of its own. For overlapped IO on one IPU use poptorch= "
-                "with setExecutionStrategy(poptorch.ShardedExecution())."
+                "divides the module. Pass stages or layers_per_ipu, or ipus_per_replica for a "
+                "module with its own blocks. For overlapped IO on one IPU use poptorch= with "
+                "setExecutionStrategy(poptorch.ShardedExecution())."
             )
         return None
     chosen = request.strategy is not None
@@ -157,8 +157,8 @@ def _check_auto(request: PartitionRequest, strategy: str, sdk_strategy: object) 
     name = request.name("stages")
     if request.prefix:
         raise PartitionError(
-            f"{name} must map names of modules to numbers of stages, got 'auto'. Leave it out, so "
-            "that inference has the stages of training, which stages='auto' finds."
+            f"{name} must map names of modules to numbers of stages, got 'auto'. Leave it out: "
+            "inference then has the stages that stages='auto' finds for training."
         )
     if sdk_strategy is not None or strategy not in ("pipelined", "sharded"):
         raise PartitionError(
@@ -167,9 +167,9 @@ def _check_auto(request: PartitionRequest, strategy: str, sdk_strategy: object) 
         )
     if request.ipus_per_replica is None:
         raise PartitionError(
-            "stages='auto' needs to know how many stages to make, for the IPUs of a replica must "
-            "be known before the data. Pass ipus_per_replica=2, say, or ask model.plan(x), which "
-            "finds the smallest number, and pass stages=model.plan(x).stages."
+            "stages='auto' needs the number of stages, because the IPUs of a replica are fixed "
+            "before there is data. Pass for example ipus_per_replica=2, or "
+            "stages=model.plan(x).stages, where plan finds the smallest number."
         )
 
 
@@ -188,15 +188,15 @@ def _check_places(module: nn.Module, strategy: str, request: PartitionRequest) -
     """
     if "phased" in strategy:
         raise PartitionError(
-            f"{request.name('stages')} puts a stage on an IPU of its choice, (number, IPU), but "
-            f"the strategy is {strategy!r}, whose phases have their IPUs in turn. Give numbers "
-            "alone, or use strategy='pipelined' or 'sharded'."
+            f"{request.name('stages')} puts a stage on a chosen IPU, (number, IPU), but the "
+            f"strategy is {strategy!r}, whose phases use the IPUs in turn. Pass only numbers, or "
+            "use strategy='pipelined' or 'sharded'."
         )
     if has_placed_parts(module):
         raise PartitionError(
-            f"{request.name('stages')} puts a stage on an IPU of its choice, (number, IPU), but "
-            "serialised layers have parts on several IPUs, which number the stages. Cut them by a "
-            "factor, or give numbers alone."
+            f"{request.name('stages')} puts a stage on a chosen IPU, (number, IPU), but serialised "
+            "layers have parts on several IPUs, which define the stages. Cut them by a factor, or "
+            "pass only numbers."
         )
 
 
@@ -207,7 +207,7 @@ def check_splits(module: nn.Module, strategy: str, ipus: int, is_training: bool)
         raise _misplaced(module, wanted, ipus, is_training)
     if wanted and "phased" in strategy:
         raise PartitionError(
-            f"splits_per_ipu put parts of one layer on several IPUs, which phases can't have, but "
+            "splits_per_ipu puts parts of one layer on several IPUs, which phases can't do, but "
             f"the strategy is {strategy!r}. Use a factor, or another strategy."
         )
     if not is_training:
@@ -227,8 +227,8 @@ def _misplaced(module: nn.Module, wanted: int, ipus: int, is_training: bool) -> 
     cure = divide if not by_config else f"set IPUConfig.inference_ipus_per_replica={wanted}."
     return PartitionError(
         "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
-        f"replica there, got {wanted} and a replica has {ipus}. Say with "
-        f"Memory.inference_serialize how they are cut in inference, or {cure}"
+        f"replica, got {wanted} and a replica has {ipus} in inference. Set "
+        f"Memory.inference_serialize, or {cure}"
     )
 
 
@@ -262,8 +262,8 @@ def _named(module: nn.Module, stages: object, argument: str) -> Division:
     gap = first_gap(numbers, ipus_with_parts(module))
     if gap is not None:
         raise PartitionError(
-            f"{argument} must number the stages without a gap, but no module begins stage "
-            f"{gap}, got {', '.join(map(str, numbers))}. Renumber them from 0."
+            f"{argument} must number the stages without gaps, but no module begins stage {gap}, "
+            f"got {', '.join(map(str, numbers))}. Renumber them from 0."
         )
     order = {name: place for place, (name, _) in enumerate(module.named_modules())}
     begins = tuple(sorted(pairs.items(), key=lambda pair: _place(pair[0], order)))
@@ -290,14 +290,14 @@ def _places(placed: Mapping[str, Placed], stages: int, argument: str) -> Tuple[i
         if before == after:
             raise PartitionError(
                 f"{argument} must begin a stage only where the IPU changes, but stages {stage} and "
-                f"{stage + 1} are both on IPU {after}. Make them one stage."
+                f"{stage + 1} are both on IPU {after}. Merge them into one stage."
             )
     gap = first_gap(places, frozenset())
     if gap is not None or places[0]:
         raise PartitionError(
-            f"{argument} must begin on IPU 0 and number the IPUs without a gap, got stages on IPUs "
-            f"{text}. A number alone is that of the stage and of its IPU; write (number, "
-            "IPU) behind a stage that goes back."
+            f"{argument} must begin on IPU 0 and number the IPUs without gaps, got stages on IPUs "
+            f"{text}. A single number is both stage and IPU; after a stage that goes back, write "
+            "(number, IPU)."
         )
     return () if places == list(range(stages)) else tuple(places)
 

@@ -135,9 +135,8 @@ def parts_of(layer: str, setting: Any) -> Parts:
     if (factor is None) == (splits is None):
         came = "neither" if factor is None else f"factor={factor} and splits_per_ipu={splits}"
         raise ConfigurationError(
-            f"either factor or splits_per_ipu says into how many parts {layer!r} is cut, got "
-            f"{came}. Give factor where all parts stay on one IPU, splits_per_ipu where each IPU "
-            "gets some."
+            f"either factor or splits_per_ipu sets the number of parts of {layer!r}, got {came}. "
+            "Pass factor to keep all parts on one IPU, splits_per_ipu to spread them over IPUs."
         )
     one_of(f"the mode of {layer!r}", mode, MatMulCut)
     if splits is not None:
@@ -145,7 +144,7 @@ def parts_of(layer: str, setting: Any) -> Parts:
         if mode == "input_channels":
             raise ConfigurationError(
                 f"splits_per_ipu of {layer!r} places parts of the weight, but "
-                "mode='input_channels' cuts the input and leaves the weight whole. Give a factor, "
+                "mode='input_channels' cuts the input and leaves the weight whole. Pass a factor, "
                 "or another mode."
             )
         return Parts(sum(counts), counts, mode)
@@ -174,7 +173,7 @@ def _splits(layer: str, splits: object) -> Tuple[int, ...]:
     moved = side_by_side(splits)
     if moved != list(splits):
         raise refused(
-            "stand on IPUs side by side, without a zero between them",
+            "be on neighbouring IPUs, without a zero between them",
             f"Move them together, such as {moved}.",
         )
     return tuple(splits)
@@ -305,9 +304,9 @@ class CutWeight(Serialized):
         """Refuse to set the weight, which is several parameters."""
         if name == "weight":
             raise ConfigurationError(
-                f"the weight of a layer that is cut must be set in its parts, {self._named()}, got "
-                f"one for all of {self.title!r}. Call ipufit.partition.to_dense(module), set it, "
-                "and serialise and compile anew."
+                f"the weight of a serialized layer must be set in its parts, {self._named()}, got "
+                f"one weight for {self.title!r}. Call ipufit.partition.to_dense(module), set it, "
+                "and serialise and compile again."
             )
         super().__setattr__(name, value)
 

@@ -354,9 +354,9 @@ def _tried(
             trial.step()
     except Exception as error:
         raise PartitionError(
-            f"what {type(optimizer).__name__} keeps for a parameter is found out by a step on "
-            f"zeros, but it fails with {brief_error(error)}. Make the plan with an "
-            "optimizer of the same state, such as 'adam'."
+            f"the optimizer state of {type(optimizer).__name__} is measured by a step on zeros, "
+            f"but that fails with {brief_error(error)}. Make the plan with an optimizer that has "
+            "the same state, such as 'adam'."
         ) from error
     return dict(state[zeros])
 

@@ -121,10 +121,10 @@ class DividedModule:
         most = max(by_ipu(taken, () if partition is None else partition.places))
         if most > memory:
             raise PartitionError(
-                f"planned stages must fit in the memory that they were planned for, {size(memory)} "
-                f"per IPU, but with micro-batches of {first.size} samples the largest takes about "
-                f"{size(most)}. Plan with such a batch, or use a smaller one, or pass "
-                "stages=plan.stages, which are not held against the estimate."
+                f"planned stages must fit in the memory of the plan, {size(memory)} per IPU, but "
+                f"with micro-batches of {first.size} samples the largest needs about {size(most)}. "
+                "Plan with such a batch, or use a smaller one, or pass stages=plan.stages, which "
+                "is not checked."
             )
 
     def count_stages(self, first: MicroBatch, training: bool) -> None:
@@ -268,8 +268,8 @@ class DividedModule:
         stages = 1 if partition is None else partition.ipus
         if ipus is not None:
             raise PartitionError(
-                f"ipus={ipus} was shared out among replicas before the first batch, which can't be "
-                f"read twice, showed that the module's own blocks take {stages} IPUs. Pass "
+                f"ipus={ipus} was divided into replicas before the first batch, which can't be "
+                f"read twice, showed that the module's own blocks need {stages} IPUs. Pass "
                 f"ipus_per_replica={stages} to compile."
             )
         rounds = self.auto_round_ipus

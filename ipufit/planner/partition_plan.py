@@ -177,9 +177,9 @@ class PartitionPlan(TextReport):
         )
         if accumulation is None:
             raise ConfigurationError(
-                f"a utilisation of {share(utilisation)} is out of reach of the {schedule} "
-                f"schedule: these stages stay below {share(limit)}, however many micro-batches "
-                "follow each other. Ask for less, or divide the work more evenly."
+                f"a utilisation of {share(utilisation)} can't be reached with the {schedule} "
+                f"schedule: these stages stay below {share(limit)} for any number of "
+                "micro-batches. Choose a lower value, or divide the work more evenly."
             )
         return accumulation
 
@@ -340,7 +340,7 @@ def _stage_tables(plan: PartitionPlan) -> List[str]:
     counted = "as recomputed" if planned.recompute else "as kept"
     lines = [
         *columns(memory),
-        f"Total: with activations {counted}, of all micro-batches in flight.",
+        f"Total: with activations {counted}, for all micro-batches in flight.",
     ]
     if planned.checkpoints:
         count_of = len(planned.checkpoints)
@@ -356,7 +356,7 @@ def _stage_tables(plan: PartitionPlan) -> List[str]:
         f"{verdict}."
     )
     lines.append("Code, exchange and temporary tensors are not counted.")
-    lines += [*columns(work), "FLOPs are those of one micro-batch."]
+    lines += [*columns(work), "FLOPs are for one micro-batch."]
     if not planned.with_loss:
         lines.append("Without a target: the loss is not counted.")
     if planned.unused:
@@ -371,7 +371,7 @@ def _fullest_stages(plan: PartitionPlan, ipu: int) -> str:
     if len(shared) == 1:
         return f"stage {shared[0]} takes most"
     *first, last = shared
-    return f"stages {', '.join(first)} and {last} on IPU {ipu} take most, {size(plan.memory[ipu])}"
+    return f"stages {', '.join(first)} and {last} on IPU {ipu} need most, {size(plan.memory[ipu])}"
 
 
 def _pipeline_table(plan: PartitionPlan) -> List[str]:
@@ -400,7 +400,9 @@ def _pipeline_table(plan: PartitionPlan) -> List[str]:
         )
     lines = columns(rows)
     if planned.places:
-        lines.append("Stages on one IPU work one after the other, in every step of the pipeline.")
+        lines.append(
+            "Stages on the same IPU run one after the other in every step of the pipeline."
+        )
     return [
         *lines,
         f"* assumed above. Utilisation: with gradient_accumulation="
@@ -427,22 +429,21 @@ def apply_plan(module: nn.Module, request: PartitionRequest) -> PartitionRequest
     name, strategy = request.name("stages"), plan.planned.strategy
     if plan.planned.fingerprint != fingerprint(module):
         raise PartitionError(
-            f"{name} as a plan must be one of the module that is compiled, "
-            f"{type(module).__name__}, but this one was made of a {plan.planned.title} with other "
-            "layers or parameters. Ask model.plan again."
+            f"{name} as a plan must be for the compiled module, {type(module).__name__}, but this "
+            f"one is for a {plan.planned.title} with other layers or parameters. Call model.plan "
+            "again."
         )
     if not plan.fits:
         most = max(plan.memory)
         raise PartitionError(
-            f"{name} as a plan must fit in the memory that it was made for, "
-            f"{size(plan.planned.memory)} per IPU, but its largest stage takes about {size(most)}. "
-            f"Plan with more IPUs or a smaller batch, or pass {name}=plan.stages, which are not "
-            "held against the estimate."
+            f"{name} as a plan must fit in its memory, {size(plan.planned.memory)} per IPU, but "
+            f"its largest stage needs about {size(most)}. Plan with more IPUs or a smaller batch, "
+            f"or pass {name}=plan.stages, which is not checked."
         )
     if request.strategy not in (None, strategy):
         raise PartitionError(
             f"{request.name('strategy')} must be that of the plan, {strategy!r}, got "
-            f"{request.strategy!r}. Leave it out, or plan with the other one."
+            f"{request.strategy!r}. Leave it out, or plan with the other strategy."
         )
     if len(plan.costs) == 1:
         return dataclasses.replace(request, stages=None, strategy=None)

@@ -66,7 +66,7 @@ def plan_partition(
     strategy = wanted.strategy
     if schedule != SCHEDULES[0] and strategy == "sharded":
         raise ConfigurationError(
-            f"schedule is that of a pipeline, but strategy='sharded' runs one stage at a time, got "
+            "schedule is for pipelines, but strategy='sharded' runs one stage at a time, got "
             f"{schedule!r}. Leave it out, or use strategy='pipelined'."
         )
     schedule = schedule_of(strategy, schedule)
@@ -218,9 +218,9 @@ def _check_work(
     least, most = round_up(count) // 2, round_up(count)
     if ipus is None and count != most and not rounds:
         raise PartitionError(
-            f"a replica must have a power of two of stages, each on an IPU, got {count}. Plan with "
-            f"{least} or {most}, such as ipus_per_replica={most}, or compile with "
-            "Parallel(auto_round_ipus=True) to leave IPUs idle."
+            "the number of stages of a replica, each on an IPU, must be a power of two, got "
+            f"{count}. Plan with {least} or {most}, such as ipus_per_replica={most}, or compile "
+            "with Parallel(auto_round_ipus=True) to leave IPUs idle."
         )
     filling = accumulation is not None and wanted.strategy == "pipelined"
     Plan.make(

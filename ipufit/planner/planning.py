@@ -336,8 +336,8 @@ class PartitionEstimator:
             return [self._costs.of(0, len(self._trace.segments), self._first())]
         if not partition.begins:
             raise PartitionError(
-                "plan needs to know which modules begin the stages, but this model is divided by "
-                "its own blocks. Pass stages={'name of a module': number of its stage}, or "
+                "plan needs the modules that begin the stages, but this model is divided by its "
+                "own blocks. Pass stages={'name of a module': number of its stage}, or "
                 "stages='auto'."
             )
         calls = self._trace.calls()
@@ -413,10 +413,10 @@ class PartitionEstimator:
             most = max(by_ipu(memory_of(least.costs, kind, recompute), least.places))
             how = "recomputed" if recompute else "kept"
             raise PartitionError(
-                f"stages='auto' must find stages that fit in an IPU's {size(IPU_MEMORY)}, but none "
-                f"of {stages} do: of the evenest ones the largest takes about {size(most)}, with "
-                f"activations {how}. Use a larger ipus_per_replica, or smaller micro-batches, or "
-                "name the stages, which are not held against this estimate."
+                f"stages='auto' must find stages that fit in an IPU's {size(IPU_MEMORY)}, but no "
+                f"division into {stages} does: in the most even one, the largest stage needs about "
+                f"{size(most)}, with activations {how}. Use a larger ipus_per_replica or smaller "
+                "micro-batches, or name the stages, which are not checked."
             )
         begins = ((cost.name, stage) for stage, cost in enumerate(division.costs) if cost.name)
         return tuple(begins), division.places

@@ -144,7 +144,7 @@ def _draw_timeline(panel: Any, title: str, timeline: Timeline) -> None:
                 bbox={"boxstyle": "round,pad=0.1", "fc": _PASSES[task.is_backward][1], "lw": 0},
             )
     panel.set_title(title, fontsize="medium", fontweight="bold", loc="left")
-    panel.set_xlabel("time, in that of one micro-batch through all stages and back")
+    panel.set_xlabel("time; 1 is one micro-batch through all stages and back")
     panel.set_xlim(0, timeline.total or 1)
     _legend(panel)
 

@@ -28,10 +28,10 @@ __all__ = ["Connection", "PendingWork"]
 # What torch.distributed raises has no class of its own; on torch 2.0 a limit is a TimeoutError.
 TORCH_ERRORS = (RuntimeError, ValueError, OSError)
 GRACE = 3.0  # seconds in which those who are alive answer
-_AGAIN = "tart all processes again; a run that keeps checkpoints resumes from the last one."
+_AGAIN = "tart all processes again; a run with checkpoints resumes from the last one."
 _LOOK = (
-    "Look at what that process printed, repair it, and start all processes again; a run that "
-    "keeps checkpoints resumes from the last one."
+    "Read the output of that process, fix the cause, and start all processes again; a run with "
+    "checkpoints resumes from the last one."
 )
 _SLOW = "If it is only slow, raise the limit with ipufit.distributed(timeout=...); then s" + _AGAIN
 
@@ -81,8 +81,8 @@ class FaultFinder:
         if not view.is_closed and not all(view.noticed):
             who = named([number for number, came in enumerate(view.noticed) if not came])
             return PeerFault(
-                f"{who} of {self.num_processes} did not come to the same point within "
-                f"{self.timeout:g} s (waits, works on something else, or hangs)",
+                f"{who} of {self.num_processes} did not reach the same point within "
+                f"{self.timeout:g} s (waits, is busy, or hangs)",
                 _SLOW,
             )
         return fault or PeerFault(
@@ -96,11 +96,11 @@ class FaultFinder:
             return fault
         if heartbeats.lost is None or heartbeats.is_silent:
             return PeerFault(
-                f"process 0 of {self.num_processes} did not come to the same point within "
+                f"process 0 of {self.num_processes} did not reach the same point within "
                 f"{self.timeout:g} s, and does not answer (it hangs, or its machine failed)"
             )
         if self.is_hosted:
-            return PeerFault("the launcher, through which they speak, has gone")
+            return PeerFault("the launcher, through which they communicate, is gone")
         return PeerFault(
             f"process 0 of {self.num_processes} has gone (ended, killed, or its machine failed)"
         )
@@ -179,8 +179,8 @@ class Connection:
         self._same.check()
         if self._broken:
             raise ProcessError(
-                "a process that has left the others can't speak to them again, but this one left "
-                f"them because {self._broken}. {PeerFault('').cure}"
+                "a process that left the others can't reconnect, but this one left them because "
+                f"{self._broken}. {PeerFault('').cure}"
             )
         if self.is_connected:
             return
@@ -259,8 +259,8 @@ class Connection:
             rank, size = distributed.get_rank(), distributed.get_world_size()
             if (rank, size) != (self._me, self._count):
                 raise ConfigurationError(
-                    f"torch.distributed must have the numbers of the run, but there this is "
-                    f"process {rank} of {size}, and here it is {self._me} of {self._count}. Leave "
+                    "torch.distributed and ipufit must agree, but for torch this is process "
+                    f"{rank} of {size}, and for ipufit {self._me} of {self._count}. Leave "
                     "ipufit.distributed out, or pass it the same numbers."
                 )
             # Not public, but there since torch 1.x, and torch's own packages use it.
@@ -299,7 +299,7 @@ class Connection:
                         'ipufit.distributed(address="host:port"), the same in all processes.'
                     ) from error
                 raise ProcessError(
-                    f"process 0 must be reached at {where} within {seconds:g} s, but was not: "
+                    f"process 0 must be reachable at {where} within {seconds:g} s, but is not: "
                     f"{first_line(error)}. Check that it runs, and that MASTER_ADDR and "
                     "MASTER_PORT, or the address of ipufit.distributed, name its machine in all "
                     "processes."
@@ -312,8 +312,8 @@ class Connection:
         try:
             if heartbeats.arrive(self._count) > 1:
                 self._refuse(
-                    "each process of a run must have its own number, but two came as process "
-                    f"{self._me}. Check what the launcher or ipufit.distributed tells each."
+                    "each process of a run must have its own number, but two have number "
+                    f"{self._me}. Check the launcher, or the arguments of ipufit.distributed."
                 )
             until = time.monotonic() + self._timeout
             while True:
@@ -325,9 +325,9 @@ class Connection:
                             f"process 0 has {first}" if self._me else "another has another number"
                         )
                         self._refuse(
-                            "all processes of a run must know of the same number of processes, "
-                            f"but process {self._me} has {self._count} and {what}. Check what the "
-                            "launcher or ipufit.distributed tells each."
+                            "all processes of a run must have the same number of processes, but "
+                            f"process {self._me} has {self._count} and {what}. Check the launcher, "
+                            "or the arguments of ipufit.distributed."
                         )
                 if heartbeats.alarm:
                     self.fail(False)
@@ -370,7 +370,7 @@ class Connection:
             fault = fault or self._faults.without_asking(heartbeats)
         self._leave(fault.what)
         raise ProcessError(
-            f"all processes of a run must go on together, but {fault.what}. {fault.cure}"
+            f"all processes of a run must continue together, but {fault.what}. {fault.cure}"
         ) from cause
 
     def _leave(self, why: str) -> None:

@@ -131,7 +131,7 @@ class Processes:
                 text = (
                     "all processes must do the same at the same time, but process 0 is at "
                     f"{answers[0][0]!r} and process {process} at {theirs!r}. Call fit, evaluate "
-                    "and predict in all of them, also from callbacks, and never in one alone."
+                    "and predict in all of them, also from callbacks, never in only one."
                 )
                 raise common(ProcessError(text))
         return [answer for _, answer in answers]
@@ -325,9 +325,8 @@ class Processes:
 
     def _failed(self, process: int, text: str) -> ProcessError:
         what = (
-            f"all processes must get through this, but process {process} of "
-            f"{self.num_processes} failed: {text}. Look at what that process printed, and repair "
-            "it there."
+            f"all processes must complete this step, but process {process} of {self.num_processes} "
+            f"failed: {text}. Read the output of that process, and fix it there."
         )
         return common(ProcessError(what))
 
@@ -335,7 +334,7 @@ class Processes:
         text = (
             f"all processes of a run must have the same {fact}, but process 0 has {_shown(first)} "
             f"and process {process} has {_shown(theirs)}. Start all of them with the same program, "
-            "arguments and seed, and give each the whole data, as each takes its share itself."
+            "arguments and seed, and pass the whole data to each; each takes its own share."
         )
         return common(ProcessError(text))
 

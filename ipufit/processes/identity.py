@@ -84,8 +84,8 @@ def distributed(
     arguments = _checked(process_id, num_processes, address, timeout)
     if any(each.connection.is_connected for each in _runs.values()):
         raise ConfigurationError(
-            "ipufit.distributed must be called before the processes first speak to each other, "
-            "but they are connected already. Call it at the start of the program."
+            "ipufit.distributed must be called before the processes first communicate, but they "
+            "are already connected. Call it at the start of the program."
         )
     before, _arguments = _arguments, arguments
     try:
@@ -155,9 +155,9 @@ def _by_hand(arguments: _Arguments, process_id: int, num_processes: int) -> Proc
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if not host or not port:
             raise ConfigurationError(
-                f"{num_processes} processes must know where process 0 is, but "
-                "ipufit.distributed got no address, and MASTER_ADDR and MASTER_PORT are not set. "
-                'Pass address="host:port" of process 0, the same in all processes.'
+                f"{num_processes} processes need the address of process 0, but ipufit.distributed "
+                "got no address, and MASTER_ADDR and MASTER_PORT are not set. Pass "
+                'address="host:port" of process 0, the same in all processes.'
             )
         place = parse_address(f"{host}:{port}")
     return Processes(process_id, num_processes, "hand", 0, place, arguments.timeout)

@@ -80,10 +80,10 @@ def find_launcher(environment: Mapping[str, str]) -> Optional[LauncherInfo]:
         outer = by_mpi or by_slurm
         if outer is not None and outer.num_processes > 1 and _numbers(outer) != _numbers(by_torch):
             raise ConfigurationError(
-                "the environment must say one thing about the processes, but "
-                f"{by_torch.names} say process {by_torch.process_id} of {by_torch.num_processes}, "
-                f"and {outer.names} say process {outer.process_id} of {outer.num_processes}. "
-                "Unset those that are wrong, or call ipufit.distributed with the right numbers."
+                f"environment variables contradict each other: {by_torch.names} say process "
+                f"{by_torch.process_id} of {by_torch.num_processes}, and {outer.names} say process "
+                f"{outer.process_id} of {outer.num_processes}. Unset the wrong ones, or call "
+                "ipufit.distributed with the right numbers."
             )
         if outer is not None and _numbers(outer) == _numbers(by_torch):
             return outer
@@ -110,16 +110,16 @@ def find_rendezvous(environment: Mapping[str, str], info: LauncherInfo) -> Rende
         host = "127.0.0.1"
     if not host:
         raise ConfigurationError(
-            f"{info.num_processes} processes must know where process 0 is, but MASTER_ADDR is "
-            "not set. Set it to the name of that machine, and MASTER_PORT to a free port there, "
-            'the same for all processes, or pass address="host:port" to ipufit.distributed.'
+            f"{info.num_processes} processes need the address of process 0, but MASTER_ADDR is not "
+            "set. Set it to the name of that machine, and MASTER_PORT to a free port there, the "
+            'same for all processes, or pass address="host:port" to ipufit.distributed.'
         )
     if port is None:
         if not info.job:
             raise ConfigurationError(
-                f"{info.num_processes} processes must know where process 0 listens, but "
-                "MASTER_PORT is not set. Set it to a port that is free on its machine, the same "
-                'for all processes, or pass address="host:port" to ipufit.distributed.'
+                f"{info.num_processes} processes need the port of process 0, but MASTER_PORT is "
+                "not set. Set it to a port that is free on its machine, the same for all "
+                'processes, or pass address="host:port" to ipufit.distributed.'
             )
         port = _PORTS[zlib.crc32(info.job.encode()) % len(_PORTS)]
     is_hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"

@@ -27,15 +27,15 @@ _WANTED = "0.9"
 _PAST_BEST, _WORSE = 3, 0.05
 
 _CURES = {
-    "metrics": "Compute fewer metrics while training, let outputs='final' bring back fewer "
-    "outputs, or leave them to the validation.",
-    "callbacks": "Look for a callback that does much after every execution: give it "
+    "metrics": "Compute fewer metrics while training, return fewer outputs with outputs='final', "
+    "or compute metrics only in validation.",
+    "callbacks": "Look for a callback that does much work after every execution: give it "
     "every_updates, or put it into ipufit.callbacks.Asynchronous.",
-    "checkpoint": "Write fewer of them: a larger every_updates of ipufit.Checkpoint, or none but "
-    "those at the ends of epochs.",
+    "checkpoint": "Write fewer checkpoints: use a larger every_updates of ipufit.Checkpoint, or "
+    "write them only at the end of epochs.",
 }
 _NAMES = {
-    "metrics": "working out the loss and the metrics",
+    "metrics": "computing loss and metrics",
     "callbacks": "callbacks",
     "checkpoint": "writing checkpoints",
 }
@@ -69,27 +69,27 @@ def _of_time(facts: Facts) -> Iterator[_Said]:
         return
     part = phases["data"] / training
     if part >= _WORTH["data"]:
-        yield f"{share(part)} of the training waits for data.", _data_cure(facts["params"])
+        yield f"{share(part)} of training is spent waiting for data.", _data_cure(facts["params"])
     for name, cure in _CURES.items():
         part = phases[name] / training
         if part >= _WORTH[name]:
-            yield f"{share(part)} of the training goes to {_NAMES[name]}.", cure
+            yield f"{share(part)} of training is spent on {_NAMES[name]}.", cure
     part = phases["capture"] / facts["seconds"]
     if part >= _CAPTURE:
-        text = f"{share(part)} of the run went to recording and compiling the program."
-        cure = "It is done once for each shape of micro-batch: longer runs have a smaller share, "
-        cure += "jit='graph' compiles nothing, and another fit of the model records nothing anew."
+        text = f"{share(part)} of the run time was spent on recording and compiling the program."
+        cure = "This happens once for each shape of micro-batch: longer runs have a smaller share, "
+        cure += "jit='graph' compiles nothing, and another fit of the model records nothing again."
         yield text, cure
     part = phases["validation"] / (training + phases["validation"])
     if part >= _VALIDATION:
-        text = f"{share(part)} of the time goes to validation."
+        text = f"{share(part)} of the time is spent on validation."
         yield text, "Validate less often (Validation(freq=2)) or on less (Validation(steps=...))."
 
 
 def _data_cure(params: Mapping[str, object]) -> str:
     if not params.get("prefetch") and not params.get("trainer"):
         return (
-            "Prepare executions ahead with loading=Loading(prefetch=1), or let workers read: "
+            "Prepare executions in advance with loading=Loading(prefetch=1), or let workers read: "
             "DataLoader(num_workers=2, persistent_workers=True)."
         )
     return "Give the DataLoader more workers, or make reading a sample cheaper."
@@ -128,8 +128,8 @@ def _of_work(facts: Facts, rows: Columns) -> Iterator[_Said]:
         yield (
             f"{skipped:,.0f} of {updates:,.0f} updates were skipped, because their gradient was "
             "not finite at the loss scale.",
-            "A few are how a dynamic scale finds its value. Of many, choose a smaller loss_scale, "
-            "or precision='mixed_bfloat16', which needs none.",
+            "A few are normal: a dynamic scale finds its value this way. If there are many, use a "
+            "smaller loss_scale, or precision='mixed_bfloat16', which needs none.",
         )
 
 
@@ -148,8 +148,8 @@ def _of_values(facts: Facts) -> Iterator[_Said]:
         yield (
             f"{name} was best in epoch {epoch}, {values[best]:.4g}, and {values[-1]:.4g} at the "
             "end.",
-            "Stop there, and keep what was best: "
-            f"EarlyStopping(monitor={name!r}, restore_best_weights=True).",
+            f"Stop there, and keep the best weights: EarlyStopping(monitor={name!r}, "
+            "restore_best_weights=True).",
         )
         return
 
@@ -161,7 +161,7 @@ def _of_stages(plan: Facts, params: Facts) -> Iterator[_Said]:
         yield (
             f"The module does not use {', '.join(unused[:3])}{more}: such parameters get no "
             "gradient.",
-            "Call the layer in forward, freeze it, or take it out.",
+            "Call the layer in forward, freeze it, or remove it.",
         )
     stages = plan["stages"]
     if len(stages) > 1:
@@ -173,9 +173,9 @@ def _of_stages(plan: Facts, params: Facts) -> Iterator[_Said]:
         largest = memory.index(need)
         of = f"{size(need)} of {size(room)}"
         yield (
-            f"What is on IPU {largest} is estimated to need {of}."
+            f"The stages on IPU {largest} need {of}, by estimate."
             if places
-            else f"Stage {largest} is estimated to need {of} on its IPU.",
+            else f"Stage {largest} needs {of} on its IPU, by estimate.",
             "Divide the model into more stages (Parallel(stages='auto', ipus_per_replica=...)), "
             "recompute (Memory(recompute=True)), serialise large layers, or use smaller "
             "micro-batches.",
@@ -187,10 +187,10 @@ def _of_pipeline(plan: Facts, params: Facts) -> Iterator[_Said]:
     if plan["strategy"] != "pipelined" or used >= _UTILISATION:
         return
     count: Optional[int] = plan.get("least_accumulation", {}).get(_WANTED)
-    text = f"The IPUs of the pipeline work {share(used)} of the time, by estimate."
+    text = f"The IPUs of the pipeline are busy {share(used)} of the time, by estimate."
     if count is not None and count > params.get("gradient_accumulation", 0):
         yield text, f"gradient_accumulation={count} would reach {share(float(_WANTED))}."
     else:
-        cure = "Stages of unequal time wait for the slowest one, whatever the accumulation: divide "
-        cure += "the work more evenly, such as by Parallel(stages='auto', ipus_per_replica=...)."
+        cure = "Stages of unequal time wait for the slowest one with any accumulation: divide "
+        cure += "the work more evenly, as with Parallel(stages='auto', ipus_per_replica=...)."
         yield text, cure

@@ -143,10 +143,10 @@ def _host(events: Events, run: Run, about: Dict[str, object]) -> None:
     events.process(_HOST, "host")
     epochs = run.facts["epochs"]
     about["phases"] = (
-        "Of an execution the seconds of each phase are measured, and not their order: phases are "
-        "drawn one after another in one order. What an epoch does after its last execution is "
-        "drawn after that: its validation, and then the other phases, likewise. It is left out "
-        "where executions of two epochs are joined, or a run went on in the middle of one."
+        "For each execution the time of each phase is measured, but not their order: phases are "
+        "drawn in a fixed order. After the last execution of an epoch come its validation and the "
+        "remaining phases, drawn in the same way. They are left out if executions of two epochs "
+        "are merged, or a run resumed within an epoch."
     )
     lane = events.lane(_HOST, 1, "epochs")
     for each in epochs:
@@ -233,7 +233,7 @@ def _rest(lane: Lane, epoch_rows: Sequence[Row], epoch: Facts) -> None:
 def _counters(events: Events, rows: Sequence[Row], about: Dict[str, object]) -> None:
     step = -(-len(rows) // MOST_COUNTS) or 1
     if step > 1:
-        about["counters"] = f"Of {step} executions in a row, counters show the first."
+        about["counters"] = f"Counters show the first of {step} consecutive executions."
     before: Dict[str, float] = {}
     for row in rows[::step]:
         values = {
@@ -266,7 +266,7 @@ def _pipeline(events: Events, run: Run, about: Dict[str, object]) -> None:
         "one second is": "one second: the estimate is scaled to the measured mean of an update"
         if update
         else "the estimated time of one micro-batch through all stages and back",
-        "tasks that are left out": len(line["tasks"]) - len(tasks),
+        "tasks left out": len(line["tasks"]) - len(tasks),
     }
     places = run.facts["plan"].get("places")
     lanes = [
@@ -293,8 +293,8 @@ def _operators(events: Events, operators: Facts, about: Dict[str, object]) -> No
         return
     events.process(_OPERATORS, "operators (one micro-batch)")
     about["operators"] = (
-        "Each event is all calls of one operator of one line in one micro-batch; they are drawn "
-        "one after another, in the order of the report's table."
+        "Each event stands for all calls of one operator on one source line in one micro-batch; "
+        "events are drawn one after another, in the order of the report's table."
     )
     lanes: Dict[str, Lane] = {}
     for row in operators["rows"]:

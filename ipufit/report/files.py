@@ -126,8 +126,8 @@ def read_facts(folder: str) -> Dict[str, Any]:
         file_format = facts["format"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigurationError(
-            f"a report must be a folder that ipufit.Report has written, but {path!r} can't be "
-            f"read ({type(error).__name__}: {error}). Pass such a folder."
+            f"a report must be a folder written by ipufit.Report, but {path!r} can't be read "
+            f"({type(error).__name__}: {error}). Pass such a folder."
         ) from error
     if file_format != FORMAT:
         raise ConfigurationError(

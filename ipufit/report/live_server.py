@@ -101,7 +101,7 @@ class Watched:
     def _run(self) -> Run:
         if not os.path.exists(os.path.join(self.folder, FACTS)):
             raise NotYetError(
-                f"Waiting for a run: {self.folder} holds no report yet. It begins with "
+                f"Waiting for a run: {self.folder} contains no report yet. A report begins with "
                 f"fit(callbacks=[ipufit.Report({self.folder!r})])."
             )
         try:
@@ -150,15 +150,15 @@ class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
         self.watched = watched
         if port is not None and not 0 <= port <= _MOST_PORT:
             raise ConfigurationError(
-                f"--port must be from 0, for any free one, to {_MOST_PORT}, got {port}."
+                f"--port must be 0, for a free port, or at most {_MOST_PORT}, got {port}."
             )
         try:
             super().__init__((ADDRESS, PORT if port is None else port), _Handler)
         except OSError as error:
             if port is not None:
                 raise ConfigurationError(
-                    f"--port {port} can't be had on {ADDRESS}: {error.strerror}. Pass another one, "
-                    "or none for any that is free."
+                    f"--port {port} is not available on {ADDRESS}: {error.strerror}. Pass another "
+                    "one, or leave it out for a free one."
                 ) from error
             super().__init__((ADDRESS, 0), _Handler)
 

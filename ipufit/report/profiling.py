@@ -33,14 +33,14 @@ def refuse_profiler(profiler: object) -> None:
     names = ("profiler", "step_rec_fn")
     if any(getattr(profiler, name, None) is not None for name in names):
         raise ConfigurationError(
-            "profiler of Report must be new, but this one was started before: it runs, or has been "
-            "given to another fit. Make one for every fit, and let fit start and stop it."
+            "profiler of Report must be new, but this one was started before: it is running, or "
+            "was passed to another fit. Create one for every fit, and let fit start and stop it."
         )
     autograd: Any = torch.autograd
     if autograd._profiler_enabled():
         raise ConfigurationError(
-            "profiler of Report can't look on while another profiler runs, and one does. Call fit "
-            "outside of its `with` block, or leave profiler out: the other one sees what fit does."
+            "profiler of Report can't run together with another profiler, but one is running. Call "
+            "fit outside of its `with` block, or leave profiler out: the other one records fit."
         )
 
 
@@ -163,9 +163,9 @@ class Profiler:
             return
         if waits or getattr(self._profiler, "profiler", self) is None:
             warn_user(
-                f"profiler of Report has nothing to show, so that there is no {TORCH_TRACE}: at "
-                "the end of the run its schedule was waiting or warming up. Choose a schedule that "
-                "ends before the run does, or pass on_trace_ready.",
+                f"profiler of Report recorded nothing, so there is no {TORCH_TRACE}: at the end of "
+                "the run its schedule was waiting or warming up. Choose a schedule that ends "
+                "before the run does, or pass on_trace_ready.",
             )
             return
         self._profiler.export_chrome_trace(self._path)

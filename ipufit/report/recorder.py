@@ -142,8 +142,8 @@ class Recorder(Observer):
             write_rows(self._path(EXECUTIONS), self._rows.flat)
         except OSError as error:
             raise ConfigurationError(
-                f"folder of Report must be one that can be written, but {report.folder!r} can't: "
-                f"{error}. Pass another path."
+                f"folder of Report must be writable, but {report.folder!r} is not: {error}. Pass "
+                "another path."
             ) from error
         # What the clock would have shown if an earlier part of the run had ended just now.
         self._from = time.perf_counter() - self._earlier
@@ -323,7 +323,7 @@ class Recorder(Observer):
                 self._is_lost = True
                 warn_user(
                     f"the report in {self._report.folder!r} ends here, because it can't be written "
-                    f"any more: {error}. Training goes on without it.",
+                    f"any more: {error}. Training continues without it.",
                 )
 
     def _profiled(self) -> Dict[str, object]:
@@ -339,8 +339,8 @@ class Recorder(Observer):
             # Hours of training are worth more than a table.
             why = f"{type(error).__name__}: {error}"
             warn_user(
-                f"the operators of the report could not be timed ({why}). Training goes on, and "
-                "the report has all else; Report(operators=False) does not try.",
+                f"the operators of the report could not be timed ({why}). Training continues, and "
+                "the rest of the report is complete; Report(operators=False) does not try.",
                 RuntimeWarning,
             )
             return {"missing": why}

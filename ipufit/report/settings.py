@@ -104,8 +104,8 @@ def refuse_reports(callbacks: Sequence[Callback], call: str) -> None:
     _, report = split_reports(callbacks)
     if report is not None:
         raise ConfigurationError(
-            f"callbacks of {call} must be without a Report, which writes down what fit does, got "
-            f"{report!r}. Leave it out."
+            f"callbacks of {call} can't include a Report, which records only fit, got {report!r}. "
+            "Leave it out."
         )
 
 
@@ -122,7 +122,7 @@ def refuse_report(report: Report, resumes: bool) -> None:
     """
     for library, what in (
         ("plotly", "Report draws its curves with plotly, which is not installed"),
-        ("jinja2", "Report lays its page out with jinja2, which is not installed"),
+        ("jinja2", "Report builds its page with jinja2, which is not installed"),
     ):
         if importlib.util.find_spec(library) is None:
             raise ConfigurationError(f"{what}. Run: pip install ipufit[report]")
@@ -135,6 +135,6 @@ def refuse_report(report: Report, resumes: bool) -> None:
     existing = [f for f in (FACTS, EXECUTIONS) if os.path.exists(os.path.join(report.folder, f))]
     if existing and not (report.overwrite or resumes):
         raise ConfigurationError(
-            f"{report!r} must have a folder of its own, but that one holds the report of another "
+            f"{report!r} must have its own folder, but this one contains the report of another "
             f"run. Pass another folder, or ipufit.Report({report.folder!r}, overwrite=True)."
         )

@@ -131,8 +131,8 @@ def _check_options(group: str, options: Mapping[str, object], call: Callable[...
             if name not in names:
                 raise UnknownNameError(f"option of Model.{group}", name, free)
             raise ConfigurationError(
-                f"{group}__{name} must not be given: the estimator decides on {name} itself. Use "
-                "its own parameters, or the arguments of its fit."
+                f"{group}__{name} must not be set: the estimator sets {name} itself. Use its own "
+                "parameters, or the arguments of its fit."
             )
     faults.raise_all()
 
@@ -267,8 +267,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             return None
         if not isinstance(self.dtype, str) or self.dtype not in _DTYPES:
             raise ConfigurationError(
-                f"dtype must be 'float32', 'float64' or None, got {self.dtype!r}. With None, data "
-                "and module stay as they are."
+                f"dtype must be 'float32', 'float64' or None, got {self.dtype!r}. None converts "
+                "neither data nor module."
             )
         return np.dtype(self.dtype)
 
@@ -368,8 +368,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             counting.append("precision")
         if counting and vars(self).get("_model") is None:
             raise ConfigurationError(
-                f"partial_fit must go on with the estimator that was trained under "
-                f"compile__{counting[0]}, got a copy of it, which lacks its counters. Train the "
+                "partial_fit must continue with the estimator that was trained with "
+                f"compile__{counting[0]}, got a copy, which lacks its counters. Train the "
                 "original, or call fit."
             )
 
@@ -422,8 +422,8 @@ def build_module(
     if isinstance(module, nn.Module):
         if settings:
             raise ConfigurationError(
-                f"module__{next(iter(settings))} needs a module that is still to be made, got an "
-                f"object of {type(module).__name__}. Pass the class, or a function that makes it."
+                f"module__{next(iter(settings))} needs a class or a function that makes the "
+                f"module, got an object of {type(module).__name__}."
             )
         return copy.deepcopy(module)
     if not callable(module):
@@ -442,9 +442,8 @@ def build_module(
         signature.bind(**arguments)
     except TypeError as error:
         raise ConfigurationError(
-            f"the module is made by {name}{signature}, which does not take what it was given: "
-            f"{error}. Set its arguments with module__ parameters; n_features and n_outputs come "
-            "from the data."
+            f"{name}{signature} makes the module, but does not take its arguments: {error}. Set "
+            "its arguments with module__ parameters; n_features and n_outputs come from the data."
         ) from error
     with isolated():
         seed_generators(seed)
@@ -470,9 +469,9 @@ def build_optimizer(optimizer: object, settings: Mapping[str, object]) -> object
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
-            "optimizer must be still to be made, since every fit makes a module of its own, got "
-            f"an object of {type(optimizer).__name__}. Pass its name or class, and its settings "
-            "as optimizer__lr=0.01."
+            "optimizer must be a name, a class or a factory, because every fit makes a new module, "
+            f"got an object of {type(optimizer).__name__}. Pass its name or class, and its "
+            "settings as optimizer__lr=0.01."
         )
     if not settings:
         return optimizer

@@ -193,8 +193,8 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         if is_first:
             if classes is None:
                 raise ValueError(
-                    "the first partial_fit must know all classes, got classes=None. Pass classes=, "
-                    "an array of all labels that will come."
+                    "the first partial_fit needs all classes, got classes=None. Pass classes=, an "
+                    "array of all labels."
                 )
             self._begin(samples, unique_labels(classes))
         elif classes is not None and not np.array_equal(unique_labels(classes), self.classes_):
@@ -222,9 +222,9 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         outputs = self._outputs(X)
         if self._nonlinearity is None:
             raise ConfigurationError(
-                "predict_nonlinearity must say what makes probabilities of the module's outputs, "
-                f"since the loss {self.loss!r} does not, got 'auto'. Pass a function of a tensor, "
-                "such as torch.sigmoid."
+                "predict_nonlinearity must turn the module's outputs into probabilities, because "
+                f"the loss {self.loss!r} does not say how, got 'auto'. Pass a function of a "
+                "tensor, such as torch.sigmoid."
             )
         probabilities = self._probabilities(outputs)
         if self._head.is_binary:
@@ -281,8 +281,8 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         """
         if len(classes) < 2:
             raise ValueError(
-                "y must have two classes at least, got one class: "
-                f"{classes.tolist()[0]!r}. Pass samples of another."
+                f"y must have at least two classes, got one class: {classes.tolist()[0]!r}. Pass "
+                "samples of another one."
             )
         if self._head.is_binary and len(classes) > 2:
             raise ValueError(

@@ -67,8 +67,8 @@ class EagerEngine(Engine):
         extras = [f"{k}={v!r}" for k, v in refused.items() if plain.get(k) != v]
         if extras:
             raise ConfigurationError(
-                f"the {self.name} engine makes plain updates, got {', '.join(extras)}. Leave this "
-                "out, or use engine='embedded'."
+                f"the {self.name} engine makes only plain updates, got {', '.join(extras)}. Leave "
+                "this out, or use engine='embedded'."
             )
 
     def explain(self, config: TrainConfig, options: Mapping[str, Any]) -> List[str]:

@@ -131,7 +131,7 @@ _FAULTS = {
     ),
     "branch": (
         f"Python branched on a tensor's value, {_BEFORE_VALUES}",
-        "Write torch.where(condition, a, b), or multiply by a mask, so that both cases are in "
+        "Write torch.where(condition, a, b), or multiply by a mask, so that both branches are in "
         "the program.",
         "value",
     ),
@@ -142,18 +142,18 @@ _FAULTS = {
         "value",
     ),
     "text": (
-        f"a tensor's value was written into a text, {_BEFORE_VALUES}",
-        "Return the tensor as an output, and format it outside of the module.",
+        f"a tensor's value was formatted as a string, {_BEFORE_VALUES}",
+        "Return the tensor as an output, and format it outside the module.",
         "value",
     ),
     "numpy": (
         f"a tensor was converted to NumPy, {_BEFORE_VALUES}",
-        "Use the torch operator of the same meaning.",
+        "Use the corresponding torch operator.",
         "value",
     ),
     # torch's anomaly detection reads every gradient as soon as there is one.
     "anomaly": (
-        "torch.autograd.set_detect_anomaly(True) looks for nan in the values of gradients, "
+        "torch.autograd.set_detect_anomaly(True) looks for NaN in the values of gradients, "
         f"{_BEFORE_VALUES}",
         "Switch it off, torch.autograd.set_detect_anomaly(False), and use compile(..., "
         "detect_nan=True), which names operator, line and samples.",
@@ -169,14 +169,14 @@ _FAULTS = {
     "packed": (
         "a packed sequence has a shape that depends on the values of its lengths, "
         f"{_BEFORE_VALUES}",
-        "Run the layer on the padded batch, and take what belongs to each length from its output: "
+        "Run the layer on the padded batch, and select by length from its output: "
         "output[torch.arange(len(lengths)), lengths - 1] is the last step of each sequence.",
         "shape",
     ),
     "left": (
-        "a tensor was used that something has kept from an earlier recording, which has no values",
-        "Let nothing outside of the module keep what forward computes, or empty it after fit; a "
-        "constant is a buffer: self.register_buffer(name, value) in __init__.",
+        "a tensor was used that was stored during an earlier recording and has no values",
+        "Do not store results of forward outside the module, or clear them after fit; register "
+        "constants in __init__: self.register_buffer(name, value).",
         None,
     ),
     "compiled": (
@@ -284,7 +284,9 @@ def _refuse_dtypes(func: torch._ops.OpOverload, args: Sequence[object]) -> None:
     if func.overloadpacket in _OF_CLASSES:
         classes = args[1]
         if isinstance(classes, Tensor) and classes.dtype not in (torch.int64, torch.uint8):
-            raise RuntimeError(f"{func} needs class indices of int64, but got {classes.dtype}")
+            raise RuntimeError(
+                f"{func} needs class indices of dtype int64, but got {classes.dtype}"
+            )
         return
     if func.overloadpacket not in _OF_WEIGHTS:
         return
@@ -309,9 +311,9 @@ class _ValueGuard(OpRecorder):  # type: ignore[no-untyped-call]
     ) -> object:
         if _Restored.generator and draws(func, args, kwargs or {}):
             raise capture_error(
-                "random numbers were drawn again after the generator was set back, as "
+                "random numbers were drawn again after the generator was reset, as "
                 "torch.utils.checkpoint does with dropout, but a recording would draw new ones",
-                "Leave the dropout outside of what is checkpointed.",
+                "Move the dropout out of the checkpointed function.",
                 user_frame(sys._getframe()),
             )
         if func is _RANDOM_BETWEEN and args[2] is not None:

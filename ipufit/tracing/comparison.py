@@ -232,5 +232,5 @@ class Comparison(TextReport):
                 more = f" ({count - 1} more)" if count > 1 else ""
                 lines.append(f"First {difference}{more}")
         if self.first_of("lowering") is not None and self.how:
-            lines.append(f"What runs in place of the recorded graph: {self.how}")
+            lines.append(f"Instead of the recorded graph, this runs: {self.how}")
         return "\n".join(lines)

@@ -93,7 +93,7 @@ class _Failure:
         if "\n" in shown or len(shown) > 100:
             shown = type(self.module).__name__
         if self.name is None:
-            return f"{shown}, which is no registered part of the module,"
+            return f"{shown}, which is not a registered submodule,"
         return f"layer {self.name!r}, {shown}," if self.name else f"the module, {shown},"
 
 
@@ -266,7 +266,7 @@ def _convolution(layer: _ConvNd, x: Tensor) -> Optional[_Mismatch]:
         least = dilation * (kernel - 1) + 1 - 2 * int(padding)
         if size < least:
             need = f"at least {least} values along each dimension of its kernel"
-            return _Mismatch(need, "Take a smaller kernel_size, more padding, or larger inputs.")
+            return _Mismatch(need, "Use a smaller kernel_size, more padding, or larger inputs.")
     return None
 
 
@@ -285,7 +285,7 @@ def _batch_norm(layer: _BatchNorm, x: Tensor) -> Optional[_Mismatch]:
     if layer.training and x.numel() == features:
         return _Mismatch(
             "more than one value per feature while it trains",
-            "Choose a batch_size of at least 2 that leaves no single sample at the end, or "
+            "Choose a batch_size of at least 2 that does not leave a single sample at the end, or "
             "drop_last=True in the loader.",
         )
     return None
@@ -335,9 +335,9 @@ def _embedding(layer: Union[nn.Embedding, nn.EmbeddingBag], x: Tensor) -> Option
     low, high = int(x.min()), int(x.max())
     if low >= 0 and high < rows:
         return None
-    cure = f"Build it with num_embeddings={high + 1}, or map what is rare to one index."
+    cure = f"Build it with num_embeddings={high + 1}, or map rare values to one index."
     if low < 0:
-        cure = "Give what stands for nothing an index of its own, such as padding_idx=0."
+        cure = "Give padding its own index, such as padding_idx=0."
     worst = low if low < 0 else high
     place = tuple((x == worst).nonzero()[0].tolist())
     return _Mismatch(f"indices from 0 to {rows - 1}", cure, f"{worst} at {place} of its input")
@@ -366,7 +366,7 @@ def _call_mismatch(layer: nn.Module, failure: _Failure) -> Optional[_Mismatch]:
     except TypeError:
         count = len(failure.args) + len(failure.kwargs)
         names = ", ".join(signature.parameters)
-        cure = "Call it with these; what several layers need goes through several calls."
+        cure = "Call it with these arguments; arguments for several layers need several calls."
         return _Mismatch(f"the arguments ({names})", cure, f"{count} of them")
     return None
 
@@ -375,7 +375,7 @@ def _tensor_mismatch(value: object) -> Optional[_Mismatch]:
     """Refuse several values where a layer takes one tensor."""
     if value is None or isinstance(value, (Tensor, bool, int, float)):
         return None
-    cure = "Take the one that it needs; recurrent and attention layers return (output, state)."
+    cure = "Pass only the one that it needs; recurrent and attention layers return (output, state)."
     return _Mismatch("one tensor", cure, describe(value))
 
 
@@ -394,11 +394,14 @@ def _type_mismatch(layer: nn.Module, x: Tensor) -> Optional[_Mismatch]:
         cure = f"Convert it before the layer: x.to(torch.{dtype})."
     elif x.dtype == torch.float64:
         cure = (
-            "NumPy makes float64 where nothing is said: convert the data with "
-            "array.astype('float32') or tensor.float(), or the module with module.double()."
+            "NumPy creates float64 by default: convert the data with array.astype('float32') or "
+            "tensor.float(), or the module with module.double()."
         )
     else:
-        cure = "Build all layers in one dtype, such as module.float(), or convert before the layer."
+        cure = (
+            "Use one dtype for all layers, for example with module.float(), or convert before "
+            "the layer."
+        )
     return _Mismatch(f"an input of {dtype}, like its weights", cure)
 
 
@@ -505,8 +508,8 @@ _TEXTS: Tuple[Tuple[Pattern[str], str, str], ...] = (
     (
         re.compile("same device|expected device|Device Propagation|different devices"),
         "tensors on one device",
-        "Make constants where the input is, device=x.device, or register them with "
-        "register_buffer, so that they move with the module.",
+        "Create constants with device=x.device, or register them with register_buffer, so that "
+        "they move with the module.",
     ),
     (
         re.compile("only applicable to index tensor"),
@@ -521,7 +524,7 @@ _TEXTS: Tuple[Tuple[Pattern[str], str, str], ...] = (
     (
         re.compile("same dtype|scalar type|should be the same"),
         "tensors of one dtype",
-        "Convert one of them there, such as y.to(x.dtype).",
+        "Convert one of them there, for example with y.to(x.dtype).",
     ),
     (
         re.compile(
@@ -529,8 +532,8 @@ _TEXTS: Tuple[Tuple[Pattern[str], str, str], ...] = (
             "|Dimension out of range|size mismatch|Expected size|inconsistent tensor size"
             "|dimensions|incompatible"
         ),
-        "shapes that go together",
-        "Mend the shapes on that line; with compile(run_eagerly=True) a debugger can stop there.",
+        "shapes that fit together",
+        "Fix the shapes on that line; with compile(run_eagerly=True) a debugger can stop there.",
     ),
 )
 

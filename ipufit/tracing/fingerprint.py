@@ -450,8 +450,8 @@ def _text(title: str, before: object, after: object) -> str:
     both = isinstance(before, PLAIN) and isinstance(after, PLAIN)
     change = f"changed from {before!r} to {after!r}" if both else "changed"
     return (
-        f"{title} {change} within an epoch, but is a constant of the program: forward and loss go "
-        "on with the value that it had as the epoch began, and see another one from the next "
-        "epoch on. To change it within an epoch, make it a buffer of the module, or of a module "
-        "that is the loss, and change it in place; or use compile(..., run_eagerly=True)."
+        f"{title} {change} within an epoch, but it is a constant of the program: until the end of "
+        "the epoch, forward and loss use its old value. To change it within an epoch, make it a "
+        "buffer of the module or of the loss module, and change it in place; or use compile(..., "
+        "run_eagerly=True)."
     )

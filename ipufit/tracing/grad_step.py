@@ -449,9 +449,9 @@ class MicroBatchStep(abc.ABC):
         late = sorted(set(by_name).difference(self.with_gradient))
         if late:
             raise LossError(
-                "the same parameters must get a gradient in every micro-batch, but the first one "
-                f"left out {public_name(late[0])!r} and a later one did not. Multiply the part "
-                "that is left out by zero instead of skipping it."
+                "the same parameters must get a gradient in every micro-batch, but "
+                f"{public_name(late[0])!r} got none in the first one and got one later. Multiply "
+                "the skipped part by zero instead of skipping it."
             )
         for name in self.with_gradient:
             if name not in by_name:
@@ -473,9 +473,9 @@ class MicroBatchStep(abc.ABC):
         owner = type(self.step.net).__name__
         if not self.trained:
             raise LossError(
-                f"{owner} must have a trainable parameter, but none that the optimizer "
-                "holds requires gradients any more. Unfreeze one with requires_grad_(True), and "
-                "call compile again if frozen then or replaced since."
+                f"{owner} must have a trainable parameter, but no parameter of the optimizer "
+                "requires gradients any more. Unfreeze one with requires_grad_(True); if it was "
+                "frozen at compile or replaced since, call compile again."
             )
         if not gradients:
             raise LossError(
@@ -528,8 +528,8 @@ class GradStep(MicroBatchStep):
             # Hooks of the user's see the gradient of every micro-batch.
             if getattr(parameters[name], "_post_accumulate_grad_hooks", None):
                 raise CaptureError(
-                    f"{public_name(name)!r} has a hook for after its .grad is filled, but in one "
-                    "program .grad is never filled. Use parameter.register_hook."
+                    f"{public_name(name)!r} has a hook that runs after .grad is filled, but a "
+                    "program never fills .grad. Use parameter.register_hook."
                 )
             for hook in (parameters[name]._backward_hooks or {}).values():
                 state[name].register_hook(hook)  # type: ignore[no-untyped-call]
@@ -548,16 +548,16 @@ class GradStep(MicroBatchStep):
         )
         if overlooked is not None:
             raise CaptureError(
-                f"{overlooked.text}, so that they would not be trained. {overlooked.cure} What is "
-                "not to be trained, call requires_grad_(False) of.",
+                f"{overlooked.text}, so they would not be trained. {overlooked.cure} If that is on "
+                "purpose, call requires_grad_(False) on them.",
                 kind=UNREGISTERED,
             )
         name = find_leaf(loss, {id(p): public_name(n) for n, p in self.step.named_parameters()})
         if name is not None:
             raise CaptureError(
-                f"{name!r} was used through a reference kept outside the module, such as a list of "
-                "parameters, and would get no gradient from there. Reach it through the module in "
-                "forward or in the loss, such as self.layer.weight."
+                f"{name!r} was used through a reference outside of the module, such as a list of "
+                "parameters, and would get no gradient from this use. Use it through the "
+                "module, such as self.layer.weight, in forward or in the loss."
             )
 
 

@@ -56,7 +56,7 @@ class HostWriteError(RuntimeError):
 
     def __init__(self, number: Optional[int], tensor: Optional[int]) -> None:
         self.input, self.tensor = number, tensor
-        super().__init__("it writes a result into a tensor of one number in host memory")
+        super().__init__("it writes a result into a scalar tensor in host memory")
 
 
 def is_host_number(value: object) -> bool:
@@ -328,7 +328,7 @@ class HostNumbers(TorchFunctionMode):
             node.args = fx.node.map_aggregate(node.args, lifted)
             node.kwargs = fx.node.map_aggregate(node.kwargs, lifted)
         if len(used) != len(placeholders):
-            raise RuntimeError("torch makes another number of one that changes")
+            raise RuntimeError("torch derives a number from one that changes")
         graph.recompile()
 
     def text(self) -> str:

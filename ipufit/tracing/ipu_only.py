@@ -86,8 +86,8 @@ def record_hints(batch: tree.Tree, hints: Dict[str, None]) -> Iterator[None]:
         tensors = tree.flatten(argument)[0] if name == _INPUT else []
         if any(isinstance(t, Tensor) and id(t) not in inputs for t in tensors):
             raise CaptureError(
-                f"poptorch.{_INPUT} marks tensors of the batch, but was called with one that was "
-                "computed from them. Call it first of all in forward, on the input itself."
+                f"poptorch.{_INPUT} marks tensors of the batch, but was called with a computed "
+                "tensor. Call it at the start of forward, on the input itself."
             )
 
     _listeners.append(record)
@@ -107,7 +107,7 @@ def describe_hints(hints: Dict[str, None]) -> str:
     """A sentence for ``explain``; empty where there were none."""
     if not hints:
         return ""
-    text = f"Marks for an IPU in forward, which change nothing here: {', '.join(sorted(hints))}."
+    text = f"IPU annotations in forward, which have no effect here: {', '.join(sorted(hints))}."
     if _CHECKPOINT in hints:
-        text += " What recomputes here is ipufit.Memory(recompute=['name of a layer'])."
+        text += " To recompute here, use ipufit.Memory(recompute=['name of a layer'])."
     return text

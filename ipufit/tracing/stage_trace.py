@@ -180,7 +180,7 @@ class Walk:
             raise PartitionError(
                 f"stages must run in the order of their numbers, but {name!r} has parts on IPU "
                 f"{ipus[0]} and runs after {self._last!r} of stage {self._stage}. Split it over "
-                f"IPUs from {self._stage} on."
+                f"IPU {self._stage} and later ones."
             )
         self._stage, self._last = ipus[-1], name
         self._reads.works.update(ipus)
@@ -190,9 +190,9 @@ class Walk:
         left_out = self._left_out()
         if self._outside is not None:
             raise PartitionError(
-                "all that is computed must be in a block, but forward goes on after it has left "
-                f"the block {self._outside!r}. Put the rest into a poptorch.Block, or begin blocks "
-                "with poptorch.Block.start or poptorch.BeginBlock, which don't end."
+                "every operator must be in a block, but forward continues after the end of block "
+                f"{self._outside!r}. Put the rest into a poptorch.Block, or begin blocks with "
+                "poptorch.Block.start or poptorch.BeginBlock, which don't end."
             )
         self._check_divided()
         if self._reads.is_seeing and self._reads.is_begun:
@@ -218,8 +218,8 @@ class Walk:
         if faulty:
             raise PartitionError(
                 f"every module that begins a stage must be called by forward, but {faulty[0]!r} "
-                "was not in inference, which the stages of training divide as well. Divide it "
-                "otherwise with Parallel.inference."
+                "was not called in inference, which has the same stages as training. Use "
+                "Parallel.inference to divide it differently."
             )
         return {self._begins[name] for name in missing}
 
@@ -241,9 +241,9 @@ class Walk:
         )
         if partition.ipus > 1 and self._own.can_hear_all and not divided:
             raise UncountedError(
-                f"ipus_per_replica={partition.ipus} needs a module that is divided, but nothing "
-                "divides this one: it has no blocks of its own. Give stages or layers_per_ipu to "
-                "compile, begin blocks with poptorch.BeginBlock, or leave ipus_per_replica out.",
+                f"ipus_per_replica={partition.ipus} needs a divided module, but nothing divides "
+                "this one, which has no own blocks. Pass stages or layers_per_ipu to compile, "
+                "begin blocks with poptorch.BeginBlock, or leave ipus_per_replica out.",
                 ipus=1,
                 stages=1,
             )
@@ -256,8 +256,8 @@ class Walk:
             return
         if has_blocks or not self._begins:
             raise PartitionError(
-                f"every IPU of a replica must compute something, but IPU {idle[0]} of "
-                f"{count} has nothing to do. Number the IPUs of the blocks from 0 without a gap."
+                f"every IPU of a replica must compute something, but IPU {idle[0]} of {count} has "
+                "nothing to do. Number the IPUs of the blocks from 0 without gaps."
             )
         if not self._is_training:
             # What holds parts of a layer in training alone may be idle in inference.
@@ -267,9 +267,9 @@ class Walk:
         names = [name for name, stage in self._begins.items() if stage == idle[0]]
         where = f"which begins with {names[0]!r}" if names else "before the first name"
         when = "" if self._is_training else " in inference"
-        cure = "Begin it with a module that has operators, or leave it out and renumber the others."
+        cure = "Begin it with a module that has operators, or remove it and renumber the others."
         if not self._is_training:
-            cure += " Parallel.inference divides inference alone."
+            cure += " Use Parallel.inference to divide inference differently."
         raise PartitionError(
             f"every stage must compute something, but stage {idle[0]}, {where}, computes "
             f"nothing{when}. {cure}"
@@ -294,7 +294,7 @@ class Walk:
                 raise PartitionError(
                     f"a parameter must be on one IPU, but {name!r} is used in {unit[:-1]} "
                     f"{first[0]} and by the loss, which is in {unit[:-1]} {places[0]}. For a "
-                    "penalty of weights use the optimizer's weight_decay; else put what uses it "
+                    "weight penalty, use weight_decay of the optimizer; otherwise move its user "
                     "into the last stage."
                 )
 
@@ -319,7 +319,7 @@ class Walk:
         cure = f"let {module!r} go back to IPU {self._ipu(home)} as stage {number}, with "
         cure += f"{module!r}: ({number}, {self._ipu(home)}) in stages"
         if any(later > stage for later in self._begins.values()):
-            cure += " and pairs of higher numbers behind it"
+            cure += " and pairs with higher numbers after it"
         return f"{cure}, "
 
     def _twins(self) -> Dict[str, List[str]]:

@@ -45,7 +45,7 @@ _BRANCH = re.compile(r"\b(if|elif|while)\b")
 def describe_draw(name: str) -> str:
     """Say why Python must not draw a random number in the step."""
     return (
-        f"a random number is drawn from {name}, but Python runs once, to be recorded: every "
+        f"a random number is drawn from {name}, but Python runs only once, to be recorded: every "
         "micro-batch would get the same number"
     )
 
@@ -124,9 +124,9 @@ def _warn(places: Sequence[Tuple[str, Optional[Frame]]]) -> None:
     name, frame = places[0]
     where = f" at {_place(frame)}" if frame is not None else ""
     warn_user(
-        f"a random number is drawn from {name}{where}, but Python runs once, to be recorded. The "
-        "program is the same with other numbers, so it changes nothing now; where it is to count, "
-        "draw with torch.rand or the like.",
+        f"a random number is drawn from {name}{where}, but Python runs only once, to be recorded. "
+        "The program does not depend on the number, so this has no effect now; if it should, draw "
+        "with torch.rand.",
     )
 
 

@@ -156,13 +156,13 @@ def refuse_unready(module: nn.Module, may_be_lazy: bool = False) -> None:
                     continue
                 raise ConfigurationError(
                     f"every parameter must have a shape, but {parameter_name!r} of "
-                    f"{type(part).__name__} gets its own at the first forward. Call the module "
+                    f"{type(part).__name__} gets its shape in the first forward. Call the module "
                     "once on an example before ipufit.Model(module)."
                 )
             if parameter.is_meta:
                 raise ConfigurationError(
                     f"every parameter must have data, but {parameter_name!r} of "
-                    f"{type(part).__name__} is on the device meta. Use "
+                    f"{type(part).__name__} is on the device 'meta'. Use "
                     "module.to_empty(device=...) and load weights first."
                 )
 
@@ -229,9 +229,8 @@ def refuse_unrecordable(module: nn.Module, batch: MicroBatch) -> None:
         if not isinstance(leaf, Tensor):
             raise CaptureError(
                 f"{part_name(path)} must be a tensor to be recorded, got {type(leaf).__name__}. "
-                "Yield its tensors, in tuples, lists, dicts or dataclasses, leave it out of what "
-                "forward gets: compile(..., inputs=[...]) names the fields that it does, or use "
-                "compile(..., run_eagerly=True)."
+                "Yield its tensors in tuples, lists, dicts or dataclasses, choose the fields for "
+                "forward with compile(..., inputs=[...]), or use compile(..., run_eagerly=True)."
             )
 
 
@@ -368,7 +367,7 @@ def refuse_complex(trained: Sequence[str], parameters: Mapping[str, Tensor]) -> 
             raise OptimizerError(
                 "trained parameters must be real on an IPU and where processes divide weights or "
                 f"state, but {public_name(name)!r} is {parameters[name].dtype}. Keep real and "
-                "imaginary part as two parameters, and join them with torch.complex in forward."
+                "imaginary part as two parameters, and combine them with torch.complex in forward."
             )
 
 
@@ -389,7 +388,7 @@ def refuse_shared_memory(parameters: Mapping[str, Tensor], buffers: Mapping[str,
         for (_, end, first), (begin, _, second) in zip(places, places[1:]):
             if begin < end:
                 raise ConfigurationError(
-                    f"{public_name(first)!r} and {public_name(second)!r} share memory without "
-                    "being one tensor, and would come apart in the program. Tie them: "
-                    "b.weight = a.weight makes both names one parameter."
+                    f"{public_name(first)!r} and {public_name(second)!r} share memory but are "
+                    "different tensors, so the program would separate them. Tie them: b.weight = "
+                    "a.weight makes them one parameter."
                 )

@@ -136,8 +136,8 @@ class FitConfig:
         with faults.collect():
             if torch.is_inference_mode_enabled():
                 raise ConfigurationError(
-                    "fit needs gradients, which torch.inference_mode() switches off for good. Call "
-                    "it outside of that block; evaluate and predict need no such block."
+                    "fit needs gradients, which torch.inference_mode() disables. Call it outside "
+                    "of that block; evaluate and predict do not need the block."
                 )
         epochs = range(1)
         with faults.collect():
@@ -241,7 +241,7 @@ def _check_checkpoint(session: Session, checkpoint: Checkpoint) -> None:
             resolve_resume_changes(checkpoint.resume_changes, session.groups)
     with faults.collect():
         if checkpoint.max_restarts:
-            instead = "Leave it out, and let the launcher begin again: torchrun --max-restarts."
+            instead = "Leave it out, and let the launcher restart: torchrun --max-restarts."
             require_single_process(session, f"max_restarts={checkpoint.max_restarts}", instead)
     faults.raise_all()
 
@@ -249,8 +249,8 @@ def _check_checkpoint(session: Session, checkpoint: Checkpoint) -> None:
 def _seed_of(checkpoint: RestoredState, seed: Optional[int]) -> int:
     if seed is not None and seed != checkpoint.seed:
         raise ConfigurationError(
-            f"seed must be that of the run that goes on, {checkpoint.seed}, got {seed}. Leave it "
-            "out: the checkpoint has it."
+            f"seed must be that of the resumed run, {checkpoint.seed}, got {seed}. Leave it out: "
+            "the checkpoint has it."
         )
     return checkpoint.seed
 
@@ -261,9 +261,8 @@ def _epochs_left(checkpoint: RestoredState, epochs: range) -> range:
     if epochs.start != first:
         epochs_to_pass = range(first, epochs.stop) if first else epochs.stop
         raise ConfigurationError(
-            f"epochs must begin with that of the run that goes on, {first}, got {epochs!r}. Pass "
-            f"epochs={epochs_to_pass}: the checkpoint has the epoch to go on "
-            "with."
+            f"epochs must begin with the first one of the resumed run, {first}, got {epochs!r}. "
+            f"Pass epochs={epochs_to_pass}: the checkpoint knows where to continue."
         )
     done = len(epochs) if checkpoint.is_over else checkpoint.epoch - first
     return epochs[done:]
@@ -295,8 +294,8 @@ def _epochs(epochs: object) -> range:
         return range(at_least("epochs", epochs, 1, " or a range such as range(3, 10)"))
     if epochs.step != 1 or epochs.start < 0 or not epochs:
         raise ConfigurationError(
-            "epochs must be a number of epochs or a range of their indices, at least one, from 0 "
-            f"or later on and without gaps, got {epochs!r}. Pass for example range(3, 10)."
+            "epochs must be a number of epochs or a range of their indices, with at least one "
+            f"epoch, no negative index and no gaps, got {epochs!r}. Pass for example range(3, 10)."
         )
     return epochs
 

@@ -238,8 +238,8 @@ def refuse_other_order(orders: Sequence[int]) -> None:
     for process, order in enumerate(orders):
         if order != orders[0]:
             text = (
-                f"all processes must go through the samples in one order, of which each reads its "
-                f"part, but process {process} has another one than process 0. Seed what shuffles "
-                "alike in all of them: the generator of the DataLoader, or a sampler of your own."
+                "all processes must use the same order of samples, of which each reads its part, "
+                f"but process {process} has another order than process 0. Use the same seed in all "
+                "of them, for the generator of the DataLoader or for your own sampler."
             )
             raise common(ProcessError(text))

@@ -42,7 +42,7 @@ _END = object()
 # What lets a device run again, and is done here: a new program attaches to it.
 _HERE = "IPU_RESET"
 
-_UNTRAINED = "Ctrl-C ends fit before its first update; the module has the weights that it had."
+_UNTRAINED = "Ctrl-C ends fit before its first update; the weights have not changed."
 
 # Updates of a schedule that are tried before the first one; more would take noticeable time.
 _CHECKED_UPDATES = 10_000
@@ -370,7 +370,7 @@ def _inferring(
     faults: ErrorCollector,
 ) -> Iterator[Tuple[Job, CallbackList]]:
     """Check everything, and start a job that runs as long as the block."""
-    text = f"Ctrl-C ends {mode.value} before its last batch; the model is as it was."
+    text = f"Ctrl-C ends {mode.value} before its last batch; the model has not changed."
     with session.processes.propagate_errors(), summarized_interrupt(lambda error: text):
         config = _inference_config(session, mode, request, faults)
         with eval_mode(model.module, session.loss.module), _progress(session, config) as progress:
@@ -417,9 +417,9 @@ def _pieces(model: CallbackModel, session: Session, config: InferenceConfig) -> 
             while True:
                 if session.is_retired or session.weights_version() != weights:
                     raise ConfigurationError(
-                        "predict_iter must be read to its end before the model gets other weights "
-                        "or is compiled again or closed, but that happened in between. Start "
-                        "another one."
+                        "predict_iter must be read to its end before the model changes its "
+                        "weights, is compiled again or is closed, but that happened. Start another "
+                        "one."
                     )
                 with eval_mode(*modules):
                     if next(executions, _END) is _END:

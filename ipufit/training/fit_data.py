@@ -146,8 +146,8 @@ class FitData:
             refuse_rivals(request.steps_per_epoch, loading, self.validation)
             if loading.overfit_batches is not None and request.data.shuffle is True:
                 raise ConfigurationError(
-                    "overfit_batches reads the same batches in every epoch, but shuffle=True asks "
-                    "for others. Leave one out."
+                    "overfit_batches reads the same batches in every epoch, but shuffle=True "
+                    "changes them. Leave one out."
                 )
         if self.source is not None:
             with faults.collect():
@@ -289,15 +289,16 @@ def resolve_limit(name: str, value: Union[int, float], source: DataAdapter, leas
         )
     if source.micro_batches is None:
         raise ConfigurationError(
-            f"{name}={value} is a fraction of the batches of the {source.role}, but nobody knows "
-            "how many it has. Pass a number of batches, an integer."
+            f"{name}={value} is a fraction of the batches of the {source.role}, but their number "
+            "is unknown. Pass a number of batches, an integer."
         )
     # 0.29 of 100 batches are 29, though the product is a little less.
     count = math.floor(source.micro_batches * float(value) + 1e-9)
     if count < least:
         raise ConfigurationError(
-            f"{name}={value} must leave at least one batch, but of {source.micro_batches} batches "
-            f"of the {source.role} it leaves none. Use a larger fraction, or a number of batches."
+            f"{name}={value} must leave at least one batch, but leaves none of the "
+            f"{source.micro_batches} batches of the {source.role}. Use a larger fraction, or a "
+            "number of batches."
         )
     return count
 
@@ -339,8 +340,8 @@ def inference_plan(
     if known is not None and known <= (steps - 1) * plan.micro_batches_per_update:
         there = -(-known // plan.micro_batches_per_update)
         raise ConfigurationError(
-            f"{name} must be at most {there}, the device iterations that the {source.role} lasts "
-            f"for, got {steps}. Leave it out to use all."
+            f"{name} must be at most {there}, the number of device iterations in the "
+            f"{source.role}, got {steps}. Leave it out to use all."
         )
     source.limit(steps * plan.micro_batches_per_update)
     return session.plan(source, **work)
@@ -422,8 +423,8 @@ def refuse_unused(validation: Validation, split: object, loading: Loading) -> No
     unused += ["freq of Validation"] if validation.freq != 1 else []
     if unused:
         raise ConfigurationError(
-            f"{' and '.join(unused)} set how validation_data is evaluated, but there is none. Pass "
-            "Validation(data, ...) or validation_split, or leave them out."
+            f"{' and '.join(unused)} set how validation_data is evaluated, but there is no "
+            "validation_data. Pass Validation(data, ...) or validation_split, or leave them out."
         )
 
 

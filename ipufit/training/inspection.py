@@ -94,8 +94,8 @@ class InspectionMixin:
             plan = plan_of_fit(session, request, faults)
         elif (batch_size, steps_per_epoch, loading) != (None, None, None):
             raise ConfigurationError(
-                "explain needs the data that batch_size, steps_per_epoch and loading are for, got "
-                "none. Pass explain(x, ...), or leave them out to explain the last fit."
+                "explain needs data for batch_size, steps_per_epoch and loading, got none. Pass "
+                "explain(x, ...), or leave them out to explain the last fit."
             )
         if plan is None:
             raise ConfigurationError(
@@ -356,7 +356,7 @@ class InspectionMixin:
             )
         return self._session
 
-    def _trainable(self, name: str, later: str = "Call it when fit has returned.") -> Session:
+    def _trainable(self, name: str, later: str = "Call it after fit has returned.") -> Session:
         session = self._compiled(name)
         if session.is_training:
             raise ConfigurationError(
@@ -364,7 +364,7 @@ class InspectionMixin:
             )
         if session.optimizer is None:
             raise ConfigurationError(
-                f"{name} needs an optimizer, but compile was given none, for a model that only "
-                "evaluates and predicts. Call compile with one, such as optimizer='adam'."
+                f"{name} needs an optimizer, but compile got none, which only evaluates and "
+                "predicts. Call compile with one, such as optimizer='adam'."
             )
         return session

@@ -63,9 +63,9 @@ class SettingsSource:
                 with faults.collect():
                     if options is not None:
                         raise ConfigurationError(
-                            f"config and {role} both say how PopTorch runs the model. Leave one "
-                            f"out; beside {role}, fit has ipus, device_iterations and "
-                            "gradient_accumulation."
+                            f"config and {role} both set how PopTorch runs the model. Leave one "
+                            f"out; with {role}, pass ipus, device_iterations and "
+                            "gradient_accumulation to fit."
                         )
             with faults.collect():
                 config = load_config(arguments.config)
@@ -176,7 +176,7 @@ class SettingsSource:
                 names = ", ".join(effect.name for effect in effects.of(NONE))
                 if names:
                     remarks.append(
-                        f"Of {passed.role}, these change nothing on {engine.name}: {names}."
+                        f"Of {passed.role}, these have no effect on {engine.name}: {names}."
                     )
         takes = engine.takes_options if self.config is None else made is not None
         if not takes and settings.loss_scale is not None and config.loss_scale is None:
@@ -286,7 +286,7 @@ def _with_strategy(
         return request
     if request.strategy is not None:
         raise ConfigurationError(
-            f"{request.name('strategy')} and {mode.strategy.source} both say how stages run. Leave "
+            f"{request.name('strategy')} and {mode.strategy.source} both set how stages run. Leave "
             "one out."
         )
     strategy = mode.strategy.value
@@ -320,7 +320,7 @@ def _divide_layers(
     with faults.collect():
         if has_own and one != other:
             raise ConfigurationError(
-                "a module with blocks of its own is on the same IPUs in training and in inference, "
+                "a module with its own blocks is on the same IPUs in training and in inference, "
                 f"but {ipus[0].source} is {one} and {ipus[1].source} {other}. Set both to the "
                 "number of its IPUs."
             )
@@ -343,7 +343,7 @@ def _divide_mode(
     if request.stages is not None and layers.value != [-1]:
         raise ConfigurationError(
             f"{request.name('stages')} and {layers.source} both divide the module, the latter by "
-            f"{layers.value}. Leave one out; [-1] in the config leaves the choice to compile."
+            f"{layers.value}. Leave one out; with [-1] in the config, compile decides."
         )
     if request.layers_per_ipu is not None and list(request.layers_per_ipu) != layers.value:
         name = request.name("layers_per_ipu")

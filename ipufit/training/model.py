@@ -257,7 +257,7 @@ class Model(InspectionMixin):
         del arguments["self"]
         if self._session is not None and self._session.is_training:
             raise ConfigurationError(
-                "compile was called inside fit, from a callback or the data. Call it when fit has "
+                "compile was called inside fit, from a callback or the data. Call it after fit has "
                 "returned."
             )
         faults = ErrorCollector(of_call=True)
@@ -394,7 +394,7 @@ class Model(InspectionMixin):
             NonFiniteLossError: NaN or infinity; the state is that before the update it names.
             CheckpointError: a checkpoint that can't be written or read, or is of another run.
         """
-        later = "Start the second one when the first has returned."
+        later = "Start the second call after the first has returned."
         session = self._trainable("fit", later)
         data = DataArguments(
             "training data", x, y, sample_weight, class_weight, batch_size, shuffle
@@ -829,8 +829,9 @@ class Model(InspectionMixin):
         """Return a session that only evaluates and predicts, for a model that has none."""
         if self._session is not None:
             raise ConfigurationError(
-                "evaluate takes loss and metrics of a model that was not compiled, but compile has "
-                "said them for this one. Leave them out, or call model.compile(loss=...) again."
+                "evaluate takes loss and metrics only for a model that was not compiled, but this "
+                "one was compiled with a loss. Leave them out, or call model.compile(loss=...) "
+                "again."
             )
         Model.compile(self, None, loss, metrics=metrics)
         self._predictor, self._session = self._session, None
@@ -839,8 +840,8 @@ class Model(InspectionMixin):
 
     def __reduce__(self) -> str:
         raise ConfigurationError(
-            "a Model holds recorded programs and devices, which can't be pickled or copied. Save "
-            "its weights with model.save('model.safetensors') and read them with "
+            "a Model contains recorded programs and devices, which can't be pickled or copied. "
+            "Save its weights with model.save('model.safetensors') and read them with "
             "ipufit.load('model.safetensors', module); copy its module with "
             "copy.deepcopy(model.module)."
         )

@@ -67,9 +67,9 @@ def _refuse_unseen_outputs(session: Session) -> None:
     every = session.config.outputs.every or 1
     if every > 1:
         raise ConfigurationError(
-            f"train_on_batch runs one update, but Outputs.every={every} brings back the outputs of "
-            f"one update in {every}, so that metrics would see none. Compile with "
-            "outputs='all', or call fit."
+            f"train_on_batch runs one update, but Outputs.every={every} returns the outputs of one "
+            f"update in {every}, so metrics would get none. Compile with outputs='all', or call "
+            "fit."
         )
 
 

@@ -143,8 +143,8 @@ def _agree_on_tensors(session: Session) -> None:
 
 
 _OTHER_JIT = (
-    "It makes one piece of a whole update, in which nothing can come from outside. Use jit='auto', "
-    "'kernels' or 'graph'."
+    "It compiles a whole update into one piece, which can't communicate. Use jit='auto', 'kernels' "
+    "or 'graph'."
 )
 
 
@@ -158,19 +158,18 @@ def _check_device(session: Session) -> None:
     if device.type not in ("cpu", "cuda"):
         raise common(
             ProcessError(
-                "several processes exchange tensors of CPUs and of CUDA devices, but "
-                f"{type(session.module).__name__} is on {device}. Train there in one process, or "
-                "move the module to such a device."
+                "several processes exchange tensors on CPUs and CUDA devices, but "
+                f"{type(session.module).__name__} is on {device}. Train in one process, or move "
+                "the module to such a device."
             )
         )
     told = session.processes.gather([socket.gethostname(), str(device)])
     for process, place in enumerate(told):
         if device.type == "cuda" and place in told[:process]:
             text = (
-                f"each process needs a GPU of its own, but processes {told.index(place)} and "
-                f"{process} are both on {place[1]} of {place[0]}. Move the module to cuda:N, where "
-                "N is the number of the process on its machine: the variable LOCAL_RANK of "
-                "torchrun."
+                f"each process needs its own GPU, but processes {told.index(place)} and {process} "
+                f"are both on {place[1]} of {place[0]}. Move the module to cuda:N, where N is the "
+                "number of the process on its machine: LOCAL_RANK of torchrun."
             )
             raise common(ProcessError(text))
 

@@ -181,7 +181,7 @@ def check_call(module: nn.Module, batch: MicroBatch, loss: Optional[Loss], where
     except TypeError as error:
         given = [*(["1 input"] if len(args) == 1 else [f"{len(args)} inputs"] if args else [])]
         given += [f"{name}=" for name in kwargs]
-        cure = "Bring the batch into the form that forward takes."
+        cure = "Yield batches in the form that forward takes."
         if loss is not None and loss.in_module:
             cure = (
                 "With loss=None every part of the batch goes to forward: pass loss= to compile, or "
@@ -217,8 +217,8 @@ def check_class_weights(
         shape = ", ".join(["batch", *map(str, outputs.shape[1:])])
         raise ConfigurationError(
             f"class_weight must name classes that the outputs have, 0 to {classes - 1} for outputs "
-            f"of shape ({shape}), got {', '.join(map(str, others))}. Leave out what is no class, "
-            "or give the module an output for each class."
+            f"of shape ({shape}), got {', '.join(map(str, others))}. Remove the other keys, or "
+            "give the module an output for each class."
         )
 
 
@@ -232,12 +232,12 @@ def probe(metrics: MetricSet, outputs: object, first: MicroBatch, loss: Loss) ->
     if loss.differentiates and outputs is None:
         raise MetricError(
             f"the metrics {', '.join(metrics.names)} need what the step computes, but it returns "
-            "none. Return it under 'outputs', beside the loss."
+            "none. Return it as 'outputs', together with the loss."
         )
     if target is None and loss.differentiates:
         raise MetricError(
             f"the metrics {', '.join(metrics.names)} need a target, but the batch has no second "
-            "part, 'labels' or 'target'. Say which field it is: compile(..., targets='label')."
+            "part, 'labels' or 'target'. Name the field: compile(..., targets='label')."
         )
     if target is None:
         raise MetricError(
@@ -283,8 +283,8 @@ def prepare_tail(
             reason = fault.what[len(f"{source.role}: ") :]
         raise DataError(
             f"the module must take every micro-batch of the {source.role}, but fails with the last "
-            f"one of an epoch, which is smaller, {_n(size)} instead of {first.size}: "
-            f"{reason}. Choose another batch_size, or drop_last=True in the loader."
+            f"one of an epoch, which is smaller ({_n(size)} instead of {first.size}): {reason}. "
+            "Choose another batch_size, or drop_last=True in the loader."
         ) from error
 
 
@@ -313,6 +313,6 @@ def wrap_batch_errors(explainer: FailureExplainer, sample: MicroBatch) -> Iterat
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.tensors)
         raise DataError(
             f"{explainer.role} must be able to run module and loss on the batch, whose tensors "
-            f"have shape {shapes}, but that fails: {brief_error(error)}. Pass a batch that "
-            "fit takes."
+            f"have shape {shapes}, but that fails: {brief_error(error)}. Pass a batch in the form "
+            "that fit takes."
         ) from error

@@ -168,8 +168,8 @@ class Session:
             has_none = self.config.ema is None
             missing = "ema= in compile" if has_none else "a running fit"
             raise ConfigurationError(
-                f"swap_ema_weights exchanges weights and their moving averages, which needs "
-                f"{missing}. Call it from a callback of a model compiled with ema=ipufit.EMA()."
+                f"swap_ema_weights swaps weights and their moving averages, which needs {missing}. "
+                "Call it in a callback of a model compiled with ema=ipufit.EMA()."
             )
         self._training.swap_averages()
         self._swaps += 1
@@ -517,8 +517,8 @@ class Session:
         size = sum(p.numel() * p.element_size() for p in trained)
         when = "micro-batch" if self.config.shard_weights else "update"
         return [
-            f"{processes.describe()} In every {when} the gradients of all are added, {size:,} "
-            f"bytes of each; one waits {processes.timeout:g} s for another.",
+            f"{processes.describe()} In every {when} the gradients of all processes are added, "
+            f"{size:,} bytes each; the timeout is {processes.timeout:g} s.",
         ]
 
     def retire(self) -> None:
@@ -576,8 +576,8 @@ class Session:
         if late:
             warn_user(
                 f"{', '.join(late[:5])}{', ...' if len(late) > 5 else ''} became trainable after "
-                "compile made the optimizer, so fit leaves it as it is. Call compile again to "
-                "train it.",
+                "compile made the optimizer, so fit does not train it. Call compile again to train "
+                "it.",
             )
 
 
@@ -613,6 +613,6 @@ def require_one_loss(session: Session, what: str) -> None:
     """
     if session.loss.turns:
         raise ConfigurationError(
-            f"{what} works on one loss, but the updates have several in turn. Compile one "
-            "TrainStep alone for it."
+            f"{what} works with one loss, but the updates have several in turn. Compile only one "
+            "TrainStep for it."
         )

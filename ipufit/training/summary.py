@@ -123,7 +123,7 @@ def batch_of(x: object, own_loss: OwnLoss, asks: str) -> Any:
         if isinstance(x, collections.abc.Iterator):
             raise ConfigurationError(
                 f"{asks} needs a batch, or a loader that can be read again, got "
-                f"{type(x).__name__}, which would lose its first batch. Pass one batch."
+                f"{type(x).__name__}, whose first batch would be lost. Pass one batch."
             )
         # The order of a shuffled loader must not depend on who has looked into it.
         with isolated():

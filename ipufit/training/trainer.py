@@ -278,7 +278,7 @@ class Trainer:
         if meter.skipped and meter.skipped == meter.updates:
             warn_user(
                 f"all {meter.updates} updates of epoch {epoch + 1} were skipped, because their "
-                "gradients were not finite at the loss scale: nothing was learned. Choose a "
+                "gradients were not finite at the loss scale: the model learned nothing. Choose a "
                 "smaller ipufit.Precision(loss_scale=...), or 'dynamic'.",
             )
 

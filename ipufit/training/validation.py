@@ -89,8 +89,8 @@ class ValidationRunner:
                 reason = what.partition(": ")[2]
             raise DataError(
                 f"the module must take the {source.role} like the training data, but it failed "
-                f"with {reason}. It got {_shapes(example)}, in training {_shapes(trained_on)}. "
-                "Bring both into one form in the dataset or collate_fn."
+                f"with {reason}. It got {_shapes(example)}, in training {_shapes(trained_on)}. Use "
+                "the same form for both in the dataset or collate_fn."
             ) from (error.__cause__ if what else error)
 
     def run(self, callbacks: CallbackList, trained: Sequence[str], epoch: int) -> Dict[str, float]:

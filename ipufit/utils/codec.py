@@ -303,7 +303,7 @@ class _Decoder:
         try:
             return kind.whole(parts)
         except MALFORMED as error:
-            raise self._damaged(path, f"is no sound {kind.tag}: {reason_of(error)}") from error
+            raise self._damaged(path, f"is not a valid {kind.tag}: {reason_of(error)}") from error
 
     def _tuple(self, content: object, path: Path) -> object:
         if type(content) is not list:
@@ -355,7 +355,9 @@ def _is_plain_key(key: object) -> bool:
 
 def _check_depth(path: Path, error: Callable[[str, str], Exception]) -> None:
     if len(path) > MAX_DEPTH:
-        raise error(_place(path[:3]), f"is nested in itself, or deeper than {MAX_DEPTH} levels")
+        raise error(
+            _place(path[:3]), f"contains itself, or is nested deeper than {MAX_DEPTH} levels"
+        )
 
 
 def _place(path: Path) -> str:

@@ -150,9 +150,9 @@ def check_devices(tensors: Iterable[Tuple[str, Tensor]]) -> None:
     for name, tensor in tensors:
         if tensor.device.type == "meta":
             raise ConfigurationError(
-                "a module must have values to compute with, but "
-                f"{name!r} is on the device 'meta', where tensors have none. Give it memory with "
-                "module.to_empty(device='cpu'), and load or initialise its weights."
+                f"a module must have values to compute with, but {name!r} is on the device 'meta', "
+                "where tensors have none. Allocate it with module.to_empty(device='cpu'), and load "
+                "or initialise its weights."
             )
         if tensor.device.type != "cpu":
             _USED[tensor.device] = None

@@ -129,7 +129,7 @@ def _reset(fault: Fault) -> None:
 def _unrecoverable(fault: Fault) -> None:
     raise UnrecoverableDeviceError(
         f"the device must run, but a drill lets it fail for good at update {fault.at_update}. Have "
-        "the system looked at before it is used again."
+        "the system checked before you use it again."
     )
 
 

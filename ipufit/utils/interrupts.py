@@ -51,9 +51,9 @@ class ForkGuard:
         """
         if not self.is_here:
             raise ConfigurationError(
-                f"a run goes on in the process that it was begun in ({self._process}), but this is "
-                f"a copy of it, made by fork ({os.getpid()}). End the copy with os._exit, or "
-                "start another process by spawn."
+                f"a run continues in the process that started it ({self._process}), but this is a "
+                f"forked copy ({os.getpid()}). End the copy with os._exit, or start other "
+                "processes with spawn."
             )
 
 

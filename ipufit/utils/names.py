@@ -53,19 +53,19 @@ def check_log_name(name: object, reserved: Container[str] = (), exact: bool = Fa
     """
     if not isinstance(name, str) or not name:
         raise ConfigurationError(
-            f"a logged value must have a text as its name, got {name!r}. Write for example 'error'."
+            f"the name of a logged value must be a string, got {name!r}. Write for example 'error'."
         )
     is_ours = name in RESERVED or name.startswith("val_")
     if is_ours and not (exact and (name == "loss" or name not in RESERVED)):
         raise ConfigurationError(
-            "a logged value must have a name of its own, and ipufit itself logs "
-            f"{', '.join(RESERVED)} and val_..., got {name!r}. Choose another name; that of a "
+            "the name of a logged value must be free, and ipufit itself logs "
+            f"{', '.join(RESERVED)} and val_..., got {name!r}. Choose another name; rename a "
             "metric with metrics={'name': metric}."
         )
     if name in reserved:
         raise ConfigurationError(
             f"logged values must have different names, got {name!r} twice. Choose another name; "
-            f"that of a metric with metrics={{'{name}_2': metric}}."
+            f"rename a metric with metrics={{'{name}_2': metric}}."
         )
     return name
 
@@ -192,7 +192,7 @@ REPLACEMENTS: Mapping[str, str] = {
     "enable_progress_bar disable_tqdm": "fit(verbose=0)  # or 1 for a bar, 2 for a line per epoch",
     "enable_model_summary": "Call model.summary().",
     "lr_schedule lr_scheduler_type scheduler": (
-        "compile(lr_scheduler='cosine')  # or a scheduler of torch's, or a function of the update"
+        "compile(lr_scheduler='cosine')  # or a torch scheduler, or a function of the update"
     ),
     "warmup warmup_steps warmup_ratio": (
         "compile(lr_scheduler=ipufit.optim.schedules.Cosine(warmup=0.1))"
@@ -353,7 +353,7 @@ def _unknown(
     texts = []
     if len(args) > len(by_position):
         texts.append(
-            f"{method} takes ({', '.join(by_position)}) by position, got {len(args)} values. Give "
+            f"{method} takes ({', '.join(by_position)}) by position, got {len(args)} values. Pass "
             "all others by name."
         )
     texts += [
@@ -381,4 +381,4 @@ def _advice(kind: type, method: str, parameters: Sequence[str], name: str) -> st
     near = difflib.get_close_matches(name.lower(), parameters, n=1, cutoff=0.75)
     if row or near:
         return row or f"Write {near[0]}=..."
-    return f"Leave it out, or write one that there is: {', '.join(parameters)}."
+    return f"Leave it out, or use one of these: {', '.join(parameters)}."

@@ -16,7 +16,7 @@ PHASE_NAMES = {
     "data": "waiting for data",
     "to_device": "host to device",
     "compute": "compute",
-    "anchors": "anchors to host",
+    "anchors": "outputs to host",
     "metrics": "loss and metrics",
     "callbacks": "callbacks",
     "checkpoint": "checkpoints",

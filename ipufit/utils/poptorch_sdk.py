@@ -78,9 +78,9 @@ def install(choice: str = "auto", *, claim_ipus: bool = False, quiet: bool = Fal
         is_standin = present.__name__ == STANDIN
         if is_standin != (choice == "standin"):
             raise RuntimeError(
-                f"`choice` must be decided before poptorch is imported, but {choice!r} came when "
-                f"it already was, from {present.__file__}. Call install first, in a new process "
-                "or kernel."
+                f"`choice` must be set before poptorch is imported, but {choice!r} came after it "
+                f"was imported from {present.__file__}. Call install first, in a new process or "
+                "kernel."
             )
     os.environ[_CHOICE] = choice
     if claim_ipus:
@@ -161,7 +161,8 @@ def refuse(module: str, name: str, names: Sequence[str], what: str = "") -> NoRe
     """
     raise AttributeError(
         f"{module}.{name} comes with Graphcore's Poplar SDK, and this is ipufit's stand-in{what}, "
-        f"which has {', '.join(names)}. Enable the SDK in this shell, or leave out what uses it."
+        f"which has {', '.join(names)}. Enable the SDK in this shell, or remove the code that uses "
+        "it."
     )
 
 
@@ -177,10 +178,9 @@ def check_alone(module: str) -> None:
         value = os.environ[name]
         if name.startswith("POPDIST_") or (name in _SIZES and value not in ("", "1")):
             raise RuntimeError(
-                f"this process must be the only one, but {name} is {value!r}, as poprun, mpirun "
-                f"and horovodrun set it for the processes that they start. {module} for several "
-                "processes comes with Graphcore's Poplar SDK: enable it in this shell, or start "
-                "the program without them."
+                f"this must be a single process, but {name} is {value!r}, as set by poprun, mpirun "
+                f"and horovodrun. {module} for several processes comes with Graphcore's Poplar "
+                "SDK: enable it in this shell, or start the program without them."
             )
 
 
@@ -188,7 +188,7 @@ def _check_choice(choice: str, where: str) -> None:
     if choice not in CHOICES:
         raise ValueError(
             f"{where} must be one of {', '.join(CHOICES)}, but is {choice!r}. Leave it out for the "
-            "SDK's PopTorch where that works, and ipufit's stand-in otherwise."
+            "SDK's PopTorch if that works, and ipufit's stand-in otherwise."
         )
 
 

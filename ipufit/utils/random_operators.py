@@ -175,9 +175,9 @@ def draw_on_host(
     if name not in _BY_VALUE:
         refuse(
             f"{operator._schema.name} draws random numbers on {device}, whose generator can't be "
-            "started at a key, so that they would follow neither seed nor checkpoint",
+            "seeded per micro-batch, so they would depend neither on seed nor on checkpoints",
             "Draw with torch.rand, randn, randint, bernoulli, normal, multinomial or dropout, "
-            "which can have them from the host, or move the module with module.cpu().",
+            "which can get them from the host, or move the module with module.cpu().",
         )
     return _BY_VALUE[name](*args, **kwargs)
 

@@ -180,8 +180,8 @@ def seed_everything(seed: Optional[int] = None) -> int:
     seed = operator.index(seed)
     if not 0 <= seed < _LIMIT:
         raise ConfigurationError(
-            f"seed_everything needs a seed from 0 to {_LIMIT - 1}, which NumPy takes too, got "
-            f"{seed}. Try {seed % _LIMIT}."
+            f"seed_everything needs a seed from 0 to {_LIMIT - 1}, the range of NumPy, got {seed}. "
+            f"Try {seed % _LIMIT}."
         )
     random.seed(seed)
     # Also if nobody has imported it yet: whoever does would find it unseeded.

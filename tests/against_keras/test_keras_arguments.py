@@ -84,5 +84,5 @@ def test_objects_of_another_meaning_are_refused():
         model_of("mse", metrics=[keras.metrics.MeanSquaredError()])
     with pytest.raises(LossError, match="a metric with update_state and result"):
         model_of(keras.metrics.MeanSquaredError())
-    with pytest.raises(LossError, match="of Keras must divide by what compile divides by"):
+    with pytest.raises(LossError, match="of Keras must have the reduction of compile"):
         model_of(keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))

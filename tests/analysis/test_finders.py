@@ -294,7 +294,7 @@ def test_data_that_can_be_read_once_is_refused():
         model.find_lr(iter(batches(3)))
     assert str(caught.value) == (
         "training data must be readable again after a search, got a list_iterator, which can be "
-        "read only once. Pass a DataLoader or another object whose __iter__ starts anew."
+        "read only once. Pass a DataLoader or another object whose __iter__ starts again."
     )
 
 
@@ -328,8 +328,8 @@ def test_a_loss_that_is_never_finite_is_told():
     with untouched(model), pytest.raises(ConfigurationError) as caught:
         model.find_lr(loader(), min_lr=1e-5)
     assert str(caught.value) == (
-        "a range test needs a finite loss at its lowest rate, but it was not at 1e-05. Look for "
-        "non-finite data, or lower min_lr."
+        "a range test needs a finite loss at its lowest rate, but the loss was not finite at "
+        "1e-05. Look for non-finite data, or lower min_lr."
     )
 
 
@@ -352,8 +352,8 @@ def test_a_search_needs_an_optimizer_and_its_own_time(name):
     with pytest.raises(ConfigurationError) as caught:
         getattr(model, name)(x, y, **arguments)
     assert str(caught.value) == (
-        f"{name} needs an optimizer, but compile was given none, for a model that only evaluates "
-        "and predicts. Call compile with one, such as optimizer='adam'."
+        f"{name} needs an optimizer, but compile got none, which only evaluates and predicts. Call "
+        "compile with one, such as optimizer='adam'."
     )
     model = compiled()
     inside = ipufit.callbacks.LambdaCallback(
@@ -362,7 +362,8 @@ def test_a_search_needs_an_optimizer_and_its_own_time(name):
     with pytest.raises(ConfigurationError) as caught:
         fit(model, callbacks=[inside])
     assert str(caught.value) == (
-        f"{name} was called inside fit, from a callback or the data. Call it when fit has returned."
+        f"{name} was called inside fit, from a callback or the data. Call it after fit has "
+        "returned."
     )
 
 
@@ -441,8 +442,8 @@ BAD_SIZES = {
         "start": 3,
         "ipus": 2,
     },
-    "effective_batch_size must be at most the number of samples, 32, got 64. A larger batch could "
-    "not be filled to try it.": {"effective_batch_size": 64},
+    "effective_batch_size must be at most the number of samples, 32, got 64. Larger batches "
+    "can't be tried with so few samples.": {"effective_batch_size": 64},
     "the smallest micro-batch must fit into memory, but 16 samples do not. Pass a smaller `start`, "
     "or make the module smaller.": {"effective_batch_size": 32, "start": 16},
 }
@@ -464,6 +465,6 @@ def test_a_loader_has_its_own_batch_size():
     with pytest.raises(ConfigurationError) as caught:
         model.find_batch_size(loader(), effective_batch_size=8)
     assert str(caught.value) == (
-        "find_batch_size needs samples to make batches of, but the training data comes in batches "
-        "already, from a DataLoader. Pass tensors, arrays or the dataset."
+        "find_batch_size needs samples, but the training data already comes in batches, from a "
+        "DataLoader. Pass tensors, arrays or the dataset."
     )

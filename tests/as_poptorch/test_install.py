@@ -65,7 +65,7 @@ def test_the_ipu_engine_sees_an_sdk_behind_what_is_offered(sdk):
 def test_the_ipu_engine_sees_no_sdk_where_the_stand_in_was_chosen(sdk):
     write(sdk, "", "poptorch/poptorch_core.so")
     install("standin", quiet=True)
-    assert why_no_sdk() == "what `import poptorch` finds is the stand-in, not the SDK's PopTorch"
+    assert why_no_sdk() == "`import poptorch` finds the stand-in, not the SDK's PopTorch"
 
 
 def test_the_stand_in_is_imported_where_there_is_no_sdk(imports, capsys):
@@ -219,15 +219,15 @@ def test_a_choice_that_comes_too_late_is_refused(imports):
     with pytest.raises(RuntimeError) as caught:
         install("sdk")
     assert str(caught.value) == (
-        "`choice` must be decided before poptorch is imported, but 'sdk' came when it already was, "
+        "`choice` must be set before poptorch is imported, but 'sdk' came after it was imported "
         f"from {ipufit.poptorch.__file__}. Call install first, in a new process or kernel."
     )
 
 
 def test_a_choice_that_there_is_not_is_refused(imports, monkeypatch):
     text = (
-        " must be one of auto, sdk, standin, but is 'gpu'. Leave it out for the SDK's PopTorch "
-        "where that works, and ipufit's stand-in otherwise."
+        " must be one of auto, sdk, standin, but is 'gpu'. Leave it out for the SDK's PopTorch if "
+        "that works, and ipufit's stand-in otherwise."
     )
     with pytest.raises(ValueError, match=re.escape("`choice`" + text)):
         install("gpu")

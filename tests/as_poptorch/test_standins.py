@@ -68,7 +68,7 @@ def test_a_name_that_a_stand_in_lacks_is_refused(name, what, installed):
     assert text.startswith(
         f"{name}.Builder comes with Graphcore's Poplar SDK, and this is ipufit's stand-in{what}"
     )
-    assert text.endswith(". Enable the SDK in this shell, or leave out what uses it.")
+    assert text.endswith(". Enable the SDK in this shell, or remove the code that uses it.")
 
 
 def test_a_module_of_the_sdk_comes_first(installed, tmp_path, capsys):
@@ -119,10 +119,9 @@ def test_one_of_several_processes_is_refused(module, name, tmp_path):
     status, _, err = run(tmp_path, f"import {module} as m\nm.init()\n", **{name: "4"})
     assert status == 1
     assert err.splitlines()[-1] == (
-        f"RuntimeError: this process must be the only one, but {name} is '4', as poprun, mpirun "
-        f"and horovodrun set it for the processes that they start. {module} for several processes "
-        "comes with Graphcore's Poplar SDK: enable it in this shell, or start the program without "
-        "them."
+        f"RuntimeError: this must be a single process, but {name} is '4', as set by poprun, mpirun "
+        f"and horovodrun. {module} for several processes comes with Graphcore's Poplar SDK: enable "
+        "it in this shell, or start the program without them."
     )
 
 

@@ -324,12 +324,13 @@ def test_what_can_not_be_asynchronous_is_refused():
         refused(lambda wrong=wrong: Asynchronous(wrong), text.format(repr(wrong)))
     refused(
         lambda: Asynchronous(Asynchronous(Callback())),
-        "Asynchronous takes a callback that runs in the calling thread, got one that is "
-        "Asynchronous already. Leave one of the two out.",
+        "Asynchronous takes a callback that runs in the calling thread, got one that is already "
+        "Asynchronous. Leave one of the two out.",
     )
     text = (
         "Asynchronous takes a callback whose batch hooks need nothing but their logs, but {} "
-        "of the execution, which the next one replaces meanwhile. Pass it to fit as it is."
+        "of an execution, which the next execution may have replaced by then. Pass it to fit "
+        "directly."
     )
     refused(
         lambda: Asynchronous(ModelCheckpoint("w.safetensors", save_freq=3)),

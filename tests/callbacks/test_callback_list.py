@@ -139,7 +139,7 @@ def test_a_value_that_nobody_gives_is_missed_before_training():
     before = state(model)
     with pytest.raises(ConfigurationError) as caught:
         fit(model, callbacks=[told, Waits()])
-    assert str(caught.value) == (f"{MISSING}Pass validation_data to fit, or ask for one of these.")
+    assert str(caught.value) == (f"{MISSING}Pass validation_data to fit, or use one of these.")
     assert told.hooks == []
     assert_same_bits(state(model), before)
     waits = Waits()
@@ -147,7 +147,7 @@ def test_a_value_that_nobody_gives_is_missed_before_training():
     with pytest.raises(ConfigurationError) as caught:
         fit(model, callbacks=[waits])
     assert str(caught.value) == (
-        "Waits needs the value 'accuracy' at the end of an epoch, but there is only loss. Ask for "
+        "Waits needs the value 'accuracy' at the end of an epoch, but there is only loss. Use "
         "one of these, or add it to metrics."
     )
     assert fit(model, validation_data=batches(1), callbacks=[Waits()]).epoch == [0]
@@ -326,8 +326,8 @@ def test_hooks_that_are_never_called_are_refused(hook):
     with pytest.raises(ConfigurationError) as caught:
         fit(compiled(), callbacks=[told])
     assert str(caught.value) == (
-        f"Old must name the hooks of batches after what they are of, but has {hook}, which is "
-        f"never called. Rename it to on_train_{hook[3:]}."
+        f"Old must have hooks for train, test or predict batches, but has {hook}, which is never "
+        f"called. Rename it to on_train_{hook[3:]}."
     )
 
 

@@ -113,8 +113,8 @@ def test_what_it_can_not_write_is_known_before_training(tmp_path):
     model = compiled()
     refused(
         lambda: fit(model, callbacks=[CSVLogger(path, append=True)]),
-        f"CSVLogger appends to a table whose first column is 'epoch', but that of {str(path)!r} "
-        "is 'name'. Choose another filename or separator, or append=False.",
+        "CSVLogger appends to a table whose first column is 'epoch', but the first column of "
+        f"{str(path)!r} is 'name'. Choose another filename or separator, or append=False.",
     )
     assert path.read_text() == "name,value\na,1\n"
     with pytest.raises(ValueError, match="Choose another filename") as caught:
@@ -129,7 +129,7 @@ def test_a_separator_is_one_character(separator):
     """The table could not be read again."""
     refused(
         lambda: CSVLogger("log.csv", separator),
-        "separator of CSVLogger must be one character, and no quote or end of line, got "
+        "separator of CSVLogger must be one character, but not a quote or a line end, got "
         f"{separator!r}. Use ',' or ';' or '\\t'.",
     )
     refused(

@@ -128,8 +128,8 @@ def test_it_says_what_it_does(capsys):
     """With verbose=1, beside the bar; silently otherwise."""
     epochs_of([1, 2], verbose=1, restore_best_weights=True)
     assert capsys.readouterr().err.splitlines() == [
-        "epoch 2: EarlyStopping ends training, v has not improved",
-        "EarlyStopping puts the weights of epoch 1 back",
+        "epoch 2: EarlyStopping ends training because v has not improved",
+        "EarlyStopping restores the weights of epoch 1",
     ]
     epochs_of([1, 2], restore_best_weights=True)
     assert capsys.readouterr() == ("", "")
@@ -165,8 +165,8 @@ def test_an_unknown_direction_is_an_error_before_training():
     model = compiled(metrics={"mine": lambda p, t: (p - t).sum(1)})
     refused(
         lambda: fit(model, callbacks=[EarlyStopping("mine"), told]),
-        "EarlyStopping must know whether 'mine' is better when it is small or when it is large, "
-        "but nothing says so. Pass mode='min' or mode='max'.",
+        "EarlyStopping must know whether a small or a large 'mine' is better. Pass mode='min' "
+        "or mode='max'.",
     )
     assert told.hooks == []
 
@@ -176,16 +176,16 @@ def test_an_unknown_value_is_an_error_that_lists_what_is_there():
     """Keras warns, and trains to the last epoch."""
     refused(
         lambda: fit(compiled(), epochs=3, callbacks=[EarlyStopping()]),
-        "EarlyStopping needs the value 'val_loss' at the end of an epoch, but there is only loss. "
-        "Pass validation_data to fit, or ask for one of these.",
+        "EarlyStopping needs the value 'val_loss' at the end of an epoch, but there is only "
+        "loss. Pass validation_data to fit, or use one of these.",
     )
     model = compiled()
     refused(
         lambda: fit(
             model, epochs=3, callbacks=[Gives(other=[1, 1, 1]), EarlyStopping("v", mode="min")]
         ),
-        "EarlyStopping needs the value 'v' at the end of an epoch, but there is only loss, other. "
-        "Ask for one of these, or add it to metrics.",
+        "EarlyStopping needs the value 'v' at the end of an epoch, but there is only loss, "
+        "other. Use one of these, or add it to metrics.",
     )
     assert model.history.epoch == [0]
 

@@ -257,8 +257,8 @@ def test_what_a_tracker_raises_ends_training_before_it_begins():
 
 
 WANTED = (
-    "logger of ExperimentLogger must be a logger of Lightning's, the module mlflow, an experiment "
-    "of Comet's, a run of W&B's, a tracker of Accelerate's or a function of values and step, got "
+    "logger of ExperimentLogger must be a Lightning logger, the mlflow module, a Comet "
+    "experiment, a W&B run, an Accelerate tracker or a function of values and step, got "
 )
 
 
@@ -269,7 +269,8 @@ def test_what_is_no_tracker_is_refused():
     )
     refused(
         lambda: ExperimentLogger("runs"),
-        WANTED + "'runs'. For any other, pass a function: lambda values, step: ..., which logs.",
+        WANTED
+        + ("'runs'. For any other logger, pass a function that logs: lambda values, step: ..."),
     )
 
 

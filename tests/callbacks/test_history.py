@@ -133,9 +133,9 @@ def test_params_that_json_lacks_are_refused(tmp_path):
     with pytest.raises(ConfigurationError) as caught:
         history.to_json(tmp_path / "history.json")
     assert str(caught.value) == (
-        "History.params must hold only what JSON has (numbers that are finite, strings, lists, "
-        "dicts, None), but Object of type type is not JSON serializable. Take that entry out, or "
-        "turn it into a string."
+        "History.params must hold only JSON values (finite numbers, strings, lists, dicts, "
+        "None), but Object of type type is not JSON serializable. Remove that entry, or convert "
+        "it to a string."
     )
     assert not (tmp_path / "history.json").exists()
 
@@ -144,15 +144,15 @@ def test_what_is_no_history_is_refused(tmp_path):
     with pytest.raises(ConfigurationError) as caught:
         History.from_json('{"format": "other/1"}')
     assert str(caught.value) == (
-        "from_json needs what History.to_json wrote, got something else in the text (ValueError: "
-        "its format is 'other/1'). Write it with history.to_json(path)."
+        "from_json needs the output of History.to_json, got something else in the text "
+        "(ValueError: its format is 'other/1'). Write it with history.to_json(path)."
     )
     path = tmp_path / "x.json"
     path.write_text("[]")
     with pytest.raises(ConfigurationError) as caught:
         History.from_json(path)
     assert str(caught.value) == (
-        f"from_json needs what History.to_json wrote, got something else in {str(path)!r} "
+        f"from_json needs the output of History.to_json, got something else in {str(path)!r} "
         "(TypeError: list indices must be integers or slices, not str). Write it with "
         "history.to_json(path)."
     )
@@ -219,7 +219,7 @@ def test_best_epoch_needs_a_value_and_a_direction():
         (
             ("hollow_loss",),
             "best_epoch needs an epoch with a value of 'hollow_loss', but all are NaN. Monitor "
-            "something else.",
+            "another value.",
         ),
     ]:
         with pytest.raises(ConfigurationError) as caught:
@@ -502,8 +502,8 @@ def test_a_value_that_is_no_number_is_refused_by_name():
     with pytest.raises(ConfigurationError) as caught:
         history.append(0, {"loss": 1.0, "note": "good"})
     assert str(caught.value) == (
-        "values of an epoch must be numbers, but 'note' in logs is a str. Keep it in the callback "
-        "itself, or put a number there."
+        "values of an epoch must be numbers, but 'note' in logs is a str. Keep it in the "
+        "callback itself, or log a number."
     )
     assert history.epoch == []
     assert history.history == {}

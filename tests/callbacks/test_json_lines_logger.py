@@ -73,7 +73,7 @@ def test_every_so_many_updates(tmp_path):
 @pytest.mark.parametrize("name", ["event", "update", "epoch", "batch"])
 def test_a_metric_can_not_take_the_place_of_a_field(name):
     """Of a line, or of a path of ModelCheckpoint."""
-    with pytest.raises(ConfigurationError, match=f"a name of its own.* got {name!r}"):
+    with pytest.raises(ConfigurationError, match=f"must be free.* got {name!r}"):
         compiled(metrics={name: "mae"})
 
 

@@ -41,7 +41,7 @@ def test_the_first_six_are_in_keras_order():
 
 @pytest.mark.long
 def test_arguments_and_answers_reach_the_loop():
-    """Logs can be added to, and a loss that is no number can be taken."""
+    """Logs can be added to, and a loss that is not a number can be taken."""
 
     def add(epoch, logs):
         logs["twice"] = 2 * logs["loss"]

@@ -155,7 +155,7 @@ def test_it_says_what_it_does(tmp_path, capsys):
     saved_epochs(tmp_path, [2.0, 3.0], verbose=1)
     assert capsys.readouterr().err.splitlines() == [
         f"epoch 1: wrote {tmp_path / '1.safetensors'}",
-        "epoch 2: v 3 is no better than 2.0",
+        "epoch 2: v 3 is not better than 2.0",
     ]
     saved_epochs(tmp_path, [2.0, 3.0])
     assert capsys.readouterr() == ("", "")
@@ -170,8 +170,8 @@ def test_a_trial_run_can_leave_it_out(tmp_path):
 ITEMS = [
     (
         {"save_weights_only": False},
-        "save_weights_only of ModelCheckpoint must be True, as fit(checkpoint='runs/1') writes "
-        "checkpoints of the whole training, got False. Leave it out to write weights.",
+        "save_weights_only of ModelCheckpoint must be True, got False. Leave it out to write "
+        "weights; fit(checkpoint='runs/1') writes checkpoints of the whole training.",
     ),
     ({"save_best_only": 1}, "save_best_only of ModelCheckpoint must be True or False, got 1."),
     ({"save_freq": 0}, "save_freq of ModelCheckpoint must be an integer of at least 1, got 0."),
@@ -186,18 +186,18 @@ ITEMS = [
     ),
     (
         {"save_freq": 3, "save_best_only": True},
-        "ModelCheckpoint with save_freq=3 writes in the middle of an epoch, where there is no "
-        "value 'val_loss'. Use a value of training, such as 'loss', or save_freq='epoch'.",
+        "ModelCheckpoint with save_freq=3 writes in the middle of an epoch, where 'val_loss' has "
+        "no value. Use a value of training, such as 'loss', or save_freq='epoch'.",
     ),
     (
         {"filepath": "{val_loss}.safetensors", "save_freq": 3},
-        "ModelCheckpoint with save_freq=3 writes in the middle of an epoch, where there is no "
-        "value 'val_loss'. Use a value of training, such as 'loss', or save_freq='epoch'.",
+        "ModelCheckpoint with save_freq=3 writes in the middle of an epoch, where 'val_loss' has "
+        "no value. Use a value of training, such as 'loss', or save_freq='epoch'.",
     ),
     (
         {"filepath": "w.pt"},
-        "weights are written in the format of safetensors, so their path must end with "
-        "'.safetensors', got 'w.pt'. Try 'weights.safetensors'.",
+        "weights are written as safetensors, so the path must end with '.safetensors', got "
+        "'w.pt'. Try 'weights.safetensors'.",
     ),
     (
         {"filepath": "{batch}.safetensors"},
@@ -223,7 +223,7 @@ def test_a_path_that_can_not_be_filled_in_is_refused(path):
         f"'{path}.safetensors' can't be filled in: "
     )
     assert str(caught.value).startswith(start)
-    end = "Correct the field, or double a brace that stands for itself."
+    end = "Correct the field, or double each literal brace."
     assert str(caught.value).endswith(end)
 
 
@@ -250,12 +250,12 @@ def test_values_that_are_not_there_are_missed_before_training(tmp_path):
     refused(
         lambda: fit(compiled(), callbacks=[save]),
         "ModelCheckpoint needs the value 'val_loss' at the end of an epoch, but there is only "
-        "loss. Pass validation_data to fit, or ask for one of these.",
+        "loss. Pass validation_data to fit, or use one of these.",
     )
     # What this callback will add is not known before it has.
     refused(
         lambda: fit(compiled(), callbacks=[Gives(other=[1]), save]),
-        f"filepath of ModelCheckpoint must have fields that are there, got {save.filepath!r} in "
-        "an epoch that has epoch, loss, other, but not val_loss. Use one of these.",
+        "filepath of ModelCheckpoint has a field val_loss that no epoch logs, got "
+        f"{save.filepath!r}. There is epoch, loss, other.",
     )
     assert files(tmp_path) == []

@@ -560,7 +560,7 @@ def test_plot_without_an_epoch_or_matplotlib(monkeypatch):
     history = ipufit.History()
     with pytest.raises(ConfigurationError) as caught:
         history.plot()
-    assert str(caught.value) == "plot needs at least one finished epoch, there is none yet."
+    assert str(caught.value) == "plot needs at least one finished epoch, but there is none yet."
     history.append(0, {"loss": 1.0})
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError) as caught:

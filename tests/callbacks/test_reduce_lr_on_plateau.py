@@ -97,7 +97,7 @@ def test_an_unknown_value_is_missed_before_training():
     refused(
         lambda: fit(compiled(), callbacks=[ReduceLROnPlateau()]),
         "ReduceLROnPlateau needs the value 'val_loss' at the end of an epoch, but there is only "
-        "loss. Pass validation_data to fit, or ask for one of these.",
+        "loss. Pass validation_data to fit, or use one of these.",
     )
 
 

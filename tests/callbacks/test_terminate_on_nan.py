@@ -60,17 +60,17 @@ def test_a_finite_training_is_left_alone(capsys):
 
 @pytest.mark.long
 def test_another_value_ends_training_with_its_epoch(capsys):
-    """A validation loss that is no number will hardly become one again."""
+    """A validation loss that is not a number will hardly become one again."""
     model = compiled()
     held_out = spoilt(0, count=1)
     history = fit(model, epochs=5, validation_data=held_out, callbacks=[TerminateOnNaN()])
     assert history.epoch == [0]
-    assert (
-        capsys.readouterr().err == "TerminateOnNaN ends training: val_loss became nan in epoch 1\n"
+    assert capsys.readouterr().err == (
+        "TerminateOnNaN ends training: val_loss became nan in epoch 1\n"
     )
     callbacks = [Gives(mine=[1.0, math.inf, 1.0]), TerminateOnNaN()]
     assert fit(compiled(), epochs=3, callbacks=callbacks).epoch == [0, 1]
-    assert capsys.readouterr().err == "TerminateOnNaN ends training: mine became inf in epoch 2\n"
+    assert capsys.readouterr().err == ("TerminateOnNaN ends training: mine became inf in epoch 2\n")
 
 
 @pytest.mark.long("ipu-standin")
@@ -90,7 +90,7 @@ def test_a_mean_that_overflows_ends_training(capsys):
     )
     assert model.history.epoch == [0]
     assert model.history.params["updates"] == 3
-    assert capsys.readouterr().err == "TerminateOnNaN ends training: loss became inf in batch 0\n"
+    assert capsys.readouterr().err == ("TerminateOnNaN ends training: loss became inf in batch 0\n")
 
 
 @pytest.mark.long("ipu-standin")

@@ -106,9 +106,9 @@ def test_a_run_of_an_older_version_of_the_format_goes_on(tmp_path):
         model = fit(tmp_path / "run", resume="auto")
     assert_same(model, PLAIN.whole())
     assert [str(each.message) for each in warned] == [
-        "the checkpoint 'update-000000005' is of an older ipufit and does not say how its run was "
-        "configured: that loss, optimizer settings, data and module are the same is not checked, "
-        "and the optimizer settings are those of the checkpoint."
+        "the checkpoint 'update-000000005' comes from an older ipufit and does not say how its "
+        "run was configured: ipufit can't check that loss, optimizer settings, data and module "
+        "are the same, and takes the optimizer settings from the checkpoint."
     ]
 
 
@@ -252,11 +252,11 @@ def test_a_log_that_is_gone_is_missed(tmp_path):
 
     run(3)
     os.remove(tmp_path / "log.jsonl")
-    with pytest.raises(ConfigurationError, match="Put the file back") as told:
+    with pytest.raises(ConfigurationError, match="Restore the file") as told:
         run(resume="auto")
     assert re.match(
-        r"JSONLinesLogger goes on with '.*log.jsonl', which had \d+ bytes when the checkpoint was "
-        r"written, but has 0. Put the file back, or choose another filename and begin anew.$",
+        r"JSONLinesLogger continues '.*log.jsonl', which had \d+ bytes when the checkpoint was "
+        r"written, but now has 0. Restore the file, or start a new run with another filename.$",
         str(told.value),
     )
 
@@ -283,8 +283,8 @@ def test_none_that_can_be_read_is_an_error(tmp_path):
     with pytest.warns(UserWarning, match="state.json"), pytest.raises(CheckpointError) as told:
         fit(tmp_path / "run", resume="auto")
     assert str(told.value) == (
-        f"resume='auto' needs a checkpoint that can be read, but of 2 in "
-        f"{str(tmp_path / 'run')!r} none can. Pass another folder to begin anew."
+        "resume='auto' needs a readable checkpoint, but none of the 2 in "
+        f"{str(tmp_path / 'run')!r} can be read. Pass another folder to start a new run."
     )
 
 
@@ -322,8 +322,8 @@ def test_signals_let_the_execution_end_and_a_checkpoint_be_written(kind, when, t
     assert signal.getsignal(kind) is handler
     done, epoch = (13, 2) if when == "batch" else (12, 1)
     message = (
-        f"{kind.name}: fit ends after update {done}, in epoch {epoch}, which is written down in "
-        f"{str(folder)!r}. Call it again with Checkpoint(..., resume='auto') to go on."
+        f"{kind.name}: fit ends after update {done}, in epoch {epoch}, which is saved in "
+        f"{str(folder)!r}. Call it again with Checkpoint(..., resume='auto') to continue."
     )
     # Python prints what a KeyboardInterrupt says, and nothing of SystemExit.
     said = capfd.readouterr().err
@@ -411,9 +411,9 @@ def test_metrics_must_say_what_they_have_seen(tmp_path):
     case = plain(compile=lambda net: {"metrics": [Shy()]})
     refused(
         lambda: case.run(checkpoint=tmp_path / "run"),
-        "a checkpoint in the middle of an epoch holds what every metric has seen, but 'Shy' (Shy) "
-        "can't say it. Give it state_dict and load_state_dict, use a plain metric of "
-        "torchmetrics, or leave checkpoint out.",
+        "a checkpoint in the middle of an epoch holds the state of every metric, but 'Shy' (Shy) "
+        "can't return it. Give it state_dict and load_state_dict, use a plain torchmetrics metric, "
+        "or leave checkpoint out.",
     )
 
 
@@ -423,15 +423,15 @@ def test_a_folder_with_checkpoints_is_not_begun_anew(tmp_path):
     fit(folder)
     refused(
         lambda: fit(folder),
-        f"checkpoint must be a folder without checkpoints when fit begins anew, but {folder!r} has "
-        "2, the latest of them 'update-000000024-epoch'. Pass "
-        f"ipufit.Checkpoint({folder!r}, resume='auto') to go on from there, or another folder.",
+        f"checkpoint must be a folder without checkpoints for a new run, but {folder!r} has 2, "
+        f"the latest 'update-000000024-epoch'. Pass ipufit.Checkpoint({folder!r}, resume='auto') "
+        "to continue from there, or another folder.",
     )
     refused(
         lambda: fit(folder, resume=f"{folder}/update-000000012-epoch"),
-        f"resume goes on from 'update-000000012-epoch', but checkpoint={folder!r} has later ones, "
-        "such as 'update-000000024-epoch', which the run would write again. Pass another folder "
-        "as checkpoint, or move the later ones away.",
+        f"resume continues from 'update-000000012-epoch', but checkpoint={folder!r} has later "
+        "ones, such as 'update-000000024-epoch', which the run would overwrite. Pass another "
+        "folder as checkpoint, or move the later ones away.",
     )
 
 
@@ -455,24 +455,20 @@ def test_another_run_is_refused_with_all_that_differs(tmp_path):
     with pytest.raises(CheckpointError) as told:
         case.run(checkpoint=tmp_path / "run", resume="auto", callbacks=[])
     assert str(told.value) == (
-        "the checkpoint 'update-000000024-epoch' must be of the run that goes on, but they "
-        "differ:\n"
-        "  more.weight: missing in the checkpoint\n"
-        "  more.bias: missing in the checkpoint\n"
-        "  layers.2.bias: only in the checkpoint\n"
-        "  optimizer: 'Adam' in the checkpoint, 'SGD' now\n"
-        "  samples of an update: 2 in the checkpoint, 4 now\n"
-        "  batch_size: 2 in the checkpoint, 4 now\n"
-        "  samples of the training data: 23 in the checkpoint, 20 now\n"
-        "  callbacks: ['Ends'] in the checkpoint, [] now\n"
-        "  shuffle: 'RandomSampler' in the checkpoint, 'SequentialSampler' now\n"
-        "  data content: 'b76b113262e99f49' in the checkpoint, '73b4d3ba06bfe96b' now\n"
-        "  module of '': 'MLP' in the checkpoint, 'Other' now\n"
-        "  module extra_repr of 'layers.2': 'in_features=16, out_features=5, bias=True' in the "
-        "checkpoint, 'in_features=16, out_features=5, bias=False' now\n"
-        "  module of 'more': nothing in the checkpoint, 'Linear' now\n"
-        "Pass the same model, data and arguments, or another folder to begin anew. To go on with "
-        "other settings from here, pass resume_changes={'callbacks', 'data', 'module', 'shuffle'}."
+        "the checkpoint 'update-000000024-epoch' must match the run that continues, but they "
+        "differ:\n  more.weight: missing in the checkpoint\n  more.bias: missing in the "
+        "checkpoint\n  layers.2.bias: only in the checkpoint\n  optimizer: 'Adam' in the "
+        "checkpoint, 'SGD' now\n  samples of an update: 2 in the checkpoint, 4 now\n  "
+        "batch_size: 2 in the checkpoint, 4 now\n  samples of the training data: 23 in the "
+        "checkpoint, 20 now\n  callbacks: ['Ends'] in the checkpoint, [] now\n  shuffle: "
+        "'RandomSampler' in the checkpoint, 'SequentialSampler' now\n  data content: "
+        "'b76b113262e99f49' in the checkpoint, '73b4d3ba06bfe96b' now\n  module of '': 'MLP' in "
+        "the checkpoint, 'Other' now\n  module extra_repr of 'layers.2': 'in_features=16, "
+        "out_features=5, bias=True' in the checkpoint, 'in_features=16, out_features=5, "
+        "bias=False' now\n  module of 'more': nothing in the checkpoint, 'Linear' now\nPass the "
+        "same model, data and arguments, or another folder to start a new run. To continue with "
+        "other settings from here, pass "
+        "resume_changes={'callbacks', 'data', 'module', 'shuffle'}."
     )
 
 
@@ -480,10 +476,11 @@ def test_another_run_is_refused_with_all_that_differs(tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"seed": 6}, "seed must be that of the run that goes on, 5, got 6. Leave it out: the "
-         "checkpoint has it."),
-        ({"epochs": range(1, 2)}, "epochs must begin with that of the run that goes on, 0, got "
-         "range(1, 2). Pass epochs=2: the checkpoint has the epoch to go on with."),
+        ({"seed": 6}, "seed must be that of the resumed run, 5, got 6. Leave it out: the "
+                      "checkpoint has it."),
+        ({"epochs": range(1, 2)}, "epochs must begin with the first one of the resumed run, 0, got "
+                                  "range(1, 2). Pass epochs=2: the checkpoint knows where to "
+                                  "continue."),
     ],
 )  # fmt: skip
 def test_what_the_checkpoint_has_is_not_said_otherwise(options, text, tmp_path):
@@ -495,10 +492,10 @@ def test_what_the_checkpoint_has_is_not_said_otherwise(options, text, tmp_path):
     ("options", "text"),
     [
         ({"resume": "auto"}, "resume='auto' looks for the latest checkpoint in the folder of "
-         "Checkpoint, but there is none. Pass Checkpoint('runs/1', resume='auto'), or the path of "
-         "one checkpoint as resume."),
-        ({"resume": True}, "resume must be 'auto', the path of a checkpoint or None, got True. Use "
-         "'auto', which begins anew where there is no checkpoint yet."),
+                             "Checkpoint, but no folder is set. Pass Checkpoint('runs/1', "
+                             "resume='auto'), or the path of one checkpoint as resume."),
+        ({"resume": True}, "resume must be 'auto', the path of a checkpoint or None, got True. "
+                           "Use 'auto', which starts a new run if there is no checkpoint yet."),
         ({"resume": 3}, "resume must be the path of a folder, got 3. Use for example 'runs/1'."),
         ({"checkpoint": 3}, "checkpoint must be the path of a folder, got 3. Use for example "
          "'runs/1'."),
@@ -520,8 +517,8 @@ def test_arguments_that_cannot_work(options, text):
         ({"keep": 0}, "keep of Checkpoint must be an integer of at least 1, got 0."),
         ({"monitor": 1}, "monitor of Checkpoint must be the name of a value, such as 'val_loss', "
          "or None, got 1."),
-        ({"folder": None, "resume": "runs/1/update-000000012", "monitor": "loss"}, "monitor of "
-         "Checkpoint set what is written into its folder, but there is none. Pass "
+        ({"folder": None, "resume": "runs/1/update-000000012", "monitor": "loss"},
+         "monitor of Checkpoint set what is written to its folder, but it has no folder. Pass "
          "Checkpoint('runs/1', ...), or leave them out."),
         ({"folder": None}, "folder of Checkpoint must be the path of a folder, got None. Use for "
          "example 'runs/1'."),
@@ -537,7 +534,7 @@ def test_a_value_that_nobody_gives_cannot_say_which_is_best(tmp_path):
     refused(
         lambda: fit(checkpoint),
         "Checkpoint needs the value 'val_loss' at the end of an epoch, but there is only loss, "
-        "accuracy. Pass validation_data to fit, or ask for one of these.",
+        "accuracy. Pass validation_data to fit, or use one of these.",
     )
 
 
@@ -559,7 +556,7 @@ def test_a_folder_that_refuses_is_told_before_any_work(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError) as told:
         fit(folder)
     assert str(told.value).startswith(
-        f"checkpoints need a folder that can be written to, but {folder!r} can't: "
+        f"checkpoints need a writable folder, but {folder!r} is not: "
     )
     assert str(told.value).endswith(". Choose another folder.")
 
@@ -655,7 +652,7 @@ def test_a_full_disk_ends_training_and_loses_nothing(tmp_path):
         PLAIN.run(checkpoint=folder)
     assert fault.happened
     assert str(told.value).startswith(
-        "a checkpoint must be written as a whole, but 'update-000000024-epoch' can't be written "
+        "a checkpoint must be written completely, but 'update-000000024-epoch' can't be written "
         f"to {str(folder)!r}: "
     )
     assert names(folder) == ["update-000000012-epoch"]
@@ -735,8 +732,8 @@ def test_faults_that_there_are_not(arguments, text):
 def test_restarts_need_checkpoints():
     refused(
         lambda: fit(None, max_restarts=1, resume="runs/1/update-000000012"),
-        "max_restarts=1 goes on from the last checkpoint when a device has failed, but Checkpoint "
-        "has no folder to write one into. Pass Checkpoint('runs/1', ...).",
+        "max_restarts=1 continues from the last checkpoint after a device failure, but "
+        "Checkpoint has no folder to write to. Pass Checkpoint('runs/1', ...).",
     )
     refused(
         lambda: fit("unused", max_restarts=-1),
@@ -830,6 +827,6 @@ def test_files_of_others_are_not_removed_for_a_checkpoint(tmp_path):
         tree["callbacks"][0][1]["files"] = [str(tmp_path / "precious.safetensors")]
 
     tampered(tmp_path / "run", point_elsewhere)
-    with pytest.raises(CheckpointError, match="is no file of filepath"):
+    with pytest.raises(CheckpointError, match="does not match filepath"):
         case.run(resume=tmp_path / "run" / "update-000000014")
     assert (tmp_path / "precious.safetensors").exists()

@@ -227,9 +227,9 @@ def test_a_name_that_may_not_last_is_taken_back(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         written(Store(folder, Faulty(7, error)), 3)
     assert str(caught.value) == (
-        f"a checkpoint must be written as a whole, but {name_of(3)!r} can't be written to "
-        f"{str(folder)!r}: Input/output error. Make room or choose another folder; the "
-        "checkpoints before it are as they were."
+        f"a checkpoint must be written completely, but {name_of(3)!r} can't be written to "
+        f"{str(folder)!r}: Input/output error. Free some space or choose another folder; earlier "
+        "checkpoints are intact."
     )
     assert sorted(os.listdir(folder)) == [name_of(1), name_of(2)]
 
@@ -241,8 +241,8 @@ def test_a_checkpoint_that_can_not_be_removed_is_told(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         Store(folder, Faulty(0, error)).rotate(1)
     assert str(caught.value) == (
-        f"the checkpoint {name_of(1)!r} in {str(folder)!r} must be one that can be removed, but "
-        "it can't: Permission denied. Remove its folder yourself."
+        f"the checkpoint {name_of(1)!r} in {str(folder)!r} can't be removed: Permission denied. "
+        "Remove its folder yourself."
     )
 
 

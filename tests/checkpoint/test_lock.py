@@ -138,8 +138,8 @@ def test_a_run_that_another_machine_has_not_ended_is_a_warning(tmp_path):
         fit(tmp_path)
     assert [str(each.message) for each in warned] == [
         f"the folder {str(tmp_path)!r} was last written to by process 7 on 'elsewhere' since "
-        "2026-01-02 03:04:05, which has not ended as a run does. Locks of other machines are not "
-        "always seen: if it still runs, end one of the two."
+        "2026-01-02 03:04:05, which did not end normally. Locks of other machines are not "
+        "always visible: if it still runs, end one of the two."
     ]
     assert LOCK not in os.listdir(tmp_path)
 

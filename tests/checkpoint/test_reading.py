@@ -24,7 +24,7 @@ from tests.checkpoint.written import (
 
 pytestmark = pytest.mark.both_engines
 
-CURE = "Read another checkpoint, or restore this one from a copy."
+CURE = "Use another checkpoint, or restore this one from a copy."
 
 
 def replace(store, data, file, name=TWO):
@@ -71,7 +71,7 @@ def test_a_changed_file_is_not_read(store, file):
     damaged(store, file, "its content has changed since manifest.json was written")
     for data in (whole[:-1], whole + b" ", b""):
         put(store, data, TWO, file)
-        damaged(store, file, f"it has {len(data)} bytes, and manifest.json says {len(whole)}")
+        damaged(store, file, f"it has {len(data)} bytes, but manifest.json says {len(whole)}")
     os.remove(place(store, TWO, file))
     damaged(store, file, "it is missing")
 
@@ -94,25 +94,28 @@ def test_a_changed_manifest_is_not_read(store):
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"[]", "it is no manifest of a checkpoint"),
-        (b'{"format": "other"}', "it is no manifest of a checkpoint"),
-        (b"{", "it is no JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
-        (b'{"a": NaN}', "it is no JSON: NaN is no number"),
-        (b'{"a": -Infinity}', "it is no JSON: -Infinity is no number"),
-        (b'{"a": 1e999}', "it is no JSON: the number '1e999' is too large"),
-        (b'{"a": 1, "b": 2, "a": 1}', "it is no JSON: the key 'a' comes twice"),
+        (b"[]", "it is not the manifest of a checkpoint"),
+        (b'{"format": "other"}', "it is not the manifest of a checkpoint"),
+        (
+            b"{",
+            ("it is not JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
+        ),
+        (b'{"a": NaN}', "it is not JSON: NaN is not a number"),
+        (b'{"a": -Infinity}', "it is not JSON: -Infinity is not a number"),
+        (b'{"a": 1e999}', "it is not JSON: the number '1e999' is too large"),
+        (b'{"a": 1, "b": 2, "a": 1}', "it is not JSON: the key 'a' appears twice"),
         (b"[" * 100_000, "it is nested deeper than 350 levels"),
         (b'{"a":' * 100_000, "it is nested deeper than 350 levels"),
         (
             b"1" * 100_000,
-            f"it is no JSON: the number '{'1' * 80}'... has more than 30 characters",
+            f"it is not JSON: the number '{'1' * 80}'... has more than 30 characters",
         ),
         (
             b"0." + b"1" * 40,
-            f"it is no JSON: the number '0.{'1' * 40}' has more than 30 characters",
+            f"it is not JSON: the number '0.{'1' * 40}' has more than 30 characters",
         ),
         (b" " * (1 << 20) + b"1", "it has more than 1048576 bytes"),
-        (b"\xff", "it is no JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid"),
+        (b"\xff", "it is not JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid"),
     ],
 )
 def test_what_is_no_manifest_is_refused(store, data, reason):
@@ -137,11 +140,11 @@ def test_brackets_and_quotes_in_texts_are_no_nesting(store):
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"version": [0, 9]}, "its version is none that ever was"),
-        ({"version": [1]}, "its version is none that ever was"),
-        ({"version": [1, True]}, "its version is none that ever was"),
-        ({"version": [1, -1]}, "its version is none that ever was"),
-        ({"version": "1.0"}, "its version is none that ever was"),
+        ({"version": [0, 9]}, "its version does not exist"),
+        ({"version": [1]}, "its version does not exist"),
+        ({"version": [1, True]}, "its version does not exist"),
+        ({"version": [1, -1]}, "its version does not exist"),
+        ({"version": "1.0"}, "its version does not exist"),
         ({"files": []}, "its parts are not format, version and files"),
         ({"more": 1}, "its parts are not format, version and files"),
         ({"files": {}}, "it lists 0 files, but must list state.json and at most 64"),
@@ -194,7 +197,7 @@ def test_files_elsewhere_are_not_listed(store, file):
     changed = listed(store)
     changed["files"][file] = changed["files"]["state.json"]
     list_again(store, changed)
-    reason = f"it lists the file {file!r}, which can be none of a checkpoint"
+    reason = f"it lists the file {file!r}, which can't belong to a checkpoint"
     damaged(store, "manifest.json", reason)
 
 
@@ -206,9 +209,9 @@ def test_a_newer_version_is_refused(store, version):
     damaged(
         store,
         "manifest.json",
-        f"it was written by a newer ipufit, in version {came} of the format, and this one reads "
-        "up to 1.2",
-        "Update ipufit, or read a checkpoint that this one wrote.",
+        f"it was written by a newer ipufit, in version {came} of the format; this ipufit reads "
+        "versions up to 1.2",
+        "Update ipufit, or read a checkpoint that this version wrote.",
     )
 
 
@@ -224,7 +227,7 @@ def test_a_huge_declared_size_is_only_compared(store):
     changed["files"]["weights.safetensors"]["size"] = 10**20
     list_again(store, changed)
     size = len(content(store, TWO, "weights.safetensors"))
-    reason = f"it has {size} bytes, and manifest.json says {10**20}"
+    reason = f"it has {size} bytes, but manifest.json says {10**20}"
     damaged(store, "weights.safetensors", reason)
 
 
@@ -251,9 +254,9 @@ def test_files_of_state_that_are_not_listed_are_refused(store):
 def test_a_state_that_is_no_object_is_refused(store):
     """Though its hash is right."""
     replace(store, b"[]", "state.json")
-    damaged(store, "state.json", "it is no JSON object")
+    damaged(store, "state.json", "it is not a JSON object")
     replace(store, b'{"a": 1, "a": 2}', "state.json")
-    damaged(store, "state.json", "it is no JSON: the key 'a' comes twice")
+    damaged(store, "state.json", "it is not JSON: the key 'a' appears twice")
 
 
 @pytest.mark.parametrize(
@@ -292,10 +295,10 @@ def test_links_are_not_followed(store, file):
     """A link could lead to any file that the reader may read; a pipe would never end."""
     os.replace(place(store, TWO, file), place(store, "elsewhere"))
     os.symlink(place(store, "elsewhere"), place(store, TWO, file))
-    damaged(store, file, "it is no regular file, but a link for example")
+    damaged(store, file, "it is not a regular file; it may be a link")
     os.remove(place(store, TWO, file))
     os.mkfifo(place(store, TWO, file))
-    damaged(store, file, "it is no regular file, but a link for example")
+    damaged(store, file, "it is not a regular file; it may be a link")
 
 
 def test_a_link_that_is_put_in_place_late_is_not_followed(store, monkeypatch):
@@ -310,7 +313,7 @@ def test_a_link_to_a_folder_is_no_checkpoint(store):
     """It is told, not left out; and removing it leaves what it leads to."""
     os.rename(place(store, TWO), place(store, "elsewhere"))
     os.symlink(place(store, "elsewhere"), place(store, TWO))
-    damaged(store, "manifest.json", "the checkpoint is no folder, or a link to one")
+    damaged(store, "manifest.json", "the checkpoint is not a folder, or is a link to one")
     store.remove(TWO)
     assert sorted(os.listdir(store.folder)) == ["elsewhere", ONE]
     assert len(os.listdir(place(store, "elsewhere"))) == 4

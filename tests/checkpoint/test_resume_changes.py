@@ -164,7 +164,8 @@ def lines_refused(folder, name, change, line):
         run(folder, 3, made(change))
     head, *lines, advice = str(told.value).split("\n")
     assert head == (
-        "the checkpoint 'update-000000010-epoch' must be of the run that goes on, but they differ:"
+        "the checkpoint 'update-000000010-epoch' must match the run that continues, but they "
+        "differ:"
     )
     if line is not None:
         assert f"  {line}" in lines
@@ -172,8 +173,8 @@ def lines_refused(folder, name, change, line):
     assert name in names
     allowed = ", ".join(map(repr, sorted(names)))
     assert advice == (
-        "Pass the same model, data and arguments, or another folder to begin anew. To go on with "
-        f"other settings from here, pass resume_changes={{{allowed}}}."
+        "Pass the same model, data and arguments, or another folder to start a new run. To "
+        f"continue with other settings from here, pass resume_changes={{{allowed}}}."
     )
     return lines, names
 
@@ -346,10 +347,10 @@ def test_what_belongs_to_an_epoch_changes_between_two(tmp_path):
     with pytest.raises(CheckpointError) as told:
         run(checkpoint, 2, change, resume_changes=names)
     assert str(told.value) == (
-        "the checkpoint 'update-000000003' must be of the run that goes on, but they differ:\n"
-        "  data: it can change where an epoch has ended, not within one\n"
-        "  metrics: it can change where an epoch has ended, not within one\n"
-        "Pass the same model, data and arguments, or another folder to begin anew."
+        "the checkpoint 'update-000000003' must match the run that continues, but they "
+        "differ:\n  data: it can change at the end of an epoch, not within one\n  metrics: it "
+        "can change at the end of an epoch, not within one\nPass the same model, data and "
+        "arguments, or another folder to start a new run."
     )
     run(checkpoint, 1, resume_changes="callbacks")
     model = run(checkpoint, 2, change, resume_changes=names)
@@ -469,13 +470,13 @@ def test_names_that_nothing_has():
         fit(folder="unused", resume="auto", resume_changes="momentun")()
     refused(
         fit(folder="unused", resume_changes={"lr"}),
-        "resume_changes says what may differ from the checkpoint that fit goes on from, but resume "
-        "is not given. Pass resume='auto' too, or leave it out.",
+        "resume_changes says what may differ from the checkpoint, but resume is not set. Pass "
+        "resume='auto' too, or leave it out.",
     )
     refused(
         fit(folder="unused", resume="auto", resume_changes={"lr": 0.1}),
-        "resume_changes must be names of what may differ from the checkpoint, such as {'lr'}, got "
-        "{'lr': 0.1}. Leave it out to let nothing differ.",
+        "resume_changes must name settings that may differ from the checkpoint, such as {'lr'}, "
+        "got {'lr': 0.1}. Leave it out if nothing may differ.",
     )
 
 
@@ -502,7 +503,7 @@ def test_a_schedule_that_has_begun_is_not_moved(tmp_path):
             epochs=2,
             checkpoint=ipufit.Checkpoint(tmp_path / "run", resume="auto", resume_changes={"lr"}),
         ),
-        "a run can go on with another lr or lr_scheduler where StepLR stands at its beginning and "
-        "counts updates or epochs, but it has made 5 updates and 1 epochs, and counts by 1. Call "
-        "compile again before fit, or begin anew in another folder.",
+        "a run can continue with another lr or lr_scheduler if StepLR is unused and counts updates "
+        "or epochs, but it has made 5 updates and 1 epochs, and counts by 1. Call compile again "
+        "before fit, or start a new run in another folder.",
     )

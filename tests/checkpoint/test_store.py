@@ -138,22 +138,22 @@ def test_names_that_lead_elsewhere_are_refused(store, name):
         refused(lambda call=call: call(name), text)
 
 
-CANT = "a checkpoint must be written as a whole, but 'update-000000003' can't be written to {!r}: "
+CANT = "a checkpoint must be written completely, but 'update-000000003' can't be written to {!r}: "
 
 
 @pytest.mark.parametrize(
     ("document", "reason"),
     [
-        ({"a": {1}}, "it is no JSON: Object of type set is not JSON serializable"),
+        ({"a": {1}}, "it is not JSON: Object of type set is not JSON serializable"),
         (
             {"a": (1,)},
-            "it is no plain JSON, as it comes back from a file as something else",
+            "it is not plain JSON: reading it back gives something else",
         ),
-        ({1: 2}, "it is no plain JSON, as it comes back from a file as something else"),
-        ({1: 2, "1": 3}, "it is no JSON: the key '1' comes twice"),
+        ({1: 2}, "it is not plain JSON: reading it back gives something else"),
+        ({1: 2, "1": 3}, "it is not JSON: the key '1' appears twice"),
         (
             {"a": 10**40},
-            f"it is no JSON: the number '1{'0' * 40}' has more than 30 characters",
+            f"it is not JSON: the number '1{'0' * 40}' has more than 30 characters",
         ),
         (
             {"a": json.loads("[" * 350 + "]" * 350)},
@@ -180,7 +180,7 @@ def test_a_document_without_an_end_is_refused(store):
         deep = [deep]
     for value, reason in ((loop, "Circular reference detected"), (deep, "maximum recursion depth")):
         with pytest.raises(
-            CheckpointError, match=f"its document is refused: it is no JSON: {reason}"
+            CheckpointError, match=f"its document is refused: it is not JSON: {reason}"
         ):
             store.write(name_of(3), {"a": value}, {})
 
@@ -188,7 +188,9 @@ def test_a_document_without_an_end_is_refused(store):
 def test_numbers_that_are_not_finite_are_refused(store):
     """They are no JSON; encode has a form for them."""
     for value in ("nan", "inf"):
-        with pytest.raises(CheckpointError, match="its document is refused: it is no JSON: Out of"):
+        with pytest.raises(
+            CheckpointError, match=("its document is refused: it is not JSON: Out of")
+        ):
             store.write(name_of(3), {"a": float(value)}, {})
 
 
@@ -234,12 +236,12 @@ def test_a_folder_that_can_not_be_is_refused(tmp_path):
         store = Store(tmp_path / folder)
         refused(
             lambda store=store: store.write(name_of(3), {}, {}),
-            CANT.format(store.folder) + "File exists. Make room or choose another folder; the "
-            "checkpoints before it are as they were.",
+            CANT.format(store.folder) + "File exists. Free some space or choose another folder; "
+            "earlier checkpoints are intact.",
         )
     refused(
         lambda: Store(tmp_path / "file").names(),
-        f"checkpoints are in a folder, but {str(tmp_path / 'file')!r} can't be looked at: Not a "
+        f"checkpoints are in a folder, but {str(tmp_path / 'file')!r} can't be listed: Not a "
         "directory. Choose another folder.",
     )
 

@@ -167,8 +167,8 @@ def test_a_way_that_was_not_taken_is_said(command):
     status, out, _ = command("bench", text, *SHORT, "--inductor")
     assert status == 0
     assert out.splitlines()[-1] == (
-        "inductor ran as graph here. Updates run as recorded, uncompiled: it draws random numbers, "
-        "and each micro-batch has a stream of its own."
+        "inductor ran as graph here. Updates run as recorded, not compiled: it draws random "
+        "numbers, and each micro-batch has its own stream."
     )
 
 

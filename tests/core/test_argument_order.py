@@ -195,8 +195,8 @@ def test_names_of_parameters_say_the_order(names, first):
 
 
 ADVICE = (
-    "Name them prediction and target, or pass a function (prediction, target) that calls it the "
-    "right way round."
+    "Name them prediction and target, or pass a function (prediction, target) that calls it with "
+    "its arguments in the right order."
 )
 
 
@@ -205,9 +205,9 @@ ADVICE = (
     [
         ("labels, targets", "(labels, targets), which both name a target"),
         ("output, input", "(output, input), which both name a prediction"),
-        ("y, p", "(y, p), which may mean (target, prediction)"),
-        ("t, p", "(t, p), which may mean (target, prediction)"),
-        ("*, a, b", "(a, b) by name alone, which don't say it"),
+        ("y, p", "(y, p), which might be (target, prediction)"),
+        ("t, p", "(t, p), which might be (target, prediction)"),
+        ("*, a, b", "(a, b) by name alone, which do not say it"),
     ],
 )
 def test_an_ambiguous_order_is_refused(names, came):
@@ -216,13 +216,15 @@ def test_an_ambiguous_order_is_refused(names, came):
     one, two = names.replace("*, ", "").split(", ")
     exec(f"def own({names}): return value({two}, {one})", scope)
     own = scope["own"]
-    rest = f"which one is the prediction and which the target, got {came}. {ADVICE}"
+    rest = (
+        f"must have parameter names that tell the prediction from the target, got {came}. {ADVICE}"
+    )
     with pytest.raises(LossError) as caught:
         resolve_loss(own)
-    assert str(caught.value) == f"loss 'own' must say by the names of its parameters {rest}"
+    assert str(caught.value) == f"loss 'own' {rest}"
     with pytest.raises(ConfigurationError) as refused:
         resolve_metrics({"mine": own})
-    assert str(refused.value) == f"metric 'mine' must say by the names of its parameters {rest}"
+    assert str(refused.value) == f"metric 'mine' {rest}"
     named = (
         (lambda prediction, target: own(**{one: target, two: prediction}))
         if "*" in names
@@ -307,7 +309,9 @@ def test_an_object_is_updated_in_its_own_order():
     expected = sum(value(model.module(x), y).item() for x, y in zip(X.split(8), Y.split(8)))
     result = model.evaluate(X, Y, batch_size=8, verbose=0)["Sums"]
     assert result == pytest.approx(expected, abs=TOLERANCE)
-    with pytest.raises(ConfigurationError, match=r"^update of metric 'Contradicting' must say by"):
+    with pytest.raises(
+        ConfigurationError, match=r"^update of metric 'Contradicting' must have parameter"
+    ):
         resolve_metrics([Contradicting()])
 
 
@@ -387,8 +391,8 @@ def test_a_loss_object_of_keras_is_what_it_is_there(reduction, weighted):
 def test_a_loss_object_of_keras_and_compile_divide_by_the_same():
     """Otherwise the weights of small batches would count for too much."""
     text = (
-        "loss 'KerasLoss' of Keras must divide by what compile divides by, got "
-        "reduction='{}' with sample_weights='{}'. Give both the same."
+        "loss 'KerasLoss' of Keras must have the reduction of compile, got reduction='{}' with "
+        "sample_weights='{}'. Use the same for both."
     )
     for one, other in (
         ("mean_with_sample_weight", "sum_over_batch_size"),
@@ -413,14 +417,14 @@ def test_metric_objects_of_keras_are_refused():
         resolve_metrics([KerasMetric()])
     assert str(caught.value) == (
         "a metric must be a name, a callable (prediction, target), or an object of torchmetrics, "
-        "got KerasMetric with update_state and result, which joins the samples of training and "
-        "validation in itself. Pass the function of that meaning, such as "
-        "keras.metrics.mean_squared_error, or a name, such as 'mse'."
+        "got KerasMetric with update_state and result, which would mix samples of training and "
+        "validation. Pass the corresponding function, such as keras.metrics.mean_squared_error, or "
+        "a name, such as 'mse'."
     )
     with pytest.raises(LossError) as refused:
         resolve_loss(KerasMetric())
     assert str(refused.value) == (
         "a loss must give the value of one micro-batch, got KerasMetric, a metric with "
-        "update_state and result, which joins all that it has seen. Pass the function or the loss "
-        "of that meaning."
+        "update_state and result, which accumulates over batches. Pass the corresponding function "
+        "or loss."
     )

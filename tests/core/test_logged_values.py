@@ -440,9 +440,9 @@ def call(*args, **kwargs):
 
 
 NAMES = (
-    "a logged value must have a name of its own, and ipufit itself logs batch, epoch, event, "
+    "the name of a logged value must be free, and ipufit itself logs batch, epoch, event, "
     "learning_rate, loss, loss_scale, samples, skipped_updates, update, updates and val_..., got "
-    "{!r}. Choose another name; that of a metric with metrics={{'name': metric}}."
+    "{!r}. Choose another name; rename a metric with metrics={{'name': metric}}."
 )
 BAD = [
     (call("loss", 1.0), NAMES.format("loss")),
@@ -450,11 +450,11 @@ BAD = [
     (call("skipped_updates", 1.0), NAMES.format("skipped_updates")),
     (
         call("", 1.0),
-        "a logged value must have a text as its name, got ''. Write for example 'error'.",
+        "the name of a logged value must be a string, got ''. Write for example 'error'.",
     ),
     (
         call(3, 1.0),
-        "a logged value must have a text as its name, got 3. Write for example 'error'.",
+        "the name of a logged value must be a string, got 3. Write for example 'error'.",
     ),
     (
         call("a", 1.0, "median"),
@@ -495,8 +495,8 @@ def test_what_cannot_be_logged_is_refused_before_any_update(bad, text, way):
 
 def test_one_name_has_one_reduction():
     text = (
-        "log must reduce 'a' in one way, got reduce='mean', on_update=False and reduce='sum', "
-        "on_update=False. Give the second value another name."
+        "log must always reduce 'a' in the same way, got reduce='mean', on_update=False and "
+        "reduce='sum', on_update=False. Give the second value another name."
     )
     model, _ = compiled(logging(call("a", 1.0), call("a", 2.0, "sum")), sgd)
     with pytest.raises(ConfigurationError) as caught:
@@ -513,8 +513,8 @@ def test_one_name_has_one_reduction_in_a_smaller_micro_batch_too():
 
     net = Net(Sized()).double()
     text = (
-        "log must reduce 'a' in one way, got reduce='mean', on_update=False and reduce='max', "
-        "on_update=True. Give the second value another name."
+        "log must always reduce 'a' in the same way, got reduce='mean', on_update=False and "
+        "reduce='max', on_update=True. Give the second value another name."
     )
     model, _ = compiled(net, sgd)
     with pytest.raises(ConfigurationError) as caught:
@@ -550,8 +550,8 @@ def test_a_value_and_a_metric_cannot_share_a_name(size, has_length):
     with pytest.raises(ConfigurationError) as caught:
         model.fit(batches if has_length else (batch for batch in batches), verbose=0)
     assert str(caught.value) == (
-        "logged values must have different names, got 'accuracy' twice. Choose another name; that "
-        "of a metric with metrics={'accuracy_2': metric}."
+        "logged values must have different names, got 'accuracy' twice. Choose another name; "
+        "rename a metric with metrics={'accuracy_2': metric}."
     )
     assert_equal(model.module, net)
 

@@ -224,12 +224,12 @@ def test_the_wanted_micro_batches_are_those_of_the_definition(count):
         ),
         (
             lambda: {"outputs": "every_n"},
-            "outputs='every_n' needs the number of device iterations between outputs that come "
-            "back, got None. Pass for example outputs=ipufit.Outputs('every_n', 4).",
+            "outputs='every_n' needs the number of device iterations from one returned output "
+            "to the next, got None. Pass for example outputs=ipufit.Outputs('every_n', 4).",
         ),
         (
             lambda: {"outputs": ipufit.Outputs(every=2)},
-            "Outputs.every belongs to mode 'every_n', got it with 'all'. Leave it out, or choose "
+            "Outputs.every is for mode 'every_n', got it with 'all'. Leave it out, or choose "
             "'every_n'.",
         ),
         (
@@ -238,9 +238,9 @@ def test_the_wanted_micro_batches_are_those_of_the_definition(count):
         ),
         (
             lambda: {"outputs": "sum", "metrics": ["accuracy"]},
-            "metrics compare outputs with targets, but outputs='sum' brings only sums of "
-            "outputs back. Leave the metrics out, or log what is to be summed: "
-            "ipufit.log('correct', (prediction.argmax(1) == target).sum(), reduce='sum').",
+            "metrics compare outputs with targets, but outputs='sum' returns only sums of "
+            "outputs. Leave the metrics out, or log the value to sum: ipufit.log('correct', "
+            "(prediction.argmax(1) == target).sum(), reduce='sum').",
         ),
     ],
     ids=["unknown", "no number", "number alone", "zero", "metrics"],

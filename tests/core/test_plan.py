@@ -401,20 +401,17 @@ def test_explain_tells_a_training_plan_with_tail_and_dropped_samples() -> None:
         dropped=5,
     )
     assert plan.explain() == (
-        "Plan for training\n"
-        "  micro-batch             8  samples that one replica sees at once; the loader's"
-        " batch_size\n"
-        "  gradient accumulation   2  micro-batches that a replica sums before one update\n"
-        "  replicas                4  copies of the model, each with its own micro-batches\n"
-        "  stages                  1  IPUs that share one replica\n"
-        "  device iterations      10  updates per execution, which is one call of the program\n"
-        "One update = 8 samples x 2 accumulation x 4 replicas = 64 samples.\n"
-        "One execution = 64 samples x 10 device iterations = 640 samples.\n"
-        "One epoch = 2000 samples = 32 updates in 4 executions.\n"
-        "The last 80 samples run as one smaller execution: 2 updates, 10 micro-batches.\n"
-        "Its last update has 16 samples, its last micro-batch 8.\n"
-        "drop_last=True leaves out 5 more samples per epoch; drop_last=False keeps all.\n"
-        "IPUs: 4 planned, 4 used (4 replicas x 1 stage), none idle."
+        "Plan for training\n  micro-batch             8  samples that one replica sees at once; "
+        "the loader's batch_size\n  gradient accumulation   2  micro-batches that a replica sums "
+        "for one update\n  replicas                4  copies of the model, each with its own "
+        "micro-batches\n  stages                  1  IPUs that share one replica\n  device "
+        "iterations      10  updates per execution, which is one call of the program\nOne update = "
+        "8 samples x 2 accumulation x 4 replicas = 64 samples.\nOne execution = 64 samples x 10 "
+        "device iterations = 640 samples.\nOne epoch = 2000 samples = 32 updates in 4 "
+        "executions.\nThe last 80 samples run as one smaller execution: 2 updates, 10 "
+        "micro-batches.\nIts last update has 16 samples, its last micro-batch 8.\ndrop_last=True "
+        "leaves out 5 more samples per epoch; drop_last=False uses all.\nIPUs: 4 planned, 4 used "
+        "(4 replicas x 1 stage), none idle."
     )
 
 
@@ -430,16 +427,14 @@ def test_explain_tells_an_inference_plan_with_idle_ipus() -> None:
         auto_round_ipus=True,
     )
     assert plan.explain() == (
-        "Plan for inference (evaluate, predict)\n"
-        "  micro-batch        1  samples that one replica sees at once; the loader's batch_size\n"
-        "  replicas           2  copies of the model, each with its own micro-batches\n"
-        "  stages             3  IPUs that share one replica\n"
-        "  device iterations  5  forward passes per execution, which is one call of the program\n"
-        "One device iteration = 1 sample x 2 replicas = 2 samples.\n"
-        "One execution = 2 samples x 5 device iterations = 10 samples.\n"
-        "One epoch = 11 samples = 6 device iterations in 2 executions.\n"
-        "The last 1 sample runs as one smaller execution: 1 device iteration, 1 micro-batch.\n"
-        "IPUs: 8 planned, 6 used (2 replicas x 3 stages), 2 idle."
+        "Plan for inference (evaluate, predict)\n  micro-batch        1  samples that one "
+        "replica sees at once; the loader's batch_size\n  replicas           2  copies of the "
+        "model, each with its own micro-batches\n  stages             3  IPUs that share one "
+        "replica\n  device iterations  5  forward passes per execution, which is one call of "
+        "the program\nOne device iteration = 1 sample x 2 replicas = 2 samples.\nOne execution "
+        "= 2 samples x 5 device iterations = 10 samples.\nOne epoch = 11 samples = 6 device "
+        "iterations in 2 executions.\nThe last 1 sample runs as one smaller execution: 1 device "
+        "iteration, 1 micro-batch.\nIPUs: 8 planned, 6 used (2 replicas x 3 stages), 2 idle."
     )
 
 

@@ -332,9 +332,9 @@ def test_an_operator_that_the_cpu_lacks_is_named_before_any_update(way):
     with pytest.raises(ConfigurationError) as caught:
         fit(model, X.half(), Y)
     assert str(caught.value) == (
-        "every operator of the program must exist in the chosen precision, but torch "
-        f'{torch.__version__} says on the CPU: "addmm_impl_cpu_" not implemented for '
-        "'Half'. Use float32, 'mixed_bfloat16', or a GPU."
+        "every operator of the program must support the chosen precision, but torch "
+        f"{torch.__version__} says on the CPU: \"addmm_impl_cpu_\" not implemented for 'Half'. Use "
+        "float32, 'mixed_bfloat16', or a GPU."
     )
     assert_equal(model.module, net)
     assert model._session.updates == 0
@@ -345,8 +345,8 @@ def test_an_operator_that_the_cpu_lacks_is_named_before_any_update(way):
 def test_an_eps_that_is_zero_in_the_weights_dtype_is_reported():
     """0 / 0 in an optimizer that works for years in float32."""
     text = (
-        "eps=1e-08 of Adam is zero in float16, so that a weight whose gradient vanishes becomes "
-        "nan. Pass a larger one, such as 1e-4, or keep weights in float32 with "
+        "eps=1e-08 of Adam is zero in float16, so a weight whose gradient is zero becomes NaN. "
+        "Pass a larger one, such as 1e-4, or keep weights in float32 with "
         "precision='mixed_float16'."
     )
     model, _ = compiled(MLP().half(), "adam")
@@ -382,7 +382,7 @@ def test_a_kernel_missing_in_any_torch_is_named(mode, dtype, way):
     if isinstance(caught.value, IpufitError):
         name = str(dtype).rpartition("float")[2]
         assert text.startswith(
-            "every operator of the program must exist in the chosen precision, but torch "
+            "every operator of the program must support the chosen precision, but torch "
             f"{torch.__version__} says on the CPU: "
         )
         assert text.endswith(". Use float32, 'mixed_bfloat16', or a GPU.")
@@ -406,15 +406,15 @@ def test_errors_that_are_not_about_kernels_pass():
             "float16",
             MLP(),
             "precision='float16' needs a module of float16, but 'layers.0.weight' is float32. "
-            "Convert it first: module.to(torch.float16), or use a mixed precision, which keeps the "
-            "weights.",
+            "Convert it first: module.to(torch.float16), or use a mixed precision, which keeps "
+            "the dtype of the weights.",
         ),
         (
             "64-true",
             MLP(),
             "precision='64-true' needs a module of float64, but 'layers.0.weight' is float32. "
-            "Convert it first: module.to(torch.float64), or use a mixed precision, which keeps the "
-            "weights.",
+            "Convert it first: module.to(torch.float64), or use a mixed precision, which keeps "
+            "the dtype of the weights.",
         ),
     ],
 )

@@ -107,21 +107,21 @@ def test_paths_that_can_not_be_written_are_refused(tmp_path):
     for path in ("w.pt", "w", "w.weights.h5"):
         refused(
             lambda path=path: save_weights(net, path),
-            "weights are written in the format of safetensors, so their path must end with "
-            f"'.safetensors', got {path!r}. Try 'weights.safetensors'.",
+            "weights are written as safetensors, so the path must end with '.safetensors', got "
+            f"{path!r}. Try 'weights.safetensors'.",
         )
     missing = str(tmp_path / "no" / "w.safetensors")
     refused(
         lambda: save_weights(net, missing),
-        f"weights are written to a file in a folder that exists, but {os.path.dirname(missing)!r} "
-        "is none. Make the folder, or choose another path.",
+        f"weights are written to a file in an existing folder, but {os.path.dirname(missing)!r} "
+        "is not. Create the folder, or choose another path.",
     )
     folder = tmp_path / "d.safetensors"
     folder.mkdir()
     refused(
         lambda: save_weights(net, folder),
-        f"weights are written to a file in a folder that exists, but {str(folder)!r} is a folder. "
-        "Make the folder, or choose another path.",
+        f"weights are written to a file in an existing folder, but {str(folder)!r} is a folder. "
+        "Create the folder, or choose another path.",
     )
 
 
@@ -131,8 +131,8 @@ def test_a_state_that_is_no_tensor_is_refused_by_name(tmp_path):
     refused(
         lambda: save_weights(nn.Sequential(Extra({"a": 1})), path),
         "a file of weights holds dense tensors only, but '0._extra_state' in the module's "
-        "state_dict is of type dict. Return a tensor from get_extra_state, or save this part on "
-        "its own.",
+        "state_dict is of type dict. Return a tensor from get_extra_state, or save this part "
+        "separately.",
     )
     sparse = nn.Module()
     sparse.register_buffer("grid", torch.eye(2).to_sparse())
@@ -140,7 +140,7 @@ def test_a_state_that_is_no_tensor_is_refused_by_name(tmp_path):
         lambda: save_weights(sparse, path),
         "a file of weights holds dense tensors only, but 'grid' in the module's state_dict is a "
         "tensor of layout torch.sparse_coo. Return a tensor from get_extra_state, or save this "
-        "part on its own.",
+        "part separately.",
     )
     assert not path.exists()
     save_weights(Extra(torch.tensor(5.0)), path)
@@ -178,7 +178,7 @@ def test_all_differences_are_listed_and_nothing_is_loaded(tmp_path):
         "  0.weight: shape (3, 2) in the file, (4, 2) in the module\n"
         "  0.bias: shape (3,) in the file, (4,) in the module\n"
     )
-    tail = "Load it into a module like the one it was saved from."
+    tail = "Load it into a module like the one that was saved."
     refused(
         lambda: load_weights(module, path),
         f"{head}  new.weight: missing in the file\n  1.bias: only in the file\n{shapes}"
@@ -188,7 +188,9 @@ def test_all_differences_are_listed_and_nothing_is_loaded(tmp_path):
     refused(lambda: load_weights(module, path, strict=False), f"{head}{shapes}{tail}")
     assert_same_bits(flat(module.state_dict()), before)
     module[0] = nn.Linear(2, 3)
-    with pytest.raises(ConfigurationError, match=r"Pass strict=False to load what both have\.$"):
+    with pytest.raises(
+        ConfigurationError, match=r"Pass strict=False to load only what both have\.$"
+    ):
         load_weights(module, path)
     load_weights(module, path, strict=False)
     assert torch.equal(module[1].weight, stored[1].weight)
@@ -214,10 +216,10 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path):
         with pytest.raises(ConfigurationError) as caught:
             load_weights(nn.Linear(1, 1), wrong)
         assert str(caught.value).startswith(
-            f"load_weights reads a file of safetensors, but {str(wrong)!r} can't be read as one: "
+            f"load_weights reads {str(wrong)!r} as safetensors, but that fails: "
         )
         assert str(caught.value).endswith(
-            "Files of torch.save have another suffix, one of .pt, .pth, .bin."
+            "For a file of torch.save, use a suffix such as .pt, .pth, .bin."
         )
 
 
@@ -295,7 +297,7 @@ def packed(path):
         ),
         (
             lambda path: (torch.save({"w": torch.zeros(9)}, path), packed(path)),
-            "ValueError: it is compressed, as torch.save never does",
+            "ValueError: it is compressed, which torch.save never does",
         ),
         (lambda path: None, "FileNotFoundError"),
     ],
@@ -307,8 +309,8 @@ def test_hostile_and_broken_files_of_torch_are_refused(make, said, tmp_path, mon
     with pytest.raises(ConfigurationError) as caught:
         load_weights(nn.Linear(1, 1), path)
     assert str(caught.value).startswith(
-        f"load_weights reads what torch.save(module.state_dict(), path) writes, but {str(path)!r} "
-        f"can't be read as that: {said}"
+        "load_weights reads files of torch.save(module.state_dict(), path), but can't read "
+        f"{str(path)!r}: {said}"
     )
     assert str(caught.value).endswith(". Save the state_dict again, or use safetensors.")
     assert not (tmp_path / "ran").exists()
@@ -324,7 +326,7 @@ def test_what_else_torch_saves_is_refused(content, came, tmp_path):
     refused(
         lambda: load_weights(nn.Linear(1, 1), tmp_path / "w.pt"),
         f"load_weights reads a dict of tensors by name, but {str(tmp_path / 'w.pt')!r} holds "
-        f"{came}. Save module.state_dict() alone.",
+        f"{came}. Save only module.state_dict().",
     )
 
 

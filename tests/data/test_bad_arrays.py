@@ -41,24 +41,24 @@ class Sparse:
 CASES = {
     "lengths": (
         (X, Y[:5]),
-        "all parts must have the same number of samples, but x has 8 and y has 5. Pass one row for "
-        "each sample in every part.",
+        "all parts must have the same number of samples, but x has 8 and y has 5. Every part "
+        "needs one row for each sample.",
     ),
     "inputs": (
         ({"a": X, "b": X[:3]}, Y),
-        "all parts must have the same number of samples, but x['a'] has 8 and x['b'] has 3. Pass "
-        "one row for each sample in every part.",
+        "all parts must have the same number of samples, but x['a'] has 8 and x['b'] has 3. "
+        "Every part needs one row for each sample.",
     ),
     "weights": (
         (X, Y, torch.ones(7)),
-        "all parts must have the same number of samples, but x has 8 and sample_weight has 7. Pass "
-        "one row for each sample in every part.",
+        "all parts must have the same number of samples, but x has 8 and sample_weight has 7. "
+        "Every part needs one row for each sample.",
     ),
     "empty": ((X[:0], Y[:0]), "x has no samples. Pass at least one."),
     "scalar": (
         (X, torch.tensor(1.0)),
-        "y must have the samples along its first dimension, got a scalar. Give one row per sample; "
-        "of a list of tensors make one with torch.stack.",
+        "y must have the samples along its first dimension, got a scalar. Pass one row per "
+        "sample; torch.stack turns a list of tensors into one tensor.",
     ),
     "grad": (
         (X.clone().requires_grad_(), Y),
@@ -72,23 +72,23 @@ CASES = {
     ),
     "scalars": (
         (X, list(Y[:, 0])),
-        "y[0] must have the samples along its first dimension, got a scalar. Give one row per "
-        "sample; of a list of tensors make one with torch.stack.",
+        "y[0] must have the samples along its first dimension, got a scalar. Pass one row per "
+        "sample; torch.stack turns a list of tensors into one tensor.",
     ),
     "samples": (
         (list(X), Y),
-        "all parts must have the same number of samples, but x[0] has 4 and y has 8. A list has "
-        "one array for each input; of samples make one with numpy.stack.",
+        "all parts must have the same number of samples, but x[0] has 4 and y has 8. A list holds "
+        "one array per input; turn samples into one with numpy.stack.",
     ),
     "ragged rows": (
         ([[1.0, 2.0], [3.0]], Y[:2]),
-        "x must have rows of one length, got a list of rows that differ. Pad them, or pass batches "
-        "of rows of one length.",
+        "x must have rows of equal length, got a list of rows of different lengths. Pad them, "
+        "or pass batches whose rows have equal length.",
     ),
     "texts": (
         (X, ["cat", "dog"] * 4),
-        "y must hold numbers, got <U3. Number them, such as "
-        "numpy.unique(values, return_inverse=True)[1], or leave it out.",
+        "y must hold numbers, got <U3. Number them with numpy.unique(values, "
+        "return_inverse=True)[1], or leave the column out.",
     ),
     "frame": (
         ({"x": Frame()}, Y),
@@ -97,13 +97,13 @@ CASES = {
     ),
     "masked": (
         (np.ma.masked_array(X.numpy(), X.numpy() > 0), Y),
-        "x must have a value everywhere, got a masked array, whose hidden values would be trained "
-        "on. Pass x.filled(value), or leave such rows out.",
+        "x must have no masked values, got a masked array, whose hidden values would be used "
+        "for training. Pass x.filled(value), or leave those rows out.",
     ),
     "sparse": (
         ({"a": X.to_sparse()}, Y),
-        "x['a'] must be dense, got a tensor of layout torch.sparse_coo. Pass x['a'].to_dense(), or "
-        "a DataLoader that makes dense batches of it.",
+        "x['a'] must be dense, got a tensor of layout torch.sparse_coo. Pass x['a'].to_dense(), "
+        "or a DataLoader that makes dense batches.",
     ),
     "table": (
         (Table(), Y),
@@ -148,7 +148,7 @@ NAMES = np.array(["b", "a", "c", "a"] * 2)
 DAYS = np.array(["2020-01-01", "2020-01-02"] * 4, dtype="datetime64[D]")
 PAIRS = np.array([(1.0, 2.0)] * 8, dtype=[("a", "f4"), ("b", "f4")])
 UNIQUE = (
-    "Number them, such as numpy.unique(values, return_inverse=True)[1], or leave it out.",
+    "Number them with numpy.unique(values, return_inverse=True)[1], or leave the column out.",
     lambda values: np.unique(values, return_inverse=True)[1],
 )
 DTYPES = {
@@ -157,13 +157,13 @@ DTYPES = {
     "numbers as objects": (
         Y[:, :1].numpy().astype(object),
         "object",
-        "Make it one dtype, such as numpy.asarray(values).astype('float32').",
+        "Convert it to one dtype: numpy.asarray(values).astype('float32').",
         lambda values: np.asarray(values).astype("float32"),
     ),
     "dates": (
         DAYS,
         "datetime64[D]",
-        "Turn it into numbers first, such as numpy.asarray(values).astype('int64').",
+        "Convert it to numbers first: numpy.asarray(values).astype('int64').",
         lambda values: np.asarray(values).astype("int64"),
     ),
     "structured": (
@@ -196,7 +196,7 @@ def test_a_dtype_that_torch_does_not_know_is_refused():
     text = "training data: x must have a dtype that torch knows, got float128: "
     with refused(model, DataError, text, part=True) as caught:
         model.fit(X.numpy().astype("longdouble"), Y, seed=7, verbose=0)
-    assert str(caught.value).endswith("Turn it into another, such as array.astype('float32').")
+    assert str(caught.value).endswith("Convert it, for example with array.astype('float32').")
 
 
 @pytest.mark.long("ipu-standin")
@@ -222,7 +222,7 @@ def test_a_dataset_without_a_length_is_refused():
     """There are no indices to pick."""
     model = compiled()
     text = (
-        "training data: the dataset Unsized must have __len__, so that its samples can be picked "
+        "training data: the dataset Unsized must have __len__, so that samples can be selected "
         "by index. Add it, or derive from torch.utils.data.IterableDataset."
     )
     with refused(model, DataError, text):

@@ -34,9 +34,8 @@ from tests.faulty import (
 X, Y = batches(1, 8)[0]
 FORM = "a batch must be (inputs, target) or (inputs, target, sample_weight)"
 INSTEAD = (
-    "Yield its tensors, in tuples, lists, dicts or dataclasses, leave it out of what forward gets: "
-    "compile(..., inputs=[...]) names the fields that it does, or use compile(..., "
-    "run_eagerly=True)."
+    "Yield its tensors in tuples, lists, dicts or dataclasses, choose the fields for forward with "
+    "compile(..., inputs=[...]), or use compile(..., run_eagerly=True)."
 )
 
 
@@ -180,9 +179,8 @@ def test_an_output_without_rows_is_refused_before_predict_runs():
     model = compiled(Mean(), engine=lambda: engine)
     told = Told()
     text = (
-        "predict returns one row per sample, but output['mean'] has shape () for 4 samples. Return "
-        "it from forward with the samples along its first dimension, or leave it out when the "
-        "module is in eval mode."
+        "predict returns one row per sample, but output['mean'] has shape () for 4 samples. "
+        "Return it with the samples along its first dimension, or do not return it in eval mode."
     )
     with refused(model, DataError, text):
         model.predict(loader(), callbacks=[told], verbose=0)
@@ -221,7 +219,7 @@ CHANGES = {
         ((torch.zeros(4, 4), torch.zeros(4, 4)), torch.zeros(4, 3)),
         DataError,
         "training data, batch 5: Net.forward(x) can't take a batch of 2 inputs: too many "
-        "positional arguments. Bring the batch into the form that forward takes.",
+        "positional arguments. Yield batches in the form that forward takes.",
     ),
 }
 
@@ -257,10 +255,10 @@ def test_more_rows_than_a_loader_picks_samples_are_told_of_its_batch_size():
     with pytest.raises(DataError) as caught:
         fit(compiled(), pairs)
     assert str(caught.value) == (
-        "training data, batch 0: a batch may have as many samples as the DataLoader's batch_size "
-        "at most, 4, got 8. Let collate_fn put what it makes of one sample along another "
-        "dimension, or pass an object of your own whose __iter__ reads the DataLoader."
-        + place(views)
+        "training data, batch 0: a batch may have at most as many samples as the DataLoader's "
+        "batch_size, 4, got 8. If collate_fn makes several rows from one sample, let it put "
+        "them along another dimension, or pass your own object whose __iter__ reads the "
+        "DataLoader." + place(views)
     )
     model, twin = compiled(), compiled()
     twin.module.load_state_dict(model.module.state_dict())
@@ -350,8 +348,8 @@ def test_an_error_of_the_dataset_names_its_sample(di):
     with pytest.raises(DataError) as caught:
         fit(model, DataLoader(Breaks(pairs), batch_size=4), device_iterations=di, callbacks=[told])
     assert str(caught.value) == (
-        "training data, batch 3: sample 13 of Breaks could not be read: MineError: disk full. Mend "
-        "that sample, or leave it out; its traceback is above."
+        "training data, batch 3: sample 13 of Breaks could not be read: MineError: disk full. "
+        "Fix that sample, or leave it out; its traceback is above."
     )
     assert caught.value.__cause__ is mine
     fit(twin, batches(5)[: 3 // di * di])
@@ -387,7 +385,7 @@ def test_a_target_outside_the_classes_ends_training_before_its_update(
         fit(model, bad, device_iterations=device_iterations)
     assert str(caught.value) == (
         "training data, batch 5: loss 'cross_entropy' needs labels from 0 to 2 for a prediction of "
-        "3 classes, got 3 in sample 3. Let the module return 4 classes, or number them from 0."
+        "3 classes, got 3 in sample 3. Let the module return 4 classes, or number labels from 0."
     )
     assert isinstance(caught.value.__cause__, cause)
     fit(twin, items[:kept])
@@ -414,14 +412,14 @@ class Named(nn.Module):
             "mse",
             ((X, X), Y),
             "training data: Named.forward(x) can't take a batch of 2 inputs: too many positional "
-            "arguments. Bring the batch into the form that forward takes.",
+            "arguments. Yield batches in the form that forward takes.",
         ),
         (
             "mse",
             ({"image": X}, Y),
             "training data, batch 0: Named.forward takes 'x', but the fields of the batch are "
-            "'image'. Say which it gets: one by position, compile(..., inputs='image'), or by "
-            "name, inputs={'parameter': 'field'}.",
+            "'image'. Say which ones it gets: one by position, compile(..., inputs='image'), or "
+            "by name, inputs={'parameter': 'field'}.",
         ),
         (
             None,

@@ -22,7 +22,7 @@ from tests.faulty import (
 )
 
 X, Y = batches(1, 8)[0]
-AGAIN = "Pass an object whose __iter__ starts anew, such as a DataLoader or a list of batches."
+AGAIN = "Pass an object whose __iter__ starts again, such as a DataLoader or a list of batches."
 LOADER = (
     "training data must be tensors, arrays, a dataset, a DataLoader or an iterable of batches, got "
 )
@@ -38,8 +38,8 @@ LOADER = (
             (
                 pair,
                 "training data must say what each part is, got a tuple of 2 tensors or arrays. "
-                "Pass inputs and target apart, fit(x, y); several inputs as fit((first, second), "
-                "y), or by name, {'first': first, 'second': second}.",
+                "Pass inputs and target separately, fit(x, y); several inputs as fit((first, "
+                "second), y), or by name, {'first': first, 'second': second}.",
             )
             for pair in ((X, Y), (X.numpy(), Y.numpy()))
         ),
@@ -89,8 +89,8 @@ def test_what_has_no_batches_is_refused(x, text):
         ),
         (
             lambda: iter([]),
-            "must yield at least one batch, but it is empty. An iterator that was read before "
-            f"stays empty. {AGAIN}",
+            "must yield at least one batch, but it is empty. An iterator can be read only once. "
+            f"{AGAIN}",
         ),
     ],
     ids=["list", "dataset", "stream", "iterable", "drop_last", "iterator"],
@@ -161,8 +161,8 @@ def test_a_loader_that_dries_up_loses_nothing(role):
     with pytest.raises(DataError) as caught:
         fit(model, epochs=3, callbacks=[told], **data)
     assert str(caught.value) == (
-        f"{role} data must yield batches in every epoch, but it yielded none in epoch 2, after "
-        f"those of the epoch before. An iterator can be read only once. {AGAIN}"
+        f"{role} data must yield batches in every epoch, but it yielded none in epoch 2. An "
+        f"iterator can be read only once. {AGAIN}"
     )
     assert engine.built == engine.closed
     assert told.hooks[-1] == "on_train_end"
@@ -188,8 +188,8 @@ def test_a_loader_that_has_combined_micro_batches_is_refused():
     engine = Watched()
     model = compiled(engine=lambda: engine)
     text = (
-        "training data must come in micro-batches, because ipufit combines them, got a "
-        "poptorch.DataLoader, which has combined 4 in each batch of 8 samples. Pass torch's "
+        "training data must come in micro-batches, because ipufit combines them itself, got a "
+        "poptorch.DataLoader, which combines 4 in each batch of 8 samples. Pass torch's "
         "DataLoader with batch_size=2."
     )
     with refused(model, DataError, text):

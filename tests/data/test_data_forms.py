@@ -388,8 +388,8 @@ def test_workers_of_a_stream_that_all_yield_everything_are_refused(collate):
         model.fit(loader, verbose=0)
     assert str(caught.value) == (
         "training data: every sample must come once in an epoch, but the 2 workers of the "
-        "DataLoader yield more than the 10 samples that Shards.__len__ promises. Each has a copy "
-        "of the dataset: let __iter__ yield a part of the samples, by "
+        "DataLoader yield more samples than 10 = Shards.__len__(). Each worker has a copy of "
+        "the dataset: let __iter__ yield a part of the samples, chosen by "
         "torch.utils.data.get_worker_info(), or use one worker."
     )
 

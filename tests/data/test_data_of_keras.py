@@ -172,20 +172,20 @@ def test_columns_of_several_dtypes_become_one():
     )
 
 
-NUMBERED = "Number them, such as numpy.unique(values, return_inverse=True)[1], or leave it out."
+NUMBERED = "Number them with numpy.unique(values, return_inverse=True)[1], or leave the column out."
 MISSING = (
-    "must have a number in every row, but 1 of 2 are missing. Fill them, such as .{}(0), or leave "
-    "such rows out{}."
+    "must have a number in every row, but 1 of 2 are missing. Fill them, for example with "
+    ".{}(0), or leave those rows out{}."
 )
 TAKES_NAN = "; for a module that takes NaN, pass .to_numpy()"
-DATES = "Turn it into numbers first, such as numpy.asarray(values).astype('int64')."
+DATES = "Convert it to numbers first: numpy.asarray(values).astype('int64')."
 BAD = {
     "text": (lambda pandas: pandas.Series(["a", "b"], dtype=object), "object", NUMBERED),
     "category": (lambda pandas: pandas.Series(["a", "b"]).astype("category"), "category", NUMBERED),
     "numbers as objects": (
         lambda pandas: pandas.Series([1, 2], dtype=object),
         "object",
-        "Make it one dtype, such as numpy.asarray(values).astype('float32').",
+        "Convert it to one dtype: numpy.asarray(values).astype('float32').",
     ),
     "date": (lambda pandas: pandas.Series(DAYS), "datetime64[ms]", DATES),
     "missing": (lambda pandas: pandas.Series([1, None], dtype="Int64"), None, "fillna"),
@@ -431,17 +431,17 @@ def test_batches_by_number_say_what_does_not_go_with_them():
             raise OSError("no such file")
 
     model, data = compiled(), Batches()
-    with pytest.raises(ConfigurationError, match="batch_size goes with tensors"):
+    with pytest.raises(ConfigurationError, match="batch_size is for tensors"):
         model.fit(data, batch_size=8)
-    with pytest.raises(ConfigurationError, match="validation_split goes with tensors"):
+    with pytest.raises(ConfigurationError, match="validation_split is for tensors"):
         model.fit(data, validation_split=0.5)
     assert data.calls == []
     with pytest.raises(DataError, match=r"training data, batch 0: .*OSError: no such file"):
         model.fit(Torn(), verbose=0)
     data.workers, data.use_multiprocessing = 2, True
     text = (
-        "training data: the batches of Batches are made one after another in this process, the "
-        "same ones, but without its workers=2. For processes that make them pass "
+        "training data: the batches of Batches are made one after another in this process, "
+        "without its workers=2; they are the same batches. To use worker processes, pass "
         "DataLoader(dataset, batch_size=None, num_workers=2)."
     )
     with only_warned(re.escape(text)):
@@ -454,14 +454,14 @@ def test_a_frame_without_columns_is_refused():
     with pytest.raises(DataError) as caught:
         compiled().predict(pandas.DataFrame(index=range(3)), verbose=0)
     assert str(caught.value) == (
-        "prediction data: x must have a column, got a frame without any. Pass at least one."
+        "prediction data: x must have at least one column, got a frame without columns."
     )
 
 
 # ---- dtypes -------------------------------------------------------------------------------------
 
-START = "is converted batch by batch to what module and loss compute in: "
-END = "; convert it beforehand to save that work."
+START = "is converted batch by batch to the dtypes of module and loss: "
+END = "; convert it beforehand to save time."
 
 
 def said(role, *changes):

@@ -343,40 +343,43 @@ BAD_FIELDS = [
         Net,
         {"inputs": ["picture"]},
         "the batch must have the field 'picture', which inputs of compile names, got 'image', "
-        "'number', 'label'. Name one of these, or add it in the dataset or collate_fn.",
+        "'number', 'label'. Use one of these names, or add the field in the dataset or "
+        "collate_fn.",
     ),
     (
         Net,
         {"targets": ["label", "other"]},
         "the batch must have the field 'other', which targets of compile names, got 'image', "
-        "'number', 'label'. Name one of these, or add it in the dataset or collate_fn.",
+        "'number', 'label'. Use one of these names, or add the field in the dataset or "
+        "collate_fn.",
     ),
     (
         Net,
         {},
-        "which field of the batch is the target must be said, because Net.forward leaves 'number', "
-        "'label'. Write compile(..., targets='label'), or a list of names for several.",
+        "ipufit can't tell which field of the batch is the target, because Net.forward does not "
+        "take 'number', 'label'. Write compile(..., targets='label'), or a list of names for "
+        "several.",
     ),
     (
         Labelled,
         {},
         "the loss needs a target, but Labelled.forward takes all fields of the batch, 'image', "
-        "'number', 'label'. Add it, say which it is with compile(..., targets='label'), or use "
+        "'number', 'label'. Add one, name the target with compile(..., targets='label'), or use "
         "compile(loss=None) if the module computes its own loss.",
     ),
     (
         Anything,
         {"targets": "label"},
-        "which fields of the batch Anything.forward gets must be said, because it takes any name, "
-        "got 'image', 'number', 'label'. Write for example compile(..., inputs=['image'], "
-        "targets='label').",
+        "ipufit can't tell which fields of the batch Anything.forward gets, because it takes "
+        "any name, got 'image', 'number', 'label'. Write for example compile(..., "
+        "inputs=['image'], targets='label').",
     ),
     (
         lambda: Net().head,
         {"targets": "label"},
-        "Linear.forward takes 'input', but the fields of the batch are 'image', 'number', 'label'. "
-        "Say which it gets: one by position, compile(..., inputs='image'), or by name, "
-        "inputs={'parameter': 'field'}.",
+        "Linear.forward takes 'input', but the fields of the batch are 'image', 'number', "
+        "'label'. Say which ones it gets: one by position, compile(..., inputs='image'), or by "
+        "name, inputs={'parameter': 'field'}.",
     ),
 ]
 
@@ -402,8 +405,8 @@ def test_a_field_that_is_nearly_a_parameter_is_no_field_beside():
     data = [{"image": IMAGES[:4], "atention_mask": torch.ones(4, 1), "label": LABELS[:4]}]
     text = (
         "Masked.forward gets nothing for 'attention_mask', but the batch has 'atention_mask', "
-        "which it does not take. Give the field the name of the parameter, or say what forward "
-        "gets: compile(..., inputs={'attention_mask': 'atention_mask', ...})."
+        "which it does not take. Rename the field like the parameter, or say what forward gets: "
+        "compile(..., inputs={'attention_mask': 'atention_mask', ...})."
     )
     with pytest.raises(DataError, match=re.escape(text)):
         made(Masked(), targets="label").fit(data, verbose=0)
@@ -435,8 +438,8 @@ def test_a_field_that_is_nearly_a_parameter_is_no_field_beside():
         (
             None,
             {"targets": "label"},
-            "targets= names what a loss is held against, but with loss=None the module computes "
-            "its own, got 'label'. Leave it out, or pass loss= to compile.",
+            "targets= names the targets of a loss, but with loss=None the module computes its "
+            "own, got 'label'. Leave it out, or pass loss= to compile.",
         ),
     ],
 )
@@ -453,8 +456,8 @@ def test_a_metric_that_takes_what_no_batch_has_is_refused_before_any_work():
     model = made(metrics=[grouped], targets="label")
     text = (
         "metric 'grouped' takes 'group' from the batch, whose fields are 'file', 'number', "
-        "'image'. Give the parameter the name of one of these, or a default; fields are the parts "
-        "of a batch that comes as a dict."
+        "'image'. Rename the parameter to one of these, or give it a default; a batch has fields "
+        "if it is a dict."
     )
     with pytest.raises(MetricError) as caught:
         fitted(model, loader())

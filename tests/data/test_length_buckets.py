@@ -383,7 +383,7 @@ def test_several_faults_are_reported_together():
 def test_data_without_lengths_is_refused():
     assert refused(ConfigurationError, stream(), 4) == (
         "LengthBuckets needs a dataset with samples by index and __len__, got tuple_iterator. A "
-        "stream has no lengths to group by."
+        "stream can't be grouped by length."
     )
     assert refused(DataError, [{"a": 1.0}], 4) == (
         "LengthBuckets needs a length of every sample, but dict has no sequence. Pass lengths=, a "
@@ -397,16 +397,16 @@ def test_data_without_lengths_is_refused():
 
 def test_samples_that_do_not_go_together_are_refused():
     assert refused(DataError, [{"a": [1]}, {"b": [1, 2]}], 2) == (
-        "all samples of LengthBuckets must have one structure, got dict('a': *) and dict('b': *). "
-        "Yield the same entries for every sample."
+        "all samples of LengthBuckets must have the same structure, got dict('a': *) and "
+        "dict('b': *). Yield the same entries for every sample."
     )
     buckets = LengthBuckets([torch.ones(2), torch.ones(3)], 2, boundaries=(4,))
     with pytest.raises(DataError) as caught:
         buckets.pad([torch.ones(5)])
     assert str(caught.value) == (
-        "a sample must be no longer than the last boundary of LengthBuckets, 4, got 5. Let lengths "
-        "say how long the longest entry of a sample is that is padded, such as lengths=lambda s: "
-        "max(map(len, s))."
+        "a sample must be no longer than the last boundary of LengthBuckets, 4, got 5. Let "
+        "lengths return the length of the longest padded entry of a sample, such as "
+        "lengths=lambda s: max(map(len, s))."
     )
     samples = [
         {"x": [1], "tags": [1, 2]},
@@ -416,8 +416,8 @@ def test_samples_that_do_not_go_together_are_refused():
     with pytest.raises(DataError) as caught:
         LengthBuckets(samples, 3, "x").pad(samples)
     assert str(caught.value) == (
-        "sample['tags'] must have one shape in a batch, or be padded, got shapes (1,), (2,). Say "
-        "what it is padded with by its name, such as pad={'labels': -100}."
+        "sample['tags'] must have the same shape in the whole batch, or be padded, got shapes "
+        "(1,), (2,). Say by name what to pad it with, such as pad={'labels': -100}."
     )
     named = LengthBuckets(samples, 3, "x", pad={"tags": -1}).pad(samples)
     assert named["tags"].tolist() == [[1, 2, -1], [1, -1, -1], [1, 2, -1]]
@@ -426,8 +426,9 @@ def test_samples_that_do_not_go_together_are_refused():
 def test_numbers_that_the_loss_would_count_need_to_be_said():
     samples = [(torch.ones(n), torch.ones(n)) for n in (1, 2)]
     assert refused(ConfigurationError, samples, 2) == (
-        "pad of LengthBuckets must say what the target 1 of torch.float32 is padded with, which "
-        "the loss would count. Pass pad={1: 0.0} and a loss or weights that leave padding out."
+        "pad of LengthBuckets must say what the target 1 of torch.float32 is padded with, "
+        "because the loss counts it. Pass pad={1: 0.0} and a loss or weights that ignore "
+        "padding."
     )
     _, target = one_batch(samples, pad={1: 0.0})
     assert target.tolist() == [[1, 0], [1, 1]]
@@ -438,7 +439,7 @@ def test_a_tokenizer_without_a_pad_token_is_refused():
     tokenizer.pad_token_id = None
     assert refused(ConfigurationError, [encoded(2), encoded(3)], 2, pad=tokenizer) == (
         "pad of LengthBuckets must be a tokenizer with a pad token, but Tokenizer has none. Set "
-        "tokenizer.pad_token = tokenizer.eos_token, which the attention mask hides, or pass "
+        "tokenizer.pad_token = tokenizer.eos_token (the attention mask hides it), or pass "
         "pad={'input_ids': ...}."
     )
 

@@ -134,8 +134,8 @@ def test_a_generator_that_ends_early_says_how_far_it_came():
     with pytest.raises(DataError) as caught:
         fit(model, (b for b in items), epochs=2, steps_per_epoch=3, device_iterations=2)
     assert str(caught.value) == (
-        "training data must last for steps_per_epoch=3 updates, but ended after 2 of epoch 2, and "
-        "could not be read anew. What was trained so far is kept. Pass data that yields more, or a "
+        "training data must last for steps_per_epoch=3 updates, but ended after 2 of epoch 2, "
+        "and can't be read again. The training so far is kept. Pass data that yields more, or a "
         "smaller steps_per_epoch."
     )
     assert model.history.epoch == [0]
@@ -174,7 +174,7 @@ def test_explain_and_the_plan_know_the_steps(capsys):
     model.explain(Batches([]), steps_per_epoch=5, device_iterations=2)
     text = capsys.readouterr().out
     assert "One epoch = 5 updates in 3 executions." in text
-    assert "steps_per_epoch ends the epoch; the next one goes on with the data after it." in text
+    assert "steps_per_epoch ends the epoch; the next one continues with the data after it." in text
     model.explain(TEN, batch_size=5, steps_per_epoch=5, device_iterations=2)
     assert "One epoch = 25 samples = 5 updates in 3 executions." in capsys.readouterr().out
     model.fit(TEN, TEN, batch_size=5, steps_per_epoch=4, verbose=0)
@@ -195,8 +195,8 @@ def test_explain_of_the_last_fit_takes_no_limits(name):
     with pytest.raises(ConfigurationError) as caught:
         model.explain(**{name: ipufit.Loading() if name == "loading" else 2})
     assert str(caught.value) == (
-        "explain needs the data that batch_size, steps_per_epoch and loading are for, got none. "
-        "Pass explain(x, ...), or leave them out to explain the last fit."
+        "explain needs data for batch_size, steps_per_epoch and loading, got none. Pass explain(x, "
+        "...), or leave them out to explain the last fit."
     )
 
 
@@ -434,8 +434,8 @@ REFUSED = [
     ({"steps_per_epoch": 0}, "steps_per_epoch must be an integer of at least 1 or None, got 0."),
     (
         {"loading": ipufit.Loading(limit_train_batches=0.1), "batch_size": 2},
-        "limit_train_batches=0.1 must leave at least one batch, but of 5 batches of the training "
-        "data it leaves none. Use a larger fraction, or a number of batches.",
+        "limit_train_batches=0.1 must leave at least one batch, but leaves none of the 5 batches "
+        "of the training data. Use a larger fraction, or a number of batches.",
     ),
     (
         {"validation_split": 1.0},
@@ -447,8 +447,8 @@ REFUSED = [
     ),
     (
         {"validation_split": 0.95},
-        "validation_split=0.95 must leave samples for both parts, but of 10 it leaves 0 to train "
-        "on and 10 to hold out. Choose another fraction, or pass validation_data.",
+        "validation_split=0.95 must leave samples for both parts, but with 10 samples it leaves "
+        "0 for training and 10 for validation. Choose another fraction, or pass validation_data.",
     ),
     (
         {"validation_split": 0.5, "validation_data": (TEN, TEN)},
@@ -461,13 +461,13 @@ REFUSED = [
     ),
     (
         {"validation_data": ipufit.Validation(steps=2), "validation_split": 0.5},
-        "steps of Validation must be at most 1, the device iterations that the validation data "
-        "lasts for, got 2. Leave it out to use all.",
+        "steps of Validation must be at most 1, the number of device iterations in the validation "
+        "data, got 2. Leave it out to use all.",
     ),
     (
         {"validation_data": ipufit.Validation([(TEN, TEN)], batch_size=2)},
-        "batch_size of Validation goes with tensors, arrays and datasets, but the validation data "
-        "comes in batches already, from a list. Set it there.",
+        "batch_size of Validation is for tensors, arrays and datasets, but the validation data "
+        "already comes in batches, from a list. Set it there.",
     ),
     (
         {"validation_data": ipufit.Validation(freq=[3]), "validation_split": 0.5},
@@ -475,12 +475,12 @@ REFUSED = [
     ),
     (
         {"steps_per_epoch": 2, "loading": ipufit.Loading(limit_train_batches=2)},
-        "steps_per_epoch and limit_train_batches each say how much of the data an epoch reads. "
+        "steps_per_epoch and limit_train_batches all set how much of the data an epoch reads. "
         "Pass one of them.",
     ),
     (
         {"steps_per_epoch": 2, "loading": ipufit.Loading(overfit_batches=2)},
-        "steps_per_epoch and overfit_batches each say how much of the data an epoch reads. Pass "
+        "steps_per_epoch and overfit_batches all set how much of the data an epoch reads. Pass "
         "one of them.",
     ),
     (
@@ -489,26 +489,26 @@ REFUSED = [
             "validation_data": ipufit.Validation(steps=1),
             "loading": ipufit.Loading(limit_val_batches=1),
         },
-        "steps of Validation and limit_val_batches each say how much of the data a validation "
+        "steps of Validation and limit_val_batches all set how much of the data a validation "
         "reads. Pass one of them.",
     ),
     (
         {"loading": ipufit.Loading(overfit_batches=2), "shuffle": True},
-        "overfit_batches reads the same batches in every epoch, but shuffle=True asks for others. "
+        "overfit_batches reads the same batches in every epoch, but shuffle=True changes them. "
         "Leave one out.",
     ),
     *(
         (
             {"validation_data": ipufit.Validation(**{name: 2})},
-            f"{name} of Validation set how validation_data is evaluated, but there is none. Pass "
-            "Validation(data, ...) or validation_split, or leave them out.",
+            f"{name} of Validation set how validation_data is evaluated, but there is no "
+            "validation_data. Pass Validation(data, ...) or validation_split, or leave them out.",
         )
         for name in ("steps", "batch_size", "freq")
     ),
     (
         {"loading": ipufit.Loading(limit_val_batches=2)},
-        "limit_val_batches set how validation_data is evaluated, but there is none. Pass "
-        "Validation(data, ...) or validation_split, or leave them out.",
+        "limit_val_batches set how validation_data is evaluated, but there is no validation_data. "
+        "Pass Validation(data, ...) or validation_split, or leave them out.",
     ),
     (
         {"validation_data": ipufit.Validation},
@@ -546,7 +546,7 @@ REFUSED_BY_THEMSELVES = [
         (
             ipufit.Loading,
             {name: 1, "overfit_batches": 2},
-            f"{name} and overfit_batches each say how much of the data {what} reads. Pass one of "
+            f"{name} and overfit_batches all set how much of the data {what} reads. Pass one of "
             "them.",
         )
         for name, what in [
@@ -647,46 +647,46 @@ def test_all_of_them_are_reported_together():
         (
             DataLoader(PAIRS, 2),
             {"batch_size": 4},
-            "batch_size goes with tensors, arrays and datasets, but the training data comes in "
-            "batches already, from a DataLoader. Set it there.",
+            "batch_size is for tensors, arrays and datasets, but the training data already "
+            "comes in batches, from a DataLoader. Set it there.",
         ),
         (
             DataLoader(PAIRS, 2),
             {"shuffle": False},
-            "shuffle goes with tensors, arrays and map-style datasets, but the training data has "
-            "an order of its own, from a DataLoader. Set it there.",
+            "shuffle is for tensors, arrays and map-style datasets, but the order of the "
+            "training data comes from a DataLoader. Set it there.",
         ),
         (
             Stream(list(PAIRS)),
             {"shuffle": True},
-            "shuffle goes with tensors, arrays and map-style datasets, but the training data has "
-            "an order of its own, from a Stream. Set it there.",
+            "shuffle is for tensors, arrays and map-style datasets, but the order of the "
+            "training data comes from a Stream. Set it there.",
         ),
         (
             DataLoader(PAIRS, 2),
             {"y": TEN},
-            "y goes with tensors and arrays, but the training data comes from a DataLoader, which "
+            "y is for tensors and arrays, but the training data comes from a DataLoader, which "
             "yields all parts of a sample. Let it yield (inputs, target) or (inputs, target, "
             "sample_weight).",
         ),
         (
             PAIRS,
             {"y": TEN, "sample_weight": TEN},
-            "y and sample_weight go with tensors and arrays, but the training data comes from a "
-            "TensorDataset, which yields all parts of a sample. Let it yield (inputs, target) or "
-            "(inputs, target, sample_weight).",
+            "y and sample_weight are for tensors and arrays, but the training data comes from a "
+            "TensorDataset, which yields all parts of a sample. Let it yield (inputs, target) "
+            "or (inputs, target, sample_weight).",
         ),
         (
             Batches([]),
             {"validation_split": 0.5},
-            "validation_split goes with tensors, arrays and map-style datasets, but the training "
+            "validation_split is for tensors, arrays and map-style datasets, but the training "
             "data comes from a Batches. Pass validation_data.",
         ),
         (
             Batches([]),
             {"loading": ipufit.Loading(limit_train_batches=0.5)},
-            "limit_train_batches=0.5 is a fraction of the batches of the training data, but nobody "
-            "knows how many it has. Pass a number of batches, an integer.",
+            "limit_train_batches=0.5 is a fraction of the batches of the training data, but their "
+            "number is unknown. Pass a number of batches, an integer.",
         ),
         (
             Batches([]),
@@ -697,7 +697,7 @@ def test_all_of_them_are_reported_together():
         (
             TEN,
             {},
-            "the training data needs a target for the loss, but y is None. Pass y= beside x, or "
+            "the training data needs a target for the loss, but y is None. Pass y= as well, or "
             "use compile(loss=None) if the module computes its own loss.",
         ),
     ],

@@ -156,8 +156,8 @@ def test_class_weights_of_classes_without_an_output_are_refused(
             call()
         assert str(caught.value) == (
             f"class_weight must name classes that the outputs have, {classes} for outputs of shape "
-            f"({shape}), got {came}. Leave out what is no class, or give the module an output for "
-            "each class."
+            f"({shape}), got {came}. Remove the other keys, or give the module an output for each "
+            "class."
         )
     model.fit(torch.ones(10, 2), target, class_weight={0: 2.0, 1: 3.0}, verbose=0)
 
@@ -257,8 +257,8 @@ def test_weights_that_are_all_zero_are_refused():
     with pytest.raises(DataError) as caught:
         model.fit(X, X, sample_weight=np.zeros(10), verbose=0)
     assert str(caught.value) == (
-        "training data: sample_weight must have a weight above zero, but all are zero, so nothing "
-        "would be learned. Leave it out, or give samples that count a weight."
+        "training data: sample_weight must have a weight above zero, but all are zero, so "
+        "nothing would be learned. Leave it out, or give some samples a positive weight."
     )
     assert engine.programs == []
     half = torch.tensor([1.0] * 6 + [0.0] * 4)
@@ -315,9 +315,9 @@ def test_weights_that_begin_late_are_refused_where_a_loss_is_divided_by_them():
     with pytest.raises(DataError) as caught:
         model.fit([(X, X), (X, X, W)], verbose=0)
     assert str(caught.value) == (
-        "training data, batch 1: where a loss is divided by the sum of weights, the first batch "
-        "must have a sample_weight if any has one, but only this one has. Yield (inputs, target, "
-        "sample_weight) each time; a weight of 1 leaves a sample as it is."
+        "training data, batch 1: if the loss is divided by the sum of weights, all batches must "
+        "have a sample_weight or none, but this is the first one that has. Yield (inputs, "
+        "target, sample_weight) every time; a weight of 1 changes nothing."
     )
     model.fit([(X, X, None), (X, X)], verbose=0)
 
@@ -329,20 +329,18 @@ def test_weights_beside_others_are_refused():
     with pytest.raises(ConfigurationError) as caught:
         model.fit(X, CLASSES, verbose=0, **both)
     assert str(caught.value) == (
-        "class_weight and sample_weight both say how much a sample counts. Pass one of them; for "
-        "both, multiply them into sample_weight."
+        "class_weight and sample_weight both say how much a sample counts. Pass one of them, or "
+        "multiply both into sample_weight."
     )
     with pytest.raises(DataError) as caught:
         model.fit([(X, CLASSES, W)], class_weight={0: 1.0}, verbose=0)
     assert str(caught.value) == (
-        "training data, batch 0: a batch with a sample_weight of its own needs no class_weight, "
-        "but both are there. Leave one out, or multiply them in the dataset."
+        "training data, batch 0: a batch can't have its own sample_weight together with "
+        "class_weight. Leave one out, or multiply them in the dataset."
     )
     with pytest.raises(ConfigurationError) as caught:
         model.fit(X, sample_weight=W, verbose=0)
-    assert str(caught.value) == (
-        "sample_weight goes with a target, but y is None. Pass y= beside x."
-    )
+    assert str(caught.value) == ("sample_weight needs a target, but y is None. Pass y= as well.")
 
 
 @pytest.mark.parametrize("name", ["sample_weight", "class_weight"])
@@ -352,6 +350,6 @@ def test_a_module_with_a_loss_of_its_own_has_no_weights(name):
     with pytest.raises(ConfigurationError) as caught:
         model.fit(X, CLASSES, verbose=0, **{name: W if name == "sample_weight" else {0: 1.0}})
     assert str(caught.value) == (
-        f"{name} needs a loss that compile was given, but the module computes its own (loss=None). "
-        "Let forward take the weights, or pass loss= to compile."
+        f"{name} needs a loss from compile, but the module computes its own (loss=None). Let "
+        "forward take the weights, or pass loss= to compile."
     )

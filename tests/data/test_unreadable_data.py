@@ -29,7 +29,7 @@ def _iterators_end_with_their_test(monkeypatch):
 
 
 SAMPLES = [(x, y) for batch in batches(5) for x, y in zip(*batch)]
-MEND = "Mend that sample, or leave it out; its traceback is above."
+MEND = "Fix that sample, or leave it out; its traceback is above."
 LINE = "Its traceback above shows the line that failed."
 
 
@@ -232,7 +232,7 @@ class Dies(Samples):
 
 
 TOLD = "a worker process of the DataLoader ended: RuntimeError: DataLoader worker (pid"
-TRY = "Run with num_workers=0 to see why; a lack of (shared) memory is the usual reason."
+TRY = "Run with num_workers=0 to see why; the usual reason is a lack of (shared) memory."
 
 
 @pytest.mark.long("ipu-standin")

@@ -123,8 +123,8 @@ def test_it_refuses_at_compile_what_it_does_not_do():
     with pytest.raises(ConfigurationError) as caught:
         compiled(clip=ipufit.Clip(norm=1.0), reduction=ipufit.Reduction(gradients="sum"))
     assert str(caught.value) == (
-        "the eager engine makes plain updates, got gradient_reduction='sum', clipnorm=1.0. Leave "
-        "this out, or use engine='embedded'."
+        "the eager engine makes only plain updates, got gradient_reduction='sum', clipnorm=1.0. "
+        "Leave this out, or use engine='embedded'."
     )
     with pytest.raises(ConfigurationError) as caught:
         fit(compiled(), ipus=2)

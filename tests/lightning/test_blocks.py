@@ -229,9 +229,9 @@ def test_ipus_that_can_not_be_reserved_are_refused_in_the_words_of_a_trainer(eng
             by_ipufit(kind(), "fit", data, devices=devices, strategy=strategy, max_epochs=1)
         cure = "devices=4, or " if kind is Four else ""
         assert str(caught.value) == (
-            f"IPUs come in powers of two, but devices={devices} asks for {product}. Pass {cure}"
-            "options with autoRoundNumIPUs(True) as training_opts and inference_opts, which "
-            "reserves more and leaves the rest idle."
+            f"IPUs come in powers of two, but devices={devices} asks for {product}. Pass "
+            f"{cure}options with autoRoundNumIPUs(True) as training_opts and inference_opts, which "
+            "reserves more IPUs and leaves the rest idle."
         )
         rounding = poptorch.Options().deviceIterations(4).autoRoundNumIPUs(True)
         strategy = IPUStrategy(training_opts=rounding, inference_opts=rounding, engine=engine)

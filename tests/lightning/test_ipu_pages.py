@@ -288,7 +288,7 @@ def test_names_of_earlier_versions_say_what_they_are_called_now():
     with pytest.raises(ImportError) as caught:
         from ipufit.lightning import IPUPlugin  # noqa: F401
     assert str(caught.value) == (
-        "IPUPlugin is what Lightning called IPUStrategy before 1.6, and there is none. Use "
+        "IPUPlugin is the name of IPUStrategy before Lightning 1.6, and does not exist here. Use "
         "ipufit.lightning.IPUStrategy, as strategy= of the Trainer."
     )
     with pytest.raises(AttributeError, match="has no attribute 'IPUPlugins'"):

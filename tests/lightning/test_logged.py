@@ -152,7 +152,7 @@ def log_in_training(*args, **options):
         (
             ("a", 1.0),
             {"batch_size": 7},
-            "self.log('a') weighs a value with the samples of its micro-batch, 3, got "
+            "self.log('a') weights a value with the number of samples in its micro-batch, 3, got "
             "batch_size=7. Leave batch_size out; for another mean, log a sum and a count with "
             "reduce_fx='sum'.",
         ),
@@ -160,7 +160,7 @@ def log_in_training(*args, **options):
             ("a", 1.0),
             {"reduce_fx": len},
             "self.log('a') can reduce with 'mean', 'sum', 'max' or 'min', got reduce_fx=<built-in "
-            "function len>. Take one of these.",
+            "function len>. Use one of these.",
         ),
         (
             ("a", 1.0),
@@ -183,8 +183,8 @@ def log_in_training(*args, **options):
         (
             ("a", 1.0),
             {"metric_attribute": "m"},
-            "self.log('a') can't honour metric_attribute: the value is no metric object. Leave it "
-            "out.",
+            "self.log('a') can't honour metric_attribute: the value is not a metric object. Leave "
+            "it out.",
         ),
         (
             ("a", 1.0),
@@ -195,10 +195,10 @@ def log_in_training(*args, **options):
         (
             ("epoch", 1.0),
             {},
-            "a logged value must have a name of its own, and ipufit itself logs batch, epoch, "
-            "event, learning_rate, loss, loss_scale, samples, skipped_updates, update, updates and "
-            "val_..., got 'epoch'. Choose another name; that of a metric with metrics={'name': "
-            "metric}.",
+            "the name of a logged value must be free, and ipufit itself logs batch, epoch, event, "
+            "learning_rate, loss, loss_scale, samples, skipped_updates, update, updates and "
+            "val_..., got 'epoch'. Choose another name; rename a metric with "
+            "metrics={'name': metric}.",
         ),
     ],
 )
@@ -279,6 +279,6 @@ def test_the_end_of_an_epoch_is_no_step():
     with pytest.raises(ConfigurationError) as caught:
         ipufit_of(Net()).fit(BATCHES, validation_split=0.0, verbose=0)
     assert str(caught.value) == (
-        "self.log('a', on_step=True) can't be called at the end of an epoch, which is no step. "
+        "self.log('a', on_step=True) can't be called at the end of an epoch, which is not a step. "
         "Leave on_step out."
     )

@@ -268,8 +268,8 @@ def now_and_then(self, generator, critic, batch):
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (stale, "a loss depends on weights as they were before a step of their optimizer"),
-        (without_loss, "an optimizer makes a step without a manual_backward since its zero_grad"),
+        (stale, "a loss depends on the weights before a step of their optimizer"),
+        (without_loss, "an optimizer makes a step without a manual_backward after its zero_grad"),
         (clipped, "self.clip_gradients was called, but the program computes and bounds"),
         (scheduled, "self.lr_schedulers() was called, but the program steps schedulers itself"),
         (rated, "param_groups of an optimizer was used inside training_step"),
@@ -287,7 +287,7 @@ def test_what_can_not_be_recorded_is_refused_with_its_line(body, text):
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (left_out, "training_step must make a step of each optimizer that configure_optimizers"),
+        (left_out, "training_step must call step of each optimizer from configure_optimizers"),
         (clamped, "changes the parameter 'critic.0.weight' in place"),
     ],
 )

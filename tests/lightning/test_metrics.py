@@ -171,9 +171,9 @@ def test_a_metric_that_is_only_updated_has_no_values_of_batches():
     with pytest.raises(ConfigurationError) as caught:
         ipufit_of(Logs(called=False)).fit(BATCHES, verbose=0)
     assert str(caught.value) == (
-        "self.log('error') would log nothing: with on_step, which is the default in "
-        "training_step, it takes the value of the batch, and self.error.update computes none. Log "
-        "it with on_step=False, on_epoch=True, or call self.error(...)."
+        "self.log('error') would log nothing: with on_step, the default in training_step, it logs "
+        "the value of the batch, but self.error.update computes none. Log it with on_step=False, "
+        "on_epoch=True, or call self.error(...)."
     )
 
 
@@ -258,8 +258,8 @@ def test_one_that_can_not_count_apart_is_refused():
     with pytest.raises(ConfigurationError) as caught:
         ipufit_of(Shares()).fit(BATCHES, validation_data=HELD, verbose=0)
     assert str(caught.value) == (
-        "self.low (MinMaxMetric) is called in the train step and in the validation step, and can't "
-        "count apart in each. Make one for each."
+        "self.low (MinMaxMetric) is called in the train step and in the validation step, but can't "
+        "count them separately. Create one metric for each."
     )
 
 
@@ -466,16 +466,16 @@ def test_a_list_of_metrics_that_the_module_holds_changes_nothing():
         (
             "self.log('a', self.bag[0])",
             {"bag": [MulticlassAccuracy(3)]},
-            "self.log('a') must get a metric that is an attribute of the LightningModule, or in a "
-            "ModuleList, ModuleDict or MetricCollection of it, got MulticlassAccuracy. Make it "
-            "one in __init__.",
+            "self.log('a') must get a metric that is an attribute of the LightningModule, or in "
+            "one of its ModuleList, ModuleDict or MetricCollection attributes, got "
+            "MulticlassAccuracy. Make it one in __init__.",
         ),
         (
             "self.all(p, y); self.log('a', self.all)",
             {"all": torchmetrics.MetricCollection([MulticlassF1Score(3)])},
-            "self.log('a') must get a metric that is an attribute of the LightningModule, or in a "
-            "ModuleList, ModuleDict or MetricCollection of it, got MetricCollection. Use "
-            "self.log_dict.",
+            "self.log('a') must get a metric that is an attribute of the LightningModule, or in "
+            "one of its ModuleList, ModuleDict or MetricCollection attributes, got "
+            "MetricCollection. Use self.log_dict.",
         ),
         (
             "self.acc(p, y); self.two(p, y); d = {'on_epoch': True}; self.log('a', self.acc, **d)"
@@ -486,7 +486,7 @@ def test_a_list_of_metrics_that_the_module_holds_changes_nothing():
         (
             "self.acc.update(p, batch_idx)",
             {},
-            "self.acc must get tensors and numbers in training_step, got BatchIndex. Bring it into "
+            "self.acc must get tensors and numbers in training_step, got BatchIndex. Convert it to "
             "tensors in the dataset or in collate_fn.",
         ),
         (

@@ -306,9 +306,8 @@ def test_a_list_that_a_step_adds_to_is_refused():
     with pytest.raises(CaptureError) as caught:
         ipufit_of(Net()).fit(BATCHES, verbose=0)
     assert str(caught.value) == (
-        "training_step adds to self.losses, but it is recorded once, so that self.losses would "
-        "hold one batch's tensors without values. Log what you need with self.log, or keep it in "
-        "a buffer."
+        "training_step adds to self.losses, but it is recorded once, so self.losses would hold one "
+        "batch's tensors without values. Log what you need with self.log, or keep it in a buffer."
     )
 
 
@@ -317,8 +316,8 @@ def test_a_list_that_a_step_adds_to_is_refused():
     [
         (
             "None",
-            "training_step must return a loss, got None: a recorded program can't leave out a "
-            "batch. Return the loss times zero instead.",
+            "training_step must return a loss, got None: a recorded program can't skip a batch. "
+            "Return the loss times zero instead.",
         ),
         (
             "{'logits': self(batch[0])}",
@@ -423,8 +422,8 @@ def test_what_only_fit_knows_waits_for_fit():
     with pytest.raises(ConfigurationError) as caught:
         ipufit_of(Net()).fit(BATCHES, steps_per_epoch=2, verbose=0)
     assert str(caught.value) == (
-        "there is no Trainer, so that self.trainer has what ipufit knows of the run (max_epochs), "
-        "not 'estimated_stepping_batches'. Pass it to the module's __init__ instead."
+        "there is no Trainer, so self.trainer has only what ipufit knows about the run "
+        "(max_epochs), not 'estimated_stepping_batches'. Pass it to the module's __init__ instead."
     )
 
 

@@ -226,10 +226,10 @@ def test_a_trainer_counts_where_options_were_set_otherwise(engine):
     assert largest_difference(one, two) < TOLERANCE
     assert trainer.global_step == 2
     assert texts == [
-        "training_opts.replicationFactor is 4, but the Trainer has devices=2, which counts. Leave "
-        "one out.",
+        "training_opts.replicationFactor is 4, but the Trainer has devices=2, which takes "
+        "precedence. Leave one out.",
         "training_opts.Training.gradientAccumulation is 3, but the Trainer has "
-        "accumulate_grad_batches=2, which counts. Leave one out.",
+        "accumulate_grad_batches=2, which takes precedence. Leave one out.",
         "inference_opts.Training.gradientAccumulation is 3, but nothing is accumulated in "
         "inference, where it counts as 1. Leave it out there.",
     ]
@@ -242,8 +242,7 @@ def test_device_iterations_of_strategy_and_options_must_agree():
         with pytest.raises(ConfigurationError) as caught:
             by_ipufit(Language(), "fit", data, max_epochs=1, strategy=strategy)
         assert str(caught.value) == (
-            f"device_iterations must be in one place, but IPUStrategy has 4 and {name} have 2. "
-            "Leave one out."
+            f"device_iterations is set twice: IPUStrategy has 4 and {name} have 2. Leave one out."
         )
         for cured in (
             IPUStrategy(device_iterations=4, **{name: plain_options(iterations=1)}),
@@ -264,9 +263,9 @@ def test_weights_of_a_checkpoint_are_the_trained_ones(tmp_path):
     with pytest.raises(ConfigurationError) as caught:
         by_ipufit(net, "fit", BATCHES, None, None, path, max_epochs=3)
     assert str(caught.value) == (
-        "a checkpoint of the Trainer's can't be gone on from with IPUStrategy, since it does not "
-        "hold the schedule. Load its weights into the module, or train with "
-        "ipufit.Model.from_lightning and fit(checkpoint=...)."
+        "IPUStrategy can't resume from a checkpoint of the Trainer, because it does not contain "
+        "the schedule. Load its weights into the module, or train with ipufit.Model.from_lightning "
+        "and fit(checkpoint=...)."
     )
 
 
@@ -508,7 +507,7 @@ def test_anomaly_detection_gets_the_advice_of_a_trainer():
     with pytest.raises(CaptureError) as caught:
         by_ipufit(Classifier(), "fit", BATCHES, **how)
     assert str(caught.value) == (
-        "torch.autograd.set_detect_anomaly(True) looks for nan in the values of gradients, but the "
+        "torch.autograd.set_detect_anomaly(True) looks for NaN in the values of gradients, but the "
         "program is recorded once, before there are values. Leave detect_anomaly=True out of the "
         "Trainer, or use ipufit.Model.from_lightning with compile(detect_nan=True), which names "
         "operator, line and samples."

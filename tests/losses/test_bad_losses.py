@@ -90,9 +90,8 @@ def test_a_loss_with_fewer_parameters_is_refused_by_compile(loss, shown):
     with pytest.raises(LossError) as caught:
         compiled(loss=loss)
     assert str(caught.value) == (
-        f"a loss is called with (prediction, target), but '<lambda>' takes ({shown}). Give it "
-        "both; what does not need the target, it may leave alone. Arguments by name are those of "
-        "ipufit.losses.Call."
+        f"a loss is called with (prediction, target), but '<lambda>' takes ({shown}). Take both; "
+        "the loss need not use the target. For arguments by name, use ipufit.losses.Call."
     )
 
 
@@ -167,9 +166,9 @@ def test_a_module_frozen_after_compile_is_refused():
     model = compiled()
     model.module.requires_grad_(False)
     text = (
-        "Net must have a trainable parameter, but none that the optimizer holds requires gradients "
-        "any more. Unfreeze one with requires_grad_(True), and call compile again if frozen then "
-        "or replaced since."
+        "Net must have a trainable parameter, but no parameter of the optimizer requires gradients "
+        "any more. Unfreeze one with requires_grad_(True); if it was frozen at compile or replaced "
+        "since, call compile again."
     )
     with refused(model, LossError, text):
         fit(model)

@@ -450,20 +450,19 @@ def test_names_that_match_nothing_are_refused_before_any_work(net, loss, text, r
         ),
         (
             Call(nn.CTCLoss(), targets=3),
-            "ipufit.losses.Call says by name what 'targets' of loss 'CTCLoss' is, got 3. Write the "
-            "name of an output or of a field of the batch; for a constant, pass "
-            "functools.partial(loss, ...).",
+            "ipufit.losses.Call takes the name of an output or of a batch field for 'targets' of "
+            "loss 'CTCLoss', got 3. For a constant, pass functools.partial(loss, ...).",
         ),
         (
             Call(torch.ctc_loss, targets="y"),
-            "the arguments of loss 'ctc_loss' go by the names of its parameters, but it has no "
-            "signature that Python can read. Pass a function that calls it.",
+            "the arguments of loss 'ctc_loss' are matched by parameter names, but Python can't "
+            "read its signature. Pass a function that calls it.",
         ),
         (
             ["mse", nn.CTCLoss()],
-            "losses by position are each of (prediction, target), got 'CTCLoss' for 'output_1', "
-            "which takes its arguments by name. Pass a dict of losses: its keys name what is "
-            "logged.",
+            "losses in a list are called with (prediction, target), got 'CTCLoss' for 'output_1', "
+            "which takes its arguments by name. Pass a dict of losses: its keys are the names in "
+            "the logs.",
         ),
     ],
 )

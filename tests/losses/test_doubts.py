@@ -15,8 +15,8 @@ from tests.engines import EAGER_OR_NOT
 X = torch.linspace(-2, 3, 72).reshape(12, 6).sin()
 CLASSES = torch.arange(12) % 3
 BITS = (torch.arange(12) % 2).float()
-WHOLE = "so that little is learned. Leave that out of the module"
-LOGITS = "predict(x).softmax(1) makes probabilities of logits."
+WHOLE = "so the model learns little. Remove it from the module"
+LOGITS = "predict(x).softmax(1) turns logits into probabilities."
 NEEDS_SHAPES = pytest.mark.skipif(
     not hasattr(torch.ones(1, requires_grad=True).exp().grad_fn, "_input_metadata"),
     reason="this torch does not tell the shapes of operators",
@@ -60,55 +60,57 @@ def warned(module, loss, target, **options):
 DOUBTS = {
     "cross entropy behind a softmax": (
         *(lambda: net(3, nn.Softmax(1)), "cross_entropy", CLASSES),
-        "loss 'cross_entropy' takes logits, of which it makes a softmax itself, but the module's "
-        f"outputs come from a softmax already, {WHOLE}; {LOGITS}",
+        "loss 'cross_entropy' takes logits and applies a softmax itself, but the module's outputs "
+        f"already come from a softmax, {WHOLE}; {LOGITS}",
         *(lambda: net(3), "cross_entropy"),
     ),
     "a module of it, by the last dimension": (
         *(lambda: net(3, nn.Softmax(-1)), nn.CrossEntropyLoss(), CLASSES),
-        "loss 'CrossEntropyLoss' takes logits, of which it makes a softmax itself, but the "
-        f"module's outputs come from a softmax already, {WHOLE}; {LOGITS}",
+        "loss 'CrossEntropyLoss' takes logits and applies a softmax itself, but the module's "
+        f"outputs already come from a softmax, {WHOLE}; {LOGITS}",
         *(lambda: net(3), nn.CrossEntropyLoss()),
     ),
     "a function of it behind a sigmoid": (
         *(lambda: net(3, nn.Sigmoid()), functional.cross_entropy, CLASSES),
-        "loss 'cross_entropy' takes logits, of which it makes a softmax itself, but the module's "
-        f"outputs come from a sigmoid already, {WHOLE}; {LOGITS}",
+        "loss 'cross_entropy' takes logits and applies a softmax itself, but the module's outputs "
+        f"already come from a sigmoid, {WHOLE}; {LOGITS}",
         *(lambda: net(3), functional.cross_entropy),
     ),
     "binary cross entropy of logits behind a sigmoid": (
         *(lambda: net(1, nn.Sigmoid(), nn.Flatten(0)), "bce_with_logits", BITS),
-        "loss 'bce_with_logits' takes logits, of which it makes a sigmoid itself, but the module's "
-        f"outputs come from a sigmoid already, {WHOLE}, or use loss='bce', which takes "
+        "loss 'bce_with_logits' takes logits and applies a sigmoid itself, but the module's "
+        f"outputs already come from a sigmoid, {WHOLE}, or use loss='bce', which takes "
         "probabilities.",
         *(lambda: net(1, nn.Sigmoid(), nn.Flatten(0)), "bce"),
     ),
     "nll of logits": (
         *(lambda: net(3), "nll", CLASSES),
         "loss 'nll' takes log-probabilities, but the module's outputs come from a linear layer: "
-        "it falls without end, and little is learned. Let the module return logits with "
-        "loss='cross_entropy', or end it with nn.LogSoftmax(1).",
+        "the loss decreases without limit, and the model learns little. Let the module return "
+        "logits with loss='cross_entropy', or end it with nn.LogSoftmax(1).",
         *(lambda: net(3), "cross_entropy"),
     ),
     "nll of probabilities": (
         *(lambda: net(3, nn.Softmax(1)), nn.NLLLoss(), CLASSES),
-        "loss 'NLLLoss' takes log-probabilities, but the module's outputs come from a softmax: it "
-        "falls without end, and little is learned. Let the module return logits with "
-        "loss='cross_entropy', or end it with nn.LogSoftmax(1).",
+        "loss 'NLLLoss' takes log-probabilities, but the module's outputs come from a softmax: the "
+        "loss decreases without limit, and the model learns little. Let the module return logits "
+        "with loss='cross_entropy', or end it with nn.LogSoftmax(1).",
         *(lambda: net(3, nn.LogSoftmax(1)), nn.NLLLoss()),
     ),
     "a column against a row": (
         *(lambda: net(1), squares, BITS),
         "the loss 'squares' compares a prediction of shape (5, 1) with a target of shape (5,), "
-        "which torch broadcasts to (5, 5): every prediction meets the target of every sample. Give "
-        "both one shape in the loss, such as by target.reshape(prediction.shape).",
+        "which torch broadcasts to (5, 5): every prediction is compared with the target of every "
+        "sample. Make the shapes equal in the loss, for example with "
+        "target.reshape(prediction.shape).",
         *(lambda: net(1), reshaped),
     ),
     "a row against a column": (
         *(lambda: net(1, nn.Flatten(0)), distances, BITS[:, None]),
         "the loss 'distances' compares a prediction of shape (5,) with a target of shape (5, 1), "
-        "which torch broadcasts to (5, 5): every prediction meets the target of every sample. Give "
-        "both one shape in the loss, such as by target.reshape(prediction.shape).",
+        "which torch broadcasts to (5, 5): every prediction is compared with the target of every "
+        "sample. Make the shapes equal in the loss, for example with "
+        "target.reshape(prediction.shape).",
         *(lambda: net(1, nn.Flatten(0)), reshaped),
     ),
 }
@@ -206,7 +208,7 @@ def test_check_reports_it_too():
     model.compile("sgd", "cross_entropy")
     (finding,) = model.check((X, CLASSES)).findings
     assert (finding.kind, finding.severity) == ("loss", "warning")
-    assert finding.cure == f"Leave that out of the module; {LOGITS}"
+    assert finding.cure == f"Remove it from the module; {LOGITS}"
 
 
 def test_evaluation_alone_tells_nothing():

@@ -185,8 +185,8 @@ SAME_SHAPE = [
 @pytest.mark.parametrize(
     ("prediction", "target", "advice"),
     [
-        ((8, 1, 3), (8, 3), "Give target.unsqueeze(1), or return prediction.squeeze(1)."),
-        ((8, 3), (8, 1, 3), "Give target.squeeze(1), or return prediction.unsqueeze(1)."),
+        ((8, 1, 3), (8, 3), "Pass target.unsqueeze(1), or return prediction.squeeze(1)."),
+        ((8, 3), (8, 1, 3), "Pass target.squeeze(1), or return prediction.unsqueeze(1)."),
         ((8, 3), (3,), "Make both shapes equal."),
         ((8, 3), (), "Make both shapes equal."),
     ],
@@ -285,7 +285,7 @@ def test_a_float32_target_of_a_lower_precision_prediction_is_left_to_torch():
     assert resolve_loss("mse")(REALS.bfloat16(), SHARES).value.dtype == torch.float32
 
 
-MAKE_INT64 = "Make it int64: .long() of a tensor, .astype('int64') of an array"
+MAKE_INT64 = "Convert it to int64, with .long() or .astype('int64')"
 
 
 @pytest.mark.parametrize(
@@ -296,17 +296,17 @@ MAKE_INT64 = "Make it int64: .long() of a tensor, .astype('int64') of an array"
         (
             INDICES.float(),
             "shape (6,), dtype float32",
-            f"{MAKE_INT64}; NaN is no class, so leave such samples out first.",
+            f"{MAKE_INT64}; NaN is not a class, so leave those samples out first.",
         ),
         (
             ZERO_ONE.long(),
             "shape (6, 4), dtype int64",
-            "Of a one-hot target, give target.argmax(1).",
+            "For a one-hot target, pass target.argmax(1).",
         ),
         (
             INDICES[:5],
             "shape (5,), dtype int64",
-            "Give one class index per prediction; dimension 1 of the prediction holds the classes.",
+            "Pass one class index per prediction; dimension 1 of the prediction holds the classes.",
         ),
     ],
 )
@@ -325,7 +325,7 @@ def test_class_indices_of_dense_prediction_have_all_other_dimensions():
     expected = functional.cross_entropy(prediction, target)
     assert torch.equal(resolve_loss("cross_entropy")(prediction, target).value, expected)
     assert message(resolve_loss("cross_entropy"), prediction, target[:, None]).endswith(
-        "got a target of shape (2, 1, 3, 3), dtype int64. Give target.squeeze(1)."
+        "got a target of shape (2, 1, 3, 3), dtype int64. Pass target.squeeze(1)."
     )
 
 
@@ -351,7 +351,7 @@ def test_named_losses_take_single_tensors():
 def test_an_integer_prediction_has_no_gradient_and_is_refused():
     """An argmax inside the module is a usual slip of those who come from evaluation code."""
     assert message(resolve_loss("mse"), INDICES, INDICES) == (
-        "loss 'mse' needs a floating-point prediction, got dtype int64. Return what comes before "
+        "loss 'mse' needs a floating-point prediction, got dtype int64. Return the values before "
         "the argmax or the rounding."
     )
 
@@ -425,7 +425,7 @@ def test_losses_without_a_reduction_are_refused_at_once():
     """Otherwise the same is found out in the middle of a capture."""
     text = (
         "must give one number for a micro-batch, got reduction='none'. Use reduction='mean', or "
-        "wrap it in a callable that reduces."
+        "wrap it in a callable that reduces it."
     )
     assert message(resolve_loss, nn.L1Loss(reduction="none")) == f"loss 'L1Loss' {text}"
     partial = functools.partial(functional.mse_loss, reduction="none")
@@ -438,7 +438,7 @@ def test_an_unknown_reduction_is_refused():
     module.reduction = "median"
     assert message(resolve_loss, module) == (
         "loss 'Module' must have reduction 'mean', 'batchmean' or 'sum', got 'median'. Use one of "
-        "these; it tells how the loss joins the samples."
+        "these; it says how the loss combines the samples."
     )
 
 
@@ -476,7 +476,7 @@ def test_complex_numbers_are_refused_by_name(dtype):
     """Torch's own texts name a kernel, and which of two parts is to be learned nobody said."""
     came = str(dtype).replace("torch.", "")
     advice = (
-        "Give real and imaginary parts with torch.view_as_real, or pass a callable "
+        "Pass real and imaginary parts with torch.view_as_real, or pass a callable "
         "loss(prediction, target) that returns a real number."
     )
     assert message(resolve_loss("mse"), REALS.to(dtype), REALS) == (
@@ -486,8 +486,8 @@ def test_complex_numbers_are_refused_by_name(dtype):
         f"loss 'soft_margin' needs real numbers, got a target of dtype {came}. {advice}"
     )
     assert message(resolve_loss(lambda p, t: (p - t).mean()), REALS.to(dtype), REALS) == (
-        f"loss '<lambda>' must be a real number, got dtype {came}. Take what is to become small, "
-        "for example with .abs()."
+        f"loss '<lambda>' must be a real number, got dtype {came}. Make it real, for example with "
+        ".abs()."
     )
 
 
@@ -617,13 +617,14 @@ def test_a_loss_in_another_place_gets_advice():
     split = resolve_loss(None).split
     assert message(split, (VALUE, REALS)).endswith(
         "got tuple of 2, the last a tensor of shape (6, 4), dtype float32. Return (outputs, loss) "
-        "from forward, or pass loss= to compile. The first looks like the loss, which must stand "
-        "last: models of the transformers library return it by name with config.return_dict = True."
+        "from forward, or pass loss= to compile. The first looks like the loss, which must be "
+        "last: models of the transformers library return it by name with config.return_dict = "
+        "True."
     )
     assert message(split, _Named(logits=REALS)).endswith(
         "got _Named with keys ['logits']. If forward computes the loss from labels, put them into "
-        "the batch, under the name that it has for them, such as 'labels'. Return (outputs, loss) "
-        "from forward, or pass loss= to compile."
+        "the batch under the name of its parameter, such as 'labels'. Return (outputs, loss) from "
+        "forward, or pass loss= to compile."
     )
 
 

@@ -162,8 +162,8 @@ def test_the_mean_by_weight_counts_the_weight():
     assert by_micro_batch(*FORMS[0][1:], WEIGHTS).count is None
     assert message(resolved, *FORMS[0][1:], {"a": WEIGHTS, "b": OTHER}) == (
         "sample_weight must be one tensor for all outputs with several losses and "
-        "sample_weights='mean_with_sample_weight', got dict with ['a', 'b']: with weights "
-        "of their own, each loss would have a count of its own. Give one tensor, or use "
+        "sample_weights='mean_with_sample_weight', got dict with ['a', 'b']: with separate "
+        "weights, each loss would have a separate count. Pass one tensor, or use "
         "'sum_over_batch_size'."
     )
 
@@ -315,71 +315,72 @@ def test_sample_weights_reach_the_recorded_losses():
             FORMS[0][0],
             {"a": A, "c": B},
             FORMS[0][2],
-            "the module's outputs must hold 'b', got dict with ['a', 'c']. Use one of the names "
-            "that are there, or add it.",
+            "the module's outputs must hold 'b', got dict with ['a', 'c']. Use an existing "
+            "name, or add it.",
         ),
         (
             FORMS[0][0],
             FORMS[0][1],
             {"a": CLASSES},
-            "the target must hold 'b', got dict with ['a']. Use one of the names that are there, "
-            "or add it.",
+            "the target must hold 'b', got dict with ['a']. Use an existing name, or add it.",
         ),
         (
             FORMS[0][0],
             (A, B),
             FORMS[0][2],
-            "the module's outputs must be a mapping, named tuple or dataclass to be taken by name "
-            "('a'), got tuple of 2. Give a dict, or losses and metrics as a list by position.",
+            "the module's outputs must be a mapping, named tuple or dataclass to be used by "
+            "name ('a'), got tuple of 2. Return a dict, or pass losses and metrics as a list by "
+            "position.",
         ),
         (
             FORMS[0][0],
             A,
             FORMS[0][2],
-            "the module's outputs must be a mapping, named tuple or dataclass to be taken by name "
-            "('a'), got Tensor. Give a dict, or losses and metrics as a list by position.",
+            "the module's outputs must be a mapping, named tuple or dataclass to be used by "
+            "name ('a'), got Tensor. Return a dict, or pass losses and metrics as a list by "
+            "position.",
         ),
         (
             FORMS[4][0],
             {"a": A, "b": B},
             FORMS[4][2],
-            "the module's outputs must be a tuple or list to be taken by position, got dict with "
-            "['a', 'b']. Give losses and metrics as a dict by name: {'a': ...}.",
+            "the module's outputs must be a tuple or list to be used by position, got dict with "
+            "['a', 'b']. Pass losses and metrics as a dict by name: {'a': ...}.",
         ),
         (
             FORMS[4][0],
             A,
             FORMS[4][2],
-            "the module's outputs must be a tuple or list to be taken by position, got Tensor. "
-            "Give a tuple with the one for each output; this is about output 0.",
+            "the module's outputs must be a tuple or list to be used by position, got Tensor. "
+            "Pass a tuple with one element for each output; output 0 has none.",
         ),
         (
             FORMS[4][0],
             (A, B, B),
             FORMS[4][2],
             "the module's outputs must have one element for each of the 2 losses, got tuple of 3. "
-            "Give None as the loss of an output that is not trained.",
+            "Pass None as the loss of an output that is not trained.",
         ),
         (
             FORMS[4][0],
             (A, B),
             [CLASSES],
-            "the target must have one element for each of the 2 losses, got list of 1. Give None "
+            "the target must have one element for each of the 2 losses, got list of 1. Pass None "
             "as the loss of an output that is not trained.",
         ),
         (
             FORMS[4][0],
             (A, B),
             CLASSES,
-            "the target must hold one for each of the 2 losses, got one tensor of shape (5,). Give "
-            "a tuple of 2 from the dataset.",
+            "the target must have one part for each of the 2 losses, got one tensor of shape (5,). "
+            "Return a tuple of 2 from the dataset.",
         ),
         (
             FORMS[0][0],
             {"a": A, "b": B},
             CLASSES,
-            "the target must hold one for each of the 2 losses, got one tensor of shape (5,). Give "
-            "{'a': ..., 'b': ...} from the dataset.",
+            "the target must have one part for each of the 2 losses, got one tensor of shape (5,). "
+            "Return {'a': ..., 'b': ...} from the dataset.",
         ),
     ],
 )
@@ -392,20 +393,20 @@ def test_sample_weights_of_unknown_outputs_are_refused():
     """A misspelt name would leave an output unweighted."""
     resolved = resolve_loss({"a": "cross_entropy", "b": "mse"})
     assert message(resolved, *FORMS[0][1:], {"A": WEIGHTS}) == (
-        "sample_weight must go by the names of outputs, got 'A' beside outputs dict with ['a', "
-        "'b']. Use these names, or one tensor for all."
+        "sample_weight must go by the names of outputs, got 'A', but the outputs are dict with "
+        "['a', 'b']. Use these names, or one tensor for all."
     )
     assert message(resolved, *FORMS[0][1:], [WEIGHTS, OTHER]) == (
-        "sample_weight must go by the names of outputs, got 0 beside outputs dict with ['a', "
+        "sample_weight must go by the names of outputs, got 0, but the outputs are dict with ['a', "
         "'b']. Use these names, or one tensor for all."
     )
     by_position = resolve_loss(["cross_entropy", "mse"])
     assert message(by_position, *FORMS[4][1:], [WEIGHTS]) == (
-        "sample_weight must have one element for each of the 2 losses, got list of 1. Give None as "
+        "sample_weight must have one element for each of the 2 losses, got list of 1. Pass None as "
         "the loss of an output that is not trained."
     )
     assert message(by_position, *FORMS[4][1:], {"a": WEIGHTS}).startswith(
-        "sample_weight must be a tuple or list to be taken by position, got dict with ['a']."
+        "sample_weight must be a tuple or list to be used by position, got dict with ['a']."
     )
 
 
@@ -433,10 +434,10 @@ def test_sample_weights_of_unknown_outputs_are_refused():
         (
             {"val_a": "mse"},
             {},
-            "a logged value must have a name of its own, and ipufit itself logs batch, epoch, "
-            "event, learning_rate, loss, loss_scale, samples, skipped_updates, update, updates and "
-            "val_..., got 'val_a_loss'. Choose another name; that of a metric with metrics="
-            "{'name': metric}.",
+            "the name of a logged value must be free, and ipufit itself logs batch, epoch, event, "
+            "learning_rate, loss, loss_scale, samples, skipped_updates, update, updates and "
+            "val_..., got 'val_a_loss'. Choose another name; rename a metric with "
+            "metrics={'name': metric}.",
         ),
         (
             [],
@@ -454,13 +455,13 @@ def test_sample_weights_of_unknown_outputs_are_refused():
             ["mse", nn.MSELoss(reduction="sum")],
             {},
             "several losses must all be means or all be sums, got output_0 'mean', output_1 'sum'. "
-            "A micro-batch of another size would change how they compare; use one reduction.",
+            "Otherwise their ratio would depend on the size of the micro-batch; use one reduction.",
         ),
         (
             {"a": "mse", "b": "mse"},
             {"normalize": "tokens"},
-            "normalize='tokens' needs one loss, got 2: each would count tokens of its own. Pass "
-            "one callable loss(prediction, target) that returns (mean, count).",
+            "normalize='tokens' needs one loss, got 2: each would count its own tokens. Pass one "
+            "callable loss(prediction, target) that returns (mean, count).",
         ),
         (
             {"a": "mse", "b": None},
@@ -471,8 +472,8 @@ def test_sample_weights_of_unknown_outputs_are_refused():
         (
             ["mse", "mae"],
             {"loss_weights": [1.0]},
-            "loss_weights must have one number for each of the 2 losses, got 1. Give 1 where "
-            "nothing is to change.",
+            "loss_weights must have one number for each of the 2 losses, got 1. Pass 1 to change "
+            "nothing.",
         ),
         (
             ["mse", None],
@@ -545,6 +546,6 @@ def test_a_single_target_in_the_data_is_refused_as_fit_starts():
     with pytest.raises(LossError) as caught:
         model.fit(rows, verbose=0)
     assert str(caught.value) == (
-        "the target must hold one for each of the 1 losses, got one tensor of shape (2,). Give "
-        "{'a': ...} from the dataset."
+        "the target must have one part for each of the 1 losses, got one tensor of shape (2,). "
+        "Return {'a': ...} from the dataset."
     )

@@ -241,7 +241,7 @@ def test_weights_of_time_steps_go_with_class_indices():
 def test_weights_of_another_shape_are_refused(weights, text):
     """Broadcast silently, they would weigh classes in place of samples."""
     assert message(resolve_loss("mse"), REALS, SHARES, weights) == (
-        f"sample_weight must have shape {text}. Give one weight for each sample."
+        f"sample_weight must have shape {text}. Pass one weight for each sample."
     )
 
 
@@ -250,18 +250,18 @@ def test_weights_of_another_shape_are_refused(weights, text):
     [
         (
             {"a": WEIGHTS},
-            "sample_weight must be one tensor of shape (batch,), got dict with ['a']. Give a dict "
-            "or list of weights only where loss or metrics go by output.",
+            "sample_weight must be one tensor of shape (batch,), got dict with ['a']. A dict or "
+            "list of weights is for losses or metrics by output.",
         ),
         (
             torch.ones(()),
-            "sample_weight must hold one real number for each sample, got shape (), dtype float32. "
-            "Give a tensor of shape (batch,).",
+            "sample_weight must hold one real number for each sample, got shape (), dtype "
+            "float32. Pass a tensor of shape (batch,).",
         ),
         (
             torch.ones(N, dtype=torch.complex64),
             "sample_weight must hold one real number for each sample, got shape (6,), dtype "
-            "complex64. Give a tensor of shape (batch,).",
+            "complex64. Pass a tensor of shape (batch,).",
         ),
     ],
 )
@@ -397,7 +397,7 @@ def test_a_module_that_ignores_its_reduction_is_refused():
 
     assert message(resolve_loss(Deaf()), REALS, SHARES, WEIGHTS) == (
         "loss 'Deaf' must give one value per sample with reduction='none', which sample weights "
-        "and normalize='tokens' need, got a tensor of shape (), dtype float64. Let forward follow "
+        "and normalize='tokens' need, got a tensor of shape (), dtype float64. Let forward respect "
         "self.reduction, or take sample_weight as a third argument."
     )
 
@@ -501,14 +501,14 @@ def test_a_callable_that_cannot_tell_its_count_is_refused():
     """Counting samples in place of tokens would be the mistake that the option is against."""
     resolved = resolve_loss(mean_error, normalize="tokens")
     assert message(resolved, REALS, SHARES) == (
-        "loss 'mean_error' must tell how many tokens its mean is over with normalize='tokens', got "
-        "a tensor of shape (), dtype float64. Return (mean, count), or one value for each token, "
-        "shape (batch, ...)."
+        "loss 'mean_error' must return the number of tokens of its mean with normalize='tokens', "
+        "got a tensor of shape (), dtype float64. Return (mean, count), or one value for each "
+        "token, shape (batch, ...)."
     )
     odd = resolve_loss(lambda p, t: (p.mean(), "4"), normalize="tokens")
     assert message(odd, REALS, SHARES) == (
-        "loss '<lambda>' must give its count as one number, got str. Return how many tokens the "
-        "mean is over, such as (target != -100).sum()."
+        "loss '<lambda>' must give its count as one number, got str. Return the number of tokens, "
+        "such as (target != -100).sum()."
     )
 
 
@@ -532,7 +532,7 @@ def test_a_module_with_its_own_loss_may_return_its_count():
     assert message(resolved.split, (REALS, loss)) == (
         "with loss=None and normalize='tokens' the module must return a mapping or dataclass with "
         "loss and loss_count, got tuple of 2, the last a tensor of shape (), dtype float32. Add "
-        "loss_count, how many tokens the loss is the mean over, or pass loss= to compile."
+        "loss_count, the number of tokens of the mean, or pass loss= to compile."
     )
     outputs, term = resolve_loss(None).split({"loss": loss, "loss_count": 7})
     assert (outputs, term.count) == ({"loss_count": 7}, None)
@@ -546,13 +546,13 @@ def test_a_module_with_its_own_loss_may_return_its_count():
     [
         (
             {"loss_weights": [1.0]},
-            "loss_weights must go with a dict or list of losses, got [1.0] with one loss. Leave it "
-            "out, or multiply in a callable loss.",
+            "loss_weights is for a dict or list of losses, got [1.0] with one loss. Leave it out, "
+            "or multiply in a callable loss.",
         ),
         (
             {"loss": None, "sample_weight_reduction": "mean_with_sample_weight"},
-            "sample_weights='mean_with_sample_weight' needs a loss that is passed to "
-            "compile, got loss=None. Leave it out: the module weighs its samples itself.",
+            "sample_weights='mean_with_sample_weight' needs a loss that is passed to compile, got "
+            "loss=None. Leave it out: the module weights its samples itself.",
         ),
         (
             {"loss": nn.MSELoss(reduction="sum"), "normalize": "tokens"},

@@ -212,7 +212,7 @@ def test_logits_are_refused_unless_they_are_said_to_be():
     low, high = float(REALS[:7].min()), float(REALS[:7].max())
     assert (
         f"metric 'precision' needs probabilities between 0 and 1, got values from {low:.3g} to "
-        f"{high:.3g}. Of logits, use ipufit.metrics.Precision(from_logits=True)."
+        f"{high:.3g}. For logits, use ipufit.metrics.Precision(from_logits=True)."
     ) in text
     expected = value("precision", REALS.sigmoid(), LABELS)
     assert value(metrics.Precision(from_logits=True), REALS, LABELS) == expected
@@ -269,19 +269,19 @@ def test_arguments_that_cannot_work_are_refused(make, text):
             metrics.Precision(threshold=0.6),
             CLASSES,
             "threshold of ipufit.metrics.Precision has no effect for task='multiclass', which "
-            "prediction and target make it, got 0.6. Leave it out, or pass another task.",
+            "follows from prediction and target, got 0.6. Leave it out, or pass another task.",
         ),
         (
             metrics.AUC(average="weighted"),
             LABELS,
-            "average of ipufit.metrics.AUC has no effect for task='binary', which prediction and "
-            "target make it, got 'weighted'. Leave it out, or pass another task.",
+            "average of ipufit.metrics.AUC has no effect for task='binary', which follows from "
+            "prediction and target, got 'weighted'. Leave it out, or pass another task.",
         ),
         (
             metrics.Recall(num_classes=4),
             LABELS,
-            "num_classes of ipufit.metrics.Recall has no effect for task='binary', which "
-            "prediction and target make it, got 4. Leave it out, or pass another task.",
+            "num_classes of ipufit.metrics.Recall has no effect for task='binary', which follows "
+            "from prediction and target, got 4. Leave it out, or pass another task.",
         ),
     ],
 )
@@ -293,8 +293,8 @@ def test_an_argument_without_effect_is_refused_by_the_probe(metric, target, text
 def test_one_that_knows_no_weights_is_refused_among_weighted_metrics():
     """Unweighted it would be another number under a promising name."""
     assert message(lambda: resolve_metrics(None, ["auc"]), kind=ConfigurationError) == (
-        "weighted metric 'auc' must take weights, but torchmetrics, which computes it, knows none "
-        "for it. Pass it under metrics, or a callable that gives one value per sample."
+        "weighted metric 'auc' must take weights, but its torchmetrics implementation has none. "
+        "Pass it under metrics, or a callable that gives one value per sample."
     )
 
 
@@ -303,14 +303,16 @@ def test_another_kind_of_data_within_an_epoch_is_refused():
     one = fed("f1_score", SHARES, CLASSES)
     text = message(lambda: one.update(SHARES[:, :1], LABELS[:, :1], SAMPLES), kind=MetricError)
     assert (
-        "metric 'f1_score' must get one kind of prediction and target in an epoch, got "
-        "task='binary' of size 1 after task='multiclass' of size 4. Bring the data into one form."
+        "metric 'f1_score' must get the same kind of prediction and target during an epoch, got "
+        "task='binary' of size 1 after task='multiclass' of size 4. Convert the data to one form."
     ) in text
     other = fed("f1_score", SHARES[:, :1], LABELS[:, :1])
     text = message(
         lambda: one.merge_states([one.state_dict(), other.state_dict()]), kind=MetricError
     )
-    assert text.startswith("metric 'f1_score' must get one kind of prediction and target in all ")
+    assert text.startswith(
+        "metric 'f1_score' must get the same kind of prediction and target in all "
+    )
 
 
 @pytest.mark.long("ipu-standin")

@@ -382,7 +382,7 @@ def test_an_infinite_perplexity_is_infinite():
             (6, 4),
             torch.zeros(6, 4),
             "metric 'accuracy' needs class indices, or one value per sample, got prediction and "
-            "target of one shape (6, 4). Of one-hot targets, use 'categorical_accuracy'; of "
+            "target of one shape (6, 4). For one-hot targets, use 'categorical_accuracy'; for "
             "several labels, 'binary_accuracy'.",
         ),
         (
@@ -391,7 +391,7 @@ def test_an_infinite_perplexity_is_infinite():
             torch.zeros(6),
             "metric 'accuracy' needs a prediction of shape (batch, classes, ...) and integer class "
             "indices of shape (batch, ...), got prediction of shape (6, 4), dtype float32 and "
-            "target of shape (6,), dtype float32. Make the target int64 with .long().",
+            "target of shape (6,), dtype float32. Convert the target with .long().",
         ),
         (
             "sparse_categorical_accuracy",
@@ -399,7 +399,7 @@ def test_an_infinite_perplexity_is_infinite():
             torch.zeros(6, 4),
             "metric 'sparse_categorical_accuracy' needs a prediction of shape (batch, classes, "
             "...) and integer class indices of shape (batch, ...), got prediction of shape (6, 4), "
-            "dtype float32 and target of shape (6, 4), dtype float32. Of one-hot targets, give "
+            "dtype float32 and target of shape (6, 4), dtype float32. For one-hot targets, pass "
             "target.argmax(1).",
         ),
         (
@@ -473,7 +473,7 @@ def test_accuracy_of_logits_against_one_half_is_refused():
     metrics = resolve_metrics("accuracy")
     prediction, target = torch.tensor([-1.5, 0.25, 4.0]), torch.tensor([0, 0, 1])
     assert message(metrics.update, prediction, target, 3) == (
-        "metric 'accuracy' needs probabilities between 0 and 1, got values from -1.5 to 4. Of "
+        "metric 'accuracy' needs probabilities between 0 and 1, got values from -1.5 to 4. For "
         "logits, use 'binary_accuracy_with_logits'."
     )
 
@@ -534,7 +534,7 @@ def test_a_callable_that_gives_something_else_is_refused(result, came):
     metrics = resolve_metrics({"mine": lambda p, t: result})
     assert message(metrics.probe, torch.rand(4, 2), torch.rand(4, 2), 4) == (
         "metric 'mine' must give a number, or a tensor of 4 values, one for each sample, got "
-        f"{came}. Reduce it over all but the samples, for example with .mean()."
+        f"{came}. Reduce all other dimensions, for example with .mean()."
     )
 
 
@@ -753,8 +753,8 @@ def test_a_metric_that_fails_is_named_with_both_shapes():
     text = (
         "metric 'failing' must take the module's outputs and the targets, got prediction of dict "
         "(['a'] shape (23,), dtype float32; ['b'] shape (23, 8), dtype float64) and target of "
-        "shape (23,), dtype int64, and failed with RuntimeError: sizes differ. Pass a metric made "
-        "for these, or a callable metric(prediction, target) that brings them into form."
+        "shape (23,), dtype int64, and failed with RuntimeError: sizes differ. Pass a metric for "
+        "these, or a callable metric(prediction, target) that converts them."
     )
     with pytest.raises(MetricError) as caught:
         resolve_metrics(failing).probe(outputs, CLASSES, SAMPLES)
@@ -809,8 +809,8 @@ def test_callables_are_called_by_their_names():
 def test_a_name_that_comes_twice_is_refused(metrics, name):
     """The second would overwrite the first in the History."""
     assert message(resolve_metrics, metrics, kind=ConfigurationError) == (
-        f"logged values must have different names, got {name!r} twice. Choose another name; that "
-        f"of a metric with metrics={{'{name}_2': metric}}."
+        f"logged values must have different names, got {name!r} twice. Choose another name; rename "
+        f"a metric with metrics={{'{name}_2': metric}}."
     )
 
 
@@ -834,9 +834,9 @@ def test_a_name_that_comes_twice_among_results_is_refused_by_the_probe():
 def test_names_of_what_ipufit_logs_itself_are_reserved(name):
     """A metric called loss would take the place of the loss in the History."""
     assert message(resolve_metrics, {name: "mse"}, kind=ConfigurationError) == (
-        "a logged value must have a name of its own, and ipufit itself logs batch, epoch, event, "
+        "the name of a logged value must be free, and ipufit itself logs batch, epoch, event, "
         "learning_rate, loss, loss_scale, samples, skipped_updates, update, updates and val_..., "
-        f"got {name!r}. Choose another name; that of a metric with metrics={{'name': metric}}."
+        f"got {name!r}. Choose another name; rename a metric with metrics={{'name': metric}}."
     )
 
 
@@ -844,7 +844,7 @@ def test_names_of_what_ipufit_logs_itself_are_reserved(name):
 def test_what_is_logged_needs_a_text_as_its_name(name, came):
     """It becomes the key of a History and the heading of a CSV file."""
     assert message(check_log_name, name, kind=ConfigurationError) == (
-        f"a logged value must have a text as its name, got {came}. Write for example 'error'."
+        f"the name of a logged value must be a string, got {came}. Write for example 'error'."
     )
 
 

@@ -308,24 +308,24 @@ def test_one_that_writes_into_its_output_disturbs_no_other():
             ("a",),
             BOTH,
             TARGETS,
-            "metric 'c_mse': the module's outputs must hold 'c', got dict with ['a', 'b']. Use one "
-            "of the names that are there, or add it.",
+            "metric 'c_mse': the module's outputs must hold 'c', got dict with ['a', 'b']. Use "
+            "an existing name, or add it.",
         ),
         (
             {"b": "mse"},
             ("a",),
             BOTH,
             {"a": WHOLE},
-            "metric 'b_mse': the target must hold 'b', got dict with ['a']. Use one of the names "
-            "that are there, or add it.",
+            "metric 'b_mse': the target must hold 'b', got dict with ['a']. Use an existing "
+            "name, or add it.",
         ),
         (
             {3: ["mse"]},
             None,
             (LOGITS, REALS),
             (WHOLE, TARGET),
-            "metric 'output_3_mse': the module's outputs must have an element 3, got tuple of 2. "
-            "Give as many as there are outputs, in the order in which the module returns them.",
+            "metric 'output_3_mse': the module's outputs must have an element 3, got tuple of "
+            "2. Pass one for each output, in the order in which the module returns them.",
         ),
         (
             {"b": "accuracy"},
@@ -333,7 +333,7 @@ def test_one_that_writes_into_its_output_disturbs_no_other():
             {"b": LOGITS},
             {"b": LOGITS},
             "metric 'b_accuracy' needs class indices, or one value per sample, got prediction and "
-            "target of one shape (23, 5). Of one-hot targets, use 'categorical_accuracy'; of "
+            "target of one shape (23, 5). For one-hot targets, use 'categorical_accuracy'; for "
             "several labels, 'binary_accuracy'.",
         ),
     ],
@@ -364,26 +364,26 @@ def test_an_output_that_is_not_there_is_refused_by_the_probe(
         (
             ["accuracy"],
             2,
-            "metrics must be a list with one element for each of the 2 losses, got list of 1. Give "
+            "metrics must be a list with one element for each of the 2 losses, got list of 1. Pass "
             "a metric, a list of metrics or None for each output.",
         ),
         (
             {"a": "accuracy"},
             2,
-            "metrics must be a list with one element for each of the 2 losses, got dict. Give a "
+            "metrics must be a list with one element for each of the 2 losses, got dict. Pass a "
             "metric, a list of metrics or None for each output.",
         ),
         (
             {"a": {"loss": "mse"}},
             ("a",),
             "logged values must have different names, got 'a_loss' twice. Choose another name; "
-            "that of a metric with metrics={'a_loss_2': metric}.",
+            "rename a metric with metrics={'a_loss_2': metric}.",
         ),
         (
             [{"loss": "mse"}, None],
             2,
             "logged values must have different names, got 'output_0_loss' twice. Choose another "
-            "name; that of a metric with metrics={'output_0_loss_2': metric}.",
+            "name; rename a metric with metrics={'output_0_loss_2': metric}.",
         ),
         (
             {-1: ["mse"]},
@@ -608,12 +608,12 @@ def test_callables_that_cannot_be_weighted_are_refused_by_the_probe():
     )
     bad = resolve_metrics(None, "mse")
     assert message(bad.probe, REALS, TARGET, SAMPLES, torch.ones(3)) == (
-        "sample_weight must have shape (23,) for metric 'mse', got (3,). Give one weight for each "
-        "sample."
+        "sample_weight must have shape (23,) for metric 'mse', got (3,). Pass one weight for "
+        "each sample."
     )
     assert message(bad.probe, REALS, TARGET, SAMPLES, {"a": WEIGHTS}) == (
-        "sample_weight must be one tensor of shape (batch,), got dict with ['a']. Give a dict or "
-        "list of weights only where loss or metrics go by output."
+        "sample_weight must be one tensor of shape (batch,), got dict with ['a']. A dict or "
+        "list of weights is for losses or metrics by output."
     )
 
 

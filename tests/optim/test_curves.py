@@ -386,8 +386,9 @@ def test_data_without_a_length_needs_a_total(net):
     with pytest.raises(ConfigurationError) as caught:
         model.fit(stream(), verbose=0)
     assert str(caught.value) == (
-        "lr_scheduler=Cosine(warmup=2) must know how many updates the run has, but nothing says "
-        "how many come. Pass fit(steps_per_epoch=...), or data with __len__, or Cosine(total=...)."
+        "lr_scheduler=Cosine(warmup=2) must know how many updates the run has, but the length of "
+        "the data is unknown. Pass fit(steps_per_epoch=...), or data with __len__, or "
+        "Cosine(total=...)."
     )
     assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
     history = compiled(net, Cosine(total=10)).fit(stream(), verbose=0)
@@ -398,9 +399,8 @@ def test_data_without_a_length_needs_a_total(net):
     with pytest.raises(ConfigurationError) as caught:
         model.fit(stream(2), verbose=0)
     assert str(caught.value) == (
-        "lr_scheduler=Linear(total=12) is over after 12 updates, but another update comes. Let "
-        "total be the length of the run, or leave it out, where the training data says how long "
-        "it is."
+        "lr_scheduler=Linear(total=12) ends after 12 updates, but another update comes. Set total "
+        "to the length of the run, or leave it out if the training data has a length."
     )
 
 
@@ -410,14 +410,14 @@ def test_data_without_a_length_needs_a_total(net):
         (
             Cosine(total=5),
             "total of Cosine(total=5) must be the length of the run, which is 10 updates, got 5: "
-            "the curve would end too early. Leave total out, which takes the run's length, or "
+            "the curve would end too early. Leave total out to use the length of the run, or "
             "change epochs of fit.",
         ),
         (
             Cosine(total=50),
             "total of Cosine(total=50) must be the length of the run, which is 10 updates, got 50: "
-            "the curve would end too late. Leave total out, which takes the run's length, or "
-            "change epochs of fit.",
+            "the curve would end too late. Leave total out to use the length of the run, or change "
+            "epochs of fit.",
         ),
         (
             Constant(warmup=10),
@@ -464,7 +464,7 @@ def test_single_updates_need_a_total(net):
         found.append(model.optimizer.param_groups[0]["lr"])
         model.train_on_batch(*batch)
     assert found == [0.1, 0.05]
-    with pytest.raises(ConfigurationError, match="is over after 2 updates, but another update"):
+    with pytest.raises(ConfigurationError, match="ends after 2 updates, but another update"):
         model.train_on_batch(*batch)
 
 
@@ -474,8 +474,9 @@ def test_a_curve_that_no_run_has_begun_has_the_length_that_it_says():
     found = resolve_schedule(Cosine(warmup=2, total=6), sgd()).rows(6)
     close([[group["lr"] for group in row] for row in found], expected, 1e-14)
     assert refused(lambda: resolve_schedule(Cosine(warmup=0.1), sgd()).rows(1)) == (
-        "lr_scheduler=Cosine(warmup=0.1) must know how many updates the run has, but nothing says "
-        "how many come. Pass fit(steps_per_epoch=...), or data with __len__, or Cosine(total=...)."
+        "lr_scheduler=Cosine(warmup=0.1) must know how many updates the run has, but the length of "
+        "the data is unknown. Pass fit(steps_per_epoch=...), or data with __len__, or "
+        "Cosine(total=...)."
     )
     assert refused(lambda: resolve_schedule(Cosine(warmup=6, total=6), sgd())) == (
         "warmup of Cosine(warmup=6, total=6) must be shorter than the run, which is 6 updates, got "
@@ -534,7 +535,7 @@ SPAN = (
         ),
         (
             partial(OneCycle, momentum=0.9),
-            "momentum of OneCycle must be two numbers from 0 up to, not including, 1, or None, got "
+            "momentum of OneCycle must be two numbers of at least 0 and less than 1, or None, got "
             "0.9. Write for example momentum=(0.85, 0.95).",
         ),
     ],
@@ -562,7 +563,7 @@ def test_a_class_is_refused_with_what_makes_an_object_of_it():
 def test_a_cycle_of_momentum_needs_one():
     optimizer = torch.optim.Adagrad([nn.Parameter(torch.ones(1))])
     assert refused(partial(resolve_schedule, "one_cycle", optimizer)) == (
-        "OneCycle() changes momentum beside the learning rate, but Adagrad has none. Pass "
+        "OneCycle() changes momentum in addition to the learning rate, but Adagrad has none. Pass "
         "OneCycle(momentum=None)."
     )
     assert optimizer.param_groups[0]["lr"] == 0.01
@@ -573,7 +574,7 @@ def test_a_rate_that_was_set_by_hand_is_refused_before_the_run():
     schedule = resolve_schedule("linear", sgd())
     schedule.begin_run(4, 1)
     schedule._optimizer.param_groups[0]["lr"] = 1.0
-    with pytest.raises(ConfigurationError, match="lr is given by lr_scheduler, but it was changed"):
+    with pytest.raises(ConfigurationError, match="lr is set by lr_scheduler, but it was changed"):
         schedule.begin_run(4, 1)
 
 

@@ -258,8 +258,8 @@ def test_training_on_the_averages_is_refused_and_the_weights_come_back():
     net = MLP().double()
     model, _ = compiled(net, sgd, ema=ipufit.EMA())
     text = (
-        "training works on the weights, but their moving averages stand in their place. Call "
-        "model.swap_ema_weights() again before training goes on."
+        "training needs the weights, but the module holds their moving averages now. Call "
+        "model.swap_ema_weights() again before training continues."
     )
     with pytest.raises(ConfigurationError) as caught:
         fit(model, *EVEN, callbacks=Swapping(back=False))
@@ -353,8 +353,8 @@ def test_a_parameter_unfrozen_between_two_fits_joins_the_averages():
 def test_swapping_needs_averages_and_a_running_fit():
     model, _ = compiled(MLP().double(), sgd)
     text = (
-        "swap_ema_weights exchanges weights and their moving averages, which needs {}. Call it "
-        "from a callback of a model compiled with ema=ipufit.EMA()."
+        "swap_ema_weights swaps weights and their moving averages, which needs {}. Call it in a "
+        "callback of a model compiled with ema=ipufit.EMA()."
     )
     with pytest.raises(ConfigurationError) as caught:
         model.swap_ema_weights()
@@ -552,8 +552,8 @@ def test_every_way_to_run_has_the_same_bits(optimizer):
         ),
         (
             lambda: ipufit.EMA(momentum=1.5),
-            "EMA.momentum must be between 0 and 1, got 1.5. It is the share of the old average, "
-            "such as 0.99.",
+            "EMA.momentum must be between 0 and 1, got 1.5. It is the weight of the old "
+            "average, such as 0.99.",
         ),
         (
             lambda: ipufit.EMA(overwrite_frequency=0),

@@ -198,10 +198,10 @@ def test_a_sparse_gradient_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr": -1.0}, "LAMB needs lr >= 0, got -1.0. Give 0 or more."),
-        ({"lr": float("nan")}, "LAMB needs lr >= 0, got nan. Give 0 or more."),
-        ({"eps": -1e-8}, "LAMB needs eps >= 0, got -1e-08. Give 0 or more."),
-        ({"weight_decay": -0.1}, "LAMB needs weight_decay >= 0, got -0.1. Give 0 or more."),
+        ({"lr": -1.0}, "LAMB needs lr >= 0, got -1.0."),
+        ({"lr": float("nan")}, "LAMB needs lr >= 0, got nan."),
+        ({"eps": -1e-8}, "LAMB needs eps >= 0, got -1e-08."),
+        ({"weight_decay": -0.1}, "LAMB needs weight_decay >= 0, got -0.1."),
         (
             {"betas": (0.9, 1.0)},
             "LAMB needs two betas in [0, 1), got (0.9, 1.0). Try (0.9, 0.999).",
@@ -209,7 +209,7 @@ def test_a_sparse_gradient_is_refused():
         ({"betas": (0.9,)}, "LAMB needs two betas in [0, 1), got (0.9,). Try (0.9, 0.999)."),
         (
             {"max_weight_norm": 0.0},
-            "LAMB needs max_weight_norm > 0, got 0.0. Give None for no limit.",
+            "LAMB needs max_weight_norm > 0, got 0.0. Pass None for no limit.",
         ),
     ],
 )

@@ -338,8 +338,8 @@ def test_an_epoch_without_any_update_warns():
     model, _ = compiled(Scaling(), adam, loss, precision=ipufit.Precision(loss_scale=2.0**60))
     text = (
         "all 2 updates of epoch 1 were skipped, because their gradients were not finite at the "
-        "loss scale: nothing was learned. Choose a smaller ipufit.Precision(loss_scale=...), or "
-        "'dynamic'."
+        "loss scale: the model learned nothing. Choose a smaller ipufit.Precision(loss_scale=...), "
+        "or 'dynamic'."
     )
     with pytest.warns(UserWarning, match="all 2 updates") as caught:
         history = fit(model, x, y, Plan(1), epochs=1).history
@@ -415,7 +415,7 @@ def test_a_loss_that_is_no_number_leaves_everything_as_before_its_update(ema, wa
             "the loss must be finite, but it became nan in update 6. The weights, buffers and "
             "optimizer state are those from before that update. The data was not finite: nan in "
             "replica 0, micro-batch 0 of 1, sample 0 of the micro-batch. Leave such samples out, "
-            "or fill what is missing. In the order of epoch 1: 6; row of the data: 6."
+            "or fill the missing values. In the order of epoch 1: 6; row of the data: 6."
         )
         found.append((keeper.state, engine.carried.scale))
         assert model._session.updates == 6
@@ -510,7 +510,7 @@ def test_without_a_scale_an_infinite_gradient_is_not_hidden():
     """Nobody asked for updates to be left out: the next loss tells."""
     x, y = samples(1.0, 0.0, 1.0, 1.0)
     model, _ = compiled(Root(), momentum, loss)
-    with pytest.raises(NonFiniteLossError, match="Weights were not finite before it"):
+    with pytest.raises(NonFiniteLossError, match="weights were not finite before this update"):
         fit(model, x, y, Plan(1), epochs=1)
     history = model.history.history
     assert "skipped_updates" not in history

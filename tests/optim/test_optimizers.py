@@ -356,8 +356,8 @@ def test_differentiable_is_refused():
     with pytest.raises(ipufit.errors.OptimizerError) as caught:
         model.fit(LOADER, verbose=0)
     assert str(caught.value) == (
-        "differentiable=True keeps a graph through the update, which one traced program can't hand "
-        "out; got it in Adam. Build the optimizer without it."
+        "differentiable=True keeps a graph through the update, which a traced program can't "
+        "return; got it in Adam. Build the optimizer without it."
     )
 
 

@@ -33,7 +33,7 @@ KINDS = [
 # What runs as it is, and the reason.
 UNRECORDED = {
     "Adafactor": "it needs a tensor's value",
-    "ScheduleFree": "it keeps what changes outside of its parameters' state",
+    "ScheduleFree": "it keeps changing values outside of its parameters' state",
     "Shampoo": "its state has a list",
 }
 
@@ -336,7 +336,7 @@ def test_hooks_on_step_are_called(kind, capsys):
         pytest.skip("this torch calls no hook of its own optimizers once it has loaded dynamo")
     assert norms[id(optimizer)] == pytest.approx(norms[id(expected)], abs=1e-12)
     assert all(p.grad is None for p in module.parameters())
-    assert explained(model, capsys).endswith(": it has hooks, which are called.")
+    assert explained(model, capsys).endswith(": it has hooks.")
 
 
 class Rebinding(torch.optim.Optimizer):
@@ -369,7 +369,7 @@ class Counter(torch.optim.SGD):
     ("kind", "why"),
     [
         (Rebinding, "it replaces the parameters' data instead of changing it in place"),
-        (Counter, "it keeps what changes outside of its parameters' state"),
+        (Counter, "it keeps changing values outside of its parameters' state"),
     ],
 )
 def test_a_step_that_can_not_be_recorded_runs_as_it_is(kind, why, eager, capsys):
@@ -406,5 +406,5 @@ def test_a_number_that_can_not_be_followed_is_no_constant(capsys):
     by_hand(other, optimizer, half_cosine(optimizer))
     assert_equal(module, other)
     assert explained(model, capsys).endswith(
-        ": it computes with Python numbers in ways that can't be followed."
+        ": it computes with Python numbers in ways that can't be recorded."
     )

@@ -434,8 +434,8 @@ def test_a_value_after_the_last_update_is_not_needed():
         state = json.loads(json.dumps(schedule.state_dict()))
         text = (
             "lr_scheduler must have a value for update 3, counted from 0, but the schedule of lr "
-            "failed with IndexError: list index out of range. Let it cover all updates of fit, "
-            "which are epochs × updates per epoch."
+            "failed with IndexError: list index out of range. It must cover all updates of fit: "
+            "epochs × updates per epoch."
         )
         other = resolve_schedule(lambda update: table[update], sgd())
         other.load_state_dict(state)
@@ -527,7 +527,7 @@ def test_a_beta_of_one_is_refused():
     with pytest.raises(ConfigurationError) as caught:
         resolve_schedule({"beta2": lambda n: 1.0}, adam())
     assert str(caught.value) == (
-        "lr_scheduler must make beta2 a number from 0 up to, not including, 1, but the schedule of "
+        "lr_scheduler must make beta2 a number of at least 0 and less than 1, but the schedule of "
         "beta2 gives 1.0 for update 0, counted from 0, in parameter group 0. Correct the schedule; "
         "nothing of that execution has run."
     )
@@ -560,7 +560,7 @@ def test_a_rate_that_is_scheduled_and_set_by_hand_is_refused():
     with pytest.raises(ConfigurationError) as caught:
         schedule.rows(1)
     assert str(caught.value) == (
-        "lr is given by lr_scheduler, but it was changed from 0.5 to 0.125 in parameter group 1. "
+        "lr is set by lr_scheduler, but it was changed from 0.5 to 0.125 in parameter group 1. "
         "Leave it to the schedule, or compile without one and set it in a callback."
     )
 
@@ -660,7 +660,7 @@ ADVICE = (
             "lr_scheduler must be a name, an object of torch.optim.lr_scheduler, a factory, a "
             "callable or a dict of callables, got 0.1. Pass for example 'cosine' or lambda "
             "optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10) or lambda update: "
-            "0.1 * 0.99 ** update; torch's SequentialLR and ChainedScheduler make one of several.",
+            "0.1 * 0.99 ** update; torch's SequentialLR and ChainedScheduler combine several.",
         ),
         (
             {},
@@ -669,13 +669,14 @@ ADVICE = (
         ),
         (
             {"lr": 0.1},
-            "lr_scheduler must have a callable for 'lr', got 0.1. Pass for example {'lr': lambda "
-            "update: 0.1 * 0.99 ** update}, or set what stays the same in the optimizer.",
+            "lr_scheduler must have a callable for 'lr', got 0.1. Pass for example "
+            "{'lr': lambda update: 0.1 * 0.99 ** update}, or set a constant value in the "
+            "optimizer.",
         ),
         (
             {"lr": of_int, "learning_rate": of_int},
             "lr_scheduler must name each hyper-parameter once, got 'lr' and 'learning_rate', which "
-            "are the same. Leave one out.",
+            "mean the same. Leave one out.",
         ),
         (
             [{"lr": of_int}],
@@ -690,12 +691,12 @@ ADVICE = (
         (
             {"nesterov": of_int},
             "lr_scheduler can only schedule hyper-parameters of SGD that are numbers, got "
-            "'nesterov' for parameter group 0, which is False and no single number. It has lr, "
+            "'nesterov' for parameter group 0, which is False, not a single number. It has lr, "
             "momentum, dampening, weight_decay.",
         ),
         (
             AtEpochEnd(of_int, monitor="loss"),
-            "only ReduceLROnPlateau watches a value, got monitor='loss' for dict. Leave monitor "
+            "only ReduceLROnPlateau monitors a value, got monitor='loss' for dict. Leave monitor "
             "out.",
         ),
         (
@@ -704,7 +705,7 @@ ADVICE = (
         ),
         (
             AtEpochEnd(lambda o: lrs.StepLR(o, 5), monitor="loss"),
-            "only ReduceLROnPlateau watches a value, got monitor='loss' for StepLR. Leave monitor "
+            "only ReduceLROnPlateau monitors a value, got monitor='loss' for StepLR. Leave monitor "
             "out.",
         ),
     ],
@@ -722,7 +723,7 @@ def test_what_is_no_schedule_is_refused_with_advice(given, text):
 def test_a_list_of_schedulers_is_refused():
     optimizer = sgd()
     several = [lrs.StepLR(optimizer, 5), lrs.StepLR(optimizer, 7)]
-    with pytest.raises(ConfigurationError, match=r"got list of 2\. .*make one of several\.$"):
+    with pytest.raises(ConfigurationError, match=r"got list of 2\. .*combine several\.$"):
         resolve_schedule(several, optimizer)
 
 
@@ -731,8 +732,8 @@ def test_a_scheduler_of_another_optimizer_is_refused():
     with pytest.raises(ConfigurationError) as caught:
         resolve_schedule(lrs.StepLR(sgd(), 5), sgd())
     assert str(caught.value) == (
-        "lr_scheduler must be made for the optimizer that is compiled, got StepLR over another "
-        "SGD. Pass that optimizer too, or a factory: lambda optimizer: StepLR(optimizer, ...)."
+        "lr_scheduler must be made for the compiled optimizer, got StepLR for another SGD. Pass "
+        "that optimizer too, or a factory: lambda optimizer: StepLR(optimizer, ...)."
     )
 
 
@@ -743,8 +744,8 @@ def test_plateau_inside_another_scheduler_is_refused():
     with pytest.raises(ConfigurationError) as caught:
         resolve_schedule(inside, optimizer)
     assert str(caught.value) == (
-        "ReduceLROnPlateau must stand alone, got one inside ChainedScheduler: it needs a value "
-        "that there is at epoch ends only. Pass it as lr_scheduler itself."
+        "ReduceLROnPlateau can't be combined, got one inside ChainedScheduler: it needs a value "
+        "that only exists at the end of an epoch. Pass it directly as lr_scheduler."
     )
 
 
@@ -753,8 +754,8 @@ def test_a_value_to_watch_that_is_missing_is_named():
     with pytest.raises(ConfigurationError) as caught:
         schedule.end_epoch({"loss": 1.0, "accuracy": 0.5})
     assert str(caught.value) == (
-        "ReduceLROnPlateau must watch a value of the epoch, got monitor='val_acc'. There is loss, "
-        "accuracy."
+        "ReduceLROnPlateau must monitor a value of the epoch, got monitor='val_acc'. There is "
+        "loss, accuracy."
     )
     assert schedule.epochs == 0
 

@@ -336,8 +336,8 @@ def refusal(optimizer, module=None):
         (
             {"encoder": "adam", "*.weight": "sgd"},
             "each parameter must belong to one optimizer, but 'encoder.0.weight' belongs to those "
-            "of 'encoder' and '*.weight' (and so does 'encoder.2.weight'). Let the patterns "
-            "overlap nowhere.",
+            "of 'encoder' and '*.weight' (and so does 'encoder.2.weight'). The patterns must not "
+            "overlap.",
         ),
         (
             {"encoder.0": "adam", "head": "sgd"},
@@ -387,7 +387,7 @@ def test_muon_without_hidden_matrices_is_refused():
     module = nn.Linear(3, 2)
     assert refusal("muon", module) == (
         "optimizer='muon' trains the matrices of hidden layers, but the module has none: "
-        "embeddings, the output layer and all that is no matrix are AdamW's. Use 'adamw'."
+        "embeddings, the output layer and everything else are trained by AdamW. Use 'adamw'."
     )
 
 
@@ -402,18 +402,18 @@ def compiling(**options):
 
 def test_what_is_for_optimizers_that_there_are_not_is_refused():
     assert compiling(clip={"heads": ipufit.Clip(norm=1)}) == (
-        "clip must be for optimizers that there are, got 'heads'. There is 'encoder', '*'."
+        "clip must name existing optimizers, got 'heads'. There is 'encoder', '*'."
     )
     assert compiling(optimizer="sgd", clip={"head": ipufit.Clip(norm=1)}) == (
-        "clip must be for optimizers that there are, got 'head'. There is only one, without a name."
+        "clip must name existing optimizers, got 'head'. There is only one, without a name."
     )
     assert compiling(lr_scheduler={"encoder": half_cosine, "head": half_cosine}) == (
-        "lr_scheduler must be for optimizers that there are, got 'head'. There is 'encoder', '*'."
+        "lr_scheduler must name existing optimizers, got 'head'. There is 'encoder', '*'."
     )
     other = SGD(net().parameters(), lr=0.1)
     assert compiling(lr_scheduler=[StepLR(other, 3), StepLR(other, 3)]) == (
-        "a list of schedulers must have at most one for each of the optimizers that are compiled, "
-        "got one over another SGD, StepLR. Make each over one of these optimizers."
+        "a list of schedulers must have at most one for each compiled optimizer, got one for "
+        "another SGD, StepLR. Make each with one of these optimizers."
     )
     assert compiling(clip={"encoder": 1.0}) == (
         "clip must have an ipufit.Clip for the optimizer 'encoder', got 1.0. Write for example "

@@ -58,7 +58,7 @@ def message(error, **options):
         (
             {"parallel": ipufit.Parallel(stages={"embed": 0, "head": 2})},
             PartitionError,
-            "stages must number the stages without a gap, but no module begins stage 1, got 0, 2. "
+            "stages must number the stages without gaps, but no module begins stage 1, got 0, 2. "
             "Renumber them from 0.",
         ),
         (
@@ -80,28 +80,28 @@ def message(error, **options):
         (
             {"parallel": ipufit.Parallel(stages={"head": 1}, layers_per_ipu=[1, 2])},
             PartitionError,
-            "stages and layers_per_ipu both divide the module. Give one of them.",
+            "stages and layers_per_ipu both divide the module. Pass one of them.",
         ),
         (
             {"parallel": ipufit.Parallel(layers_per_ipu=[1, 1])},
             PartitionError,
             "layers_per_ipu must add up to the number of repeated layers, got 2 and the module has "
-            "3 (3 in a). Put -1 in place of one number for the rest, or name the layers meant with "
-            "layers=.",
+            "3 (3 in a). Write -1 for one of the numbers to assign the rest, or name the layers "
+            "with layers=.",
         ),
         (
             {"parallel": ipufit.Parallel(layers_per_ipu=[2, -1, -1])},
             PartitionError,
-            "layers_per_ipu must leave a layer for every -1, but the module has 3 (3 in a), of "
-            "which the other IPUs take 2 and 2 of -1 share 1. Use fewer IPUs or smaller numbers.",
+            "layers_per_ipu must leave a layer for every -1, but the module has 3 (3 in a): the "
+            "other IPUs take 2, and 2 entries of -1 share 1. Use fewer IPUs or smaller numbers.",
         ),
         (
             {"parallel": ipufit.Parallel(layers_per_ipu=[2, 0, 1])},
             PartitionError,
-            "layers_per_ipu must give every IPU at least one layer, but for the first, for one "
-            "behind the last layer, and for those with parts of a serialised layer, got 0 for IPU "
-            "1. Use fewer IPUs, with [2, 1], or put other modules there with stages={'name of a "
-            "module': 1}.",
+            "layers_per_ipu must give every IPU at least one layer, except the first, one after "
+            "the last layer, and those with parts of a serialised layer, got 0 for IPU 1. Use "
+            "fewer IPUs, with [2, 1], or put other modules there with "
+            "stages={'name of a module': 1}.",
         ),
         (
             {"parallel": ipufit.Parallel(layers_per_ipu=[1, -2])},
@@ -123,22 +123,22 @@ def message(error, **options):
         (
             {"parallel": ipufit.Parallel(layers_per_ipu=[1, 2], layers=["a", "head"])},
             PartitionError,
-            "layers must name modules that hold layers, but 'head' holds none. Name the ModuleList "
-            "or Sequential.",
+            "layers must name modules that contain layers, but 'head' contains none. Name the "
+            "ModuleList or Sequential.",
         ),
         (
             {"parallel": ipufit.Parallel(layers="a")},
             PartitionError,
-            "layers says which layers layers_per_ipu counts, but there is no layers_per_ipu. Give "
+            "layers says which layers layers_per_ipu counts, but there is no layers_per_ipu. Pass "
             "both or none.",
         ),
         (
             {"net": nn.Linear(4, 4), "parallel": ipufit.Parallel(layers_per_ipu=[1, 1])},
             PartitionError,
-            "layers_per_ipu counts the blocks of a ModuleList or Sequential of alike blocks, but "
-            "Linear has none. Name what holds them with layers='...', use stages={'name of a "
-            "module': number of its stage}, or pass ipus_per_replica, for a module with blocks of "
-            "its own.",
+            "layers_per_ipu counts the blocks of a ModuleList or Sequential of equal blocks, but "
+            "Linear has none. Name their container with layers='...', use "
+            "stages={'name of a module': number of its stage}, or pass ipus_per_replica, for a "
+            "module with blocks of its own.",
         ),
         (
             {"parallel": ipufit.Parallel(stages={"head": 1}, strategy="pipelines")},
@@ -149,9 +149,9 @@ def message(error, **options):
         (
             {"parallel": ipufit.Parallel(strategy="sharded")},
             PartitionError,
-            "strategy says how stages run, got 'sharded', but nothing divides the module. Give "
-            "stages or layers_per_ipu, or ipus_per_replica for a module with blocks of its own. "
-            "For overlapped IO on one IPU use poptorch= with "
+            "strategy says how stages run, got 'sharded', but nothing divides the module. Pass "
+            "stages or layers_per_ipu, or ipus_per_replica for a module with its own blocks. For "
+            "overlapped IO on one IPU use poptorch= with "
             "setExecutionStrategy(poptorch.ShardedExecution()).",
         ),
         (
@@ -167,14 +167,14 @@ def message(error, **options):
                 )
             },
             PartitionError,
-            "strategy as an object of PopTorch's names blocks of the module's own, but stages or "
+            "strategy as a PopTorch object names the module's own blocks, but stages or "
             "layers_per_ipu divides it too. Use strategy='pipelined', or leave the other out.",
         ),
         (
             {"parallel": ipufit.Parallel(stages={"head": 1}, ipus_per_replica=4)},
             PartitionError,
-            "ipus_per_replica must be the number of IPUs that the pipelined stages take, 2, got "
-            "4. Leave it out.",
+            "ipus_per_replica must be the number of IPUs that the pipelined stages need, 2, got 4. "
+            "Leave it out.",
         ),
         (
             {"parallel": ipufit.Parallel(ipus_per_replica=0)},
@@ -185,8 +185,8 @@ def message(error, **options):
             {"parallel": ipufit.Parallel(inference=ipufit.Parallel(layers_per_ipu=[1, 1]))},
             PartitionError,
             "inference.layers_per_ipu must add up to the number of repeated layers, got 2 and the "
-            "module has 3 (3 in a). Put -1 in place of one number for the rest, or name the layers "
-            "meant with layers=.",
+            "module has 3 (3 in a). Write -1 for one of the numbers to assign the rest, or name "
+            "the layers with layers=.",
         ),
     ],
 )
@@ -228,7 +228,7 @@ def test_a_training_pipeline_must_be_filled():
     )
     assert text == (
         "`gradient_accumulation` must be at least 5 to fill a training pipeline of 3 stages, "
-        "forward and back, got 2. Try 5."
+        "forward and backward, got 2. Try 5."
     )
     assert better == {"gradient_accumulation": 5}
 
@@ -359,12 +359,12 @@ def test_parts_of_a_layer_lie_on_the_ipus_of_a_replica(engine):
         **wrong,
         parallel=ipufit.Parallel(stages={"a": 1}, strategy="parallel_phased"),
     ) == (
-        "splits_per_ipu put parts of one layer on several IPUs, which phases can't have, but the "
+        "splits_per_ipu puts parts of one layer on several IPUs, which phases can't do, but the "
         "strategy is 'parallel_phased'. Use a factor, or another strategy."
     )
     assert broken(compiled(Net(), parallel=ipufit.Parallel(stages={"a.1": 1}), **wrong)) == (
         "stages must run in the order of their numbers, but 'head' has parts on IPU 0 and runs "
-        "after 'a.1' of stage 1. Split it over IPUs from 1 on."
+        "after 'a.1' of stage 1. Split it over IPU 1 and later ones."
     )
 
 
@@ -382,7 +382,7 @@ def test_a_table_split_over_ipus_can_not_come_twice(engine):
     )
     assert text == (
         "stages must run in the order of their numbers, but 'head' has parts on IPU 0 and runs "
-        "after 'embed' of stage 1. Split it over IPUs from 1 on."
+        "after 'embed' of stage 1. Split it over IPU 1 and later ones."
     )
 
 
@@ -433,10 +433,10 @@ def test_a_module_is_divided_in_one_way(engine):
     assert broken(
         compiled(Blocks(), engine, parallel=ipufit.Parallel(stages={"first": 0, "second": 1}))
     ) == (
-        "a module is divided by its own blocks or by the arguments of compile, but it has blocks, "
-        "such as 'B', and is divided by stages or layers_per_ipu too. Take its blocks away with "
-        "poptorch.removeBlocks(module), or leave the arguments out; beside a config with "
-        "layers_per_ipu=[-1], pass ipus_per_replica=2."
+        "a module is divided either by its own blocks or by arguments of compile, but it has "
+        "blocks, such as 'B', and also stages or layers_per_ipu. Remove its blocks with "
+        "poptorch.removeBlocks(module), or leave the arguments out; with layers_per_ipu=[-1] in a "
+        "config, pass ipus_per_replica=2."
     )
 
 
@@ -499,8 +499,8 @@ def test_the_loss_is_in_the_last_stage(engine):
     text = broken(penalised(Net(), "embed", engine, parallel=ipufit.Parallel(stages={"head": 1})))
     assert text == (
         "a parameter must be on one IPU, but 'embed.weight' is used in stage 0 and by the loss, "
-        "which is in stage 1. For a penalty of weights use the optimizer's weight_decay; else put "
-        "what uses it into the last stage."
+        "which is in stage 1. For a weight penalty, use weight_decay of the optimizer; otherwise "
+        "move its user into the last stage."
     )
     fit(penalised(Net(), "head", engine, parallel=ipufit.Parallel(stages={"head": 1})))
 
@@ -524,7 +524,7 @@ class Idle(nn.Module):
 
 @ENGINES
 def test_every_stage_computes_something(engine):
-    cure = "Begin it with a module that has operators, or leave it out and renumber the others."
+    cure = "Begin it with a module that has operators, or remove it and renumber the others."
     for stages, where in (
         ({"a": 1}, "stage 0, before the first name,"),
         ({"i": 1, "b": 2}, "stage 1, which begins with 'i',"),
@@ -542,8 +542,7 @@ def test_every_stage_computes_something(engine):
         model.evaluate(X, Y, verbose=0)
     assert str(caught.value) == (
         "every stage must compute something, but stage 1, which begins with 'drop', computes "
-        f"nothing in inference. {cure} Parallel.inference divides "
-        "inference alone."
+        f"nothing in inference. {cure} Use Parallel.inference to divide inference differently."
     )
 
 
@@ -567,9 +566,9 @@ def test_inference_may_need_other_stages(engine):
     with pytest.raises(PartitionError) as caught:
         model.predict(X, verbose=0)
     assert str(caught.value) == (
-        "every module that begins a stage must be called by forward, but 'aux' was not in "
-        "inference, which the stages of training divide as well. Divide it otherwise with "
-        "Parallel.inference."
+        "every module that begins a stage must be called by forward, but 'aux' was not called in "
+        "inference, which has the same stages as training. Use Parallel.inference to divide it "
+        "differently."
     )
     model = compiled(
         Auxiliary(),

@@ -101,8 +101,8 @@ def test_phases_of_own_blocks_need_their_names(prefix):
             over_two(net(0, 1), parallel=parallel)
         assert str(caught.value) == (
             f"{prefix}strategy='{name}' runs the stages of {prefix}stages or "
-            f"{prefix}layers_per_ipu as phases, got neither. Give one of them, or, for blocks of "
-            f"the module's own, {prefix}strategy=poptorch.{kind}PhasedExecution('A', 'B') with "
+            f"{prefix}layers_per_ipu as phases, got neither. Pass one of them, or, for the "
+            f"module's own blocks, {prefix}strategy=poptorch.{kind}PhasedExecution('A', 'B') with "
             "their names."
         )
 
@@ -111,8 +111,8 @@ def test_phases_of_own_blocks_need_their_names(prefix):
 def test_blocks_of_one_stage_are_on_one_ipu(engine):
     strategy = poptorch.PipelinedExecution(poptorch.Stage("A", "B"))
     assert refused(net(0, 1), engine, parallel=ipufit.Parallel(strategy=strategy)) == (
-        "the blocks of a stage run on one IPU, but 'A' and 'B', which strategy puts into one "
-        "stage, begin on IPUs 0 and 1. Give each a poptorch.Stage of its own, or say "
+        "the blocks of a stage run on one IPU, but strategy puts 'A' and 'B' into one stage, and "
+        "they begin on IPUs 0 and 1. Give each its own poptorch.Stage, or use "
         "poptorch.Stage(...).ipu(number)."
     )
 
@@ -120,9 +120,9 @@ def test_blocks_of_one_stage_are_on_one_ipu(engine):
 @ENGINES
 def test_several_ipus_need_something_that_divides(engine):
     assert refused(net(None, None), engine) == (
-        "ipus_per_replica=2 needs a module that is divided, but nothing divides this one: it has "
-        "no blocks of its own. Give stages or layers_per_ipu to compile, begin blocks with "
-        "poptorch.BeginBlock, or leave ipus_per_replica out."
+        "ipus_per_replica=2 needs a divided module, but nothing divides this one, which has no own "
+        "blocks. Pass stages or layers_per_ipu to compile, begin blocks with poptorch.BeginBlock, "
+        "or leave ipus_per_replica out."
     )
 
 
@@ -130,13 +130,13 @@ def test_several_ipus_need_something_that_divides(engine):
 def test_no_ipu_is_without_work(engine):
     assert refused(net(1, 1), engine) == (
         "every IPU of a replica must compute something, but IPU 0 of 2 has nothing to do. Number "
-        "the IPUs of the blocks from 0 without a gap."
+        "the IPUs of the blocks from 0 without gaps."
     )
     assert refused(
         net(0, 2), engine, parallel=ipufit.Parallel(ipus_per_replica=3, auto_round_ipus=True)
     ) == (
         "every IPU of a replica must compute something, but IPU 1 of 3 has nothing to do. Number "
-        "the IPUs of the blocks from 0 without a gap."
+        "the IPUs of the blocks from 0 without gaps."
     )
 
 
@@ -158,8 +158,8 @@ class Left(nn.Module):
 @ENGINES
 def test_nothing_is_computed_between_blocks(engine):
     assert refused(Left(goes_on=True), engine) == (
-        "all that is computed must be in a block, but forward goes on after it has left the block "
-        "'A'. Put the rest into a poptorch.Block, or begin blocks with poptorch.Block.start or "
+        "every operator must be in a block, but forward continues after the end of block 'A'. Put "
+        "the rest into a poptorch.Block, or begin blocks with poptorch.Block.start or "
         "poptorch.BeginBlock, which don't end."
     )
 
@@ -177,8 +177,8 @@ def test_the_loss_is_in_the_last_block_though_it_ended(engine, named):
 @ENGINES
 def test_every_block_has_an_ipu(engine):
     assert refused(Left(ipu=None), engine) == (
-        "every block must say on which IPU it runs, but the block 'A' does not. Begin it with "
-        "ipu_id=0, say, or name its IPU in an object for strategy."
+        "every block must name its IPU, but the block 'A' does not. Begin it with ipu_id=0, for "
+        "example, or name its IPU in an object for strategy."
     )
 
 
@@ -215,8 +215,8 @@ def test_stages_are_changes_of_the_ipu(engine, ipus, stages, named):
     with pytest.raises(PlanError) as caught:
         fit(over_two(net(*ipus), engine, parallel=ipufit.Parallel(strategy=strategy)), least - 1)
     assert str(caught.value) == (
-        f"`gradient_accumulation` must be at least {least} to fill a training pipeline of {stages} "
-        f"stages, forward and back, got {least - 1}. Try {least}."
+        f"`gradient_accumulation` must be at least {least} to fill a training pipeline of "
+        f"{stages} stages, forward and backward, got {least - 1}. Try {least}."
     )
     assert caught.value.suggestion == {"gradient_accumulation": least}
     model = over_two(net(*ipus), engine, parallel=ipufit.Parallel(strategy=strategy))
@@ -354,8 +354,8 @@ def test_a_pipeline_of_counted_blocks_must_be_filled(engine):
         with pytest.raises(PlanError) as caught:
             fit(compiled_alone(make(), engine), 2)
         assert str(caught.value) == (
-            "`gradient_accumulation` must be at least 3 to fill a training pipeline of 2 stages, "
-            "forward and back, got 2. Try 3."
+            "`gradient_accumulation` must be at least 3 to fill a training pipeline of 2 "
+            "stages, forward and backward, got 2. Try 3."
         )
 
 
@@ -399,8 +399,8 @@ def test_ipus_of_a_stream_can_not_be_shared_out_before_blocks_show(engine):
     with pytest.raises(PartitionError) as caught:
         compiled_alone(InForward(), engine).fit(stream(), ipus=4, **work)
     assert str(caught.value) == (
-        "ipus=4 was shared out among replicas before the first batch, which can't be read twice, "
-        "showed that the module's own blocks take 2 IPUs. Pass ipus_per_replica=2 to compile."
+        "ipus=4 was divided into replicas before the first batch, which can't be read twice, "
+        "showed that the module's own blocks need 2 IPUs. Pass ipus_per_replica=2 to compile."
     )
     cured = compiled_alone(InForward(), engine, parallel=ipufit.Parallel(ipus_per_replica=2))
     for model, ipus in (

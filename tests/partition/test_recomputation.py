@@ -435,8 +435,8 @@ def test_an_unknown_layer_is_told_with_the_nearest():
 def test_nested_layers_are_refused():
     refused(
         compiling(["encoder", "encoder.layers.0"]),
-        "layers to recompute must stand side by side, but 'encoder.layers.0' is inside of "
-        "'encoder', which is recomputed as a whole. Name one of them.",
+        "layers to recompute must not contain each other, but 'encoder.layers.0' is inside "
+        "'encoder', which is recomputed as a whole. Name only one of them.",
     )
 
 
@@ -444,7 +444,7 @@ def test_a_shelf_is_refused():
     refused(
         compiling("encoder.layers"),
         "layers to recompute must be called, but 'encoder.layers' is a ModuleList, which only "
-        "holds layers. Write 'encoder.layers.*' for each of them.",
+        "contains layers. Write 'encoder.layers.*' for each of them.",
     )
 
 
@@ -486,8 +486,8 @@ def test_anything_else_is_refused(given):
 def test_a_run_without_a_program_is_refused():
     refused(
         compiling("encoder", run_eagerly=True),
-        "recompute changes a recorded program, but run_eagerly=True has none, got "
-        "both, with recompute='encoder'. Leave one of them out.",
+        "recompute changes a recorded program, but run_eagerly=True records none, got both, with "
+        "recompute='encoder'. Leave one of them out.",
     )
 
 
@@ -503,5 +503,5 @@ def test_a_layer_that_is_never_called_is_refused(engine):
         model.fit(x.float(), y, batch_size=2, verbose=0)
     assert str(caught.value) == (
         "layers to recompute must be called in forward, but 'encoder.self_attn.out_proj' was not. "
-        "Name the layer that computes with it."
+        "Name the layer around it."
     )

@@ -289,16 +289,14 @@ def test_faults_of_inference_are_told_with_those_of_training():
     refused(
         lambda: serialize(net, {"embed": 5}, {"head": 5, "body.1": 2}),
         "num_embeddings of 'embed' (12) must be a multiple of its parts, got factor=5. Try 4 or 6 "
-        "parts.\n"
-        "For inference, out_features of 'head' (12) must be a multiple of its parts, got factor=5. "
-        "Try 4 or 6 parts.\n"
-        "For inference, only nn.Embedding and nn.Linear can be serialised, but 'body.1' is Tanh. "
-        "Name the embedding or linear layer inside of it.",
+        "parts.\nFor inference, out_features of 'head' (12) must be a multiple of its parts, got "
+        "factor=5. Try 4 or 6 parts.\nFor inference, only nn.Embedding and nn.Linear can be "
+        "serialised, but 'body.1' is Tanh. Name the embedding or linear layer inside it.",
     )
     refused(
         lambda: serialize(net, {}, 4),
-        "For inference, serialized layers must be given as a dict from the name of a layer to its "
-        "number of parts, got 4. Write for example {'embed': 4}.",
+        "For inference, serialized layers must be a dict from names of layers to numbers of parts, "
+        "got 4. Write for example {'embed': 4}.",
     )
     assert str(net) == str(language())
 
@@ -319,16 +317,16 @@ def test_parts_in_inference_lie_on_the_ipus_of_inference():
     refused(
         lambda: in_inference(None, parallel=apart),
         "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
-        "replica there, got 2 and a replica has 1. Say with Memory.inference_serialize how they "
-        "are cut in inference, or divide the module there as in training.",
+        "replica, got 2 and a replica has 1 in inference. Set Memory.inference_serialize, or "
+        "divide the module there as in training.",
     )
     in_inference({}, parallel=apart)
     in_inference({"embed": [1, 1]})
     refused(
         lambda: in_inference({"embed": [2]}),
         "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
-        "replica there, got 1 and a replica has 2. Say with Memory.inference_serialize how they "
-        "are cut in inference, or divide the module there as in training.",
+        "replica, got 1 and a replica has 2 in inference. Set Memory.inference_serialize, or "
+        "divide the module there as in training.",
     )
     refused(
         lambda: in_inference({"embed": [1, 2]}),

@@ -386,14 +386,14 @@ def test_factor_and_splits_are_two_answers_to_one_question():
     net = language()
     refused(
         lambda: serialize(net, {"embed": Serialization(factor=4, splits_per_ipu=[2, 2])}),
-        "either factor or splits_per_ipu says into how many parts 'embed' is cut, got factor=4 and "
-        "splits_per_ipu=[2, 2]. Give factor where all parts stay on one IPU, splits_per_ipu where "
-        "each IPU gets some.",
+        "either factor or splits_per_ipu sets the number of parts of 'embed', got factor=4 and "
+        "splits_per_ipu=[2, 2]. Pass factor to keep all parts on one IPU, splits_per_ipu to spread "
+        "them over IPUs.",
     )
     refused(
         lambda: serialize(net, {"embed": Serialization()}),
-        "either factor or splits_per_ipu says into how many parts 'embed' is cut, got neither. "
-        "Give factor where all parts stay on one IPU, splits_per_ipu where each IPU gets some.",
+        "either factor or splits_per_ipu sets the number of parts of 'embed', got neither. Pass "
+        "factor to keep all parts on one IPU, splits_per_ipu to spread them over IPUs.",
     )
 
 
@@ -402,7 +402,7 @@ def test_factor_and_splits_are_two_answers_to_one_question():
     [
         (
             [3, 0, 1],
-            "the splits per IPU of 'embed' must stand on IPUs side by side, without a zero between "
+            "the splits per IPU of 'embed' must be on neighbouring IPUs, without a zero between "
             "them, got [3, 0, 1]. Move them together, such as [3, 1, 0].",
         ),
         (
@@ -449,7 +449,7 @@ def test_modes_belong_to_linear_layers():
     refused(
         lambda: serialize(net, {"head": given}),
         "splits_per_ipu of 'head' places parts of the weight, but mode='input_channels' cuts the "
-        "input and leaves the weight whole. Give a factor, or another mode.",
+        "input and leaves the weight whole. Pass a factor, or another mode.",
     )
 
 
@@ -473,7 +473,7 @@ def test_a_layer_of_another_kind_is_refused():
         refused(
             lambda name=name: serialize(net, {name: 2}),
             f"only nn.Embedding and nn.Linear can be serialised, but {name!r} is {kind}. Name the "
-            "embedding or linear layer inside of it.",
+            "embedding or linear layer inside it.",
         )
 
 
@@ -484,7 +484,7 @@ def test_an_embedding_that_needs_its_whole_table_is_refused(option):
     refused(
         lambda: serialize(net, {"0": 2}),
         f"an embedding with {option}={value} can't be serialised, as '0' has: it needs the whole "
-        "table at once. Build it without.",
+        "table at once. Build it without that.",
     )
 
 
@@ -495,8 +495,8 @@ def test_a_weight_that_is_computed_is_not_cut():
     for each in (net, dense):
         nn.utils.weight_norm(each.head)
     text = (
-        "the weight of a layer that is cut must be a parameter, but 'head.weight' is computed from "
-        "others, as by weight_norm, spectral_norm or pruning. Take that away first, such as with "
+        "the weight of a serialized layer must be a parameter, but 'head.weight' is computed from "
+        "others, as by weight_norm, spectral_norm or pruning. Remove that first, for example with "
         "torch.nn.utils.remove_weight_norm(layer)."
     )
     refused(lambda: serialize(net, {"head": [2]}), text)
@@ -523,9 +523,9 @@ def test_a_weight_that_is_cut_is_not_set_as_one():
     for call, layer, last in ((tie, "head", 1), (replace, "embed", 2)):
         refused(
             call,
-            f"the weight of a layer that is cut must be set in its parts, 'weight_0' to "
-            f"'weight_{last}', got one for all of {layer!r}. Call "
-            "ipufit.partition.to_dense(module), set it, and serialise and compile anew.",
+            "the weight of a serialized layer must be set in its parts, 'weight_0' to "
+            f"'weight_{last}', got one weight for {layer!r}. Call "
+            "ipufit.partition.to_dense(module), set it, and serialise and compile again.",
         )
     net.head.weight_0 = nn.Parameter(torch.zeros(6, 8).double())
     assert not net.head.weight[:6].any()
@@ -535,21 +535,21 @@ def test_layers_that_share_a_weight_are_cut_alike():
     net = language(tied=True)
     refused(
         lambda: serialize(net, {"embed": 4, "head": 3}),
-        "'embed' and 'head' share a weight and must be cut alike, got factor=4 and factor=3. Name "
-        "one of them: the other follows.",
+        "'embed' and 'head' share a weight and must be cut in the same way, got factor=4 and "
+        "factor=3. Name only one: the other follows.",
     )
     refused(
         lambda: serialize(net, {"embed": [2, 2], "head": [0, 4]}),
-        "'embed' and 'head' share a weight, whose parts have one place each, got "
-        "splits_per_ipu=[2, 2] and splits_per_ipu=[0, 4]. Name one of them: the other follows.\n"
-        "'head' and 'embed' share a weight, whose parts have one place each, got "
-        "splits_per_ipu=[0, 4] and splits_per_ipu=[2, 2]. Name one of them: the other follows.",
+        "'embed' and 'head' share a weight, and each part of it is on one IPU, got "
+        "splits_per_ipu=[2, 2] and splits_per_ipu=[0, 4]. Name only one: the other "
+        "follows.\n'head' and 'embed' share a weight, and each part of it is on one IPU, got "
+        "splits_per_ipu=[0, 4] and splits_per_ipu=[2, 2]. Name only one: the other follows.",
     )
     given = Serialization(splits_per_ipu=[1, 1], mode="reducing_dim")
     refused(
         lambda: serialize(net, {"head": given}),
-        "'head' shares its weight with 'embed', a Embedding, which can't be cut along with it by "
-        "splits_per_ipu=[1, 1]. Leave the layer whole, or untie the two.",
+        "'head' shares its weight with 'embed', a Embedding, which can't be cut in the same way "
+        "(splits_per_ipu=[1, 1]). Leave the layer whole, or untie the two.",
     )
     assert type(net.embed) is nn.Embedding
 
@@ -562,8 +562,8 @@ def test_all_faults_are_told_at_once_and_nothing_is_changed():
     assert not any("Serialized" in type(layer).__name__ for layer in net.modules())
     refused(
         lambda: serialize(net, ["embed"]),
-        "serialized layers must be given as a dict from the name of a layer to its number of "
-        "parts, got ['embed']. Write for example {'embed': 4}.",
+        "serialized layers must be a dict from names of layers to numbers of parts, got ['embed']. "
+        "Write for example {'embed': 4}.",
     )
 
 

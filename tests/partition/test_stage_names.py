@@ -98,8 +98,9 @@ def test_layers_are_modules_that_can_be_called():
     x, y = torch.zeros(6, 4), torch.zeros(6, dtype=torch.int64)
     model.fit(x, y, batch_size=2, gradient_accumulation=3, verbose=0)
     assert refused(Grouped(), parallel=ipufit.Parallel(layers_per_ipu=[1, 2], layers="groups")) == (
-        "layers must name modules that hold layers, but 'groups.0' in 'groups' only holds others, "
-        "such as 'groups.0.0'. Name it instead: layers=['groups.0', 'groups.1', 'groups.2']."
+        "layers must name modules that contain layers, but 'groups.0' in 'groups' only contains "
+        "others, such as 'groups.0.0'. Name those instead: layers=['groups.0', 'groups.1', "
+        "'groups.2']."
     )
 
 
@@ -119,7 +120,7 @@ def test_a_dict_of_layers_counts_where_there_is_no_list():
 def test_what_only_holds_modules_begins_no_stage(name, kind, cure):
     assert refused(Grouped(), parallel=ipufit.Parallel(stages={name: 1})) == (
         f"stages must name modules that forward calls, got '{name}', which is a {kind} and only "
-        f"holds others. {cure}"
+        f"contains others. {cure}"
     )
 
 
@@ -153,8 +154,8 @@ def test_any_name_of_a_shared_module_will_do(capsys):
         "Training: pipelined over 2 stages: stage 0 from 0.body; stage 1 from 0.heads.a."
     )
     assert refused(Shared(), parallel=ipufit.Parallel(stages={"alias": 1, "body": 0})) == (
-        "stages must give a module one stage, but 'alias' and 'body' are one module, got 1 and 0. "
-        "Leave one out."
+        "stages must give a module one stage, but 'alias' and 'body' are the same module, got 1 "
+        "and 0. Leave one out."
     )
 
 
@@ -190,8 +191,8 @@ def test_of_many_names_the_nearest_are_told():
 
 def test_a_gap_of_any_size_is_found():
     assert refused(stack(3), parallel=ipufit.Parallel(stages={"2": 10**9})) == (
-        "stages must number the stages without a gap, but no module begins stage 1, got "
-        "1000000000. Renumber them from 0."
+        "stages must number the stages without gaps, but no module begins stage 1, got 1000000000. "
+        "Renumber them from 0."
     )
     assert [first_gap(numbers) for numbers in ([0], [1], [0, 2], [3, 1], [1, 2])] == (
         [None, None, 1, 2, None]
@@ -202,7 +203,7 @@ def test_a_gap_of_any_size_is_found():
 @pytest.mark.parametrize("layers", [3, [], [3], ("0", None), {"0": 1}])
 def test_layers_are_names(layers):
     assert refused(stack(3), parallel=ipufit.Parallel(layers_per_ipu=[1, 2], layers=layers)) == (
-        "layers must name what holds the layers, as a string or a list of strings, got "
+        "layers must name the containers of the layers, as a string or a list of strings, got "
         f"{layers!r}. Write for example layers='encoder.layers'."
     )
 
@@ -211,7 +212,7 @@ def test_an_argument_is_called_as_it_was_written():
     assert refused(
         linear(), parallel=ipufit.Parallel(inference=ipufit.Parallel(layers_per_ipu=[1, 2]))
     ).startswith(
-        "inference.layers_per_ipu counts the blocks of a ModuleList or Sequential of alike blocks, "
+        "inference.layers_per_ipu counts the blocks of a ModuleList or Sequential of equal blocks, "
         "but Linear has none."
     )
 
@@ -222,8 +223,8 @@ def test_layers_that_stand_twice_count_once():
         nn.Sequential(one, other, one, other), parallel=ipufit.Parallel(layers_per_ipu=[1, 3])
     ) == (
         "layers_per_ipu must add up to the number of repeated layers, got 4 and the module has 2 "
-        "(2 in the module itself, 2 more places hold one of them again). Put -1 in place of one "
-        "number for the rest, or name the layers meant with layers=."
+        "(2 in the module itself, 2 more places hold one of them again). Write -1 for one of the "
+        "numbers to assign the rest, or name the layers with layers=."
     )
 
 

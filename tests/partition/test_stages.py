@@ -254,8 +254,8 @@ def test_explain_says_what_is_where(capsys):
     assert "  stages                 2  IPUs that share one replica, as a pipeline" in lines
     assert "Training: pipelined over 2 stages: stage 0 from 0; stage 1 from 1." in lines
     said = (
-        "Inference: pipelined over 2 stages: stage 0 from 0; stage 1 from 3; sharded where an "
-        "execution has less than 2 device iterations, which would not fill the pipeline."
+        "Inference: pipelined over 2 stages: stage 0 from 0; stage 1 from 3; sharded if an "
+        "execution has less than 2 device iterations, which can't fill the pipeline."
     )
     assert said in lines
 

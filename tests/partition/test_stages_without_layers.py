@@ -169,10 +169,9 @@ def fault(kind=PartitionError, net=None, **options):
 )
 def test_an_ipu_with_nothing_is_refused_with_what_works(counts, ipu, kept):
     assert fault(parallel=ipufit.Parallel(layers_per_ipu=counts)) == (
-        "layers_per_ipu must give every IPU at least one layer, but for the first, for one behind "
-        "the last layer, and for those with parts of a serialised layer, got 0 for IPU "
-        f"{ipu}. Use fewer IPUs, with {kept}, or put other modules there with stages={{'name of a "
-        f"module': {ipu}}}."
+        "layers_per_ipu must give every IPU at least one layer, except the first, one after the "
+        f"last layer, and those with parts of a serialised layer, got 0 for IPU {ipu}. Use fewer "
+        f"IPUs, with {kept}, or put other modules there with stages={{'name of a module': {ipu}}}."
     )
     ipufit.Model(Net()).compile(
         "sgd", "cross_entropy", parallel=ipufit.Parallel(layers_per_ipu=kept)
@@ -184,7 +183,7 @@ def test_the_advice_beside_a_configuration_works_too():
     text = fault(ConfigurationError, config=IPUConfig(layers_per_ipu=[2, 0, 2]))
     assert text.splitlines()[0].endswith(
         "got 0 for IPU 1. Use fewer IPUs, with [2, 2], or put other modules there with "
-        "stages={'name of a module': 1} of compile beside layers_per_ipu=[-1] in the config."
+        "stages={'name of a module': 1} of compile with layers_per_ipu=[-1] in the config."
     )
     stages = {"layers.1": 1, "layers.3": 2}
     config = IPUConfig(layers_per_ipu=[-1], ipus_per_replica=3)

@@ -274,8 +274,8 @@ def test_every_stage_needs_its_micro_batches(engine):
                 parallel=ipufit.Parallel(layers_per_ipu=[2, 2]),
             )
         assert str(caught.value) == (
-            "`gradient_accumulation` must be at least 5 to fill a training pipeline of 3 stages, "
-            f"forward and back, got {accumulation}. Try 5."
+            "`gradient_accumulation` must be at least 5 to fill a training pipeline of 3 "
+            f"stages, forward and backward, got {accumulation}. Try 5."
         )
     trained(made("decoder"), engine, 5, parallel=ipufit.Parallel(layers_per_ipu=[2, 2]))
 
@@ -359,8 +359,8 @@ def test_a_weight_that_is_wanted_in_the_middle_says_so_too(whole):
     assert refused(made("both"), parallel=ipufit.Parallel(stages=stages)) == (
         "a parameter must be on one IPU, but 'encoder.embed.weight' and 'decoder.embed.weight' are "
         "one parameter, in stages 0 and 1. Put all its uses into one stage, let 'decoder.embed' go "
-        "back to IPU 0 as stage 2, with 'decoder.embed': (2, 0) in stages and pairs of higher "
-        "numbers behind it, or give each its own copy: module.weight = "
+        "back to IPU 0 as stage 2, with 'decoder.embed': (2, 0) in stages and pairs with higher "
+        "numbers after it, or give each its own copy: module.weight = "
         "torch.nn.Parameter(module.weight.detach().clone())."
     )
     stages = {
@@ -393,13 +393,13 @@ def test_a_weight_that_is_wanted_in_the_middle_says_so_too(whole):
         (
             {"parallel": ipufit.Parallel(stages={"layers.2": 1, "head": (2, 1)})},
             "stages must begin a stage only where the IPU changes, but stages 1 and 2 are both on "
-            "IPU 1. Make them one stage.",
+            "IPU 1. Merge them into one stage.",
         ),
         (
             {"parallel": ipufit.Parallel(stages={"layers.1": 1, "layers.2": (2, 0), "head": 3})},
-            "stages must begin on IPU 0 and number the IPUs without a gap, got stages on IPUs 0, "
-            "1, 0, 3. A number alone is that of the stage and of its IPU; write (number, IPU) "
-            "behind a stage that goes back.",
+            "stages must begin on IPU 0 and number the IPUs without gaps, got stages on IPUs 0, 1, "
+            "0, 3. A single number is both stage and IPU; after a stage that goes back, write "
+            "(number, IPU).",
         ),
         (
             {
@@ -407,8 +407,8 @@ def test_a_weight_that_is_wanted_in_the_middle_says_so_too(whole):
                     stages={"layers.2": 1, "head": (2, 0)}, strategy="parallel_phased"
                 )
             },
-            "stages puts a stage on an IPU of its choice, (number, IPU), but the strategy is "
-            "'parallel_phased', whose phases have their IPUs in turn. Give numbers alone, or use "
+            "stages puts a stage on a chosen IPU, (number, IPU), but the strategy is "
+            "'parallel_phased', whose phases use the IPUs in turn. Pass only numbers, or use "
             "strategy='pipelined' or 'sharded'.",
         ),
         (
@@ -416,9 +416,8 @@ def test_a_weight_that_is_wanted_in_the_middle_says_so_too(whole):
                 "parallel": ipufit.Parallel(stages={"layers.2": 1, "head": (2, 0)}),
                 "memory": ipufit.Memory(serialize={"layers.0.0": [1, 1]}),
             },
-            "stages puts a stage on an IPU of its choice, (number, IPU), but serialised layers "
-            "have parts on several IPUs, which number the stages. Cut them by a factor, or give "
-            "numbers alone.",
+            "stages puts a stage on a chosen IPU, (number, IPU), but serialised layers have parts "
+            "on several IPUs, which define the stages. Cut them by a factor, or pass only numbers.",
         ),
         (
             {
@@ -426,7 +425,7 @@ def test_a_weight_that_is_wanted_in_the_middle_says_so_too(whole):
                     stages={"layers.2": 1, "head": (2, 0)}, ipus_per_replica=4
                 )
             },
-            "ipus_per_replica must be the number of IPUs that the pipelined stages take, 2, got 4. "
+            "ipus_per_replica must be the number of IPUs that the pipelined stages need, 2, got 4. "
             "Leave it out.",
         ),
     ],
@@ -489,7 +488,7 @@ def test_a_plan_adds_up_what_is_on_an_ipu(whole):
     assert "on 2 IPUs, pipelined in 3 stages" in text
     assert "2: head on IPU 0 " in text
     assert "stages 0 and 2 on IPU 0 take most" in text
-    assert "Stages on one IPU work one after the other, in every step of the pipeline." in text
+    assert "Stages on the same IPU run one after the other in every step of the pipeline." in text
     facts = plan.to_dict()
     assert (facts["places"], [stage["ipu"] for stage in facts["stages"]]) == ([0, 1, 0], [0, 1, 0])
     found = trained(made("decoder"), parallel=ipufit.Parallel(stages=plan))
@@ -506,7 +505,7 @@ def test_a_plan_does_not_fit_if_both_stages_of_an_ipu_do_not():
     small = model.plan((X[:2], X[:2]), ipu_memory=limit)
     assert not small.fits
     text = " ".join(str(small).split())
-    assert "; stages 0 and 2 on IPU 0 take most, " in text
+    assert "; stages 0 and 2 on IPU 0 need most, " in text
     assert ", and do not fit." in text
 
 
@@ -561,10 +560,10 @@ def test_a_report_shows_which_stages_share_an_ipu():
     page = str(render_section(pipeline({"plan": facts})))
     assert "2: head on IPU 0" in page
     assert "Stages, on 2 IPUs" in page
-    assert "works in turn with it" in page
+    assert "takes turns with it" in page
     said = [text for text, _ in _of_stages({**facts, "fits": False, "memory": 100}, {})]
     need = facts["stages"][0]["memory"] + facts["stages"][2]["memory"]
-    assert f"What is on IPU 0 is estimated to need {size(need)} of 100 B." in said
+    assert f"The stages on IPU 0 need {size(need)} of 100 B, by estimate." in said
 
 
 @ENGINES

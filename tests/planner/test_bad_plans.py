@@ -43,8 +43,8 @@ def test_a_plan_needs_compile_and_a_batch():
         "plan needs a batch, plan((inputs, target)), or an earlier fit; got neither."
     )
     assert refused(ConfigurationError, lambda: compiled().plan(iter([X]))) == (
-        "plan needs a batch, or a loader that can be read again, got list_iterator, which would "
-        "lose its first batch. Pass one batch."
+        "plan needs a batch, or a loader that can be read again, got list_iterator, whose first "
+        "batch would be lost. Pass one batch."
     )
 
 
@@ -67,7 +67,7 @@ def test_a_plan_needs_compile_and_a_batch():
         ),
         (
             {"strategy": "sharded", "schedule": "interleaved"},
-            "schedule is that of a pipeline, but strategy='sharded' runs one stage at a time, got "
+            "schedule is for pipelines, but strategy='sharded' runs one stage at a time, got "
             "'interleaved'. Leave it out, or use strategy='pipelined'.",
         ),
         (
@@ -84,12 +84,12 @@ def test_a_plan_needs_compile_and_a_batch():
         ),
         (
             {"layers": "0"},
-            "layers says which layers layers_per_ipu counts, but there is no layers_per_ipu. Give "
+            "layers says which layers layers_per_ipu counts, but there is no layers_per_ipu. Pass "
             "both or none.",
         ),
         (
             {"stages": "auto", "layers_per_ipu": [1, 2]},
-            "stages and layers_per_ipu both divide the module. Give one of them.",
+            "stages and layers_per_ipu both divide the module. Pass one of them.",
         ),
     ],
 )
@@ -110,7 +110,7 @@ def test_the_rules_of_the_batch_algebra_hold_for_a_plan_too():
     )
     assert text == (
         "`gradient_accumulation` must be at least 3 to fill a training pipeline of 2 stages, "
-        "forward and back, got 2. Try 3."
+        "forward and backward, got 2. Try 3."
     )
 
 
@@ -132,7 +132,7 @@ def test_blocks_of_the_module_have_no_names():
     poptorch.BeginBlock(module[1], ipu_id=1)
     model = compiled(module, parallel=ipufit.Parallel(ipus_per_replica=2))
     assert refused(PartitionError, lambda: model.plan((X, Y))) == (
-        "plan needs to know which modules begin the stages, but this model is divided by its own "
+        "plan needs the modules that begin the stages, but this model is divided by its own "
         "blocks. Pass stages={'name of a module': number of its stage}, or stages='auto'."
     )
 
@@ -142,9 +142,9 @@ def test_blocks_of_the_module_have_no_names():
     [
         (
             {},
-            "stages='auto' needs to know how many stages to make, for the IPUs of a replica must "
-            "be known before the data. Pass ipus_per_replica=2, say, or ask model.plan(x), which "
-            "finds the smallest number, and pass stages=model.plan(x).stages.",
+            "stages='auto' needs the number of stages, because the IPUs of a replica are fixed "
+            "before there is data. Pass for example ipus_per_replica=2, or "
+            "stages=model.plan(x).stages, where plan finds the smallest number.",
         ),
         (
             {"ipus_per_replica": 2, "strategy": "serial_phased"},
@@ -153,8 +153,8 @@ def test_blocks_of_the_module_have_no_names():
         ),
         (
             {"ipus_per_replica": 2, "inference": ipufit.Parallel(stages="auto")},
-            "inference.stages must map names of modules to numbers of stages, got 'auto'. Leave "
-            "it out, so that inference has the stages of training, which stages='auto' finds.",
+            "inference.stages must map names of modules to numbers of stages, got 'auto'. Leave it "
+            "out: inference then has the stages that stages='auto' finds for training.",
         ),
     ],
 )
@@ -178,10 +178,10 @@ def test_stages_that_do_not_fit_are_refused_before_any_update(monkeypatch):
         lambda: model.fit(X, Y, batch_size=4, gradient_accumulation=3, verbose=0),
     )
     assert text == (
-        "stages='auto' must find stages that fit in an IPU's 500 B, but none of 2 do: of the "
-        "evenest ones the largest takes about 1.3 KiB, with activations recomputed. Use a larger "
-        "ipus_per_replica, or smaller micro-batches, or name the stages, which are not held "
-        "against this estimate."
+        "stages='auto' must find stages that fit in an IPU's 500 B, but no division into 2 does: "
+        "in the most even one, the largest stage needs about 1.3 KiB, with activations recomputed. "
+        "Use a larger ipus_per_replica or smaller micro-batches, or name the stages, which are not "
+        "checked."
     )
     assert all(
         torch.equal(a, b) for a, b in zip(before.values(), model.module.state_dict().values())
@@ -197,9 +197,9 @@ def test_questions_about_a_pipeline_that_have_no_answer():
     )
     text = refused(ConfigurationError, lambda: plan.least_accumulation(0.9, "sequential"))
     assert text == (
-        "a utilisation of 90.0 % is out of reach of the sequential schedule: these stages stay "
-        "below 50.0 %, however many micro-batches follow each other. Ask for less, or divide the "
-        "work more evenly."
+        "a utilisation of 90.0 % can't be reached with the sequential schedule: these stages stay "
+        "below 50.0 % for any number of micro-batches. Choose a lower value, or divide the work "
+        "more evenly."
     )
     text = refused(ConfigurationError, lambda: plan.utilisation(0))
     assert text == "gradient_accumulation must be a positive whole number or None, got 0."
@@ -220,6 +220,7 @@ def test_an_optimizer_that_fails_on_zeros_is_named():
     model = ipufit.Model(net())
     model.compile(lambda p: Odd(p, lr=0.1), "cross_entropy")
     assert refused(PartitionError, lambda: model.plan((X, Y))) == (
-        "what Odd keeps for a parameter is found out by a step on zeros, but it fails with "
-        "ValueError: not today. Make the plan with an optimizer of the same state, such as 'adam'."
+        "the optimizer state of Odd is measured by a step on zeros, but that fails with "
+        "ValueError: not today. Make the plan with an optimizer that has the same state, such as "
+        "'adam'."
     )

@@ -86,14 +86,14 @@ def test_without_a_target_the_plan_says_that_the_loss_is_not_counted():
         (
             {"x": X, "y": Y},
             "the sample, batch 0: Sequential.forward takes 'input', but the fields of the batch "
-            "are 'x', 'y'. Say which it gets: one by position, compile(..., inputs='x'), or by "
-            "name, inputs={'parameter': 'field'}.",
+            "are 'x', 'y'. Say which ones it gets: one by position, compile(..., inputs='x'), "
+            "or by name, inputs={'parameter': 'field'}.",
         ),
         (
             [{"x": X}],
             "the sample, batch 0: Sequential.forward takes 'input', but the fields of the batch "
-            "are 'x'. Say which it gets: one by position, compile(..., inputs='x'), or by name, "
-            "inputs={'parameter': 'field'}.",
+            "are 'x'. Say which ones it gets: one by position, compile(..., inputs='x'), or by "
+            "name, inputs={'parameter': 'field'}.",
         ),
         (
             [X[:4], Y],
@@ -132,9 +132,9 @@ def test_a_number_of_stages_that_can_not_be_reserved_is_refused(given):
     with pytest.raises(PartitionError) as caught:
         compiled().plan((X, Y), **given)
     assert str(caught.value) == (
-        "a replica must have a power of two of stages, each on an IPU, got 3. Plan with 2 or 4, "
-        "such as ipus_per_replica=4, or compile with Parallel(auto_round_ipus=True) to leave "
-        "IPUs idle."
+        "the number of stages of a replica, each on an IPU, must be a power of two, got 3. Plan "
+        "with 2 or 4, such as ipus_per_replica=4, or compile with Parallel(auto_round_ipus=True) "
+        "to leave IPUs idle."
     )
     assert (
         len(compiled(parallel=ipufit.Parallel(auto_round_ipus=True)).plan((X, Y), **given).costs)
@@ -284,10 +284,10 @@ def test_a_plan_of_another_module_is_refused():
     """One of the same layers is none."""
     plan = compiled().plan((X, Y), ipus_per_replica=2)
     assert refused(plan, net(6, 9, 5, 12, 3)) == (
-        "stages as a plan must be one of the module that is compiled, Sequential, but this one "
-        "was made of a Sequential with other layers or parameters. Ask model.plan again."
+        "stages as a plan must be for the compiled module, Sequential, but this one is for a "
+        "Sequential with other layers or parameters. Call model.plan again."
     )
-    assert "made of a Sequential" in refused(plan, Two())
+    assert "for a Sequential" in refused(plan, Two())
     model = ipufit.Model(net())
     model.compile("adam", "cross_entropy", parallel=ipufit.Parallel(stages=plan))
     assert len(model.plan((X, Y)).costs) == 2
@@ -299,9 +299,9 @@ def test_a_plan_that_does_not_fit_is_refused():
     most = max(plan.memory)
     assert most < 10 * 1024
     assert refused(plan) == (
-        "stages as a plan must fit in the memory that it was made for, 1000 B per IPU, but its "
-        f"largest stage takes about {most} B. Plan with more IPUs or a smaller batch, or pass "
-        "stages=plan.stages, which are not held against the estimate."
+        "stages as a plan must fit in its memory, 1000 B per IPU, but its largest stage needs "
+        f"about {most} B. Plan with more IPUs or a smaller batch, or pass stages=plan.stages, "
+        "which is not checked."
     ).replace(f"{most} B", f"{most / 1024:.1f} KiB")
 
 
@@ -309,7 +309,7 @@ def test_a_plan_is_refused_beside_another_strategy():
     plan = compiled().plan((X, Y), ipus_per_replica=2)
     assert refused(plan, strategy="sharded") == (
         "strategy must be that of the plan, 'pipelined', got 'sharded'. Leave it out, or plan with "
-        "the other one."
+        "the other strategy."
     )
     model = ipufit.Model(net())
     model.compile(
@@ -334,10 +334,10 @@ def test_fit_holds_planned_stages_to_the_memory_that_they_were_planned_for(ipus)
         fit(model, 24, X.repeat(3, 1), Y.repeat(3))
     most = max(model.plan((X, Y)).memory)
     assert str(caught.value) == (
-        "planned stages must fit in the memory that they were planned for, "
-        f"{memory / 1024:.1f} KiB per IPU, but with micro-batches of 24 samples the largest takes "
-        f"about {most / 1024:.1f} KiB. Plan with such a batch, or use a smaller one, or pass "
-        "stages=plan.stages, which are not held against the estimate."
+        f"planned stages must fit in the memory of the plan, {memory / 1024:.1f} KiB per IPU, but "
+        f"with micro-batches of 24 samples the largest needs about {most / 1024:.1f} KiB. Plan "
+        "with such a batch, or use a smaller one, or pass stages=plan.stages, which is not "
+        "checked."
     )
     assert all(torch.equal(a, b) for a, b in zip(before, model.module.parameters()))
     model.predict(X, batch_size=24, verbose=0)

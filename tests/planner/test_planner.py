@@ -219,7 +219,7 @@ def test_auto_counts_activations_as_the_plan_does(monkeypatch):
             model.fit(X, Y, batch_size=5, gradient_accumulation=3, verbose=0)
         assert str(caught.value) == (
             "stages='auto' must find stages that fit in an IPU's 500 B, but none of 2 do: of the "
-            f"evenest ones the largest takes about {text}. Use a larger ipus_per_replica, or "
+            f"evenest ones the largest needs about {text}. Use a larger ipus_per_replica, or "
             "smaller micro-batches, or name the stages, which are not held against this estimate."
         )
 
@@ -507,14 +507,14 @@ stage begins with  weights  gradients  optimizer  activations  recomputed    tot
 -------------------------------------------------------------------------------------------
 0: 0                 412 B      412 B      840 B      1.1 KiB       620 B  2.7 KiB  < 0.1 %
 1: 2                 396 B      396 B      808 B        484 B       484 B  2.0 KiB  < 0.1 %
-Total: with activations as kept, of all micro-batches in flight.
+Total: with activations as kept, for all micro-batches in flight.
 Memory of an IPU: 897.0 MiB = 1,472 tiles x 624 KiB; stage 0 takes most, and fits.
 Code, exchange and temporary tensors are not counted.
 stage begins with  parameters  forward FLOPs  backward FLOPs    time
 --------------------------------------------------------------------
 0: 0                      103            900           1.3 k  44.2 %
 1: 2                       99            840           1.7 k  55.8 %
-FLOPs are those of one micro-batch.
+FLOPs are for one micro-batch.
 """
 
 

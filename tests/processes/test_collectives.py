@@ -133,13 +133,13 @@ COLLECTIVES = """
 """
 
 FAILED = (
-    "all processes must get through this, but process {0} of 3 failed: {1}. "
-    "Look at what that process printed, and repair it there."
+    "all processes must complete this step, but process {0} of 3 failed: {1}. Read the output of "
+    "that process, and fix it there."
 )
 DIFFER = (
     "all processes of a run must have the same {0}, but process 0 has {1} and process {2} has {3}. "
-    "Start all of them with the same program, arguments and seed, and give each the whole data, "
-    "as each takes its share itself."
+    "Start all of them with the same program, arguments and seed, and pass the whole data to each; "
+    "each takes its own share."
 )
 
 

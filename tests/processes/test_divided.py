@@ -143,7 +143,7 @@ def test_one_process_has_whole_weights(capsys):
     model.compile("adam", "cross_entropy", memory=ipufit.Memory(shard="weights"))
     x, y = torch.randn(8, 4), torch.tensor([0, 1] * 4)
     model.explain(x, batch_size=2)
-    said = "shard='weights' changes nothing in one process, where all replicas have one state."
+    said = "shard='weights' changes nothing in one process, where all replicas share one state."
     assert said in capsys.readouterr().out
     before = model.module.weight.detach().clone()
     model.fit(x, y, batch_size=2, verbose=0)
@@ -175,5 +175,7 @@ def test_inference_asks_for_one_order_of_the_weights_too(monkeypatch):
 
     attach([(FILL, 0), (FREE, 0)])
     attach([(FILL, 0), (FREE, 0)])
-    with pytest.raises(CaptureError, match="all micro-batches must use the weights in one order"):
+    with pytest.raises(
+        CaptureError, match="all micro-batches must use the weights in the same order"
+    ):
         attach([(FILL, 1), (FREE, 1)])

@@ -6,12 +6,12 @@ from tests.processes.launching import on_one_python, run_copies, run_processes, 
 
 SOON = 600  # seconds, so that it ends at all; how fast the machine is decides nothing
 
-GO_ON = "all processes of a run must go on together, but "
-RESUME = "a run that keeps checkpoints resumes from the last one."
+GO_ON = "all processes of a run must continue together, but "
+RESUME = "a run with checkpoints resumes from the last one."
 CURE = f"Start all processes again; {RESUME}"
 LOOK = (
-    "Look at what that process printed, repair it, and start all processes again; a run that "
-    "keeps checkpoints resumes from the last one."
+    "Read the output of that process, fix the cause, and start all processes again; a run with "
+    "checkpoints resumes from the last one."
 )
 
 # The others end by a ProcessError, and stay unable to speak.
@@ -46,7 +46,7 @@ BEGIN = """
 def last(text, after=()):
     """What a process prints that another one's end has stopped."""
     what = text[len(GO_ON) :].split(". ")[0]
-    again = "a process that has left the others can't speak to them again, but this one left "
+    again = "a process that left the others can't reconnect, but this one left "
     return [text, f"{again}them because {what}. {CURE}", *after]
 
 
@@ -127,14 +127,14 @@ def test_a_process_that_does_not_come_is_named_by_the_others(number):
     """
     ended = run_processes(BEGIN + script, 3, timeout=SOON, args=[str(number)])
     text = (
-        f"{GO_ON}process {number} of 3 did not come to the same point within 10 s (waits, works on "
-        "something else, or hangs). If it is only slow, raise the limit with "
-        f"ipufit.distributed(timeout=...); then start all processes again; {RESUME}"
+        f"{GO_ON}process {number} of 3 did not reach the same point within 10 s (waits, is busy, "
+        "or hangs). If it is only slow, raise the limit with ipufit.distributed(timeout=...); then "
+        f"start all processes again; {RESUME}"
     )
     if number == 0:
         text = (
-            f"{GO_ON}process 0 of 3 did not come to the same point within 10 s, and does not "
-            f"answer (it hangs, or its machine failed). {CURE}"
+            f"{GO_ON}process 0 of 3 did not reach the same point within 10 s, and does not answer "
+            f"(it hangs, or its machine failed). {CURE}"
         )
     check_killed(ended, number, text)
 
@@ -157,10 +157,7 @@ def test_a_late_process_learns_that_the_others_gave_up():
         open(done, "w").close()
     """
     ended = run_processes(BEGIN + script, 2, timeout=SOON)
-    why = (
-        "process 1 of 2 did not come to the same point within 10 s (waits, works on something "
-        "else, or hangs)"
-    )
+    why = "process 1 of 2 did not reach the same point within 10 s (waits, is busy, or hangs)"
     advice = (
         "If it is only slow, raise the limit with ipufit.distributed(timeout=...); then start all "
         f"processes again; {RESUME}"
@@ -266,8 +263,8 @@ def test_a_group_of_the_users_is_used_and_kept():
     """
     ended = run_processes(BEGIN + script, 2, timeout=SOON)
     connected = (
-        "ipufit.distributed must be called before the processes first speak to each other, but "
-        "they are connected already. Call it at the start of the program."
+        "ipufit.distributed must be called before the processes first communicate, but they are "
+        "already connected. Call it at the start of the program."
     )
     text = f"{GO_ON}process 1 of 2 ended with DataError: row 7 is NaN. {LOOK}"
     assert ended[0].stdout.splitlines() == [connected, *last(text)], ended[0]
@@ -308,9 +305,9 @@ def test_starts_that_cannot_work_are_refused():
         ]
         * 2,
         "numbers": [
-            "torch.distributed must have the numbers of the run, but there this "
-            f"is process {me} of 2, and here it is {1 - me} of 2. Leave ipufit.distributed out, or "
-            "pass it the same numbers."
+            f"torch.distributed and ipufit must agree, but for torch this is process {me} of 2, "
+            f"and for ipufit {1 - me} of 2. Leave ipufit.distributed out, or pass it the same "
+            "numbers."
             for me in range(2)
         ],
     }

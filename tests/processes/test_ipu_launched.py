@@ -101,8 +101,8 @@ def test_given_options_of_other_processes_are_refused(processes, known):
     with pytest.raises(ConfigurationError) as caught:
         options_for(spec_of(processes), numbered(2, 4))
     assert str(caught.value) == (
-        "training_options must be for the processes that ipufit finds, of which this is "
-        f"{known}, but they are for process 2 of 4. Leave Distributed.configureProcessId out, and "
+        f"training_options must be for process {known}, which ipufit found, but they are for "
+        "process 2 of 4. Leave Distributed.configureProcessId out, and "
         "start the processes with torchrun, mpirun or PopRun, or call ipufit.distributed."
     )
 
@@ -200,8 +200,8 @@ def test_other_processes_than_popruns_are_refused(popdist):
     with pytest.raises(ConfigurationError) as caught:
         options_for(spec_of(ALONE))
     assert str(caught.value) == (
-        "PopRun and ipufit must find the same processes, but to PopRun this is process 1 of 2, "
-        "and to ipufit 0 of 1. Leave ipufit.distributed out, and start the processes with PopRun "
+        "PopRun and ipufit must agree on the processes, but for PopRun this is process 1 of 2, and "
+        "for ipufit 0 of 1. Leave ipufit.distributed out, and start the processes with PopRun "
         "alone."
     )
 
@@ -237,10 +237,10 @@ def test_a_tail_that_no_program_of_all_processes_is_exactly_is_refused(second):
     module = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
     spec = spec_of(module=module, samples=7 * 3, gradient_accumulation=2)
     assert refusal(spec, PlanError) == (
-        "every update must be one that an IPU can run exactly, but the last one of an epoch has "
+        "an IPU must be able to run every update exactly, but the last one of an epoch has "
         "micro-batches of 3, 3, 3, 3, 3, 3, 3 samples instead of 8 of 3, and forward changes the "
-        "buffer '1.num_batches_tracked', which padding would change too. Use drop_last=True in "
-        "the loader, a batch_size and gradient_accumulation that divide the samples, or "
+        "buffer '1.num_batches_tracked', which padding would change too. Use drop_last=True in the "
+        "loader, a batch_size and gradient_accumulation that divide the samples, or "
         "engine='embedded'."
     )
 
@@ -268,9 +268,8 @@ def test_a_loss_that_counts_is_refused(second):
     assert refusal(spec, ConfigurationError, torch.zeros(3, dtype=torch.int64)) == (
         "on an IPU an update of a loss that counts its own tokens or weights must have one "
         "micro-batch, got 2 from gradient_accumulation, ipus and 2 processes: only the device "
-        "knows the counts, and only after the gradients were joined. Use normalize='samples' and "
-        "sample_weights='sum_over_batch_size', one micro-batch per update, or "
-        "engine='embedded'."
+        "knows the counts, and only after the gradients were summed. Use normalize='samples' and "
+        "sample_weights='sum_over_batch_size', one micro-batch per update, or engine='embedded'."
     )
 
 
@@ -282,7 +281,7 @@ def test_a_process_has_64_ipus_at_most(processes):
     with pytest.raises(PlanError) as caught:
         IpuEngine(poptorch, "ipu-standin").build(spec)
     assert str(caught.value) == (
-        "`ipus`, those of one process, must be at most 64, as PopTorch gives a process no more, "
-        f"got 128. Try ipus=64 in {count} processes, which torchrun, mpirun or PopRun starts."
+        "`ipus` of one process must be at most 64, the limit of PopTorch, got 128. Try ipus=64 in "
+        f"{count} processes, which torchrun, mpirun or PopRun starts."
     )
     assert caught.value.suggestion == {"ipus": 64}

@@ -284,7 +284,7 @@ def test_a_device_error_of_one_process_ends_the_other():
     )
     assert json.loads(ended[1].stdout) == error
     assert json.loads(ended[0].stdout) == (
-        "all processes of a run must go on together, but process 1 of 2 ended with "
-        f"RecoverableDeviceError: {error} Look at what that process printed, repair it, and start "
-        "all processes again; a run that keeps checkpoints resumes from the last one."
+        "all processes of a run must continue together, but process 1 of 2 ended with "
+        f"RecoverableDeviceError: {error} Read the output of that process, fix the cause, and "
+        "start all processes again; a run with checkpoints resumes from the last one."
     )

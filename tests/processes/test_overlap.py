@@ -48,15 +48,15 @@ def test_what_all_processes_together_find_faster_is_kept(after, along, others, c
     assert processes.asked == [[after, along]]
     when = "during" if chosen else "after"
     assert found.explain() == (
-        f"Gradients are added in 2 buckets, {when} the backward pass: up to where they were added, "
-        f"updates took {ratio} of the time when it was during it."
+        f"Gradients are added in 2 buckets, {when} the backward pass: updates up to that point "
+        f"took {ratio} of the time when they were added during it."
     )
 
 
 def test_before_both_ways_are_measured_it_says_so():
     assert Overlap(Others(), (2, 1, 0)).explain() == (
-        "Gradients are added in 3 buckets, during the backward pass and after it in turn, to see "
-        "which is faster."
+        "Gradients are added in 3 buckets, alternately during and after the backward pass, to "
+        "see which is faster."
     )
 
 

@@ -10,8 +10,8 @@ from tests.processes.launching import ROOT, run_copies
 SCRIPT = (ROOT / "tests" / "processes" / "refused.py").read_text()
 
 SAME = (
-    " Start all of them with the same program, arguments and seed, and give each the whole data, "
-    "as each takes its share itself."
+    " Start all of them with the same program, arguments and seed, and pass the whole data to "
+    "each; each takes its own share."
 )
 DIFFERENT = {
     "module": (
@@ -33,45 +33,45 @@ DIFFERENT = {
     "version": "version of ipufit, but process 0 has '0.1.0' and process 1 has '0.0.9'.",
 }
 CUT = (
-    "Let it yield the samples of this process alone, and say so: ipufit.Sharded(loader); or pass "
-    "tensors, a map-style dataset, or a DataLoader over one."
+    "Let it yield only the samples of this process and wrap it in ipufit.Sharded(loader), or "
+    "pass tensors, a map-style dataset, or a DataLoader over one."
 )
 IN_ONE = "works in one process, but this is process 0 of 2. "
-SEARCH = f"{IN_ONE}Look in one process, and pass the others what it found."
+SEARCH = f"{IN_ONE}Run it in one process, and pass the result to the others."
 REFUSED = {
     "sampler": (
         "DataError",
-        "training data: each process reads its part of the DataLoader's order, but its "
-        "DistributedSampler leaves a part of it already, and repeats samples to make parts equal. "
+        "training data: each process already reads its own part of the DataLoader, but its "
+        "DistributedSampler divides the samples too, and repeats some to make the parts equal. "
         "Leave the sampler out: DataLoader(dataset, batch_size, shuffle=True).",
     ),
     "stream": (
         "DataError",
-        "training data: each of 2 processes must read samples of its own, but Stream does not ask "
-        "which part to yield. Let its __iter__ ask torch.utils.data.get_worker_info(), which "
-        f"counts the workers of all processes. {CUT}",
+        "training data: each of 2 processes must read different samples, but Stream does not "
+        "check which part to yield. Let its __iter__ call torch.utils.data.get_worker_info(), "
+        f"which counts the workers of all processes. {CUT}",
     ),
     "iterable": (
         "DataError",
-        "training data: each of 2 processes must read samples of its own, but a generator may "
-        f"yield the same ones in all. {CUT}",
+        "training data: each of 2 processes must read different samples, but a generator may "
+        f"yield the same ones in all of them. {CUT}",
     ),
     "no batches": (
         "DataError",
-        "training data: each of 2 processes must know how large the batches of the others are, but "
-        "a DataLoader with batch_size=None makes them in the dataset. Use batch_size or "
-        "batch_sampler, or cut it yourself and say so: ipufit.Sharded(loader).",
+        "training data: each of 2 processes must know how large the batches of the others are, "
+        "but a DataLoader with batch_size=None makes them in the dataset. Use batch_size or "
+        "batch_sampler, or divide it yourself and wrap it in ipufit.Sharded(loader).",
     ),
     "metric": (
         "MetricError",
-        "each of 2 processes sees a part of the samples, but nobody knows how to join what "
-        "'Unknown' (Unknown) has seen in each. Use a plain metric of torchmetrics, which says so, "
-        "or a callable metric(prediction, target).",
+        "each of 2 processes sees a part of the samples, but there is no way to combine the states "
+        "of 'Unknown' (Unknown). Use a plain torchmetrics metric, or a callable metric(prediction, "
+        "target).",
     ),
     "inductor": (
         "ConfigurationError",
-        f"jit='inductor' {IN_ONE}It makes one piece of a whole update, in which nothing can come "
-        "from outside. Use jit='auto', 'kernels' or 'graph'.",
+        f"jit='inductor' {IN_ONE}It compiles a whole update into one piece, which can't "
+        "communicate. Use jit='auto', 'kernels' or 'graph'.",
     ),
     "on_batch": (
         "ConfigurationError",
@@ -81,19 +81,22 @@ REFUSED = {
     "find_batch_size": ("ConfigurationError", f"find_batch_size {SEARCH}"),
     "compare": (
         "ConfigurationError",
-        f"compare {IN_ONE}Compare in one process: each runs the same program.",
+        f"compare {IN_ONE}Compare in one process: all processes run the same program.",
     ),
     "invariance": (
         "ConfigurationError",
-        f"check_invariance {IN_ONE}Check in one process: its replicas stand for those of all.",
+        (
+            f"check_invariance {IN_ONE}Check in one process: its replicas behave like those of all "
+            "processes."
+        ),
     ),
     "detection": (
         "ConfigurationError",
-        f"detect_nan=True {IN_ONE}Leave it out, or train in one process with ipus= as large.",
+        f"detect_nan=True {IN_ONE}Leave it out, or train in one process with the same ipus=.",
     ),
     "restarts": (
         "ConfigurationError",
-        f"max_restarts=1 {IN_ONE}Leave it out, and let the launcher begin again: torchrun "
+        f"max_restarts=1 {IN_ONE}Leave it out, and let the launcher restart: torchrun "
         "--max-restarts.",
     ),
     "weights": (
@@ -104,13 +107,13 @@ REFUSED = {
     ),
     "sharded tensor": (
         "DataError",
-        "Sharded takes what yields this process's batches, such as a DataLoader, got Tensor. Pass "
-        "tensors, arrays and datasets as they are: each process reads its part of them.",
+        "Sharded takes an iterable of this process's batches, such as a DataLoader, got Tensor. "
+        "Pass tensors, arrays and datasets directly: each process reads its part of them.",
     ),
 }
 LOST = (
     "DataError: training data, batch 6: sample 13 of Failing could not be read: KeyError: "
-    "'thirteen'. Mend that sample, or leave it out; its traceback is above."
+    "'thirteen'. Fix that sample, or leave it out; its traceback is above."
 )
 
 
@@ -132,9 +135,9 @@ def test_all_learn_what_differs_before_anything_is_done(told, name):
 
 def test_another_order_is_found_before_the_first_update(told):
     text = (
-        "all processes must go through the samples in one order, of which each reads its part, but "
-        "process 1 has another one than process 0. Seed what shuffles alike in all of them: the "
-        "generator of the DataLoader, or a sampler of your own."
+        "all processes must use the same order of samples, of which each reads its part, but "
+        "process 1 has another order than process 0. Use the same seed in all of them, for the "
+        "generator of the DataLoader or for your own sampler."
     )
     assert [each["order"] for each in told] == [["ProcessError", text]] * 2
     assert [each["unchanged"] for each in told] == [True, True]
@@ -153,16 +156,16 @@ def test_an_error_of_one_before_the_start_leaves_the_others_as_they_were(told):
     assert told[1]["arguments of one"] == ["ConfigurationError", own]
     assert told[0]["arguments of one"] == [
         "ProcessError",
-        f"all processes must get through this, but process 1 of 2 failed: ConfigurationError: {own}"
-        " Look at what that process printed, and repair it there.",
+        "all processes must complete this step, but process 1 of 2 failed: ConfigurationError: "
+        f"{own} Read the output of that process, and fix it there.",
     ]
 
 
 def test_what_one_process_does_alone_is_an_error_in_all(told):
     text = (
         "all processes must do the same at the same time, but process 0 is at 'stop' and process 1 "
-        "at 'check'. Call fit, evaluate and predict in all of them, also from callbacks, and never "
-        "in one alone."
+        "at 'check'. Call fit, evaluate and predict in all of them, also from callbacks, never in "
+        "only one."
     )
     assert [each["alone"] for each in told] == [["ProcessError", text]] * 2
 
@@ -172,12 +175,12 @@ def test_an_error_of_one_in_the_middle_ends_all(told):
     kind, text = told[1]["sample of one"]
     assert kind == "ProcessError"
     assert text.startswith(
-        f"all processes of a run must go on together, but process 0 of 2 ended with {LOST}"
+        f"all processes of a run must continue together, but process 0 of 2 ended with {LOST}"
     )
     for each in told:
         kind, text = each["afterwards"]
         assert kind == "ProcessError"
-        assert text.startswith("a process that has left the others can't speak to them again")
+        assert text.startswith("a process that left the others can't reconnect")
 
 
 def test_streams_that_are_cut_reach_all_with_every_sample_once(told):
@@ -202,7 +205,7 @@ def test_explain_says_which_process_it_is(told):
             "in each process",
             "IPUs of each process: 1 planned, 1 used (1 replica x 1 stage), none idle.",
             f"Processes: 2, with 2 IPUs and 2 replicas in all; this is {number}.",
-            f"Process {number} of 2, started by a launcher that sets RANK, number {number} on "
-            "this machine. In every update the gradients of all are added, 36 bytes of each; one "
-            "waits 600 s for another.",
+            f"Process {number} of 2, started by a launcher that sets RANK, number {number} on this "
+            "machine. In every update the gradients of all processes are added, 36 bytes each; the "
+            "timeout is 600 s.",
         ]

@@ -129,7 +129,7 @@ def test_a_step_on_several_machines_needs_an_address(environment):
     with pytest.raises(ConfigurationError) as caught:
         current()
     assert str(caught.value) == (
-        "4 processes must know where process 0 is, but MASTER_ADDR is not set. Set it to the name "
+        "4 processes need the address of process 0, but MASTER_ADDR is not set. Set it to the name "
         "of that machine, and MASTER_PORT to a free port there, the same for all processes, or "
         'pass address="host:port" to ipufit.distributed.'
     )
@@ -161,15 +161,15 @@ def test_a_step_on_several_machines_needs_an_address(environment):
         ),
         (
             {**HAND, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"},
-            "the environment must say one thing about the processes, but RANK and WORLD_SIZE say "
-            "process 1 of 2, and SLURM_PROCID and SLURM_NTASKS say process 3 of 4. Unset those "
-            "that are wrong, or call ipufit.distributed with the right numbers.",
+            "environment variables contradict each other: RANK and WORLD_SIZE say process 1 of 2, "
+            "and SLURM_PROCID and SLURM_NTASKS say process 3 of 4. Unset the wrong ones, or call "
+            "ipufit.distributed with the right numbers.",
         ),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"},
-            "2 processes must know where process 0 listens, but MASTER_PORT is not set. Set it to "
-            "a port that is free on its machine, the same for all processes, or pass "
-            'address="host:port" to ipufit.distributed.',
+            "2 processes need the port of process 0, but MASTER_PORT is not set. Set it to a port "
+            'that is free on its machine, the same for all processes, or pass address="host:port" '
+            "to ipufit.distributed.",
         ),
         (
             {**HAND, "MASTER_PORT": "70000"},
@@ -242,9 +242,9 @@ def test_distributed_counts_before_the_environment(environment):
         ),
         (
             {"process_id": 0, "num_processes": 2},
-            "2 processes must know where process 0 is, but ipufit.distributed got no address, and "
-            'MASTER_ADDR and MASTER_PORT are not set. Pass address="host:port" of process 0, '
-            "the same in all processes.",
+            "2 processes need the address of process 0, but ipufit.distributed got no address, and "
+            'MASTER_ADDR and MASTER_PORT are not set. Pass address="host:port" of process 0, the '
+            "same in all processes.",
         ),
     ],
 )
@@ -294,7 +294,7 @@ def test_a_process_0_that_is_not_there_is_named(environment):
         with pytest.raises(ProcessError) as caught:
             distributed(1, 2, address=where, timeout=1).connect()
     assert re.fullmatch(
-        f"process 0 must be reached at {where} within 1 s, but was not: .+[^.]\\. Check that it "
+        f"process 0 must be reachable at {where} within 1 s, but is not: .+[^.]\\. Check that it "
         "runs, and that MASTER_ADDR and MASTER_PORT, or the address of ipufit\\.distributed, name "
         "its machine in all processes\\.",
         str(caught.value),

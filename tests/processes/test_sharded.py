@@ -171,7 +171,7 @@ def test_one_process_has_nothing_to_share_out(capsys):
         model.explain()
         text = capsys.readouterr().out
         said = (
-            "shard='optimizer' changes nothing in one process, where all replicas have one state."
+            "shard='optimizer' changes nothing in one process, where all replicas share one state."
         )
         assert (said in text) is shards
     assert found[0].equal(found[1])

@@ -74,33 +74,33 @@ def test_a_run_without_faults_has_no_advice():
 CASES = {
     "data": (
         facts(data=2.0),
-        "20.0 % of the training waits for data.",
-        "Prepare executions ahead with loading=Loading(prefetch=1), or let workers read: "
+        "20.0 % of training is spent waiting for data.",
+        "Prepare executions in advance with loading=Loading(prefetch=1), or let workers read: "
         "DataLoader(num_workers=2, persistent_workers=True).",
     ),
     "metrics": (
         facts(metrics=2.0),
-        "20.0 % of the training goes to working out the loss and the metrics.",
+        "20.0 % of training is spent on computing loss and metrics.",
         "Compute fewer metrics while training",
     ),
     "callbacks": (
         facts(callbacks=2.0),
-        "20.0 % of the training goes to callbacks.",
-        "Look for a callback that does much after every execution",
+        "20.0 % of training is spent on callbacks.",
+        "Look for a callback that does much work after every execution",
     ),
     "checkpoint": (
         facts(checkpoint=2.0),
-        "20.0 % of the training goes to writing checkpoints.",
-        "Write fewer of them",
+        "20.0 % of training is spent on writing checkpoints.",
+        "Write fewer checkpoints",
     ),
     "capture": (
         facts(capture=3.0),
-        "30.0 % of the run went to recording and compiling the program.",
-        "It is done once for each shape of micro-batch",
+        "30.0 % of the run time was spent on recording and compiling the program.",
+        "This happens once for each shape of micro-batch",
     ),
     "validation": (
         facts(validation=6.0),
-        "60.0 % of the time goes to validation.",
+        "60.0 % of the time is spent on validation.",
         "Validate less often (Validation(freq=2))",
     ),
     "around": (
@@ -117,27 +117,27 @@ CASES = {
     "unused": (
         in_plan(unused=["a", "b", "c", "d", "e"]),
         "The module does not use a, b, c and 2 more: such parameters get no gradient.",
-        "Call the layer in forward, freeze it, or take it out.",
+        "Call the layer in forward, freeze it, or remove it.",
     ),
     "bubble": (
         in_plan(timeline={"utilisation": 0.5}),
-        "The IPUs of the pipeline work 50.0 % of the time, by estimate.",
+        "The IPUs of the pipeline are busy 50.0 % of the time, by estimate.",
         "gradient_accumulation=7 would reach 90.0 %.",
     ),
     "uneven": (
         in_plan(timeline={"utilisation": 0.5}, least_accumulation={"0.9": None}),
-        "The IPUs of the pipeline work 50.0 % of the time, by estimate.",
+        "The IPUs of the pipeline are busy 50.0 % of the time, by estimate.",
         "Stages of unequal time wait for the slowest one",
     ),
     "too large": (
         in_plan(stages=[STAGE, {"memory": 5 * 2**30}], memory=2**20, fits=False),
-        "Stage 1 is estimated to need 5,120.0 MiB of 1.0 MiB on its IPU.",
+        "Stage 1 needs 5,120.0 MiB of 1.0 MiB on its IPU, by estimate.",
         "Divide the model into more stages",
     ),
     "past its best": (
         with_values([3, 2, 1, 1.5, 1.6, 1.7]),
         "val_loss was best in epoch 3, 1, and 1.7 at the end.",
-        "Stop there, and keep what was best: EarlyStopping(monitor='val_loss', "
+        "Stop there, and keep the best weights: EarlyStopping(monitor='val_loss', "
         "restore_best_weights=True).",
     ),
 }
@@ -186,7 +186,7 @@ def test_skipped_updates_are_counted():
     assert text == (
         "5 of 100 updates were skipped, because their gradient was not finite at the loss scale."
     )
-    assert "choose a smaller loss_scale" in cure
+    assert "use a smaller loss_scale" in cure
 
 
 def test_a_real_run_says_what_its_pipeline_lacks(tmp_path):
@@ -207,6 +207,6 @@ def test_a_real_run_says_what_its_pipeline_lacks(tmp_path):
     (advice,) = [each for each in told if "pipeline" in each["text"]]
     plan = model.plan(gradient_accumulation=7)
     assert advice["text"].startswith(
-        f"The IPUs of the pipeline work {100 * plan.utilisation():.1f} % of the time"
+        f"The IPUs of the pipeline are busy {100 * plan.utilisation():.1f} % of the time"
     )
     assert f"gradient_accumulation={plan.least_accumulation(0.9)} " in advice["cure"]

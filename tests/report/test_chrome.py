@@ -102,7 +102,7 @@ def test_phases_stand_in_one_order_and_validation_behind_its_epoch():
     events, about = events_of(made(epochs=1, executions=1))
     names = [event["name"] for event in lane(events, "executions")]
     assert names == ["execution", "data", "compute", "metrics", "validation", "callbacks"]
-    assert about["phases"].startswith("Of an execution the seconds of each phase are measured")
+    assert about["phases"].startswith("For each execution the time of each phase is measured")
     validation = lane(events, "executions")[-2]
     assert validation["args"] == {"after the executions of epoch": 1}
     assert validation["ts"] / SECOND == 2.0 + sum(EACH.values())
@@ -187,7 +187,7 @@ def test_the_pipeline_is_scaled_to_the_measured_update():
         "schedule": "grouped",
         "utilisation": 0.5,
         "one second is": "one second: the estimate is scaled to the measured mean of an update",
-        "tasks that are left out": 0,
+        "tasks left out": 0,
     }
 
 
@@ -223,7 +223,9 @@ def test_operators_are_drawn_by_direction():
         **{"module": "</script>", "kind": "Linear", "calls": 2, "flops": 8, "bytes": 16}
     }
     assert len(lane(events, "backward", process)) == 1
-    assert about["operators"].startswith("Each event is all calls of one operator of one line")
+    assert about["operators"].startswith(
+        "Each event stands for all calls of one operator on one source line"
+    )
 
 
 @pytest.mark.long
@@ -242,13 +244,13 @@ def test_the_longest_table_stays_below_its_size(zero):
     drawn = [e["name"] for e in trace["traceEvents"] if e["ph"] == "X"]
     if zero:
         assert drawn.count("execution") == 20_000
-        assert about["counters"] == "Of 2 executions in a row, counters show the first."
+        assert about["counters"] == "Counters show the first of 2 consecutive executions."
     else:
         assert drawn.count("2 executions") == 10_000
         assert about["executions"] == "Two in a row are drawn as one."
     counts = [e["name"] for e in trace["traceEvents"] if e["ph"] == "C"]
     assert counts.count("loss") == MOST_COUNTS
-    assert about["pipeline"]["tasks that are left out"] == 30_000 - MOST_TASKS
+    assert about["pipeline"]["tasks left out"] == 30_000 - MOST_TASKS
 
 
 def test_a_fit_leaves_its_trace_beside_the_facts(tmp_path):

@@ -265,12 +265,16 @@ def test_what_has_no_recording_says_so(tmp_path, monkeypatch):
     """In place of the table."""
     found = profiled(tmp_path / "r", monkeypatch, **WAYS["eager"])
     assert found == {
-        "missing": "the module itself runs, without a recording whose operators could be timed"
+        "missing": (
+            "the module itself runs, so there is no recording whose operators could be timed"
+        )
     }
     divided = types.SimpleNamespace(placement=types.SimpleNamespace(weights=object()))
     program = types.SimpleNamespace(state=divided, _takes_turns=False)
     assert TrainingProgram.profile(program, None) == {
-        "missing": "weights lie in parts, and one process alone can't run a micro-batch"
+        "missing": (
+            "the weights are divided over processes, and one process alone can't run a micro-batch"
+        )
     }
 
 
@@ -283,8 +287,8 @@ def test_without_room_for_copies_there_is_a_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(OperatorProfiler, "_run", fails)
     found = profiled(tmp_path / "r", monkeypatch)
     assert found == {
-        "missing": "there was no memory for copies of the weights: [enforce fail] not enough "
-        "memory: you tried to allocate 99 bytes."
+        "missing": "there was not enough memory for copies of the weights: [enforce fail] not "
+        "enough memory: you tried to allocate 99 bytes."
     }
 
 

@@ -264,7 +264,7 @@ def test_plotly_is_compiled_in_one_go(end):
 @pytest.mark.long
 def test_a_curve_of_many_points_says_how_it_is_drawn(run):
     """And one of fewer does not; all points are in the page either way."""
-    said = "Drawn by the smallest and the largest of every stretch; zooming in shows all."
+    said = "Drawn with the smallest and the largest value of each interval; zoom in to see all."
     for executions, is_said in ((2000, False), (2001, True)):
         page = Page(render_page([long(run, executions)]))
         assert len(page.facts["charts"]["loss"]["data"][0]["y"]) == executions
@@ -309,7 +309,7 @@ def test_many_of_everything_stay_small(run):
     assert "The tree of layers: the first 2,000 of 2,500" in texts
     assert "6 more values of epochs are not drawn: m39, m40, m41, m42, m43, m44." in texts
     assert "6 more logged values are not drawn" in texts
-    assert "The first 1,600 are drawn; all numbers are of the whole update." in texts
+    assert "The first 1,600 are drawn; all numbers refer to the whole update." in texts
 
 
 @pytest.mark.parametrize("status", ["running", "failed"])
@@ -320,9 +320,9 @@ def test_what_is_missing_says_why(run, status):
     facts.update(status=status, error="ValueError: no" if status == "failed" else "", epochs=[])
     empty = Run(run.folder, facts, {name: [] for name in COLUMNS})
     why = (
-        "the run has not come so far"
+        "the run has not reached this point yet"
         if status == "running"
-        else "the run ended before it was known"
+        else "the run ended before this was known"
     )
     text = render_page([empty])
     assert text.count(f"Not shown: {why}.") == 7

@@ -96,9 +96,9 @@ def test_a_schedule_that_never_comes_to_its_turn_is_said(how, tmp_path):
     with pytest.warns(UserWarning, match="^profiler of Report") as warned:
         fit(ipufit.Report(tmp_path, profiler=looks_on))
     assert str(warned[0].message) == (
-        "profiler of Report has nothing to show, so that there is no torch_trace.json: at the end "
-        "of the run its schedule was waiting or warming up. Choose a schedule that ends before the "
-        "run does, or pass on_trace_ready."
+        "profiler of Report recorded nothing, so there is no torch_trace.json: at the end of the "
+        "run its schedule was waiting or warming up. Choose a schedule that ends before the run "
+        "does, or pass on_trace_ready."
     )
     assert not (tmp_path / TORCH_TRACE).exists()
     assert json.loads((tmp_path / FACTS).read_text())["status"] == "finished"
@@ -139,8 +139,8 @@ def test_a_run_that_is_stopped_in_an_epoch_ends_its_execution(tmp_path):
 
 
 STARTED = (
-    "profiler of Report must be new, but this one was started before: it runs, or has been given "
-    "to another fit. Make one for every fit, and let fit start and stop it."
+    "profiler of Report must be new, but this one was started before: it is running, or was passed "
+    "to another fit. Create one for every fit, and let fit start and stop it."
 )
 
 
@@ -166,8 +166,8 @@ def test_it_is_refused_while_another_one_runs(tmp_path):
     with cpu(), pytest.raises(ConfigurationError) as caught:
         fit(ipufit.Report(tmp_path / "1", profiler=cpu()))
     assert str(caught.value) == (
-        "profiler of Report can't look on while another profiler runs, and one does. Call fit "
-        "outside of its `with` block, or leave profiler out: the other one sees what fit does."
+        "profiler of Report can't run together with another profiler, but one is running. Call fit "
+        "outside of its `with` block, or leave profiler out: the other one records fit."
     )
 
 

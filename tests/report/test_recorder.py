@@ -327,8 +327,8 @@ def test_a_report_is_one_of_the_callbacks_of_fit(tmp_path):
     with pytest.raises(ConfigurationError) as caught:
         made().evaluate(X, Y, callbacks=[report], verbose=0)
     assert str(caught.value) == (
-        f"callbacks of evaluate must be without a Report, which writes down what fit does, got "
-        f"{report!r}. Leave it out."
+        f"callbacks of evaluate can't include a Report, which records only fit, got {report!r}. "
+        "Leave it out."
     )
     assert not (tmp_path / "run").exists()
     made().fit(X, Y, callbacks=report, verbose=0)
@@ -360,7 +360,7 @@ BAD = [
         __file__,
         f"folder of Report must be a folder, but {__file__!r} is a file. Pass another path.",
     ),
-    ("/proc/here", "folder of Report must be one that can be written, but '/proc/here' can't: "),
+    ("/proc/here", "folder of Report must be writable, but '/proc/here' is not: "),
 ]
 
 
@@ -416,7 +416,7 @@ def test_operators_need_not_be_timed(tmp_path):
 
 def test_a_folder_without_a_report_is_refused(tmp_path):
     """By whoever reads it."""
-    with pytest.raises(ConfigurationError, match="a report must be a folder that ipufit"):
+    with pytest.raises(ConfigurationError, match="a report must be a folder written by ipufit"):
         Run.read(os.fspath(tmp_path))
     (tmp_path / "run.json").write_text('{"format": "other"}')
     with pytest.raises(ConfigurationError, match=r"must have the format 'ipufit\.Report/1'"):

@@ -160,7 +160,7 @@ def test_json_and_a_page_do_not_go_together(option, tmp_path, capsys):
 def test_what_is_no_report_is_one_line(more, tmp_path, capsys):
     status, out, err = run(capsys, tmp_path / "none", *more)
     assert (status, out) == (2, "")
-    assert err.startswith("ipufit report: a report must be a folder that ipufit.Report has")
+    assert err.startswith("ipufit report: a report must be a folder written by ipufit.Report")
     assert err.count("\n") == 1
 
 

@@ -267,8 +267,8 @@ def test_a_port_in_use_is_an_error_that_says_what_to_do(tmp_path, making):
         with pytest.raises(ConfigurationError) as caught:
             Server(Watched(str(tmp_path)), port)
     assert str(caught.value) == (
-        f"--port {port} can't be had on 127.0.0.1: Address already in use. Pass another one, or "
-        "none for any that is free."
+        f"--port {port} is not available on 127.0.0.1: Address already in use. Pass another one, "
+        "or leave it out for a free one."
     )
 
 
@@ -287,7 +287,7 @@ def test_a_port_that_is_none_is_refused(port, tmp_path, capsys):
         main(["watch", str(tmp_path), "--port", str(port)])
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        f"ipufit watch: --port must be from 0, for any free one, to 65535, got {port}.\n"
+        f"ipufit watch: --port must be 0, for a free port, or at most 65535, got {port}.\n"
     )
 
 

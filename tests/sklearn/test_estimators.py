@@ -167,7 +167,7 @@ def test_a_loss_of_ones_own_needs_a_function_for_probabilities():
         outputs = found.module_(torch.from_numpy(X))
     assert (found.predict(X) == outputs.argmax(1).numpy()).all()
     with pytest.raises(
-        ipufit.errors.ConfigurationError, match=r"since the loss .*hinge.* does not"
+        ipufit.errors.ConfigurationError, match=r"because the loss .*hinge.* does not"
     ):
         found.predict_proba(X)
     found.set_params(predict_nonlinearity=lambda outputs: torch.softmax(2 * outputs, 1))
@@ -256,7 +256,7 @@ def test_partial_fit_goes_on():
 def test_what_partial_fit_can_not_go_on_with_is_refused():
     """Labels, columns and counters belong to the first call."""
     found = classifier()
-    with pytest.raises(ValueError, match="the first partial_fit must know all classes"):
+    with pytest.raises(ValueError, match="the first partial_fit needs all classes"):
         found.partial_fit(X, Y)
     found.partial_fit(X[Y < 2], Y[Y < 2], classes=[0, 1])
     with pytest.raises(ValueError, match=r"labels of classes_, \[0 1\], got 2"):
@@ -289,10 +289,10 @@ def test_a_copy_that_lacks_counters_does_not_go_on():
     found.partial_fit(X, Y)
     twin = copy.deepcopy(found)
     assert (twin.predict(X) == found.predict(X)).all()
-    with pytest.raises(ipufit.errors.ConfigurationError, match="trained under compile__ema"):
+    with pytest.raises(ipufit.errors.ConfigurationError, match="trained with compile__ema"):
         copy.deepcopy(found).partial_fit(X, Y)
     found.set_params(compile__ema=None, compile__precision="mixed_float16")
-    with pytest.raises(ipufit.errors.ConfigurationError, match="trained under compile__precision"):
+    with pytest.raises(ipufit.errors.ConfigurationError, match="trained with compile__precision"):
         copy.deepcopy(found).partial_fit(X, Y)
 
 
@@ -387,15 +387,17 @@ def test_what_can_not_work_is_refused_by_fit():
     assert refused(IpufitClassifier()).startswith("module must be a torch.nn.Module, a class of")
     assert "but dict returned dict" in refused(classifier(module=dict))
     assert refused(classifier(module__hiden=3)).startswith(
-        "the module is made by Net(n_features, n_outputs, hidden=8, dropout=0.0), which does not "
-        "take what it was given: got an unexpected keyword argument 'hiden'."
+        "Net(n_features, n_outputs, hidden=8, dropout=0.0) makes the module, but does not take its "
+        "arguments: got an unexpected keyword argument 'hiden'."
     )
     net = Net(4, 3)
     assert refused(classifier(module=net, module__hidden=3)).startswith(
-        "module__hidden needs a module that is still to be made, got an object of Net."
+        "module__hidden needs a class or a function that makes the module, got an object of Net."
     )
     adam = torch.optim.Adam(net.parameters())
-    assert refused(classifier(optimizer=adam)).startswith("optimizer must be still to be made")
+    assert refused(classifier(optimizer=adam)).startswith(
+        "optimizer must be a name, a class or a factory"
+    )
     assert "Did you mean 'adam'?" in refused(classifier(optimizer="adm", optimizer__lr=1.0))
     assert refused(classifier(optimizer__rate=1.0)).startswith(
         "optimizer__ parameters must be arguments of Adam, got rate ("
@@ -405,8 +407,8 @@ def test_what_can_not_work_is_refused_by_fit():
     )
     both = refused(classifier(compile__jt="graph", compile__loss="mse"))
     assert "unknown option of Model.compile 'jt'. Did you mean 'jit'?" in both
-    assert "compile__loss must not be given: the estimator decides on loss itself." in both
-    assert "fit__seed must not be given" in refused(classifier(fit__seed=3))
+    assert "compile__loss must not be set: the estimator sets loss itself." in both
+    assert "fit__seed must not be set" in refused(classifier(fit__seed=3))
     flat = classifier(module=Flat, loss=lambda p, t: p.mean()).fit(X, Y)
     with pytest.raises(ipufit.errors.ConfigurationError, match=r"here \(150, 3\), got \(150,\)"):
         flat.predict(X)
@@ -424,7 +426,7 @@ def test_an_sgd_with_settings_is_the_sgd_without():
 
 def test_one_class_and_three_for_two_are_refused():
     """A module with the wrong number of outputs would train on nonsense."""
-    with pytest.raises(ValueError, match="y must have two classes at least, got one class: 0"):
+    with pytest.raises(ValueError, match="y must have at least two classes, got one class: 0"):
         classifier().fit(X[:50], Y[:50])
     with pytest.raises(ValueError, match="loss 'bce_with_logits' is for two classes, got 3"):
         classifier(loss="bce_with_logits").fit(X, Y)

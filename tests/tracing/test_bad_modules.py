@@ -31,7 +31,7 @@ BEFORE = "but the program is recorded once, before there are values"
 EAGERLY = "To run this module as it is, without capture, use compile(..., run_eagerly=True)."
 BRANCH = (
     f"Python branched on a tensor's value, {BEFORE}",
-    "Write torch.where(condition, a, b), or multiply by a mask, so that both cases are in the "
+    "Write torch.where(condition, a, b), or multiply by a mask, so that both branches are in the "
     "program.",
 )
 NUMBER = (
@@ -52,15 +52,15 @@ SHAPE = (
 )
 NUMPY = (
     f"a tensor was converted to NumPy, {BEFORE}",
-    "Use the torch operator of the same meaning.",
+    "Use the corresponding torch operator.",
 )
 ONE_HOT = (
     f"one_hot read the values of its classes, {BEFORE}",
     "Call it as torch.nn.functional.one_hot(x, num_classes), with the number of classes.",
 )
 TEXT = (
-    f"a tensor's value was written into a text, {BEFORE}",
-    "Return the tensor as an output, and format it outside of the module.",
+    f"a tensor's value was formatted as a string, {BEFORE}",
+    "Return the tensor as an output, and format it outside the module.",
 )
 
 
@@ -471,15 +471,15 @@ def test_a_buffer_changed_in_place_is_kept():
 
 SETS = {
     "embedded": (
-        "forward sets Keeps.last, but it runs once, to be recorded, and the attribute keeps the "
-        "value that it has now. To carry a value from one micro-batch to the next, register a "
+        "forward sets Keeps.last, but it runs only once, to be recorded, and the attribute "
+        "keeps its present value. To carry a value from one micro-batch to the next, register a "
         "buffer and change it in place; to run forward every time, use compile(..., "
         "run_eagerly=True)."
     ),
     "ipu-standin": (
-        "forward sets Keeps.last, but it runs once, to be traced, and the attribute keeps the "
-        "value that it had. To carry a value from one micro-batch to the next, register a buffer "
-        "of floating point and change it in place."
+        "forward sets Keeps.last, but it runs only once, to be traced, and the attribute keeps "
+        "its present value. To carry a value from one micro-batch to the next, register a "
+        "buffer of floating point and change it in place."
     ),
 }
 
@@ -673,7 +673,7 @@ def test_a_tensor_that_a_library_keeps_is_refused_by_a_later_recording(monkeypat
     monkeypatch.setattr(library, "mask_of_a_test", Memo(), raising=False)
     model = compiled(KeepsMask(lambda net, size: nn.functional.mask_of_a_test(size)), **strict())
     fit(model)
-    with pytest.raises(CaptureError, match="kept from an earlier recording") as caught:
+    with pytest.raises(CaptureError, match="stored during an earlier recording") as caught:
         model.predict(loader(), verbose=0)
     assert caught.value.file == __file__
     library.mask_of_a_test.masks.clear()
@@ -725,10 +725,10 @@ def test_an_object_around_tensors_is_an_output_for_the_loss_alone():
     with pytest.raises(CaptureError) as caught:
         model.predict(batches(4), verbose=0)
     assert str(caught.value).startswith(
-        "the module's outputs must be tensors in tuples, lists, dicts or dataclasses, but output "
-        "is a Normal that holds tensors, which a program can't hand back. Return its tensors "
-        "themselves, or leave it out; models of the transformers library return no cache with "
-        "config.use_cache = False."
+        "the module's outputs must be tensors in tuples, lists, dicts or dataclasses, but "
+        "output is a Normal that holds tensors, which a program can't return. Return its "
+        "tensors themselves, or leave it out; in models of the transformers library, "
+        "config.use_cache = False turns the cache off."
     )
 
 
@@ -763,9 +763,9 @@ def test_a_packed_sequence_is_refused_and_the_padded_batch_gives_the_same():
         f"is recorded once, before there are values, at {__file__}:"
     )
     assert text.endswith(
-        ". Run the layer on the padded batch, and take what belongs to each length from its "
-        "output: output[torch.arange(len(lengths)), lengths - 1] is the last step of each "
-        f"sequence. {EAGERLY}"
+        ". Run the layer on the padded batch, and select by length from its output: "
+        "output[torch.arange(len(lengths)), lengths - 1] is the last step of each sequence. "
+        f"{EAGERLY}"
     )
     assert_clean(model)
     padded = compiled(Packed(pack=False))
@@ -835,7 +835,7 @@ def anomaly():
 def test_anomaly_detection_is_refused_by_its_name(anomaly):
     """Nothing in the user's module asks for a value."""
     text = (
-        "torch.autograd.set_detect_anomaly(True) looks for nan in the values of gradients, but the "
+        "torch.autograd.set_detect_anomaly(True) looks for NaN in the values of gradients, but the "
         "program is recorded once, before there are values. Switch it off, "
         "torch.autograd.set_detect_anomaly(False), and use compile(..., detect_nan=True), which "
         f"names operator, line and samples. {EAGERLY}"

@@ -187,8 +187,8 @@ def test_the_whole_text():
         f"aten.log.default of module 'log' (Log), at {__file__}:{line_of('return torch.log(x)')}: "
         "`return torch.log(x)`, in replica 0, micro-batch 1 of 2. Its operands were (4 x 8): 0 to "
         f"{error.found.operands[0].maximum:.6g}. It is in sample 1 of the micro-batch. A logarithm "
-        "needs numbers above zero: keep it away from others, such as by x.clamp(min=1e-6).log(). "
-        "In the order of epoch 1: 13; row of the data: 13."
+        "needs positive numbers: clamp its input, for example x.clamp(min=1e-6).log(). In the "
+        "order of epoch 1: 13; row of the data: 13."
     )
 
 
@@ -206,7 +206,7 @@ def test_data_that_is_not_finite_is_said_to_be_it(net, value):
     name = "nan" if math.isnan(value) else "inf"
     assert str(error).endswith(
         f"The data was not finite: {name} in replica 0, micro-batch 1 of 2, samples 1, 3 of the "
-        "micro-batch. Leave such samples out, or fill what is missing. In the order of epoch 1: "
+        "micro-batch. Leave such samples out, or fill the missing values. In the order of epoch 1: "
         "13, 15; rows of the data: 13, 15."
     )
 
@@ -474,9 +474,9 @@ def test_without_it_a_lost_gradient_shows_in_the_next_loss():
     error = error_of(model, *data())
     assert (error.found, error.update) == (None, 2)
     assert str(error).endswith(
-        "Weights were not finite before it: the gradient of an earlier update was not, though its "
-        "loss was. Look for a square root or a power at zero; with compile(detect_nan=True) the "
-        "update, the layer and the samples are named."
+        "The weights were not finite before this update: an earlier update had a finite loss, but "
+        "not a finite gradient. Look for a square root or a power at zero; with "
+        "compile(detect_nan=True) the update, the layer and the samples are named."
     )
     error = error_of(built(Backward, detect_nan=True), *data())
     assert (error.found.cause, error.update, error.rows) == ("backward", 1, (13,))
@@ -495,7 +495,7 @@ def test_a_lost_loss_is_explained_without_it(way, bad):
     found = error.found
     if bad == "rate":
         assert (found.cause, error.operator.partition(".")[0]) == ("forward", "aten")
-        assert "Numbers have grown too large: try a smaller learning rate" in str(error)
+        assert "The numbers became too large: try a smaller learning rate" in str(error)
         return
     assert (error.update, found.micro_batch, error.samples, error.rows) == (1, 1, (1,), (13,))
     assert found.cause == ("forward" if bad == "operator" else "data")
@@ -600,11 +600,11 @@ class Softmax(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "cure", "cured", "options"),
     [
-        (Log(), "by x.clamp(min=1e-6).log()", lambda x: x.clamp(min=1e-6).log(), {}),
-        (Divides(), "by x / (y + 1e-6)", lambda x: 1 / (x + 1e-6), {}),
-        (Rooted(), "by x.clamp(min=0).sqrt()", lambda x: x.clamp(min=0).sqrt(), {}),
-        (Norm(), "by (x + 1e-12).sqrt()", lambda x: (x.square() + 1e-12).sqrt(), {}),
-        (Softmax(), "leave an entry of it", lambda x: x.softmax(1), {}),
+        (Log(), "example x.clamp(min=1e-6).log()", lambda x: x.clamp(min=1e-6).log(), {}),
+        (Divides(), "with x / (y + 1e-6)", lambda x: 1 / (x + 1e-6), {}),
+        (Rooted(), "example x.clamp(min=0).sqrt()", lambda x: x.clamp(min=0).sqrt(), {}),
+        (Norm(), "example (x + 1e-12).sqrt()", lambda x: (x.square() + 1e-12).sqrt(), {}),
+        (Softmax(), "keep at least one entry of each row", lambda x: x.softmax(1), {}),
     ],
     ids=["log", "division", "root", "norm", "softmax"],
 )
@@ -668,7 +668,7 @@ def test_captured_executions_are_left_out_with_a_sentence():
     engine = as_device(True)
     model = built(nets.MLP, engine=engine)
     fit(model, *nets.data(24))
-    said = "Runs no CUDA graphs: detect_nan looks at every update while it is made."
+    said = "Runs no CUDA graphs: detect_nan inspects every update while it runs."
     assert said in model._session.explain()
     assert engine.tape.captures == 0
 
@@ -678,8 +678,8 @@ def test_compiled_updates_are_refused():
     with pytest.raises(ConfigurationError) as caught:
         built(nets.MLP, jit="inductor")
     assert str(caught.value) == (
-        "detect_nan=True looks at every update while it is made, but jit='inductor' compiles "
-        "whole updates, got both. Leave one of them out."
+        "detect_nan=True inspects every update while it runs, but jit='inductor' compiles whole "
+        "updates, got both. Leave one of them out."
     )
 
 
@@ -693,8 +693,8 @@ def test_several_processes_are_refused(monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         built(nets.MLP)
     assert str(caught.value) == (
-        "detect_nan=True works in one process, but this is process 1 of 4. Leave it out, or train "
-        "in one process with ipus= as large."
+        "detect_nan=True works in one process, but this is process 1 of 4. Leave it out, or "
+        "train in one process with the same ipus=."
     )
 
 
@@ -714,18 +714,18 @@ def test_an_ipu_refuses_it():
     [
         (
             NonFiniteValue("unknown"),
-            "The update was run again operator by operator, with finite values everywhere: "
-            "model.compare shows where the recorded program computes something else.",
+            "Running the update again operator by operator gave finite values everywhere: "
+            "model.compare shows where the recorded program differs from the module.",
         ),
         (
             NonFiniteValue("weights", parameter="a"),
-            "It was there before: 'a' is not finite, seen in replica 0, micro-batch 0 of 1.",
+            "The cause is older: 'a' was not finite before, in replica 0, micro-batch 0 of 1.",
         ),
         (
             NonFiniteValue("data", samples=tuple(range(10))),
             "The data was not finite: nan in replica 0, micro-batch 0 of 1, samples 0, 1, 2, 3, 4, "
-            "5, 6, 7 and 2 more of the micro-batch. Leave such samples out, or fill what is "
-            "missing.",
+            "5, 6, 7 and 2 more of the micro-batch. Leave such samples out, or fill the missing "
+            "values.",
         ),
         (
             NonFiniteValue(
@@ -735,8 +735,8 @@ def test_an_ipu_refuses_it():
                 operands=(Operand((), None, None, 0, 1), Operand((2, 3), -1.0, 2.0, 4)),
             ),
             "The forward pass made the first nan: aten.mul.Tensor of the loss in replica 0, "
-            "micro-batch 0 of 1. Its operands were (one number): nothing finite, 1 infinite; "
-            "(2 x 3): -1 to 2, 4 NaN. Numbers have grown too large: try a smaller learning rate, "
+            "micro-batch 0 of 1. Its operands were (one number): nothing finite, 1 infinite; (2 x "
+            "3): -1 to 2, 4 NaN. The numbers became too large: try a smaller learning rate, "
             "compile(..., clip=ipufit.Clip(global_norm=1.0)), or inputs of about unit size.",
         ),
     ],

@@ -235,10 +235,9 @@ def fit_and_listen(module, loss, change, epochs=1, **options):
 
 
 REST = (
-    " within an epoch, but is a constant of the program: forward and loss go on with the value "
-    "that it had as the epoch began, and see another one from the next epoch on. To change it "
-    "within an epoch, make it a buffer of the module, or of a module that is the loss, and change "
-    "it in place; or use compile(..., run_eagerly=True)."
+    " within an epoch, but it is a constant of the program: until the end of the epoch, forward "
+    "and loss use its old value. To change it within an epoch, make it a buffer of the module or "
+    "of the loss module, and change it in place; or use compile(..., run_eagerly=True)."
 )
 
 

@@ -132,8 +132,8 @@ def test_fit_refuses_numbers_that_would_never_change(case, engine):
             model.fit(X, Y, batch_size=4, verbose=0)
         text = str(caught.value)
         assert text.startswith(
-            f"a random number is drawn from {source}, but Python runs once, to be recorded: every "
-            f"micro-batch would get the same number, at {__file__}:{caught.value.line} in "
+            f"a random number is drawn from {source}, but Python runs only once, to be recorded: "
+            f"every micro-batch would get the same number, at {__file__}:{caught.value.line} in "
         )
         assert line in text
         eagerly = (
@@ -195,8 +195,8 @@ def test_a_run_without_a_recording_draws_anew(make):
 
 
 HARMLESS = (
-    "but Python runs once, to be recorded. The program is the same with other numbers, so it "
-    "changes nothing now; where it is to count, draw with torch.rand or the like."
+    "but Python runs only once, to be recorded. The program does not depend on the number, so this "
+    "has no effect now; if it should, draw with torch.rand."
 )
 
 

@@ -516,5 +516,5 @@ def test_shapes_that_do_not_fit_are_named_before_anything_runs():
     model.fit(x, y, batch_size=2, verbose=0)
     model = ipufit.Model(Direct(1, 2, HIDDEN + 1))
     model.compile("sgd", "mse")
-    with pytest.raises(DataError, match="gru in Direct needs shapes that go together"):
+    with pytest.raises(DataError, match="gru in Direct needs shapes that fit together"):
         model.fit(x, y, batch_size=2, verbose=0)

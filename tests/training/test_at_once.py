@@ -92,8 +92,8 @@ def test_a_copy_of_the_process_does_not_go_on(prefetch, tmp_path):
         os._exit(4)
     assert os.WEXITSTATUS(os.waitpid(callback.process, 0)[1]) == 3
     assert told.read_text() == (
-        f"ConfigurationError: a run goes on in the process that it was begun in "
-        f"({callback.parent}), but this is a copy of it, made by fork ({callback.process}). End "
-        "the copy with os._exit, or start another process by spawn."
+        f"ConfigurationError: a run continues in the process that started it ({callback.parent}), "
+        f"but this is a forked copy ({callback.process}). End the copy with os._exit, or start "
+        "other processes with spawn."
     )
     assert_same(model, state(case.run()))

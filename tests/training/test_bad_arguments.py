@@ -214,12 +214,12 @@ def test_explain_needs_a_loader_or_a_fit():
     [
         (
             lambda model: fit(model),
-            "fit was called inside fit, from a callback or the data. Start the second one when the "
-            "first has returned.",
+            "fit was called inside fit, from a callback or the data. Start the second call after "
+            "the first has returned.",
         ),
         (
             lambda model: model.compile("sgd", "mse"),
-            "compile was called inside fit, from a callback or the data. Call it when fit has "
+            "compile was called inside fit, from a callback or the data. Call it after fit has "
             "returned.",
         ),
     ],
@@ -336,7 +336,7 @@ def test_all_faults_of_fit_are_reported_together():
 def test_arguments_for_a_validation_that_is_not_there_are_refused(arguments, names):
     """An argument that does nothing would be taken for one that does."""
     text = (
-        f"{names} set how validation_data is evaluated, but there is none. Pass "
+        f"{names} set how validation_data is evaluated, but there is no validation_data. Pass "
         "Validation(data, ...) or validation_split, or leave them out."
     )
     model = compiled()
@@ -374,8 +374,8 @@ def test_without_an_optimizer_a_model_can_evaluate_and_predict_only():
     with pytest.raises(ConfigurationError) as caught:
         fit(model)
     assert str(caught.value) == (
-        "fit needs an optimizer, but compile was given none, for a model that only evaluates "
-        "and predicts. Call compile with one, such as optimizer='adam'."
+        "fit needs an optimizer, but compile got none, which only evaluates and predicts. Call "
+        "compile with one, such as optimizer='adam'."
     )
 
 
@@ -396,8 +396,8 @@ def test_a_model_that_was_not_compiled_evaluates_with_a_loss_of_its_own():
     model.compile(loss="mse")
     assert model.evaluate(x, y, verbose=0) == {"loss": values["loss"]}
     text = (
-        "evaluate takes loss and metrics of a model that was not compiled, but compile has said "
-        "them for this one. Leave them out, or call model.compile(loss=...) again."
+        "evaluate takes loss and metrics only for a model that was not compiled, but this one was "
+        "compiled with a loss. Leave them out, or call model.compile(loss=...) again."
     )
     for option in ({"loss": "mse"}, {"metrics": ["mae"]}):
         with pytest.raises(ConfigurationError) as caught:
@@ -417,8 +417,8 @@ def test_arguments_of_compile_by_position_have_the_order_of_keras():
         with pytest.raises(ConfigurationError) as caught:
             model.compile("sgd", "mse", metrics)
         assert str(caught.value) == (
-            f"loss_weights must be numbers, got {metrics!r}. By position metrics come after "
-            "loss_weights, as in Keras 3. Write metrics=[...]."
+            f"loss_weights must be numbers, got {metrics!r}. As positional arguments, metrics come "
+            "after loss_weights, as in Keras 3. Write metrics=[...]."
         )
 
 
@@ -430,7 +430,9 @@ def test_arguments_of_compile_by_position_have_the_order_of_keras():
 def test_a_model_that_is_pickled_or_copied_says_what_to_do_instead(copied, tmp_path, monkeypatch):
     """What it advises works."""
     model = compiled()
-    with refused(model, ConfigurationError, "a Model holds recorded programs", part=True) as caught:
+    with refused(
+        model, ConfigurationError, "a Model contains recorded programs", part=True
+    ) as caught:
         copied(model)
     monkeypatch.chdir(tmp_path)
     for call in re.findall(
@@ -474,8 +476,9 @@ def test_the_repr_of_a_model_says_what_it_is():
         *(
             (
                 {"epochs": value},
-                "epochs must be a number of epochs or a range of their indices, at least one, from "
-                f"0 or later on and without gaps, got {value!r}. Pass for example range(3, 10).",
+                "epochs must be a number of epochs or a range of their indices, with at least one "
+                f"epoch, no negative index and no gaps, got {value!r}. Pass for example range(3, "
+                "10).",
             )
             for value in (range(-1, 1), range(3, 3), range(4, 3), range(0, 4, 2), range(4, 0, -1))
         ),
@@ -486,7 +489,7 @@ def test_the_repr_of_a_model_says_what_it_is():
         *(({"verbose": v}, f"{VERBOSE}{v!r}.") for v in (3, -1, 1.0, "yes", None, [1])),
         (
             {"callbacks": [Callback]},
-            f"{CALLBACKS}the class Callback. Pass an object of it: Callback(...).",
+            f"{CALLBACKS}the class Callback. Pass an object: Callback(...).",
         ),
         (
             {"callbacks": [3]},
@@ -566,8 +569,8 @@ def test_a_wrong_argument_of_evaluate_and_predict_is_named(method, arguments, te
         ),
         (
             lambda: {"reduction": ipufit.Reduction("tokens", gradients="sum")},
-            "Reduction.normalize='tokens' divides the gradient of an update by all that counts in "
-            "it, but gradients='sum' adds up means. Use gradients='mean'.",
+            "Reduction.normalize='tokens' divides the gradient of an update by a count over the "
+            "whole update, but gradients='sum' adds up means. Use gradients='mean'.",
         ),
         (
             lambda: {"memory": ipufit.Memory(shard="all", offload_optimizer="cpu")},
@@ -576,12 +579,12 @@ def test_a_wrong_argument_of_evaluate_and_predict_is_named(method, arguments, te
         ),
         (
             lambda: {"parallel": ipufit.Parallel(inference=ipufit.Parallel(ipus_per_replica=2))},
-            "Parallel.inference has stages, layers_per_ipu and strategy alone, and all else as in "
-            "training, but sets ipus_per_replica. Leave it out there.",
+            "Parallel.inference takes only stages, layers_per_ipu and strategy; the rest is the "
+            "same as in training, but it sets ipus_per_replica. Leave it out there.",
         ),
         (
             lambda: {"jit": "off"},
-            "jit says how a recorded program runs, got 'off'. Write run_eagerly=True to run the "
+            "jit says how a recorded program runs, got 'off'. Pass run_eagerly=True to run the "
             "module itself.",
         ),
         (

@@ -21,8 +21,8 @@ from tests.faulty import (
 )
 
 REAL = (
-    "Give real and imaginary parts with torch.view_as_real, or pass a callable "
-    "loss(prediction, target) that returns a real number."
+    "Pass real and imaginary parts with torch.view_as_real, or pass a callable loss(prediction, "
+    "target) that returns a real number."
 )
 
 
@@ -96,7 +96,7 @@ def test_an_unknown_monitor_lists_what_is_there_before_any_work(make, tmp_path, 
         model,
         ConfigurationError,
         f"{name} needs the value 'val_lss' at the end of an epoch, but there is only loss, "
-        "val_loss. Ask for one of these, or add it to metrics.",
+        "val_loss. Use one of these, or add it to metrics.",
     ):
         fit(model, validation_data=batches(1), callbacks=[callback, told])
     assert "on_epoch_begin" not in told.hooks

@@ -78,7 +78,7 @@ def test_validation_data_that_the_module_cannot_take_is_found_before_training(ma
         fit(model, validation_data=data, callbacks=[told])
     assert str(caught.value).endswith(
         ". It got (4, 5) torch.float32 and (4, 3) torch.float32, in training (4, 4) torch.float32 "
-        "and (4, 3) torch.float32. Bring both into one form in the dataset or collate_fn."
+        "and (4, 3) torch.float32. Use the same form for both in the dataset or collate_fn."
     )
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert told.hooks == []
@@ -153,7 +153,7 @@ def test_a_metric_that_cannot_take_the_outputs_is_found_before_any_work(method):
     told = Told()
     text = (
         "metric 'accuracy' needs class indices, or one value per sample, got prediction and target "
-        "of one shape (4, 3). Of one-hot targets, use 'categorical_accuracy'; of several labels, "
+        "of one shape (4, 3). For one-hot targets, use 'categorical_accuracy'; for several labels, "
         "'binary_accuracy'."
     )
     with refused(model, MetricError, text):
@@ -177,8 +177,8 @@ def test_a_metric_that_fails_by_itself_names_what_it_got():
     text = (
         "metric 'broken' must take the module's outputs and the targets, got prediction of shape "
         "(4, 3), dtype float32 and target of shape (4, 3), dtype float32, and failed with "
-        "ZeroDivisionError: division by zero. Pass a metric made for these, or a callable "
-        "metric(prediction, target) that brings them into form."
+        "ZeroDivisionError: division by zero. Pass a metric for these, or a callable "
+        "metric(prediction, target) that converts them."
     )
     with refused(model, MetricError, text) as caught:
         fit(model, callbacks=[told])
@@ -192,7 +192,7 @@ def test_a_named_loss_refuses_shapes_that_torch_would_broadcast():
     model = compiled()
     text = (
         "loss 'mse' needs prediction and target of one shape, got prediction (8, 3) and target "
-        "(8,). Make both shapes equal. Of class indices, use loss='cross_entropy'."
+        "(8,). Make both shapes equal. For class indices, use loss='cross_entropy'."
     )
     with refused(model, LossError, text):
         fit(model, [(X, Y[:, 0])])

@@ -162,7 +162,7 @@ FAULTS = {
         "0",
         "at least 7 values along each dimension of its kernel",
         "shape (8, 1, 6, 6), dtype float32",
-        "Take a smaller kernel_size, more padding, or larger inputs.",
+        "Use a smaller kernel_size, more padding, or larger inputs.",
         lambda: (classify(1, kernel_size=7, padding=3), IMAGES),
     ),
     "batch norm": (
@@ -189,7 +189,7 @@ FAULTS = {
         "1",
         "more than one value per feature while it trains",
         "shape (1, 6), dtype float32",
-        "Choose a batch_size of at least 2 that leaves no single sample at the end, or "
+        "Choose a batch_size of at least 2 that does not leave a single sample at the end, or "
         "drop_last=True in the loader.",
         lambda: (inner(nn.BatchNorm1d(6)), X[:2]),
     ),
@@ -235,7 +235,7 @@ FAULTS = {
         "0",
         "indices from 0 to 4",
         "5 at (2, 1) of its input",
-        "Build it with num_embeddings=6, or map what is rare to one index.",
+        "Build it with num_embeddings=6, or map rare values to one index.",
         lambda: (words(6), IDS),
     ),
     "negative index": (
@@ -244,7 +244,7 @@ FAULTS = {
         "0",
         "indices from 0 to 5",
         "-1 at (0, 0) of its input",
-        "Give what stands for nothing an index of its own, such as padding_idx=0.",
+        "Give padding its own index, such as padding_idx=0.",
         lambda: (words(6), IDS),
     ),
     "fractions": (
@@ -271,7 +271,7 @@ FAULTS = {
         "head",
         "one tensor",
         "tuple of 2, the last a tensor of shape (1, 8, 6), dtype float32",
-        "Take the one that it needs; recurrent and attention layers return (output, state).",
+        "Pass only the one that it needs; recurrent and attention layers return (output, state).",
         lambda: (sequences(4), STEPS),
     ),
     "arguments": (
@@ -280,7 +280,7 @@ FAULTS = {
         "head",
         "the arguments (input)",
         "2 of them",
-        "Call it with these; what several layers need goes through several calls.",
+        "Call it with these arguments; arguments for several layers need several calls.",
         lambda: (nn.Linear(4, 3), X),
     ),
 }
@@ -354,7 +354,8 @@ MIXED = {
         X,
         "an input of float64, like its weights",
         "shape (8, 6), dtype float32",
-        "Build all layers in one dtype, such as module.float(), or convert before the layer.",
+        "Use one dtype for all layers, for example with module.float(), or convert before the "
+        "layer.",
         lambda: inner(nn.Linear(6, 6).double()).float(),
     ),
     "norm": (
@@ -362,7 +363,8 @@ MIXED = {
         X,
         "an input of float64, like its weights",
         "shape (8, 6), dtype float32",
-        "Build all layers in one dtype, such as module.float(), or convert before the layer.",
+        "Use one dtype for all layers, for example with module.float(), or convert before the "
+        "layer.",
         lambda: inner(nn.BatchNorm1d(6).double()).float(),
     ),
 }
@@ -408,8 +410,8 @@ def close(prediction, target):
     return (prediction - target[:, :2]).square().mean()
 
 
-SHAPES = "shapes that go together"
-MEND = "Mend the shapes on that line; with compile(run_eagerly=True) a debugger can stop there."
+SHAPES = "shapes that fit together"
+MEND = "Fix the shapes on that line; with compile(run_eagerly=True) a debugger can stop there."
 OPERATORS = {
     "view": (reshaped, "mse", "view in Line", SHAPES, "shape (8, 4), dtype float32", MEND),
     "product": (
@@ -434,8 +436,8 @@ OPERATORS = {
         "mul in Line",
         "tensors on one device",
         "shape (8, 4), dtype float32 and shape (4,), dtype float32",
-        "Make constants where the input is, device=x.device, or register them with "
-        "register_buffer, so that they move with the module.",
+        "Create constants with device=x.device, or register them with register_buffer, so that "
+        "they move with the module.",
     ),
     "loss": (
         lambda net, x: net.head(x),
@@ -474,15 +476,15 @@ TARGETS = {
     "one-hot": (
         nn.CrossEntropyLoss(),
         functional.one_hot(LABELS, 3),
-        f"loss 'cross_entropy' {INDICES} shape (8, 3), dtype int64. Of a one-hot target, give "
+        f"loss 'cross_entropy' {INDICES} shape (8, 3), dtype int64. For a one-hot target, pass "
         "target.argmax(1).",
         LABELS,
     ),
     "fractions": (
         lambda prediction, target: functional.cross_entropy(prediction, target),
         LABELS.float(),
-        f"loss 'cross_entropy' {INDICES} shape (8,), dtype float32. Make it int64: .long() of a "
-        "tensor, .astype('int64') of an array; NaN is no class, so leave such samples out first.",
+        f"loss 'cross_entropy' {INDICES} shape (8,), dtype float32. Convert it to int64, with "
+        ".long() or .astype('int64'); NaN is not a class, so leave those samples out first.",
         LABELS,
     ),
 }
@@ -536,13 +538,17 @@ NEEDS = "needs labels from 0 to 2 for a prediction of 3 classes, got"
 @pytest.mark.parametrize(
     ("labels", "came", "cure"),
     [
-        (outside(7), "7 in sample 5", "Let the module return 8 classes, or number them from 0."),
+        (
+            outside(7),
+            "7 in sample 5",
+            "Let the module return 8 classes, or number labels from 0.",
+        ),
         (
             outside(-1),
             "-1 in sample 5",
-            "What is to be left out has the label -100; classes count from 0.",
+            "Classes count from 0; samples to ignore have the label -100.",
         ),
-        (LABELS + 1, "3 in sample 2", "They seem to count from 1: subtract 1."),
+        (LABELS + 1, "3 in sample 2", "They seem to start at 1: subtract 1."),
     ],
     ids=["large", "negative", "from 1"],
 )
@@ -573,7 +579,7 @@ def test_a_label_in_a_loss_of_ones_own_is_named(make):
     model = make()
     text = (
         f"training data, batch 0: loss 'cross_entropy' {NEEDS} 7 in sample 5. Let the module "
-        "return 8 classes, or number them from 0."
+        "return 8 classes, or number labels from 0."
     )
     with refused(model, DataError, text):
         fit(model, [(X, outside(7))])
@@ -607,14 +613,14 @@ def test_a_label_of_one_of_several_losses_is_named():
     model = compiled(Heads(), {"kind": "cross_entropy", "size": "mse"})
     text = (
         f"training data, batch 0: loss 'cross_entropy' {NEEDS} 7 in sample 5. Let the module "
-        "return 8 classes, or number them from 0."
+        "return 8 classes, or number labels from 0."
     )
     with refused(model, DataError, text):
         fit(model, [(X, {"kind": outside(7), "size": Y[:, :1]})])
 
 
 PROBABILITIES = "Use loss='bce_with_logits', or end the module with nn.Sigmoid()."
-TWO_CLASSES = "Give two classes 0 and 1; for more, an output for each and loss='cross_entropy'."
+TWO_CLASSES = "Classes are 0 and 1; for more, use an output for each and loss='cross_entropy'."
 
 
 @pytest.mark.embedded_only("an IPU computes such a loss without a word")
@@ -697,7 +703,7 @@ def test_a_later_batch_is_named_by_its_number(run_eagerly, di):
         fit(model, pairs, device_iterations=di, epochs=2)
     assert str(caught.value).startswith(
         "training data, batch 6: layer '0', Embedding(6, 6), needs indices from 0 to 5, got 6 at "
-        "(2, 1) of its input. Build it with num_embeddings=7, or map what is rare to one index. "
+        "(2, 1) of its input. Build it with num_embeddings=7, or map rare values to one index. "
         "torch says: IndexError: "
     )
     assert fit(model, pairs[:6]).epoch == [0]

@@ -507,8 +507,8 @@ def test_a_parameter_unfrozen_after_compile_is_reported():
     with pytest.warns(UserWarning, match="became trainable after compile") as caught:
         model.fit(loader(), verbose=0)
     assert str(caught[0].message) == (
-        "layers.0.weight became trainable after compile made the optimizer, so fit leaves it as it "
-        "is. Call compile again to train it."
+        "layers.0.weight became trainable after compile made the optimizer, so fit does not train "
+        "it. Call compile again to train it."
     )
     assert caught[0].filename == __file__
 
@@ -655,8 +655,8 @@ def test_a_hook_for_after_accumulation_is_refused():
     with pytest.raises(ipufit.errors.CaptureError) as caught:
         model.fit(loader(), verbose=0)
     assert str(caught.value) == (
-        "'layers.0.weight' has a hook for after its .grad is filled, but in one program .grad is "
-        "never filled. Use parameter.register_hook."
+        "'layers.0.weight' has a hook that runs after .grad is filled, but a program never fills "
+        ".grad. Use parameter.register_hook."
     )
 
 
@@ -711,7 +711,7 @@ def test_a_lazy_part_that_no_forward_reaches_is_refused():
     with pytest.raises(ipufit.errors.ConfigurationError) as caught:
         model.fit(loader(), verbose=0)
     assert str(caught.value) == (
-        "every parameter must have a shape, but 'weight' of LazyLinear gets its own at the first "
+        "every parameter must have a shape, but 'weight' of LazyLinear gets its shape in the first "
         "forward. Call the module once on an example before ipufit.Model(module)."
     )
 
@@ -721,7 +721,7 @@ def test_a_lazy_part_that_no_forward_reaches_is_refused():
     [
         (
             lambda: nn.Linear(2, 2, device="meta"),
-            "every parameter must have data, but 'weight' of Linear is on the device meta. Use "
+            "every parameter must have data, but 'weight' of Linear is on the device 'meta'. Use "
             "module.to_empty(device=...) and load weights first.",
         ),
     ],

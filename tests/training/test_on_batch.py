@@ -181,12 +181,12 @@ def test_a_loss_that_is_no_number_leaves_the_state_before_its_update():
 
 
 REFUSED = {
-    "train_on_batch was called inside fit, from a callback or the data. Call it when fit has "
+    "train_on_batch was called inside fit, from a callback or the data. Call it after fit has "
     "returned.": "inside",
-    "train_on_batch needs an optimizer, but compile was given none, for a model that only "
-    "evaluates and predicts. Call compile with one, such as optimizer='adam'.": "no optimizer",
-    "train_on_batch runs one update, but Outputs.every=2 brings back the outputs of one update in "
-    "2, so that metrics would see none. Compile with outputs='all', or call fit.": "every n",
+    "train_on_batch needs an optimizer, but compile got none, which only evaluates and predicts. "
+    "Call compile with one, such as optimizer='adam'.": "no optimizer",
+    "train_on_batch runs one update, but Outputs.every=2 returns the outputs of one update in 2, "
+    "so metrics would get none. Compile with outputs='all', or call fit.": "every n",
 }
 
 

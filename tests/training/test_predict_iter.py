@@ -119,8 +119,8 @@ def test_other_weights_between_two_pieces_are_an_error(name, tmp_path):
     with pytest.raises(ConfigurationError) as caught:
         next(pieces)
     assert str(caught.value) == (
-        "predict_iter must be read to its end before the model gets other weights or is compiled "
-        "again or closed, but that happened in between. Start another one."
+        "predict_iter must be read to its end before the model changes its weights, is compiled "
+        "again or is closed, but that happened. Start another one."
     )
     assert list(pieces) == []
     assert_clean(model)

@@ -285,8 +285,8 @@ def test_a_module_without_values_is_refused(when):
         (compiling if when == "before" else fitting)()
     assert str(caught.value) == (
         "a module must have values to compute with, but 'table' is on the device 'meta', where "
-        "tensors have none. Give it memory with module.to_empty(device='cpu'), and load or "
-        "initialise its weights."
+        "tensors have none. Allocate it with module.to_empty(device='cpu'), and load or initialise "
+        "its weights."
     )
     net.table = torch.zeros(5)
     model.compile("sgd", "cross_entropy")

@@ -196,8 +196,8 @@ def test_outputs_that_cannot_be_padded_are_named(columns, value, what):
     with pytest.raises(ipufit.errors.ConfigurationError) as caught:
         model.predict(batches, padding_value=value, verbose=0)
     assert str(caught.value) == (
-        f"padding_value={value!r} can't fill up outputs of {what}. Leave it out, which makes them "
-        "a list of rows, or pad them in forward."
+        f"padding_value={value!r} can't pad outputs of {what}. Leave it out to get a list of "
+        "rows, or pad in forward."
     )
 
 
@@ -304,15 +304,15 @@ def test_more_shapes_than_max_recordings_end_training(iterations):
     with pytest.raises(ipufit.errors.DataError) as caught:
         model.fit(batches, device_iterations=iterations, verbose=0)
     assert str(caught.value) == (
-        "a program is recorded for each shape of batch, max_recordings=2 at most, but batches of "
-        "3 shapes came: (4, 3), (4, 2); (4, 5), (4, 2); (4, 4), (4, 2). Pad them to fewer shapes "
-        "in collate_fn, as ipufit.data.LengthBuckets does, or compile with a larger max_recordings "
-        "or with run_eagerly=True."
+        "a program is recorded for each shape of batch, at most max_recordings=2, but batches of 3 "
+        "shapes came: (4, 3), (4, 2); (4, 5), (4, 2); (4, 4), (4, 2). Pad them to fewer shapes in "
+        "collate_fn, as ipufit.data.LengthBuckets does, or compile with a larger max_recordings or "
+        "with run_eagerly=True."
     )
     close(weights(model), expected)
     # Validation and prediction have programs of their own.
     model.evaluate(batches[:4], verbose=0)
-    with pytest.raises(ipufit.errors.DataError, match="max_recordings=2 at most"):
+    with pytest.raises(ipufit.errors.DataError, match="at most max_recordings=2"):
         model.predict([x for x, _ in batches], verbose=0)
     eager = compiled(max_recordings=1, run_eagerly=True)
     eager.fit(batches, verbose=0)

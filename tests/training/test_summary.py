@@ -246,8 +246,8 @@ def test_a_sample_that_can_be_read_once_is_refused():
     with pytest.raises(ConfigurationError) as caught:
         model.summary(batches)
     assert str(caught.value) == (
-        "summary needs a batch, or a loader that can be read again, got list_iterator, which would "
-        "lose its first batch. Pass one batch."
+        "summary needs a batch, or a loader that can be read again, got list_iterator, whose first "
+        "batch would be lost. Pass one batch."
     )
     assert next(batches) is not None
     with pytest.raises(ConfigurationError) as caught:

@@ -330,8 +330,8 @@ def compiled(loss, optimizer=None, net=None, **options):
             "moves must name losses, got 'outputs'",
         ),
         (lambda: TrainStep(deceive, {"samples": None}), {}, "got 'samples'. Choose another name"),
-        (lambda: TrainStep(deceive, 3), {}, "moves must be names of parameters, one or a list"),
-        (lambda: TrainStep(deceive, [3]), {}, "moves must name parameters by texts, got 3."),
+        (lambda: TrainStep(deceive, 3), {}, "moves must be a name or a list of names"),
+        (lambda: TrainStep(deceive, [3]), {}, "moves must name parameters with strings, got 3."),
         (lambda: TrainStep(deceive, every=0), {}, "every must be an integer of at least 1, got 0"),
         (lambda: TrainStep(deceive, repeat=True), {}, "repeat must be an integer of at least 1"),
         (lambda: TrainStep(deceive, at_once=1), {}, "at_once must be True or False, got 1."),
@@ -343,32 +343,32 @@ def compiled(loss, optimizer=None, net=None, **options):
         (
             lambda: TrainStep(deceive, "generator", at_once=True),
             {},
-            "at_once=True is for several losses, which moves names, got moves='generator'.",
+            "at_once=True is for several losses, named in moves, got moves='generator'.",
         ),
         (
             lambda: TrainStep(deceive, every=2),
             {},
-            "some step must be made in every update, got every=2. Give the most frequent one",
+            "at least one step must run in every update, got every=2. Give the most frequent one",
         ),
         (
             lambda: [TrainStep(deceive), TrainStep(tell_apart, {"d": None})],
             {},
-            "each of several losses must have a name of its own, under which History has it",
+            "each of several losses must have its own name; History logs it",
         ),
         (
             lambda: [TrainStep(deceive), "mse"],
             {},
-            "loss must be TrainSteps alone where there is one, since they take turns, got str",
+            "TrainSteps can't be mixed with other losses, because they take turns, got str",
         ),
         (
             lambda: TrainStep(deceive),
             {"loss_weights": [1]},
-            "loss_weights must go with losses of outputs, got [1] with a TrainStep.",
+            "loss_weights is for losses of outputs, got [1] with a TrainStep.",
         ),
         (
             lambda: TrainStep(deceive),
             {"reduction": ipufit.Reduction(normalize="tokens")},
-            "normalize='tokens' needs a loss that says how many tokens it is a mean over",
+            "normalize='tokens' needs a loss that returns its number of tokens",
         ),
         (
             lambda: [TrainStep(deceive, {"g": None}), TrainStep(deceive, {"g": None})],
@@ -379,30 +379,30 @@ def compiled(loss, optimizer=None, net=None, **options):
             lambda: TrainStep(deceive, {"g": "generater"}),
             {},
             "moves of 'g' must name trainable parameters of the optimizer, got 'generater', which "
-            "is the name of none. Name one of the parts 'generator', 'critic', or parameters in",
+            "matches none. Name one of the parts 'generator', 'critic', or parameters in",
         ),
         (
             lambda: TrainStep(deceive, {"g": "generator"}),
             {},
-            "some loss must move each parameter of the optimizer, but none moves "
+            "each parameter of the optimizer must belong to some loss, but moves assigns none to "
             "'critic.0.weight', 'critic.0.bias', 'critic.2.weight' and 1 more.",
         ),
         (
             lambda: TrainStep(tell_apart, {"d": None, "e": "critic"}, at_once=True),
             {},
-            "losses that are computed at once must move parameters of their own, but 'd' and 'e' "
-            "both move 'critic.0.weight'.",
+            "losses that are computed at once must move different parameters, but 'd' and 'e' both "
+            "move 'critic.0.weight'.",
         ),
         (
             lambda: GAN.loss,
             {"jit": "inductor"},
-            "jit='inductor' works on updates that one loss makes, but TrainSteps take turns in",
+            "jit='inductor' needs updates with one loss, but several TrainSteps take turns in",
         ),
-        (lambda: GAN.loss, {"detect_nan": True}, "detect_nan=True works on updates that one loss"),
+        (lambda: GAN.loss, {"detect_nan": True}, "detect_nan=True needs updates with one loss"),
         (
             lambda: GAN.loss,
             {"precision": ipufit.Precision("mixed_float16", loss_scale=8.0)},
-            "a loss scale works on updates that one loss makes",
+            "a loss scale needs updates with one loss",
         ),
     ],
 )
@@ -452,7 +452,7 @@ def test_a_step_that_returns_no_loss_says_so_with_the_first_batch(function, move
 @pytest.mark.both_engines
 def test_an_ipu_refuses_several_losses_by_name():
     """PopTorch follows one loss."""
-    text = "an IPU makes each update from one loss that moves all parameters"
+    text = "an IPU makes each update from one loss that trains all parameters"
     for loss in (GAN.loss, PROGRAMS["actor-critic"].loss):
         program = GAN if loss is GAN.loss else PROGRAMS["actor-critic"]
         net = make(program)
@@ -482,7 +482,9 @@ def test_what_looks_into_one_loss_says_so():
     model = compiled(GAN.loss)
     batch = tuple(tensor[:4] for tensor in samples())
     for name in ("compare", "check_invariance", "preflight", "plan"):
-        with pytest.raises(ConfigurationError, match=f"{name} works on one loss, but the updates"):
+        with pytest.raises(
+            ConfigurationError, match=f"{name} works with one loss, but the updates"
+        ):
             getattr(model, name)(batch, **({"ipus": 2} if name == "plan" else {}))
 
 
@@ -514,7 +516,7 @@ def test_a_report_says_why_operators_are_missing(tmp_path):
     """The rest of it is there."""
     fit(GAN, epochs=1, callbacks=[ipufit.Report(tmp_path)])
     written = "".join(path.read_text() for path in tmp_path.rglob("*.json"))
-    assert "Operators are timed of one loss, and the updates have several in turn." in written
+    assert "Operators can be timed for one loss, but the updates have several in turn." in written
 
 
 class Follower(nn.Module):
@@ -676,14 +678,14 @@ def test_batches_as_dicts_go_to_steps_but_for_their_texts():
     history = model.fit(loader, verbose=0).history
     assert history["mse"] == pytest.approx(history["loss"])
     assert history["rest"] == [1.0]
-    with pytest.raises(MetricError, match="Say which field it is: compile"):
+    with pytest.raises(MetricError, match="Name the field: compile"):
         compiled(TrainStep(step), "sgd", make(PROGRAMS["sam"]), metrics=["mse"]).fit(
             loader, verbose=0
         )
     bare = compiled(TrainStep(smooth), "sgd", make(PROGRAMS["sam"]), metrics=["mse"])
-    with pytest.raises(MetricError, match="Return it under 'outputs', beside the loss"):
+    with pytest.raises(MetricError, match="Return it as 'outputs', together with the loss"):
         bare.fit(x, y, batch_size=4, verbose=0)
-    with pytest.raises(ConfigurationError, match="but steps compute their own"):
+    with pytest.raises(ConfigurationError, match="but the steps compute their own"):
         bare.fit(x, y, sample_weight=torch.ones(44), batch_size=4, verbose=0)
 
 

@@ -61,9 +61,9 @@ def test_a_parameter_reached_past_the_module_is_refused():
         model.fit(loader(), verbose=0)
     assert "'layers." in str(caught.value)
     assert str(caught.value).partition("' ")[2] == (
-        "was used through a reference kept outside the module, such as a list of parameters, and "
-        "would get no gradient from there. Reach it through the module in forward or in the loss, "
-        "such as self.layer.weight."
+        "was used through a reference outside of the module, such as a list of parameters, and "
+        "would get no gradient from this use. Use it through the module, such as "
+        "self.layer.weight, in forward or in the loss."
     )
 
 
@@ -136,9 +136,9 @@ def test_what_torch_does_not_register_is_refused(name):
     with pytest.raises(CaptureError) as caught:
         compiled(net).fit(loader(), verbose=0)
     assert str(caught.value) == (
-        f"'inner.extra' of Module holds {holds}, where torch finds no parameters, so that they "
-        f"would not be trained. Write self.extra = {instead} in __init__. What is not to be "
-        "trained, call requires_grad_(False) of."
+        f"'inner.extra' of Module holds {holds}, where torch finds no parameters, so they would "
+        f"not be trained. Write self.extra = {instead} in __init__. If that is on purpose, call "
+        "requires_grad_(False) on them."
     )
     registered = Overlooked(lambda layer: register(hide(layer)))
     before = copy.deepcopy(registered.state_dict())
@@ -239,7 +239,7 @@ def test_checkpointing_is_recorded_and_with_dropout_refused():
     assert_same(net, other)
     with pytest.raises(CaptureError) as caught:
         compiled(Checkpointed(0.5).double(), **strict()).fit(loader(), verbose=0)
-    assert "Leave the dropout outside of what is checkpointed." in str(caught.value)
+    assert "Move the dropout out of the checkpointed function." in str(caught.value)
     compiled(Checkpointed(0.5).double(), run_eagerly=True).fit(loader(), verbose=0)
 
 
@@ -336,9 +336,9 @@ def single(net):
     [
         (
             new_parameter,
-            "'layers.2.weight' was replaced or removed during fit, but the program works on the "
-            "one that was there at its start. Change values in place, or call fit again after "
-            "changing the module.",
+            "'layers.2.weight' was replaced or removed during fit, but the program still uses "
+            "the original one. Change values in place, or change the module between two calls "
+            "of fit.",
         ),
         (
             single,
@@ -376,8 +376,8 @@ def test_memory_shared_by_two_parameters_is_refused():
     with pytest.raises(ConfigurationError) as caught:
         compiled(net).fit(loader(), verbose=0)
     assert str(caught.value) == (
-        "'1.weight' and '2.weight' share memory without being one tensor, and would come apart in "
-        "the program. Tie them: b.weight = a.weight makes both names one parameter."
+        "'1.weight' and '2.weight' share memory but are different tensors, so the program would "
+        "separate them. Tie them: b.weight = a.weight makes them one parameter."
     )
 
 
@@ -498,7 +498,7 @@ def test_a_second_reader_of_a_loader_with_persistent_workers_is_refused():
     look = Look()
     look.again = batches
     model = compiled(MLP().double())
-    with pytest.raises(DataError, match="is being read already"):
+    with pytest.raises(DataError, match="is already being read"):
         model.fit(batches, callbacks=look, verbose=0)
     assert model.fit(batches, validation_data=batches, epochs=2, verbose=0).epoch == [0, 1]
 
@@ -588,7 +588,7 @@ def test_a_gradient_that_is_not_finite_is_named_as_the_cause():
     with pytest.raises(ipufit.errors.NonFiniteLossError) as caught:
         model.fit([(torch.ones(2, 3), torch.ones(2, 3))] * 3, verbose=0)
     assert caught.value.update == 1
-    assert "the gradient of an earlier update was not, though its loss was" in str(caught.value)
+    assert "an earlier update had a finite loss, but not a finite gradient" in str(caught.value)
 
 
 @pytest.mark.long("ipu-standin")
@@ -643,8 +643,8 @@ def test_fit_in_inference_mode_is_refused():
     with torch.inference_mode(), pytest.raises(ConfigurationError) as caught:
         model.fit(loader(), verbose=0)
     assert str(caught.value) == (
-        "fit needs gradients, which torch.inference_mode() switches off for good. Call it outside "
-        "of that block; evaluate and predict need no such block."
+        "fit needs gradients, which torch.inference_mode() disables. Call it outside of that "
+        "block; evaluate and predict do not need the block."
     )
 
 
@@ -738,8 +738,8 @@ def test_a_parameter_frozen_in_a_callback_is_refused():
     with pytest.raises(ConfigurationError) as caught:
         compiled(MLP().double()).fit(loader(), epochs=2, callbacks=BetweenEpochs(freeze), verbose=0)
     assert str(caught.value) == (
-        "'layers.0.weight' was frozen during fit, but which parameters are trained is fixed when "
-        "fit starts. Freeze it between two calls of fit."
+        "'layers.0.weight' was frozen during fit, but fit chooses the trained parameters when "
+        "it starts. Freeze it between two calls of fit."
     )
 
 
@@ -843,9 +843,9 @@ def test_optimizer_state_that_is_not_up_to_date_is_not_taken_over():
     with pytest.raises(ConfigurationError) as caught:
         model.fit(loader(20), callbacks=InTheMiddle(lambda model: optimizer), verbose=0)
     assert str(caught.value) == (
-        "the optimizer's state was changed during an epoch through a reference of your own, where "
-        "it was that of an earlier update. Read it as model.optimizer, which brings it up to date, "
-        "or change it at the end of an epoch."
+        "the optimizer's state was changed during an epoch through your own reference, which "
+        "holds the state of an earlier update. Use model.optimizer, which updates it, or change "
+        "it at the end of an epoch."
     )
 
 

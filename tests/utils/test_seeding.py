@@ -74,12 +74,12 @@ def test_numpy_may_be_absent(monkeypatch):
         ("0", "seed_everything needs an integer or None, got '0'. Pass for example 0."),
         (
             -1,
-            "seed_everything needs a seed from 0 to 4294967295, which NumPy takes too, got -1. "
-            "Try 4294967295.",
+            "seed_everything needs a seed from 0 to 4294967295, the range of NumPy, got -1. Try "
+            "4294967295.",
         ),
         (
             2**32,
-            "seed_everything needs a seed from 0 to 4294967295, which NumPy takes too, got "
+            "seed_everything needs a seed from 0 to 4294967295, the range of NumPy, got "
             "4294967296. Try 0.",
         ),
     ],

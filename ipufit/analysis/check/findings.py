@@ -195,14 +195,14 @@ class Findings:
 _NOWHERE: Tuple[Optional[str], Optional[int], Optional[str]] = (None, None, None)
 _STATE = (
     "Make it state of the program: register a buffer and change it in place. A value that "
-    "changes between two fits alone may stay an attribute."
+    "changes only between two calls of fit may stay an attribute."
 )
 
 
 def error_at(error: CaptureError) -> Finding:
     """Report code that a recording refuses."""
     what = error.what or error.brief.rstrip(".")
-    cure = error.cure or "See the text of the error that fit raises."
+    cure = error.cure or "Read the error that fit raises."
     place = (error.file, error.line, error.function)
     return Finding(error.kind, "error", *place, what, cure)
 
@@ -220,21 +220,21 @@ def differs_at(difference: TraceDifference, causes: Iterable[str]) -> Finding:
     cause = f" ({', '.join(dict.fromkeys(named))})" if named else ""
     if difference.kind == "program":
         text = (
-            f"the program is another one in the next call{cause}: {difference.after} where "
-            f"{difference.before} was; Python chose by a value that changes, and the recording "
-            "keeps one choice"
+            f"the next call records another program{cause}: {difference.after} instead of "
+            f"{difference.before}; Python branches on a value that changes, and the recording "
+            "keeps one branch"
         )
-        cure = "Compute both and choose with torch.where, by a buffer that is changed in place."
+        cure = "Compute both, and choose with torch.where, by a buffer that is changed in place."
     elif difference.kind == "folded":
         text = (
-            f"a tensor that Python made changes from call to call{cause}, but is a constant of "
-            f"the program: it was {difference.before}, then {difference.after}"
+            f"a tensor created in Python changes from call to call{cause}, but it is a constant "
+            f"of the program: it was {difference.before}, then {difference.after}"
         )
         cure = _STATE
     else:
         text = (
-            f"a Python value changes from call to call{cause}, but is a constant of the program: "
-            f"it was {difference.before}, then {difference.after}"
+            f"a Python value changes from call to call{cause}, but it is a constant of the "
+            f"program: it was {difference.before}, then {difference.after}"
         )
         cure = _STATE
     return Finding(difference.kind, "error", file, line, function, text, cure)
@@ -253,27 +253,27 @@ def changed_at(change: Change, frame: Optional[Frame]) -> Finding:
             return generator_at(frame)
         return drawn_at(place.title, frame)
     if place.name == "training" and place.owner.kind == "attribute":
-        text = f"forward switches {place.title}, which then stays as it was when it was recorded"
+        text = f"forward switches {place.title}, but the program keeps its recorded mode"
         cure = "Leave train and eval mode to fit, and read self.training."
         return Finding("mode", "error", *where, text, cure)
     if change.how == "written":
         text = (
-            f"the tensor {place.title} is changed in forward, but it is no buffer, so that the "
-            "program has the value that it had"
+            f"the tensor {place.title} is changed in forward, but it is not a buffer, so the "
+            "program keeps its first value"
         )
         cure = "Register it as a buffer: self.register_buffer(name, tensor)."
         return Finding("folded", "error", *where, text, cure)
     is_global = place.owner.kind == "global"
     title = f"the global {place.title}" if is_global else place.title
     if change.how == "grown":
-        text = f"forward changes what is in {title}, but runs once, to be recorded"
+        text = f"forward changes the contents of {title}, but runs only once, to be recorded"
         cure = (
-            "Return what it should hold as an output, or report it with ipufit.log; numbers that "
-            "the next call needs belong into a buffer."
+            "Return its contents as an output, or report them with ipufit.log; put numbers that "
+            "the next call needs into a buffer."
         )
         return Finding("container", "warning", *where, text, cure)
     kind = "global" if is_global else "attribute"
-    text = f"forward sets {title} anew in every call, but runs once, to be recorded"
+    text = f"forward sets {title} in every call, but it runs only once, to be recorded"
     cure = (
         "To carry a value from one micro-batch to the next, register a buffer and change it in "
         "place; to look at one, return it as an output or report it with ipufit.log."
@@ -290,17 +290,17 @@ def drawn_at(source: str, frame: Optional[Frame]) -> Finding:
 def generator_at(frame: Optional[Frame]) -> Finding:
     """Report an operator that draws from a torch.Generator of the user."""
     text = (
-        "random numbers are drawn from a torch.Generator of its own, which is no part of the "
-        "program: neither seed= of fit nor a checkpoint reaches it"
+        "random numbers come from a separate torch.Generator, which is not part of the program: "
+        "fit(seed=...) does not seed it and checkpoints do not save it"
     )
-    cure = "Leave generator= out: every micro-batch has a stream of its own, from the seed of fit."
+    cure = "Leave generator= out: each micro-batch has its own stream, from the seed of fit."
     return Finding("generator", "error", *(frame or _NOWHERE), text, cure)
 
 
 def seeded_at(frame: Frame) -> Finding:
     """Report a seed that is set in forward."""
-    text = "forward seeds torch's generator, but runs once, to be recorded: the seed is not kept"
-    cure = "Leave the seed to fit(seed=...); every micro-batch draws from a stream of its own."
+    text = "forward seeds torch's generator, but runs only once, to be recorded: it has no effect"
+    cure = "Use fit(seed=...) instead; each micro-batch has its own random stream."
     return Finding("random", "error", *frame, text, cure)
 
 
@@ -308,17 +308,17 @@ def outside_at(name: Optional[str], frame: Optional[Frame]) -> Finding:
     """Report a tensor that requires a gradient and gets none."""
     if name is not None:
         text = (
-            f"{name!r} is used through a reference kept outside of the module, such as a list of "
-            "parameters, and would get no gradient from there"
+            f"{name!r} is used through a reference outside of the module, such as a list of "
+            "parameters, and would get no gradient from this use"
         )
-        cure = "Reach it through the module in forward or in the loss, such as self.layer.weight."
+        cure = "Use it through the module, such as self.layer.weight, in forward or in the loss."
     else:
         text = (
-            "a tensor that requires a gradient is used here, but it is no parameter of the module, "
-            "so that it is a constant of the program and never trained"
+            "a tensor that requires a gradient is used here, but it is not a parameter of the "
+            "module, so it is a constant of the program and is never trained"
         )
         cure = (
-            "Make it an nn.Parameter that is an attribute of the module; several go into an "
+            "Make it an nn.Parameter and an attribute of the module; put several into an "
             "nn.ParameterList."
         )
     return Finding("outside", "error", *(frame or _NOWHERE), text, cure, name)
@@ -326,7 +326,7 @@ def outside_at(name: Optional[str], frame: Optional[Frame]) -> Finding:
 
 def output_at(frame: Frame, how: str) -> Finding:
     """Report output of forward."""
-    text = f"forward {how} here, but it runs once, to be recorded, and says nothing afterwards"
+    text = f"forward {how} here, but runs only once, to be recorded: later steps print nothing"
     cure = (
         "Report the value with ipufit.log(name, value), or print it in a callback; to run forward "
         "every time, use compile(..., run_eagerly=True)."

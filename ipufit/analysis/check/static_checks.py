@@ -16,11 +16,11 @@ __all__ = ["defined_at", "mode_findings", "untrained_findings"]
 
 _UNUSED = (
     "never gets a gradient: nothing that the loss depends on uses it",
-    "Use it in forward, or remove it; freeze it with requires_grad_(False) before compile if it "
-    "is meant to stay as it is.",
+    "Use it in forward, or remove it; to keep its values on purpose, freeze it with "
+    "requires_grad_(False) before compile.",
 )
 _NOT_OWNED = (
-    "requires a gradient, but the optimizer does not have it, so that fit leaves it as it is",
+    "requires a gradient, but it is not in the optimizer, so fit does not train it",
     "Pass it to the optimizer, or freeze it with requires_grad_(False).",
 )
 
@@ -94,10 +94,10 @@ def mode_findings(step: ModuleWithLoss) -> Iterator[Finding]:
             step,
             path,
             "mode",
-            f"{_title(path)} is in eval mode while the model is in train mode, and fit leaves it "
-            f"so: {kinds} in it will not train as such",
-            "Call model.module.train() before fit; freeze its parameters with "
-            "requires_grad_(False) if it is meant to stay as it is.",
+            f"{_title(path)} is in eval mode while the model is in train mode, and fit does not "
+            f"change that: {kinds} in it stay in eval mode",
+            "Call model.module.train() before fit; if that is on purpose, freeze its parameters "
+            "with requires_grad_(False).",
         )
 
 

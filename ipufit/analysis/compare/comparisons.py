@@ -58,7 +58,7 @@ def compare(session: Session, sample: object, reference: str, tolerances: Tolera
     """
     require_one_loss(session, "compare")
     require_single_process(
-        session, "compare", "Compare in one process: each runs the same program."
+        session, "compare", "Compare in one process: all processes run the same program."
     )
     faults, tolerance = ErrorCollector(), Tolerance(*tolerances)
     with faults.collect():
@@ -109,7 +109,7 @@ def check_invariance(
         ConfigurationError: arguments that can't work, or a module that can't be copied.
         DataError: the batch can't be fed, or divided.
     """
-    instead = "Check in one process: its replicas stand for those of all."
+    instead = "Check in one process: its replicas behave like those of all processes."
     require_one_loss(session, "check_invariance")
     require_single_process(session, "check_invariance", instead)
     tolerance = Tolerance(*tolerances)

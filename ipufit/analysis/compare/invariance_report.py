@@ -117,7 +117,7 @@ class InvarianceReport(TextReport):
             for row in rows
         ]
         what = f"{self.updates} updates of the same {self.samples} samples, in {self.dtype}"
-        verdict = "give the same weights" if self.ok else "depend on how these are divided"
+        verdict = "give the same weights" if self.ok else "depend on how they are divided"
         return "\n".join([f"{what}, {verdict}.", *lines, *map(str, self.causes)])
 
 
@@ -165,8 +165,8 @@ def find_causes(
             InvarianceCause(
                 "",
                 "unknown",
-                "No module was seen to do this by its forward pass.",
-                "Look for what a module keeps from one call to the next, and for hooks.",
+                "No module does this in its forward pass.",
+                "Look for state that a module keeps between calls, and for hooks.",
             ),
         )
     return tuple(causes.values())
@@ -227,9 +227,9 @@ def _cause(call: _Call, size: int) -> Optional[InvarianceCause]:
         return InvarianceCause(
             call.name,
             "random",
-            f"{who} draws random numbers, and each micro-batch has a stream of its own.",
-            "The results differ as those of two seeds do: that is no fault. To compare settings, "
-            "set what draws them, such as dropout, to 0.",
+            f"{who} draws random numbers, and each micro-batch has its own stream.",
+            "The results differ like those of two seeds, which is expected. To compare "
+            "settings, turn the random layers off, for example with a dropout of 0.",
         )
     if call.draws or not _rows_differ(call, size):
         return None
@@ -238,15 +238,15 @@ def _cause(call: _Call, size: int) -> Optional[InvarianceCause]:
             call.name,
             "batch",
             f"{who} normalises with the statistics of each micro-batch.",
-            "Use GroupNorm or LayerNorm, or keep the micro-batch's size and change "
-            "device_iterations alone.",
+            "Use GroupNorm or LayerNorm, or keep the size of the micro-batch and change only "
+            "device_iterations.",
         )
     return InvarianceCause(
         call.name,
         "batch",
-        f"{who} computes a row from other rows of the micro-batch too.",
+        f"{who} computes a row from other rows of the micro-batch.",
         "Take means, maxima and norms over the other dimensions (dim=1 and later), or keep the "
-        "micro-batch's size.",
+        "size of the micro-batch.",
     )
 
 
@@ -382,11 +382,11 @@ def _loss_cause(
     return InvarianceCause(
         "loss",
         "loss",
-        "The loss of all samples is not the mean of those of two halves: it looks at several "
-        "samples at once, or divides by what counts among them.",
-        "For ignored targets and class weights, compile with Reduction(normalize='tokens'). What "
-        "compares samples, as contrastive losses do, needs all of them in one micro-batch: "
-        "gradient_accumulation=1 and one replica.",
+        "The loss of all samples is not the mean of those of two halves: it combines several "
+        "samples, or divides by the number of samples that count.",
+        "For ignored targets and class weights, compile with Reduction(normalize='tokens'). A "
+        "loss that compares samples, such as a contrastive loss, needs all of them in one "
+        "micro-batch: gradient_accumulation=1 and one replica.",
     )
 
 

@@ -156,7 +156,7 @@ class JitAutotuner:
     def explain(self) -> List[str]:
         """Tell the result of the measurement in a sentence, if there is a result."""
         if self._failure:
-            return [f"Updates run as recorded, uncompiled: {self._failure}"]
+            return [f"Updates run as recorded, not compiled: {self._failure}"]
         if self._choice is None:
             return []
         are = "are kept" if self.jit else "are not used"

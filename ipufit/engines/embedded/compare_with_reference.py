@@ -61,14 +61,14 @@ class ReferenceComparison:
         recorded = self.recorded
         if recorded.graph is None:
             raise ConfigurationError(
-                "compare holds the recorded program against the module, but run_eagerly=True "
+                "compare compares the recorded program with the module, but run_eagerly=True "
                 "records none. Compile without it."
             )
         if reference == "float64" and recorded.random:
             raise ConfigurationError(
-                "reference='float64' needs a module that draws no random numbers, which differ "
-                "from those of its own dtype, but this one does. Set what draws them, such as "
-                "dropout, to 0, or use reference='eager'."
+                "reference='float64' needs a module without random numbers, because they differ "
+                "between dtypes, but this one draws some. Turn random layers off, such as "
+                "dropout, or use reference='eager'."
             )
         arguments = self._arguments()
         eager, results, state = self._eagerly(reference == "float64")

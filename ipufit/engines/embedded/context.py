@@ -239,10 +239,10 @@ class EngineContext(Engine):
         self.captures += 1
         if changed:
             warn_user(
-                f"forward sets {', '.join(sorted(set(changed)))}, but it runs once, to be "
-                "recorded, and the attribute keeps the value that it has now. To carry a value "
-                "from one micro-batch to the next, register a buffer and change it in place; to "
-                "run forward every time, use compile(..., run_eagerly=True).",
+                f"forward sets {', '.join(sorted(set(changed)))}, but it runs only once, to be "
+                "recorded, and the attribute keeps its present value. To carry a value from one "
+                "micro-batch to the next, register a buffer and change it in place; to run "
+                "forward every time, use compile(..., run_eagerly=True).",
             )
         blocks = len(micro.blocks) if isinstance(micro, MicroBatchStep) else 0
         if divided is not None:

@@ -68,7 +68,7 @@ def why_no_graphs() -> Optional[str]:
     has_generators = hasattr(torch.cuda.CUDAGraph, "register_generator_state")
     if has_modes and has_generators and hasattr(torch.Generator, "graphsafe_set_state"):
         return None
-    return f"a CUDA graph of torch {torch.__version__} takes no generators of its own"
+    return f"CUDA graphs of torch {torch.__version__} can't have their own random generators"
 
 
 # A capture that failed may leave torch's allocator with a reference to its graph.

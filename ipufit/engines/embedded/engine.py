@@ -30,15 +30,13 @@ from ipufit.utils.devices import check_devices
 
 __all__ = ["EmbeddedEngine"]
 
-_OFFLOADED = "The optimizer's state is in host memory, and on the device during updates alone."
-_NOT_OFFLOADED = (
-    "offload_optimizer changes nothing where the module is in the host's memory itself."
-)
+_OFFLOADED = "The optimizer's state is in host memory, and on the device only during updates."
+_NOT_OFFLOADED = "offload_optimizer changes nothing, because the module is in host memory itself."
 
-_MAY_MERGE = "The backend may compute once what recompute computes twice, and need more memory."
+_MAY_MERGE = "The backend may undo the recomputation, and then needs more memory."
 
 _MIXED = "So it is for updates of one shape; those that mix shapes run one micro-batch at a time."
-_NOT_SHARDED = "{} changes nothing in one process, where all replicas have one state."
+_NOT_SHARDED = "{} changes nothing in one process, where all replicas share one state."
 _SHARDED = "{} in parts over {} processes; each gets {}."
 
 
@@ -174,7 +172,7 @@ class EmbeddedEngine(EngineContext):
 
 
 def _refuse_with_turns(config: TrainConfig) -> None:
-    """Refuse what works on updates that one loss makes.
+    """Refuse what needs updates with one loss.
 
     Raises:
         ConfigurationError: naming it.
@@ -188,8 +186,8 @@ def _refuse_with_turns(config: TrainConfig) -> None:
     for name, is_set in asked_for.items():
         if is_set:
             raise ConfigurationError(
-                f"{name} works on updates that one loss makes, but TrainSteps take turns in each. "
-                "Leave it out, or compute the losses in one TrainStep with at_once=True."
+                f"{name} needs updates with one loss, but several TrainSteps take turns in each "
+                "update. Leave it out, or compute the losses in one TrainStep with at_once=True."
             )
 
 

@@ -294,9 +294,9 @@ def one_order(first: Sequence[Event], events: Sequence[Event]) -> Sequence[Event
     """
     if first and events != first:
         raise CaptureError(
-            "with shard='weights' all micro-batches must use the weights in one order, but one of "
-            "another size uses them in another. Remove the branch on the batch size, or leave "
-            "shard='weights' out."
+            "with shard='weights' all micro-batches must use the weights in the same order, but "
+            "one of another size uses them in another order. Remove the branch on the batch "
+            "size, or leave shard='weights' out."
         )
     return events
 

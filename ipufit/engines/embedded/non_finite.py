@@ -35,15 +35,15 @@ def refuse_detection(config: TrainConfig) -> None:
     """
     if config.jit == INDUCTOR:
         raise ConfigurationError(
-            "detect_nan=True looks at every update while it is made, but jit='inductor' compiles "
+            "detect_nan=True inspects every update while it runs, but jit='inductor' compiles "
             "whole updates, got both. Leave one of them out."
         )
     processes = current()
     if processes.is_distributed:
         raise ConfigurationError(
-            "detect_nan=True works in one process, but this is process "
-            f"{processes.process_id} of {processes.num_processes}. Leave it out, or train in one "
-            "process with ipus= as large."
+            f"detect_nan=True works in one process, but this is process {processes.process_id} "
+            f"of {processes.num_processes}. Leave it out, or train in one process with the same "
+            "ipus=."
         )
 
 
@@ -65,8 +65,8 @@ def refuse_loss(live: TrainingState, value: float, title: str = "the loss") -> N
     )
     if not all(bool(flat.isfinite().all()) for flat in live.storage.flats):
         cause = (
-            "Weights were not finite before it: the gradient of an earlier update was "
-            "not, though its loss was. Look for a square root or a power at zero; with "
+            "The weights were not finite before this update: an earlier update had a finite loss, "
+            "but not a finite gradient. Look for a square root or a power at zero; with "
             "compile(detect_nan=True) the update, the layer and the samples are named."
         )
     raise NonFiniteLossError(

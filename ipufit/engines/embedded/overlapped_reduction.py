@@ -96,11 +96,11 @@ class Overlap:
         """A sentence on what was found."""
         how = f"Gradients are added in {len(self.order)} buckets"
         if self._goes_along is None:
-            return f"{how}, during the backward pass and after it in turn, to see which is faster."
+            return f"{how}, alternately during and after the backward pass, to see which is faster."
         when = "during the backward pass" if self._goes_along else "after the backward pass"
         return (
-            f"{how}, {when}: up to where they were added, updates took {self._ratio:.2f} of the "
-            "time when it was during it."
+            f"{how}, {when}: updates up to that point took {self._ratio:.2f} of the time when "
+            "they were added during it."
         )
 
 

@@ -39,7 +39,7 @@ _CAN_FAIL = (
 )
 # Recordings of one optimizer: each decision that Python makes by a number asks for one more.
 _MOST = 16
-_LEAKS = "it computes with Python numbers in ways that can't be followed"
+_LEAKS = "it computes with Python numbers in ways that can't be recorded"
 # Relative changes of a number, and changes of a count, under which a recording stays the same;
 # what is done every so many updates is done after 60 more, in most cases.
 _SHIFTS = ((2.0**-20, 1), (-(2.0**-20), -1), (2.0**-20, 60))
@@ -261,7 +261,7 @@ class StepRecorder:
             UnrecordableError: that can't be.
         """
         if sum(map(len, self._recordings.values())) >= _MOST:
-            raise UnrecordableError("Python decides by its numbers in too many ways")
+            raise UnrecordableError("Python branches on its numbers in too many ways")
         try:
             recording = self._checked()
         except _CAN_FAIL as error:
@@ -404,11 +404,11 @@ class StepRecorder:
             for name, value in twin.state[view].items()
         }
         if set(present) - set(after):
-            raise RuntimeError("it takes something out of its state")
+            raise RuntimeError("it removes something from its state")
         is_elsewhere = not set(twin.state).issubset(views)
         if has_changed or is_elsewhere or list(map(setting_texts, twin.param_groups)) != before:
             watched.restore()
-            raise RuntimeError("it keeps what changes outside of its parameters' state")
+            raise RuntimeError("it keeps changing values outside of its parameters' state")
         if list(map(storage_id, views)) != memory:
             raise RuntimeError("it replaces the parameters' data instead of changing it in place")
         return after

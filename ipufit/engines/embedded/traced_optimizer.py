@@ -27,7 +27,7 @@ __all__ = ["TracedOptimizer"]
 _Changes = List[Dict[str, Any]]
 
 _UNCOMPILED = (
-    "The optimizer's step takes numbers that change, so that updates run as recorded, uncompiled."
+    "The optimizer's step takes numbers that change, so updates run as recorded, not compiled."
 )
 
 # Attributes of every optimizer.
@@ -89,7 +89,7 @@ class TracedOptimizer(FlatOptimizer):
         self._put_aside()
         self.why_not = "run_eagerly=True" if run_eagerly else None
         if has_step_hooks(self._optimizer):
-            self.why_not = "it has hooks, which are called"
+            self.why_not = "it has hooks"
         self.refresh([self._optimizer.param_groups])
         if self.why_not is None:
             self._bring_back()

@@ -255,31 +255,29 @@ def refuse_whole(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
     ]
     if own_steps:
         raise ConfigurationError(
-            f"{name} needs an optimizer that ipufit has as a program of its own, but "
-            f"got {own_steps[0]}, whose own step works on whole parameters. Use "
-            f"{list_rule_names()}, or leave {name} out."
+            f"{name} needs an optimizer that ipufit implements itself, but got {own_steps[0]}, "
+            f"whose step works on whole parameters. Use {list_rule_names()}, or leave {name} out."
         )
     if config.group_clips:
         raise ConfigurationError(
-            f"{name} bounds all gradients together, but got bounds of single optimizers as clip. "
+            f"{name} clips all gradients together, but got a separate clip for each optimizer. "
             "Pass one ipufit.Clip, or leave one of them out."
         )
     if config.jit in (INDUCTOR, CUDAGRAPH):
         raise ConfigurationError(
-            f"{name} needs a program that meets the other processes within an "
-            f"update, but got jit={config.jit!r}, which has whole updates as one. Use jit='auto', "
-            f"or leave {name} out."
+            f"{name} communicates with the other processes within an update, but got "
+            f"jit={config.jit!r}, which compiles whole updates. Use jit='auto', or leave {name} "
+            "out."
         )
     if config.shard_weights and config.run_eagerly:
         raise ConfigurationError(
-            "shard='weights' needs a recorded program, in which weights are whole only while "
-            "they are read, but got run_eagerly=True, which runs the module itself. "
-            "Leave one of them out."
+            "shard='weights' needs a recorded program, which gathers weights only while they are "
+            "read, but got run_eagerly=True, which runs the module itself. Leave one of them out."
         )
     if config.shard_weights and config.compiler is not None:
         raise ConfigurationError(
-            "shard='weights' needs a recorded program, in which weights are whole only while "
-            f"they are read, but got jit={config.jit!r}, a backend of torch.compile that has "
+            "shard='weights' needs a recorded program, which gathers weights only while they "
+            f"are read, but got jit={config.jit!r}, a backend of torch.compile, which compiles "
             "whole graphs. Use shard='optimizer', or jit='auto'."
         )
     if config.shard_weights and config.ema is not None:

@@ -117,21 +117,21 @@ _BOTH = {
     "ipus_per_replica": (EXACT, "the IPUs of one copy"),
     "layers_per_ipu": (EXACT, "layers_per_ipu of Parallel, which finds the layers by itself"),
     "output_mode": (EXACT, "outputs of compile; the loss is the mean over all samples anyway"),
-    "seed": (APPROXIMATED, "seed of fit, of which other random numbers are made than on an IPU"),
+    "seed": (APPROXIMATED, "seed of fit, which gives other random numbers than on an IPU"),
     "embedding_serialization_factor": (APPROXIMATED, f"Memory.serialize of {_EMBEDDING}"),
     "projection_serialization_factor": (APPROXIMATED, f"Memory.serialize of {_PROJECTION}"),
     "serialized_embedding_splits_per_ipu": (APPROXIMATED, f"Memory.serialize of {_EMBEDDING}"),
     "serialized_projection_splits_per_ipu": (APPROXIMATED, f"Memory.serialize of {_PROJECTION}"),
     "recompute_checkpoint_every_layer": (EXACT, "recompute=True: every repeated layer"),
-    "parallelize_kwargs": (NONE, "there is no method parallelize to give them to"),
+    "parallelize_kwargs": (NONE, "there is no method parallelize that takes them"),
 }
 _ON_IPU = {
     "recompute_checkpoint_every_layer": (
         EXACT,
-        "recomputationCheckpoint for the outputs of every repeated layer, between which a pipeline "
-        "computes again; one IPU computes nothing again",
+        "recomputationCheckpoint for the outputs of every repeated layer: a pipeline recomputes "
+        "what is between them; a single IPU recomputes nothing",
     ),
-    "seed": (APPROXIMATED, "seed of fit, of which a seed for each program is made"),
+    "seed": (APPROXIMATED, "seed of fit, from which each program gets its own seed"),
     "auto_loss_scaling": (EXACT, "Training.setAutomaticLossScaling"),
     "enable_half_partials": (EXACT, "Precision.setPartialsType"),
     "executable_cache_dir": (EXACT, "enableExecutableCaching"),
@@ -141,14 +141,14 @@ _ON_IPU = {
     "replicated_tensor_sharding": (EXACT, "TensorLocations.setOptimizerLocation"),
 }
 _EMBEDDED = {
-    "auto_loss_scaling": (APPROXIMATED, "loss_scale='dynamic', which follows rules of its own"),
+    "auto_loss_scaling": (APPROXIMATED, "loss_scale='dynamic', which follows other rules"),
     "enable_half_partials": (NONE, "torch chooses the type of partial sums"),
-    "executable_cache_dir": (NONE, "there are no executables: programs are recorded anew"),
+    "executable_cache_dir": (NONE, "there are no executables: programs are recorded every time"),
     "explicit_ir_inference": (NONE, "another compiler records the program"),
-    "matmul_proportion": (NONE, "there is no memory of tiles to share out"),
+    "matmul_proportion": (NONE, "there is no tile memory to divide"),
     "optimizer_state_offchip": (
         APPROXIMATED,
-        "host memory between updates, on CUDA; in the host's own there is no other",
+        "host memory between updates, on CUDA; no effect on a CPU",
     ),
     "replicated_tensor_sharding": (NONE, "replicas take turns in one process and share the state"),
 }
@@ -163,7 +163,7 @@ _STANDIN = {
     "optimizer_state_offchip": (NONE, "there is one memory"),
     "recompute_checkpoint_every_layer": (
         NONE,
-        "the outputs of every repeated layer are marked, but the stand-in computes nothing again",
+        "the outputs of every repeated layer are marked, but the stand-in recomputes nothing",
     ),
     "auto_loss_scaling": (APPROXIMATED, "a loss scale that follows rules of the stand-in"),
     "explicit_ir_inference": (NONE, "the stand-in has no such compiler"),
@@ -225,35 +225,35 @@ _EXACT = {
 _APPROXIMATED = {
     "automaticLossScalingSettings.enabled": (
         "Training.setAutomaticLossScaling",
-        "loss_scale='dynamic', which follows rules of its own",
+        "loss_scale='dynamic', which follows other rules",
     ),
     "location_optimizer": (
         "TensorLocations.setOptimizerLocation",
-        "off chip is host memory between updates, on CUDA; in the host's own there is no other",
+        "off chip is host memory between updates, on CUDA; no effect on a CPU",
     ),
     "random_seed": (
         "randomSeed",
-        "a seed, of which other random numbers are made than on an IPU",
+        "a seed, which gives other random numbers than on an IPU",
     ),
 }
 _LOCATION = "there is one memory, where the module is"
 _PARTIALS = "torch chooses the type of partial sums"
 _COMPILER = "it is for the compiler of an IPU"
 _NO_DEVICE = "there is no IPU to attach to"
-_NO_FILES = "there are no executables: programs are recorded anew"
+_NO_FILES = "there are no executables: programs are recorded every time"
 _TURNS = "replicas take turns in one process"
 _NO_LOG = "no log is written"
 _NO_EFFECT = {
     "_module_namescope_enabled": ("disableModuleNamescope", "operators are never named"),
     "_relax_optimizer_checks": (
         "relaxOptimizerAttributesChecks",
-        "an optimizer's attributes are not looked through",
+        "attributes of optimizers are not checked",
     ),
     "_source_location_excludes": ("sourceLocationExcludes", "operators are never named"),
-    "anchored_tensors": ("anchorTensor", "metrics and ipufit.log bring values out"),
+    "anchored_tensors": ("anchorTensor", "metrics and ipufit.log return values"),
     "available_memory_proportion": (
         "setAvailableMemoryProportion",
-        "there is no memory of tiles to share out",
+        "there is no tile memory to divide",
     ),
     "broadcast_buffers": ("broadcastBuffers", _TURNS),
     "cachePath": ("enableExecutableCaching", _NO_FILES),
@@ -271,7 +271,7 @@ _NO_EFFECT = {
         "torch rounds to the nearest number",
     ),
     "engineOptions": ("_Popart.setEngineOptions", _COMPILER),
-    "instrumentWithHardwareCycleCounter": ("logCycleCount", "there are no cycles of an IPU"),
+    "instrumentWithHardwareCycleCounter": ("logCycleCount", "there are no IPU cycles"),
     "ipu_id": ("useIpuId", _NO_DEVICE),
     "ipu_version": ("useOfflineIpuTarget", _NO_DEVICE),
     "location_accumulator": ("TensorLocations.setAccumulatorLocation", _LOCATION),
@@ -287,13 +287,13 @@ _NO_EFFECT = {
     "numIOTiles": ("TensorLocations.numIOTiles", "there are no tiles"),
     "partialsTypeMatMuls": ("Precision.setPartialsType", _PARTIALS),
     "sync_pattern": ("syncPattern", _TURNS),
-    "syntheticDataMode": ("enableSyntheticData", "data is what it is given"),
-    "updatableNamedBuffers": ("updatableNamedBuffers", "every run sees buffers as they are"),
+    "syntheticDataMode": ("enableSyntheticData", "data is used as it is"),
+    "updatableNamedBuffers": ("updatableNamedBuffers", "every run sees the current buffers"),
     "use_model": ("useIpuModel", _NO_DEVICE),
 }
 # Of a dictionary that several setters write, by one of its fields.
 _BY_FIELD = {
-    "autoReport.directory": ("enableProfiling", "there is no report of an IPU"),
+    "autoReport.directory": ("enableProfiling", "there is no IPU report"),
     "enableConvDithering": ("Training.setConvolutionDithering", "there are no tiles"),
 }
 # Never without another value that is listed.

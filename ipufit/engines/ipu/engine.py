@@ -72,9 +72,9 @@ class IpuEngine(IpuContext):
         with faults.collect():
             if loss.turns or (isinstance(loss, TurnLoss) and len(loss.moves) > 1):
                 raise ConfigurationError(
-                    "an IPU makes each update from one loss that moves all parameters, and several "
-                    "in a TrainStep move parameters of their own. Use engine='embedded', or add "
-                    "them up into one loss."
+                    "an IPU makes each update from one loss that trains all parameters, but "
+                    "TrainStep has several losses, each with its own parameters. Use "
+                    "engine='embedded', or add them up into one loss."
                 )
         with faults.collect():
             if optimizer is not None:
@@ -112,8 +112,8 @@ class IpuEngine(IpuContext):
         schedule = config.schedule
         if schedule is not None and schedule.per_update:
             lines.append(
-                f"{schedule.name} changes settings with every update, and a device takes them "
-                "between calls only: every update is a call of its own."
+                f"{schedule.name} changes settings with every update, but a device takes them only "
+                "between calls: each call makes one update."
             )
         elif schedule is not None:
             lines.append(f"{schedule.name} changes settings between epochs: no call is split.")
@@ -121,20 +121,20 @@ class IpuEngine(IpuContext):
         lines += [f"{each} {_ONE_SHAPE}" for each in shapes]
         if config.outputs.mode != "all":
             lines.append(
-                f"outputs={config.outputs.mode!r} chooses on the host: the device "
-                "hands back all outputs, because losses come back from every micro-batch."
+                f"outputs={config.outputs.mode!r} takes effect on the host: the device returns all "
+                "outputs, because it returns the loss of every micro-batch."
             )
         for role, role_options in options.items():
             names = ignored_options(self.sdk, role_options)
             if names:
-                lines.append(f"Of {role}, these change nothing on {self.name}: {', '.join(names)}.")
+                lines.append(f"Of {role}, these have no effect on {self.name}: {', '.join(names)}.")
         return lines
 
 
 _ONE_SHAPE = (
-    "Unless an update has one micro-batch, its micro-batches wait for others of their shape, and "
-    "an epoch ends with a smaller update for each shape that is left: samples come in another "
-    "order than the loader's, the same one for any device_iterations."
+    "If an update has several micro-batches, they wait for others of their shape, and an epoch "
+    "ends with a smaller update for each shape that is left: samples come in another order than in "
+    "the loader, but the same for any device_iterations."
 )
 
 
@@ -148,9 +148,9 @@ def _check_ipus(plan: Plan) -> None:
         processes = plan.processes * plan.reserved_ipus // _MOST_IPUS
         raise PlanError(
             [
-                f"`ipus`, those of one process, must be at most {_MOST_IPUS}, as PopTorch gives a "
-                f"process no more, got {plan.ipus}. Try ipus={_MOST_IPUS} in {processes} "
-                "processes, which torchrun, mpirun or PopRun starts."
+                f"`ipus` of one process must be at most {_MOST_IPUS}, the limit of PopTorch, got "
+                f"{plan.ipus}. Try ipus={_MOST_IPUS} in {processes} processes, which torchrun, "
+                "mpirun or PopRun starts."
             ],
             {"ipus": _MOST_IPUS},
         )
@@ -175,8 +175,8 @@ def _check_tensors(module: nn.Module, loss: Optional[Loss], wide: bool) -> None:
         for name, tensor in (*part.named_parameters(), *part.named_buffers()):
             if tensor.device.type != "cpu":
                 raise ConfigurationError(
-                    f"a module for an IPU must be on the CPU, from where PopTorch takes it, but "
-                    f"{name!r} is on {tensor.device}. Move it with module.cpu()."
+                    "a module for an IPU must be on the CPU, because PopTorch copies it from "
+                    f"there, but {name!r} is on {tensor.device}. Move it with module.cpu()."
                 )
             if tensor.dtype in (torch.float64, torch.bfloat16) and not wide:
                 raise ConfigurationError(

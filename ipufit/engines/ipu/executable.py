@@ -113,8 +113,8 @@ class Executable:
             OWNER.compile(self.executor, arguments)
         if self.traced.attributes:
             warn_user(
-                f"forward sets {', '.join(self.traced.attributes)}, but it runs once, to be "
-                "traced, and the attribute keeps the value that it had. To carry a value from one "
+                f"forward sets {', '.join(self.traced.attributes)}, but it runs only once, to be "
+                "traced, and the attribute keeps its present value. To carry a value from one "
                 "micro-batch to the next, register a buffer of floating point and change it in "
                 "place.",
             )
@@ -170,13 +170,13 @@ class Executable:
             return leaf
         if leaf.dtype == torch.float64:
             raise DataError(
-                "an IPU computes in float32 at most, but the data is float64. NumPy makes float64 "
-                "where nothing is said: convert it with array.astype('float32') or tensor.float()."
+                "an IPU computes in float32 at most, but the data is float64. NumPy creates "
+                "float64 by default: convert it with array.astype('float32') or tensor.float()."
             )
         if leaf.dtype == torch.int64 and leaf.numel() and int(leaf.abs().max()) > _LARGEST:
             raise DataError(
-                f"an IPU has integers of 32 bits, but the data holds {int(leaf.abs().max())}. Map "
-                "such numbers to smaller ones in the dataset."
+                f"integers on an IPU have 32 bits, but the data contains {int(leaf.abs().max())}. "
+                "Map such numbers to smaller ones in the dataset."
             )
         return leaf
 

@@ -149,7 +149,7 @@ class PoptorchInferenceProgram(Program):
             self._unit(padded(example, self._size.micro_batch))
         unit = self._unit(example)
         self._example = self._example or example
-        with translate_errors(self._engine.sdk, "bringing weights to the device"):
+        with translate_errors(self._engine.sdk, "copying weights to the device"):
             if not OWNER.take(unit.executor):
                 unit.executor.copyWeightsToDevice()
         self._versions = self._host.all_versions()
@@ -199,7 +199,7 @@ class PoptorchInferenceProgram(Program):
 
     def _take(self, unit: Executable) -> None:
         versions = self._host.all_versions()
-        with translate_errors(self._engine.sdk, "taking the device"):
+        with translate_errors(self._engine.sdk, "acquiring the device"):
             # A callback may have changed weights.
             if not OWNER.take(unit.executor) and versions != self._versions:
                 unit.executor.copyWeightsToDevice()

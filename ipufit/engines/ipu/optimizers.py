@@ -70,8 +70,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: TrainConfig) -> No
             )
     if kind is LAMB and len({group["bias_correction"] for group in optimizer.param_groups}) > 1:
         raise OptimizerError(
-            "an IPU runs LAMB with one bias_correction for all parameter groups, got several. Make "
-            "them alike, or use engine='embedded'."
+            "an IPU runs LAMB with one bias_correction for all parameter groups, got several. Use "
+            "one value for all, or use engine='embedded'."
         )
     unbounded = SETTINGS["global_clipnorm"].applies(kind)
     if config.clip.global_norm is not None and unbounded:
@@ -164,9 +164,9 @@ class DeviceOptimizer:
                 if value != before[name] and name not in self._explicit:
                     raise OptimizerError(
                         f"{name} of parameter group {index} can't change during fit from "
-                        f"PopTorch's default ({before[name]}), which is a constant of the program, "
-                        f"to {value}. Change it between two calls of fit, or start with another "
-                        "value."
+                        f"PopTorch's default ({before[name]}) to {value}, because the default is a "
+                        "constant of the program. Change it between two calls of fit, or start "
+                        "with another value."
                     )
                 if name == "momentum" and bool(value) != bool(before[name]):
                     raise OptimizerError(

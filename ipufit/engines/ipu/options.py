@@ -75,10 +75,10 @@ def set_replicas(sdk: ModuleType, options: Any, replicas: int, spec: ProgramSpec
     fresh = sdk.Options().Distributed
     if configured[1] > 1 and configured != (fresh.processId, fresh.numProcesses):
         raise ConfigurationError(
-            f"{role_of(spec.mode)} must be for the processes that ipufit finds, of which this is "
-            f"{actual[0]} of {actual[1]}, but they are for process {configured[0]} of "
-            f"{configured[1]}. Leave Distributed.configureProcessId out, and start the "
-            "processes with torchrun, mpirun or PopRun, or call ipufit.distributed."
+            f"{role_of(spec.mode)} must be for process {actual[0]} of {actual[1]}, which ipufit "
+            f"found, but they are for process {configured[0]} of {configured[1]}. Leave "
+            "Distributed.configureProcessId out, and start the processes with torchrun, mpirun or "
+            "PopRun, or call ipufit.distributed."
         )
     if processes.is_distributed:
         group.configureProcessId(processes.process_id, processes.num_processes)
@@ -101,8 +101,8 @@ def _check_popdist(
     actual = (processes.process_id, processes.num_processes)
     if configured != actual:
         raise ConfigurationError(
-            f"PopRun and ipufit must find the same processes, but to PopRun this is process "
-            f"{configured[0]} of {configured[1]}, and to ipufit {actual[0]} of {actual[1]}. Leave "
+            "PopRun and ipufit must agree on the processes, but for PopRun this is process "
+            f"{configured[0]} of {configured[1]}, and for ipufit {actual[0]} of {actual[1]}. Leave "
             "ipufit.distributed out, and start the processes with PopRun alone."
         )
     if options.replication_factor != replicas:
@@ -234,8 +234,8 @@ def place_of_profile(sdk: ModuleType, spec: ProgramSpec) -> Optional[str]:
     if place != requested or not writes:
         what = f"is written to {place!r}" if writes else "is not written"
         warn_user(
-            f"report would have PopVision's profile written to {requested!r}, but {who} sets "
-            f"{', '.join(sorted(profile_settings))}, which holds: the profile {what}.",
+            f"report asks for PopVision's profile in {requested!r}, but {who} sets "
+            f"{', '.join(sorted(profile_settings))}, which takes precedence: the profile {what}.",
         )
     return place if writes and not is_standin(sdk) else None
 
@@ -292,7 +292,7 @@ def check_options(sdk: ModuleType, options: Any, role: str) -> None:
     if options.connection_type == sdk.ConnectionType.Never.value:
         raise ConfigurationError(
             f"{role} must be for a device, but connectionType(ConnectionType.Never) compiles "
-            "without one, for later. Leave it out."
+            "without one. Leave it out."
         )
 
 

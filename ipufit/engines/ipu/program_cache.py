@@ -119,9 +119,9 @@ class ProgramCache:
             raise ConfigurationError(
                 "on an IPU an update of a loss that counts its own tokens or weights must have one "
                 f"micro-batch, got {count} from {sources}: only the device knows the counts, and "
-                "only after the gradients were joined. "
-                "Use normalize='samples' and sample_weights='sum_over_batch_size', one "
-                "micro-batch per update, or engine='embedded'."
+                "only after the gradients were summed. Use normalize='samples' and "
+                "sample_weights='sum_over_batch_size', one micro-batch per update, or "
+                "engine='embedded'."
             )
 
     def _enter(self, program: Trained) -> None:
@@ -137,7 +137,7 @@ class ProgramCache:
 
     def turn_to(self, program: Trained) -> None:
         """Let a program have the device, with the newest weights and optimizer state."""
-        with translate_errors(self._engine.sdk, "taking the device"):
+        with translate_errors(self._engine.sdk, "acquiring the device"):
             if self._current is program:
                 if not self._is_attached(program):
                     self._meet()
@@ -172,7 +172,7 @@ class ProgramCache:
         if program is None:
             return
         if self._is_attached(program):
-            with translate_errors(self._engine.sdk, "bringing weights to the device"):
+            with translate_errors(self._engine.sdk, "copying weights to the device"):
                 _send_weights(program.executor)
         self._versions = self._host.versions()
 
@@ -375,11 +375,11 @@ class ProgramSelector:
             which = public_name(sorted([*traced.changed, *traced.counters])[0])
             why = f"forward changes the buffer {which!r}, which padding would change too"
         else:
-            why = "the loss, or what the module logs, can't be told sample by sample"
+            why = "the loss or a logged value can't be computed sample by sample"
         raise PlanError(
             [
-                f"every update must be one that an IPU can run exactly, but the last one of an "
-                f"epoch has micro-batches of {', '.join(map(str, sizes))} samples instead of "
+                "an IPU must be able to run every update exactly, but the last one of an epoch has "
+                f"micro-batches of {', '.join(map(str, sizes))} samples instead of "
                 f"{plan.micro_batches_per_update} of {size.micro_batch}, and {why}. Use "
                 "drop_last=True in the loader, a batch_size and gradient_accumulation that divide "
                 "the samples, or engine='embedded'."

@@ -75,12 +75,11 @@ def why_no_sdk() -> Optional[str]:
         module = importlib.import_module("poptorch")
     except Exception as error:
         return (
-            "its PopTorch can't be imported and is likely made for another torch or Python than "
-            f"torch {torch.__version__} and Python {platform.python_version()}: "
-            f"{brief_error(error)}"
+            "its PopTorch can't be imported and is probably for another torch or Python than torch "
+            f"{torch.__version__} and Python {platform.python_version()}: {brief_error(error)}"
         )
     if module.__name__ != "poptorch" or not _has_core(getattr(module, "__file__", None)):
-        return "what `import poptorch` finds is the stand-in, not the SDK's PopTorch"
+        return "`import poptorch` finds the stand-in, not the SDK's PopTorch"
     return None
 
 
@@ -248,16 +247,16 @@ def translate_errors(sdk: ModuleType, doing: str) -> Iterator[None]:
         ) from error
     except sdk.UnrecoverableError as error:
         raise UnrecoverableDeviceError(
-            f"{doing} failed on the device: {_first(error)}. Have the system looked at before it "
-            "is used again."
+            f"{doing} failed on the device: {_first(error)}. Have the system checked before you "
+            "use it again."
         ) from error
     except (sdk.Error, AssertionError) as error:
         cause = _ipufit_cause(error)
         if cause is not None:
             raise cause from error
         raise DeviceError(
-            f"{doing} must be possible with PopTorch, but it says: {_first(error)}. Change what it "
-            "names, or use engine='embedded'."
+            f"{doing} failed, because PopTorch says: {_first(error)}. Change what it names, or use "
+            "engine='embedded'."
         ) from error
     except RuntimeError as error:
         # PopTorch's tracing raises some of torch's errors, and ours as their cause.

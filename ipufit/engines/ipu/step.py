@@ -162,8 +162,8 @@ class IpuStep(StepModule):
         self.traced.attributes = attributes.changed()
         for name in attributes.written():
             raise ConfigurationError(
-                f"forward must not change {name} on an IPU, where a tensor that is no buffer is a "
-                "constant. Register it as a buffer of float32, or use engine='embedded'."
+                f"forward must not change {name} on an IPU, where a tensor that is not a buffer is "
+                "a constant. Register it as a buffer of float32, or use engine='embedded'."
             )
         self._note_changes(versions)
         result: List[Tensor] = []

@@ -65,9 +65,10 @@ class PoptorchTrainingProgram(Program):
         self._host = Host(spec)
         if not self._host.trained:
             raise LossError(
-                f"{type(spec.module).__name__} must have a trainable parameter, but none that the "
-                "optimizer holds requires gradients any more. Unfreeze one with "
-                "requires_grad_(True), and call compile again if frozen then or replaced since."
+                f"{type(spec.module).__name__} must have a trainable parameter, but no parameter "
+                "of the optimizer requires gradients any more. Unfreeze one with "
+                "requires_grad_(True); if it was frozen at compile or replaced since, call compile "
+                "again."
             )
         # What torch's own step does, and no program would, here or on any engine.
         refuse_step_hooks(spec.optimizer)
@@ -146,8 +147,8 @@ class PoptorchTrainingProgram(Program):
         size = self._size.micro_batch
         if batch.size > size:
             raise DataError(
-                "on an IPU a micro-batch has as many samples as the first one at most, "
-                f"{size}, got {batch.size}. Use one batch_size, or engine='embedded'."
+                f"on an IPU a micro-batch has at most as many samples as the first one, {size}, "
+                f"got {batch.size}. Use a fixed batch_size, or engine='embedded'."
             )
         if batch.form == self._programs.form:
             return

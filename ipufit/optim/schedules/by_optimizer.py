@@ -214,12 +214,10 @@ def schedules_by_member(
         name = next((name for name, each in members.items() if each is owner), None)
         if name is None or name in by_member:
             kind = type(scheduler).__name__
-            came = (
-                f"one over another {type(owner).__name__}" if name is None else f"two of {name!r}"
-            )
+            came = f"one for another {type(owner).__name__}" if name is None else f"two of {name!r}"
             raise ConfigurationError(
-                "a list of schedulers must have at most one for each of the optimizers that are "
-                f"compiled, got {came}, {kind}. Make each over one of these optimizers."
+                "a list of schedulers must have at most one for each compiled optimizer, got "
+                f"{came}, {kind}. Make each with one of these optimizers."
             )
         by_member[name] = scheduler
     return by_member

@@ -354,7 +354,7 @@ class OneCycle(Curve):
         pair = tuple(self.momentum) if isinstance(self.momentum, (tuple, list)) else ()
         if len(pair) != 2 or not all(_is_number(each) and 0 <= each < 1 for each in pair):
             raise ConfigurationError(
-                "momentum of OneCycle must be two numbers from 0 up to, not including, 1, or None, "
+                "momentum of OneCycle must be two numbers of at least 0 and less than 1, or None, "
                 f"got {self.momentum!r}. Write for example momentum=(0.85, 0.95)."
             )
         object.__setattr__(self, "momentum", pair)
@@ -409,13 +409,13 @@ def resolve_length(curve: Curve, length: Optional[int], unit: str) -> int:
         end = "early" if curve.total < length else "late"
         raise ConfigurationError(
             f"total of {curve!r} must be the length of the run, which is {length} {unit}, got "
-            f"{curve.total}: the curve would end too {end}. Leave total out, which takes the "
-            "run's length, or change epochs of fit."
+            f"{curve.total}: the curve would end too {end}. Leave total out to use the length of "
+            "the run, or change epochs of fit."
         )
     if length is None and curve._depends_on_length:
         raise ConfigurationError(
-            f"lr_scheduler={curve!r} must know how many {unit} the run has, but nothing says "
-            "how many come. Pass fit(steps_per_epoch=...), or data with __len__, or "
+            f"lr_scheduler={curve!r} must know how many {unit} the run has, but the length of the "
+            "data is unknown. Pass fit(steps_per_epoch=...), or data with __len__, or "
             f"{type(curve).__name__}(total=...)."
         )
     length = ENDLESS if length is None else length

@@ -126,7 +126,7 @@ class CallableSchedule(Schedule):
             # Not equal to itself: NaN, which the check of the row reports.
             if present != wanted and wanted == wanted:
                 raise ConfigurationError(
-                    f"{name} is given by lr_scheduler, but it was changed from {wanted!r} to "
+                    f"{name} is set by lr_scheduler, but it was changed from {wanted!r} to "
                     f"{present!r} in parameter group {group}. Leave it to the schedule, or compile "
                     "without one and set it in a callback."
                 )
@@ -173,7 +173,7 @@ class RunSchedule(CallableSchedule):
             name = "beta1" if "betas" in optimizer.defaults else "momentum"
             if any(name not in settings.numbers_of(group) for group in settings.read(optimizer)):
                 raise ConfigurationError(
-                    f"{curve!r} changes momentum beside the learning rate, but "
+                    f"{curve!r} changes momentum in addition to the learning rate, but "
                     f"{type(optimizer).__name__} has none. Pass OneCycle(momentum=None)."
                 )
             others[name] = lambda place: curve.momentum_at(place - self._begin, self._length)
@@ -248,9 +248,9 @@ class RunSchedule(CallableSchedule):
         if place - self._begin >= self._length:
             unit = "update" if self._per_update else "epoch"
             self._fault = (
-                f"lr_scheduler={self._curve!r} is over after {self._length} {unit}s, but another "
-                f"{unit} comes. Let total be the length of the run, or leave it out, where the "
-                "training data says how long it is."
+                f"lr_scheduler={self._curve!r} ends after {self._length} {unit}s, but another "
+                f"{unit} comes. Set total to the length of the run, or leave it out if the "
+                "training data has a length."
             )
 
     def _own_state(self) -> object:
@@ -335,7 +335,7 @@ def resolve_schedule(
 
     Raises:
         ConfigurationError: anything else, another optimizer, a hyper-parameter that the optimizer
-            lacks, a first value that is no number. The optimizer is as before the call.
+            lacks, a first value that is not a number. The optimizer is as before the call.
     """
     one_of("the interval of lr_scheduler", interval, Interval)
     if lr_scheduler is None:
@@ -409,7 +409,7 @@ def _stepped(
         per_update = False
     elif monitor is not None:
         raise ConfigurationError(
-            f"only ReduceLROnPlateau watches a value, got monitor={monitor!r} for "
+            f"only ReduceLROnPlateau monitors a value, got monitor={monitor!r} for "
             f"{type(scheduler).__name__}. Leave monitor out."
         )
     if isinstance(scheduler, Scheduler):
@@ -427,14 +427,15 @@ def _check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer) -> Non
         kind = type(part).__name__
         if part.optimizer is not optimizer:
             raise ConfigurationError(
-                f"lr_scheduler must be made for the optimizer that is compiled, got {kind} over "
-                f"another {type(part.optimizer).__name__}. Pass that optimizer too, or a factory: "
-                f"lambda optimizer: {kind}(optimizer, ...)."
+                f"lr_scheduler must be made for the compiled optimizer, got {kind} for another "
+                f"{type(part.optimizer).__name__}. Pass that optimizer too, or a factory: lambda "
+                f"optimizer: {kind}(optimizer, ...)."
             )
         if part is not scheduler and isinstance(part, ReduceLROnPlateau):
             raise ConfigurationError(
-                f"ReduceLROnPlateau must stand alone, got one inside {type(scheduler).__name__}: "
-                "it needs a value that there is at epoch ends only. Pass it as lr_scheduler itself."
+                f"ReduceLROnPlateau can't be combined, got one inside {type(scheduler).__name__}: "
+                "it needs a value that only exists at the end of an epoch. Pass it directly as "
+                "lr_scheduler."
             )
 
 
@@ -473,7 +474,7 @@ def _parts(scheduler: object, groups: int) -> List[ScheduledGroups]:
     raise ConfigurationError(
         "lr_scheduler must be a name, an object of torch.optim.lr_scheduler, a factory, a callable "
         f"or a dict of callables, got {came or repr(scheduler)}. Pass for example 'cosine' or "
-        f"{_SPELLINGS}; torch's SequentialLR and ChainedScheduler make one of several."
+        f"{_SPELLINGS}; torch's SequentialLR and ChainedScheduler combine several."
     )
 
 
@@ -486,14 +487,14 @@ def _check_functions(functions: Mapping[object, object], empty: bool = False) ->
     if "lr" in functions and "learning_rate" in functions:
         raise ConfigurationError(
             "lr_scheduler must name each hyper-parameter once, got 'lr' and 'learning_rate', which "
-            "are the same. Leave one out."
+            "mean the same. Leave one out."
         )
     for name, function in functions.items():
         if not callable(function) or isinstance(function, type):
             raise ConfigurationError(
                 f"lr_scheduler must have a callable for {name!r}, got {function!r}. Pass for "
-                f"example {{{name!r}: lambda update: 0.1 * 0.99 ** update}}, or set what stays "
-                "the same in the optimizer."
+                f"example {{{name!r}: lambda update: 0.1 * 0.99 ** update}}, or set a constant "
+                "value in the optimizer."
             )
 
 

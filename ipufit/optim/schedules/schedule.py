@@ -266,10 +266,10 @@ class Schedule(abc.ABC):
         """
         if self.updates or self.epochs or (self._per_update and self.frequency != 1):
             raise ConfigurationError(
-                f"a run can go on with another lr or lr_scheduler where {self.name} stands at its "
-                f"beginning and counts updates or epochs, but it has made {self.updates} updates "
-                f"and {self.epochs} epochs, and counts by {self.frequency}. Call compile again "
-                "before fit, or begin anew in another folder."
+                f"a run can continue with another lr or lr_scheduler if {self.name} is unused and "
+                f"counts updates or epochs, but it has made {self.updates} updates and "
+                f"{self.epochs} epochs, and counts by {self.frequency}. Call compile again before "
+                "fit, or start a new run in another folder."
             )
         if self._per_update:
             for begin in range(0, updates, _AT_ONCE):
@@ -343,8 +343,8 @@ class Schedule(abc.ABC):
                 error.args[0]
                 if isinstance(error, ConfigurationError)
                 else f"lr_scheduler must have a value for update {updates}, counted from 0, but "
-                f"{self.name} failed with {type(error).__name__}: {str(error).rstrip('.')}. Let it "
-                "cover all updates of fit, which are epochs × updates per epoch."
+                f"{self.name} failed with {type(error).__name__}: {str(error).rstrip('.')}. "
+                "It must cover all updates of fit: epochs × updates per epoch."
             )
             if before is None:
                 raise ConfigurationError(fault) from error
@@ -374,7 +374,7 @@ class Schedule(abc.ABC):
 def _bounds(name: str) -> Tuple[str, float, float]:
     """Bounds that torch's optimizers check when they are made, and nothing checks later."""
     if re.fullmatch(r"beta\d+", name):
-        return "a number from 0 up to, not including, 1", 0.0, 1.0
+        return "a number of at least 0 and less than 1", 0.0, 1.0
     if name in ("lr", "momentum", "weight_decay", "eps", "alpha"):
         return "a finite number of at least 0", 0.0, math.inf
     return "a finite number", -math.inf, math.inf
@@ -456,7 +456,7 @@ class TorchSchedule(Schedule):
         monitor = self._monitor or ("val_loss" if "val_loss" in logs else "loss")
         if monitor not in logs:
             raise ConfigurationError(
-                f"ReduceLROnPlateau must watch a value of the epoch, got monitor={monitor!r}. "
+                f"ReduceLROnPlateau must monitor a value of the epoch, got monitor={monitor!r}. "
                 f"There is {', '.join(logs) or 'none'}."
             )
         return functools.partial(self._scheduler.step, logs[monitor])

@@ -76,7 +76,7 @@ def target(name: object, settings: Settings, kind: str, group: int) -> Target:
         return ("betas", int(beta[1]) - 1) if beta and name not in settings else (name, None)
     came = f"{name!r} for parameter group {group}"
     if name in settings and name not in NOTES:
-        came += f", which is {settings[name]!r} and no single number"
+        came += f", which is {settings[name]!r}, not a single number"
     raise ConfigurationError(
         f"lr_scheduler can only schedule hyper-parameters of {kind} that are numbers, got {came}. "
         f"It has {', '.join(hyper_parameters)}."

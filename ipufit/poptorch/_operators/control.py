@@ -315,7 +315,7 @@ def for_loop(count: int, body: Callable[..., object], inputs: List[Tensor]) -> L
         What the last turn returned.
     Raises:
         ValueError: the inputs are no list of tensors.
-        Error: a training model, a count that is no number, or a body that returns something else
+        Error: a training model, a count that is not a number, or a body that returns something else
             than it takes.
     """
     _check_inputs(inputs, "poptorch.for_loop expects input tensors (inputs)", "[x] for one tensor")

@@ -60,7 +60,7 @@ def curves(runs: NamedRuns) -> Section:
         lines, title = functools.partial(_logged, name), f"{name}, as logged"
         charts.append(_curve(runs, f"logged-{place}", title, lines, ("update",), name))
     values = {
-        "why": lacking(runs[0][1].facts, "history") or "no execution is over",
+        "why": lacking(runs[0][1].facts, "history") or "no execution has finished",
         "left_out": [
             (names[_MOST_VALUES:], "values of epochs"),
             (logged[_MOST_LOGGED:], "logged values"),
@@ -130,9 +130,9 @@ def _losses(run: Run) -> Iterator[Tuple[Series, str]]:
         f"{texts.number(finite[-1])} at last, {texts.number(min(finite))} at least."
     )
     if len(finite) < len(values):
-        text += f" {len(values) - len(finite):,} values are not finite, and left out."
+        text += f" {len(values) - len(finite):,} values are not finite and not shown."
     if len(values) > DRAWN:
-        text += " Drawn by the smallest and the largest of every stretch; zooming in shows all."
+        text += " Drawn with the smallest and largest value of each interval; zoom in to see all."
     yield Series("loss", _ends(run), values), text
 
 
@@ -146,7 +146,7 @@ def _settings(column: str, run: Run) -> Iterator[Tuple[Series, str]]:
     x, y = _both_thinned(places, [values[place] for place in changed])
     text = f"{texts.number(finite[0])} at first, {texts.number(finite[-1])} at last."
     if min(finite) == max(finite):
-        text = f"{texts.number(finite[0])} all the time."
+        text = f"{texts.number(finite[0])} throughout."
     yield Series(column.replace("_", " "), x, y, style="step"), text
 
 
@@ -213,7 +213,7 @@ def _logged(name: str, run: Run) -> Iterator[Tuple[Series, str]]:
     if finite:
         text += f" from {texts.number(min(finite))} to {texts.number(max(finite))}"
     if len(y) < len(full):
-        text += ", drawn by the smallest and the largest of every stretch"
+        text += ", drawn with the smallest and the largest value of each interval"
     yield Series(name, [x], y), f"{text}."
 
 
@@ -348,9 +348,11 @@ def _stacked(
         series.append(Series(PHASE_NAMES[phase], [places], y, _LOOKS.index(phase), style))
     most = max(used, key=lambda phase: math.fsum(each[phase] for each in stretches))
     part = math.fsum(each[most] for each in stretches) / math.fsum(sums)
-    summary = f"Most of it, {texts.share(part)}, is {PHASE_NAMES[most]}; the table has all phases."
+    summary = (
+        f"Most of it, {texts.share(part)}, is {PHASE_NAMES[most]}; the table lists all phases."
+    )
     if size > 1:
-        summary = f"Every place is the mean of up to {texts.count(size)} {what}. {summary}"
+        summary = f"Every point is the mean of up to {texts.count(size)} {what}. {summary}"
     return Chart(name, title, summary, series, (x,), unit_name, stacks=True, height=360)
 
 
@@ -402,9 +404,9 @@ def _throughput(run: Run) -> Optional[Chart]:
     finite = [value for value in y if value is not None]
     mean = samples_per_second(run)
     summary = (
-        f"{texts.speed(min(finite))} samples per second at least, "
-        f"{texts.speed(max(finite))} at most; {texts.speed(mean)} over the whole "
-        "run. Recording the program, validation and this report are left out."
+        f"{texts.speed(min(finite))} samples per second at least, {texts.speed(max(finite))} at "
+        f"most; {texts.speed(mean)} over the whole run. Recording, validation and this report are "
+        "not included."
     )
     what = "samples per second"
     series = [Series(what, places_of(stretches), y)]

@@ -40,7 +40,7 @@ def pipeline(facts: Facts) -> Section:
         "numbers": _numbers(plan),
         "exact": _exact(plan),
         "least": {} if is_single else plan.get("least_accumulation") or {},
-        "hint": "There is one stage, so nothing waits for another one."
+        "hint": "There is only one stage, so no stage waits for another."
         if is_single
         else _hint(plan),
         "stages": [_times(plan, number) for number in range(len(plan["stages"]))],
@@ -76,8 +76,8 @@ def _hint(plan: Facts) -> str:
     stages, count = len(plan["stages"]), plan["gradient_accumulation"]
     if plan.get("places"):
         return (
-            "A stage that goes back to the IPU of another one, for a weight that is there, works "
-            "in turn with it: in every step of the pipeline such an IPU takes the time of both."
+            "A stage that goes back to the IPU of another one, to share a weight, takes turns with "
+            "it: in every step of the pipeline, this IPU needs the time of both."
         )
     spent = [
         math.fsum(task[4] - task[3] for task in plan["timeline"]["tasks"] if task[2] == back)
@@ -89,14 +89,14 @@ def _hint(plan: Facts) -> str:
     bubble = (stages - 1) / (count + stages - 1)
     text = (
         f"The same work in {stages} equal stages would be busy {texts.share(equal)} of the time "
-        f"with this schedule; what is missing to that is lost to stages that wait for slower ones. "
+        "with this schedule; the rest is lost because stages wait for slower ones. "
     )
     if schedule == "sequential":
         return text + f"One stage works at a time: 1 / {stages} = {texts.share(1 / stages)}."
     return text + (
-        f"The closed form of the bubble that filling and emptying leave where all passes take the "
-        f"same time is (stages - 1) / (micro-batches + stages - 1) = {texts.share(bubble)}; more "
-        "micro-batches in an update make it smaller."
+        "If all passes take the same time, filling and emptying the pipeline costs (stages - 1) / "
+        f"(micro-batches + stages - 1) = {texts.share(bubble)}; more micro-batches per update "
+        "reduce it."
     )
 
 
@@ -124,13 +124,13 @@ def _timeline(plan: Facts) -> Chart:
         "in the bars are those of the micro-batches."
     )
     if len(tasks) < len(line["tasks"]):
-        summary += f" The first {len(tasks):,} are drawn; all numbers are of the whole update."
+        summary += f" The first {len(tasks):,} are drawn; all numbers refer to the whole update."
     return Chart(
         "timeline",
         "One update, stage by stage",
         summary,
         series,
-        ("time, in that of one micro-batch through all stages and back",),
+        ("time; 1 is one micro-batch through all stages and back",),
         "",
         is_across=True,
         height=130 + 46 * len(titles),
@@ -190,14 +190,14 @@ def _of_stages(facts: Facts) -> Dict[str, object]:
         for i, part in enumerate(_PARTS)
     ]
     most = max(map(sum, stage_sizes))
-    largest = "The largest stage takes"
+    largest = "The largest stage needs"
     if plan.get("places"):
         shared = by_ipu([sum(sizes) for sizes in stage_sizes], plan["places"])
         most = max(shared)
-        largest = f"IPU {shared.index(most)}, with all its stages, takes"
+        largest = f"IPU {shared.index(most)}, with all its stages, needs"
     summary = (
-        f"{largest} {texts.size(most)} of the {texts.size(plan['memory'])} of an "
-        "IPU. Code, exchange and temporary values come on top."
+        f"{largest} {texts.size(most)} of the {texts.size(plan['memory'])} of an IPU. Code, "
+        "exchange and temporary values are not included."
     )
     limit = plan["memory"] / unit if most > 0.3 * plan["memory"] else None
     chart = Chart(
@@ -243,8 +243,8 @@ def _of_operators(facts: Facts) -> Dict[str, object]:
     )
     at = max(range(len(curve)), key=lambda place: float(curve[place][3]), default=None)
     summary = (
-        f"{texts.size(memory['total'])} at most: {texts.size(sum(fixed.values()))} all the time "
-        f"and {texts.size(memory['peak'])} of values in between"
+        f"{texts.size(memory['total'])} at most: {texts.size(sum(fixed.values()))} permanently and "
+        f"{texts.size(memory['peak'])} of temporary values"
     )
     if at is not None:
         operator, module, direction, _ = curve[at]
@@ -279,7 +279,7 @@ def _highest(curve: Sequence[Sequence[float]]) -> List[int]:
 def _of_process(run: Run) -> Dict[str, object]:
     stretches = [each for each in binned(run.rows, _POINTS) if not math.isnan(each["memory"])]
     if not stretches:
-        return {"missing": "this system does not say"}
+        return {"missing": "not available on this system"}
     most = max(each["memory"] for each in stretches)
     unit, name = texts.scale(most, "bytes")
     is_of_tensors = run.facts.get("environment", {}).get("memory") == OF_TENSORS

@@ -430,8 +430,8 @@ def lacking(facts: Facts, name: str) -> str:
     """
     if name not in facts:
         if facts.get("status") != "running":
-            return "the run ended before it was known"
-        return "the run has not come so far"
+            return "the run ended before this was known"
+        return "the run has not reached this point yet"
     if isinstance(facts[name], dict) and "missing" in facts[name]:
         return str(facts[name]["missing"]).rstrip(".")
     return ""

@@ -119,13 +119,10 @@ def test_the_text_of_a_report():
     file = sys.modules[Branches.__module__].__file__
     line = expected(Branches)[0][1]
     assert str(compiled(Branches()).check((X, TARGET))) == (
-        f"Branches: 1 error, 0 warnings.\n"
-        f"{file}:{line} in before: error [branch]\n"
-        "    if x.mean() > 0:  # finds: branch\n"
-        "  Python branched on a tensor's value, but the program is recorded once, before there are "
-        "values.\n"
-        "  Write torch.where(condition, a, b), or multiply by a mask, so that both cases are in "
-        "the program."
+        f"Branches: 1 error, 0 warnings.\n{file}:{line} in before: error [branch]\n    if x.mean() "
+        "> 0:  # finds: branch\n  Python branched on a tensor's value, but the program is recorded "
+        "once, before there are values.\n  Write torch.where(condition, a, b), or multiply by a "
+        "mask, so that both branches are in the program."
     )
 
 
@@ -172,7 +169,7 @@ def test_what_has_no_line_of_its_own_has_that_of_the_call():
     assert (finding.kind, finding.module) == ("not_optimized", "0")
     assert finding.file == __file__
     assert finding.function == "test_what_has_no_line_of_its_own_has_that_of_the_call"
-    assert "'0' (2 parameters) requires a gradient, but the optimizer" in finding.text
+    assert "'0' (2 parameters) requires a gradient, but it is not in the optimizer" in finding.text
 
 
 def test_frozen_parameters_are_meant_to_stay():
@@ -299,7 +296,7 @@ def test_an_error_of_the_modules_own_is_passed_on_with_its_words():
         ipufit.Model(Particular()).check(X)
     assert str(caught.value) == (
         "check must be able to run module and loss on the batch, whose tensors have shape (4, 4), "
-        "but that fails: ValueError: images only. Pass a batch that fit takes."
+        "but that fails: ValueError: images only. Pass a batch in the form that fit takes."
     )
 
 

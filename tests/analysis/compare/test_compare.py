@@ -176,7 +176,7 @@ def test_a_fault_of_a_lowering_is_told_apart(monkeypatch):
     found = built(nets.MLP).compare(SAMPLE)
     assert {each.kind for each in found.differences} == {"lowering"}
     assert found.first.name == "gradient layers.0.weight"
-    assert "\nWhat runs in place of the recorded graph: Runs 3 matrix products" in str(found)
+    assert "\nInstead of the recorded graph, this runs: Runs 3 matrix products" in str(found)
 
 
 @pytest.mark.long
@@ -334,8 +334,8 @@ def test_what_can_not_be_compared_is_refused():
     model = built(nets.CNN)
     refused(
         lambda: model.compare(SAMPLE, "float64"),
-        "reference='float64' needs a module that draws no random numbers, which differ from those "
-        "of its own dtype, but this one does. Set what draws them, such as dropout, to 0, or use "
+        "reference='float64' needs a module without random numbers, because they differ between "
+        "dtypes, but this one draws some. Turn random layers off, such as dropout, or use "
         "reference='eager'.",
     )
     refused(
@@ -346,8 +346,8 @@ def test_what_can_not_be_compared_is_refused():
     )
     refused(
         lambda: built(nets.MLP, run_eagerly=True).compare(SAMPLE),
-        "compare holds the recorded program against the module, but run_eagerly=True "
-        "records none. Compile without it.",
+        "compare compares the recorded program with the module, but run_eagerly=True records "
+        "none. Compile without it.",
     )
     other = ipufit.Model(nets.MLP().float(), engine="ipu-standin")
     other.compile("sgd", "cross_entropy")

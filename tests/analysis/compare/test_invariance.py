@@ -300,15 +300,16 @@ def test_the_report_is_a_table_and_sentences():
     report = built(around(lambda: nn.BatchNorm1d(8))).check_invariance(SAMPLE)
     lines = str(report).splitlines()
     assert lines[0] == (
-        "4 updates of the same 12 samples, in float64, depend on how these are divided."
+        "4 updates of the same 12 samples, in float64, depend on how they are divided."
     )
     assert lines[1].split() == (
         ["batch_size", "accumulation", "replicas", "iterations", "loss", "weights", "differ"]
     )
     assert lines[2].split()[:4] == ["12", "1", "1", "1"]
     assert lines[-1] == (
-        "'middle' (BatchNorm1d) normalises with the statistics of each micro-batch. Use GroupNorm "
-        "or LayerNorm, or keep the micro-batch's size and change device_iterations alone."
+        "'middle' (BatchNorm1d) normalises with the statistics of each micro-batch. Use "
+        "GroupNorm or LayerNorm, or keep the size of the micro-batch and change only "
+        "device_iterations."
     )
     told = json.loads(json.dumps(report.as_dict()))
     assert told["ok"] is False

@@ -485,7 +485,7 @@ class OwnStep(torch.optim.SGD):
     [
         (
             {"optimizer": lambda p: OwnStep(p, 0.1)},
-            "the step of OwnStep is torch's own, which counts on the host",
+            "the step of OwnStep is torch's own, which counts steps on the host",
         ),
         (
             {"memory": ipufit.Memory(offload_optimizer=True)},
@@ -493,7 +493,7 @@ class OwnStep(torch.optim.SGD):
         ),
         (
             {"precision": ipufit.Precision(accumulation_dtype="float16", loss_scale=8.0)},
-            "a loss scale that is a tensor rounds otherwise in a half-precision gradient",
+            "a loss scale in a tensor rounds a half-precision gradient differently",
         ),
     ],
 )
@@ -517,7 +517,7 @@ def test_samples_with_gaps_run_as_recorded():
 
     batches = [(wide[i : i + 4, :, :, ::2], Y[i : i + 4]) for i in range(0, 24, 4)]
     model.fit(batches, epochs=3, verbose=0)
-    assert "samples have gaps in memory, which a copy of them has not" in model._session.explain()
+    assert "the samples are not contiguous in memory, but their copy is" in model._session.explain()
 
 
 def test_what_torch_cannot_capture_runs_as_recorded():
@@ -547,8 +547,8 @@ def test_a_module_on_the_cpu_is_refused():
 def test_an_old_torch_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     text = (
-        f"jit='cudagraph' can't work here: a CUDA graph of torch {torch.__version__} takes no "
-        "generators of its own. Use jit='auto', or a newer torch."
+        f"jit='cudagraph' can't work here: CUDA graphs of torch {torch.__version__} can't have "
+        "their own random generators. Use jit='auto', or a newer torch."
     )
     refused(lambda: check_cudagraph(nn.Identity()), text)
 

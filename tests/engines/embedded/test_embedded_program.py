@@ -127,7 +127,7 @@ def test_a_users_error_in_forward_is_not_drowned_in_torchs_log(caplog):
             return super().forward(x) @ torch.ones(3, 3, dtype=torch.float64)
 
     model, _ = with_engine(Wrong().double())
-    with pytest.raises(DataError, match="matmul in Wrong needs shapes that go together"):
+    with pytest.raises(DataError, match="matmul in Wrong needs shapes that fit together"):
         model.fit(loader(), verbose=0)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
@@ -360,8 +360,8 @@ def test_a_gpu_that_is_lost_hides_no_error(monkeypatch):
         raise lost
 
     text = (
-        "this process can't use the GPU any more, and what was trained since the last checkpoint "
-        "is lost. Start Python anew."
+        "this process can't use the GPU any more, and the training since the last checkpoint is "
+        "lost. Restart Python."
     )
     with pytest.warns(UserWarning, match=re.escape(text)), pytest.raises(ValueError, match="ended"):
         model.fit(loader(), callbacks=[Stops()], verbose=0)

@@ -232,7 +232,7 @@ def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
     model, engine, history = fitted(Pictures(), jit="kernels")
     assert history.params["jit"] == "graph"
     (why,) = engine.explain(model._session.config, {})
-    assert why == "Runs the graph as it was recorded: other kernels give other numbers."
+    assert why == "Runs the graph as it was recorded: other kernels give different numbers."
 
 
 @pytest.mark.long

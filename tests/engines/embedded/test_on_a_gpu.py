@@ -49,7 +49,8 @@ def test_a_label_that_is_no_class_is_named_and_the_gpu_can_be_used_again(jit):
         trained(MLP().double(), jit, y=y, callbacks=[Ends()])
     assert str(caught.value) == (
         "training data, batch 10: loss 'cross_entropy' needs labels from 0 to 4 for a prediction "
-        "of 5 classes, got 5 in sample 0. Let the module return 6 classes, or number them from 0."
+        "of 5 classes, got 5 in sample 0. Let the module return 6 classes, or number labels from "
+        "0."
     )
     assert ends == [2, 5, 8]
     assert trained(MLP().double(), jit).history.history["loss"]

@@ -225,12 +225,12 @@ def test_numbers_that_nobody_can_key_are_refused(eagerly):
         fitted("plain", lambda: Poisson(12, 5), compiling={"run_eagerly": eagerly})
     text = str(caught.value)
     assert text.startswith(
-        "aten::poisson draws random numbers on plain:0, whose generator can't be started at a key, "
-        "so that they would follow neither seed nor checkpoint"
+        "aten::poisson draws random numbers on plain:0, whose generator can't be seeded per "
+        "micro-batch, so they would depend neither on seed nor on checkpoints"
     )
     assert text.endswith(
         "Draw with torch.rand, randn, randint, bernoulli, normal, multinomial or dropout, which "
-        "can have them from the host, or move the module with module.cpu()."
+        "can get them from the host, or move the module with module.cpu()."
     )
     assert eagerly or "in forward: `return super().forward(x.flatten(1)) + torch.poisson" in text
 
@@ -242,8 +242,8 @@ def test_several_processes_are_refused():
     with pytest.raises(ProcessError) as caught:
         rank_consistency._check_device(session)
     assert str(caught.value) == (
-        "several processes exchange tensors of CPUs and of CUDA devices, but Linear is on plain:0. "
-        "Train there in one process, or move the module to such a device."
+        "several processes exchange tensors on CPUs and CUDA devices, but Linear is on plain:0. "
+        "Train in one process, or move the module to such a device."
     )
 
 

@@ -418,9 +418,9 @@ def test_sparse_adam_takes_no_dense_gradients():
     with pytest.raises(ipufit.errors.OptimizerError) as caught:
         model.fit(loader(), verbose=0)
     assert str(caught.value) == (
-        "SparseAdam takes sparse gradients alone, but that of 'first.weight' is dense. Build its "
-        "layer with sparse=True, or give it another optimizer: {'words.*': "
-        "torch.optim.SparseAdam, '*': 'adam'}."
+        "SparseAdam takes only sparse gradients, but that of 'first.weight' is dense. Build its "
+        "layer with sparse=True, or give it another optimizer: "
+        "{'words.*': torch.optim.SparseAdam, '*': 'adam'}."
     )
 
 
@@ -631,14 +631,13 @@ def test_what_cannot_be_recorded_runs_itself_and_says_so_once(capsys):
     (text,) = caught(work)
     line = Experts.between.__code__.co_firstlineno + 4
     assert text == (
-        "Experts can't be recorded as one program, so jit='auto' runs the module itself: a shape "
-        "depends on a tensor's values, but the shapes of the program are fixed when it is "
+        "Experts can't be recorded as one program, so jit='auto' runs the module itself: a "
+        "shape depends on a tensor's values, but the shapes of the program are fixed when it is "
         f"recorded, at {__file__}:{line} in between: `rows = torch.where(chosen == i)[0]`. Keep "
         "the full shape: write torch.where(mask, x, 0) instead of x[mask], topk with a fixed k "
-        "instead of nonzero or unique. It trains to the same numbers, but Python runs for every "
-        "micro-batch, operators run one by one, and none of them are chosen, joined or compiled. "
-        "compile(..., run_eagerly=True) says that this is meant, and jit='graph' makes it an "
-        "error."
+        "instead of nonzero or unique. The numbers are the same, but it is slower: Python runs "
+        "for every micro-batch, and no operators are fused or compiled. To silence this "
+        "warning, use compile(..., run_eagerly=True); jit='graph' makes it an error."
     )
     assert model.history.params["jit"] == "off"
     model.explain()
@@ -786,14 +785,14 @@ def test_a_shape_that_runs_itself_is_warned_of_once(capsys):
         "Python branched on a tensor's value, but the program is recorded once, before there are "
         f"values, at {__file__}:{line} in between: `return (x + self.middle(x) if x.sum() > 0 else "
         "x).mean(1)`. Write torch.where(condition, a, b), or multiply by a mask, so that both "
-        "cases are in the program."
+        "branches are in the program."
     )
     assert text == (
-        "Late can't be recorded as one program for batches of (4, 5), (4,), so jit='auto' runs the "
-        f"module itself for them: {reason} It trains to the same numbers, but Python runs for each "
-        "of these micro-batches, operators run one by one, and none of them are chosen, joined or "
-        "compiled. compile(..., run_eagerly=True) says that this is meant, and jit='graph' makes "
-        "it an error."
+        "Late can't be recorded as one program for batches of (4, 5), (4,), so jit='auto' runs "
+        f"the module itself for them: {reason} The numbers are the same, but it is slower: "
+        "Python runs for each of these micro-batches, and no operators are fused or compiled. "
+        "To silence this warning, use compile(..., run_eagerly=True); jit='graph' makes it an "
+        "error."
     )
     capsys.readouterr()
     models[0].explain()

@@ -155,7 +155,7 @@ def test_on_the_cpu_nothing_is_copied_and_explain_says_so(capsys):
     model.explain()
     text = capsys.readouterr().out
     assert (
-        "offload_optimizer changes nothing where the module is in the host's memory itself."
+        "offload_optimizer changes nothing, because the module is in host memory itself."
     ) in text
     assert "offload_optimizer_state=True" in text
 
@@ -165,7 +165,7 @@ def test_explain_says_where_the_state_is(capsys):
     model, _ = run(OPTIMIZERS["adam"], True)
     model.explain()
     assert (
-        "The optimizer's state is in host memory, and on the device during updates alone."
+        "The optimizer's state is in host memory, and on the device only during updates."
     ) in capsys.readouterr().out
 
 

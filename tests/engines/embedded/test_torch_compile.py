@@ -164,9 +164,8 @@ def test_explain_says_what_compiles(capsys):
     for sentence in (
         "Hands recorded graphs to the backend 'eager' of "
         "torch.compile; each computes what the graph does, as was compared when it was compiled.",
-        "The backend may compute once what recompute computes twice, and need more memory.",
-        "The optimizer's step takes numbers that change, so that updates run as recorded, "
-        "uncompiled.",
+        "The backend may undo the recomputation, and then needs more memory.",
+        "The optimizer's step takes numbers that change, so updates run as recorded, not compiled.",
     ):
         assert sentence in text
 
@@ -293,8 +292,8 @@ def first_call_alone(graph, inputs):
 
 BAD = {
     raises: "failed to compile the graph of a micro-batch: ValueError: no such operator",
-    returns_nothing: "must return what runs the graph of a micro-batch, a function of tensors, but "
-    "returned None",
+    returns_nothing: "must return a function of tensors that runs the graph of a micro-batch, "
+    "but returned None",
     fails_in_a_call: "compiled the graph of a micro-batch, but that fails: IndexError: tuple index "
     "out of range",
     one_result: "must return what the graph of a micro-batch does, but there are 1 of them, and "
@@ -336,8 +335,8 @@ def test_a_backend_that_does_something_else_is_an_error_before_any_update(backen
     name = f"tests.engines.embedded.test_torch_compile.{backend.__name__}"
     what = BAD[backend].format(loss=loss, place=4)
     assert str(caught.value) == (
-        f"jit={name!r} has recorded graphs compiled by that backend of torch.compile, which {what}."
-        " Use another backend, or jit='auto', which needs none."
+        f"jit={name!r} compiles recorded graphs with that backend of torch.compile, which "
+        f"{what}. Use another backend, or jit='auto', which needs none."
     )
     assert all(map(torch.equal, before, net.state_dict().values()))
 
@@ -375,7 +374,7 @@ def test_random_numbers_that_depend_on_values_are_those_of_the_graph():
         return model.module
 
     assert_equal(fit("graph"), fit(Recorded()))
-    with pytest.raises(ConfigurationError, match="it draws random numbers of which a backend may"):
+    with pytest.raises(ConfigurationError, match="it draws random numbers, which may"):
         fit(others)
 
 
@@ -385,9 +384,9 @@ def test_weights_in_parts_are_refused():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     refused(
         lambda: refuse_whole(optimizer, config),
-        "shard='weights' needs a recorded program, in which weights are whole only while they are "
-        "read, but got jit='eager', a backend of torch.compile that has whole graphs. Use "
-        "shard='optimizer', or jit='auto'.",
+        "shard='weights' needs a recorded program, which gathers weights only while they are "
+        "read, but got jit='eager', a backend of torch.compile, which compiles whole graphs. "
+        "Use shard='optimizer', or jit='auto'.",
     )
 
 

@@ -270,9 +270,9 @@ def test_samples_that_see_each_other_are_never_padded():
     with pytest.raises(PlanError) as caught:
         fitted(model, Plan(4, 1, 2))
     assert str(caught.value) == (
-        "every update must be one that an IPU can run exactly, but the last one of an epoch has "
-        "micro-batches of 4, 3 samples instead of 2 of 4, and the loss, or what the module logs, "
-        "can't be told sample by sample. Use drop_last=True in the loader, a batch_size and "
+        "an IPU must be able to run every update exactly, but the last one of an epoch has "
+        "micro-batches of 4, 3 samples instead of 2 of 4, and the loss or a logged value can't be "
+        "computed sample by sample. Use drop_last=True in the loader, a batch_size and "
         "gradient_accumulation that divide the samples, or engine='embedded'."
     )
 
@@ -439,7 +439,7 @@ def test_hooks_on_the_optimizers_step_are_refused():
     with pytest.raises(OptimizerError) as caught:
         model.fit(X, Y, batch_size=4, verbose=0)
     assert str(caught.value) == (
-        "hooks on the step of SGD can't run: in one program there is no call of step. Remove them, "
+        "hooks on the step of SGD can't run, because the program does not call step. Remove them, "
         "or do their work in a callback."
     )
 
@@ -471,7 +471,9 @@ def test_float64_is_converted_or_refused_as_no_device_has_it():
     with pytest.raises(ipufit.errors.DataError, match="float32 at most, but the data is float64"):
         model.fit(X[:8].float(), Y[:8], batch_size=4, sample_weight=weights, verbose=0)
     many = torch.full((8,), 2**40)
-    with pytest.raises(ipufit.errors.DataError, match="integers of 32 bits, but the data holds"):
+    with pytest.raises(
+        ipufit.errors.DataError, match="integers on an IPU have 32 bits, but the data contains"
+    ):
         fitted(model, Plan(4), x=X[:8].float(), y=many)
 
 
@@ -524,8 +526,8 @@ def test_explain_and_history_name_the_engine(capsys):
     text = capsys.readouterr().out
     assert "Runs one recorded program on the ipu-standin engine" in text
     assert (
-        "StepLR changes settings with every update, and a device takes them between calls only: "
-        "every update is a call of its own."
+        "StepLR changes settings with every update, but a device takes them only between calls: "
+        "each call makes one update."
     ) in text
 
 
@@ -560,7 +562,7 @@ def test_an_sdk_for_another_torch_or_python_is_told_as_such(tmp_path, monkeypatc
     ipu = next(status for status in ipufit.engines() if status.name == "ipu")
     assert not ipu.available
     assert ipu.reason.startswith(
-        "its PopTorch can't be imported and is likely made for another torch or Python than torch "
+        "its PopTorch can't be imported and is probably for another torch or Python than torch "
     )
     assert ipu.reason.endswith("AssertionError: made for torch 2.0.1")
     model = ipufit.Model(MLP().double())
@@ -628,8 +630,8 @@ def test_errors_of_a_device_keep_their_action_and_their_cause():
     with pytest.raises(DeviceError) as caught, sdk.translate_errors(own, "compiling"):
         raise own.Error("no such operator")
     assert str(caught.value) == (
-        "compiling must be possible with PopTorch, but it says: no such operator. Change what it "
-        "names, or use engine='embedded'."
+        "compiling failed, because PopTorch says: no such operator. Change what it names, or use "
+        "engine='embedded'."
     )
 
 

@@ -86,7 +86,7 @@ def test_the_tiles_and_the_strategy_reach_the_stand_in():
 @pytest.mark.both_engines
 def test_a_mark_on_what_is_no_input_is_refused(engine):
     """On an IPU as without one."""
-    with pytest.raises(ipufit.errors.IpufitError, match="Call it first of all"):
+    with pytest.raises(ipufit.errors.IpufitError, match="Call it at the start"):
         ran(Net("inside"), engine, poptorch=options())
 
 
@@ -97,9 +97,9 @@ def test_explain_names_the_marks_that_change_nothing(capsys):
     capsys.readouterr()
     model.explain()
     assert (
-        "Marks for an IPU in forward, which change nothing here: recomputationCheckpoint, "
-        "serializedMatMul, set_available_memory, set_overlap_for_input, set_overlap_for_output. "
-        "What recomputes here is ipufit.Memory(recompute=['name of a layer'])."
+        "IPU annotations in forward, which have no effect here: recomputationCheckpoint, "
+        "serializedMatMul, set_available_memory, set_overlap_for_input, set_overlap_for_output. To "
+        "recompute here, use ipufit.Memory(recompute=['name of a layer'])."
     ) in capsys.readouterr().out.splitlines()
     model, *_ = ran(Net("memory"), "embedded", run_eagerly=True)
     model.explain()

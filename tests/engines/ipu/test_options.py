@@ -44,10 +44,10 @@ def test_explain_names_the_options_that_change_nothing(capsys):
     inference = poptorch.Options().syncPattern(poptorch.SyncPattern.SinglePipeline)
     explained(poptorch=(training, inference))()
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "change nothing" in line] == [
-        "Of training_options, these change nothing on ipu-standin: Precision.setPartialsType, "
+    assert [line for line in lines if "have no effect" in line] == [
+        "Of training_options, these have no effect on ipu-standin: Precision.setPartialsType, "
         "logDir, modelName.",
-        "Of inference_options, these change nothing on ipu-standin: syncPattern.",
+        "Of inference_options, these have no effect on ipu-standin: syncPattern.",
     ]
 
 

@@ -80,7 +80,7 @@ def test_a_tensor_that_forward_changes_and_that_is_no_buffer():
 
     net = Tally()
     text = (
-        "forward must not change Tally.calls on an IPU, where a tensor that is no buffer is a "
+        "forward must not change Tally.calls on an IPU, where a tensor that is not a buffer is a "
         "constant. Register it as a buffer of float32, or use engine='embedded'."
     )
     refused(ConfigurationError, text, net)

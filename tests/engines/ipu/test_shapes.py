@@ -88,7 +88,7 @@ def test_updates_have_one_shape(accumulation, replicas, capsys):
     model.explain()
     told = capsys.readouterr().out.replace("\n    ", " ")
     assert "Training is compiled for 4 shapes of batches: (4, 3), (4, 2) in " in told
-    assert "its micro-batches wait for others of their shape" in told
+    assert "they wait for others of their shape" in told
 
 
 class Ends(ipufit.callbacks.Callback):
@@ -124,7 +124,7 @@ def test_a_run_goes_on_within_an_epoch(before, tmp_path):
 def test_programs_are_bounded():
     """As recordings are on the embedded engine."""
     model = model_of(max_recordings=2)
-    with pytest.raises(ipufit.errors.DataError, match="max_recordings=2 at most, but batches of 3"):
+    with pytest.raises(ipufit.errors.DataError, match="at most max_recordings=2, but batches of 3"):
         model.fit(sequences(), verbose=0)
 
 
@@ -134,8 +134,8 @@ def test_steps_per_epoch_leave_no_room_for_what_waits():
     with pytest.raises(ipufit.errors.DataError) as caught:
         model.fit(sequences(), steps_per_epoch=2, gradient_accumulation=2, verbose=0)
     assert str(caught.value) == (
-        "training data: the updates of an IPU have one shape, and with steps_per_epoch no "
-        "micro-batch can wait for others of its shape, but several shapes wait. Leave "
+        "training data: all micro-batches of an update on an IPU have the same shape, and with "
+        "steps_per_epoch none can wait for others of its shape, but several shapes came. Leave "
         "steps_per_epoch out, pad to one shape in collate_fn, or use engine='embedded'."
     )
 
@@ -158,9 +158,9 @@ def test_data_with_a_state_of_its_own_has_no_checkpoint_while_some_wait(tmp_path
         model.fit(OwnState(sequences()), gradient_accumulation=2, checkpoint=every, verbose=0)
     assert str(caught.value) == (
         "training data: a checkpoint within an epoch needs data that can be read again from the "
-        "beginning of the epoch, as micro-batches wait for others of their shape, but it goes on "
-        "from a state of its own. Pad to one shape in collate_fn, checkpoint at the ends of "
-        "epochs, or use engine='embedded'."
+        "beginning of the epoch, because micro-batches wait for others of their shape, but this "
+        "data resumes from its own state. Pad to one shape in collate_fn, checkpoint at the "
+        "ends of epochs, or use engine='embedded'."
     )
 
 
@@ -194,8 +194,8 @@ def test_a_batch_larger_than_the_first_is_refused():
     with pytest.raises(ipufit.errors.DataError) as caught:
         model.fit(sequences([(3, 2), (3, 4)]), verbose=0)
     assert str(caught.value) == (
-        "on an IPU a micro-batch has as many samples as the first one at most, 2, got 4. Use one "
-        "batch_size, or engine='embedded'."
+        "on an IPU a micro-batch has at most as many samples as the first one, 2, got 4. Use a "
+        "fixed batch_size, or engine='embedded'."
     )
 
 

@@ -202,23 +202,17 @@ def test_compile_prints_the_three_lists_and_explain_the_last(capsys):
     inference = poptorch.Options().useIpuId(3)
     model = compiled(engine="embedded", poptorch=(training, inference))
     assert capsys.readouterr().out == (
-        "training_options on engine 'embedded'\n"
-        "  exact: deviceIterations\n"
-        "  approximated: randomSeed\n"
-        "    randomSeed: a seed, of which other random numbers are made than on an IPU\n"
-        "  no effect here: modelName\n"
-        "    modelName: no report names the model\n"
-        "inference_options on engine 'embedded'\n"
-        "  exact: none\n"
-        "  approximated: none\n"
-        "  no effect here: useIpuId\n"
-        "    useIpuId: there is no IPU to attach to\n"
+        "training_options on engine 'embedded'\n  exact: deviceIterations\n  approximated: "
+        "randomSeed\n    randomSeed: a seed, which gives other random numbers than on an IPU\n  no "
+        "effect here: modelName\n    modelName: no report names the model\ninference_options on "
+        "engine 'embedded'\n  exact: none\n  approximated: none\n  no effect here: useIpuId\n    "
+        "useIpuId: there is no IPU to attach to\n"
     )
     model.fit(X, Y, batch_size=2, verbose=0)
     model.explain()
     text = capsys.readouterr().out
-    assert "\nOf training_options, these change nothing on embedded: modelName.\n" in text
-    assert "\nOf inference_options, these change nothing on embedded: useIpuId.\n" in text
+    assert "\nOf training_options, these have no effect on embedded: modelName.\n" in text
+    assert "\nOf inference_options, these have no effect on embedded: useIpuId.\n" in text
 
 
 @pytest.mark.long
@@ -262,7 +256,7 @@ def test_the_output_mode_is_that_of_the_options(mode, by_hand):
 def test_a_sum_of_outputs_takes_no_metrics():
     options = poptorch.Options().outputMode(poptorch.OutputMode.Sum)
     assert fitted(compiled(metrics=(), poptorch=options)).params["output_mode"] == "sum"
-    with pytest.raises(ConfigurationError, match="brings only sums of outputs back"):
+    with pytest.raises(ConfigurationError, match="returns only sums of outputs"):
         compiled(poptorch=options)
 
 
@@ -405,7 +399,7 @@ def accumulating():
             {
                 "parallel": ipufit.Parallel(stages={"head": 1}, strategy="sharded"),
             },
-            "strategy and training_options.setExecutionStrategy both say how stages run. Leave one "
+            "strategy and training_options.setExecutionStrategy both set how stages run. Leave one "
             "out.",
         ),
         (
@@ -415,7 +409,7 @@ def accumulating():
                     stages={"head": 1}, inference=ipufit.Parallel(strategy="sharded")
                 ),
             },
-            "inference.strategy and inference_options.setExecutionStrategy both say how stages "
+            "inference.strategy and inference_options.setExecutionStrategy both set how stages "
             "run. Leave one out.",
         ),
         (
@@ -499,7 +493,7 @@ def test_a_strategy_of_inference_is_that_of_its_options():
 def test_a_strategy_that_names_blocks_is_for_blocks_of_the_modules_own():
     strategy = poptorch.PipelinedExecution("first", "second")
     options = poptorch.Options().setExecutionStrategy(strategy)
-    with pytest.raises(ConfigurationError, match="names blocks of the module's own"):
+    with pytest.raises(ConfigurationError, match="names the module's own blocks"):
         compiled(parallel=ipufit.Parallel(stages={"head": 1}), poptorch=options)
     assert compiled(poptorch=options)._session.divided.partitions == NOT_DIVIDED
 

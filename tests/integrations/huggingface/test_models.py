@@ -97,9 +97,9 @@ def test_caches_stay_in_the_program():
             model.predict(batch, batch_size=4, verbose=0)
         assert str(caught.value).startswith(
             "the module's outputs must be tensors in tuples, lists, dicts or dataclasses, but "
-            "output['past_key_values'] is a DynamicCache that holds tensors, which a program can't "
-            "hand back. Return its tensors themselves, or leave it out; models of the "
-            "transformers library return no cache with config.use_cache = False."
+            "output['past_key_values'] is a DynamicCache that holds tensors, which a program "
+            "can't return. Return its tensors themselves, or leave it out; in models of the "
+            "transformers library, config.use_cache = False turns the cache off."
         )
     net.config.use_cache = False
     assert list(model.predict(batch, batch_size=4, verbose=0)) == ["logits"]

@@ -147,7 +147,7 @@ ROWS = [
         "got [True, False]. Use one for all.",
     ),
     Row(
-        "a norm that is no number",
+        "a norm that is not a number",
         lambda: trained(make=lambda p: optim.SGD(p, lr=0.1, max_grad_norm=float("nan"))),
         poptorch.Error,
         "Maximum norm of gradients cannot be NaN. Pass",

@@ -72,6 +72,4 @@ def regroup(along: BatchDim, before: Sequence[int], after: Sequence[int], sample
         candidate = BatchDim(dim, left // outside, right // inside)
         if candidate.size(samples) == size:
             return candidate
-    raise RefusalError(
-        f"a view of {tuple(before)} as {tuple(after)} takes samples apart or mixes them"
-    )
+    raise RefusalError(f"a view of {tuple(before)} as {tuple(after)} splits or mixes samples")

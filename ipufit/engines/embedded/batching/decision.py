@@ -134,16 +134,16 @@ class Merger:
         if config.loss_scale is not None:
             raise RefusalError("the loss is scaled")
         if config.accumulation_dtype is not None:
-            raise RefusalError("accumulation_dtype asks for a sum over micro-batches")
+            raise RefusalError("accumulation_dtype needs a sum over micro-batches")
         if config.recompute:
-            raise RefusalError("recompute asks for less memory, and a larger batch holds more")
+            raise RefusalError("recompute saves memory, and a larger batch needs more")
         tensors = [*self.state, *example.leaves]
         if (
             computes_in_half(tensors)
             or autocast_state(tensors[0].device)[0]
             or config.precision.autocast
         ):
-            raise RefusalError("half precision rounds a larger batch to other numbers")
+            raise RefusalError("half precision rounds a larger batch differently")
         for name, parameter in micro.step.named_parameters():
             if parameter._backward_hooks:
                 hooked = public_name(name)

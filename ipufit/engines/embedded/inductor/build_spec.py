@@ -127,9 +127,9 @@ def _refuse_config(live: TrainingState) -> None:
     if not isinstance(live.updater, RuleOptimizer):
         raise UncompilableError(f"{optimizer} runs through its own step")
     if config.group_clips:
-        raise UncompilableError("optimizers have bounds of their own on gradients")
+        raise UncompilableError("optimizers have their own gradient clipping")
     if config.recompute:
-        raise UncompilableError("the compiler would merge what recompute computes twice")
+        raise UncompilableError("the compiler would undo the recomputation")
     if isinstance(live.updater.memory, HostMemory):
         raise UncompilableError(
             "offload_optimizer keeps the optimizer's state elsewhere between updates"
@@ -140,7 +140,7 @@ def _refuse_operators(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         comes_with_torch = getattr(node.target, "namespace", None) in _LIBRARIES
         if node.target is recurrent.FORWARD:
-            raise UncompilableError("its recurrent layers run as torch's own code, whole")
+            raise UncompilableError("its recurrent layers run as torch's own code")
         if (
             node.op == "call_function"
             and not comes_with_torch

@@ -209,7 +209,7 @@ class CompiledUpdates(WholeUpdates):
         try:
             if not self._at_once:
                 raise UncompilableError(
-                    "losses are looked at after an execution, which is then taken back"
+                    "losses are checked after an execution, which is then undone"
                 )
             self._described = describe(self._live, recorded, example)
         except UncompilableError as unfit:
@@ -294,8 +294,9 @@ class CompiledUpdates(WholeUpdates):
             self._finish(self._running)
         except CompilerError as error:
             raise ConfigurationError(
-                f"jit='inductor' compiles the program, but TorchInductor could not: {error}\n"
-                "Pass jit='graph', which runs what is recorded as it is, or leave jit out."
+                "jit='inductor' compiles the program, but TorchInductor could not: "
+                f"{error}\nPass jit='graph', which runs the recorded program without compiling "
+                "it, or leave jit out."
             ) from error
 
     def _finish(self, running: Compilation) -> None:
@@ -388,7 +389,7 @@ class CompiledUpdates(WholeUpdates):
     def explain(self) -> List[str]:
         """Say how updates run, in sentences."""
         if self.reason is not None:
-            return [f"Updates run as recorded, uncompiled: {self.reason}."]
+            return [f"Updates run as recorded, not compiled: {self.reason}."]
         if self.origin is not None:
             return [f"Full updates run {self.origin}; smaller ones run as recorded."]
         return []

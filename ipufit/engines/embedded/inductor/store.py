@@ -172,9 +172,9 @@ def _private(root: Path) -> Path:
     others = stat.S_IMODE(status.st_mode) & 0o077
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or others:
         raise ConfigurationError(
-            f"compiled programs are kept in a directory that nobody else can use, but {root} "
-            "belongs to somebody else, is open to others, or is no directory. Run chmod 700 on it "
-            "if it is yours, or set IPUFIT_CACHE_DIR to another place."
+            f"compiled programs are kept in a directory that only you can use, but {root} "
+            "belongs to another user, is open to others, or is not a directory. Run chmod 700 "
+            "on it if it is yours, or set IPUFIT_CACHE_DIR to another directory."
         )
     return root.resolve()
 

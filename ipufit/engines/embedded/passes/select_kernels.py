@@ -158,7 +158,7 @@ def _disagreement(
             seconds[place] = time.perf_counter() - start
     for one, other in zip(*results):
         if one is not other and one.is_floating_point() and not agree(one, other):
-            return "other kernels give other numbers"
+            return "other kernels give different numbers"
     return None
 
 

@@ -82,7 +82,7 @@ def _compiled(
     except Exception as error:
         raise _error(backend.name, f"failed to compile {title}: {brief_error(error)}") from error
     if not callable(run):
-        what = f"must return what runs {title}, a function of tensors, but returned {run!r}"
+        what = f"must return a function of tensors that runs {title}, but returned {run!r}"
         raise _error(backend.name, what)
     compiled = _CompiledGraph(run, draw, backend.name, title)
     compiled.check(graph, arguments)
@@ -120,7 +120,7 @@ def _view_by_shape(graph: fx.Graph) -> None:
 def _error(backend: str, what: str) -> ConfigurationError:
     """The error that says what is wrong with a backend."""
     return ConfigurationError(
-        f"jit={backend!r} has recorded graphs compiled by that backend of torch.compile, which "
+        f"jit={backend!r} compiles recorded graphs with that backend of torch.compile, which "
         f"{what}. Use another backend, or jit='auto', which needs none."
     )
 
@@ -192,7 +192,7 @@ class _CompiledGraph:
             fault = _difference(ours, theirs)
             if fault is not None:
                 if uses_random_numbers(graph):
-                    fault += "; it draws random numbers of which a backend may make others"
+                    fault += "; it draws random numbers, which may differ in a backend"
                 what = f"must {what} what {self._title} does, but {fault}"
                 raise _error(self._backend, what)
         self._reused = [

@@ -132,11 +132,11 @@ def _shortest(call: Callable[[], object], device: torch.device) -> float:
 # Rounds at most, and seconds after which no other one begins.
 _ROUNDS, _ENOUGH = 7, 0.3
 
-_EAGERLY = "the module itself runs, without a recording whose operators could be timed"
-DIVIDED = "weights lie in parts, and one process alone can't run a micro-batch"
+_EAGERLY = "the module itself runs, so there is no recording whose operators could be timed"
+DIVIDED = "the weights are divided over processes, and one process alone can't run a micro-batch"
 # Torch's errors about it, on a GPU and on the host, are told from others by their text alone.
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
-_NO_ROOM = "there was no memory for copies of the weights: {}"
+_NO_ROOM = "there was not enough memory for copies of the weights: {}"
 
 _COMPILED = (
     "Updates run compiled as a whole; these are the operators that were compiled, and the memory "

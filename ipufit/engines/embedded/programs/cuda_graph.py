@@ -196,9 +196,9 @@ class CapturedExecutions(UpdateWay):
         config, live = self._spec.config, self._live
         if not isinstance(live.updater, RuleOptimizer):
             name = name_of_optimizer(self._spec.optimizer)
-            return f"the step of {name} is torch's own, which counts on the host"
+            return f"the step of {name} is torch's own, which counts steps on the host"
         if config.detect_nan:
-            return "detect_nan looks at every update while it is made"
+            return "detect_nan inspects every update while it runs"
         if config.offload_optimizer_state:
             return "the optimizer's state is in host memory between updates"
         if any(flat.device != self._device for flat in live.storage.flats):
@@ -206,9 +206,9 @@ class CapturedExecutions(UpdateWay):
         half = (torch.float16, torch.bfloat16)
         sums = [config.accumulation_dtype or flat.dtype for flat in live.storage.flats]
         if live.scaler is not None and any(dtype in half for dtype in sums):
-            return "a loss scale that is a tensor rounds otherwise in a half-precision gradient"
+            return "a loss scale in a tensor rounds a half-precision gradient differently"
         if not all(keeps_its_form(leaf, self._device) for leaf in _leaves(updates)):
-            return "samples have gaps in memory, which a copy of them has not"
+            return "the samples are not contiguous in memory, but their copy is"
         return None
 
     def _note(self, reason: Optional[str]) -> None:

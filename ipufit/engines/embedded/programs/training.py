@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingProgram"]
 
-_TURNS = "Operators are timed of one loss, and the updates have several in turn."
+_TURNS = "Operators can be timed for one loss, but the updates have several in turn."
 
 
 class TrainingProgram(BaseProgram):
@@ -188,7 +188,7 @@ class TrainingProgram(BaseProgram):
         for name in names if sparse else ():
             if id(state.parameters[name]) in sparse and name in dense:
                 raise OptimizerError(
-                    f"SparseAdam takes sparse gradients alone, but that of {public_name(name)!r} "
+                    f"SparseAdam takes only sparse gradients, but that of {public_name(name)!r} "
                     "is dense. Build its layer with sparse=True, or give it another optimizer: "
                     "{'words.*': torch.optim.SparseAdam, '*': 'adam'}."
                 )
@@ -196,9 +196,9 @@ class TrainingProgram(BaseProgram):
         if names != turn.with_gradient:
             different = sorted(set(names) ^ set(turn.with_gradient))[0]
             raise CaptureError(
-                "the same parameters must get a gradient whatever the micro-batch's size, but with "
-                f"{example.size} samples {public_name(different)!r} differs. Remove the branch on "
-                "the batch size."
+                "the same parameters must get a gradient for every size of micro-batch, but "
+                f"with {example.size} samples {public_name(different)!r} differs. Remove the "
+                "branch on the batch size."
             )
         return recorded
 
@@ -302,8 +302,8 @@ class TrainingProgram(BaseProgram):
         state, schedule = self.state, self._spec.config.schedule
         if state.averages is not None and state.averages.swapped:
             raise ConfigurationError(
-                "training works on the weights, but their moving averages stand in their place. "
-                "Call model.swap_ema_weights() again before training goes on."
+                "training needs the weights, but the module holds their moving averages now. "
+                "Call model.swap_ema_weights() again before training continues."
             )
         if state.mode is not None:
             state.mode.train(state.storage)
@@ -487,8 +487,8 @@ class TrainingProgram(BaseProgram):
             if not str(error).startswith("CUDA error: "):
                 raise
             warn_user(
-                "this process can't use the GPU any more, and what was trained since the last "
-                "checkpoint is lost. Start Python anew."
+                "this process can't use the GPU any more, and the training since the last "
+                "checkpoint is lost. Restart Python."
             )
         if self._device.type == "cpu":
             give_back_freed_memory()

@@ -458,8 +458,8 @@ class IPUConfig(ParameterValues):
             return json.dumps(self._said(), indent=2, sort_keys=True, allow_nan=False) + "\n"
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
-                "IPUConfig.parallelize_kwargs must hold only what JSON has, but "
-                f"{str(error).rstrip('.')}. Take that entry out to save the configuration."
+                "IPUConfig.parallelize_kwargs must hold only JSON values, but "
+                f"{str(error).rstrip('.')}. Remove that entry to save the configuration."
             ) from error
 
     def to_json_file(self, path: Path) -> None:
@@ -477,8 +477,8 @@ class IPUConfig(ParameterValues):
             write_text(os.fspath(path), text)
         except OSError as error:
             raise ConfigurationError(
-                f"a configuration is written to a file in a folder that exists, but {error}. "
-                "Choose another path."
+                f"a configuration is written to a file in an existing folder, but {error}. Choose "
+                "another path."
             ) from error
 
     def save_pretrained(
@@ -524,7 +524,7 @@ class IPUConfig(ParameterValues):
             raise ConfigurationError(
                 f"{', '.join(hub_names)} of save_pretrained "
                 f"{'are' if len(hub_names) > 1 else 'is'} for the Hugging Face Hub, but "
-                "push_to_hub is False. Pass push_to_hub=True, or leave out what is for it."
+                "push_to_hub is False. Pass push_to_hub=True, or leave it out."
             )
         try:
             os.makedirs(folder, exist_ok=True)

@@ -150,7 +150,7 @@ def _keywords(value: object) -> Dict[str, object]:
 
 _COUNT = Kind("an integer of at least 1", "1", lambda value: _whole(value, 1))
 _LAYERS = Kind(
-    "a list with the number of layers of each IPU, -1 for an even share of the rest",
+    "a list with the number of layers on each IPU, -1 for an even share of the rest",
     "[2, -1]",
     lambda value: _wholes(value, -1),
 )
@@ -159,7 +159,7 @@ _SPLITS = Kind(
     "[0, 2, 2, 0]",
     _splits,
 )
-_MEMORY = Kind("a number from 0 to 1, or a list of such with one for each IPU", "0.2", _proportions)
+_MEMORY = Kind("a number from 0 to 1, or a list with one for each IPU", "0.2", _proportions)
 _FLAG = Kind("True or False", "True", _flag)
 _SEED = Kind("an integer of at least 0 and less than 2**64", "0", _seed)
 _MODE = Kind(f"one of {', '.join(map(repr, CONFIG_OUTPUT_MODES))}", "'final'", _mode)

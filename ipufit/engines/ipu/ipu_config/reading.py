@@ -48,7 +48,7 @@ _WITHDRAWN: Dict[str, Tuple[Tuple[object, ...], str]] = {
         (False, None),
         "use options._Popart.set('decomposeGradSum', True) of to_options()",
     ),
-    "use_popdist": ((False, None), "several processes are started from outside"),
+    "use_popdist": ((False, None), "an external launcher starts the processes"),
     "profile_dir": (
         ("", None),
         "use enableProfiling(...) of to_options(), or the variable POPLAR_ENGINE_OPTIONS",
@@ -79,7 +79,7 @@ def migrate_parameters(
         if name in _WITHDRAWN:
             neutral, hint = _WITHDRAWN[name]
             if not any(value is harmless or value == harmless for harmless in neutral):
-                notes.append(f"{name}={shown(value)} was withdrawn and is left aside: {hint}.")
+                notes.append(f"{name}={shown(value)} was removed and is ignored: {hint}.")
         elif name == _ON_CPU:
             if value is not False:
                 faults.append(
@@ -114,7 +114,9 @@ def _list_layers(values: Dict[str, object], notes: List[str]) -> None:
             }
         else:
             continue
-        notes.append(f"{name}={shown(value)} is read as {shown(values[name])}, a list since.")
+        notes.append(
+            f"{name}={shown(value)} is read as {shown(values[name])}: newer releases use a list."
+        )
 
 
 def _is_count(value: object) -> bool:
@@ -126,9 +128,9 @@ def _rename(values: Dict[str, object], old: str, new: str, notes: List[str]) -> 
         value = values.pop(old)
         if values.get(new) is None:
             values[new] = value
-            notes.append(f"{old}={shown(value)} is read as {new}, its name since.")
+            notes.append(f"{old}={shown(value)} is read as {new}, its new name.")
         elif values[new] != value:
-            notes.append(f"{old}={shown(value)} is left aside beside {new}={shown(values[new])}.")
+            notes.append(f"{old}={shown(value)} is ignored because of {new}={shown(values[new])}.")
 
 
 def _split_by_mode(values: Dict[str, object], name: str, notes: List[str]) -> None:
@@ -140,7 +142,7 @@ def _split_by_mode(values: Dict[str, object], name: str, notes: List[str]) -> No
     if both is not None and values.get(inference) is None:
         values[inference] = both
     values[name] = values.pop(old)
-    notes.append(f"{old}={shown(values[name])} is read as {name}, its name since.")
+    notes.append(f"{old}={shown(values[name])} is read as {name}, its new name.")
 
 
 _DEFAULT = "default"
@@ -250,7 +252,7 @@ def parse_changes(text: str, faults: List[str]) -> Dict[str, object]:
                 "the entries of a list by spaces: layers_per_ipu=[2 2]."
             )
         elif name in changes:
-            faults.append(f"every change must be said once, got {name!r} again. Leave one out.")
+            faults.append(f"every change must appear once, got {name!r} again. Leave one out.")
         elif name not in PARAMETERS:
             faults.append(f"IPUConfig has no parameter {name!r}. {nearest(name)}")
         else:
@@ -301,7 +303,7 @@ def _of_pod(
     if not faults and wanted not in checked:
         came = ", ".join(map(repr, value))
         faults.append(
-            f"IPUConfig.{name} must have a value named 'default' where no pod_type is chosen, got "
+            f"IPUConfig.{name} must have a value named 'default' if pod_type is not set, got "
             f"values for {came}. Pass one of these as pod_type."
             if pod_type is None
             else f"IPUConfig.{name} must have a value for pod_type={pod_type!r}, got values for "

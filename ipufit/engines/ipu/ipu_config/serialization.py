@@ -46,7 +46,8 @@ def _download(name: str, arguments: Dict[str, object]) -> str:
         "pass a path",
     )
     with _translate_hub_errors(
-        f"the Hugging Face Hub must have a file {FILE_NAME} in {name!r}, but it could not be had",
+        f"the Hugging Face Hub must have a file {FILE_NAME} in {name!r}, but it could not be "
+        "downloaded",
         "Check the name, or pass a path.",
     ):
         return str(hub.hf_hub_download(name, FILE_NAME, **arguments))
@@ -131,7 +132,7 @@ def find_file(source: Path, subfolder: str, options: Dict[str, object]) -> str:
     path = os.fspath(source)
     if not isinstance(path, str):
         raise ConfigurationError(
-            f"a configuration is found by a path or a name on the Hub as a string, got {path!r}. "
+            f"a configuration is named by a path or a name on the Hub, as a string, got {path!r}. "
             "Decode it first."
         )
     if os.path.isfile(path):
@@ -149,7 +150,7 @@ def find_file(source: Path, subfolder: str, options: Dict[str, object]) -> str:
     if is_path or not _ON_HUB.fullmatch(path):
         raise ConfigurationError(
             f"a configuration must be a file, a folder with a file {FILE_NAME}, or the name of a "
-            f"repository on the Hugging Face Hub, but there is nothing at {path!r}. Check the path."
+            f"repository on the Hugging Face Hub, but nothing exists at {path!r}. Check the path."
         )
     return _download(path, {"subfolder": subfolder, **options} if subfolder else options)
 
@@ -195,7 +196,7 @@ def parse_json(data: Union[str, bytes], where: str) -> Dict[str, object]:
         )
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(
-            f"a configuration is a JSON object, but {where} is none ({type(error).__name__}: "
+            f"a configuration is a JSON object, but {where} is not ({type(error).__name__}: "
             f"{error}). Check that it is an {FILE_NAME}."
         ) from error
     if not isinstance(values, dict):
@@ -206,8 +207,8 @@ def parse_json(data: Union[str, bytes], where: str) -> Dict[str, object]:
     if doubled:
         names = ", ".join(map(repr, dict.fromkeys(doubled)))
         raise ConfigurationError(
-            f"a configuration says everything once, but {where} has {names} several times. Leave "
-            "one of each."
+            f"each key of a configuration appears once, but {where} has {names} several times. "
+            "Keep one of each."
         )
     return values
 
@@ -222,4 +223,4 @@ def _object(pairs: List[Tuple[str, object]], doubled: List[str]) -> Dict[str, ob
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")

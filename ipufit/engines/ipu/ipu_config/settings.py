@@ -37,9 +37,9 @@ def read_settings(config: ParameterValues) -> IpuSettings:
         config: for one type of pod.
     """
     recompute, sharded = config.recompute_checkpoint_every_layer, config.replicated_tensor_sharding
-    cure = "" if recompute else ", or set that to True, beside which recompute may name layers"
-    mean = "by which gradients are reduced by the mean, as in optimum-graphcore"
-    rounds = "by which IPUs are rounded up to a power of two, as in optimum-graphcore"
+    cure = "" if recompute else (", or set that to True and name layers in recompute")
+    mean = "where gradients are reduced by the mean, as in optimum-graphcore"
+    rounds = "where IPUs are rounded up to a power of two, as in optimum-graphcore"
     # PopTorch's default is the final one in training.
     mode = "final" if config.output_mode == "default" else config.output_mode
     scale = Setting("dynamic", "IPUConfig.auto_loss_scaling", _EITHER, "which is True", fills=False)
@@ -66,7 +66,7 @@ def read_settings(config: ParameterValues) -> IpuSettings:
         recompute=Setting(
             recompute, "IPUConfig.recompute_checkpoint_every_layer", f"Leave it out{cure}."
         ),
-        remarks=(f"Work, seed and options are those of {config!r}.",),
+        remarks=(f"Work, seed and options come from {config!r}.",),
     )
 
 

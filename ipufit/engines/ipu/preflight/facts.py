@@ -445,5 +445,7 @@ def refused_settings(group: ParameterGroup) -> Iterator[Tuple[str, Fact]]:
         if refuses and fact.key not in _OF_ALL_GROUPS and fact.applies(group):
             value = group.settings[fact.key]
             several = isinstance(value, Tensor) and value.numel() != 1
-            name = "a learning rate that is no single number" if several else f"{fact.key}={value}"
+            name = (
+                "a learning rate that is not a single number" if several else f"{fact.key}={value}"
+            )
             yield name, fact

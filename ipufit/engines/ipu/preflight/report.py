@@ -151,7 +151,7 @@ class PreflightReport(TextReport):
         lines = [
             f"{self.title} for PopTorch 3.4: {'ok' if self.ok else 'not ready'}"
             f"{f' ({summary})' if summary else ''}, {self.operators} kinds of operators",
-            "From PopTorch's published source and documentation; no IPU has run this.",
+            "From PopTorch's published source and documentation; not verified on an IPU.",
         ]
         for verdict in _VERDICTS:
             for number, finding in enumerate(self._of(verdict)):
@@ -159,7 +159,7 @@ class PreflightReport(TextReport):
                     lines += ["", verdict]
                 lines += [f"  {line}" for line in str(finding).splitlines()]
         if self.stopped:
-            lines += ["", f"Operators after this were not looked at: {self.stopped}"]
+            lines += ["", f"Operators after this were not checked: {self.stopped}"]
         return "\n".join(lines)
 
     def __repr__(self) -> str:

@@ -651,7 +651,7 @@ TOGETHER = {
     ),
     "turned": (
         lambda: Of(lambda h: h.t().reshape(-1, 12)),
-        "a view of (12, 8) as (8, 12) takes samples apart or mixes them",
+        "a view of (12, 8) as (8, 12) splits or mixes samples",
     ),
     "positions": (
         lambda: Of(lambda h: h + torch.arange(len(h))[:, None]),
@@ -757,13 +757,13 @@ def test_modules_that_may_join_samples_do_not_merge(name):
         ({"precision": ipufit.Precision(loss_scale=8.0)}, "the loss is scaled"),
         (
             {"precision": ipufit.Precision(accumulation_dtype="float64")},
-            "accumulation_dtype asks for a sum over micro-batches",
+            "accumulation_dtype needs a sum over micro-batches",
         ),
         (
             {"memory": ipufit.Memory(recompute=["layers"])},
-            "recompute asks for less memory, and a larger batch holds more",
+            "recompute saves memory, and a larger batch needs more",
         ),
-        ({"precision": "mixed_bfloat16"}, "half precision rounds a larger batch to other numbers"),
+        ({"precision": "mixed_bfloat16"}, "half precision rounds a larger batch differently"),
     ],
 )
 def test_what_compile_was_asked_for_may_forbid_it(options, reason):

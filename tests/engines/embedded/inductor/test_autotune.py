@@ -152,10 +152,10 @@ def test_a_choice_is_within_a_twelfth_of_the_best():
 def test_a_compiler_that_fails_stops_nothing():
     tuner, made = run(Library(fails="no space left\nin line 3"), (0.1, 0.05), to_come=100_000)
     assert not any(made)
-    assert tuner.explain() == ["Updates run as recorded, uncompiled: no space left"]
+    assert tuner.explain() == ["Updates run as recorded, not compiled: no space left"]
     tuner, made = run(Library(refuses="a directory of others"), (0.1, 0.05), to_come=100_000)
     assert not any(made)
-    assert tuner.explain() == ["Updates run as recorded, uncompiled: a directory of others"]
+    assert tuner.explain() == ["Updates run as recorded, not compiled: a directory of others"]
 
 
 def test_executions_without_a_full_update_are_not_measured():

@@ -48,11 +48,11 @@ def test_the_directory_is_the_users_alone(store, tmp_path):
     root = tmp_path / "compiled"
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
     root.chmod(0o770)
-    with pytest.raises(ConfigurationError, match="in a directory that nobody else can use, but "):
+    with pytest.raises(ConfigurationError, match="in a directory that only you can use, but "):
         LibraryStore(root)
     root.chmod(0o700)
     (tmp_path / "link").symlink_to(root)
-    with pytest.raises(ConfigurationError, match="or is no directory"):
+    with pytest.raises(ConfigurationError, match="or is not a directory"):
         LibraryStore(tmp_path / "link")
 
 

@@ -390,20 +390,20 @@ class Spectrum(nn.Module):
 
 
 @pytest.mark.few(
-    "Rows-sgd-options0-its recurrent layers run as torch's own code, whole",
+    "Rows-sgd-options0-its recurrent layers run as torch's own code",
     "<lambda>-sgd-options4-it computes in complex128; compiled are float32, float64 and bfloat16",
 )
 @pytest.mark.parametrize(
     ("net", "optimizer", "options", "reason"),
     [
-        (Rows, "sgd", {}, "its recurrent layers run as torch's own code, whole"),
+        (Rows, "sgd", {}, "its recurrent layers run as torch's own code"),
         (Sampling, "sgd", {}, "it draws random numbers that depend on more than a shape"),
         (MLP, OwnSGD, {}, "OwnSGD runs through its own step"),
         (
             MLP,
             "sgd",
             {"memory": ipufit.Memory(recompute=["layers.0"])},
-            "the compiler would merge what recompute computes twice",
+            "the compiler would undo the recomputation",
         ),
         (
             lambda: Spectrum().double(),
@@ -428,7 +428,7 @@ def test_what_does_not_fit_runs_as_recorded_and_says_why(
         nets.append(model.module)
     assert_equal(nets[1], nets[0])
     assert described == []
-    assert reasons(engine) == [f"Updates run as recorded, uncompiled: {reason}."]
+    assert reasons(engine) == [f"Updates run as recorded, not compiled: {reason}."]
     assert reasons(engine)[0] in model._session.explain()
 
 
@@ -438,8 +438,8 @@ def test_losses_looked_at_late_are_not_compiled(described):
     engine.as_device = True
     fit(model, x, y)
     assert reasons(engine) == [
-        "Updates run as recorded, uncompiled: losses are looked at after an execution, which is "
-        "then taken back."
+        "Updates run as recorded, not compiled: losses are checked after an execution, which is "
+        "then undone."
     ]
 
 

@@ -117,7 +117,7 @@ def test_blocks_that_only_forward_begins_need_the_number_of_ipus(blocks, said, e
 def test_blocks_of_its_own_are_on_the_same_ipus_in_inference():
     config = IPUConfig(**OWN, inference_ipus_per_replica=1)
     assert fault(compiled, Stack("begun"), config=config) == (
-        "a module with blocks of its own is on the same IPUs in training and in inference, but "
+        "a module with its own blocks is on the same IPUs in training and in inference, but "
         "IPUConfig.ipus_per_replica is 2 and IPUConfig.inference_ipus_per_replica 1. Set both to "
         "the number of its IPUs."
     )
@@ -166,14 +166,14 @@ def test_on_one_ipu_a_list_of_layers_says_nothing(given, ipus, engine, capsys):
         (
             {},
             {"reduction": ipufit.Reduction(gradients="sum")},
-            "Reduction.gradients must agree with config, by which gradients are reduced by the "
-            "mean, as in optimum-graphcore, got 'sum'. Leave one out.",
+            "Reduction.gradients must agree with config, where gradients are reduced by the mean, "
+            "as in optimum-graphcore, got 'sum'. Leave one out.",
         ),
         (
             {},
             {"parallel": ipufit.Parallel(auto_round_ipus=False)},
-            "Parallel.auto_round_ipus must agree with config, by which IPUs are rounded up to a "
-            "power of two, as in optimum-graphcore, got False. Leave one out.",
+            "Parallel.auto_round_ipus must agree with config, where IPUs are rounded up to a power "
+            "of two, as in optimum-graphcore, got False. Leave one out.",
         ),
         *(
             (
@@ -189,8 +189,8 @@ def test_on_one_ipu_a_list_of_layers_says_nothing(given, ipus, engine, capsys):
                 {},
                 {"memory": ipufit.Memory(recompute=some)},
                 "Memory.recompute must agree with IPUConfig.recompute_checkpoint_every_layer, "
-                f"which is False, got {some!r}. Leave it out, or set that to True, beside which "
-                "recompute may name layers.",
+                f"which is False, got {some!r}. Leave it out, or set that to True and name layers "
+                "in recompute.",
             )
             for some in (True, ["layers.1"], "layers.*")
         ),
@@ -252,7 +252,7 @@ def test_ipus_that_stages_contradict_are_said_by_the_configuration():
         parallel=ipufit.Parallel(stages={"layers.1": 1}),
     )
     assert text.splitlines()[0] == (
-        "IPUConfig.ipus_per_replica must be the number of IPUs that the pipelined stages take, 2, "
+        "IPUConfig.ipus_per_replica must be the number of IPUs that the pipelined stages need, 2, "
         "got 4. Set it to 2."
     )
     with pytest.raises(PartitionError, match="Leave it out"):

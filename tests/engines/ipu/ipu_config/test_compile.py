@@ -111,7 +111,7 @@ def test_explain_and_the_searches_go_by_it(capsys):
     model.explain(X, batch_size=2)
     text = capsys.readouterr().out
     assert "= 2 samples x 3 accumulation x 2 replicas = 12 samples" in text
-    assert f"Work, seed and options are those of {IPUConfig(**FULL)!r}.\n" in text
+    assert f"Work, seed and options come from {IPUConfig(**FULL)!r}.\n" in text
     model.find_lr(X, Y, batch_size=2, updates=3)
     found = model.find_batch_size(X, Y, effective_batch_size=8)
     assert found.batch_size * found.gradient_accumulation * 2 == 8
@@ -299,8 +299,8 @@ def test_an_argument_of_inference_that_disagrees_is_refused(call):
             (
                 IPUConfig(),
                 {"poptorch": pair},
-                f"config and {name} both say how PopTorch runs the model. Leave one out; beside "
-                f"{name}, fit has ipus, device_iterations and gradient_accumulation.",
+                f"config and {name} both set how PopTorch runs the model. Leave one out; with "
+                f"{name}, pass ipus, device_iterations and gradient_accumulation to fit.",
             )
             for name, pair in (
                 ("training_options", poptorch.Options()),
@@ -316,8 +316,7 @@ def test_an_argument_of_inference_that_disagrees_is_refused(call):
         (
             IPUConfig(output_mode="sum"),
             {"metrics": ["accuracy"]},
-            "metrics compare outputs with targets, but outputs='sum' brings only sums of "
-            "outputs back.",
+            "metrics compare outputs with targets, but outputs='sum' returns only sums of outputs.",
         ),
     ],
 )
@@ -502,7 +501,7 @@ def test_a_file_changed_for_inference_spreads_encoder_and_decoder(engine, tmp_pa
             {"layers_per_ipu": [2, 1]},
             {"parallel": ipufit.Parallel(stages={"1": 1})},
             "stages and IPUConfig.layers_per_ipu both divide the module, the latter by [2, 1]. "
-            "Leave one out; [-1] in the config leaves the choice to compile.",
+            "Leave one out; with [-1] in the config, compile decides.",
         ),
         (
             {"layers_per_ipu": [2, 1]},
@@ -519,15 +518,15 @@ def test_a_file_changed_for_inference_spreads_encoder_and_decoder(engine, tmp_pa
         (
             {"ipus_per_replica": 4},
             {"parallel": ipufit.Parallel(stages={"1": 1})},
-            "IPUConfig.ipus_per_replica must be the number of IPUs that the pipelined stages take, "
+            "IPUConfig.ipus_per_replica must be the number of IPUs that the pipelined stages need, "
             "2, got 4. Set it to 2.",
         ),
         (
             {"layers_per_ipu": [1, 1]},
             {},
             "IPUConfig.layers_per_ipu must add up to the number of repeated layers, got 2 and the "
-            "module has 3 (3 in the module itself). Put -1 in place of one number for the rest, or "
-            "name the layers meant with layers=.",
+            "module has 3 (3 in the module itself). Write -1 for one of the numbers to assign the "
+            "rest, or name the layers with layers=.",
         ),
     ],
 )
@@ -623,7 +622,7 @@ def test_compile_prints_the_three_lists(capsys):
               inference_serialized_embedding_splits_per_ipu, projection_serialization_factor,
               inference_projection_serialization_factor, serialized_projection_splits_per_ipu,
               inference_serialized_projection_splits_per_ipu, seed, auto_loss_scaling
-            seed=0: seed of fit, of which other random numbers are made than on an IPU
+            seed=0: seed of fit, which gives other random numbers than on an IPU
           no effect here: replicated_tensor_sharding, matmul_proportion, inference_matmul_proportion,
               enable_half_partials, executable_cache_dir, explicit_ir_inference, parallelize_kwargs,
               inference_parallelize_kwargs

@@ -89,7 +89,7 @@ def test_a_file_of_2021_is_read():
     assert (config.seed, config.executable_cache_dir) == (7, "")
     assert config.layers_per_ipu == config.inference_layers_per_ipu == [1, 2, 2, 1]
     assert config.inference_matmul_proportion == [0.3, 0.3, 0.2, 0.1]
-    assert config.notes == ("random_seed=7 is read as seed, its name since.",)
+    assert config.notes == ("random_seed=7 is read as seed, its new name.",)
 
 
 def test_a_file_of_2022_is_read_with_what_was_left_aside():
@@ -97,11 +97,11 @@ def test_a_file_of_2022_is_read_with_what_was_left_aside():
     config = IPUConfig.from_dict(OF_2022)
     assert config.matmul_proportion == 0.4
     assert config.notes == (
-        "decompose_grad_sum=True was withdrawn and is left aside: use "
+        "decompose_grad_sum=True was removed and is ignored: use "
         "options._Popart.set('decomposeGradSum', True) of to_options().",
-        "enable_half_first_order_momentum=True was withdrawn and is left aside: set the "
-        "optimizer's own dtype of that state instead.",
-        "profile_dir='profile' was withdrawn and is left aside: use enableProfiling(...) of "
+        "enable_half_first_order_momentum=True was removed and is ignored: set the optimizer's own "
+        "dtype of that state instead.",
+        "profile_dir='profile' was removed and is ignored: use enableProfiling(...) of "
         "to_options(), or the variable POPLAR_ENGINE_OPTIONS.",
     )
     assert all(f"note: {note[:40]}" in config.report() for note in config.notes)
@@ -115,7 +115,7 @@ def test_a_file_of_2023_is_read():
     assert (config.matmul_proportion, config.inference_matmul_proportion) == ([0.1, 0.15], 0.2)
     assert (
         config.notes[0]
-        == "training_layers_per_ipu=[-1, 4] is read as layers_per_ipu, its name since."
+        == "training_layers_per_ipu=[-1, 4] is read as layers_per_ipu, its new name."
     )
     both = IPUConfig.from_dict({"layers_per_ipu": [3], "training_layers_per_ipu": [1, 2]})
     assert (both.layers_per_ipu, both.inference_layers_per_ipu) == ([1, 2], [3])
@@ -131,14 +131,14 @@ def test_older_names_work_as_arguments_too(old):
 @pytest.mark.parametrize(
     ("name", "value", "hint"),
     [
-        ("use_popdist", True, "several processes are started from outside"),
+        ("use_popdist", True, "an external launcher starts the processes"),
         ("compile_only", True, "it is an argument of to_options()"),
         ("synthetic_data", True, "use enableSyntheticData(True) of to_options()"),
     ],
 )
 def test_what_was_withdrawn_is_told_only_where_it_did_something(name, value, hint):
     """Most files have these, switched off."""
-    note = f"{name}={value} was withdrawn and is left aside: {hint}."
+    note = f"{name}={value} was removed and is ignored: {hint}."
     assert IPUConfig.from_dict({name: value}).notes == (note,)
     assert IPUConfig.from_dict({name: False, "sharded_execution_for_inference": True}).notes == ()
 
@@ -199,8 +199,8 @@ def test_a_pod_without_a_value_is_refused():
         "'pod4', 'default'. Choose one of these, or add the value."
     )
     assert fault(IPUConfig.from_dict, {"replication_factor": {"pod4": 1}}) == (
-        "IPUConfig.replication_factor must have a value named 'default' where no pod_type is "
-        "chosen, got values for 'pod4'. Pass one of these as pod_type."
+        "IPUConfig.replication_factor must have a value named 'default' if pod_type is not set, "
+        "got values for 'pod4'. Pass one of these as pod_type."
     )
     assert fault(IPUConfig.from_dict(values).for_pod_type, "pod5") == (
         "pod_type must be one of 'pod4', 'pod8', 'pod16', 'pod32', 'pod64', 'pod128', 'pod256', or "
@@ -285,10 +285,10 @@ def test_all_faults_of_a_file_are_told_with_its_name(tmp_path):
     ("content", "text"),
     [
         ("[1]", "holds a list. Check that it is an ipu_config.json."),
-        ('{"seed": 1,}', "is none (JSONDecodeError: "),
-        ('{"seed": NaN}', "is none (ValueError: NaN is no number in JSON)"),
-        ("[" * 100_000, "is none (RecursionError: "),
-        ('{"seed": 1, "seed": 2}', "has 'seed' several times. Leave one of each."),
+        ('{"seed": 1,}', "is not (JSONDecodeError: "),
+        ('{"seed": NaN}', "is not (ValueError: NaN is not a number in JSON)"),
+        ("[" * 100_000, "is not (RecursionError: "),
+        ('{"seed": 1, "seed": 2}', "has 'seed' several times. Keep one of each."),
         ('{"parallelize_kwargs": {"a": 1, "a": 2}}', "has 'a' several times."),
         (" " * (1 << 20) + "{}", "has more. Check that it is an ipu_config.json."),
     ],
@@ -302,7 +302,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, text):
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     """A file of weights, say."""
     (tmp_path / "ipu_config.json").write_bytes(b"\x80\x02}")
-    assert "is none (UnicodeDecodeError" in fault(IPUConfig.from_pretrained, tmp_path)
+    assert "is not (UnicodeDecodeError" in fault(IPUConfig.from_pretrained, tmp_path)
 
 
 def test_what_is_not_there_is_told(tmp_path, monkeypatch):
@@ -315,8 +315,8 @@ def test_what_is_not_there_is_told(tmp_path, monkeypatch):
     for missing in (tmp_path / "x", "./x", "x.json", "a/b/c", "/x", ""):
         assert fault(IPUConfig.from_pretrained, missing) == (
             "a configuration must be a file, a folder with a file ipu_config.json, or the name of "
-            f"a repository on the Hugging Face Hub, but there is nothing at {str(missing)!r}. "
-            "Check the path."
+            f"a repository on the Hugging Face Hub, but nothing exists at {str(missing)!r}. Check "
+            "the path."
         )
     assert "got b'x'. Decode it first." in fault(IPUConfig.from_pretrained, b"x")
     assert "is read from a file, but" in fault(IPUConfig.from_json_file, tmp_path / "x")
@@ -366,7 +366,7 @@ def test_a_fault_of_the_hub_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     assert fault(IPUConfig.from_pretrained, "some-ipu") == (
         "the Hugging Face Hub must have a file ipu_config.json in 'some-ipu', but it could not be "
-        "had: OSError: 404 Client Error. Check the name, or pass a path."
+        "downloaded: OSError: 404 Client Error. Check the name, or pass a path."
     )
 
 
@@ -378,7 +378,7 @@ def test_what_cannot_be_written_is_told(tmp_path, monkeypatch):
     config = IPUConfig()
     config.layers_per_ipu = [1, 2]
     assert "ipus_per_replica has 1" in fault(config.save_pretrained, tmp_path)
-    assert "in a folder that exists, but" in fault(IPUConfig().to_json_file, tmp_path / "x" / "y")
+    assert "in an existing folder, but" in fault(IPUConfig().to_json_file, tmp_path / "x" / "y")
 
     def failing(*_):
         raise OSError("disk full")
@@ -408,7 +408,7 @@ def test_pods_and_layers_of_the_first_release_are_read():
     assert config.for_pod_type("pod256").replication_factor == 16
     assert config.for_pod_type("pod128").replication_factor == 8
     assert (config.layers_per_ipu, config.ipus_per_replica) == ([1], 1)
-    assert config.notes == ("layers_per_ipu=1 is read as [1], a list since.",)
+    assert config.notes == ("layers_per_ipu=1 is read as [1]: newer releases use a list.",)
     config = IPUConfig.from_dict({"layers_per_ipu": 3, "ipus_per_replica": 2})
     assert config.layers_per_ipu == [3, 3]
     by_pod = IPUConfig.from_dict({"layers_per_ipu": {"pod4": 2, "default": [1, 1]}})
@@ -418,7 +418,7 @@ def test_pods_and_layers_of_the_first_release_are_read():
 def test_an_old_seed_beside_a_new_one_is_noted():
     config = IPUConfig.from_dict({"random_seed": 3, "seed": 5})
     assert config.seed == 5
-    assert config.notes == ("random_seed=3 is left aside beside seed=5.",)
+    assert config.notes == ("random_seed=3 is ignored because of seed=5.",)
     assert IPUConfig.from_dict({"random_seed": 5, "seed": 5}).notes == ()
 
 
@@ -428,7 +428,7 @@ def test_a_value_that_was_changed_in_place_is_not_saved(tmp_path):
     config.layers_per_ipu[0] = "x"
     for use in (config.check, lambda: config.save_pretrained(tmp_path)):
         assert fault(use) == (
-            "IPUConfig.layers_per_ipu must be a list with the number of layers of each IPU, -1 for "
+            "IPUConfig.layers_per_ipu must be a list with the number of layers on each IPU, -1 for "
             "an even share of the rest, got ['x']. Try [2, -1]."
         )
     assert os.listdir(tmp_path) == []
@@ -552,7 +552,7 @@ def test_a_folder_may_be_written_to_the_hub_too(hub, tmp_path):
     assert IPUConfig.from_pretrained(tmp_path / "x") == config
     assert fault(config.save_pretrained, tmp_path / "y", repo_id="a", private=True) == (
         "repo_id, private of save_pretrained are for the Hugging Face Hub, but push_to_hub is "
-        "False. Pass push_to_hub=True, or leave out what is for it."
+        "False. Pass push_to_hub=True, or leave it out."
     )
     assert not (tmp_path / "y").exists()
 

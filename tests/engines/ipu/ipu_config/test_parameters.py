@@ -188,16 +188,16 @@ def test_lists_are_the_configurations_own():
 
 COUNT = "must be an integer of at least 1, got"
 LAYERS = (
-    "IPUConfig.layers_per_ipu must be a list with the number of layers of each IPU, -1 for an "
-    "even share of the rest, got {!r}. Try [2, -1]."
+    "IPUConfig.layers_per_ipu must be a list with the number of layers on each IPU, -1 for an even "
+    "share of the rest, got {!r}. Try [2, -1]."
 )
 SPLITS = (
     "IPUConfig.serialized_embedding_splits_per_ipu must be a list with the number of splits on "
     "each IPU{}, or None, got {!r}. Try {}."
 )
 MEMORY = (
-    "IPUConfig.matmul_proportion must be a number from 0 to 1, or a list of such with one for each "
-    "IPU, got {!r}. Try 0.2."
+    "IPUConfig.matmul_proportion must be a number from 0 to 1, or a list with one for each IPU, "
+    "got {!r}. Try 0.2."
 )
 
 
@@ -442,7 +442,7 @@ def test_a_bad_string_changes_nothing_and_tells_all():
         "of a list by spaces: layers_per_ipu=[2 2].",
         "IPUConfig.enable_half_partials must be one of true, 1, y, yes, false, 0, n, no in a "
         "string, got 'maybe'. Try true.",
-        "every change must be said once, got 'device_iterations' again. Leave one out.",
+        "every change must appear once, got 'device_iterations' again. Leave one out.",
         "IPUConfig.seed must be an integer of at least 0 and less than 2**64, or None, got 'x'. "
         "Try 0.",
     ]
@@ -497,7 +497,7 @@ def test_json_is_sorted_and_whole():
     text = IPUConfig(seed=1).to_json_string()
     assert list(json.loads(text)) == sorted(PARAMETERS)
     assert text.endswith("}\n")
-    with pytest.raises(ConfigurationError, match="parallelize_kwargs must hold only what JSON has"):
+    with pytest.raises(ConfigurationError, match="parallelize_kwargs must hold only JSON values"):
         IPUConfig(parallelize_kwargs={"x": object()}).to_json_string()
 
 
@@ -516,7 +516,7 @@ def test_json_is_sorted_and_whole():
     ],
 )
 def test_none_derives_a_value_anew(name, given, value):
-    """As it does where the object is made: None is no number of IPUs."""
+    """As it does where the object is made: None is not a number of IPUs."""
     config = IPUConfig(**{**given, **({} if name in given else {name: None})})
     setattr(config, name, None)
     assert getattr(config, name) == value

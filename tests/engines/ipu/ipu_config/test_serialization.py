@@ -124,8 +124,8 @@ def test_arguments_and_the_configuration_may_not_disagree():
     refused(
         lambda: cut_by(FACTORS, serialize={"embed": 2, "position": 2}),
         "IPUConfig.embedding_serialization_factor must mean one embedding, got 'embed' and "
-        "'position' by Memory.serialize. Leave it out of the config, and let Memory.serialize "
-        "say all.",
+        "'position' from Memory.serialize. Leave it out of the config, and set all of them in "
+        "Memory.serialize.",
     )
 
 
@@ -136,8 +136,8 @@ def test_one_weight_has_one_number():
         given = {prefix + name: value for name, value in FACTORS.items()}
         refused(
             lambda given=given: cut_by(given, Language(tied=True)),
-            f"{fields.format(prefix)}_factor must cut into as many parts, for 'embed' and 'head' "
-            "share a weight, got 2 and 3. Leave one out: the other layer follows.",
+            f"{fields.format(prefix)}_factor must give the same number of parts, because 'embed' "
+            "and 'head' share a weight, got 2 and 3. Leave one out: the other layer follows.",
         )
     alike = dict(FACTORS, projection_serialization_factor=2)
     cut = ("factor=2", "factor=1")
@@ -150,8 +150,8 @@ def test_where_nothing_fits_the_layer_has_to_be_named():
     refused(
         lambda: cut_by(given, stack),
         "IPUConfig.projection_serialization_factor cuts the output projection, an nn.Linear "
-        "outside of the repeated layers, but Sequential has linear layers in the module itself "
-        "alone. Name the one that is meant, with the same number, such as "
+        "outside of the repeated layers, but Sequential has linear layers only in the module "
+        "itself. Name the right one, with the same number, such as "
         "memory=ipufit.Memory(serialize={'1': ...}).",
     )
     assert cut_by(given, stack, serialize={"1": 2}) == {"1": ("factor=2", "factor=1")}
@@ -225,15 +225,15 @@ def test_splits_of_arguments_are_held_against_the_ipus_of_the_configuration():
     refused(
         lambda: cut_by({}, **cuts),
         "splits_per_ipu of serialised layers must have a number for each IPU of a replica, got 2 "
-        "and a replica has 1. Set IPUConfig.ipus_per_replica=2.\n"
-        "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
-        "replica there, got 2 and a replica has 1. Say with Memory.inference_serialize how they "
-        "are cut in inference, or set IPUConfig.inference_ipus_per_replica=2.",
+        "and a replica has 1. Set IPUConfig.ipus_per_replica=2.\nsplits_per_ipu of layers "
+        "serialised in inference must have a number for each IPU of a replica, got 2 and a replica "
+        "has 1 in inference. Set Memory.inference_serialize, or set "
+        "IPUConfig.inference_ipus_per_replica=2.",
     )
     given = {"layers_per_ipu": [1, 1], "inference_layers_per_ipu": [-1]}
     refused(
         lambda: cut_by({**given, "inference_ipus_per_replica": 1}, **cuts),
         "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
-        "replica there, got 2 and a replica has 1. Say with Memory.inference_serialize how they "
-        "are cut in inference, or set IPUConfig.inference_ipus_per_replica=2.",
+        "replica, got 2 and a replica has 1 in inference. Set Memory.inference_serialize, or set "
+        "IPUConfig.inference_ipus_per_replica=2.",
     )

@@ -59,7 +59,7 @@ def test_the_report_says_what_where_who_says_so_and_what_to_do():
         == f"""\
 Tagger for PopTorch 3.4: not ready (3 not supported, 1 unknown, 1 supported with limits), \
 {tagged().operators} kinds of operators
-From PopTorch's published source and documentation; no IPU has run this.
+From PopTorch's published source and documentation; not verified on an IPU.
 
 not supported
   aten::topk sorted=False in the model itself
@@ -138,7 +138,7 @@ def test_a_recording_that_ends_early_says_what_was_not_looked_at():
     assert [finding.fact.key for finding in report.unsupported] == ["a value in Python"]
     assert report.unsupported[0].line is not None
     assert report.stopped is not None
-    assert "Operators after this were not looked at: Python branched on a tensor's value" in str(
+    assert "Operators after this were not checked: Python branched on a tensor's value" in str(
         report
     )
 
