@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from typing import Any, Iterable, List, Mapping, Optional, Tuple
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ipufit.core.batch import Mode, RawBatch
+from ipufit.data.fields import can_bind
 from ipufit.data.in_memory import (
     ArrayLoader,
     EpochOrder,
@@ -146,15 +146,7 @@ def are_inputs(module: nn.Module, x: tree.Tree) -> bool:
         return False
     if not all(is_array(part) or is_table(part) for part in x):
         return False
-    return _can_bind(module, *x) and (isinstance(x, tuple) or not _can_bind(module, x[0]))
-
-
-def _can_bind(module: nn.Module, *inputs: object) -> bool:
-    try:
-        inspect.signature(module.forward).bind(*inputs)
-    except (TypeError, ValueError):
-        return False
-    return True
+    return can_bind(module, *x) and (isinstance(x, tuple) or not can_bind(module, x[0]))
 
 
 def _kind(arguments: DataArguments) -> str:

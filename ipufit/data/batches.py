@@ -278,7 +278,7 @@ def _size(named: Sequence[Tuple[str, tree.Leaf]], call: BatchParts, where: str) 
     has_entries = None not in parts and len(set(parts)) == 1
     if stated:
         sizes = stated
-    elif has_entries and (len({size for _, size in sizes}) != 1 or _has_dicts(whole)):
+    elif has_entries and (len({size for _, size in sizes}) != 1 or _has_samples(whole)):
         assert parts[0] is not None
         return parts[0]
     elif objects and not sizes:
@@ -321,10 +321,15 @@ def _entries(part: tree.Tree) -> Optional[int]:
     return None
 
 
-def _has_dicts(whole: Sequence[tree.Tree]) -> bool:
-    """Tell whether a part is a list of dicts, which are of one sample each."""
+def _has_samples(whole: Sequence[tree.Tree]) -> bool:
+    """Tell whether a part is a list of dicts or of pictures, which are of one sample each."""
     parts = [part for part in whole if tree.is_sequence(part) and len(part)]
-    return any(all(isinstance(each, Mapping) for each in part) for part in parts)
+    return any(all(map(_is_sample, part)) for part in parts)
+
+
+def _is_sample(entry: tree.Tree) -> bool:
+    # Of a batch, pictures have four dimensions.
+    return isinstance(entry, Mapping) or (isinstance(entry, Tensor) and entry.dim() == 3)
 
 
 class OneShapeUpdates:

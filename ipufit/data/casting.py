@@ -94,8 +94,8 @@ class Casting:
             return
         self._announced.add(text)
         warn_user(
-            f"{role} is converted batch by batch to the dtypes of module and loss: {text}; "
-            "convert it beforehand to save time.",
+            f"{role} has other dtypes than module and loss compute in, so every batch is "
+            f"converted: {text}. Convert the data once beforehand to save that work."
         )
 
     def describe(self) -> List[str]:
@@ -131,7 +131,7 @@ class Casting:
             else:
                 casts.append(torch.int64 if may_be_label else None)
         for leaf, kind in zip(tree.flatten(target)[0], self._loss.target_kinds(target)):
-            if leaf.dtype == torch.float64:
+            if leaf.dtype == torch.float64 and not (kind == "indices" and leaf.dim() < 2):
                 casts.append(wide)
             elif kind == "values":
                 casts.append(None if leaf.is_floating_point() or leaf.is_complex() else wide)

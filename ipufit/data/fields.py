@@ -14,7 +14,7 @@ from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses.loss import InputNames, Loss, OwnLoss, TargetNames
 from ipufit.utils import tree
 
-__all__ = ["BatchForm", "name_fields"]
+__all__ = ["BatchForm", "can_bind", "name_fields"]
 
 # How alike a field that forward does not take and a parameter that gets nothing are by mistake.
 _ALIKE = 0.8
@@ -64,6 +64,9 @@ class BatchForm:
     sums_weights: bool = False
     one_target: bool = False
     _routes: Dict[Tuple[object, ...], _Route] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _whole: Dict[int, bool] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -177,7 +180,16 @@ class BatchForm:
         """Positional and keyword arguments of forward, and what it does not take."""
         if isinstance(raw, Mapping):
             return self._by_route(raw, self._route(raw, False, where))
-        return (tuple(raw) if tree.is_sequence(raw) else (raw,), {}, None, None), {}
+        is_whole = isinstance(raw, list) and not self.own_loss and self._takes_whole(len(raw))
+        spreads = tree.is_sequence(raw) and not is_whole
+        return (tuple(raw) if spreads else (raw,), {}, None, None), {}
+
+    def _takes_whole(self, count: int) -> bool:
+        """Say whether forward takes a list of so many inputs, such as images, but not each."""
+        if count not in self._whole:
+            takes_each = can_bind(self.module, *[None] * count)
+            self._whole[count] = can_bind(self.module, None) and not takes_each
+        return self._whole[count]
 
     def _with_target(
         self, raw: Mapping[str, object], where: str
@@ -298,6 +310,15 @@ class BatchForm:
                     f"compile names, got {_listed(names)}. Use one of these names, or add the "
                     "field in the dataset or collate_fn."
                 )
+
+
+def can_bind(module: Optional[nn.Module], *inputs: object) -> bool:
+    """Say whether forward of a module can be called with these arguments."""
+    try:
+        inspect.signature(module.forward).bind(*inputs)  # type: ignore[union-attr]
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _is_text(value: object) -> bool:

@@ -165,7 +165,8 @@ def _accuracy(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
         raise MetricError(
             f"metric {name!r} needs class indices, or one value per sample, got prediction and "
             f"target of one shape {tuple(prediction.shape)}. For one-hot targets, use "
-            "'categorical_accuracy'; for several labels, 'binary_accuracy'."
+            "'categorical_accuracy'; for several labels, 'binary_accuracy_with_logits', or "
+            "'binary_accuracy' where the module returns probabilities."
         )
     return _sparse_accuracy(name, prediction, target)
 

@@ -29,7 +29,7 @@ from ipufit.tracing.recording import NEEDS_VALUES, LeftBehindError, OpRecorder, 
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
 from ipufit.tracing.unread_values import reads_classes, without_values
 from ipufit.tracing.user_lines import TORCH_PATH, Frame, frame_of, user_frame
-from ipufit.utils.console import PACKAGE
+from ipufit.utils.console import PACKAGE, is_fault_of_ours
 from ipufit.utils.random_operators import draw_on_host, draws
 from ipufit.utils.random_streams import LOCK
 from ipufit.utils.state import replaced
@@ -106,8 +106,7 @@ def may_run_eagerly(error: BaseException) -> bool:
         is_advised = error.kind != "random" or str(error) != error.brief
         return error.kind != UNREGISTERED and is_advised
     # It came from torch or from the user's code: from no check, and by no fault of ours.
-    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-    return not innermost.f_code.co_filename.startswith(PACKAGE)
+    return not is_fault_of_ours(error)
 
 
 # What the user's line looks like tells which of several causes it was; torch's error is the same.

@@ -30,6 +30,7 @@ from ipufit.errors import (
 from ipufit.losses import LabelRange, Loss, check_labels, outside_classes
 from ipufit.metrics.metric_set import MetricSet, random_like
 from ipufit.utils import tree
+from ipufit.utils.console import is_fault_of_ours
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import eval_mode, train_mode
 
@@ -307,9 +308,9 @@ def wrap_batch_errors(explainer: FailureExplainer, sample: MicroBatch) -> Iterat
     try:
         with explainer.explained([sample], None):
             yield
-    except IpufitError:
-        raise
     except Exception as error:
+        if isinstance(error, IpufitError) or is_fault_of_ours(error):
+            raise
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.tensors)
         raise DataError(
             f"{explainer.role} must be able to run module and loss on the batch, whose tensors "

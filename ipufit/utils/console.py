@@ -32,6 +32,14 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OURS = (PACKAGE, os.path.splitext(contextlib.__file__)[0] + ".")
 
 
+def is_fault_of_ours(error: BaseException) -> bool:
+    """Tell whether an error was raised in a line of ipufit's own, not of torch's or the user's."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_code.co_filename.startswith(PACKAGE)
+
+
 def warn_user(text: str, category: Type[Warning] = UserWarning) -> None:
     """Warn of the line of the user's, or of another library's, from which ipufit was called."""
     if sys.version_info >= (3, 12):

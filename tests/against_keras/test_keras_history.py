@@ -226,7 +226,7 @@ def test_predict_keeps_the_order():
 SMALL = (abs(X) * 20).astype("uint8")
 
 
-@pytest.mark.filterwarnings("ignore:.* data is converted:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* data has other dtypes:UserWarning")
 @pytest.mark.parametrize(
     "data",
     [

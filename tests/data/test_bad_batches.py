@@ -1,5 +1,6 @@
 """Batches that cannot be fed: refused with a pinned text before they are used, nothing lost."""
 
+import copy
 import functools
 import inspect
 import itertools
@@ -439,3 +440,36 @@ def test_a_batch_that_forward_does_not_take_is_refused(loss, batch, text):
         fit(model, [batch])
     assert str(caught.value) == text
     assert_clean(model)
+
+
+class Pictures(nn.Module):
+    """Takes pictures of several sizes as a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, pictures):
+        return torch.stack([self.head(picture.mean((1, 2))) for picture in pictures])
+
+
+def as_lists(samples):
+    """Pictures as a list, and their targets as a tensor."""
+    return [picture for picture, _ in samples], torch.stack([target for _, target in samples])
+
+
+def test_a_list_of_pictures_goes_whole_into_a_forward_of_one_argument():
+    """Its entries are the samples, not the channels of the first one."""
+    torch.manual_seed(0)
+    pairs = [(torch.randn(3, 8, 8 + i % 2), torch.ones(1)) for i in range(8)]
+    loader = DataLoader(pairs, 4, collate_fn=as_lists)
+    model = ipufit.Model(Pictures())
+    model.compile("sgd", "mse")
+    history = model.fit(loader, epochs=2, verbose=0)
+    twin = copy.deepcopy(model.module)
+    expected = twin([picture for picture, _ in pairs])
+    assert torch.allclose(model.predict(loader, verbose=0), expected)
+    assert history.history["loss"][1] < history.history["loss"][0]
+    assert model.evaluate(loader, verbose=0)["loss"] == pytest.approx(
+        float((expected - 1).square().mean().detach()), rel=1e-5
+    )

@@ -460,8 +460,8 @@ def test_a_frame_without_columns_is_refused():
 
 # ---- dtypes -------------------------------------------------------------------------------------
 
-START = "is converted batch by batch to the dtypes of module and loss: "
-END = "; convert it beforehand to save time."
+START = "has other dtypes than module and loss compute in, so every batch is converted: "
+END = ". Convert the data once beforehand to save that work."
 
 
 def said(role, *changes):

@@ -94,7 +94,7 @@ def test_weights_may_have_more_dimensions_and_structure():
     assert torch.equal(found["b"], torch.zeros(10))
 
 
-@pytest.mark.filterwarnings("ignore:training data is converted:UserWarning")
+@pytest.mark.filterwarnings("ignore:training data has other dtypes:UserWarning")
 @pytest.mark.parametrize(
     "target",
     [

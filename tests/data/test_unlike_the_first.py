@@ -118,8 +118,9 @@ def test_what_is_converted_of_a_later_batch_is_said_once(eager, capsys):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(data, epochs=2, verbose=0)
-    begin = "training data is converted batch by batch to the dtypes of module and loss: "
-    end = "; convert it beforehand to save time."
+    begin = "training data has other dtypes than module and loss compute in, so every batch is "
+    begin += "converted: "
+    end = ". Convert the data once beforehand to save that work."
     assert [str(each.message) for each in caught] == [
         f"{begin}target from int32 to int64{end}",
         f"{begin}input [0] from float32 to float64{end}",

@@ -383,7 +383,8 @@ def test_an_infinite_perplexity_is_infinite():
             torch.zeros(6, 4),
             "metric 'accuracy' needs class indices, or one value per sample, got prediction and "
             "target of one shape (6, 4). For one-hot targets, use 'categorical_accuracy'; for "
-            "several labels, 'binary_accuracy'.",
+            "several labels, 'binary_accuracy_with_logits', or 'binary_accuracy' where the module "
+            "returns probabilities.",
         ),
         (
             "accuracy",

@@ -334,7 +334,8 @@ def test_one_that_writes_into_its_output_disturbs_no_other():
             {"b": LOGITS},
             "metric 'b_accuracy' needs class indices, or one value per sample, got prediction and "
             "target of one shape (23, 5). For one-hot targets, use 'categorical_accuracy'; for "
-            "several labels, 'binary_accuracy'.",
+            "several labels, 'binary_accuracy_with_logits', or 'binary_accuracy' where the module "
+            "returns probabilities.",
         ),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_module_under_two_names(calls):
 
 @pytest.mark.long("ipu-standin")
 @pytest.mark.few
-@pytest.mark.filterwarnings("ignore:training data is converted batch by batch:UserWarning")
+@pytest.mark.filterwarnings("ignore:training data has other dtypes:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=["LSTM", "GRU", "RNN"])
 def test_recurrent_nets(kind, dtype):

@@ -57,7 +57,8 @@ class InvarianceCause:
 
     Attributes:
         module: name of the module, "" for the user's own, "loss" for the loss.
-        kind: "batch", if rows depend on the other rows of the micro-batch; "random", if numbers are
+        kind: "batch", if rows depend on the other rows of the micro-batch; "state", if a second
+            call with the same rows yields other values; "random", if numbers are
             drawn; "sum", if the loss adds where a mean is wanted, or the reverse; "loss", if it
             looks at several samples at once; "unknown".
         text: what was seen.
@@ -231,7 +232,17 @@ def _cause(call: _Call, size: int) -> Optional[InvarianceCause]:
             "The results differ like those of two seeds, which is expected. To compare "
             "settings, turn the random layers off, for example with a dropout of 0.",
         )
-    if call.draws or not _rows_differ(call, size):
+    if call.draws:
+        return None
+    if _differs(call, size, [(0, size)]):
+        return InvarianceCause(
+            call.name,
+            "state",
+            f"{who} computes other values when it is called once more with the same rows.",
+            "Something is kept from call to call, such as a counter: leave it out, or make it a "
+            "buffer that counts samples. model.check(sample) names the line.",
+        )
+    if not _differs(call, size, _halves(size)):
         return None
     if isinstance(call.module, nn.modules.batchnorm._BatchNorm):
         return InvarianceCause(
@@ -250,11 +261,11 @@ def _cause(call: _Call, size: int) -> Optional[InvarianceCause]:
     )
 
 
-def _rows_differ(call: _Call, size: int) -> bool:
-    """Return True if half of the rows alone yields other values than among all rows."""
+def _differs(call: _Call, size: int, ranges: Sequence[Tuple[int, int]]) -> bool:
+    """Return True if ranges of the rows alone yield other values than in the call."""
     if not any(_has_rows(leaf, size) for leaf in tree.flatten((call.args, call.kwargs))[0]):
         return False
-    for begin, end in _halves(size):
+    for begin, end in ranges:
         tried = _call_again(call, begin, end, size)
         if tried is None:
             return False

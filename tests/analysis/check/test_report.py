@@ -6,6 +6,7 @@ import json
 import linecache
 import random
 import sys
+from typing import Callable, Dict
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from ipufit import poptorch
 from ipufit.analysis.check import CheckReport, Finding
 from ipufit.analysis.check.findings import KINDS, SEVERITIES
 from ipufit.errors import ConfigurationError, DataError
+from ipufit.tracing.grad_step import MicroBatchStep, ModuleWithLoss
+from ipufit.utils.console import PACKAGE
 
 from .faulty import MODELS, Base, Branches, CountsCalls, HasSeveralFaults, Prints
 from .test_faulty import TARGET, compiled, expected
@@ -298,6 +301,21 @@ def test_an_error_of_the_modules_own_is_passed_on_with_its_words():
         "check must be able to run module and loss on the batch, whose tensors have shape (4, 4), "
         "but that fails: ValueError: images only. Pass a batch in the form that fit takes."
     )
+
+
+@pytest.mark.parametrize("method", ["check", "preflight", "plan"])
+def test_a_fault_of_ipufit_itself_is_no_fault_of_the_batch(method, monkeypatch):
+    """Whoever reads it looks at the right place."""
+    spoilt: Dict[str, Callable[..., object]] = {}
+    code = "def call(self, *tensors):\n    return nonsense"
+    exec(compile(code, f"{PACKAGE}spoilt.py", "exec"), spoilt)
+    model = compiled(nn.Linear(4, 3))
+    for kind in (MicroBatchStep, *MicroBatchStep.__subclasses__()):
+        monkeypatch.setattr(kind, "__call__", spoilt["call"])
+    monkeypatch.setattr(ModuleWithLoss, "forward", spoilt["call"])
+    with pytest.raises(NameError) as caught:
+        getattr(model, method)((X, TARGET))
+    assert str(caught.value) == "name 'nonsense' is not defined"
 
 
 def test_what_only_an_ipu_can_run_is_the_finding():

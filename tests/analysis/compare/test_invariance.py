@@ -339,3 +339,35 @@ def test_what_can_not_be_checked_is_refused():
         built(nets.MLP).check_invariance(SAMPLE, rtol="small")
     with pytest.raises(NotCompiledError):
         ipufit.Model(nets.MLP()).check_invariance(SAMPLE)
+
+
+class Counts(nn.Module):
+    """Divides by the number of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x / self.calls
+
+
+def test_a_module_that_counts_its_calls_is_not_said_to_mix_rows():
+    """The advice for rows would not help it; without the counter all agrees."""
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    reports = []
+    for inner in (Counts(), nn.Identity()):
+        model = ipufit.Model(nn.Sequential(nn.Linear(4, 3), inner))
+        model.compile("sgd", "cross_entropy")
+        reports.append(model.check_invariance((x, y)))
+    assert not reports[0].ok
+    (cause,) = reports[0].causes
+    assert (cause.module, cause.kind) == ("1", "state")
+    assert str(cause) == (
+        "'1' (Counts) computes other values when it is called once more with the same rows. "
+        "Something is kept from call to call, such as a counter: leave it out, or make it a buffer "
+        "that counts samples. model.check(sample) names the line."
+    )
+    assert reports[1].ok
