@@ -394,10 +394,448 @@ ADVICE = {
 }
 
 
+class Heads(nn.Module):
+    """Two outputs by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x):
+        return {"first": self.first(x), "second": self.second(x)}
+
+
+def heads(loss, **options):
+    """A model with two outputs; and a fit of it."""
+    model = compiled(loss=loss, module=Heads(), **options)
+    return fit(X, {"first": Y, "second": Y}, model=model)
+
+
+CLASSES = torch.arange(12) % 3
+TEXTS = [{"ids": torch.arange(1 + i % 5), "labels": torch.tensor(i % 2)} for i in range(12)]
+BOTH = {"first": "mse", "second": "mae"}
+EACH = nn.MSELoss(reduction="none")
+UPDATE_RATE = {"lr": lambda update: 0.1 * 0.99**update}
+
+
+def classify(target=CLASSES, module=None, x=X, **options):
+    """A fit of class indices."""
+    return fit(x, target, model=compiled(loss="cross_entropy", module=module), **options)
+
+
+def bucketed(dataset=TEXTS, **options):
+    """Batches of samples of several lengths."""
+    return ipufit.data.LengthBuckets(dataset, **{"batch_size": 4, **options})
+
+
+# More of those that are met first: by data, losses, optimizers, schedules, buckets and settings.
+ADVICE.update(
+    {
+        "no samples": (
+            lambda: fit(X[:0], Y[:0]),
+            "has no samples. Pass at least one.",
+            lambda: fit(X[:1], Y[:1]),
+        ),
+        "rows that differ": (
+            lambda: fit([[1.0, 2.0, 3.0, 4.0], [1.0]], Y[:2]),
+            "Pad them, or pass batches of rows of one length.",
+            lambda: fit([[1.0, 2.0, 3.0, 4.0], [1.0, 0.0, 0.0, 0.0]], Y[:2]),
+        ),
+        "a scalar": (
+            lambda: fit(torch.tensor(1.0), Y),
+            "Give one row per sample",
+            lambda: fit(torch.ones(12, 4), Y),
+        ),
+        "parts of other lengths": (
+            lambda: fit(X, Y[:5]),
+            "Pass one row for each sample in every part.",
+            lambda: fit(X[:5], Y[:5]),
+        ),
+        "sparse": (
+            lambda: fit(X.to_sparse(), Y),
+            "Pass x.to_dense()",
+            lambda: fit(X.to_sparse().to_dense(), Y),
+        ),
+        "masked": (
+            lambda: fit(np.ma.masked_array(X.numpy(), X.numpy() > 0.9), Y),
+            "Pass x.filled(value)",
+            lambda: fit(np.ma.masked_array(X.numpy(), X.numpy() > 0.9).filled(0.9), Y),
+        ),
+        "requires grad": (
+            lambda: fit(X.clone().requires_grad_(), Y),
+            "Pass x.detach().",
+            lambda: fit(X.clone().requires_grad_().detach(), Y),
+        ),
+        "requires grad in a batch": (
+            lambda: fit([(X.clone().requires_grad_(), Y)]),
+            "Pass tensor.detach().",
+            lambda: fit([(X.clone().requires_grad_().detach(), Y)]),
+        ),
+        "another dtype": (
+            lambda: fit(X.numpy().astype("longdouble"), Y),
+            "Turn it into another, such as array.astype('float32').",
+            lambda: fit(X.numpy().astype("longdouble").astype("float32"), Y),
+        ),
+        "an empty batch": (
+            lambda: fit([(X[:0], Y[:0]), (X, Y)]),
+            "Leave empty batches out of the loader.",
+            lambda: fit([(X, Y)]),
+        ),
+        "a batch of three lengths": (
+            lambda: fit([(X, Y[:5])]),
+            "Check the dataset or collate_fn.",
+            lambda: fit([(X[:5], Y[:5])]),
+        ),
+        "a target that is missing": (
+            lambda: fit([(X, None)]),
+            "Yield (inputs, target), or use compile(loss=None) if the module computes its own",
+            lambda: fit([(X, Y)]),
+            lambda: fit([(X,)], model=compiled(loss=None, module=OwnLoss())),
+        ),
+        "a single part": (
+            lambda: fit([(X,)]),
+            "if the module computes its own loss, use compile(loss=None).",
+            lambda: fit([(X, Y)]),
+            lambda: fit([(X,)], model=compiled(loss=None, module=OwnLoss())),
+        ),
+        "a weight that is negative": (
+            lambda: fit(X, Y, sample_weight=-torch.ones(12)),
+            "Use 0 to leave a sample out.",
+            lambda: fit(X, Y, sample_weight=torch.tensor([0.0] + [1.0] * 11)),
+        ),
+        "weights of zero": (
+            lambda: fit(X, Y, sample_weight=torch.zeros(12)),
+            "Leave it out, or give samples that count a weight.",
+            fit,
+            lambda: fit(X, Y, sample_weight=torch.ones(12)),
+        ),
+        "a weight without a target": (
+            lambda: fit(X, sample_weight=torch.ones(12), model=compiled("sgd", "mse")),
+            "Pass y= beside x.",
+            lambda: fit(X, y=Y, sample_weight=torch.ones(12)),
+        ),
+        "class weights": (
+            lambda: classify(class_weight=[1.0, 5.0]),
+            "class_weight must be a dict of weights by class index, such as {0: 1.0, 1: 5.0}",
+            lambda: classify(class_weight={0: 1.0, 1: 5.0}),
+        ),
+        "a class below zero": (
+            lambda: classify(class_weight={-1: 2.0}),
+            "Count the classes from 0, as in the target.",
+            lambda: classify(class_weight={0: 2.0}),
+        ),
+        "a class weight below zero": (
+            lambda: classify(class_weight={0: -2.0}),
+            "Use 0 to leave a class out.",
+            lambda: classify(class_weight={0: 0.0}),
+        ),
+        "a class without an output": (
+            lambda: classify(class_weight={3: 2.0}),
+            "Leave out what is no class, or give the module an output for each class.",
+            lambda: classify(class_weight={2: 2.0}),
+            lambda: classify(class_weight={3: 2.0}, module=nn.Linear(4, 4)),
+        ),
+        "loading": (
+            lambda: fit(loading=3),
+            "Write for example Loading(limit_train_batches=10).",
+            lambda: fit(loading=ipufit.Loading(limit_train_batches=10)),
+        ),
+        "the class Validation": (
+            lambda: fit(validation_data=ipufit.Validation),
+            "Pass Validation((x_val, y_val)).",
+            lambda: fit(validation_data=ipufit.Validation((X, Y))),
+        ),
+        "an epoch that is none": (
+            lambda: fit(epochs=2, validation_data=ipufit.Validation((X, Y), freq=[5])),
+            "must name an epoch from 1 to 2, counted from 1",
+            lambda: fit(epochs=2, validation_data=ipufit.Validation((X, Y), freq=[2])),
+        ),
+        "labels": (
+            lambda: classify(CLASSES + 1),
+            "They seem to count from 1: subtract 1.",
+            lambda: classify(CLASSES + 1 - 1),
+        ),
+        "more labels than outputs": (
+            lambda: classify(CLASSES * 2),
+            "Let the module return 5 classes, or number them from 0.",
+            lambda: classify(CLASSES * 2, module=nn.Linear(4, 5)),
+            lambda: classify(torch.unique(CLASSES * 2, return_inverse=True)[1]),
+        ),
+        "a label below zero": (
+            lambda: classify(CLASSES - 1),
+            "What is to be left out has the label -100; classes count from 0.",
+            lambda: classify(torch.where(CLASSES == 0, -100, CLASSES - 1)),
+        ),
+        "one-hot integers": (
+            lambda: classify(nn.functional.one_hot(CLASSES, 3)),
+            "Of a one-hot target, give target.argmax(1).",
+            lambda: classify(nn.functional.one_hot(CLASSES, 3).argmax(1)),
+        ),
+        "no probabilities": (
+            lambda: fit(X, Y.abs(), model=compiled(loss="bce", module=nn.Linear(4, 3))),
+            "Use loss='bce_with_logits', or end the module with nn.Sigmoid().",
+            lambda: fit(X, Y.abs(), model=compiled(loss="bce_with_logits")),
+            lambda: fit(
+                X, Y.abs(), model=compiled(loss="bce", module=nn.Sequential(linear(), nn.Sigmoid()))
+            ),
+        ),
+        "class indices for mse": (
+            lambda: fit(X, CLASSES, model=compiled(loss="mse")),
+            "Of class indices, use loss='cross_entropy'.",
+            classify,
+        ),
+        "outputs by name": (
+            lambda: heads("mse"),
+            "Name the output, loss={'first': 'mse'}, or pass a callable loss(prediction, target) "
+            "that picks its tensors.",
+            lambda: heads({"first": "mse"}),
+            lambda: heads(lambda p, t: (p["first"] - t["first"]).square().mean()),
+        ),
+        "no loss at all": (
+            lambda: heads({"first": None}),
+            "or loss=None when the module returns (outputs, loss).",
+            lambda: heads({"first": "mse"}),
+            lambda: fit(X, model=compiled(loss=None, module=OwnLoss())),
+        ),
+        "weights of several losses": (
+            lambda: heads(BOTH, loss_weights=[1.0]),
+            "Give one number for each loss.",
+            lambda: heads(BOTH, loss_weights={"first": 1.0, "second": 2.0}),
+        ),
+        "a weight for no output": (
+            lambda: heads(BOTH, loss_weights={"third": 1.0}),
+            "Use these names.",
+            lambda: heads(BOTH, loss_weights={"second": 1.0}),
+        ),
+        "a weight that is no number": (
+            lambda: heads(BOTH, loss_weights={"first": float("nan")}),
+            "Give for example 0.5.",
+            lambda: heads(BOTH, loss_weights={"first": 0.5}),
+        ),
+        "metrics by position": (
+            lambda: compiled("adam", "mse", loss_weights=["mae"]),
+            "Write metrics=[...].",
+            lambda: compiled("adam", "mse", metrics=["mae"]),
+        ),
+        "one value per sample": (
+            lambda: compiled(loss=nn.MSELoss(reduction="none")),
+            "Use reduction='mean', or wrap it in a callable that reduces.",
+            lambda: fit(model=compiled(loss=nn.MSELoss(reduction="mean"))),
+            lambda: fit(
+                model=compiled(loss=lambda p, t: nn.MSELoss(reduction="none")(p, t).mean())
+            ),
+        ),
+        "loss=None": (
+            lambda: fit(X, model=compiled(loss=None)),
+            "Return (outputs, loss) from forward, or pass loss= to compile.",
+            lambda: fit(X, model=compiled(loss=None, module=OwnLoss())),
+            lambda: fit(model=compiled(loss="mse")),
+        ),
+        "another module's optimizer": (
+            lambda: compiled(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
+            "Build it from this module: SGD(module.parameters(), ...).",
+            lambda: own_optimizer(linear()),
+        ),
+        "no optimizers": (
+            lambda: compiled([]),
+            "got an empty list.",
+            lambda: compiled("adam"),
+        ),
+        "patterns of parameters": (
+            lambda: compiled({1: "adam"}),
+            "Write for example {'encoder.*': 'adamw', '*': 'sgd'}.",
+            lambda: compiled({"encoder.*": "adamw", "*": "sgd"}, module=Parts()),
+        ),
+        "a class that needs more": (
+            lambda: compiled(Demanding),
+            "Pass a factory: lambda params: Demanding(params, lr=0.01).",
+            lambda: compiled(lambda params: Demanding(params, lr=0.01)),
+        ),
+        "lbfgs": (
+            lambda: compiled(lambda params: torch.optim.LBFGS([*params])),
+            "Use another, for example 'adam'.",
+            lambda: compiled("adam"),
+        ),
+        "a frozen module": (
+            lambda: compiled(module=linear().requires_grad_(False)),
+            "requires gradients",
+            lambda: compiled(module=linear().requires_grad_()),
+        ),
+        "a schedule": (
+            lambda: compiled(lr_scheduler="cosin"),
+            "Did you mean 'cosine'?",
+            lambda: fit(model=compiled(lr_scheduler="cosine")),
+        ),
+        "no schedule": (
+            lambda: compiled(lr_scheduler=3),
+            "Pass for example 'cosine'",
+            lambda: fit(model=compiled(lr_scheduler="cosine")),
+        ),
+        "a schedule without an optimizer": (
+            lambda: compiled(None, lr_scheduler="cosine"),
+            "Leave it out of a model that only evaluates and predicts.",
+            lambda: compiled(None).evaluate(X, Y, verbose=0),
+        ),
+        "an empty schedule": (
+            lambda: compiled(lr_scheduler={}),
+            "Pass for example {'lr': lambda update: 0.1 * 0.99 ** update}.",
+            lambda: fit(model=compiled(lr_scheduler=UPDATE_RATE)),
+        ),
+        "a rate that is fixed": (
+            lambda: compiled(lr_scheduler={"lr": 0.1}),
+            "Pass for example {'lr': lambda update: 0.1 * 0.99 ** update}, or set what stays the "
+            "same in the optimizer.",
+            lambda: fit(model=compiled(lr_scheduler=UPDATE_RATE)),
+            lambda: compiled(lambda params: torch.optim.SGD(params, lr=0.1)),
+        ),
+        "a length of warmup": (
+            lambda: ipufit.optim.schedules.Cosine(warmup=1.5),
+            "Write for example warmup=100, or warmup=0.1.",
+            lambda: ipufit.optim.schedules.Cosine(warmup=100),
+            lambda: fit(
+                epochs=10,
+                model=compiled(lr_scheduler=ipufit.optim.schedules.Cosine(warmup=0.1)),
+            ),
+        ),
+        "warmup longer than the run": (
+            lambda: fit(model=compiled(lr_scheduler=ipufit.optim.schedules.Cosine(warmup=100))),
+            "or a share of the run such as warmup=0.1.",
+            lambda: fit(
+                epochs=10,
+                model=compiled(lr_scheduler=ipufit.optim.schedules.Cosine(warmup=0.1)),
+            ),
+        ),
+        "an interval": (
+            lambda: compiled(lr_scheduler="cosine", lr_scheduler_interval="step"),
+            "lr_scheduler_interval must be 'update' or 'epoch'",
+            lambda: fit(model=compiled(lr_scheduler="cosine", lr_scheduler_interval="update")),
+            lambda: fit(model=compiled(lr_scheduler="cosine", lr_scheduler_interval="epoch")),
+        ),
+        "two bounds": (
+            lambda: ipufit.Clip(norm=1.0, global_norm=1.0),
+            "Choose one: norm for each parameter, global_norm for all together",
+            lambda: compiled(clip=ipufit.Clip(norm=1.0)),
+            lambda: compiled(clip=ipufit.Clip(global_norm=1.0)),
+        ),
+        "a bound": (
+            lambda: compiled(clip=1.0),
+            "Write for example clip=ipufit.Clip(global_norm=1.0).",
+            lambda: fit(model=compiled(clip=ipufit.Clip(global_norm=1.0))),
+        ),
+        "momentum of averages": (
+            lambda: ipufit.EMA(momentum=1.5),
+            "such as 0.99.",
+            lambda: fit(model=compiled(ema=ipufit.EMA(momentum=0.99))),
+        ),
+        "every n": (
+            lambda: compiled(outputs="every_n"),
+            "Pass for example outputs=ipufit.Outputs('every_n', 4).",
+            lambda: compiled(outputs=ipufit.Outputs("every_n", 4)),
+        ),
+        "recordings": (
+            lambda: compiled(max_recordings=0),
+            "max_recordings must be an integer of at least 1",
+            lambda: fit(model=compiled(max_recordings=1), batch_size=4),
+        ),
+        "the class Checkpoint": (
+            lambda: fit(checkpoint=ipufit.Checkpoint),
+            "Pass Checkpoint('runs/1').",
+            lambda: fit(checkpoint=ipufit.Checkpoint("runs/1")),
+        ),
+        "resume": (
+            lambda: ipufit.Checkpoint("runs/2", resume=True),
+            "Use 'auto', which begins anew where there is no checkpoint yet.",
+            lambda: fit(checkpoint=ipufit.Checkpoint("runs/2", resume="auto")),
+        ),
+        "resume without a folder": (
+            lambda: ipufit.Checkpoint(resume="auto"),
+            "Pass Checkpoint('runs/1', resume='auto'), or the path of one checkpoint as resume.",
+            lambda: fit(checkpoint=ipufit.Checkpoint("runs/3", resume="auto")),
+        ),
+        "a metric that is none": (
+            lambda: compiled(metrics=[3]),
+            "a metric must be a name, a callable (prediction, target), or an object",
+            lambda: fit(model=compiled(metrics=["mae"])),
+            lambda: fit(model=compiled(metrics=[lambda p, t: (p - t).abs().mean()])),
+        ),
+        "accuracy of several labels": (
+            lambda: fit(
+                X, (Y > 0).float(), model=compiled("sgd", "bce_with_logits", metrics="acc")
+            ),
+            "of several labels, 'binary_accuracy_with_logits', or 'binary_accuracy' where the "
+            "module returns probabilities.",
+            lambda: fit(
+                X,
+                (Y > 0).float(),
+                model=compiled("sgd", "bce_with_logits", metrics="binary_accuracy_with_logits"),
+            ),
+        ),
+        "boundaries": (
+            lambda: bucketed(lengths=[1] * 12, boundaries=(64, 32)),
+            "Write for example boundaries=(32, 64, 128).",
+            lambda: bucketed(lengths=[1] * 12, boundaries=(32, 64, 128)),
+        ),
+        "a sample that is too long": (
+            lambda: bucketed(lengths=[100] * 12, boundaries=(32, 64)),
+            "Add a boundary, or cut the samples.",
+            lambda: bucketed(lengths=[100] * 12, boundaries=(32, 64, 128)),
+            lambda: bucketed(lengths=[64] * 12, boundaries=(32, 64)),
+        ),
+        "lengths": (
+            lambda: bucketed(lengths=[1, 2]),
+            "Pass a list of them, or a function of a sample.",
+            lambda: bucketed(lengths=[1] * 12),
+            lambda: bucketed(lengths=lambda sample: len(sample["ids"])),
+        ),
+        "no length": (
+            lambda: bucketed([1.0, 2.0] * 6),
+            "Pass lengths=, a list of integers or a function of a sample.",
+            lambda: bucketed([1.0, 2.0] * 6, lengths=[1] * 12),
+            lambda: bucketed([1.0, 2.0] * 6, lengths=int),
+        ),
+        "preflight before compile": (
+            lambda: ipufit.Model(linear()).preflight(X),
+            "Call model.compile(optimizer='adam', loss='cross_entropy') first.",
+            lambda: compiled(optimizer="adam", loss="cross_entropy").preflight((X, CLASSES)),
+        ),
+        "evaluate before compile": (
+            lambda: ipufit.Model(linear()).evaluate(X, CLASSES),
+            "Pass loss='cross_entropy', or call model.compile(",
+            lambda: ipufit.Model(linear()).evaluate(X, CLASSES, loss="cross_entropy", verbose=0),
+        ),
+        "loss of a model that has one": (
+            lambda: compiled().evaluate(X, Y, loss="mae"),
+            "Leave them out, or call model.compile(loss=...) again.",
+            lambda: compiled().evaluate(X, Y, verbose=0),
+            lambda: compiled(None, loss="mae").evaluate(X, Y, verbose=0),
+        ),
+        "explain without data": (
+            lambda: compiled().explain(batch_size=4),
+            "Pass explain(x, ...), or leave them out to explain the last fit.",
+            lambda: compiled().explain(X, batch_size=4),
+        ),
+    }
+)
+
+
+def own_optimizer(module):
+    """A model with an optimizer over its own parameters."""
+    return compiled(torch.optim.SGD(module.parameters(), lr=0.1), module=module)
+
+
+class Demanding(torch.optim.SGD):
+    """Needs a learning rate."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+
+
 @pytest.mark.long("ipu-standin")
+@pytest.mark.filterwarnings("ignore:training data has other dtypes:UserWarning")
 @pytest.mark.parametrize("name", ADVICE)
-def test_what_an_error_advises_works(name):
+def test_what_an_error_advises_works(name, tmp_path, monkeypatch):
     """Advice that does not work is worse than none."""
+    monkeypatch.chdir(tmp_path)
     wrong, advice, *right = ADVICE[name]
     with pytest.raises((ConfigurationError, DataError, ipufit.errors.NotCompiledError)) as caught:
         wrong()
