@@ -423,6 +423,22 @@ def classify(target=CLASSES, module=None, x=X, **options):
     return fit(x, target, model=compiled(loss="cross_entropy", module=module), **options)
 
 
+class Reads(nn.Module):
+    """Reads texts of any length."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 2)
+
+    def forward(self, ids):
+        return self.embed(ids).mean(1)
+
+
+def texts(loader):
+    """A fit of texts and their labels."""
+    return fit(loader, model=compiled(loss="cross_entropy", module=Reads()))
+
+
 def bucketed(dataset=TEXTS, **options):
     """Batches of samples of several lengths."""
     return ipufit.data.LengthBuckets(dataset, **{"batch_size": 4, **options})
@@ -786,6 +802,12 @@ ADVICE.update(
             "Pass a list of them, or a function of a sample.",
             lambda: bucketed(lengths=[1] * 12),
             lambda: bucketed(lengths=lambda sample: len(sample["ids"])),
+        ),
+        "samples of several sizes": (
+            lambda: texts(DataLoader(TEXTS, 4)),
+            "Pass a collate_fn that pads the samples of a batch to one size, such as the pad of an "
+            "ipufit.data.LengthBuckets(...) over the dataset.",
+            lambda: texts(DataLoader(TEXTS, batch_sampler=bucketed(), collate_fn=bucketed().pad)),
         ),
         "no length": (
             lambda: bucketed([1.0, 2.0] * 6),

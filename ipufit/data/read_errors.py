@@ -77,6 +77,12 @@ def describe_dead_worker(error: Exception) -> str:
     )
 
 
+_PADS = (
+    "Pass a collate_fn that pads the samples of a batch to one size, such as the pad of an "
+    "ipufit.data.LengthBuckets(...) over the dataset."
+)
+
+
 def _what(
     error: Exception, loader: object, batch: int, replay: Callable[[], object]
 ) -> Tuple[str, str]:
@@ -89,7 +95,8 @@ def _what(
     else:
         fetch = next((f for f in frames_of(error) if _is_fetch(f)), None)
         if fetch is not None and _has_been_read(fetch.f_locals):
-            return "collate_fn failed", plain[1]
+            # As torch's default_collate says it.
+            return "collate_fn failed", _PADS if "equal size" in str(error) else plain[1]
         index = _index(error, fetch, replay)
     if index is None:
         return plain
