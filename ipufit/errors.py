@@ -487,7 +487,7 @@ class NonFiniteValue:
 
     def _cure(self) -> str:
         name = (self.operator or "").partition(".")[2].partition(".")[0]
-        cures = [cure for cause, names, cure in _CURES if cause == self.cause and name in names]
+        cures = [_CURES[row] for row in _CURES if {self.cause, name} <= {*row.split()}]
         return (cures or [_TOO_LARGE])[0]
 
     def rows(self) -> str:
@@ -498,35 +498,25 @@ class NonFiniteValue:
         return f"sample{plural} {_first_few(self.samples)} of the micro-batch"
 
 
-# By pass and names of operators, why they make what is not finite.
-_CURES: Sequence[Tuple[str, Tuple[str, ...], str]] = (
-    (
-        "forward",
-        ("log", "log10", "log1p", "log2", "logit"),
-        "A logarithm needs positive numbers: clamp its input, for example x.clamp(min=1e-6).log().",
+# By pass and operators, why they make what is not finite, and what to do.
+_CURES: Dict[str, str] = {
+    "forward log log10 log1p log2 logit": (
+        "A logarithm needs positive numbers: clamp its input, for example x.clamp(min=1e-6).log()."
     ),
-    (
-        "forward",
-        ("div", "reciprocal", "rsqrt"),
-        "Keep the divisor away from zero, for example with x / (y + 1e-6).",
+    "forward div reciprocal rsqrt": (
+        "Keep the divisor away from zero, for example with x / (y + 1e-6)."
     ),
-    (
-        "forward",
-        ("acos", "acosh", "asin", "atanh", "pow", "sqrt"),
-        "It is undefined for some numbers: clamp its input, for example x.clamp(min=0).sqrt().",
+    "forward acos acosh asin atanh pow sqrt": (
+        "It is undefined for some numbers: clamp its input, for example x.clamp(min=0).sqrt()."
     ),
-    (
-        "forward",
-        ("_log_softmax", "_softmax"),
-        "A row is completely masked with -inf: keep at least one entry of each row.",
+    "forward _log_softmax _softmax": (
+        "A row is completely masked with -inf: keep at least one entry of each row."
     ),
-    (
-        "backward",
-        ("div", "mul", "pow", "reciprocal", "rsqrt"),
+    "backward div mul pow reciprocal rsqrt": (
         "A root, a norm or a logarithm has no gradient at zero: add a small number, for example (x "
-        "+ 1e-12).sqrt().",
+        "+ 1e-12).sqrt()."
     ),
-)
+}
 _TOO_LARGE = (
     "The numbers became too large: try a smaller learning rate, compile(..., "
     "clip=ipufit.Clip(global_norm=1.0)), or inputs of about unit size."

@@ -526,9 +526,7 @@ class Model(InspectionMixin):
         """
         faults = ErrorCollector(of_call=True)
         session = self._compiled("predict")
-        data = DataArguments(
-            "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
-        )
+        data = self._prediction_data(x, batch_size)
         request = InferenceRequest(
             data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value
         )
@@ -578,9 +576,7 @@ class Model(InspectionMixin):
         """
         faults = ErrorCollector(of_call=True)
         session = self._compiled("predict_iter")
-        data = DataArguments(
-            "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
-        )
+        data = self._prediction_data(x, batch_size)
         request = InferenceRequest(
             data, steps, prefetch, ipus, device_iterations, callbacks, seed, verbose, padding_value
         )
@@ -824,6 +820,10 @@ class Model(InspectionMixin):
             return super()._compiled(name)
         # Outputs need neither optimizer nor loss, which only compile can tell.
         return self._predictor or self._compile_to_infer("mse", None)
+
+    def _prediction_data(self, x: object, batch_size: Optional[int]) -> DataArguments:
+        has_inputs = are_inputs(self.module, x)
+        return DataArguments("prediction data", x, batch_size=batch_size, are_inputs=has_inputs)
 
     def _compile_to_infer(self, loss: object, metrics: object) -> Session:
         """Return a session that only evaluates and predicts, for a model that has none."""

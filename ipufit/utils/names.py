@@ -278,8 +278,7 @@ def with_hints(*collecting: str) -> Callable[[Type[T]], Type[T]]:
 
 
 def _hinting(method: Callable[..., object], collects: bool) -> Callable[..., object]:
-    signature = inspect.signature(method)
-    parameters = list(signature.parameters.values())
+    parameters = list(inspect.signature(method).parameters.values())
     if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
         return method
     names = {p.name for p in parameters}
@@ -292,30 +291,23 @@ def _hinting(method: Callable[..., object], collects: bool) -> Callable[..., obj
             error = _unknown(type(self), name, parameters[1:], args, kwargs)
             values = {name: value for name, value in kwargs.items() if name in names}
             if collects:
-                _collect(error, signature, method, (self, *args[: most - 1]), values)
+                _collect(error, functools.partial(method, self, *args[: most - 1], **values))
             raise error
         return method(self, *args, **kwargs)
 
     return call
 
 
-def _collect(
-    error: UnknownArgumentError,
-    signature: inspect.Signature,
-    method: Callable[..., object],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-) -> None:
+def _collect(error: UnknownArgumentError, call: Callable[[], object]) -> None:
     """Raise the error together with what is wrong with the arguments that the method has."""
     try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return  # such as one that is missing because its name is misspelt
-    try:
         with ErrorCollector.beginning_with(error):
-            method(*args, **kwargs)
+            call()
     except UnknownArgumentError:
         raise
+    except TypeError as fault:
+        # Such as of an argument that is missing because its name is misspelt.
+        raise error from fault
     except IpufitError as fault:
         raise UnknownArgumentError(f"{error}\n{fault}") from fault
 
