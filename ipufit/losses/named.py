@@ -221,17 +221,15 @@ def range_doubts(name: str, kind: Type[nn.Module], prediction: Tensor) -> Iterat
     layer = _OPERATORS[operator]
     is_last = operator == "Softmax" and node is prediction.grad_fn
     is_twice = operator == "Sigmoid" or (is_last and _is_over_classes(prediction))
-    if kind is nn.CrossEntropyLoss and is_twice:
+    own, cure = "softmax", "; predict(x).softmax(1) turns logits into probabilities."
+    if kind is nn.BCEWithLogitsLoss:
+        own, cure = "sigmoid", ", or use loss='bce', which takes probabilities."
+        is_twice = operator in ("Sigmoid", "Softmax")
+    if kind in (nn.BCEWithLogitsLoss, nn.CrossEntropyLoss) and is_twice:
         yield (
-            f"loss {name!r} takes logits and applies a softmax itself, but the module's outputs "
+            f"loss {name!r} takes logits and applies a {own} itself, but the module's outputs "
             f"already come from {layer}, so the model learns little",
-            "Remove it from the module; predict(x).softmax(1) turns logits into probabilities.",
-        )
-    if kind is nn.BCEWithLogitsLoss and operator in ("Sigmoid", "Softmax"):
-        yield (
-            f"loss {name!r} takes logits and applies a sigmoid itself, but the module's outputs "
-            f"already come from {layer}, so the model learns little",
-            "Remove it from the module, or use loss='bce', which takes probabilities.",
+            f"Remove it from the module{cure}",
         )
     if kind is nn.NLLLoss:
         yield (
