@@ -154,7 +154,8 @@ def test_a_metric_that_cannot_take_the_outputs_is_found_before_any_work(method):
     text = (
         "metric 'accuracy' needs class indices, or one value per sample, got prediction and target "
         "of one shape (4, 3). For one-hot targets, use 'categorical_accuracy'; for several labels, "
-        "'binary_accuracy'."
+        "'binary_accuracy_with_logits', or 'binary_accuracy' where the module returns "
+        "probabilities."
     )
     with refused(model, MetricError, text):
         if method == "fit":
