@@ -221,13 +221,13 @@ def range_doubts(name: str, kind: Type[nn.Module], prediction: Tensor) -> Iterat
     layer = _OPERATORS[operator]
     is_last = operator == "Softmax" and node is prediction.grad_fn
     is_twice = operator == "Sigmoid" or (is_last and _is_over_classes(prediction))
-    own, cure = "softmax", "; predict(x).softmax(1) turns logits into probabilities."
+    function, cure = "softmax", "; predict(x).softmax(1) turns logits into probabilities."
     if kind is nn.BCEWithLogitsLoss:
-        own, cure = "sigmoid", ", or use loss='bce', which takes probabilities."
+        function, cure = "sigmoid", ", or use loss='bce', which takes probabilities."
         is_twice = operator in ("Sigmoid", "Softmax")
     if kind in (nn.BCEWithLogitsLoss, nn.CrossEntropyLoss) and is_twice:
         yield (
-            f"loss {name!r} takes logits and applies a {own} itself, but the module's outputs "
+            f"loss {name!r} takes logits and applies a {function} itself, but the module's outputs "
             f"already come from {layer}, so the model learns little",
             f"Remove it from the module{cure}",
         )

@@ -116,8 +116,9 @@ DOUBTS = {
 }
 
 
-@NEEDS_SHAPES
-@pytest.mark.parametrize("name", DOUBTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[NEEDS_SHAPES] * ("against" in name)) for name in DOUBTS]
+)
 @pytest.mark.parametrize("eager", EAGER_OR_NOT)
 def test_it_is_told_once_and_what_it_advises_helps(name, eager):
     """In several epochs, validations, tails and calls of fit."""
