@@ -41,12 +41,21 @@ OBJECTS = catalog.public_objects()
 CLASSES = {name: value for name, value in OBJECTS.items() if isinstance(value, type)}
 
 # Signatures show what a name stands for, such as the words of an argument, where all names in them
-# are known; what modules import for type checkers alone, they import here.
-for module in {inspect.getmodule(base) for kind in CLASSES.values() for base in kind.__mro__}:
-    if module is not None and module.__name__.startswith("ipufit"):
-        for part in ast.parse(inspect.getsource(module)).body:
-            if isinstance(part, ast.If) and ast.unparse(part.test) == "TYPE_CHECKING":
-                exec(ast.unparse(part.body), vars(module))
+# are known; what modules import for type checkers alone, they import here. The type of an attribute
+# is that of its class, so that those which methods set become types of the class.
+BASES = {base for kind in CLASSES.values() for base in kind.__mro__}
+for base in BASES:
+    if base.__module__.startswith("ipufit"):
+        base.__annotations__ = {
+            **catalog.attribute_types(base),
+            **vars(base).get("__annotations__", {}),
+        }
+for name in {base.__module__ for base in BASES if base.__module__.startswith("ipufit")}:
+    module = sys.modules[name]
+    for part in ast.parse(inspect.getsource(module)).body:
+        if isinstance(part, ast.If) and ast.unparse(part.test) == "TYPE_CHECKING":
+            imports = [each for each in part.body if isinstance(each, (ast.Import, ast.ImportFrom))]
+            exec(ast.unparse(imports), vars(module))
 
 project = PROJECT["name"]
 author = copyright = PROJECT["authors"][0]["name"]

@@ -82,7 +82,7 @@ class IpufitError(Exception):
         is_common: whether all processes of a run raise it, and none waits for another.
     """
 
-    is_common = False
+    is_common: bool = False
 
 
 class ConfigurationError(IpufitError, ValueError):

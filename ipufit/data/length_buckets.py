@@ -88,7 +88,7 @@ class LengthBuckets(Sampler[List[int]]):
         DataError: samples without lengths, or of other forms.
     """
 
-    drop_last = False
+    drop_last: bool = False
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class MultiOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self.optimizers: Dict[str, torch.optim.Optimizer] = dict(optimizers)
-        self.choice = ""
+        self.choice: str = ""
         groups = [group for each in optimizers.values() for group in each.param_groups]
         super().__init__(groups, {})
         for each in optimizers.values():

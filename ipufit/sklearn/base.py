@@ -153,6 +153,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     module_: nn.Module
     history_: History
     callbacks_: Union[Callback, Sequence[Callback], None]
+    n_features_in_: int
+    feature_names_in_: Array
     n_iter_: int
     _model: Model
     _optimizer_state: Dict[str, Any]

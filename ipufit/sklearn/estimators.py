@@ -289,7 +289,7 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
                 f"loss {self.loss!r} is for two classes, got {len(classes)}. Only binary "
                 "classification is supported with it; use loss='cross_entropy'."
             )
-        self.classes_ = classes
+        self.classes_: Array = classes
         self._start(x, 1 if self._head.is_binary else len(classes))
 
     def _learn(self, x: Array, y: Array, sample_weight: object, epochs: int) -> None:

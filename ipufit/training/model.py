@@ -93,7 +93,7 @@ class Model(InspectionMixin):
         refuse_unready(module, may_be_lazy=True)
         self.module: nn.Module = module if device is None else _moved(module, device)
         self.history: History = History()
-        self.stop_training = False
+        self.stop_training: bool = False
         self.outputs: List[Any] = []
         self.extras: List[Mapping[str, object]] = []
         self._make_engine = engine_maker(engine)

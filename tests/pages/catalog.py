@@ -6,9 +6,11 @@ docs/poptorch.md says what is otherwise.
 """
 
 import abc
+import ast
 import functools
 import importlib
 import inspect
+import textwrap
 
 from tests.complete_types import PUBLIC
 from tests.pages.docstrings import described
@@ -85,6 +87,44 @@ def public_members(kind, objects):
             if not any(said == inspect.getdoc(getattr(other, name, None)) for other in public):
                 found[name] = member
     return found
+
+
+def attribute_types(kind):
+    """Types, as they are written, of the attributes that the methods of one class set.
+
+    Either the attribute is annotated there, or it is a parameter of the constructor as it came.
+    """
+    found = {}
+    if not kind.__module__.startswith("ipufit"):
+        return found
+    source = textwrap.dedent(inspect.getsource(kind))
+    text = functools.partial(ast.get_source_segment, source)
+    (tree,) = ast.parse(source).body
+    for method in (part for part in tree.body if isinstance(part, ast.FunctionDef)):
+        given = method.args.args + method.args.kwonlyargs if method.name == "__init__" else []
+        types = {each.arg: text(each.annotation) for each in given if each.annotation}
+        for node in ast.walk(method):
+            annotated = isinstance(node, ast.AnnAssign)
+            for target in [node.target] if annotated else getattr(node, "targets", ()):
+                if isinstance(target, ast.Attribute) and text(target.value) == "self":
+                    if annotated:
+                        found[target.attr] = text(node.annotation)
+                    elif text(node.value) in types:
+                        found[target.attr] = types[text(node.value)]
+    return found
+
+
+def untyped(objects):
+    """Attributes of public classes, by full names, whose type is neither declared nor set."""
+    for name, value in objects.items():
+        if inspect.isclass(value):
+            typed = {}
+            for base in value.__mro__:
+                typed.update({**vars(base).get("__annotations__", {}), **attribute_types(base)})
+            for attribute in described(value, "Attributes"):
+                member = inspect.getattr_static(value, attribute, None)
+                if attribute not in typed and not isinstance(member, DESCRIPTORS):
+                    yield f"{name}.{attribute}"
 
 
 def anchors(objects):
