@@ -7,6 +7,7 @@ from ipufit import metrics as metrics
 from ipufit import optim as optim
 from ipufit import partition as partition
 from ipufit._version import __version__ as __version__
+from ipufit.analysis.compare.invariance_report import InvarianceReport as InvarianceReport
 from ipufit.analysis.tuner import BatchSize as BatchSize
 from ipufit.analysis.tuner import LearningRates as LearningRates
 from ipufit.callbacks.history import History as History
@@ -24,12 +25,15 @@ from ipufit.data.settings import Loading as Loading
 from ipufit.data.settings import Validation as Validation
 from ipufit.data.sharding import Sharded as Sharded
 from ipufit.engines.ipu.ipu_config import IPUConfig as IPUConfig
+from ipufit.engines.ipu.preflight.report import PreflightFinding as PreflightFinding
 from ipufit.engines.ipu.preflight.report import PreflightReport as PreflightReport
 from ipufit.losses import TrainStep as TrainStep
 from ipufit.partition.request import Parallel as Parallel
 from ipufit.planner.partition_plan import PartitionPlan as PartitionPlan
 from ipufit.processes import distributed as distributed
 from ipufit.report import Report as Report
+from ipufit.tracing.comparison import Comparison as Comparison
 from ipufit.training.model import Model as Model
+from ipufit.training.model import StepsModel as StepsModel
 from ipufit.training.model import load as load
 from ipufit.utils.random_streams import seed_everything as seed_everything

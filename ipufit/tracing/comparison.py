@@ -202,7 +202,7 @@ class Comparison(TextReport):
         """The first difference of a kind; None if there is none.
 
         Args:
-            kind: as of :class:`Difference`.
+            kind: "operator", "module", "loss", "gradient", "buffer" or "lowering".
         """
         return next((each for each in self.differences if each.kind == kind), None)
 

@@ -854,9 +854,14 @@ class Model(InspectionMixin):
 
 
 class StepsModel(Model, abc.ABC):
-    """Model of a LightningModule, as :meth:`Model.from_lightning` makes it.
+    """Model of a LightningModule, as :meth:`ipufit.Model.from_lightning` makes it.
 
     What its methods take beyond the data, a batch size and epochs goes by name alone.
+
+    Args:
+        module: as for :meth:`ipufit.Model.from_lightning`, which checks it.
+        engine: as for :class:`ipufit.Model`.
+        device: as for :class:`ipufit.Model`.
 
     Attributes:
         lightning: the LightningModule; ``module`` is another face of it, whose forward is its
@@ -916,7 +921,15 @@ class StepsModel(Model, abc.ABC):
     def test(
         self, x: Any = None, y: Any = None, *, datamodule: Any = None, **options: Any
     ) -> Union[float, List[float], Dict[str, float]]:
-        """Evaluate with ``test_step`` and ``test_dataloader``."""
+        """Evaluate with ``test_step``: the values that it logs, and its loss, if any.
+
+        Args:
+            x: as for :meth:`ipufit.Model.evaluate`, or a LightningDataModule; None takes
+                ``test_dataloader`` of the LightningModule.
+            y: as for ``fit``.
+            datamodule: a LightningDataModule instead of x.
+            options: as for :meth:`ipufit.Model.evaluate`.
+        """
 
     @abc.abstractmethod
     def predict(  # type: ignore[override]

@@ -30,8 +30,9 @@ class PreflightFinding:
         what: the operator, layer, setting or tensor, as the model has it.
         module: name of the module; "" for the model itself, "loss" for the loss, None where it is
             of no module.
-        file, line: of the user's source where the operator or layer was called, or of torch's where
-            a layer of torch's did; None where no line is to blame.
+        file: of the user's source where the operator or layer was called, or of torch's where a
+            layer of torch's did; None where no line is to blame.
+        line: in that file.
         times: how often it was met there.
     """
 
@@ -44,12 +45,18 @@ class PreflightFinding:
 
     @classmethod
     def at(cls, fact: Fact, what: str, location: CodeLocation) -> PreflightFinding:
-        """Make a finding about something that ran at a location."""
+        """Make a finding about something that ran at a location.
+
+        Args:
+            fact: what PopTorch says.
+            what: the operator, layer, setting or tensor.
+            location: where it ran.
+        """
         return cls(fact, what, location.module, location.file, location.line)
 
     @property
     def verdict(self) -> str:
-        """The verdict: "not supported", "unknown" or "supported with limits"."""
+        """Either "not supported", "unknown" or "supported with limits"."""
         return self.fact.verdict
 
     @property
