@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from ipufit.core import LOWERINGS
 from ipufit.core.batch import Mode
 from ipufit.errors import CaptureError, ConfigurationError, DataError, UnknownNameError, brief_error
-from ipufit.processes import Processes, current
+from ipufit.processes import Processes
 from ipufit.utils.console import warn_user
 
 __all__ = [
@@ -180,11 +180,8 @@ class EagerFallback:
         return (mode, None) in self.reasons
 
     def mixes(self, mode: Mode) -> bool:
-        """Tell whether a form that can't be recorded runs by itself, among others that are.
-
-        Several processes run either way as a whole: they add gradients along with what is recorded.
-        """
-        return mode in self.recorded and not current().is_distributed
+        """Tell whether a form that can't be recorded runs by itself, among others that are."""
+        return mode in self.recorded and not self.is_whole(mode)
 
     def prepared(
         self,
@@ -205,7 +202,7 @@ class EagerFallback:
             return prepare()
         except Exception as error:
             # A form of micro-batch after the first one has been tried by itself.
-            if self.mixes(mode) or self.is_whole(mode) or not may_help(_of_recording(error)):
+            if mode in self.recorded or self.is_whole(mode) or not may_help(_of_recording(error)):
                 raise
             with self.trying(error, mode, module):
                 return prepare()

@@ -15,12 +15,12 @@ SCRIPT = (ROOT / "tests" / "processes" / "fits.py").read_text()
 SAMPLE = (
     *("lengths 61", "forms buckets"),
     *("models joined", "models turns", "models backend", "models tokens", "measures"),
-    *("fields", "shapes", "models experts", "models uneven"),
+    *("fields", "shapes", "late", "models experts", "models uneven"),
     "callbacks",
 )
 # In four: an update of which some have no micro-batch, and what is added up.
-IN_FOUR = ("models joined", "shapes")
-IN_BUCKETS = ("models joined",)
+IN_FOUR = ("models joined", "shapes", "late")
+IN_BUCKETS = ("models joined", "late")
 
 
 def results(folder, count, parts=()):
@@ -42,7 +42,7 @@ def alone(tmp_path_factory, sample):
     """What one process finds."""
     (found,) = results(tmp_path_factory.mktemp("alone"), 1, sample)
     # Callbacks are two of them: what they saw, and which files they wrote.
-    assert len(found) == (len(sample) + 1 if sample else 44)
+    assert len(found) == (len(sample) + 1 if sample else 45)
     return found
 
 

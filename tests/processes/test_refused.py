@@ -209,3 +209,66 @@ def test_explain_says_which_process_it_is(told):
             "machine. In every update the gradients of all processes are added, 36 bytes each; the "
             "timeout is 600 s.",
         ]
+
+
+LATE = """
+import sys
+import warnings
+sys.path.insert(0, '.')
+import torch
+from torch import nn
+import ipufit
+
+
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = nn.Linear(2, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        if x.dim() == 2:
+            return self.net(x) * self.scale
+        assert x.sum().item() < 1e9
+        return self.net(x.sum(1)) * (self.scale if KEEPS else 1)
+
+
+KEEPS = sys.argv[1] == "keeps"
+torch.manual_seed(0)
+net = Late()
+groups = [{"params": net.net.parameters()}, {"params": [net.scale]}]
+model = ipufit.Model(net)
+model.compile(torch.optim.SGD(groups, 0.1), "cross_entropy")
+rows, labels = torch.ones(2, 2), torch.tensor([0, 1])
+batches = [(rows, labels)] * 2 + [(rows[:, None], labels)] * 2
+warnings.simplefilter("ignore")
+try:
+    model.fit(batches, epochs=1, verbose=0)
+    model._session.engine.carried.overlap = None
+    model.fit(batches[2:], epochs=1, verbose=0)
+except ipufit.errors.IpufitError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        (
+            "leaves out",
+            "CaptureError over several processes a batch that can't be recorded must give every "
+            "parameter a gradient that recorded ones do, but one of the shapes (2, 1, 2), (2,) "
+            "gives 'scale' none. Multiply what is left out by zero, or use compile(..., "
+            "run_eagerly=True).",
+        ),
+        (
+            "keeps",
+            "CaptureError over several processes the first batch of a fit must be one that can be "
+            "recorded, but that of this process can't be. Let the loader begin with another one, "
+            "or use compile(..., run_eagerly=True).",
+        ),
+    ],
+)
+def test_a_late_shape_that_cannot_be_recorded_goes_along_with_the_others(way, text):
+    """What all processes could not agree on is refused."""
+    for ended in run_copies(LATE, 2, args=(way,)):
+        assert ended.stdout.strip() == text, str(ended)

@@ -32,7 +32,14 @@ from ipufit.engines.embedded.turns import (
 )
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.external_changes import refuse_frozen
-from ipufit.engines.program import ExecutionResult, Form, Prepared, ProgramSpec, TrainState
+from ipufit.engines.program import (
+    ExecutionResult,
+    Form,
+    Prepared,
+    ProgramSpec,
+    TrainState,
+    in_words,
+)
 from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError, OptimizerError
 from ipufit.optim.resolve import sparse_parameters
 from ipufit.optim.rules import rules_by_group
@@ -152,6 +159,14 @@ class TrainingProgram(BaseProgram):
             with self._engine.timed():
                 state.bind(names)
         recorded = super()._run_itself(form, example, turn)
+        left_out = set(state.with_gradient).difference(recorded.micro.with_grad)
+        if self._spec.processes.is_distributed and left_out:
+            raise CaptureError(
+                "over several processes a batch that can't be recorded must give every parameter a "
+                "gradient that recorded ones do, but one of the shapes "
+                f"{in_words([form])[0]} gives {public_name(min(left_out))!r} none. Multiply what "
+                "is left out by zero, or use compile(..., run_eagerly=True)."
+            )
         if recorded.micro.varies:
             # As in a program that runs eagerly as a whole.
             self._runner.at_once = state.varies = True
@@ -260,7 +275,15 @@ class TrainingProgram(BaseProgram):
         """Return what times the sums over processes, where there are several buckets."""
         meeting, carried = recorded.lowered.meeting, self._engine.carried
         if meeting is None:
-            return None
+            is_apart = recorded.graph is None and not self._spec.run_eagerly
+            is_apart = is_apart and self._spec.processes.is_distributed
+            if is_apart and carried.overlap is None and len(self.state.storage.blocks) > 1:
+                raise CaptureError(
+                    "over several processes the first batch of a fit must be one that can be "
+                    "recorded, but that of this process can't be. Let the loader begin with "
+                    "another one, or use compile(..., run_eagerly=True)."
+                )
+            return carried.overlap if is_apart else None
         if carried.overlap is None or carried.overlap.order != meeting.order:
             carried.overlap = Overlap(self._spec.processes, meeting.order)
         return carried.overlap
