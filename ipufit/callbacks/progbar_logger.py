@@ -77,8 +77,7 @@ class ProgbarLogger(Callback):
         self._shown_by().draw(self._bars if self._verbose != 2 else [], note)
 
     def _open(self, title: str, total: Optional[int]) -> None:
-        unit = "updates" if title.startswith("epoch") else "batches"
-        self._bars.append(_Progress(title, unit, total))
+        self._bars.append(_Progress(title, total))
         self._captured = float(self.model.capture_seconds)
         self._start = self._next_draw = time.perf_counter()
         self._draw()
@@ -98,7 +97,7 @@ class ProgbarLogger(Callback):
     def _keep(self, logs: Optional[Logs]) -> None:
         """Put the last bar's line, which stays, in its place."""
         bar = self._bars.pop()
-        self._shown_by().keep(bar.title, f"{bar.done} {bar.unit}", {**_shown(logs), **bar.rate})
+        self._shown_by().keep(bar.title, bar.count, {**_shown(logs), **bar.rate})
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """Say how long the recording took, if something was recorded."""
@@ -184,7 +183,6 @@ class _Progress:
 
     Attributes:
         title: what runs, such as "epoch 1/10".
-        unit: what is counted, in the plural.
         total: how many of them there are; None where nobody knows.
         done: how many are over.
         seconds: since it began, without recording.
@@ -193,12 +191,17 @@ class _Progress:
     """
 
     title: str
-    unit: str
     total: Optional[int]
     done: int = 0
     seconds: float = 0.0
     samples: float = 0.0
     values: Dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def count(self) -> str:
+        """How many updates of an epoch, or batches of anything else, are over, in words."""
+        one, more = ("update", "s") if self.title.startswith("epoch") else ("batch", "es")
+        return f"{self.done} {one}{'' if self.done == 1 else more}"
 
     @property
     def rate(self) -> Dict[str, str]:
@@ -208,13 +211,11 @@ class _Progress:
 
     def facts(self) -> List[str]:
         """The count, the time left and the rate, in words: the most important first."""
-        if self.total is None:
-            facts = [f"{self.done} {self.unit}"]
-        else:
-            facts = [f"{self.done:>{len(str(self.total))}}/{self.total}"]
-            if 0 < self.done < self.total:
-                left = self.seconds / self.done * (self.total - self.done)
-                facts.append(f"{_clock(left)} left")
+        total = self.total
+        facts = [self.count if total is None else f"{self.done:>{len(str(total))}}/{total}"]
+        if total is not None and 0 < self.done < total:
+            left = self.seconds / self.done * (total - self.done)
+            facts.append(f"{_clock(left)} left")
         return facts + [f"{rate} {name}" for name, rate in self.rate.items()]
 
     def lines(self, columns: Optional[int], cells: str) -> List[str]:

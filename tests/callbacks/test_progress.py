@@ -93,6 +93,17 @@ def test_recording_is_shown_while_it_records(capsys, engine):
             capsys.readouterr()
 
 
+@pytest.mark.parametrize("verbose", [1, 2])
+def test_one_is_singular(verbose, capsys):
+    """A single batch is what a newcomer tries first."""
+    model, loader = model_and_loader(2)
+    model.fit(loader, verbose=verbose)
+    model.predict(loader, verbose=verbose)
+    states = drawn(capsys.readouterr().err)
+    assert any(state.startswith("epoch 1/1: 1 update, loss=") for state in states)
+    assert states[-1] == "predict: 1 batch"
+
+
 class Branches(nn.Linear):
     def forward(self, x):
         return super().forward(x if x.sum() > 0 else -x)

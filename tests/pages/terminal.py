@@ -23,7 +23,7 @@ _VARYING = re.compile(
     r"""
     \d+%\|[^|]*\|                               # a bar
     | (?<!epoch[ ])\b\d+/\d+\b                  # how much of it is done
-    | \b\d+[ ](updates|batches)\b
+    | \b\d+[ ](updates?|batch(es)?)\b
     | \d+:\d\d(:\d\d)?(<(\d+:\d\d(:\d\d)?|\?))? # a clock, and what is left
     | samples/s=\S+
     | [\d.?]+k?[ ]?(s|ms|\w+/s|s/\w+)(?![\w/])  # seconds and rates
