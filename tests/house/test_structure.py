@@ -21,6 +21,7 @@ FILES = {
     "sub/two.py": "from ..one import use\nfrom . import three\n\n\nclass Two:\n    pass\n",
     "sub/three.py": "def late():\n    import package.sub.two\n",
     "sub/four.py": "import os\n",
+    "sub/__init__.pyi": "from package.sub.two import Two as Two\n",
 }
 
 
@@ -36,7 +37,7 @@ def test_a_small_package(tmp_path):
     assert groups == [["package.one", "package.sub.three", "package.sub.two"]]
     assert figures == {
         "files": 6,
-        "code": 14,
+        "code": 15,
         "longest_file": 7,
         "root_files": 2,
         "circles": 1,
