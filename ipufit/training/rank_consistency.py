@@ -18,6 +18,7 @@ from ipufit.core.plan import Plan
 from ipufit.errors import ProcessError
 from ipufit.optim.several import name_of_optimizer
 from ipufit.processes import Processes, common
+from ipufit.tracing.validate import refuse_unready
 from ipufit.training.arguments import FitConfig, InferenceConfig
 from ipufit.training.session import Session, require_single_process
 from ipufit.utils.random_streams import draw_seed
@@ -124,9 +125,11 @@ def _agree_on_tensors(session: Session) -> None:
     """Make sure that all have a module of the same form.
 
     Raises:
+        ConfigurationError: a parameter has no shape yet, so that it can't be compared.
         ProcessError: naming the first parameter or buffer that differs.
     """
     module, processes = session.module, session.processes
+    processes.run_on_all_ranks(lambda: refuse_unready(module))
     named: List[Any] = [*module.named_parameters(), *module.named_buffers()]
     trained = {id(p) for p in module.parameters() if p.requires_grad}
     parameters = [

@@ -323,7 +323,7 @@ class Session:
         if training:
             check_interval(self.config.outputs, job.plan.device_iterations)
         check_call(self.module, first, self.loss, f"{job.source.role}: ")
-        if self.loss.in_module == "whole" or self.processes.is_distributed:
+        if self.loss.in_module == "whole":
             refuse_unready(self.module)
         initialize(self.module, first, training)
         if training and job.source.class_weights is not None:

@@ -133,6 +133,7 @@ def refused():
     yield "no batches", lambda: fit(loader(batch_size=None))
     yield "metric", lambda: fit(X, Y, model=made(metrics=[Unknown()]))
     yield "inductor", lambda: fit(X, Y, model=made(jit="inductor"))
+    yield "lazy", lambda: fit(X, Y, model=made(nn.LazyLinear(3)))
     yield "on_batch", lambda: made().train_on_batch(X, Y)
     yield "find_lr", lambda: made().find_lr(X, Y)
     yield "find_batch_size", lambda: made().find_batch_size(X, Y, effective_batch_size=4)

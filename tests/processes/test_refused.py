@@ -39,6 +39,11 @@ CUT = (
 IN_ONE = "works in one process, but this is process 0 of 2. "
 SEARCH = f"{IN_ONE}Run it in one process, and pass the result to the others."
 REFUSED = {
+    "lazy": (
+        "ConfigurationError",
+        "every parameter must have a shape, but 'weight' of LazyLinear gets its own at the first "
+        "forward. Call the module once on an example before ipufit.Model(module).",
+    ),
     "sampler": (
         "DataError",
         "training data: each process already reads its own part of the DataLoader, but its "
