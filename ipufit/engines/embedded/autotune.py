@@ -191,6 +191,7 @@ class _WayByShape(UpdateWay, Generic[OfShape]):
         self._runner = runner
         self._compiles_with = state, libraries, seed, runner.at_once
         self._by_shape: Dict[TracedStep, OfShape] = {}
+        self._shapes: Dict[TracedStep, str] = {}
 
     @property
     def jit(self) -> Optional[str]:
@@ -198,14 +199,22 @@ class _WayByShape(UpdateWay, Generic[OfShape]):
         return INDUCTOR if any(each.jit for each in self._by_shape.values()) else None
 
     def explain(self) -> List[str]:
-        """Describe in sentences how updates run."""
-        lines = (line for each in self._by_shape.values() for line in each.explain())
-        return list(dict.fromkeys(lines))
+        """Describe in sentences how updates run, and of which shapes where these differ."""
+        shapes: Dict[str, List[str]] = {}
+        for recorded, each in self._by_shape.items():
+            for line in each.explain():
+                shapes.setdefault(line, []).append(self._shapes[recorded])
+        return [
+            line if len(of) == len(self._by_shape) else f"Batches of {'; '.join(of)}: {line}"
+            for line, of in shapes.items()
+        ]
 
     def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
         """Begin to compile this shape, or look for its library; doesn't wait."""
         if recorded not in self._by_shape:
             self._by_shape[recorded] = self._make(CompiledUpdates(*self._compiles_with))
+            sizes = [str(tuple(leaf.shape)) for leaf in example.leaves]
+            self._shapes[recorded] = ", ".join(dict.fromkeys(sizes))
         self._by_shape[recorded].start(recorded, example)
 
     def run(self, execution: ExecutionWork) -> ExecutionResult:

@@ -513,6 +513,10 @@ def test_updates_of_every_shape_are_compiled(iterations, described):
     assert len(described) == 2 * 3
     assert len(set(map(id, described))) == 2
     assert reasons(engine) == ["Full updates run described; smaller ones run as recorded."]
+    for number, way in enumerate(engine.training.way._by_shape.values()):
+        way.origin = f"described {number} times"
+    shapes = [line.partition(": Full updates")[0] for line in reasons(engine)]
+    assert sorted(shapes) == ["Batches of (4, 3), (4, 2)", "Batches of (4, 5), (4, 2)"]
 
 
 @pytest.mark.long
