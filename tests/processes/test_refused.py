@@ -41,7 +41,7 @@ SEARCH = f"{IN_ONE}Run it in one process, and pass the result to the others."
 REFUSED = {
     "lazy": (
         "ConfigurationError",
-        "every parameter must have a shape, but 'weight' of LazyLinear gets its own at the first "
+        "every parameter must have a shape, but 'weight' of LazyLinear gets its shape in the first "
         "forward. Call the module once on an example before ipufit.Model(module).",
     ),
     "sampler": (
