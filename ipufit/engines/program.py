@@ -23,7 +23,7 @@ from ipufit.core.outputs import add_up
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig, outputs_wanted
 from ipufit.errors import DataError
-from ipufit.losses import Doubt, LabelRange, Loss
+from ipufit.losses import Loss, LossFacts
 from ipufit.partition.partition import Partition, Partitions
 from ipufit.processes import ALONE, Processes
 from ipufit.tracing.comparison import Comparison, Tolerance
@@ -53,14 +53,12 @@ class Prepared:
     Attributes:
         outputs: the module's outputs, as tensors without data (device "meta").
         rules: names that the module and the loss log, and how the values are reduced.
-        labels: class indices that the loss takes as target.
-        doubts: why little can be learned of the loss though nothing fails, and what to do.
+        loss: what the example shows of the loss; nothing without one.
     """
 
     outputs: Any
     rules: Mapping[str, LogRule] = dataclasses.field(default_factory=dict)
-    labels: Tuple[LabelRange, ...] = ()
-    doubts: Tuple[Doubt, ...] = ()
+    loss: LossFacts = dataclasses.field(default_factory=LossFacts)
 
 
 @dataclasses.dataclass(frozen=True)

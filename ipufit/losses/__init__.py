@@ -14,12 +14,12 @@ from ipufit.losses.call import Call
 from ipufit.losses.loss import Loss as Loss
 from ipufit.losses.loss import Turn as Turn
 from ipufit.losses.loss import find_loss as find_loss
-from ipufit.losses.named import Doubt as Doubt
 from ipufit.losses.named import check_labels as check_labels
 from ipufit.losses.named import check_loss_value as check_loss_value
 from ipufit.losses.named import outside_classes as outside_classes
 from ipufit.losses.resolve import resolve_loss as resolve_loss
 from ipufit.losses.rules import LabelRange as LabelRange
+from ipufit.losses.rules import LossFacts as LossFacts
 from ipufit.losses.rules import LossTerm as LossTerm
 from ipufit.losses.train_step import TrainStep as TrainStep
 from ipufit.losses.train_step import TurnLoss as TurnLoss

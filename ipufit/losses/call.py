@@ -17,8 +17,7 @@ from ipufit.core.objective_arguments import (
 from ipufit.core.outputs import children, label
 from ipufit.errors import LossError
 from ipufit.losses.loss import Loss
-from ipufit.losses.named import Doubt
-from ipufit.losses.rules import LabelRange, LossTerm, TargetKind
+from ipufit.losses.rules import LossFacts, LossTerm, TargetKind
 from ipufit.utils import tree
 
 __all__ = ["Call", "CallLoss", "arguments_of", "several_targets"]
@@ -188,13 +187,11 @@ class CallLoss(Loss):
         """Return None: outputs of several micro-batches are taken apart first."""
         return None
 
-    def label_ranges(self, prediction: object, target: object) -> Tuple[LabelRange, ...]:
-        """Return the class indices that one of torch's losses takes as target."""
-        return self.inner.label_ranges(*self._pair(prediction, target))
-
-    def doubts(self, prediction: object, target: object, value: Tensor) -> Tuple[Doubt, ...]:
-        """Say why little can be learned though nothing fails."""
-        return self.inner.doubts(*self._pair(prediction, target), value)
+    def facts(
+        self, prediction: object, target: object, value: Optional[Tensor] = None
+    ) -> LossFacts:
+        """Say what a micro-batch shows of the loss."""
+        return self.inner.facts(*self._pair(prediction, target), value)
 
     def labels(self, target: object, key: object) -> tree.Tree:
         """Return the class indices in what the loss is held against, or None."""

@@ -21,7 +21,6 @@ from ipufit.core.objective_arguments import (
 from ipufit.core.outputs import Key, pick
 from ipufit.errors import LossError
 from ipufit.losses.named import (
-    Doubt,
     Named,
     broadcast_doubts,
     check_loss_value,
@@ -31,6 +30,7 @@ from ipufit.losses.named import (
 from ipufit.losses.rules import (
     Elements,
     LabelRange,
+    LossFacts,
     LossTerm,
     TargetKind,
     TorchRule,
@@ -266,36 +266,33 @@ class Loss:
             if rule is not None and rule.layout == "values":
                 refuse_broadcast(self.name, prediction, target)
 
-    def label_ranges(self, prediction: object, target: object) -> Tuple[LabelRange, ...]:
-        """The class indices that one of torch's losses takes as target; () of another loss.
+    def facts(
+        self, prediction: object, target: object, value: Optional[Tensor] = None
+    ) -> LossFacts:
+        """Say what a micro-batch shows of the loss; nothing where these are not one tensor each.
 
         Args:
-            prediction, target: as for the loss; only their shapes and dtypes matter.
-        """
-        if self.in_module or not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
-            return ()
-        rule = self.rule
-        is_index = not (target.is_floating_point() or target.is_complex())
-        if rule is not None and rule.is_binary:
-            return (LabelRange(self.name, None, 2, None),)
-        if rule is None or rule.layout != "classes" or not is_index or not prediction.dim():
-            return ()
-        classes = prediction.shape[min(1, prediction.dim() - 1)]
-        return (LabelRange(self.name, None, classes, rule.ignore_index),)
-
-    def doubts(self, prediction: object, target: object, value: Tensor) -> Tuple[Doubt, ...]:
-        """Say why little can be learned though nothing fails; () where it can.
-
-        Args:
-            prediction, target: as for the loss, the prediction with its graph of autograd.
-            value: of the loss.
+            prediction, target: as for the loss; for doubts, the prediction has its graph of
+                autograd, else only their shapes and dtypes matter.
+            value: of the loss; None where nothing is learned, of which there are no doubts.
         """
         if not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
-            return ()
+            return LossFacts()
         rule = self.rule
-        if rule is not None:
-            return tuple(range_doubts(self.name, rule.kind, prediction))
-        return tuple(broadcast_doubts(self.description, prediction, target, value))
+        labels: Tuple[LabelRange, ...] = ()
+        is_index = not (target.is_floating_point() or target.is_complex())
+        if rule is not None and rule.is_binary:
+            labels = (LabelRange(self.name, None, 2, None),)
+        elif rule is not None and rule.layout == "classes" and is_index and prediction.dim():
+            classes = prediction.shape[min(1, prediction.dim() - 1)]
+            labels = (LabelRange(self.name, None, classes, rule.ignore_index),)
+        if value is None:
+            return LossFacts(labels)
+        if rule is None:
+            doubts = broadcast_doubts(self.description, prediction, target, value)
+        else:
+            doubts = range_doubts(self.name, rule.kind, prediction)
+        return LossFacts(labels, tuple(doubts))
 
     @property
     def _call(self) -> Optional[Callable[..., object]]:

@@ -12,8 +12,14 @@ from ipufit.core.outputs import Key, children, describe_value, label, pick
 from ipufit.errors import LossError
 from ipufit.losses.call import several_targets
 from ipufit.losses.loss import Loss
-from ipufit.losses.named import Doubt
-from ipufit.losses.rules import LabelRange, LossTerm, TargetKind, hide_padding
+from ipufit.losses.rules import (
+    Doubt,
+    LabelRange,
+    LossFacts,
+    LossTerm,
+    TargetKind,
+    hide_padding,
+)
 from ipufit.utils import tree
 
 __all__ = ["OutputLoss", "SeveralLosses", "joined_module"]
@@ -167,22 +173,17 @@ class SeveralLosses(Loss):
         assert value is not None, "there is at least one part"
         return LossTerm(value, count, means)
 
-    def label_ranges(self, prediction: object, target: object) -> Tuple[LabelRange, ...]:
-        """The class indices that the losses take, with the key of their target.
-
-        Args:
-            prediction, target: as for the losses; only their shapes and dtypes matter.
-        """
-        ranges: List[LabelRange] = []
+    def facts(
+        self, prediction: object, target: object, value: Optional[Tensor] = None
+    ) -> LossFacts:
+        """Say what a micro-batch shows of the losses, label ranges with the key of their target."""
+        labels: List[LabelRange] = []
+        doubts: List[Doubt] = []
         for part in self.parts:
-            of_part = part.loss.label_ranges(*self._arguments(part, prediction, target))
-            ranges += [dataclasses.replace(each, key=part.key) for each in of_part]
-        return tuple(ranges)
-
-    def doubts(self, prediction: object, target: object, value: Tensor) -> Tuple[Doubt, ...]:
-        """Say of which of the losses little can be learned, though nothing fails."""
-        arguments = [(part.loss, self._arguments(part, prediction, target)) for part in self.parts]
-        return tuple(doubt for loss, pair in arguments for doubt in loss.doubts(*pair, value))
+            facts = part.loss.facts(*self._arguments(part, prediction, target), value)
+            labels += [dataclasses.replace(each, key=part.key) for each in facts.labels]
+            doubts += facts.doubts
+        return LossFacts(tuple(labels), tuple(doubts))
 
     def _check_forms(self, prediction: object, target: object, sample_weight: object) -> None:
         if isinstance(target, Tensor):

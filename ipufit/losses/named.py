@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from ipufit.core.objective_arguments import describe_tensor, dtype_name, shape_advice
 from ipufit.errors import DataError, LossError, UnknownNameError
+from ipufit.losses.rules import Doubt
 
 __all__ = [
-    "Doubt",
     "Named",
     "broadcast_doubts",
     "by_name",
@@ -32,9 +32,6 @@ __all__ = [
     "refuse_broadcast",
 ]
 
-
-# Why little can be learned, and what to do.
-Doubt = Tuple[str, str]
 
 # Operators whose outputs are no log-probabilities, by the names of autograd, and words for them.
 _OPERATORS: Dict[str, str] = {

@@ -15,9 +15,11 @@ from ipufit.core.objective_arguments import broadcast_weights, fit_indices, fit_
 from ipufit.errors import LossError
 
 __all__ = [
+    "Doubt",
     "Elements",
     "LabelRange",
     "Layout",
+    "LossFacts",
     "LossTerm",
     "TargetKind",
     "TorchRule",
@@ -44,6 +46,23 @@ class LabelRange:
     key: Optional[Union[str, int]]
     classes: int
     ignore_index: Optional[int]
+
+
+# Why little can be learned, and what to do.
+Doubt = Tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossFacts:
+    """Facts about a loss that its first micro-batch shows.
+
+    Attributes:
+        labels: class indices that it takes as target.
+        doubts: why little can be learned of it though nothing fails, and what to do.
+    """
+
+    labels: Tuple[LabelRange, ...] = ()
+    doubts: Tuple[Doubt, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ipufit.engines.program import (
     TrainState,
 )
 from ipufit.errors import ConfigurationError, NonFiniteLossError
-from ipufit.losses import Loss
+from ipufit.losses import Loss, LossFacts
 from ipufit.partition.partition import Partitions
 from ipufit.tracing.grad_step import ModuleWithLoss, ReportedScalars, public_name, unpack_reported
 from ipufit.utils import tree
@@ -117,8 +117,9 @@ class EagerProgram(Program):
         with preserve_state([self._step], None), torch.no_grad():
             result = self._forward(example, self._updates)
             loss = self._step.loss
-            labels = () if loss is None else loss.label_ranges(result.outputs, example.unpack()[2])
-        return Prepared(_on(torch.device("meta"), result.outputs), result.reported.rules, labels)
+            target = example.unpack()[2]
+            facts = LossFacts() if loss is None else loss.facts(result.outputs, target)
+        return Prepared(_on(torch.device("meta"), result.outputs), result.reported.rules, facts)
 
     def run(self, batch: CombinedBatch) -> ExecutionResult:
         """Run one execution.

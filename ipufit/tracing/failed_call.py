@@ -456,7 +456,7 @@ def _loss_fault(failure: _Failure, step: ModuleWithLoss, where: str) -> Optional
     if not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
         return None
     # The name under which compile got it, if it is the model's own loss.
-    ranges = () if step.loss is None else step.loss.label_ranges(prediction, target)
+    ranges = () if step.loss is None else step.loss.facts(prediction, target).labels
     label_name = ranges[0].name if ranges else name
     try:
         if name == "binary_cross_entropy" and _has_values(prediction):

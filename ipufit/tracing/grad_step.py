@@ -16,7 +16,7 @@ from ipufit.core.outputs import drop_ignored_outputs, refuse_hidden_tensors
 from ipufit.core.precision import computing_in, with_inputs_in
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, LossError
-from ipufit.losses import Doubt, LabelRange, Loss, LossTerm, find_loss
+from ipufit.losses import Loss, LossFacts, LossTerm, find_loss
 from ipufit.partition.own_blocks import OwnBlocks
 from ipufit.partition.partition import Partition
 from ipufit.tracing.capture import UNREGISTERED, capture
@@ -338,8 +338,7 @@ class MicroBatchStep(abc.ABC):
         indices: where those gradients are sparse, shape (dimensions, values), by name.
         blocks: what their gradients are packed into.
         reported: what the numbers are that came with the loss of the last call.
-        labels: class indices that the loss takes; None before the first call with a loss.
-        doubts: why little can be learned of the loss though nothing fails.
+        facts: what the batch shows of the loss; None before the first call with a loss.
     """
 
     step: ModuleWithLoss
@@ -363,8 +362,7 @@ class MicroBatchStep(abc.ABC):
         self._differentiates = self.step.loss is not None and self.step.loss.differentiates
         self.hints: Dict[str, None] = {}
         self.reported = ReportedScalars()
-        self.labels: Optional[Tuple[LabelRange, ...]] = None
-        self.doubts: Tuple[Doubt, ...] = ()
+        self.facts: Optional[LossFacts] = None
         self.blocks: Sequence[FlatBlock] = ()
         self.outputs: OutputShape = OutputShape(None)
         self.with_gradient: Tuple[str, ...] = ()
@@ -419,9 +417,9 @@ class MicroBatchStep(abc.ABC):
                     outputs, term = self._call(batch, state)
             loss = self.step.loss
             if term is not None and loss is not None:
-                if self.labels is None:
-                    self.labels = loss.label_ranges(outputs, batch[2])
-                    self.doubts = loss.doubts(outputs, batch[2], term.value) if self._trains else ()
+                if self.facts is None:
+                    value = term.value if self._trains else None
+                    self.facts = loss.facts(outputs, batch[2], value)
                 self.reported, numbers = ReportedScalars.of(term, entries)
                 result.append(numbers)
             if self._trains and term is not None:

@@ -359,8 +359,8 @@ class Session:
             # An interrupt in the middle of a recording could leave torch recording for good.
             with defer_sigint():
                 prepared = program.prepare(first)
-            explainer.labels = prepared.labels
-            for doubt in prepared.doubts if self.processes.is_rank_zero else ():
+            explainer.labels = prepared.loss.labels
+            for doubt in prepared.loss.doubts if self.processes.is_rank_zero else ():
                 if doubt not in self._doubts:
                     self._doubts.append(doubt)
                     warn_user(". ".join(doubt))

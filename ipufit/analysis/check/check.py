@@ -31,6 +31,7 @@ from ipufit.analysis.check.static_checks import mode_findings, untrained_finding
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, IpufitError, LossError, brief_error
+from ipufit.losses import LossFacts
 from ipufit.partition.partition import NOT_DIVIDED
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.ipu_only import only_on_ipus
@@ -283,9 +284,10 @@ def _run_check(
             with eval_mode(module, loss_module), notes:
                 CheckSuite(tested, pristine, findings, False).run()
         findings.add(*untrained_findings(tested.step, tested.trained, with_gradient))
-        doubts = tested.doubts if loss is not None else ()
+        facts = tested.facts or LossFacts()
+        doubts = facts.doubts if loss is not None else ()
         findings.add(*(Finding("loss", "warning", None, None, None, *each) for each in doubts))
-    explainer.labels = tested.labels
+    explainer.labels = facts.labels
     explainer.check_labels([sample], None)
     findings.add(*(output_at(frame, how) for frame, how in events.outputs.items()))
     findings.add(*(seeded_at(frame) for frame in events.seeds))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ipufit.analysis.check.recorders import OperationRecorder, Reads
 from ipufit.core.batch import MicroBatch
 from ipufit.errors import CaptureError
-from ipufit.losses import Doubt, LabelRange, Loss
+from ipufit.losses import Loss, LossFacts
 from ipufit.partition.partition import Partitions
 from ipufit.tracing.capture import capture, recordable
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
@@ -63,8 +63,7 @@ class ModuleUnderTest:
         step: module and loss.
         trained: names of the parameters that get a gradient.
         state: the tensors of both, by name, those first.
-        labels, doubts: class indices that the loss takes, and why little can be learned of it, once
-            a run has computed it.
+        facts: what the first run that computed the loss has shown of it; None before.
     """
 
     def __init__(
@@ -76,8 +75,7 @@ class ModuleUnderTest:
     ) -> None:
         self._partitions = partitions
         self._rebound: List[CaptureError] = []
-        self.labels: Tuple[LabelRange, ...] = ()
-        self.doubts: Tuple[Doubt, ...] = ()
+        self.facts: Optional[LossFacts] = None
         self._precision = explainer.precision
         loss = explainer.loss or Loss("outputs", function=_all_outputs)
         self.step = ModuleWithLoss(explainer.module, loss)
@@ -185,8 +183,7 @@ class ModuleUnderTest:
             execute(call)
         except Exception as error:
             run.error = error
-        self.labels = micro.labels or self.labels
-        self.doubts = micro.doubts or self.doubts
+        self.facts = self.facts or micro.facts
         run.recorder.seal()
         run.rebound = list(self._rebound)
         if with_gradients and run.error is None:

@@ -91,7 +91,7 @@ class Executable:
         if self.step.wants_outputs:
             tensors = _cut_rows(traced.outputs.tensors, self.size.micro_batch, samples)
             outputs = traced.outputs.rebuild(tensors)
-        return Prepared(outputs, traced.reported.rules, traced.labels, traced.doubts)
+        return Prepared(outputs, traced.reported.rules, traced.loss)
 
     def compile(self, example: MicroBatch) -> None:
         """Compile for micro-batches like this one; attributes that forward sets stay as they were.

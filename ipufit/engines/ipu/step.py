@@ -17,7 +17,7 @@ from ipufit.core.precision import with_inputs_in
 from ipufit.engines.ipu.options import begin_loss, block_of
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError
-from ipufit.losses import Doubt, LabelRange, Loss, LossTerm
+from ipufit.losses import Loss, LossFacts, LossTerm
 from ipufit.partition.recomputation import checkpoint_outputs
 from ipufit.tracing.fingerprint import StepModule
 from ipufit.tracing.grad_step import (
@@ -70,8 +70,7 @@ class Traced:
         counters: how often one micro-batch runs through each BatchNorm that counts.
         changed: names of the floating-point buffers that forward changes.
         attributes: what forward sets on itself, as "Class.attribute".
-        labels: class indices that the loss takes as target.
-        doubts: why little can be learned of the loss though nothing fails.
+        loss: what the example shows of the loss.
     """
 
     outputs: OutputShape = dataclasses.field(default_factory=lambda: OutputShape(None))
@@ -80,8 +79,7 @@ class Traced:
     counters: Dict[str, int] = dataclasses.field(default_factory=dict)
     changed: Tuple[str, ...] = ()
     attributes: Sequence[str] = ()
-    labels: Tuple[LabelRange, ...] = ()
-    doubts: Tuple[Doubt, ...] = ()
+    loss: LossFacts = dataclasses.field(default_factory=LossFacts)
 
 
 class IpuStep(StepModule):
@@ -169,9 +167,8 @@ class IpuStep(StepModule):
         result: List[Tensor] = []
         if term is not None:
             assert self.loss is not None, "there is no term without a loss"
-            self.traced.labels = self.loss.label_ranges(outputs, batch[2])
-            if self.trains:
-                self.traced.doubts = self.loss.doubts(outputs, batch[2], term.value)
+            value = term.value if self.trains else None
+            self.traced.loss = self.loss.facts(outputs, batch[2], value)
             self.traced.reported, numbers = ReportedScalars.of(term, entries)
             result.append(numbers.reshape(-1))
             if self.trains:

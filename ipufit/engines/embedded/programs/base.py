@@ -14,6 +14,7 @@ from ipufit.core.precision import check_precision
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.program import Form, Prepared, Program, ProgramSpec, Recordings, in_words
+from ipufit.losses import LossFacts
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.untraced_random import reachable_generators
 from ipufit.utils.devices import check_devices
@@ -128,7 +129,7 @@ class BaseProgram(Program):
             spec.fallback.recorded.add(spec.mode)
         outputs = recorded.micro.outputs.rebuild(recorded.micro.outputs.tensors)
         micro = recorded.micro
-        return Prepared(outputs, micro.reported.rules, micro.labels or (), micro.doubts)
+        return Prepared(outputs, micro.reported.rules, micro.facts or LossFacts())
 
     def _seed(self, recorded: TracedStep, update: int, place: int = 0, stream: str = "") -> None:
         if recorded.random:
