@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Iterable, List, Mapping, Optional, Tuple
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
@@ -36,6 +36,10 @@ __all__ = ["DataArguments", "are_inputs", "comes_in_samples", "get_data_adapter"
 DEFAULT_BATCH_SIZE = 32  # Keras'
 # What tables of other libraries make arrays or frames with.
 _CONVERSIONS = ("to_numpy", "toarray", "to_pandas", "collect")
+
+
+# What yields the batches, and what yields them in the order of a key; None where nothing can.
+_Loader = Tuple[Iterable[RawBatch], Optional[Callable[[int], Iterable[RawBatch]]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,24 +116,26 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
     for check in (_refuse_batch_size, _refuse_shuffle, _refuse_parts):
         with faults.collect():
             check(arguments, kind)
-    class_weights = arrays = None
+    class_weights = None
     with faults.collect():
         class_weights = _class_weights(arguments, own_loss)
-    shuffles = arguments.shuffles if arguments.shuffle is None else arguments.shuffle
+    loader, order = arguments.x, None
     if kind == "arrays":
+        is_cut = False
         with faults.collect():
             _refuse_missing_or_weights(arguments, mode, own_loss)
         with faults.collect():
-            arrays = _of_arrays(arguments, mode, size, shuffles, class_weights)
+            loader, order = _of_arrays(arguments, mode, size)
     faults.raise_all()
-    if arrays is not None:
-        return arrays
     if kind == "dataset":
-        return _of_dataset(arguments, size, shuffles, class_weights, is_cut)
-    if kind == "batches":
-        return _of_batches(arguments, shuffles, class_weights, is_cut)
-    loader = DataLoader(arguments.x, batch_size=size) if kind == "stream" else arguments.x
-    return DataAdapter(loader, arguments.role, class_weights=class_weights, is_cut=is_cut)
+        loader, order = _of_dataset(arguments, size)
+    elif kind == "batches":
+        loader, order = _of_batches(arguments)
+    elif kind == "stream":
+        loader = DataLoader(arguments.x, batch_size=size)
+    shuffles = arguments.shuffles if arguments.shuffle is None else arguments.shuffle
+    shuffled = order if shuffles else None
+    return DataAdapter(loader, arguments.role, shuffled, class_weights=class_weights, is_cut=is_cut)
 
 
 def comes_in_samples(arguments: DataArguments) -> bool:
@@ -273,13 +279,7 @@ def _refuse_missing_or_weights(arguments: DataArguments, mode: Mode, own_loss: O
         )
 
 
-def _of_arrays(
-    arguments: DataArguments,
-    mode: Mode,
-    batch_size: int,
-    shuffle: bool,
-    class_weights: Optional[ClassWeights],
-) -> DataAdapter:
+def _of_arrays(arguments: DataArguments, mode: Mode, batch_size: int) -> _Loader:
     parts = [arguments.x, arguments.y, arguments.sample_weight]
     roots = ("x", "y", "sample_weight")
     names: List[str] = []
@@ -302,9 +302,7 @@ def _of_arrays(
         refuse_bad_weights(
             arguments.sample_weight, weight_names, arguments.role, mode is Mode.TRAIN
         )
-    return DataAdapter(
-        loader, arguments.role, loader.rows if shuffle else None, class_weights=class_weights
-    )
+    return loader, loader.rows
 
 
 def _refuse_table(arguments: DataArguments) -> None:
@@ -328,12 +326,7 @@ def _refuse_no_array(path: str, leaf: object, role: str) -> None:
     )
 
 
-def _of_batches(
-    arguments: DataArguments,
-    shuffle: bool,
-    class_weights: Optional[ClassWeights],
-    is_cut: bool,
-) -> DataAdapter:
+def _of_batches(arguments: DataArguments) -> _Loader:
     dataset, role = arguments.x, arguments.role
     workers = dataset.workers if hasattr(dataset, "workers") else 0
     if workers > 1 or (hasattr(dataset, "use_multiprocessing") and dataset.use_multiprocessing):
@@ -344,17 +337,10 @@ def _of_batches(
         )
     batches = BatchSequence(dataset)
     is_finite = batch_total(batches) is not None
-    order = (lambda key: BatchSequence(dataset, key)) if shuffle and is_finite else None
-    return DataAdapter(batches, role, order, class_weights=class_weights, is_cut=is_cut)
+    return batches, (lambda key: BatchSequence(dataset, key)) if is_finite else None
 
 
-def _of_dataset(
-    arguments: DataArguments,
-    batch_size: int,
-    shuffle: bool,
-    class_weights: Optional[ClassWeights],
-    is_cut: bool,
-) -> DataAdapter:
+def _of_dataset(arguments: DataArguments, batch_size: int) -> _Loader:
     dataset = arguments.x
     try:
         len(dataset)
@@ -369,9 +355,7 @@ def _of_dataset(
         # Its present length: a callback may have changed the dataset.
         return DataLoader(dataset, batch_size=batch_size, sampler=EpochOrder(len(dataset), key))
 
-    loader: object = DataLoader(dataset, batch_size=batch_size)
-    order = shuffled if shuffle else None
-    return DataAdapter(loader, arguments.role, order, class_weights=class_weights, is_cut=is_cut)
+    return DataLoader(dataset, batch_size=batch_size), shuffled
 
 
 def split_data(
