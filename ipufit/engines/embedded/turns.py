@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.engines.embedded.flat_optimizer import CompositeOptimizer, FlatOptimizer, Rows
-from ipufit.engines.program import ExecutionResult
-from ipufit.losses import Turn
+from ipufit.engines.program import ExecutionResult, ProgramSpec
+from ipufit.losses import Loss, Turn
 from ipufit.tracing.flat_storage import FlatBlock, FlatStorage
-from ipufit.tracing.grad_step import ModuleWithLoss
+from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 
 __all__ = [
     "Move",
@@ -22,6 +22,7 @@ __all__ = [
     "by_micro_batch",
     "moves_of",
     "parts_of",
+    "turn_states",
 ]
 
 
@@ -83,6 +84,33 @@ class Move:
     is_last: bool = True
     stream: str = ""
     hands_out: bool = True
+
+
+def turn_states(
+    spec: ProgramSpec, step_module: Callable[[nn.Module, Loss], ModuleWithLoss]
+) -> List[TurnState]:
+    """Describe each turn of an update, before it is recorded.
+
+    Args:
+        spec: of the program.
+        step_module: makes the module with one of the losses.
+    """
+    assert spec.optimizer is not None
+    assert spec.loss is not None
+    owned = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
+    states: List[TurnState] = []
+    for turn in spec.loss.turns:
+        step = step_module(spec.module, turn.loss)
+        named = dict(step.named_parameters())
+        moved = turn.loss.moved(
+            [public_name(n) for n, p in named.items() if p.requires_grad and id(p) in owned]
+        )
+        trained = [name for name in named if public_name(name) in set(moved)]
+        others = [name for name in named if name not in set(trained)]
+        # Outputs come from the first turn that is made in every update.
+        hands_out = turn.every == 1 and not any(state.hands_out for state in states)
+        states.append(TurnState(step, trained, others, turn, len(states), hands_out))
+    return states
 
 
 def moves_of(turns: Sequence[TurnState], first_update: int, updates: int) -> List[Move]:

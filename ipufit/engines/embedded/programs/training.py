@@ -24,12 +24,7 @@ from ipufit.engines.embedded.passes.select_kernels import Lowered
 from ipufit.engines.embedded.programs.base import BaseProgram
 from ipufit.engines.embedded.traced_step import TracedStep, Update, computing
 from ipufit.engines.embedded.training_state import CarriedState, StatePlacement, TrainingState
-from ipufit.engines.embedded.turns import (
-    TurnOptimizer,
-    TurnState,
-    moves_of,
-    parts_of,
-)
+from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, moves_of, parts_of, turn_states
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.external_changes import refuse_frozen
 from ipufit.engines.program import (
@@ -85,7 +80,7 @@ class TrainingProgram(BaseProgram):
             self._step,
             engine.carried,
             placement,
-            _turn_states(engine, spec) if self._takes_turns else (),
+            turn_states(spec, engine.step_module) if self._takes_turns else (),
         )
         on_host = self._device.type == "cpu" and not engine.as_device
         # What an earlier turn has moved is taken back with the whole execution. Gradients of the
@@ -516,26 +511,6 @@ class TrainingProgram(BaseProgram):
         if self._device.type == "cpu":
             give_back_freed_memory()
         self.way.forget()
-
-
-def _turn_states(engine: EngineContext, spec: ProgramSpec) -> List[TurnState]:
-    """Describe each turn of an update, before it is recorded."""
-    assert spec.optimizer is not None
-    assert spec.loss is not None
-    owned = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
-    states: List[TurnState] = []
-    for turn in spec.loss.turns:
-        step = engine.step_module(spec.module, turn.loss)
-        named = dict(step.named_parameters())
-        moved = turn.loss.moved(
-            [public_name(n) for n, p in named.items() if p.requires_grad and id(p) in owned]
-        )
-        trained = [name for name in named if public_name(name) in set(moved)]
-        others = [name for name in named if name not in set(trained)]
-        # Outputs come from the first turn that is made in every update.
-        hands_out = turn.every == 1 and not any(state.hands_out for state in states)
-        states.append(TurnState(step, trained, others, turn, len(states), hands_out))
-    return states
 
 
 def _choose_placement(
