@@ -42,9 +42,7 @@ def environment(session: ObservedSession, device: torch.device) -> Dict[str, str
     }
     if session.processes.is_distributed:
         facts["processes"] = session.processes.describe()
-        facts["report"] = (
-            "seconds, memory and warnings are those of process 0, losses and samples those of all"
-        )
+        facts["report"] = "seconds, memory and warnings are of process 0; losses and samples of all"
     return facts
 
 

@@ -398,10 +398,7 @@ def _type_mismatch(layer: nn.Module, x: Tensor) -> Optional[_Mismatch]:
             "tensor.float(), or the module with module.double()."
         )
     else:
-        cure = (
-            "Use one dtype for all layers, for example with module.float(), or convert before "
-            "the layer."
-        )
+        cure = "Use one dtype for all layers, such as module.float(), or convert before the layer."
     return _Mismatch(f"an input of {dtype}, like its weights", cure)
 
 

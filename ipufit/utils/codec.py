@@ -355,9 +355,7 @@ def _is_plain_key(key: object) -> bool:
 
 def _check_depth(path: Path, error: Callable[[str, str], Exception]) -> None:
     if len(path) > MAX_DEPTH:
-        raise error(
-            _place(path[:3]), f"contains itself, or is nested deeper than {MAX_DEPTH} levels"
-        )
+        raise error(_place(path[:3]), f"contains itself, or is deeper than {MAX_DEPTH} levels")
 
 
 def _place(path: Path) -> str:

@@ -229,8 +229,8 @@ def test_what_is_nested_in_itself_is_refused():
     loop["a"]["b"] = loop
     refused(
         lambda: encode(loop),
-        HOLDS + "'a.b.a' contains itself, or is nested deeper than 100 levels. Convert it, or "
-        "leave it out of the state.",
+        HOLDS + "'a.b.a' contains itself, or is deeper than 100 levels. Convert it, or leave it "
+        "out of the state.",
     )
 
 
@@ -287,7 +287,7 @@ CURE = ". Resume from another checkpoint, or restore this one from a copy."
         ({"b" * 200: [()]}, f"'{'b' * 80}'... is a value of type tuple"),
         (
             json.loads("[" * 102 + "]" * 102),
-            "'0.0.0' contains itself, or is nested deeper than 100 levels",
+            "'0.0.0' contains itself, or is deeper than 100 levels",
         ),
     ],
 )

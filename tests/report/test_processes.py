@@ -32,7 +32,7 @@ def test_one_report_has_the_samples_and_losses_of_all_processes(tmp_path):
     environment = run.facts["environment"]
     assert environment["processes"].startswith("Process 0 of 2")
     assert environment["report"] == (
-        "seconds, memory and warnings are those of process 0, losses and samples those of all"
+        "seconds, memory and warnings are of process 0; losses and samples of all"
     )
     # The profiler of the first one alone was started.
     events = json.loads((tmp_path / "run" / "torch_trace.json").read_text())["traceEvents"]

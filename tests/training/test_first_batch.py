@@ -354,8 +354,7 @@ MIXED = {
         X,
         "an input of float64, like its weights",
         "shape (8, 6), dtype float32",
-        "Use one dtype for all layers, for example with module.float(), or convert before the "
-        "layer.",
+        "Use one dtype for all layers, such as module.float(), or convert before the layer.",
         lambda: inner(nn.Linear(6, 6).double()).float(),
     ),
     "norm": (
@@ -363,8 +362,7 @@ MIXED = {
         X,
         "an input of float64, like its weights",
         "shape (8, 6), dtype float32",
-        "Use one dtype for all layers, for example with module.float(), or convert before the "
-        "layer.",
+        "Use one dtype for all layers, such as module.float(), or convert before the layer.",
         lambda: inner(nn.BatchNorm1d(6).double()).float(),
     ),
 }
