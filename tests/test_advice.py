@@ -454,17 +454,17 @@ ADVICE.update(
         ),
         "rows that differ": (
             lambda: fit([[1.0, 2.0, 3.0, 4.0], [1.0]], Y[:2]),
-            "Pad them, or pass batches of rows of one length.",
+            "Pad them, or pass batches whose rows have equal length.",
             lambda: fit([[1.0, 2.0, 3.0, 4.0], [1.0, 0.0, 0.0, 0.0]], Y[:2]),
         ),
         "a scalar": (
             lambda: fit(torch.tensor(1.0), Y),
-            "Give one row per sample",
+            "Pass one row per sample",
             lambda: fit(torch.ones(12, 4), Y),
         ),
         "parts of other lengths": (
             lambda: fit(X, Y[:5]),
-            "Pass one row for each sample in every part.",
+            "Every part needs one row for each sample.",
             lambda: fit(X[:5], Y[:5]),
         ),
         "sparse": (
@@ -489,7 +489,7 @@ ADVICE.update(
         ),
         "another dtype": (
             lambda: fit(X.numpy().astype("longdouble"), Y),
-            "Turn it into another, such as array.astype('float32').",
+            "Convert it, for example with array.astype('float32').",
             lambda: fit(X.numpy().astype("longdouble").astype("float32"), Y),
         ),
         "an empty batch": (
@@ -521,13 +521,13 @@ ADVICE.update(
         ),
         "weights of zero": (
             lambda: fit(X, Y, sample_weight=torch.zeros(12)),
-            "Leave it out, or give samples that count a weight.",
+            "Leave it out, or give some samples a positive weight.",
             fit,
             lambda: fit(X, Y, sample_weight=torch.ones(12)),
         ),
         "a weight without a target": (
             lambda: fit(X, sample_weight=torch.ones(12), model=compiled("sgd", "mse")),
-            "Pass y= beside x.",
+            "Pass y= as well.",
             lambda: fit(X, y=Y, sample_weight=torch.ones(12)),
         ),
         "class weights": (
@@ -547,7 +547,7 @@ ADVICE.update(
         ),
         "a class without an output": (
             lambda: classify(class_weight={3: 2.0}),
-            "Leave out what is no class, or give the module an output for each class.",
+            "Remove the other keys, or give the module an output for each class.",
             lambda: classify(class_weight={2: 2.0}),
             lambda: classify(class_weight={3: 2.0}, module=nn.Linear(4, 4)),
         ),
@@ -568,23 +568,23 @@ ADVICE.update(
         ),
         "labels": (
             lambda: classify(CLASSES + 1),
-            "They seem to count from 1: subtract 1.",
+            "They seem to start at 1: subtract 1.",
             lambda: classify(CLASSES + 1 - 1),
         ),
         "more labels than outputs": (
             lambda: classify(CLASSES * 2),
-            "Let the module return 5 classes, or number them from 0.",
+            "Let the module return 5 classes, or number labels from 0.",
             lambda: classify(CLASSES * 2, module=nn.Linear(4, 5)),
             lambda: classify(torch.unique(CLASSES * 2, return_inverse=True)[1]),
         ),
         "a label below zero": (
             lambda: classify(CLASSES - 1),
-            "What is to be left out has the label -100; classes count from 0.",
+            "Classes count from 0; samples to ignore have the label -100.",
             lambda: classify(torch.where(CLASSES == 0, -100, CLASSES - 1)),
         ),
         "one-hot integers": (
             lambda: classify(nn.functional.one_hot(CLASSES, 3)),
-            "Of a one-hot target, give target.argmax(1).",
+            "For a one-hot target, pass target.argmax(1).",
             lambda: classify(nn.functional.one_hot(CLASSES, 3).argmax(1)),
         ),
         "no probabilities": (
@@ -597,7 +597,7 @@ ADVICE.update(
         ),
         "class indices for mse": (
             lambda: fit(X, CLASSES, model=compiled(loss="mse")),
-            "Of class indices, use loss='cross_entropy'.",
+            "For class indices, use loss='cross_entropy'.",
             classify,
         ),
         "outputs by name": (
@@ -635,7 +635,7 @@ ADVICE.update(
         ),
         "one value per sample": (
             lambda: compiled(loss=nn.MSELoss(reduction="none")),
-            "Use reduction='mean', or wrap it in a callable that reduces.",
+            "Use reduction='mean', or wrap it in a callable that reduces it.",
             lambda: fit(model=compiled(loss=nn.MSELoss(reduction="mean"))),
             lambda: fit(
                 model=compiled(loss=lambda p, t: nn.MSELoss(reduction="none")(p, t).mean())
@@ -699,8 +699,8 @@ ADVICE.update(
         ),
         "a rate that is fixed": (
             lambda: compiled(lr_scheduler={"lr": 0.1}),
-            "Pass for example {'lr': lambda update: 0.1 * 0.99 ** update}, or set what stays the "
-            "same in the optimizer.",
+            "Pass for example {'lr': lambda update: 0.1 * 0.99 ** update}, or set a "
+            "constant value in the optimizer.",
             lambda: fit(model=compiled(lr_scheduler=UPDATE_RATE)),
             lambda: compiled(lambda params: torch.optim.SGD(params, lr=0.1)),
         ),
@@ -760,7 +760,7 @@ ADVICE.update(
         ),
         "resume": (
             lambda: ipufit.Checkpoint("runs/2", resume=True),
-            "Use 'auto', which begins anew where there is no checkpoint yet.",
+            "Use 'auto', which starts a new run if there is no checkpoint yet.",
             lambda: fit(checkpoint=ipufit.Checkpoint("runs/2", resume="auto")),
         ),
         "resume without a folder": (
@@ -778,7 +778,7 @@ ADVICE.update(
             lambda: fit(
                 X, (Y > 0).float(), model=compiled("sgd", "bce_with_logits", metrics="acc")
             ),
-            "of several labels, 'binary_accuracy_with_logits', or 'binary_accuracy' where the "
+            "for several labels, 'binary_accuracy_with_logits', or 'binary_accuracy' where the "
             "module returns probabilities.",
             lambda: fit(
                 X,

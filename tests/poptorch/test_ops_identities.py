@@ -372,7 +372,7 @@ def test_overlaps_are_found_and_taken_out():
         (
             lambda x, z: poptorch.set_overlap_for_input(x + 1, LOOP),
             "poptorch.set_overlap_for_input applied on a node which is not a tensor input to the "
-            "model. Call it at the start, on the input itself.",
+            "model. Call it first of all, on the input itself.",
         ),
         (
             lambda x, z: (lambda y: (y, poptorch.set_overlap_for_output(y, LOOP)))(x + 1),

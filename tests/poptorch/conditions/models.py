@@ -388,7 +388,7 @@ ROWS = [
         lambda: infer(lambda net, x: x if x.sum() > 0 else -x),
         poptorch.Error,
         "aten::item is only supported in eager mode:",
-        "so that both cases are in the program.",
+        "so that both branches are in the program.",
     ),
     Row(
         "a tensor of the host",

@@ -359,7 +359,7 @@ ROWS = [
         ),
         poptorch.Error,
         "poptorch.set_overlap_for_input applied on a",
-        "Call it at the start, on the input itself.",
+        "Call it first of all, on the input itself.",
     ),
     Row(
         "overlap returned twice",
