@@ -187,9 +187,7 @@ class CallLoss(Loss):
         """Return None: outputs of several micro-batches are taken apart first."""
         return None
 
-    def facts(
-        self, prediction: object, target: object, value: Optional[Tensor] = None
-    ) -> LossFacts:
+    def facts(self, prediction: object, target: object, value: Optional[Tensor]) -> LossFacts:
         """Say what a micro-batch shows of the loss."""
         return self.inner.facts(*self._pair(prediction, target), value)
 

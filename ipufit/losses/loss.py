@@ -266,9 +266,7 @@ class Loss:
             if rule is not None and rule.layout == "values":
                 refuse_broadcast(self.name, prediction, target)
 
-    def facts(
-        self, prediction: object, target: object, value: Optional[Tensor] = None
-    ) -> LossFacts:
+    def facts(self, prediction: object, target: object, value: Optional[Tensor]) -> LossFacts:
         """Say what a micro-batch shows of the loss; nothing where these are not one tensor each.
 
         Args:

@@ -12,14 +12,7 @@ from ipufit.core.outputs import Key, children, describe_value, label, pick
 from ipufit.errors import LossError
 from ipufit.losses.call import several_targets
 from ipufit.losses.loss import Loss
-from ipufit.losses.rules import (
-    Doubt,
-    LabelRange,
-    LossFacts,
-    LossTerm,
-    TargetKind,
-    hide_padding,
-)
+from ipufit.losses.rules import Doubt, LabelRange, LossFacts, LossTerm, TargetKind, hide_padding
 from ipufit.utils import tree
 
 __all__ = ["OutputLoss", "SeveralLosses", "joined_module"]
@@ -173,9 +166,7 @@ class SeveralLosses(Loss):
         assert value is not None, "there is at least one part"
         return LossTerm(value, count, means)
 
-    def facts(
-        self, prediction: object, target: object, value: Optional[Tensor] = None
-    ) -> LossFacts:
+    def facts(self, prediction: object, target: object, value: Optional[Tensor]) -> LossFacts:
         """Say what a micro-batch shows of the losses, label ranges with the key of their target."""
         labels: List[LabelRange] = []
         doubts: List[Doubt] = []

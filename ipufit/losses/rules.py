@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import Any, Callable, Dict, Literal, Optional, Tuple, Type, Union
+from typing import Any, Callable, Dict, Literal, NamedTuple, Optional, Tuple, Type, Union
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +52,7 @@ class LabelRange:
 Doubt = Tuple[str, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class LossFacts:
+class LossFacts(NamedTuple):
     """Facts about a loss that its first micro-batch shows.
 
     Attributes:

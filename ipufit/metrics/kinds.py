@@ -144,15 +144,9 @@ class Mean(Metric):
 
     def fresh(self) -> Mean:
         """Clone the metric without state, sharing nothing."""
-        settings = (
-            self._part,
-            self._finish,
-            self._weighted,
-            self._better,
-            self.counts,
-            self.fields,
-        )
-        return Mean(self._own, self.name, *settings)
+        metric = copy.copy(self)
+        metric.reset()
+        return metric
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
         """By name; None where nobody knows."""

@@ -63,14 +63,12 @@ def same_shape(name: str, prediction: Tensor, target: Tensor) -> Tensor:
     return target
 
 
-def _squared_error(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    target = same_shape(name, prediction, target)
-    return (prediction.double() - target.double()).square(), None
+def _squared_error(prediction: Tensor, target: Tensor) -> Tensor:
+    return (prediction - target).square()
 
 
-def _absolute_error(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    target = same_shape(name, prediction, target)
-    return (prediction.double() - target.double()).abs(), None
+def _absolute_error(prediction: Tensor, target: Tensor) -> Tensor:
+    return (prediction - target).abs()
 
 
 def takes_indices(prediction: Tensor, target: Tensor) -> bool:
@@ -186,49 +184,39 @@ def _exp(value: float) -> float:
         return math.inf
 
 
-def _percentage_error(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    target = same_shape(name, prediction, target).double()
-    return 100 * (prediction.double() - target).abs() / target.abs().clamp(min=_EPSILON), None
+def _percentage_error(prediction: Tensor, target: Tensor) -> Tensor:
+    return 100 * (prediction - target).abs() / target.abs().clamp(min=_EPSILON)
 
 
-def _logarithmic_error(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    target = same_shape(name, prediction, target)
-    logs = [each.double().clamp(min=_EPSILON).log1p() for each in (prediction, target)]
-    return (logs[0] - logs[1]).square(), None
+def _logarithmic_error(prediction: Tensor, target: Tensor) -> Tensor:
+    logs = [each.clamp(min=_EPSILON).log1p() for each in (prediction, target)]
+    return (logs[0] - logs[1]).square()
 
 
-def _log_cosh(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    target = same_shape(name, prediction, target)
-    error = prediction.double() - target.double()
-    return error + functional.softplus(-2 * error) - math.log(2), None
+def _log_cosh(prediction: Tensor, target: Tensor) -> Tensor:
+    error = prediction - target
+    return error + functional.softplus(-2 * error) - math.log(2)
 
 
-def _hinge(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    signs = same_shape(name, prediction, target).double()
+def _hinge(prediction: Tensor, target: Tensor) -> Tensor:
     # Of labels 0 and 1, as Keras.
-    signs = 2 * signs - 1 if ((signs == 0) | (signs == 1)).all() else signs
-    return (1 - signs * prediction.double()).clamp(min=0), None
+    signs = 2 * target - 1 if ((target == 0) | (target == 1)).all() else target
+    return (1 - signs * prediction).clamp(min=0)
 
 
-def _squared_hinge(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    return _hinge(name, prediction, target)[0].square(), None
+def _squared_hinge(prediction: Tensor, target: Tensor) -> Tensor:
+    return _hinge(prediction, target).square()
 
 
-def _divergence(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    target = same_shape(name, prediction, target)
-    shares = [each.double().clamp(_EPSILON, 1) for each in (target, prediction)]
-    return (shares[0] * (shares[0] / shares[1]).log()).sum(-1), None
+def _divergence(prediction: Tensor, target: Tensor) -> Tensor:
+    shares = [each.clamp(_EPSILON, 1) for each in (target, prediction)]
+    return (shares[0] * (shares[0] / shares[1]).log()).sum(-1)
 
 
 def cosine(prediction: Tensor, target: Tensor) -> Tensor:
     """Cosine along the last dimension; zero where one of the vectors is."""
     squares = (prediction.square().sum(-1) * target.square().sum(-1)).clamp(min=1e-24)
     return (prediction * target).sum(-1) / squares.sqrt()
-
-
-def _cosine_similarity(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
-    target = same_shape(name, prediction, target)
-    return cosine(prediction.double(), target.double()), None
 
 
 class NamedMetric(NamedTuple):
@@ -251,31 +239,45 @@ def _share(values: Values) -> NamedMetric:
     return NamedMetric(values, is_error=False, is_count=True)
 
 
+def _of_pairs(
+    compute: Callable[[Tensor, Tensor], Tensor],
+    finish: Callable[[float], float] = float,
+    is_error: bool = True,
+) -> NamedMetric:
+    """Make a metric of a function of prediction and target, of one shape and in float64."""
+
+    def values(name: str, prediction: Tensor, target: Tensor) -> ElementValues:
+        target = same_shape(name, prediction, target)
+        return compute(prediction.double(), target.double()), None
+
+    return NamedMetric(values, finish, is_error)
+
+
 NAMED: Dict[str, NamedMetric] = {
     "acc": _share(_accuracy),
     "accuracy": _share(_accuracy),
     "binary_accuracy": _share(_binary_accuracy),
     "binary_accuracy_with_logits": _share(_binary_accuracy_with_logits),
     "categorical_accuracy": _share(_categorical_accuracy),
-    "cosine_similarity": NamedMetric(_cosine_similarity, is_error=False),
-    "hinge": NamedMetric(_hinge),
-    "kl_divergence": NamedMetric(_divergence),
-    "log_cosh": NamedMetric(_log_cosh),
-    "logcosh": NamedMetric(_log_cosh),
-    "mae": NamedMetric(_absolute_error),
-    "mape": NamedMetric(_percentage_error),
-    "mean_absolute_error": NamedMetric(_absolute_error),
-    "mean_absolute_percentage_error": NamedMetric(_percentage_error),
-    "mean_squared_error": NamedMetric(_squared_error),
-    "mean_squared_logarithmic_error": NamedMetric(_logarithmic_error),
-    "mse": NamedMetric(_squared_error),
-    "msle": NamedMetric(_logarithmic_error),
+    "cosine_similarity": _of_pairs(cosine, is_error=False),
+    "hinge": _of_pairs(_hinge),
+    "kl_divergence": _of_pairs(_divergence),
+    "log_cosh": _of_pairs(_log_cosh),
+    "logcosh": _of_pairs(_log_cosh),
+    "mae": _of_pairs(_absolute_error),
+    "mape": _of_pairs(_percentage_error),
+    "mean_absolute_error": _of_pairs(_absolute_error),
+    "mean_absolute_percentage_error": _of_pairs(_percentage_error),
+    "mean_squared_error": _of_pairs(_squared_error),
+    "mean_squared_logarithmic_error": _of_pairs(_logarithmic_error),
+    "mse": _of_pairs(_squared_error),
+    "msle": _of_pairs(_logarithmic_error),
     "perplexity": NamedMetric(_token_loss, _exp),
-    "rmse": NamedMetric(_squared_error, math.sqrt),
-    "root_mean_squared_error": NamedMetric(_squared_error, math.sqrt),
+    "rmse": _of_pairs(_squared_error, math.sqrt),
+    "root_mean_squared_error": _of_pairs(_squared_error, math.sqrt),
     "sparse_categorical_accuracy": _share(_sparse_accuracy),
     "sparse_top_k_categorical_accuracy": _share(functools.partial(_top_k_accuracy, 5)),
-    "squared_hinge": NamedMetric(_squared_hinge),
+    "squared_hinge": _of_pairs(_squared_hinge),
     "top_5_accuracy": _share(functools.partial(_top_k_accuracy, 5)),
     "top_k_categorical_accuracy": _share(functools.partial(_top_k_accuracy, 5)),
 }

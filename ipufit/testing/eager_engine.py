@@ -118,7 +118,7 @@ class EagerProgram(Program):
             result = self._forward(example, self._updates)
             loss = self._step.loss
             target = example.unpack()[2]
-            facts = LossFacts() if loss is None else loss.facts(result.outputs, target)
+            facts = LossFacts() if loss is None else loss.facts(result.outputs, target, None)
         return Prepared(_on(torch.device("meta"), result.outputs), result.reported.rules, facts)
 
     def run(self, batch: CombinedBatch) -> ExecutionResult:

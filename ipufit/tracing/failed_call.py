@@ -453,7 +453,7 @@ def _loss_fault(failure: _Failure, step: ModuleWithLoss, where: str) -> Optional
     if not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
         return None
     # The name under which compile got it, if it is the model's own loss.
-    ranges = () if step.loss is None else step.loss.facts(prediction, target).labels
+    ranges = () if step.loss is None else step.loss.facts(prediction, target, None).labels
     label_name = ranges[0].name if ranges else name
     try:
         if name == "binary_cross_entropy" and _has_values(prediction):
