@@ -257,15 +257,10 @@ class StepLosses(_OfSteps):
     """All turns of an update; called itself, for an evaluation, it computes each step once.
 
     Attributes:
-        in_turn: the turns, in the order in which they are made.
+        turns: of an update, in the order in which they are made.
     """
 
-    in_turn: Tuple[Turn, ...] = ()
-
-    @property
-    def turns(self) -> Tuple[Turn, ...]:
-        """The turns of an update, in their order."""
-        return self.in_turn
+    turns: Tuple[Turn, ...] = ()
 
     @property
     def functions(self) -> Tuple[Callable[..., object], ...]:
@@ -353,7 +348,7 @@ def resolve_steps(steps: Sequence[TrainStep], options: Mapping[str, Any]) -> Los
         )
     if len(turns) == 1 and steps[0].every == 1 and steps[0].repeat == 1:
         return turns[0].loss
-    return StepLosses("the steps' losses", in_module="whole", in_turn=tuple(turns), **options)
+    return StepLosses("the steps' losses", in_module="whole", turns=tuple(turns), **options)
 
 
 def include_shared(loss: Loss, names: Mapping[str, Sequence[str]]) -> Loss:
@@ -366,7 +361,7 @@ def include_shared(loss: Loss, names: Mapping[str, Sequence[str]]) -> Loss:
     if loss.turns:
         assert isinstance(loss, StepLosses)
         turns = [dataclasses.replace(t, loss=include_shared(t.loss, names)) for t in loss.turns]
-        return dataclasses.replace(loss, in_turn=tuple(turns))
+        return dataclasses.replace(loss, turns=tuple(turns))
     assert isinstance(loss, TurnLoss)
     moves = []
     for name, patterns in loss.moves:

@@ -96,10 +96,9 @@ class TaskMetric:
         raise NotImplementedError
 
 
-def _torchmetrics(part: str, name: str, **options: object) -> Any:
-    # Imported here: nobody needs it who has no such metric.
-    kind: Callable[..., Any] = getattr(importlib.import_module(f"torchmetrics.{part}"), name)
-    return kind(**options)
+def _torchmetrics(part: str, name: str) -> Any:
+    """Import a class, which nobody needs who has no such metric."""
+    return getattr(importlib.import_module(f"torchmetrics.{part}"), name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +217,7 @@ class Classification(TaskMetric):
         if form.task != "binary":
             options["average"] = self.average or "macro"
             options["num_classes" if form.task == "multiclass" else "num_labels"] = form.size
-        return _torchmetrics("classification", f"{form.task.title()}{self._kind}", **options)
+        return _torchmetrics("classification", f"{form.task.title()}{self._kind}")(**options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -423,13 +422,8 @@ class MeanIoU(Thresholded):
     def build(self, form: MetricForm) -> Any:
         """Make the Jaccard index of torchmetrics over the classes."""
         size = form.size if form.task == "multiclass" else 2
-        return _torchmetrics(
-            "classification",
-            "MulticlassJaccardIndex",
-            num_classes=size,
-            average=self.average or "macro",
-            ignore_index=IGNORED_CLASS,
-        )
+        kind, average = _torchmetrics("classification", "MulticlassJaccardIndex"), self.average
+        return kind(num_classes=size, average=average or "macro", ignore_index=IGNORED_CLASS)
 
 
 class _Regression(TaskMetric):
@@ -460,12 +454,9 @@ class R2Score(_Regression):
 
     def build(self, form: MetricForm) -> Any:
         """Make the object of torchmetrics, whose older versions ask for the number of outputs."""
-        # Imported here: nobody needs it who has no such metric.
-        from torchmetrics.regression import R2Score as TorchR2Score
-
-        takes_size = "num_outputs" in inspect.signature(TorchR2Score).parameters
-        options: Dict[str, Any] = {"num_outputs": form.size} if takes_size else {}
-        metric = TorchR2Score(**options)
+        kind = _torchmetrics("regression", "R2Score")
+        takes_size = "num_outputs" in inspect.signature(kind).parameters
+        metric = kind(num_outputs=form.size) if takes_size else kind()
         return metric.set_dtype(torch.float64)
 
 
@@ -499,9 +490,9 @@ class PearsonCorrelation(_Regression):
     def build(self, form: MetricForm) -> Any:
         """Make the object of torchmetrics: a correlation, or a mean of correlations."""
         if form.size > 1:
-            metric = _torchmetrics("aggregation", "MeanMetric")
+            metric = _torchmetrics("aggregation", "MeanMetric")()
         else:
-            metric = _torchmetrics("regression", self._kind)
+            metric = _torchmetrics("regression", self._kind)()
         return metric.set_dtype(torch.float64)
 
 
@@ -624,9 +615,6 @@ class TaskMetricAdapter(Metric):
             "form": forms[0],
             "state": built.merge_states([state["state"] for state in seen]),
         }
-
-    def check_joined(self, processes: int) -> None:
-        """Accept any number of processes: torchmetrics says how states are joined."""
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
         """Return that it is, by name."""

@@ -94,12 +94,12 @@ class Metric(Protocol):
         ...
 
     def check_joined(self, processes: int) -> None:
-        """Make sure, before any work, that :meth:`merge_states` will do.
+        """Make sure, before any work, that :meth:`merge_states` will do, as it does by itself.
 
         Raises:
             MetricError: it won't.
         """
-        ...
+        return
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
         """By name; None where nobody knows."""
@@ -168,9 +168,6 @@ class Mean(Metric):
     def merge_states(self, states: Sequence[Mapping[str, float]]) -> Dict[str, float]:
         """Add up sums and counts of several processes."""
         return {name: math.fsum(state[name] for state in states) for name in ("total", "count")}
-
-    def check_joined(self, processes: int) -> None:
-        """Accept any number of processes: sums can be added."""
 
     @torch.no_grad()
     def update(

@@ -150,14 +150,14 @@ def rule_of(settings: OptimizerSettings, group: int) -> OptimizerRule:
 
 
 def _class(settings: OptimizerSettings, values: Values) -> Type[OptimizerRule]:
-    if settings.kind in (OptimizerKind.SGD_COMBINED, OptimizerKind.SGD_SEPARATE):
+    if settings.kind.family == "SGD":
         if not settings.has_velocity(values):
             return DeviceSGDRule
         if settings.kind is OptimizerKind.SGD_COMBINED:
             return CombinedRule
         is_plain = values["velocity_scaling"] == Value(1.0, True)
         return DeviceSGDRule if is_plain else VelocityRule
-    if settings.kind in (OptimizerKind.RMSPROP, OptimizerKind.RMSPROP_CENTERED):
+    if settings.kind.family == "RMSPROP":
         return TensorFlowRMSpropRule if settings.tensorflow else RMSpropRule
     kinds: Dict[OptimizerKind, Type[OptimizerRule]] = {
         OptimizerKind.ADAM: AdamRule,
@@ -189,10 +189,7 @@ def state_dtype(settings: OptimizerSettings, name: str, weight: torch.dtype) -> 
         return weight
     if name == "exp_avg_sq":
         chosen = settings.second
-    elif (
-        settings.kind in (OptimizerKind.RMSPROP, OptimizerKind.RMSPROP_CENTERED)
-        and name == "momentum_buffer"
-    ):
+    elif settings.kind.family == "RMSPROP" and name == "momentum_buffer":
         # The device has no choice of type for it.
         chosen = torch.float32
     half = chosen == torch.float16
@@ -361,12 +358,12 @@ def _scalars(settings: OptimizerSettings, values: Values, factors: Factors) -> L
     """Return the numbers of a parameter with these hyper-parameters, in the order of the device."""
     kind = settings.kind
     decay = [_plain("learningRate", "lr"), _plain("weightDecay", "weight_decay")]
-    if kind in (OptimizerKind.SGD_COMBINED, OptimizerKind.SGD_SEPARATE):
+    if kind.family == "SGD":
         if not settings.has_velocity(values):
             return _without_velocity(factors)
         nesterov = bool(values["nesterov"].value and values["momentum"].value > 0)
         return _with_velocity(factors, kind is OptimizerKind.SGD_COMBINED, nesterov)
-    if kind in (OptimizerKind.RMSPROP, OptimizerKind.RMSPROP_CENTERED):
+    if kind.family == "RMSPROP":
         return [
             *decay,
             _plain("adaptiveAlpha", "alpha"),

@@ -196,6 +196,12 @@ class Executable:
                 result.outputs = self.traced.outputs.rebuild(tensors)
         return results
 
+    def destroy(self) -> None:
+        """Let the program go; safe twice."""
+        with translate_errors(self._sdk, "closing a program"):
+            OWNER.release(self.executor)
+            self.executor.destroy()
+
 
 def _cut(tensor: Tensor, shape: Tuple[int, ...], count: int) -> List[Tensor]:
     """The results of each micro-batch, of shape ``shape``, out of those of all."""
@@ -416,10 +422,8 @@ class Trained(Executable):
         return fresh
 
     def destroy(self) -> None:
-        """Let the program go; safe twice."""
-        with translate_errors(self._sdk, "closing the program"):
-            OWNER.release(self.executor)
-            self.executor.destroy()
+        """Let the program go, and take its wrapping from the tensors; safe twice."""
+        super().destroy()
         # PopTorch leaves them wrapped where compiling has failed.
         for tensor, kind in self._kinds:
             if type(tensor) is not kind:

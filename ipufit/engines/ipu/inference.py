@@ -79,7 +79,7 @@ class IpuContext(Engine):
             key = (unwrapped(fingerprint(whole)[0]), *key[1:])
             self._inference[key] = (unit, (referents, spec))
             if len(self._inference) > _KEPT:
-                self._destroy(self._inference.popitem(last=False)[1][0])
+                self._inference.popitem(last=False)[1][0].destroy()
         self._inference.move_to_end(key)
         return self._inference[key][0]
 
@@ -95,11 +95,6 @@ class IpuContext(Engine):
         self.compiled += 1
         return unit
 
-    def _destroy(self, unit: Executable) -> None:
-        with translate_errors(self.sdk, "closing a program"):
-            OWNER.release(unit.executor)
-            unit.executor.destroy()
-
     def release_inference(self) -> None:
         """Take the device from inference programs, so that the next one brings weights over."""
         for unit, _ in self._inference.values():
@@ -109,7 +104,7 @@ class IpuContext(Engine):
     def close(self) -> None:
         """Let go of all compiled programs; safe twice."""
         while self._inference:
-            self._destroy(self._inference.popitem(last=False)[1][0])
+            self._inference.popitem(last=False)[1][0].destroy()
 
 
 class PoptorchInferenceProgram(Program):

@@ -220,9 +220,6 @@ class MultiConv:
     def __init__(self) -> None:
         self._available_memory_proportions: Optional[Sequence[float]] = None
         self._partials_types: Optional[Sequence[int]] = None
-        self._plan_type: Optional[enums.MultiConvPlanType] = None
-        self._per_conv_reserved_tiles: Optional[int] = None
-        self._cycle_back_off: Optional[float] = None
         self._enable_conv_ditherings: Optional[Sequence[bool]] = None
 
     @staticmethod
@@ -267,26 +264,23 @@ class MultiConv:
         return self
 
     def planType(self, value: enums.MultiConvPlanType) -> MultiConv:
-        """Set how the convolutions run: in parallel or one after another."""
+        """Accept how the convolutions run on a device: in parallel or one after another."""
         if value is not None and not isinstance(value, enums.MultiConvPlanType):
             raise AssertionError(
                 f"Invalid plan type! Expected a poptorch.MultiConvPlanType, got {value!r}."
             )
-        self._plan_type = value
         return self
 
     def perConvReservedTiles(self, value: int) -> MultiConv:
-        """Set the number of tiles reserved for each convolution."""
+        """Accept the number of tiles reserved for each convolution on a device."""
         if not isinstance(value, int):
             raise AssertionError(f"Invalid reserved tiles! Expected an int, got {value!r}.")
-        self._per_conv_reserved_tiles = value
         return self
 
     def cycleBackOff(self, value: float) -> MultiConv:
-        """Set the cycle back-off, a proportion between 0 and 1."""
+        """Accept the cycle back-off, a proportion between 0 and 1."""
         if not isinstance(value, float):
             raise AssertionError(f"Invalid cycle back off! Expected a float, got {value!r}.")
-        self._cycle_back_off = value
         return self
 
     def __enter__(self) -> None:

@@ -141,9 +141,8 @@ def end_multi_conv(
     several, _ = trace.multi_conv
     several._available_memory_proportions = available_memory_proportions
     several._partials_types = partials_types
-    several._plan_type = None if plan_type is None else enums.MultiConvPlanType(plan_type)
-    several._per_conv_reserved_tiles = per_conv_reserved_tiles
-    several._cycle_back_off = cycle_back_off
+    if plan_type is not None:
+        several.planType(enums.MultiConvPlanType(plan_type))
     if enable_conv_dithering is not None:
         several._enable_conv_ditherings = [bool(one) for one in enable_conv_dithering]
     several.__exit__(None, None, None)
