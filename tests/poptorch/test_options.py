@@ -264,8 +264,7 @@ def test_values_are_set_as_attributes_under_the_same_checks(options):
             "There is no private attribute _new. Valid names are _distributed, "
             "_execution_strategy, _graphProcessing, _is_frozen, _jit, _module_namescope_enabled, "
             "_popart, _progress_bar, _relax_optimizer_checks, _show_compilation_progress_bar, "
-            "_source_location_excludes, _tensor_locations, _training, _values, _warnings, "
-            "_warnings_disabled.",
+            "_source_location_excludes, _tensor_locations, _training, _values.",
         ),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from typing import Any, Dict, Iterable, Optional, Set, TypeVar
+from typing import Any, Dict, Iterable, Optional, TypeVar
 
 import torch
 
@@ -100,8 +100,6 @@ class OptionGroup(Freezable):
     _popart: _PopartOptions
 
     def __init__(self, **default_values: object) -> None:
-        self._warnings: Dict[str, str] = {}
-        self._warnings_disabled: Set[str] = set()
         self._is_frozen = False
         # From here on no other private attribute can appear.
         self._values: Dict[str, Any] = default_values
@@ -156,9 +154,6 @@ class OptionGroup(Freezable):
         Raises:
             AssertionError: the dictionary has one of these names already.
         """
-        for option, warning in self._warnings.items():
-            if option not in self._warnings_disabled:
-                logger.warning(warning)
         both = sorted(set(self._values).intersection(other))
         if both:
             raise AssertionError(
@@ -502,7 +497,6 @@ class _DistributedOptions(OptionGroup):
     """
 
     def __init__(self) -> None:
-        self._gcd_mappings: object = {}
         super().__init__(num_distributed_processes=1, distributed_process_id=0, ipuof_configs={})
         self.setEnvVarNames("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 
