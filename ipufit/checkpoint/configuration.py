@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 from ipufit.callbacks.running_fit import Measurement, ObservedSession
 from ipufit.checkpoint.training_state import RestoredState
 from ipufit.data.batches import is_weighted
-from ipufit.data.in_memory import ReadAhead, RowBatches, rows_in_memory
+from ipufit.data.in_memory import ArrayLoader, ReadAhead, rows_in_memory
 from ipufit.data.loaders import reads_as_torch
 from ipufit.data.source import DataAdapter
 from ipufit.errors import UnknownNameError
@@ -434,7 +434,7 @@ def _data(source: DataAdapter) -> Configuration:
     return description
 
 
-def _rows(rows: RowBatches) -> Configuration:
+def _rows(rows: ArrayLoader) -> Configuration:
     """Form and content of some of the rows, from the first to the last."""
     count = int(rows.leaves()[0].shape[0])
     chosen = torch.linspace(0, count - 1, min(count, _ROWS), dtype=torch.float64).long()

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from ipufit.core.batch import Mode, RawBatch
 from ipufit.data.fields import can_bind
 from ipufit.data.in_memory import (
-    ArrayLoader,
     EpochOrder,
+    array_loader,
     as_arrays,
     as_tensors,
     is_array,
@@ -297,12 +297,12 @@ def _of_arrays(arguments: DataArguments, mode: Mode, batch_size: int) -> _Loader
         raw = (arguments.x, arguments.y)
     if arguments.sample_weight is not None:
         raw = (arguments.x, arguments.y, arguments.sample_weight)
-    loader = ArrayLoader(raw, names, batch_size, arguments.role)
+    loader = array_loader(raw, names, batch_size, arguments.role)
     if arguments.sample_weight is not None:
         refuse_bad_weights(
             arguments.sample_weight, weight_names, arguments.role, mode is Mode.TRAIN
         )
-    return loader, loader.rows
+    return loader, loader.shuffled
 
 
 def _refuse_table(arguments: DataArguments) -> None:

@@ -39,8 +39,8 @@ __all__ = [
     "ArrayLoader",
     "EpochOrder",
     "ReadAhead",
-    "RowBatches",
     "RowBlock",
+    "array_loader",
     "as_array",
     "as_arrays",
     "as_tensor",
@@ -114,7 +114,7 @@ def batch_count(raw: object) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowBatches:
+class ArrayLoader:
     """Batches of rows. Every batch is a copy, so that it never changes once it is read.
 
     Attributes:
@@ -131,9 +131,16 @@ class RowBatches:
     batch_size: int
     order: Callable[[], Optional[Tensor]]
 
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch_size)
+
     def __iter__(self) -> Iterator[RawBatch]:
         for picked in self.picked(ReadAhead()):
             yield from picked.batches()
+
+    def shuffled(self, key: int) -> ArrayLoader:
+        """Make a loader of all rows, in the order of ``key``."""
+        return dataclasses.replace(self, order=EpochOrder(self.samples, key).permutation)
 
     def picked(self, horizon: ReadAhead, most: Optional[int] = None) -> Iterator[RowBlock]:
         """The batches of a pass, ``most`` of them at most, as many at once as are wanted."""
@@ -417,8 +424,8 @@ class EpochOrder:
         return self._samples
 
 
-class ArrayLoader:
-    """Batches of rows. Every batch is a copy, so that it never changes once it is read.
+def array_loader(parts: object, names: List[str], batch_size: int, role: str) -> ArrayLoader:
+    """Make a loader of the rows of tensors and arrays.
 
     Args:
         parts: nested tensors and arrays with the samples along the first dimension; None where a
@@ -427,33 +434,12 @@ class ArrayLoader:
         batch_size: rows of a batch; the last one may have fewer.
         role: what the data is for, for messages.
 
-    Attributes:
-        samples: number of rows.
-
     Raises:
         DataError: a part that torch can't take, without rows, or of another length.
     """
-
-    def __init__(self, parts: object, names: List[str], batch_size: int, role: str) -> None:
-        self._leaves, self._structure = tree.flatten(parts)
-        self.batch_size = batch_size
-        self.samples = _samples(self._leaves, names, role)
-
-    def __len__(self) -> int:
-        return -(-self.samples // self.batch_size)
-
-    def __iter__(self) -> Iterator[RawBatch]:
-        return iter(self.rows(None))
-
-    def rows(self, key: Optional[int]) -> RowBatches:
-        """All rows, in the order of ``key``; None for their own."""
-
-        def order() -> Optional[Tensor]:
-            return None if key is None else EpochOrder(self.samples, key).permutation()
-
-        return RowBatches(
-            lambda: self._leaves, self._structure, self.samples, self.batch_size, order
-        )
+    leaves, structure = tree.flatten(parts)
+    samples = _samples(leaves, names, role)
+    return ArrayLoader(lambda: leaves, structure, samples, batch_size, lambda: None)
 
 
 def _samples(leaves: List[tree.Leaf], names: List[str], role: str) -> int:
@@ -529,17 +515,15 @@ def _refuse_dtype(array: tree.Leaf, name: str) -> None:
         ) from error
 
 
-def rows_in_memory(loader: Any) -> Optional[RowBatches]:
+def rows_in_memory(loader: Any) -> Optional[ArrayLoader]:
     """Make rows of memory that yield what a pass over a loader does, with its order and draws.
 
     Returns:
         The rows, or None for a loader that does anything but pick samples from tensors and stack
         them.
     """
-    if isinstance(loader, RowBatches):
-        return loader
     if isinstance(loader, ArrayLoader):
-        return loader.rows(None)
+        return loader
     if not _is_plain_loader(loader) or not _picks_each_once(loader):
         return None
     dataset, picked = loader.dataset, None
@@ -559,7 +543,7 @@ def rows_in_memory(loader: Any) -> Optional[RowBatches]:
             return chosen
         return picked if chosen is None else picked[chosen]
 
-    return RowBatches(
+    return ArrayLoader(
         lambda: dataset.tensors,
         tree.flatten([*dataset.tensors])[1],
         samples - samples % size if loader.drop_last else samples,
@@ -575,8 +559,8 @@ def rows_at(loader: object, places: List[int]) -> List[int]:
         loader: of a pass; what a dataset picks by number are its rows.
         places: of samples, from 0.
     """
-    if isinstance(loader, (ArrayLoader, RowBatches)):
-        order = loader.rows(None).order() if isinstance(loader, ArrayLoader) else loader.order()
+    if isinstance(loader, ArrayLoader):
+        order = loader.order()
     elif _is_plain_loader(loader) and _picks_each_once(loader):
         order = _draw_order(loader)
     else:

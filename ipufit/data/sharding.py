@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ipufit.core.batch import MicroBatch, RawBatch
 from ipufit.core.plan import Plan
-from ipufit.data.in_memory import ArrayLoader, RowBatches
+from ipufit.data.in_memory import ArrayLoader
 from ipufit.data.loaders import like, reads_as_torch
 from ipufit.errors import DataError
 
@@ -169,7 +169,7 @@ class RankShard:
                     yield each
             number += len(group)
 
-    def rows(self, rows: RowBatches, most: Optional[int] = None) -> RowBatches:
+    def rows(self, rows: ArrayLoader, most: Optional[int] = None) -> ArrayLoader:
         """Select the rows of the batches that this process reads."""
         with self.drawing():
             order = rows.order()
@@ -197,7 +197,7 @@ class RankShard:
         return rows
 
 
-def _first_of(rows: RowBatches, order: Optional[Tensor], samples: int) -> RawBatch:
+def _first_of(rows: ArrayLoader, order: Optional[Tensor], samples: int) -> RawBatch:
     first = torch.arange(samples, device="cpu") if order is None else order
     one = dataclasses.replace(rows, samples=min(samples, rows.batch_size), order=lambda: first)
     return next(iter(one))

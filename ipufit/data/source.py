@@ -17,7 +17,6 @@ from ipufit.core.batch import DataCursor, RawBatch
 from ipufit.data.in_memory import (
     ArrayLoader,
     ReadAhead,
-    RowBatches,
     batch_count,
     is_in_memory,
     rows_at,
@@ -415,7 +414,7 @@ class DataAdapter:
         return self._stream_loader
 
     def _own_batches(
-        self, loader: object, rows: Optional[RowBatches], horizon: ReadAhead, portion: RankShard
+        self, loader: object, rows: Optional[ArrayLoader], horizon: ReadAhead, portion: RankShard
     ) -> Iterator[RawBatch]:
         """Yield the batches of a pass over a loader that a shard names."""
         if rows is not None:

@@ -17,7 +17,7 @@ from torch.utils.data import (
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.fields import BatchForm
-from ipufit.data.in_memory import ArrayLoader, EpochOrder, RowBatches, rows_in_memory
+from ipufit.data.in_memory import ArrayLoader, EpochOrder, array_loader, rows_in_memory
 from ipufit.data.pipeline import BatchPipeline, JobSpec
 from ipufit.data.prefetch import fetch_ahead
 from ipufit.data.source import DataAdapter
@@ -113,7 +113,7 @@ def test_rows_of_any_size_are_copied(shuffle, depth):
 
 def test_strides_of_arrays_stay():
     pictures = torch.randn(5, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    loader = ArrayLoader((pictures, None), ["x"], 2, "data")
+    loader = array_loader((pictures, None), ["x"], 2, "data")
     for (batch, _), expected in zip(loader, pictures.split(2)):
         assert torch.equal(batch, expected)
         assert batch.stride() == expected.stride()
@@ -131,12 +131,12 @@ class Reads:
             return [self.x]
 
         structure = tree.flatten([self.x])[1]
-        rows = RowBatches(leaves, structure, len(self.x), 2, lambda: None)
+        rows = ArrayLoader(leaves, structure, len(self.x), 2, lambda: None)
         return Watching(**vars(rows), spans=self.spans)
 
 
 @dataclasses.dataclass(frozen=True)
-class Watching(RowBatches):
+class Watching(ArrayLoader):
     spans: list
 
     def picked(self, horizon, most=None):
@@ -148,7 +148,7 @@ class Watching(RowBatches):
 def feed(samples, cut_every=(), limit=None, mode=Mode.PREDICT):
     """A feed over so many numbers, two to a batch, and what is read at once."""
     reads = Reads(samples)
-    source = DataAdapter(ArrayLoader([reads.x], ["x"], 2, "data"), "data", reads.rows)
+    source = DataAdapter(array_loader([reads.x], ["x"], 2, "data"), "data", reads.rows)
     if limit is not None:
         source.limit(limit)
     job = JobSpec(source, plan(1), mode, 0, "train", cut_every=cut_every)
