@@ -167,8 +167,8 @@ class Partitions:
     ) -> Partitions:
         """Fill in the stages that were yet to be found."""
         training, inference = (
-            dataclasses.replace(p, begins=begins, stages=len(places) or p.stages, places=places)
-            if p is not None and p.is_open
+            dataclasses.replace(p, begins=begins, stages=len(places) or p.ipus, places=places)
+            if p is not None and p.is_automatic and p.ipus > 1
             else p
             for p in (self.training, self.inference)
         )

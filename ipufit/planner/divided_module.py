@@ -97,14 +97,7 @@ class DividedModule:
         recompute = self.recomputes(partition.strategy, partition.ipus)
         how = (partition.ipus, partition.strategy, recompute)
         begins, places = self.estimator(first).divide_automatically(*how)
-        training, inference = (
-            dataclasses.replace(p, begins=(), stages=p.ipus, places=())
-            if p is not None and p.is_automatic
-            else p
-            for p in (self.partitions.training, self.partitions.inference)
-        )
-        opened = dataclasses.replace(self.partitions, training=training, inference=inference)
-        self.partitions = opened.with_stages(begins, places)
+        self.partitions = self.partitions.with_stages(begins, places)
 
     def _check_memory(self, first: MicroBatch, memory: int) -> None:
         """Refuse micro-batches with which a plan's stages take more than it was made for."""
