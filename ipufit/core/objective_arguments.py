@@ -167,11 +167,7 @@ def _parameters(call: Callable[..., object]) -> Iterator[List[inspect.Parameter]
     A callable without two of them, or whose signature can't be read, yields nothing.
     """
     for follow_wrapped in (False, True):
-        try:
-            signature = inspect.signature(call, follow_wrapped=follow_wrapped)
-        except (TypeError, ValueError):
-            return
-        every = signature.parameters.values()
+        every = _every_parameter(call, follow_wrapped)
         chosen = [p for p in every if p.kind in _POSITIONAL][:2]
         chosen += [p for p in every if p.kind is p.VAR_POSITIONAL and len(chosen) == 1]
         # A partial with keywords leaves what follows these to be passed by name.
@@ -180,24 +176,27 @@ def _parameters(call: Callable[..., object]) -> Iterator[List[inspect.Parameter]
             yield chosen[:2]
 
 
+def _every_parameter(
+    call: Callable[..., object], follow_wrapped: bool = True
+) -> List[inspect.Parameter]:
+    """Parameters of a callable; none where Python does not tell them."""
+    try:
+        signature = inspect.signature(call, follow_wrapped=follow_wrapped)
+    except (TypeError, ValueError):
+        return []
+    return list(signature.parameters.values())
+
+
 def keyword_names(call: Callable[..., object]) -> Tuple[str, ...]:
     """List the parameters that can be passed by name; () where the signature can't be read."""
-    try:
-        parameters = inspect.signature(call).parameters.values()
-    except (TypeError, ValueError):
-        return ()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, _BY_NAME)
-    return tuple(p.name for p in parameters if p.kind in by_name)
+    return tuple(p.name for p in _every_parameter(call) if p.kind in by_name)
 
 
 def required_names(call: Callable[..., object]) -> Tuple[str, ...]:
     """List the parameters that have no default, in order; () where the signature can't be read."""
-    try:
-        parameters = inspect.signature(call).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    kinds = (*_POSITIONAL, _BY_NAME)
-    return tuple(p.name for p in parameters if p.default is p.empty and p.kind in kinds)
+    required = (p for p in _every_parameter(call) if p.default is p.empty)
+    return tuple(p.name for p in required if p.kind in (*_POSITIONAL, _BY_NAME))
 
 
 def _role(name: str) -> Optional[_Role]:
