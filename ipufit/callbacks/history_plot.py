@@ -29,11 +29,9 @@ class RecordedValues(Protocol):
 
     def places(self, name: str) -> List[int]:
         """Return for each value the place in ``epoch`` that it belongs to."""
-        ...
 
     def aligned(self, name: str) -> List[float]:
         """Return one value per epoch, NaN where the epoch has none."""
-        ...
 
 
 def draw(

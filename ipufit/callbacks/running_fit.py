@@ -46,25 +46,20 @@ class CallbackModel(Protocol):
     @property
     def optimizer(self) -> Optional[torch.optim.Optimizer]:
         """The torch optimizer with its present state."""
-        ...
 
     @property
     def hyperparameters(self) -> Dict[str, Any]:
         """Settings that the module itself says it was made with."""
-        ...
 
     @property
     def capture_seconds(self) -> float:
         """Seconds spent on recording so far."""
-        ...
 
     def swap_ema_weights(self) -> None:
         """Exchange weights and their moving averages."""
-        ...
 
     def save_weights(self, path: str) -> None:
         """Write the weights to a file."""
-        ...
 
 
 @dataclasses.dataclass
@@ -108,31 +103,25 @@ class ObservedSession(Protocol):
     @property
     def processes(self) -> Processes:
         """The processes that train together."""
-        ...
 
     @property
     def optimizer(self) -> Optional[torch.optim.Optimizer]:
         """The torch optimizer with its present state."""
-        ...
 
     @property
     def groups(self) -> List[Dict[str, Any]]:
         """The optimizer's parameter groups with their present settings."""
-        ...
 
     def plan_estimator(
         self, sample: MicroBatch, partition: Optional[Partition], recompute: Sequence[str]
     ) -> PartitionEstimator:
         """Follow a micro-batch through module and loss, for estimates of its divisions."""
-        ...
 
     def choices(self) -> Optional[Dict[str, str]]:
         """Return what decides between ways that round otherwise, for a checkpoint."""
-        ...
 
     def explain(self) -> str:
         """Describe in a few lines how the program runs."""
-        ...
 
 
 class RunningFit(Protocol):
@@ -149,18 +138,14 @@ class RunningFit(Protocol):
     @property
     def job(self) -> Measurement:
         """The training program and its measures."""
-        ...
 
     @property
     def pipeline(self) -> BatchPipeline:
         """The pipeline of the training data."""
-        ...
 
     @property
     def shards_data(self) -> bool:
         """True if ipufit shards the data, or one process reads all of it."""
-        ...
 
     def ending(self) -> bool:
         """Return True if training ends with the last execution."""
-        ...

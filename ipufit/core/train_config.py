@@ -48,67 +48,53 @@ class HyperparameterSchedule(Protocol):
     @property
     def name(self) -> str:
         """Name in messages."""
-        ...
 
     @property
     def names(self) -> FrozenSet[str]:
         """Settings of the parameter groups that are known to change."""
-        ...
 
     @property
     def per_update(self) -> bool:
         """True if settings change with every update, False if they do at epoch ends alone."""
-        ...
 
     @property
     def follows_values(self) -> bool:
         """True if settings depend on values of the run, not on updates and epochs alone."""
-        ...
 
     @property
     def configuration(self) -> Mapping[str, object]:
         """Everything that determines the settings of all updates."""
-        ...
 
     def rows(
         self, updates: int, accumulation_steps: Sequence[int] = ()
     ) -> List[List[Dict[str, Any]]]:
         """Settings by update and parameter group for the coming updates, which count as done."""
-        ...
 
     def check(self, updates: int, epoch: Sequence[int] = ()) -> None:
         """Refuse coming updates that have no usable values; nothing changes."""
-        ...
 
     def begin_run(
         self, updates: Optional[int], epochs: Optional[int], is_trial: bool = False
     ) -> None:
         """Learn how long the run is that begins, or goes on and whose state comes next."""
-        ...
 
     def end_epoch(self, logs: Mapping[str, float]) -> None:
         """Move on where settings change at epoch ends."""
-        ...
 
     def advance_to(self, updates: int, epochs: int, in_run: Tuple[int, int]) -> None:
         """Bring a schedule that has not begun to where it is after so many updates and epochs."""
-        ...
 
     def snapshot(self) -> Any:
         """Copy everything, the optimizer's settings included."""
-        ...
 
     def restore(self, snapshot: Any) -> None:
         """Go back to a snapshot, exactly."""
-        ...
 
     def state_dict(self) -> Mapping[str, object]:
         """Return the state that a checkpoint stores."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from a stored state, settings included."""
-        ...
 
 
 def _is_number(value: object) -> bool:

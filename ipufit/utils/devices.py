@@ -49,7 +49,6 @@ class TimingEvent(Protocol):
 
     def elapsed_time(self, end_event: TimingEvent) -> float:
         """Milliseconds from this moment to another one, which both have passed."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,11 +81,9 @@ class FallibleProgram(Protocol):
     @property
     def updates(self) -> int:
         """Weight updates done since ``compile``."""
-        ...
 
     def fail(self, action: Optional[str]) -> None:
         """Raise what a failing device would raise, where the program has a device."""
-        ...
 
 
 def raise_injected_fault(program: FallibleProgram, updates: int) -> None:

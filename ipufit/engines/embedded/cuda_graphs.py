@@ -41,7 +41,6 @@ class CapturedGraph(Protocol):
 
     def replay(self, keys: Sequence[int]) -> None:
         """Ask the device for all of it again, with streams of random numbers from these keys."""
-        ...
 
 
 class GraphMaker(Protocol):
@@ -54,11 +53,9 @@ class GraphMaker(Protocol):
             function: called once. What it makes stays where it is, and has values after a replay.
             streams: of random numbers that it draws from.
         """
-        ...
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
         """Where work is done that is captured later: libraries set themselves up there."""
-        ...
 
 
 def why_no_graphs() -> Optional[str]:
