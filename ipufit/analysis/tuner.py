@@ -33,6 +33,7 @@ from ipufit.training.arguments import checked_seed
 from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.trainer import Job, Trainer
 from ipufit.utils.devices import clear_cache
+from ipufit.utils.error_collector import at_least
 from ipufit.utils.figures import new_figure, save_figure
 from ipufit.utils.random_streams import draw_seed
 from ipufit.utils.state import fork_rng, preserve_state, train_mode
@@ -413,12 +414,6 @@ def find_batch_size(
     return BatchSize(*best, tuple(tried))
 
 
-def _positive(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{name} must be an integer of at least 1, got {value!r}.")
-    return value
-
-
 def candidates(
     effective: object, start: object, replicas: int, samples: Optional[int] = None
 ) -> List[Tuple[int, int]]:
@@ -433,8 +428,8 @@ def candidates(
     Raises:
         ConfigurationError: there is none.
     """
-    effective = _positive("effective_batch_size", effective)
-    start = _positive("start", start)
+    effective = at_least("effective_batch_size", effective, 1)
+    start = at_least("start", start, 1)
     if effective % (start * replicas):
         raise ConfigurationError(
             f"effective_batch_size must be a multiple of start × replicas ({start} × {replicas} = "

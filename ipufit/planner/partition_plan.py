@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 from torch import nn
 
 from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
-from ipufit.partition.request import PartitionRequest
+from ipufit.partition.request import PartitionRequest, count_of
 from ipufit.planner.costs import TILE_MEMORY, TILES, StageCost, by_ipu, memory_of, times_of
 from ipufit.planner.pipeline_schedule import (
     SCHEDULES,
@@ -196,13 +196,8 @@ class PartitionPlan(TextReport):
             An ``ipufit.planner.pipeline_schedule.Timeline`` of ``tasks``; the unit of their times
             is that of one micro-batch through all stages and back.
         """
-        count = gradient_accumulation
-        if count is None:
-            count = self.planned.gradient_accumulation
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigurationError(
-                f"gradient_accumulation must be a positive whole number or None, got {count!r}."
-            )
+        count = count_of("gradient_accumulation", gradient_accumulation)
+        count = count or self.planned.gradient_accumulation
         schedule = self._schedule(schedule)
         forward, backward = times_of(self.costs, schedule, self.planned.recompute)
         unit = sum(forward) + sum(backward) or 1.0
