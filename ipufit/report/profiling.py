@@ -128,20 +128,19 @@ class Profiler:
     def __init__(self, profiler: Any, folder: str) -> None:
         self._profiler = profiler
         self._path = os.path.join(folder, TORCH_TRACE)
-        self._runs = False
-        self._names = None if profiler is None else NamingClock()
-        self.clock = self._names or Clock()
+        self.clock = Clock() if profiler is None else NamingClock()
+        self._running: Optional[NamingClock] = None
 
     def start(self) -> None:
         """Start the profiler as training begins."""
-        if self._profiler is not None:
+        if isinstance(self.clock, NamingClock):
             self._profiler.start()
-            self._runs = True
+            self._running = self.clock
 
     def step(self) -> None:
         """Step the profiler after an execution."""
-        if self._runs and self._names is not None:
-            self._names.executed()
+        if self._running is not None:
+            self._running.executed()
             self._profiler.step()
 
     def stop(self) -> None:
@@ -150,11 +149,10 @@ class Profiler:
         Warns:
             UserWarning: the profiler has nothing to show.
         """
-        if not self._runs:
+        running, self._running = self._running, None
+        if running is None:
             return
-        self._runs = False
-        if self._names is not None:
-            self._names.executed()
+        running.executed()
         waits = getattr(self._profiler, "current_action", None) is ProfilerAction.WARMUP
         self._profiler.stop()
         # One with a handler of its own has done something else with what it has seen.

@@ -154,7 +154,6 @@ class Recorder(Observer):
         self._flushed = self._wrote = self._writing = 0.0
         self._memory = in_use(self._device)
         self._is_lost = False
-        self._step = None if report.profiler is None else self._profiler.step
         self._added = 0
         self._mark()
 
@@ -242,8 +241,7 @@ class Recorder(Observer):
         self._pending += 1
         if time.perf_counter() >= self._due:
             self._add_row()
-        if self._step is not None:
-            self._step()
+        self._profiler.step()
 
     def end_executions(self) -> None:
         """Add the last row of an epoch: time from here on belongs to no execution."""
