@@ -32,7 +32,7 @@ from ipufit.planner.divided_module import DividedModule
 from ipufit.training.arguments import checked_seed
 from ipufit.training.session import JobSpec, Session, require_single_process
 from ipufit.training.trainer import Job, Trainer
-from ipufit.utils.devices import clear_cache
+from ipufit.utils.devices import clear_cache, is_out_of_memory
 from ipufit.utils.error_collector import at_least
 from ipufit.utils.figures import new_figure, save_figure
 from ipufit.utils.random_streams import draw_seed
@@ -398,7 +398,7 @@ def find_batch_size(
             plan = session.plan(source, total, 1, accumulation, training=True)
             rate = _one_update(trial, source, plan, trial_seed)
         except Exception as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         tried.append((size, rate))
         if rate is None:
@@ -456,10 +456,3 @@ def _one_update(trial: Trial, source: DataAdapter, plan: Plan, seed: int) -> flo
         start = time.perf_counter()
         job.program.run(CombinedBatch([job.first] * count))
         return count * job.first.size / (time.perf_counter() - start)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    texts = ("out of memory", "not enough memory", "can't allocate memory")
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
-    )

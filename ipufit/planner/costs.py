@@ -271,9 +271,7 @@ _SUMS = (
 )
 
 
-def spans_of(
-    trace: CallTrace, module: nn.Module, end: Optional[int] = None
-) -> List[Tuple[int, int]]:
+def spans_of(trace: CallTrace, module: nn.Module, end: int) -> List[Tuple[int, int]]:
     """First and last segment of each parameter's use, by operators and by calls of its module.
 
     Between the two no stage may begin: a parameter is on one IPU.
@@ -281,7 +279,7 @@ def spans_of(
     Args:
         trace: of a forward pass.
         module: the user's.
-        end: segments from this one on don't count; None for all.
+        end: segments from this one on don't count.
     """
     calls = trace.calls()
     firsts = {id(part): name for name, part in module.named_modules()}
@@ -298,9 +296,8 @@ def spans_of(
         for parameter in part._parameters.values():
             if parameter is not None and name:
                 used.setdefault(id(parameter), set()).update(calls[name])
-    if end is not None:
-        used = {key: {one for one in where if one < end} for key, where in used.items()}
-    return [(min(where), max(where)) for where in used.values() if where]
+    before_end = [{one for one in where if one < end} for where in used.values()]
+    return [(min(where), max(where)) for where in before_end if where]
 
 
 # Settings that want another device than the one of the trial; none of them changes the state.

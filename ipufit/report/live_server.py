@@ -56,18 +56,11 @@ class Watched:
 
     Args:
         folder: of the report, which may not be there yet.
-        page, state: make the page and its news of a run; None for those of the report.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        page: Optional[Callable[[Run], str]] = None,
-        state: Optional[Callable[[Run], str]] = None,
-    ) -> None:
+    def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._makers = {"page": page or _page, "state": state or _state}
-        self._cache: Dict[str, Tuple[_Stamp, bytes]] = {}
+        self._cache: Dict[Callable[[Run], str], Tuple[_Stamp, bytes]] = {}
         self._lock = threading.Lock()
 
     def page(self) -> bytes:
@@ -76,7 +69,7 @@ class Watched:
         Raises:
             NotYetError: there is nothing to show.
         """
-        return self._fresh("page")
+        return self._fresh(_page)
 
     def state(self) -> bytes:
         """Return the JSON that brings an open page up to date.
@@ -84,16 +77,16 @@ class Watched:
         Raises:
             NotYetError: there is nothing to show.
         """
-        return self._fresh("state")
+        return self._fresh(_state)
 
-    def _fresh(self, what: str) -> bytes:
+    def _fresh(self, render: Callable[[Run], str]) -> bytes:
         # One at a time: a second one finds what the first one has made.
         with self._lock:
             # Looked at before the files are read, so that no later change is missed.
             stamp = self._stamp()
-            if self._cache.get(what, (None, b""))[0] != stamp:
-                self._cache[what] = (stamp, self._makers[what](self._run()).encode("utf-8"))
-            return self._cache[what][1]
+            if self._cache.get(render, (None, b""))[0] != stamp:
+                self._cache[render] = (stamp, render(self._run()).encode("utf-8"))
+            return self._cache[render][1]
 
     def _stamp(self) -> _Stamp:
         return tuple(_stamp_of(os.path.join(self.folder, name)) for name in (FACTS, EXECUTIONS))

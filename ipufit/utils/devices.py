@@ -28,6 +28,7 @@ __all__ = [
     "devices_in_use",
     "generator_of",
     "is_keyed",
+    "is_out_of_memory",
     "memory_of_tensors",
     "name_of",
     "set_accelerator_states",
@@ -251,3 +252,12 @@ def timing_event(device: torch.device) -> Optional[TimingEvent]:
     except _LACKS:
         return None
     return cast(TimingEvent, event)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """True of an error by which Python, or torch on any device, says that there is no room."""
+    # Torch's errors about it, on a GPU and on the host, are told from others by their text alone.
+    texts = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
+    )

@@ -13,11 +13,13 @@ import time
 import types
 import urllib.request
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from ipufit.cli.main import main
 from ipufit.errors import ConfigurationError
+from ipufit.report import live_server
 from ipufit.report.files import EXECUTIONS, FACTS, append_rows, write_rows
 from ipufit.report.live_server import ADDRESS, PORT, Server, Watched
 from ipufit.utils.files import write_text
@@ -48,8 +50,8 @@ def making():
 
 @contextlib.contextmanager
 def serving(folder, making):
-    watched = Watched(str(folder), making.render_page, making.render_state)
-    with Server(watched, 0) as server:
+    makers = {"_page": making.render_page, "_state": making.render_state}
+    with mock.patch.multiple(live_server, **makers), Server(Watched(str(folder)), 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

@@ -12,6 +12,7 @@ from ipufit.core.compile_arguments import GRAPH, Backend
 from ipufit.engines.embedded.passes.select_kernels import Lowered, agree, lower
 from ipufit.engines.embedded.passes.simplify import value_of
 from ipufit.errors import ConfigurationError, brief_error
+from ipufit.utils.devices import is_out_of_memory
 from ipufit.utils.random_operators import hoist_draws, uses_random_numbers
 from ipufit.utils.random_streams import isolated, seed_generators
 
@@ -21,8 +22,6 @@ _WHY = (
     "Hands recorded graphs to the backend {!r} of torch.compile; each "
     "computes what the graph does, as was compared when it was compiled."
 )
-
-_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
 
 
 def compile_micro_batch(
@@ -161,7 +160,7 @@ class _CompiledGraph:
         try:
             results = [*self._run(*tensors)]
         except Exception as error:
-            if any(text in str(error).lower() for text in _OUT_OF_MEMORY):
+            if is_out_of_memory(error):
                 raise
             what = f"compiled {self._title}, but that fails: {brief_error(error)}"
             raise _error(self._backend, what) from error

@@ -38,6 +38,7 @@ from ipufit.tracing.graph_analysis import peak_bytes
 from ipufit.tracing.interpreter import InstrumentedInterpreter
 from ipufit.tracing.recording import is_backward
 from ipufit.tracing.source_map import Origin, trace_calls
+from ipufit.utils.devices import is_out_of_memory
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import BatchedStep
@@ -134,8 +135,6 @@ _ROUNDS, _ENOUGH = 7, 0.3
 
 _EAGERLY = "the module itself runs, so there is no recording whose operators could be timed"
 DIVIDED = "the weights are divided over processes, and one process alone can't run a micro-batch"
-# Torch's errors about it, on a GPU and on the host, are told from others by their text alone.
-_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
 _NO_ROOM = "there was not enough memory for copies of the weights: {}"
 
 _COMPILED = (
@@ -180,7 +179,7 @@ class OperatorProfiler:
         except CaptureError as error:
             return {"missing": str(error)}
         except RuntimeError as error:
-            if not any(text in str(error) for text in _OUT_OF_MEMORY):
+            if not is_out_of_memory(error):
                 raise
             return {"missing": _NO_ROOM.format(str(error).partition("\n")[0])}
 
