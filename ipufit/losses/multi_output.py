@@ -139,11 +139,9 @@ class SeveralLosses(Loss):
             if term is None:
                 return None
             terms.append(term)
-        counted = isinstance(sample_weight, Tensor) and self.normalize != "micro_batches"
-        count = None
-        if counted and self.sample_weight_reduction != "sum_over_batch_size":
-            count = total(hide_padding(as_weights(sample_weight, LossError), valid))
-        return self._sum(terms, count)
+        if isinstance(sample_weight, Tensor):
+            sample_weight = hide_padding(as_weights(sample_weight, LossError), valid)
+        return self._sum(terms, self._count(sample_weight))
 
     def _arguments(
         self, part: OutputLoss, prediction: object, target: object

@@ -288,9 +288,7 @@ class StepLosses(_OfSteps):
             one, term = turn.loss.split(result[turn.step])
             outputs = one if outputs is None else outputs
             terms.append(term)
-        parts: Dict[str, Tensor] = {}
-        for term in terms:
-            parts.update(term.parts)
+        parts = {name: part for term in terms for name, part in term.parts.items()}
         values = [term.value for term in terms]
         return outputs, LossTerm(sum(values[1:], values[0]), None, parts)
 
