@@ -11,14 +11,7 @@ from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 from ipufit._version import __version__
 from ipufit.cli import doctor, report, script_args
 from ipufit.cli.parsing import CommandParser, add_completion
-from ipufit.cli.run import (
-    ScriptError,
-    enter,
-    enter_module,
-    read_script,
-    run_module,
-    run_script,
-)
+from ipufit.cli.run import ScriptError, enter, enter_module, read_script, run_module, run_script
 from ipufit.conformance import __main__ as conformance
 from ipufit.errors import IpufitError, UnknownNameError
 from ipufit.utils.poptorch_sdk import install

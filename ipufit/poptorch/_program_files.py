@@ -17,13 +17,7 @@ from torch import Tensor, fx
 
 from ipufit.poptorch._codec import InvalidContent, Values, make_codec, refuse_malformed
 from ipufit.poptorch._logging import Error, error, logger
-from ipufit.poptorch._operators.control import (
-    Body,
-    TensorSpec,
-    bodies_in,
-    everywhere,
-    renumber,
-)
+from ipufit.poptorch._operators.control import Body, TensorSpec, bodies_in, everywhere, renumber
 from ipufit.poptorch._operators.custom import CALL_CPU
 from ipufit.poptorch._placement import uses_ipu_model
 from ipufit.poptorch._recording import Outputs, RecordedProgram

@@ -24,12 +24,7 @@ from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, Train
 from ipufit.errors import DataError
 from ipufit.losses import Loss
 from ipufit.processes import Processes
-from ipufit.tracing.grad_step import (
-    ModuleWithLoss,
-    ReportedScalars,
-    public_name,
-    unpack_reported,
-)
+from ipufit.tracing.grad_step import ModuleWithLoss, ReportedScalars, public_name, unpack_reported
 from ipufit.tracing.untraced_random import record_alone, refuse_draws
 from ipufit.utils.console import warn_user
 

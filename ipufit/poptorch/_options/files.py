@@ -9,12 +9,7 @@ import os
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Tuple, Type
 
 from ipufit.poptorch import enums
-from ipufit.poptorch._options.execution import (
-    STRATEGIES,
-    Phase,
-    Stage,
-    _IExecutionStrategy,
-)
+from ipufit.poptorch._options.execution import STRATEGIES, Phase, Stage, _IExecutionStrategy
 from ipufit.poptorch._options.group import (
     OptionGroup,
     TensorLocationSettings,
