@@ -57,21 +57,17 @@ class Metric(Protocol):
 
     def fresh(self) -> Metric:
         """Clone the metric without state, sharing nothing."""
-        ...
 
     def reset(self) -> None:
         """Forget everything seen."""
-        ...
 
     def update(
         self, prediction: object, target: object, size: int, weight: object, /, **fields: object
     ) -> None:
         """Add one micro-batch."""
-        ...
 
     def compute(self) -> Dict[str, float]:
         """The values so far; nan before the first micro-batch."""
-        ...
 
     def state_dict(self) -> object:
         """Return the state for a checkpoint.
@@ -79,11 +75,9 @@ class Metric(Protocol):
         Raises:
             MetricError: it can't say.
         """
-        ...
 
     def load_state_dict(self, state: Any) -> None:
         """Restore what :meth:`state_dict` returned."""
-        ...
 
     def merge_states(self, states: Sequence[Any]) -> object:
         """One state of what several processes have seen, each a part of the samples.
@@ -91,7 +85,6 @@ class Metric(Protocol):
         Raises:
             MetricError: nobody knows how.
         """
-        ...
 
     def check_joined(self, processes: int) -> None:
         """Make sure, before any work, that :meth:`merge_states` will do, as it does by itself.
@@ -103,7 +96,6 @@ class Metric(Protocol):
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
         """By name; None where nobody knows."""
-        ...
 
 
 class Mean(Metric):

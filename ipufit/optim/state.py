@@ -43,11 +43,9 @@ class PoptorchOptimizer(Protocol):
 
     def state_dict(self) -> Dict[str, Any]:
         """Return its state and its settings."""
-        ...
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Go on from there."""
-        ...
 
 
 def device_state(

@@ -112,11 +112,9 @@ class _Substitution(Protocol):
 
     def replace(self) -> object:
         """Replace something, as the recording begins."""
-        ...
 
     def restore(self) -> object:
         """Restore it, as the recording ends."""
-        ...
 
 
 class _OverwriteContextManager:

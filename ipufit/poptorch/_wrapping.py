@@ -105,11 +105,9 @@ class WeightSource(Protocol):
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         """Read the weights back if the device has newer ones, and return True in that case."""
-        ...
 
     def destroy(self) -> None:
         """Free the device and unwrap the model."""
-        ...
 
 
 def _nobody() -> None:

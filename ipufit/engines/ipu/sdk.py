@@ -158,7 +158,6 @@ class Executor(Protocol):
 
     def __call__(self, *arguments: Tensor) -> Iterable[Tensor]:
         """Run the program once."""
-        ...
 
 
 _Method = TypeVar("_Method", bound=Callable[..., object])
