@@ -192,7 +192,9 @@ def test_no_epoch_to_train_is_an_error():
     both = pair()
     theirs = both.theirs.fit(X, Y, initial_epoch=2, epochs=2, verbose=0)
     assert theirs.history == {}
-    with pytest.raises(ipufit.errors.ConfigurationError, match="at least one, from 0 or later"):
+    with pytest.raises(
+        ipufit.errors.ConfigurationError, match="with at least one epoch, no negative index"
+    ):
         both.ours.fit(X, Y, epochs=range(2, 2), verbose=0)
 
 

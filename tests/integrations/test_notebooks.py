@@ -112,7 +112,7 @@ def test_a_cell_that_trains_has_one_output_and_nothing_red(outputs):
     assert text.startswith("evaluate: 3 batches, loss=")
     (page, _), said = shown[3]
     assert page.startswith("<table>")
-    assert said.startswith("epoch 2: EarlyStopping ends training, ")
+    assert said.startswith("epoch 2: EarlyStopping ends training because ")
 
 
 def test_ctrl_c_in_a_cell_is_a_sentence(outputs):

@@ -273,8 +273,8 @@ class Cut(Four):
         (
             Unplaced,
             PartitionError,
-            "every block must say on which IPU it runs, but the block 'third' does not. Begin it "
-            "with ipu_id=0, say, or name its IPU in an execution strategy, such as "
+            "every block must name its IPU, but the block 'third' does not. Begin it with "
+            "ipu_id=0, for example, or name its IPU in an execution strategy, such as "
             "options.setExecutionStrategy(poptorch.PipelinedExecution(...)) of training_opts and "
             "inference_opts.",
             lambda: Unplaced({"ipu_id": 1}),

@@ -264,7 +264,7 @@ def test_a_value_in_a_text_is_told_where_it_is_made(capsys):
             print(f"{loss:.3f}")
             return loss
 
-    with pytest.warns(UserWarning, match=r"written into a text.*test_logged\.py"):
+    with pytest.warns(UserWarning, match=r"formatted as a string.*test_logged\.py"):
         ipufit_of(Net()).fit(BATCHES, verbose=0)
     assert float(capsys.readouterr().out.split()[-1]) > 0
 

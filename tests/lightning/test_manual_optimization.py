@@ -270,10 +270,10 @@ def now_and_then(self, generator, critic, batch):
     [
         (stale, "a loss depends on the weights before a step of their optimizer"),
         (without_loss, "an optimizer makes a step without a manual_backward after its zero_grad"),
-        (clipped, "self.clip_gradients was called, but the program computes and bounds"),
+        (clipped, "self.clip_gradients was called, but the program computes and clips"),
         (scheduled, "self.lr_schedulers() was called, but the program steps schedulers itself"),
         (rated, "param_groups of an optimizer was used inside training_step"),
-        (late_log, "'after' is computed from weights as they are after the last step"),
+        (late_log, "'after' is computed from the weights after the last step"),
         (now_and_then, "self.global_step was read inside a step"),
     ],
 )
@@ -316,5 +316,7 @@ def test_optimizers_come_from_configure_optimizers_alone():
         def configure_optimizers(self):
             return None
 
-    with pytest.raises(ConfigurationError, match="must return the optimizers whose steps"):
+    with pytest.raises(
+        ConfigurationError, match="must return the optimizers that training_step uses"
+    ):
         ipufit.Model.from_lightning(Bare()).fit(batches(), verbose=0)

@@ -413,7 +413,7 @@ def with_step(body, **metrics):
     return net
 
 
-USED = "the value of self.acc(...) was used, but metric objects are updated by the host when"
+USED = "the value of self.acc(...) was used, but the host updates metric objects after the"
 REFUSED = {
     "loss = loss * self.acc(p, y)": USED,
     "loss = self.acc(p, y) * loss": USED,
@@ -423,7 +423,7 @@ REFUSED = {
     "self.acc(p, y).mean()": USED,
     "f'{self.acc(p, y):.3f}'": USED,
     "self.bag[0].update(p, y)": "self.bag[0] was called inside a step, but a metric in a list or",
-    "self.acc.compute()": "self.acc.compute() was called inside a step, but metric objects are",
+    "self.acc.compute()": "self.acc.compute() was called inside a step, but the host updates",
     "self.acc.reset()": "self.acc.reset() was called inside a step, but the step is recorded once",
 }
 
@@ -629,7 +629,7 @@ def test_a_metric_that_can_not_say_what_it_has_seen_is_refused_with_a_checkpoint
     net = with_step("self.low.update(p, y)", low=torchmetrics.MinMaxMetric(MulticlassAccuracy(3)))
     ipufit_of(net).fit(BATCHES, verbose=0)
     assert 0 < net.low.compute()["raw"] < 1
-    with pytest.raises(IpufitError, match=r"but self\.low \(MinMaxMetric\) can't say it"):
+    with pytest.raises(IpufitError, match=r"but self\.low \(MinMaxMetric\) can't return it"):
         ipufit_of(net).fit(BATCHES, checkpoint=tmp_path, verbose=0)
 
 

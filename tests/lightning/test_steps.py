@@ -205,9 +205,7 @@ def test_the_refusal_of_a_hook_says_what_to_do():
 
     with pytest.raises(ConfigurationError) as caught:
         ipufit_of(Net())
-    assert "Net.on_train_batch_end can't be called. No Python of yours runs between" in str(
-        caught.value
-    )
+    assert "Net.on_train_batch_end can't be called. Your Python does not run" in str(caught.value)
     assert (
         "Net.configure_gradient_clipping can't be called. The program computes the gradients and "
         "applies them itself. Pass clip=ipufit.Clip(...) to compile."
@@ -367,7 +365,7 @@ def scheduled(**config):
             lambda self: ({"optimizer": sgd(self)}, {"optimizer": sgd(self)}),
             "configure_optimizers must return one optimizer, got 2",
         ),
-        (lambda self: "adam", "configure_optimizers returned str, which is none of its forms"),
+        (lambda self: "adam", "configure_optimizers returned str, which is not an accepted form"),
         (lambda self: {"optim": 1}, "may return a dict with 'optimizer', .* got 'optim'"),
         (scheduled(interval="batch"), "must be 'step' or 'epoch', got 'batch'"),
         (scheduled(frequency=0), "must be a number of at least 1, got 0"),
@@ -398,7 +396,7 @@ def test_compile_refuses_what_the_module_says():
     for name in ("loss", "metrics"):
         with pytest.raises(ConfigurationError, match=f"{name} must be None: the steps"):
             model.compile(**{name: "mse"})
-    with pytest.raises(ConfigurationError, match="lr_scheduler goes with an optimizer"):
+    with pytest.raises(ConfigurationError, match="lr_scheduler needs an optimizer"):
         model.compile(lr_scheduler=lambda update: 0.1)
     model.compile("sgd", lr_scheduler=lambda update: 0.0)
     before = [p.clone() for p in model.lightning.parameters()]
@@ -430,8 +428,11 @@ def test_what_only_fit_knows_waits_for_fit():
 @pytest.mark.parametrize(
     ("run", "text"),
     [
-        (lambda m: m.fit(verbose=0), "neither x nor datamodule came, and Classifier has no train_"),
-        (lambda m: m.fit(BATCHES, datamodule=Data()), "x and datamodule both say what the data"),
+        (
+            lambda m: m.fit(verbose=0),
+            "neither x nor datamodule was passed, and Classifier has no train_",
+        ),
+        (lambda m: m.fit(BATCHES, datamodule=Data()), "x and datamodule both define the data"),
         (lambda m: m.fit(datamodule=[1]), "must be a LightningDataModule object, got list"),
     ],
 )

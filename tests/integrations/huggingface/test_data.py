@@ -65,7 +65,7 @@ def test_labels_under_another_name_are_told():
     """forward takes any name and leaves it unused, so the loss is what is missing."""
     batch = batch_of("bert")
     batch["label"] = batch.pop("labels")
-    with pytest.raises(ipufit.errors.LossError, match="put them into the batch, under the name"):
+    with pytest.raises(ipufit.errors.LossError, match="put them into the batch under the name"):
         fitted(batch, batch_size=4)
 
 
