@@ -298,7 +298,7 @@ class AutotunedWay(_WayByShape[JitAutotuner]):
         tuner = self._by_shape[recorded]
         share = tuner.count / self._count if self._count else 1.0
         tuner.expect(int(share * self._updates_to_come))
-        if not tuner.is_undecided:
+        if not tuner.is_undecided or tuner.compiled.jit is None:
             return tuner.choose(None)
         state, place = self._state, list(map(id, execution.updates)).index(id(update))
         batch = CombinedBatch([batch for batch, _ in update])
