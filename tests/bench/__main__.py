@@ -21,7 +21,7 @@ from tests.bench.costs import (
     start_cost,
 )
 from tests.bench.curves import CURVES, Rounds, medians
-from tests.bench.peers import COMPILED, LOSSES, PEERS
+from tests.bench.peers import COMPILED, PEERS
 from tests.bench.real import REAL
 from tests.bench.report import Result, machine, points_table, summary, table, times, write
 from tests.bench.running import Running
@@ -79,7 +79,8 @@ def _in_turn(workload: str, peers: Sequence[Running], extent: Extent) -> List[Re
     peers = [peer for peer in peers if ALL[workload].has(peer.name)]
     for peer in peers:
         peer.ask(do="rounds", epochs=1, **what)  # records, compiles, starts
-    losses = [peer.ask(do="losses", count=LOSSES, **what)["losses"] for peer in peers]
+    count = ALL[workload].compared
+    losses = [peer.ask(do="losses", count=count, **what)["losses"] for peer in peers]
     for peer, own in zip(peers, losses):
         check(workload, peer.name, own, peers[0].name, losses[0])
     times: List[List[float]] = [[] for _ in peers]

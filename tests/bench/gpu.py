@@ -17,9 +17,9 @@ from torch import nn
 
 from tests.bench.__main__ import check
 from tests.bench.fitted import compiled, first_losses, seconds_of_epochs
-from tests.bench.peers import BY_HAND, LOSSES, OWN
+from tests.bench.peers import BY_HAND, OWN
 from tests.bench.report import Result, table
-from tests.bench.workloads import LEARNING_RATE, WORKLOADS, Workload
+from tests.bench.workloads import LEARNING_RATE, LOSSES, WORKLOADS, Workload
 
 CAPTURED = "loop of a CUDA graph captured by hand"
 ROUNDS, EPOCHS = 3, 8

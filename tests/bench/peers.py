@@ -12,18 +12,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.bench.workloads import LEARNING_RATE, Batches, Workload
+from tests.bench.workloads import LEARNING_RATE, LOSSES, Batches, Workload
 
-__all__ = ["BY_HAND", "COMPILED", "LOSSES", "OWN", "PEERS", "Peer"]
+__all__ = ["BY_HAND", "COMPILED", "OWN", "PEERS", "Peer"]
 
 # Epochs asked for, the first of which may pay for what is done once: seconds of each epoch.
 Rounds = Callable[[int], List[float]]
 # Losses of the first updates from the first weights.
 First = Callable[[int], List[float]]
 Peer = Callable[[Workload], Tuple[Rounds, First]]
-
-# Updates over which losses are compared.
-LOSSES = 16
 
 # The names of the rows that others are held against.
 OWN, BY_HAND = "ipufit", "eager loop, indexed, fused Adam"

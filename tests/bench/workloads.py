@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LEARNING_RATE", "WORKLOADS", "Batches", "Workload"]
+__all__ = ["LEARNING_RATE", "LOSSES", "WORKLOADS", "Batches", "Workload"]
 
 LEARNING_RATE = 1e-3
 CLASSES = 10
+# Updates over which losses are compared.
+LOSSES = 16
 # Peers that train some workloads only, by the first word of their names.
 OTHERS = ("Lightning", "Keras", "skorch", "Trainer", "Accelerate")
 
@@ -40,6 +42,7 @@ class Workload:
         loss: by ipufit's name.
         cuts: given an epoch's inputs and targets, the batches, where they vary in length.
         peers: others that train such models, by the first word of their names.
+        compared: updates over which losses of peers must agree.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Workload:
     loss: str = "cross_entropy"
     cuts: Optional[Callable[[Tensor, Tensor, int], Batches]] = None
     peers: Tuple[str, ...] = ("Lightning", "Keras", "skorch")
+    compared: int = LOSSES
 
     @property
     def loss_function(self) -> Callable[[Any, Any], Tensor]:
@@ -63,7 +67,8 @@ class Workload:
         x, y = self.tensors()
         if self.cuts is not None:
             return self.cuts(x, y, self.batch)[: count or None]
-        starts = range(0, (count or self.updates) * self.batch, self.batch)
+        updates = min(count or self.updates, self.updates)
+        starts = range(0, updates * self.batch, self.batch)
         return [(x[start : start + self.batch], y[start : start + self.batch]) for start in starts]
 
     def has(self, peer: str) -> bool:
