@@ -235,6 +235,28 @@ def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
     assert why == "Runs the graph as it was recorded: other kernels give different numbers."
 
 
+@pytest.mark.parametrize(
+    ("off", "way"), [(1e-4, "kernels"), (3e-2, "graph")], ids=["a rounding", "another kernel"]
+)
+@pytest.mark.long("ipu-standin")
+@needs_onednn
+@pytest.mark.usefixtures("all_kernels")
+def test_a_value_on_the_other_side_of_a_kink_is_no_other_kernel(off, way, monkeypatch):
+    """The step of a ReLU is 0 for one order of summation and 1 for the other."""
+    linear = cpu_kernels._linear()
+
+    def rounds_otherwise(x, w, bias, after, *rest):
+        result = linear(x, w, bias, "none", *rest) + (0.0 if bias is None else off)
+        return result.relu() if after == "relu" else result
+
+    monkeypatch.setattr(cpu_kernels, "_linear", lambda: rounds_otherwise)
+    net = Kinks()
+    _, _, told = fitted(net, jit="graph")
+    _, _, history = fitted(net, jit="kernels")
+    assert history.params["jit"] == way
+    torch.testing.assert_close(told.history["loss"], history.history["loss"], rtol=1e-2, atol=0)
+
+
 @pytest.mark.long
 @needs_onednn
 @pytest.mark.usefixtures("all_kernels")
@@ -262,6 +284,48 @@ def test_small_programs_and_float64_stay_as_recorded():
         model.fit(x, y, batch_size=8, verbose=0)
         assert engine.way == "graph"
         assert engine.explain(model._session.config, {}) == []
+
+
+class Kinks(nn.Module):
+    """Sums that are 0 but for their rounding, and steps in the gradient there."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(96, 80), nn.Linear(80, 96)
+        self.head = nn.Linear(96, 5)
+        with torch.no_grad():
+            self.second.weight[0], self.second.bias[0] = 0.0, -5e-5
+            self.head.weight[:, 0] *= 0.1
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x.flatten(1).repeat(1, 2)[:, :96]))
+        return self.head(F.relu(self.second(x)))
+
+
+class Tied(nn.Module):
+    """One matrix at both ends, whose gradient is the sum of a lookup's and a product's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mixed = nn.Embedding(40, 64), nn.Linear(64, 64)
+
+    def forward(self, words):
+        return self.mixed(self.embed(words)).mean(1) @ self.embed.weight.t()
+
+
+@needs_onednn
+@pytest.mark.usefixtures("all_kernels")
+@pytest.mark.long("ipu-standin")
+def test_the_gradient_of_a_matrix_used_twice_is_gathered():
+    net, words = Tied(), torch.randint(40, (64, 6), generator=torch.Generator().manual_seed(1))
+    results = []
+    for jit in ("graph", "kernels"):
+        model = ipufit.Model(copy.deepcopy(net), engine="embedded")
+        model.compile("adam", "cross_entropy", jit=jit)
+        history = model.fit(words, words[:, 0], batch_size=16, seed=1, verbose=0)
+        assert history.params["jit"] == jit
+        results.append(model.module.embed.weight.detach().clone())
+    torch.testing.assert_close(*results, rtol=1e-4, atol=2e-5)
 
 
 class Draws(nn.Module):

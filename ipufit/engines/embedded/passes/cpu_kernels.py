@@ -10,15 +10,17 @@ fast.
 from __future__ import annotations
 
 import functools
-from typing import Callable, Dict, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
 
 from ipufit.engines.embedded.passes.simplify import Flow, elements, value_of
 from ipufit.engines.embedded.timing import fastest
+from ipufit.tracing.interpreter import OperatorCall
+from ipufit.utils import tree
 
-__all__ = ["to_channels_last", "use_onednn_matmul"]
+__all__ = ["restore_outputs", "results_of_torch", "to_channels_last", "use_onednn_matmul"]
 
 _aten = torch.ops.aten
 
@@ -46,7 +48,7 @@ def to_channels_last(graph: fx.Graph) -> int:
     nodes = [node for node in graph.nodes if _is_of_pictures(node)]
     flow = Flow(graph)
     if elements([node.args[0] for node in nodes]) <= _SMALLEST_PICTURE or not all(
-        _allows(node, flow) for node in graph.nodes
+        _allows_strides(node, flow, 2) for node in graph.nodes
     ):
         return 0
     last: Dict[fx.Node, fx.Node] = {}
@@ -59,11 +61,19 @@ def to_channels_last(graph: fx.Graph) -> int:
                     last[source] = graph.call_function(channels_last, (source,))
                 last[source].meta["val"] = value_of(source)
             node.update_arg(place, last[source])
-    for node in graph.nodes:
-        if node.target in _VIEWS:
-            node.target = _aten.reshape.default
-    _restore_outputs(graph)
+    _copy_in_views(graph.nodes)
     return len(nodes)
+
+
+def results_of_torch(call: OperatorCall) -> List[Tensor]:
+    """What torch's own kernel computes where a call may be of another; empty where it is not."""
+    if call.operator in _PICTURES:
+        args = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in call.args]
+        return tree.tensors(call.operator(*args))
+    if call.operator is not _linear():
+        return []
+    result = torch.nn.functional.linear(*call.args[:3])  # type: ignore[arg-type]
+    return [result.relu() if call.args[3] == "relu" else result]
 
 
 def channels_last(pictures: Tensor) -> Tensor:
@@ -100,8 +110,14 @@ def _is_of_pictures(node: fx.Node) -> bool:
     return node.target is not _aten.convolution_backward.default or node.args[7] is False
 
 
-def _allows(node: fx.Node, flow: Flow) -> bool:
-    """Tell whether the node computes the same whatever the strides of its inputs."""
+def _allows_strides(node: fx.Node, flow: Flow, dims: int) -> bool:
+    """Tell whether a node computes the same whatever the strides of its inputs.
+
+    Args:
+        node: of a graph.
+        flow: of that graph.
+        dims: inputs with no more of them keep their strides.
+    """
     if node.op != "call_function":
         return True
     if node.target in _VIEWS and not flow.is_given(node) and flow.is_written_after(node):
@@ -109,12 +125,20 @@ def _allows(node: fx.Node, flow: Flow) -> bool:
     value = value_of(node)
     # Random numbers come in the order of memory.
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    if is_random and (value is None or value.dim() > 2):
+    if is_random and (value is None or value.dim() > dims):
         return False
     return str(node.target).split(".")[1:2] not in [[name] for name in _BY_STRIDES]
 
 
-def _restore_outputs(graph: fx.Graph) -> None:
+def _copy_in_views(nodes: Iterable[fx.Node]) -> None:
+    """Let views of what has other strides than recorded copy where they must."""
+    for node in nodes:
+        if node.target in _VIEWS:
+            node.target = _aten.reshape.default
+
+
+def restore_outputs(graph: fx.Graph) -> None:
+    """Return what a graph returns in the strides that were recorded."""
     (end,) = (node for node in graph.nodes if node.op == "output")
     with graph.inserting_before(end):
         for node in end.all_input_nodes:
@@ -140,16 +164,16 @@ def use_onednn_matmul(graph: fx.Graph) -> int:
     """Replace products; how many."""
     if _linear() is None:
         return 0
-    count = 0
+    count, flow = 0, Flow(graph)
     for node in list(graph.nodes):
         if node.target is _aten.mm.default:
             a, b = node.args
-            count += _replace(graph, node, a, b, None)
+            count += _replace(graph, flow, node, a, b, None)
         elif node.target is _aten.addmm.default and not node.kwargs and len(node.args) == 3:
             bias, a, b = node.args
             value, whole = value_of(bias), value_of(node)
             if value is not None and whole is not None and value.shape == whole.shape[1:]:
-                count += _replace(graph, node, a, b, bias)
+                count += _replace(graph, flow, node, a, b, bias)
     return count
 
 
@@ -167,19 +191,20 @@ def _linear() -> Optional[Callable[..., Tensor]]:
 
 
 def _replace(
-    graph: fx.Graph, node: fx.Node, a: fx.Node, b: fx.Node, bias: Optional[fx.Node]
+    graph: fx.Graph, flow: Flow, node: fx.Node, a: fx.Node, b: fx.Node, bias: Optional[fx.Node]
 ) -> int:
     left, right, whole = value_of(a), value_of(b), value_of(node)
     if left is None or right is None or whole is None or not _fits(left, right):
         return 0
     way = _fastest(left, right, bias is not None)
-    if way == _BLAS:
+    after = _users_of(node) if way == _TURNED else []
+    if way == _BLAS or not all(_allows_strides(each, flow, 1) for each in after):
         return 0
     with graph.inserting_before(node):
         if way == _TURNED:
             new = _transposed(graph, _call(graph, _transposed(graph, b), a, None, "none"))
             new.meta["val"] = whole.t().contiguous().t()
-            _allow_strides(node)
+            _copy_in_views(after)
         else:
             relu = None if bias is None else _relu_alone(node)
             new = _call(graph, a, _transposed(graph, b), bias, "none" if relu is None else "relu")
@@ -216,13 +241,14 @@ def _relu_alone(node: fx.Node) -> Optional[fx.Node]:
     return None
 
 
-def _allow_strides(node: fx.Node) -> None:
-    """Views of the result may have to be copies."""
-    for user in node.users:
-        if user.target in _VIEWS:
-            user.target = _aten.reshape.default
-        elif user.target is _aten.t.default:
-            _allow_strides(user)
+def _users_of(node: fx.Node) -> List[fx.Node]:
+    """All that comes of a node, itself left out."""
+    users = list(node.users)
+    visited = set(users)
+    for each in users:
+        users += [user for user in each.users if user not in visited]
+        visited.update(each.users)
+    return users
 
 
 def _fits(left: Tensor, right: Tensor) -> bool:
