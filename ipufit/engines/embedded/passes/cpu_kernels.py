@@ -66,7 +66,7 @@ def to_channels_last(graph: fx.Graph) -> int:
 
 
 def results_of_torch(call: OperatorCall) -> List[Tensor]:
-    """What torch's own kernel computes where a call may be of another; empty where it is not."""
+    """Return what torch's own kernel computes where a call may be of another, else nothing."""
     if call.operator in _PICTURES:
         args = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in call.args]
         return tree.tensors(call.operator(*args))
