@@ -445,3 +445,17 @@ def test_a_transposed_product_is_tried_only_where_it_may_pay():
     for ways in columns.values():
         for call in ways.values():
             assert sorted(call().shape) == [4, 6]
+
+
+@pytest.mark.parametrize(
+    ("first", "rounds"), [([0.4, 0.3], 0), ([0.4, 0.35], 1), ([0.02, 0.01], 7)], ids=str
+)
+def test_first_calls_decide_where_they_are_long_and_clear(first, rounds):
+    calls = []
+    timing.seconds_of([lambda: calls.append("a"), lambda: calls.append("b")], _called, first)
+    assert calls == ["a", "b"] * rounds
+
+
+def _called(call):
+    call()
+    return 1e-6
