@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import statistics
 import time
 from typing import Any, Dict, Iterator, List, Optional, Tuple
@@ -82,13 +81,10 @@ class Bench(Examination[_Values]):
         plan = _measure(ways, session, call.model, call.check_arguments(), self.options.seconds)
         return _result(ways, session, plan)
 
-    def show(self, results: List[_Values]) -> Tuple[int, str]:
+    def show(self, results: List[_Values]) -> Tuple[int, str, object]:
         """Show a table of all ways."""
         (result,) = results
-        text = "\n".join(_lines(result))
-        if self.options.json:
-            text = json.dumps(result, indent=2, allow_nan=False)
-        return ALIKE if result["agree"] else DIFFERENT, text
+        return ALIKE if result["agree"] else DIFFERENT, "\n".join(_lines(result)), result
 
 
 def _ways(session: Session, with_inductor: bool) -> List[_Way]:
@@ -138,12 +134,16 @@ def _measure(
                 continue
             engine = model._make_engine()
             trial = Trial(session, functools.partial(_same, engine), way.jit)
+            config = dataclasses.replace(session.config, jit=way.jit or session.config.jit)
             try:
-                _check(way, session)
+                session.check_engine(config)
                 with trial.running(request.source, request.plan, seed, lambda _: None) as job:
                     plan = job.plan
                     _round(way, job, share)
-                    _note(way, session, engine)
+                    if way.jit is not None:
+                        # Not every program can run in each way.
+                        way.ran_as = OFF if way.jit == OFF else engine.way
+                        way.explanation = engine.explain(config, {})
             except (CaptureError, ConfigurationError) as error:
                 # Such as detect_nan, which has no compiled form, or what only run_eagerly runs.
                 is_wanted = isinstance(error, CaptureError) and session.config.jit != OFF
@@ -155,23 +155,6 @@ def _measure(
 
 def _same(engine: Engine) -> Engine:
     return engine
-
-
-def _note(way: _Way, session: Session, engine: Engine) -> None:
-    """Record how a way ran in the end: not every program can run in each."""
-    if way.jit is not None:
-        way.ran_as = OFF if way.jit == OFF else engine.way
-        way.explanation = engine.explain(dataclasses.replace(session.config, jit=way.jit), {})
-
-
-def _check(way: _Way, session: Session) -> None:
-    """Check options with a way as ``compile`` would.
-
-    Raises:
-        ConfigurationError: other options don't go with this way.
-    """
-    if way.jit is not None:
-        session.check_engine(dataclasses.replace(session.config, jit=way.jit))
 
 
 def _round(way: _Way, job: Job, seconds: float) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from typing import List, Tuple
 
 from ipufit.analysis.check.check import checked_sample
@@ -24,18 +22,12 @@ class Checking(Examination[CheckReport]):
 
     in_one_line = False
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__(options)
-        self.every = options.all
-
     def look(self, call: FitCall) -> CheckReport:
         """Check the micro-batch."""
         sample = call.first_micro_batch()
         return checked_sample(call.model.module, call.session, sample, call.caller)
 
-    def show(self, results: List[CheckReport]) -> Tuple[int, str]:
+    def show(self, results: List[CheckReport]) -> Tuple[int, str, object]:
         """Show all findings."""
-        text = "\n\n".join(map(str, results))
-        if self.options.json:
-            text = json.dumps({"reports": [report.as_dict() for report in results]}, indent=2)
-        return FOUND if any(results) else CLEAN, text
+        values = {"reports": [report.as_dict() for report in results]}
+        return FOUND if any(results) else CLEAN, "\n\n".join(map(str, results)), values

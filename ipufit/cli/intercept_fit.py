@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import json
 import sys
 from types import FrameType
 from typing import Any, Callable, Dict, Generic, Iterator, List, Mapping, Optional, Tuple, TypeVar
@@ -94,24 +95,25 @@ class Examination(abc.ABC, Generic[T]):
             then, and what the script prints goes to stderr.
 
     Attributes:
-        every: go on after the first ``fit``, which then returns an empty history.
+        every: go on after the first ``fit``, which then returns an empty history; as ``--all`` of a
+            command that has it.
         in_one_line: tell an error of ours in ``look`` without its traceback. One that the script
             meets by itself keeps its own, which says where.
     """
 
-    every = False
     in_one_line = True
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.every: bool = vars(options).get("all", False)
 
     @abc.abstractmethod
     def look(self, call: FitCall) -> T:
         """Do what is done instead of ``fit``, and return what was found out."""
 
     @abc.abstractmethod
-    def show(self, results: List[T]) -> Tuple[int, str]:
-        """Make the exit status and the text to print of all that was found out."""
+    def show(self, results: List[T]) -> Tuple[int, str, object]:
+        """Make of all that was found out the exit status, the text, and plain values for JSON."""
 
     def run(self, execute: Callable[[], None]) -> int:
         """Run a script.
@@ -155,7 +157,9 @@ class Examination(abc.ABC, Generic[T]):
                 "Pass the arguments with which it trains.\n"
             )
             return UNREADABLE
-        status, text = self.show(results)
+        status, text, values = self.show(results)
+        if self.options.json:
+            text = json.dumps(values, indent=2, allow_nan=False)
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
         return status

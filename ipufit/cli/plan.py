@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import List, Optional, Tuple
 
 from ipufit.cli.intercept_fit import Examination, FitCall
@@ -52,11 +51,10 @@ class Planning(Examination[_Plans]):
         plan = plan_partition(session.divided, estimator, lambda: sample, division, *work)
         return batches, plan
 
-    def show(self, results: List[_Plans]) -> Tuple[int, str]:
+    def show(self, results: List[_Plans]) -> Tuple[int, str, object]:
         """Show both plans."""
         ((batches, plan),) = results
         text = str(plan) if batches is None else f"{batches.explain()}\n\n{plan}"
-        if self.options.json:
-            of_batches = None if batches is None else dataclasses.asdict(batches)
-            text = json.dumps({"batches": of_batches, **plan.to_dict()}, indent=2)
-        return FITS if plan.fits else TOO_LARGE, text
+        of_batches = None if batches is None else dataclasses.asdict(batches)
+        values = {"batches": of_batches, **plan.to_dict()}
+        return FITS if plan.fits else TOO_LARGE, text, values

@@ -124,25 +124,9 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         verbose: Verbose = 0,
         **settings: object,
     ) -> None:
-        super().__init__(
-            module,
-            loss=loss,
-            optimizer=optimizer,
-            metrics=metrics,
-            batch_size=batch_size,
-            epochs=epochs,
-            ipus=ipus,
-            device_iterations=device_iterations,
-            gradient_accumulation=gradient_accumulation,
-            callbacks=callbacks,
-            validation_fraction=validation_fraction,
-            dtype=dtype,
-            engine=engine,
-            device=device,
-            random_state=random_state,
-            verbose=verbose,
-            **settings,
-        )
+        values = locals()
+        of_base = {name: values[name] for name in Estimator._get_param_names()}
+        super().__init__(**of_base, **settings)
         self.class_weight = class_weight
         self.predict_nonlinearity = predict_nonlinearity
 
