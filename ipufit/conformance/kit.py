@@ -16,6 +16,7 @@ from ipufit.conformance.scenario import Scenario
 __all__ = [
     "CASES",
     "Case",
+    "FunctionModule",
     "Kit",
     "Regression",
     "SkippedError",
@@ -76,15 +77,26 @@ def scenario(name: str, question: str = "", **attributes: Any) -> None:
 
 
 class FunctionModule(torch.nn.Module):
-    """A function as a module."""
+    """A function as a module.
 
-    def __init__(self, body: Callable[..., Any]) -> None:
+    Args:
+        body: gets the inputs, and before them the module itself where that has parts.
+        parts: attributes of the module, such as layers and parameters; a tensor is a buffer.
+    """
+
+    def __init__(self, body: Callable[..., Any], **parts: object) -> None:
         super().__init__()
         self.body = body
+        self.has_parts = bool(parts)
+        for name, part in parts.items():
+            if type(part) is Tensor:
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
 
     def forward(self, *inputs: Tensor) -> Any:
         """Call the function."""
-        return self.body(*inputs)
+        return self.body(self, *inputs) if self.has_parts else self.body(*inputs)
 
 
 class Regression(torch.nn.Module):

@@ -126,7 +126,8 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     ) -> None:
         values = locals()
         of_base = {name: values[name] for name in Estimator._get_param_names()}
-        super().__init__(**of_base, **settings)
+        of_base.update(settings)
+        super().__init__(**of_base)
         self.class_weight = class_weight
         self.predict_nonlinearity = predict_nonlinearity
 

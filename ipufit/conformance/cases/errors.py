@@ -7,24 +7,13 @@ import functools
 import torch
 from torch import nn
 
-from ipufit.conformance.kit import Kit, judged
+from ipufit.conformance.kit import FunctionModule, Kit, judged
 
 
-class Returning(nn.Module):
-    """A layer, and a function of its output and the target."""
-
-    def __init__(self, layer: nn.Module, body) -> None:
-        super().__init__()
-        self.layer, self.body = layer, body
-
-    def forward(self, x, y):
-        return self.body(self.layer(x), y)
-
-
-def _train(kit: Kit, body, **settings):
-    """Call a training model with this body once."""
-    model = kit.training(Returning(kit.linear(), body), **settings)
-    return model(kit.rows(4), kit.rows(4, 2))
+def _train(kit: Kit, body, optimizer=None, **settings):
+    """Call a training model once: a layer, and a function of its output and the target."""
+    net = FunctionModule(lambda net, x, y: body(net.layer(x), y), layer=kit.linear())
+    return kit.training(net, optimizer, **settings)(kit.rows(4), kit.rows(4, 2))
 
 
 def _with_loss(out, y):
@@ -58,11 +47,7 @@ def _accumulation(kit: Kit) -> None:
 
 @judged("errors/a value baked into the program may not change")
 def _baked(kit: Kit) -> None:
-    class Scaled(nn.Module):
-        def forward(self, x, factor):
-            return x * factor
-
-    model = kit.inference(Scaled())
+    model = kit.inference(lambda x, factor: x * factor)
     kit.close("3 times", model(kit.rows(2), 3), 3 * kit.rows(2))
     kit.raises("4 times", lambda: model(kit.rows(2), 4), text="Value mismatch for")
 
@@ -95,19 +80,15 @@ def _every_n(kit: Kit) -> None:
 def _pipeline(kit: Kit) -> None:
     poptorch = kit.poptorch
 
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = kit.linear(), kit.linear(2, 2)
-
-        def forward(self, x, y):
-            with poptorch.Block("a", ipu_id=0):
-                h = self.a(x)
-            with poptorch.Block("b", ipu_id=1):
-                return nn.functional.mse_loss(self.b(h), y)
+    def two(net, x, y):
+        with poptorch.Block("a", ipu_id=0):
+            h = net.a(x)
+        with poptorch.Block("b", ipu_id=1):
+            return nn.functional.mse_loss(net.b(h), y)
 
     def call() -> None:
-        kit.training(Two(), accumulation=2)(kit.rows(4), kit.rows(4, 2))
+        net = FunctionModule(two, a=kit.linear(), b=kit.linear(2, 2))
+        kit.training(net, accumulation=2)(kit.rows(4), kit.rows(4, 2))
 
     kit.raises("2 micro-batches for 3 stages", call)
 
@@ -120,12 +101,8 @@ def _backward(kit: Kit) -> None:
 
 @judged("errors/a parameter of another model in the optimizer is refused")
 def _foreign(kit: Kit) -> None:
-    net = Returning(kit.linear(), lambda out, y: nn.functional.mse_loss(out, y))
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-
-    def call() -> None:
-        kit.training(net, optimizer)(kit.rows(4), kit.rows(4, 2))
-
+    call = functools.partial(_train, kit, nn.functional.mse_loss, optimizer)
     kit.raises("foreign parameter", call, kind=KeyError)
 
 

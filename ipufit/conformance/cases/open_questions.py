@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from ipufit.conformance.kit import Kit, Regression, open_question
+from ipufit.conformance.kit import FunctionModule, Kit, Regression, open_question
 
 
 @open_question(
@@ -14,17 +13,13 @@ from ipufit.conformance.kit import Kit, Regression, open_question
     "(d iteration, r replica; the last varies fastest)",
 )
 def _order(kit: Kit) -> None:
-    class Numbering(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(1, dtype=kit.dtype))
-
-        def forward(self, x):
-            self.calls += 1
-            return torch.cat([x, self.calls * torch.ones_like(x)], 1)
+    def numbered(net, x):
+        net.calls += 1
+        return torch.cat([x, net.calls * torch.ones_like(x)], 1)
 
     options = kit.options(device_iterations=3, replicas=2, mode="All").broadcastBuffers(False)
-    model = kit.inference(Numbering(), options)
+    net = FunctionModule(numbered, calls=torch.zeros(1, dtype=kit.dtype))
+    model = kit.inference(net, options)
     out = model(torch.arange(6, dtype=kit.dtype).view(6, 1))
     # Which iteration each row of the batch was worked on in.
     by_row = {int(row): int(count) - 1 for row, count in out.double().tolist()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ipufit.conformance.kit import Kit, Regression, judged, open_question
+from ipufit.conformance.kit import FunctionModule, Kit, Regression, judged, open_question
 
 
 class Counter(nn.Module):
@@ -88,15 +88,8 @@ def _replaced(kit: Kit) -> None:
 
 @judged("buffers/whole numbers are constants")
 def _whole(kit: Kit) -> None:
-    class IntegerBuffer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("count", torch.zeros((), dtype=torch.int32))
-
-        def forward(self, x):
-            return x + self.count
-
-    net = IntegerBuffer()
+    count = torch.zeros((), dtype=torch.int32)
+    net = FunctionModule(lambda net, x: x + net.count, count=count)
     model = kit.inference(net)
     model(kit.rows(2))
     net.count.fill_(5)
@@ -106,16 +99,8 @@ def _whole(kit: Kit) -> None:
 
 @judged("buffers/those named as updatable can be sent alone")
 def _named(kit: Kit) -> None:
-    class Shifted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("shift", torch.zeros(1, dtype=kit.dtype))
-            self.register_buffer("factor", torch.ones(1, dtype=kit.dtype))
-
-        def forward(self, x):
-            return x * self.factor + self.shift
-
-    net = Shifted()
+    zero, one = torch.zeros(1, dtype=kit.dtype), torch.ones(1, dtype=kit.dtype)
+    net = FunctionModule(lambda net, x: x * net.factor + net.shift, shift=zero, factor=one)
     options = kit.options().updatableNamedBuffers(["shift"])
     model = kit.inference(net, options)
     x = kit.rows(2)
@@ -142,16 +127,13 @@ def _whose(kit: Kit) -> None:
     kit.note(f"replica {owners[0]}'s" if owners else f"no replica's: {float(net.total):.6g}")
 
 
-class Slope(nn.Module):
-    """A loss whose gradient is the input."""
+def _slope(kit: Kit) -> FunctionModule:
+    """Return a loss whose gradient is the input."""
 
-    def __init__(self, kit: Kit) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(kit.rows(1, 3, 20)[0])
-        self._marked = kit.poptorch.identity_loss
+    def loss(net, x):
+        return kit.poptorch.identity_loss((x * net.weight).sum(), "none")
 
-    def forward(self, x):
-        return self._marked((x * self.weight).sum(), "none")
+    return FunctionModule(loss, weight=nn.Parameter(kit.rows(1, 3, 20)[0]))
 
 
 class HandModel:
@@ -315,17 +297,12 @@ def _frozen(kit: Kit) -> None:
 
 @judged("weights/tied parameters stay one")
 def _tied(kit: Kit) -> None:
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = kit.linear(2, 2), nn.Linear(2, 2).to(kit.dtype)
-            self.b.weight = self.a.weight
-            self.b.bias = self.a.bias
+    def loss(net, x, y):
+        return nn.functional.mse_loss(net.b(torch.tanh(net.a(x))), y)
 
-        def forward(self, x, y):
-            return nn.functional.mse_loss(self.b(torch.tanh(self.a(x))), y)
-
-    net, x, y = Tied(), kit.rows(4, 2), kit.rows(4, 2, 30)
+    a, b = kit.linear(2, 2), nn.Linear(2, 2).to(kit.dtype)
+    b.weight, b.bias = a.weight, a.bias
+    net, x, y = FunctionModule(loss, a=a, b=b), kit.rows(4, 2), kit.rows(4, 2, 30)
     start = kit.linear(2, 2).double()
     model = kit.training(net, torch.optim.SGD(net.parameters(), lr=0.1))
     model(x, y)
@@ -345,22 +322,16 @@ def _default(kit: Kit) -> None:
     kit.close("weight", net.layer.weight, hand.weight)
 
 
-class Divergence(nn.Module):
-    """A layer and its divergence from a target, as a mean over the batch."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x, y):
-        shares, target = self.layer(x).log_softmax(1), y.softmax(1)
-        return nn.functional.kl_div(shares, target, reduction="batchmean")
-
-
 @judged("loss/kl div over the batch trains on the sum")
 def _divergence(kit: Kit) -> None:
     """Check that the division by the batch comes behind what PopTorch marks as the loss."""
-    net, x, y = Divergence(kit.linear()), kit.rows(4), kit.rows(4, 2)
+
+    def divergence(net, x, y):
+        shares, target = net.layer(x).log_softmax(1), y.softmax(1)
+        return nn.functional.kl_div(shares, target, reduction="batchmean")
+
+    net = FunctionModule(divergence, layer=kit.linear())
+    x, y = kit.rows(4), kit.rows(4, 2)
     mean = net(x, y)
     (gradient,) = torch.autograd.grad(mean * 4, net.layer.weight)
     weight = net.layer.weight.detach() - 0.1 * gradient
@@ -394,7 +365,7 @@ def _dampened(kit: Kit) -> None:
     """Check that velocities start at zero in PopART, unlike in torch."""
     for home in (torch.optim, kit.poptorch.optim):
         for momentum, dampening, shares in [(0.5, 0.25, [0.75, 1.125]), (0.0, 0.25, [0.75, 0.75])]:
-            net, hand = Slope(kit), Slope(kit).weight.detach().double()
+            net, hand = _slope(kit), _slope(kit).weight.detach().double()
             settings = {"momentum": momentum, "dampening": dampening}
             optimizer = home.SGD(net.parameters(), lr=0.5, **settings)
             model = kit.training(net, optimizer)
