@@ -135,25 +135,15 @@ def _names_of(function: Callable[..., object]) -> Sequence[str]:
     return tuple(inspect.signature(function).parameters)
 
 
-# Built-in functions have no signature.
-_CTC = (
-    "log_probs",
-    "targets",
-    "input_lengths",
-    "target_lengths",
-    "blank",
-    "reduction",
-    "zero_infinity",
-)
-
+# Built-in functions, such as torch.ctc_loss, have no signature.
 _CHECKS: Dict[object, Tuple[Sequence[str], Callable[[Arguments], None]]] = {
     F.interpolate: (_names_of(F.interpolate), _upsampling),
     F.upsample: (_names_of(F.upsample), _upsampling),
     torch.bincount: (("input", "weights", "minlength"), _bincount),
     Tensor.bincount: (("input", "weights", "minlength"), _bincount),
     F.one_hot: (("input", "num_classes"), _one_hot),
-    F.ctc_loss: (_CTC, _ctc),
-    torch.ctc_loss: (_CTC, _ctc),
+    F.ctc_loss: (_names_of(F.ctc_loss), _ctc),
+    torch.ctc_loss: (_names_of(F.ctc_loss), _ctc),
     F.nll_loss: (_names_of(F.nll_loss), _class_weights("nll_loss_nd")),
     F.cross_entropy: (_names_of(F.cross_entropy), _class_weights("cross_entropy_loss")),
     F.embedding: (_names_of(F.embedding), _embedding("embedding")),

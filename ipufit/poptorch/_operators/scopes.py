@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
-from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, TypeVar, Union
 
 import torch
 from torch import fx
@@ -218,9 +218,8 @@ class MultiConv:
     """Combines the convolutions inside into one operator of the device."""
 
     def __init__(self) -> None:
-        self._available_memory_proportions: Optional[Sequence[float]] = None
-        self._partials_types: Optional[Sequence[int]] = None
-        self._enable_conv_ditherings: Optional[Sequence[bool]] = None
+        # By the setter.
+        self._per_convolution: Dict[str, Optional[Sequence[object]]] = {}
 
     @staticmethod
     def _validatePerConvProperty(name: str, value: Any, expected_scalar_type: type) -> Any:
@@ -238,8 +237,8 @@ class MultiConv:
 
     def availableMemoryProportions(self, value: Union[float, List[float]]) -> MultiConv:
         """Set the proportion of memory for temporary data, for each convolution or for all."""
-        name = "available memory proportion"
-        self._available_memory_proportions = self._validatePerConvProperty(name, value, float)
+        values = self._validatePerConvProperty("available memory proportion", value, float)
+        self._per_convolution["availableMemoryProportions"] = values
         return self
 
     def partialsTypes(self, value: Union[torch.dtype, List[torch.dtype]]) -> MultiConv:
@@ -251,7 +250,7 @@ class MultiConv:
                 raise ValueError(
                     f"Invalid partials types. Expecting torch.float or torch.half, got {one!r}."
                 )
-        self._partials_types = [codes[one] for one in values]
+        self._per_convolution["partialsTypes"] = [codes[one] for one in values]
         return self
 
     def enableConvDithering(self, value: Union[bool, List[bool]]) -> MultiConv:
@@ -260,7 +259,7 @@ class MultiConv:
         for one in values or ():
             if not isinstance(one, bool):
                 raise ValueError(f"value must be bool or list of bools, got {one!r}.")
-        self._enable_conv_ditherings = values
+        self._per_convolution["enableConvDithering"] = values
         return self
 
     def planType(self, value: enums.MultiConvPlanType) -> MultiConv:
@@ -310,12 +309,7 @@ class MultiConv:
         self._check_lengths(count)
 
     def _check_lengths(self, count: int) -> None:
-        properties: List[Tuple[str, Optional[Sequence[object]]]] = [
-            ("availableMemoryProportions", self._available_memory_proportions),
-            ("partialsTypes", self._partials_types),
-            ("enableConvDithering", self._enable_conv_ditherings),
-        ]
-        for name, values in properties:
+        for name, values in self._per_convolution.items():
             if values is not None and len(values) not in (1, count):
                 raise error(
                     f"poptorch.MultiConv.{name} expects one value, or one for each of its "

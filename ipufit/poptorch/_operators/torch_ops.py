@@ -139,12 +139,12 @@ def end_multi_conv(
     if trace.multi_conv is None:
         raise error("Unexpected end_multi_conv without begin_multi_conv. Call that one first.")
     several, _ = trace.multi_conv
-    several._available_memory_proportions = available_memory_proportions
-    several._partials_types = partials_types
+    several._per_convolution["availableMemoryProportions"] = available_memory_proportions
+    several._per_convolution["partialsTypes"] = partials_types
     if plan_type is not None:
         several.planType(enums.MultiConvPlanType(plan_type))
     if enable_conv_dithering is not None:
-        several._enable_conv_ditherings = [bool(one) for one in enable_conv_dithering]
+        several._per_convolution["enableConvDithering"] = enable_conv_dithering
     several.__exit__(None, None, None)
 
 
