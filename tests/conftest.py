@@ -9,6 +9,7 @@ import os
 import pathlib
 import signal
 import sys
+import tempfile
 
 import hypothesis
 import pytest
@@ -70,7 +71,13 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """The same examples in every run: a failure is then about the change, not about luck."""
+    """The same examples in every run: a failure is then about the change, not about luck.
+
+    Nor is it about what earlier runs have left in the user's cache.
+    """
+    cache = tempfile.TemporaryDirectory(prefix="ipufit-tests-")
+    config.add_cleanup(cache.cleanup)
+    os.environ["IPUFIT_CACHE_DIR"] = cache.name
     count = ALL_EXAMPLES if config.getoption("--exhaustive") else EXAMPLES
     hypothesis.settings.register_profile(
         "same", max_examples=count, deadline=None, derandomize=True, database=None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import json
+import os
+import platform
 import time
+from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 
-__all__ = ["fastest", "measured_choices", "prefer", "seconds_of"]
+__all__ = ["cache_dir", "fastest", "measured_choices", "prefer", "processor", "seconds_of"]
 
 # A way is taken instead of torch's own only if it needs less than this share of its time.
 _WORTH = 0.93
@@ -23,6 +29,10 @@ _CLEARLY = 1.25
 
 Ways = Mapping[str, Callable[[], Any]]
 
+# How many choices are kept on disk for later processes.
+_KEPT = 2000
+
+# Of this process; those of a file come to them when they are asked for.
 _known: Dict[str, str] = {}
 
 
@@ -45,7 +55,8 @@ def fastest(
 ) -> str:
     """The name of the fastest way; the first one unless another is clearly faster.
 
-    What was found once holds for the rest of the process, so that equal programs stay equal.
+    What was found once holds for the rest of the process, so that equal programs stay equal, and
+    for later processes on the same kind of machine, which begin sooner.
 
     Args:
         key: what the time depends on, besides the number of threads.
@@ -56,9 +67,60 @@ def fastest(
     text = repr((*key, torch.get_num_threads()))
     digest = hashlib.sha256(text.encode()).hexdigest()
     if digest not in _known:
-        with torch.no_grad():
-            _known[digest] = _fastest(make(), measure, first)
+        kept = _kept()
+        if digest in kept:
+            _known[digest] = kept[digest]
+        else:
+            with torch.no_grad():
+                _known[digest] = _fastest(make(), measure, first)
+            _keep({**kept, digest: _known[digest]})
     return _known[digest]
+
+
+def cache_dir() -> Path:
+    """Return the user's directory for what later processes may use.
+
+    It is $IPUFIT_CACHE_DIR, or ipufit in $XDG_CACHE_HOME or ~/.cache.
+    """
+    chosen = os.environ.get("IPUFIT_CACHE_DIR")
+    caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(chosen) if chosen else Path(caches) / "ipufit"
+
+
+@functools.lru_cache(maxsize=None)
+def processor() -> str:
+    """Describe all that code made for this very processor depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    kinds = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
+
+
+def _file() -> Path:
+    """Where choices of this torch on this processor are kept."""
+    machine = hashlib.sha256(f"{torch.__version__}\0{processor()}".encode()).hexdigest()
+    return cache_dir() / f"choices-{machine[:16]}.json"
+
+
+def _kept() -> Dict[str, str]:
+    """What earlier processes have found, by digests of what it depends on."""
+    with contextlib.suppress(OSError, ValueError):
+        kept: object = json.loads(_file().read_text())
+        if isinstance(kept, dict):
+            return {key: value for key, value in kept.items() if isinstance(value, str)}
+    return {}
+
+
+def _keep(choices: Mapping[str, str]) -> None:
+    """Write the newest choices; where that is not possible, the next process measures again."""
+    newest = dict(list(choices.items())[-_KEPT:])
+    with contextlib.suppress(OSError):
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        beside = _file().with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(newest))
+        beside.replace(_file())
 
 
 def measured_choices() -> Dict[str, str]:

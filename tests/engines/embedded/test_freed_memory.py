@@ -129,13 +129,13 @@ def test_trying_other_kernels_leaves_no_memory_behind(monkeypatch):
     monkeypatch.setattr(
         select_kernels, "give_back_freed_memory", lambda: order.append("given back")
     )
-    disagreement = select_kernels._disagreement
+    compare = select_kernels._compare
 
-    def compare(*arguments):
+    def tried(*arguments):
         order.append("tried")
-        return disagreement(*arguments)
+        compare(*arguments)
 
-    monkeypatch.setattr(select_kernels, "_disagreement", compare)
+    monkeypatch.setattr(select_kernels, "_compare", tried)
     # Which products are faster here is measured.
     monkeypatch.setattr(cpu_kernels, "_fastest", lambda *arguments: cpu_kernels._STRAIGHT)
     net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 5))

@@ -459,3 +459,74 @@ def test_first_calls_decide_where_they_are_long_and_clear(first, rounds):
 def _called(call):
     call()
     return 1e-6
+
+
+@pytest.fixture
+def later_process(monkeypatch, tmp_path):
+    """Forgets what this process has measured; what it kept in a file of its own stays."""
+    monkeypatch.setenv("IPUFIT_CACHE_DIR", str(tmp_path / "cache"))
+
+    def forget():
+        monkeypatch.setattr(timing, "_known", {})
+
+    forget()
+    return forget
+
+
+def test_a_later_process_measures_nothing_again(later_process, monkeypatch):
+    monkeypatch.setattr(timing, "seconds_of", lambda calls, measure, first: [1.0, 0.5])
+    ways = dict.fromkeys(["first", "second"], int)
+    assert timing.fastest(("a key",), lambda: ways) == "second"
+    later_process()
+    assert timing.measured_choices() == {}
+    assert timing.fastest(("a key",), lambda: pytest.fail("is measured")) == "second"
+    # A checkpoint has what this run has used, not all that was ever measured here.
+    assert timing.fastest(("another key",), lambda: ways) == "second"
+    later_process()
+    timing.fastest(("a key",), lambda: pytest.fail("is measured"))
+    assert list(timing.measured_choices().values()) == ["second"]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}', "{"])
+def test_a_damaged_file_of_choices_is_measured_anew(text, later_process, monkeypatch):
+    monkeypatch.setattr(timing, "seconds_of", lambda calls, measure, first: [1.0, 0.5])
+    timing.cache_dir().mkdir()
+    timing._file().write_text(text)
+    for _ in range(2):
+        assert timing.fastest(("a key",), lambda: {"first": int, "second": int}) == "second"
+        later_process()
+    assert timing.fastest(("a key",), lambda: pytest.fail("is measured")) == "second"
+
+
+def test_the_newest_choices_are_kept(later_process, monkeypatch):
+    monkeypatch.setattr(timing, "seconds_of", lambda calls, measure, first: [1.0])
+    monkeypatch.setattr(timing, "_KEPT", 2)
+    for key in "abc":
+        timing.fastest((key,), lambda: {"only": int})
+    later_process()
+    for key in "bc":
+        timing.fastest((key,), lambda: pytest.fail("is measured"))
+    made = []
+    timing.fastest(("a",), lambda: made.append("a") or {"only": int})
+    assert made == ["a"]
+
+
+def test_without_a_place_to_keep_them_choices_are_made(later_process, monkeypatch, tmp_path):
+    monkeypatch.setattr(timing, "seconds_of", lambda calls, measure, first: [1.0, 0.5])
+    (tmp_path / "cache").write_text("a file")
+    assert timing.fastest(("a key",), lambda: {"first": int, "second": int}) == "second"
+
+
+@needs_onednn
+@pytest.mark.usefixtures("all_kernels")
+def test_kernels_that_were_compared_by_an_earlier_process_are_not_again(later_process, monkeypatch):
+    module = ipufit.engines.embedded.passes.select_kernels
+    monkeypatch.setattr(timing, "seconds_of", lambda calls, measure, first: [1.0, 0.5])
+    net = Wide()
+    _, engine, history = fitted(net)
+    assert history.params["jit"] == engine.way == "kernels"
+    later_process()
+    monkeypatch.setattr(module, "_compare", lambda *_: pytest.fail("is compared"))
+    _, engine, again = fitted(net)
+    assert engine.way == "kernels"
+    assert again.history["loss"] == history.history["loss"]

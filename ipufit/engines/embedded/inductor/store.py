@@ -19,6 +19,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from torch import Tensor
 
+from ipufit.engines.embedded.timing import cache_dir
 from ipufit.errors import ConfigurationError
 
 __all__ = ["LIBRARY", "Libraries", "LibraryStore", "Runner", "key_of"]
@@ -55,13 +56,13 @@ class LibraryStore:
     """
 
     def __init__(self, root: Optional[Path] = None) -> None:
-        self._root = _private(_default() if root is None else root)
+        self._root = _private(cache_dir() / "compiled" if root is None else root)
 
     @staticmethod
     def has_entries() -> bool:
         """Say whether the user's directory has any entry; the question does not create it."""
         try:
-            with os.scandir(_default()) as entries:
+            with os.scandir(cache_dir() / "compiled") as entries:
                 return any(not entry.name.startswith(("making-", _SCRATCH)) for entry in entries)
         except OSError:
             return False
@@ -154,14 +155,6 @@ class LibraryStore:
         for place in self._root.glob("making-*"):
             if time.time() - _used(place) > _ABANDONED:
                 shutil.rmtree(place, ignore_errors=True)
-
-
-def _default() -> Path:
-    chosen = os.environ.get("IPUFIT_CACHE_DIR")
-    if chosen:
-        return Path(chosen) / "compiled"
-    caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(caches) / "ipufit" / "compiled"
 
 
 def _private(root: Path) -> Path:

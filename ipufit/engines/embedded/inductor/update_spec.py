@@ -23,6 +23,7 @@ from ipufit.core.train_config import Clip
 from ipufit.engines import gradient_reduction
 from ipufit.engines.embedded import clipping
 from ipufit.engines.embedded.clipping import GradientTransform
+from ipufit.engines.embedded.timing import processor
 from ipufit.engines.gradient_reduction import GradientSum, are_finite
 from ipufit.optim import rules
 from ipufit.tracing.flat_storage import FlatBlock, Slot
@@ -286,7 +287,7 @@ class Request:
             "format": _FORMAT,
             "ipufit": _digest(*(Path(file).read_text(encoding="utf-8") for file in _SOURCES)),
             "torch": torch.__version__,
-            "cpu": _digest(platform.machine(), _processor()),
+            "cpu": _digest(platform.machine(), processor()),
             "threads": str(self.threads),
             "graph": _digest(graph),
             "update": _digest(json.dumps(update, sort_keys=True)),
@@ -296,13 +297,3 @@ class Request:
 
 def _digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    """Describe all that code made for this very processor depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    kinds = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))

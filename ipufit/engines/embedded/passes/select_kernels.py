@@ -105,20 +105,30 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
         return [value.clone() if written else value for value, written in pairs]
 
     ways, seconds = (plain, chosen), [0.0, 0.0]
-    try:
+
+    def compared() -> Dict[str, Callable[[], object]]:
         with free_at_once():
-            away = _disagreement(ways, inputs, seconds)
-        if away is not None:
-            return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {away}.")
+            _compare(ways, inputs, seconds)
+        copies = inputs()
+        return {way.way: functools.partial(way.run, *copies) for way in ways}
+
+    try:
         if jit == KERNELS:
+            compared()
             return chosen
         key = (recorded.code, *((t.shape, t.stride(), t.dtype) for t in arguments))
-        if fastest(key, lambda: _calls(ways, inputs()), first=seconds) == KERNELS:
+        if fastest(key, compared, first=seconds) == KERNELS:
             return chosen
         return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {what} would not be faster.")
+    except _DisagreementError as error:
+        return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {error}.")
     finally:
         # What both took to run lies in pieces among what has come to stay.
         give_back_freed_memory()
+
+
+class _DisagreementError(Exception):
+    """What speaks against other kernels, in half a sentence."""
 
 
 def _with_kernels(graph: fx.Graph) -> str:
@@ -143,19 +153,18 @@ def _compile(owner: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     return fx.GraphModule(owner, graph)
 
 
-def _calls(ways: Sequence[Lowered], inputs: Sequence[Tensor]) -> Dict[str, Callable[[], object]]:
-    return {way.way: functools.partial(way.run, *inputs) for way in ways}
-
-
-def _disagreement(
+def _compare(
     ways: Sequence[Lowered], make_inputs: Callable[[], List[Tensor]], seconds: List[float]
-) -> Optional[str]:
-    """Say what speaks against the second way: other results, or that it fails; else None.
+) -> None:
+    """Compare the results of two ways.
 
     Args:
         ways: two to run a micro-batch.
         make_inputs: makes inputs that a run may write into.
         seconds: gets the time of the run of each.
+
+    Raises:
+        _DisagreementError: the second way has other results, or one fails.
     """
     results: List[List[Tensor]] = [[], []]
     # Torch's own come last: what only the first run pays for is not to speak for the others.
@@ -167,7 +176,8 @@ def _disagreement(
             try:
                 results[place] = [*ways[place].run(*inputs), *inputs]
             except Exception as error:
-                return f"other kernels end with {type(error).__name__}" if place else "it fails"
+                why = f"other kernels end with {type(error).__name__}" if place else "it fails"
+                raise _DisagreementError(why) from error
             seconds[place] = time.perf_counter() - start
     pairs = [pair for pair in zip(*results) if pair[0].is_floating_point()]
     apart = [(one, other) for one, other in pairs if not agree(one, other)]
@@ -175,8 +185,7 @@ def _disagreement(
     # another. Then results are to be close as a whole, and each kernel's by itself.
     is_close = all((one - other).norm() <= _TOLERANCE_OF_KINKS * one.norm() for one, other in apart)
     if not is_close or (apart and not _agree_one_by_one(ways[1], make_inputs())):
-        return "other kernels give different numbers"
-    return None
+        raise _DisagreementError("other kernels give different numbers")
 
 
 def _agree_one_by_one(way: Lowered, inputs: List[Tensor]) -> bool:

@@ -25,7 +25,8 @@ KEYS = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def nothing_measured(monkeypatch):
+def nothing_measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("IPUFIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(timing, "_known", {})
 
 
@@ -299,6 +300,7 @@ def test_a_run_that_goes_on_keeps_the_choice(described, monkeypatch, tmp_path):
     whole, _, _ = trained(net)
     trained(net, epochs=2, checkpoint=tmp_path)
     monkeypatch.setattr(timing, "_known", {})
+    monkeypatch.setenv("IPUFIT_CACHE_DIR", str(tmp_path / "of another machine"))
     let_win(monkeypatch, "graph")
     resumed, engine, _ = trained(net, checkpoint=ipufit.Checkpoint(tmp_path, resume="auto"))
     assert engine.way == "inductor"
