@@ -67,13 +67,13 @@ def fastest(
     text = repr((*key, torch.get_num_threads()))
     digest = hashlib.sha256(text.encode()).hexdigest()
     if digest not in _known:
-        kept = _kept()
-        if digest in kept:
-            _known[digest] = kept[digest]
+        stored = _kept()
+        if digest in stored:
+            _known[digest] = stored[digest]
         else:
             with torch.no_grad():
                 _known[digest] = _fastest(make(), measure, first)
-            _keep({**kept, digest: _known[digest]})
+            _keep({**stored, digest: _known[digest]})
     return _known[digest]
 
 
@@ -105,10 +105,10 @@ def _file() -> Path:
 
 
 def _kept() -> Dict[str, str]:
-    """What earlier processes have found, by digests of what it depends on."""
+    """Choices of earlier processes, by digests of what they depend on."""
     with contextlib.suppress(OSError, ValueError):
-        kept: object = json.loads(_file().read_text())
-        if isinstance(kept, dict):
+        stored: object = json.loads(_file().read_text())
+        if isinstance(stored, dict):
             return {key: value for key, value in kept.items() if isinstance(value, str)}
     return {}
 

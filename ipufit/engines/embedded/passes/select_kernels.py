@@ -128,7 +128,7 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
 
 
 class _DisagreementError(Exception):
-    """What speaks against other kernels, in half a sentence."""
+    """A reason against other kernels, in half a sentence."""
 
 
 def _with_kernels(graph: fx.Graph) -> str:
