@@ -125,6 +125,17 @@ def test_where_the_module_itself_runs_no_line_says_that_it_was_recorded(net, opt
     assert line.startswith("epoch 1/1: 12 updates, loss=")
 
 
+@pytest.mark.embedded_only("an IPU compiles another program for another plan")
+def test_a_fit_that_records_nothing_does_not_say_so(capsys):
+    """Whether another number of micro-batches may be merged is looked up, not recorded."""
+    model = ipufit.Model(nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2)))
+    model.compile("sgd", "cross_entropy")
+    _, loader = model_and_loader()
+    for accumulation, lines in ((1, 2), (2, 1), (3, 1)):
+        model.fit(loader, gradient_accumulation=accumulation, verbose=2)
+        assert len([s for s in drawn(capsys.readouterr().err) if not s.endswith(" ...")]) == lines
+
+
 @pytest.mark.long("ipu-standin")
 def test_one_line_an_epoch(capsys):
     """In a pipe or a log file a bar is noise."""

@@ -204,8 +204,7 @@ class EngineContext(Engine):
 
         key = (recorded, total, config.accumulation_dtype)
         if key not in self._decisions:
-            with self.recording():
-                self._decisions[key] = merger.decide(make)
+            self._decisions[key] = merger.decide(make, self.recording)
             if len(self._decisions) > max(_KEPT, 4 * config.max_recordings):
                 self._decisions.popitem(last=False)
         self._decisions.move_to_end(key)

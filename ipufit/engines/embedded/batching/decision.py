@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from typing import Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, ContextManager, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -105,18 +105,20 @@ class Merger:
     example: MicroBatch
     state: Sequence[Tensor]
 
-    def decide(self, make: Make) -> Decision:
+    def decide(self, make: Make, recording: Callable[[], ContextManager[None]]) -> Decision:
         """Merge as many as memory allows, or none, with the reason.
 
         Args:
             make: records and lowers what runs.
+            recording: entered where something is recorded.
         """
         step, total = self.recorded.micro.step, self.spec.plan.own_micro_batches_per_update
         try:
-            self._check_request()
-            with warnings.catch_warnings(), step.preserve_attributes(), _python_numbers():
+            written = self._check_request()
+            with recording(), warnings.catch_warnings(), _python_numbers():
                 warnings.simplefilter("ignore")
-                merged = self._merged(total, make)
+                with step.preserve_attributes():
+                    merged = self._merged(total, make, written)
         except RefusalError as refusal:
             return Decision.against(total, str(refusal))
         size = merged.count * self.example.size
@@ -125,8 +127,8 @@ class Merger:
             how = f"{total // merged.count} batches of {size} samples, to bound the memory"
         return Decision(merged, f"The {total} micro-batches of an update run as {how}.")
 
-    def _check_request(self) -> None:
-        """Refuse what needs no look at the module."""
+    def _check_request(self) -> GraphSignature:
+        """Refuse what needs no recording; return what the recorded micro-batch writes."""
         micro, example, config = self.recorded.micro, self.example, self.spec.config
         assert self.spec.loss is not None
         if self.spec.loss.in_module:
@@ -151,17 +153,15 @@ class Merger:
         for leaf in example.leaves[: micro.forward_leaves]:
             if not leaf.dim() or leaf.shape[0] != example.size:
                 raise RefusalError("forward takes a tensor that is not one row for each sample")
+        return self._check_written()
 
-    def _merged(self, total: int, make: Make) -> BatchedStep:
+    def _merged(self, total: int, make: Make, written: GraphSignature) -> BatchedStep:
         """Put as many micro-batches of an update into one as memory allows.
 
         Raises:
             RefusalError: none can be.
         """
         micro, example = self.recorded.micro, self.example
-        assert self.recorded.graph is not None
-        written = GraphSignature.of(self.recorded.graph)
-        self._check_written(written)
         small, outputs = self._forward(1)
         whole = self._same_program(small, outputs, written)
         count = self._count(total, peak_bytes(whole))
@@ -183,13 +183,15 @@ class Merger:
         blocks = len(micro.blocks)
         return BatchedStep(run, step, self.recorded, count, blocks, reads, step.factor, graph)
 
-    def _check_written(self, written: GraphSignature) -> None:
+    def _check_written(self) -> GraphSignature:
+        assert self.recorded.graph is not None
+        written = GraphSignature.of(self.recorded.graph)
         if written.drawn is not None:
             raise RefusalError(
                 f"{written.drawn} draws random numbers, other ones in each micro-batch"
             )
         if written.changed is None:
-            return
+            return written
         names = self.recorded.micro.names
         if written.changed < len(names):
             name = public_name(names[written.changed])
