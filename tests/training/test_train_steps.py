@@ -77,7 +77,7 @@ def test_replicas_are_accumulation(name):
 
 
 @moves_parts
-@pytest.mark.parametrize("name", ["wgan-gp", "critic-more-often", "actor-critic", "contrast"])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_an_interrupted_run_goes_on_with_the_same_bits(name, tmp_path):
     """In the middle of an epoch, between updates that make a step and updates that don't."""
 
