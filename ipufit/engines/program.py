@@ -183,13 +183,12 @@ class ProgramSpec:
     def varies(self) -> bool:
         """True where one micro-batch may reach other parameters than another.
 
-        Where the state lies in parts, of processes or of turns, it is laid out for the first one's.
+        Where the state lies in parts of processes, it is laid out for the first one's.
         Among recordings of several processes, all add gradients of what these have.
         """
         is_divided = self.config.shard_optimizer or self.fallback.mixes(self.mode)
         is_divided = is_divided and self.processes.is_distributed
-        takes_turns = self.loss is not None and bool(self.loss.turns)
-        return self.run_eagerly and not is_divided and not takes_turns
+        return self.run_eagerly and not is_divided
 
     @property
     def divides_weights(self) -> bool:

@@ -229,6 +229,15 @@ def models():
                 ]
             },
         ),
+        "experts in turn": (
+            Experts,
+            {
+                "loss": [
+                    ipufit.TrainStep(in_turn("first"), {"first": None}),
+                    ipufit.TrainStep(in_turn("second"), {"second": "experts"}),
+                ]
+            },
+        ),
         # A backend of torch.compile's is given whole graphs.
         "backend": (cnn, {"jit": lambda graph, inputs: graph.forward}),
     }

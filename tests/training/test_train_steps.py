@@ -1,5 +1,6 @@
 """Steps of one's own: equal to their loops, the same bits however they run, and clear refusals."""
 
+import copy
 import dataclasses
 import functools
 import importlib
@@ -13,6 +14,7 @@ import ipufit
 from ipufit import TrainStep
 from ipufit.errors import ConfigurationError, LossError, MetricError, NonFiniteLossError
 from tests.engines import moves_parts
+from tests.optim.own_optimizers import Lion
 from tests.training.own_steps import (
     PROGRAMS,
     Adversaries,
@@ -76,29 +78,34 @@ def test_replicas_are_accumulation(name):
     assert equal(fit(program, ipus=4), fit(program, ipus=4, device_iterations=2))
 
 
+class Stop(ipufit.callbacks.Callback):
+    """Interrupts the second epoch, if it is to."""
+
+    def __init__(self, stops):
+        super().__init__()
+        self.stops = stops
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.stops and self.model.history.epoch and batch == 4:
+            raise KeyboardInterrupt
+
+
+def interrupted(work, path, folder, stops=False, **options):
+    """What a fit returns that writes checkpoints after every update into this folder."""
+    checkpoint = ipufit.Checkpoint(path / folder, every_updates=1, **options)
+    return work(callbacks=[Stop(stops)], checkpoint=checkpoint)
+
+
 @moves_parts
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_interrupted_run_goes_on_with_the_same_bits(name, tmp_path):
     """In the middle of an epoch, between updates that make a step and updates that don't."""
-
-    class Stop(ipufit.callbacks.Callback):
-        def __init__(self, stops):
-            super().__init__()
-            self.stops = stops
-
-        def on_train_batch_end(self, batch, logs=None):
-            if self.stops and self.model.history.epoch and batch == 4:
-                raise KeyboardInterrupt
-
-    def run(stops=False, **options):
-        checkpoint = ipufit.Checkpoint(tmp_path / options.pop("folder"), **options)
-        work = {"gradient_accumulation": 2, "checkpoint": checkpoint}
-        return fit(PROGRAMS[name], callbacks=[Stop(stops)], **work)
-
-    whole = run(folder="whole", every_updates=1)
+    work = functools.partial(fit, PROGRAMS[name], gradient_accumulation=2)
+    run = functools.partial(interrupted, work, tmp_path)
+    expected = run("whole")
     with pytest.raises(KeyboardInterrupt):
-        run(folder="parts", every_updates=1, stops=True)
-    assert equal(whole, run(folder="parts", every_updates=1, resume="auto"))
+        run("parts", stops=True)
+    assert equal(expected, run("parts", resume="auto"))
 
 
 def noisy(net, batch):
@@ -276,8 +283,152 @@ def test_a_parameter_without_a_gradient_keeps_its_state():
     assert steps == [44, 44, 22, 22]
 
 
+class Dropping(nn.Module):
+    """Layers of which a value of the batch leaves one out, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), nn.Linear(2, 3)
+        self.double()
+
+    def hidden(self, x):
+        left_out = int(x.abs().sum() * 97) % 4
+        for number, layer in enumerate(self.body):
+            x = x if number == left_out else x + layer(x).tanh()
+        return x
+
+    def forward(self, x):
+        return self.head(self.hidden(x))
+
+
+def whole(net, batch):
+    """Moves all that it reaches."""
+    return {"whole": (net(batch[0]) - batch[1]).square().mean()}
+
+
+def hidden(net, batch):
+    """Moves the body alone, or nothing: of some batches its loss has no gradient for it."""
+    x = batch[0]
+    scale = torch.ones((), dtype=x.dtype, requires_grad=True)
+    of = net.hidden(x) if x[0, 0] < 0 else scale * x
+    return {"hidden": of.abs().mean()}
+
+
+def fit_dropping(optimizer, compile_options, **options):
+    """The module after a fit, its history and its model."""
+    torch.manual_seed(1)
+    net = Dropping()
+    model = ipufit.Model(net)
+    steps = [TrainStep(whole, {"whole": None}), TrainStep(hidden, {"hidden": "body"})]
+    model.compile(optimizer(net.parameters()), steps, **compile_options)
+    data = {"batch_size": 4, "epochs": 3, "seed": 5, "shuffle": False, "verbose": 0}
+    return net, model.fit(*samples(), **data, **options), model
+
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.03)
+EAGER = {"run_eagerly": True}
+
+
 @moves_parts
-def test_a_loss_that_is_not_finite_leaves_the_state_before_its_update():
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("clip", [None, 0.1], ids=["free", "clipped"])
+@pytest.mark.parametrize(
+    "optimizer", [ADAMW, functools.partial(Lion, lr=0.01)], ids=["adamw", "own"]
+)
+def test_what_a_step_does_not_reach_in_an_update_stays_where_the_module_runs(
+    optimizer, clip, accumulation
+):
+    """Neither momentum nor decay moves it, whatever it moved in the update before."""
+    options = {**EAGER, **({"clip": ipufit.Clip(global_norm=clip)} if clip else {})}
+    net, _, model = fit_dropping(optimizer, options, gradient_accumulation=accumulation)
+    torch.manual_seed(1)
+    twin = Dropping()
+    by_hand = optimizer(twin.parameters())
+    x, y = samples()
+    for _ in range(3):
+        for several in zip(x.split(4 * accumulation), y.split(4 * accumulation)):
+            for function in (whole, hidden):
+                by_hand.zero_grad()
+                for pair in zip(*(tensor.split(4) for tensor in several)):
+                    (loss,) = function(twin, pair).values()
+                    (loss * len(pair[0]) / len(several[0])).backward()
+                if clip:
+                    nn.utils.clip_grad_norm_(twin.parameters(), clip)
+                by_hand.step()
+    assert difference(net, twin) < 1e-10
+    for parameter, of_twin in zip(net.parameters(), twin.parameters()):
+        mine, other = model.optimizer.state[parameter], by_hand.state[of_twin]
+        assert mine.keys() == other.keys()
+        assert float(mine.get("step", 0)) == float(other.get("step", 0))
+
+
+@moves_parts
+@pytest.mark.parametrize("clip", [{}, {"clip": ipufit.Clip(global_norm=0.1)}], ids=["", "clipped"])
+def test_what_varies_in_turns_has_the_same_bits_however_it_runs(clip, tmp_path):
+    """Executions of several updates, jit="auto", and a run that goes on."""
+    options = {**EAGER, **clip}
+    first = fit_dropping(ADAMW, options)
+    assert equal(first, fit_dropping(ADAMW, options, device_iterations=4))
+    with pytest.warns(UserWarning, match="Dropping can't be recorded as one program"):
+        assert equal(first, fit_dropping(ADAMW, clip))
+
+    run = functools.partial(interrupted, functools.partial(fit_dropping, ADAMW, options), tmp_path)
+    expected = run("whole")
+    with pytest.raises(KeyboardInterrupt):
+        run("parts", stops=True)
+    assert equal(expected, run("parts", resume="auto"))
+
+
+@moves_parts
+@pytest.mark.parametrize("optimizer", ["one", "several"])
+@pytest.mark.parametrize("eager", [False, True], ids=["recorded", "eager"])
+def test_a_bound_is_one_of_all_gradients_of_a_step(optimizer, eager):
+    """Also where another step moves a part of them."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(2, 3).double(), nn.Linear(3, 3).double()
+
+        def forward(self, x):
+            return self.head(self.body(x))
+
+    def both(net, batch):
+        return {"both": (net(batch[0]) - batch[1]).square().mean()}
+
+    def body(net, batch):
+        return {"body": (net.body(batch[0]) - batch[1]).abs().mean()}
+
+    def optimizers(net):
+        if optimizer == "one":
+            return [torch.optim.SGD(net.parameters(), lr=0.5)]
+        rest = torch.optim.Adagrad(net.head.parameters(), lr=0.5)
+        return [torch.optim.SGD(net.body.parameters(), lr=0.5), rest]
+
+    torch.manual_seed(2)
+    net = Two()
+    twin = copy.deepcopy(net)
+    model = ipufit.Model(net)
+    chosen = optimizers(net)
+    steps = [TrainStep(both, {"both": None}), TrainStep(body, {"body": "body"})]
+    bound = ipufit.Clip(global_norm=0.1)
+    model.compile(chosen if chosen[1:] else chosen[0], steps, clip=bound, run_eagerly=eager)
+    x, y = samples()
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    by_hand = optimizers(twin)
+    for pair in zip(x.split(4), y.split(4)):
+        for function in (both, body):
+            twin.zero_grad()
+            sum(function(twin, pair).values()).backward()
+            nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+            for each in by_hand:
+                each.step()
+    assert difference(net, twin) < 1e-12
+
+
+@moves_parts
+@pytest.mark.parametrize("eager", [False, True], ids=["recorded", "eager"])
+def test_a_loss_that_is_not_finite_leaves_the_state_before_its_update(eager):
     """Also where an earlier turn of the update has moved weights already."""
 
     def lost(net, batch):
@@ -290,7 +441,7 @@ def test_a_loss_that_is_not_finite_leaves_the_state_before_its_update():
     def run(updates, device_iterations):
         net = make(GAN)
         model = ipufit.Model(net)
-        model.compile(adam(net, GAN.rates), steps)
+        model.compile(adam(net, GAN.rates), steps, run_eagerly=eager)
         loader = list(zip(x.split(4), y.split(4)))[:updates]
         model.fit(loader, verbose=0, device_iterations=device_iterations)
         return net
@@ -298,7 +449,7 @@ def test_a_loss_that_is_not_finite_leaves_the_state_before_its_update():
     for device_iterations in (1, 4):
         net = make(GAN)
         model = ipufit.Model(net)
-        model.compile(adam(net, GAN.rates), steps)
+        model.compile(adam(net, GAN.rates), steps, run_eagerly=eager)
         with pytest.raises(NonFiniteLossError, match=r"the loss 'g' must be .* in update 5"):
             model.fit(
                 list(zip(x.split(4), y.split(4))), verbose=0, device_iterations=device_iterations

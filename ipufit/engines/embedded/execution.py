@@ -60,7 +60,7 @@ class ExecutionWork:
     Attributes:
         batch: the samples, which may be on their way to the device already.
         updates: micro-batches, with what is recorded for them, by update.
-        rows: settings of the optimizer for each update.
+        rows: settings of the optimizer for each entry of ``updates``.
         shares: parts of the updates of all processes that these are; None for one process.
         is_here: whether the micro-batches are on the device.
         is_random: whether any may draw random numbers.

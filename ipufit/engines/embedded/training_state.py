@@ -14,7 +14,7 @@ from ipufit.engines.embedded.ema import MovingAverages, OptimizerMode
 from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Graphs, Rows
 from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
 from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
-from ipufit.engines.embedded.turns import TurnOptimizer, TurnState
+from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, parts_of
 from ipufit.engines.external_changes import OptimizerStateVersion, changed_shape, refuse_replaced
 from ipufit.engines.program import ProgramSpec, TrainState
 from ipufit.optim.several import members_of
@@ -385,7 +385,6 @@ class TrainingState:
         self.turns = [*turns] or [TurnState(step, self.trained, frozen)]
         self.with_gradient: Tuple[str, ...] = ()
         self.varies = spec.varies
-        self._gradient_blocks: List[FlatBlock] = []
         # Names of the parameters that were bound last, but for a single update.
         self._ever_bound: Tuple[str, ...] = ()
 
@@ -407,47 +406,69 @@ class TrainingState:
             return layout(named)
         return [block for bucket in buckets_of(named) for block in layout(bucket)]
 
-    def lay_out_gradients(self, names: Sequence[str]) -> List[FlatBlock]:
+    def lay_out_gradients(self, turn: TurnState, names: Sequence[str]) -> Sequence[FlatBlock]:
         """Divide these parameters into blocks for the gradients of a module that runs eagerly.
 
-        It is always the same division: micro-batches of several structures add to one sum.
+        For a turn it is always the same division: micro-batches of several structures add to one
+        sum.
         """
-        if not self._gradient_blocks:
-            self._gradient_blocks = self.lay_out(names)
-        return self._gradient_blocks
+        turn.gradient_blocks = turn.gradient_blocks or self.lay_out(names)
+        return turn.gradient_blocks
 
-    def gradients_like(self) -> List[Tensor]:
-        """Tensors, of no memory, of the form of the gradients that are laid out so; else none."""
+    def gradients_like(self, turn: TurnState) -> List[Tensor]:
+        """Tensors of the form of the gradients of a turn, as its micro-batches have them."""
+        if not self.varies:
+            return [self.storage.flats[place] for place in turn.blocks]
         return [
             flatten_like(block.slots[0].parameter.new_zeros(1), (0,))[:1].expand(
                 block.slots[-1].stop
             )
-            for block in self._gradient_blocks
+            for block in turn.gradient_blocks
         ]
 
-    def bind_present(self, gradients: List[Tensor], present: Collection[str]) -> List[Tensor]:
+    def finish(self, gradients: List[Tensor], turn: TurnState) -> List[Tensor]:
+        """Bound the gradients of a turn together, where parts of the optimizer get them apart."""
+        updater = self.updater
+        if not isinstance(updater, TurnOptimizer) or updater.finish.is_identity:
+            return gradients
+        blocks = turn.gradient_blocks if self.varies else self._blocks_of(turn)
+        return updater.finish(gradients, blocks, self.gradients_like(turn))
+
+    def _blocks_of(self, turn: TurnState) -> List[FlatBlock]:
+        return [self.storage.blocks[place] for place in turn.blocks]
+
+    def bind_present(
+        self, gradients: List[Tensor], present: Collection[str], turn: TurnState
+    ) -> List[Tensor]:
         """Bind the parameters that a gradient came to in an update, and cut the gradient to them.
 
-        An optimizer passes over the others, as torch's do where ``.grad`` is None. Those that ever
-        had a gradient are bound again by :meth:`bind_all`.
+        An optimizer passes over the others, as torch's do where ``.grad`` is None. They are in
+        other parts where there are turns; else those that ever had a gradient are bound again by
+        :meth:`bind_all`.
 
         Args:
             gradients: of the update, laid out by :meth:`lay_out_gradients`.
             present: names of the parameters.
+            turn: that the update is of.
         """
-        names = tuple(name for name in self.trained if name in present)
-        ever = {*present, *self.with_gradient}
-        if names != self.with_gradient:
+        names = tuple(name for name in turn.trained if name in present)
+        if isinstance(self.updater, TurnOptimizer):
+            if names != turn.present:
+                turn.present = names
+                self._rebind(())
+        elif names != self.with_gradient:
+            ever = {*present, *self.with_gradient}
             self._rebind(names)
             self._ever_bound = tuple(name for name in self.trained if name in ever)
-        if self.storage.division == [block.names for block in self._gradient_blocks]:
+        blocks = self._blocks_of(turn)
+        if [block.names for block in blocks] == [block.names for block in turn.gradient_blocks]:
             return gradients
         views = {
             slot.name: slot.view(flat)
-            for block, flat in zip(self._gradient_blocks, gradients)
+            for block, flat in zip(turn.gradient_blocks, gradients)
             for slot in block.slots
         }
-        return [block.gather(views) for block in self.storage.blocks]
+        return [block.gather(views) for block in blocks]
 
     def bind_all(self) -> bool:
         """Bind all parameters that ever had a gradient; return whether some were not bound."""
@@ -457,12 +478,9 @@ class TrainingState:
         return True
 
     def _rebind(self, names: Tuple[str, ...]) -> None:
-        (turn,) = self.turns
-        names_of_turn = turn.with_gradient
         self.placement.publish(self.updates)
         self.unbind()
         self.bind(names)
-        turn.with_gradient = names_of_turn
 
     def arguments(self, buffers: Mapping[str, Tensor], turn: TurnState) -> List[Tensor]:
         """Return what a micro-batch of a replica with these buffers is computed from."""
@@ -481,8 +499,11 @@ class TrainingState:
         """Take over parameters and optimizer state.
 
         Args:
-            with_gradient: names of the parameters that a gradient reaches.
+            with_gradient: names of the parameters that a gradient reaches; turns know theirs.
         """
+        updater = self.updater
+        if isinstance(updater, TurnOptimizer):
+            with_gradient = self._divide(updater)
         if self.mode is not None:
             self.mode.train(self.storage)
         self._ever_bound = with_gradient
@@ -494,26 +515,23 @@ class TrainingState:
             self.averages = MovingAverages(
                 rule, storage.blocks, storage.flats, self._carried.averages
             )
-        updater = self.updater
         for turn in self.turns:
             turn.states = [self.arguments(buffers, turn) for buffers in self.replicas]
             if isinstance(updater, TurnOptimizer):
                 turn.blocks = [place for part in turn.parts for place in updater.places[part]]
-                turn.apply = updater.applying(turn.parts)
             else:
                 turn.blocks = range(len(self.storage.blocks))
-                turn.apply = updater.apply
 
-    def bind_parts(self, parts: List[List[str]]) -> None:
-        """Take over parameters and optimizer state in parts, which turns move.
-
-        Args:
-            parts: names of the parameters of each.
-        """
-        assert isinstance(self.updater, TurnOptimizer)
-        self._parts = parts
-        self.updater.divide([len(self.lay_out(part)) for part in parts])
-        self.bind(tuple(name for part in parts for name in part))
+    def _divide(self, updater: TurnOptimizer) -> Tuple[str, ...]:
+        """Divide parameters into the parts that turns move; return their names in this order."""
+        for turn in self.turns:
+            turn.present = turn.present or turn.with_gradient
+        parts = parts_of(self.trained, self.turns)
+        for index, turn in enumerate(self.turns):
+            turn.parts = [place for place, key in enumerate(parts) if index in key]
+        self._parts = list(parts.values())
+        updater.divide([len(self.lay_out(part)) for part in self._parts])
+        return tuple(name for part in self._parts for name in part)
 
     def unbind(self) -> None:
         """Give back parameters and state; what is there then is taken over by the next one."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Callable, Dict, List, Optional, Sequence, Set, Sized, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Set, Sized, Tuple
 
 import torch
 from torch import Tensor, nn
 
+from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.flat_optimizer import CompositeOptimizer, FlatOptimizer, Rows
 from ipufit.engines.program import ExecutionResult, ProgramSpec
 from ipufit.losses import Loss, Turn
@@ -26,10 +27,6 @@ __all__ = [
 ]
 
 
-def _refuse_update(gradients: Sequence[Tensor]) -> None:
-    raise AssertionError("a turn makes updates where a program has the state")
-
-
 @dataclasses.dataclass(eq=False)
 class TurnState:
     """A turn in a training program: the module with its loss, and the state that it moves.
@@ -41,11 +38,12 @@ class TurnState:
         turn: how often it is made; None for the only loss of a program.
         number: place among the turns of an update.
         hands_out: whether the program's outputs are those of this turn.
-        with_gradient: names of those that a gradient reaches; empty before it is recorded.
-        blocks: places of these in the storage.
+        with_gradient: names of those that a gradient may reach; empty before it is recorded.
+        present: names of those that one has reached in the latest update, where they vary.
+        gradient_blocks: layout of its gradients where it is another one than that of the storage.
+        blocks: places in the storage of what it moves.
         parts: of the optimizer, which it moves.
         states: for each replica, what a micro-batch is computed from.
-        apply: makes a weight update from the gradients of its blocks.
     """
 
     step: ModuleWithLoss
@@ -55,15 +53,15 @@ class TurnState:
     number: int = 0
     hands_out: bool = True
     with_gradient: Tuple[str, ...] = ()
+    present: Tuple[str, ...] = ()
+    gradient_blocks: Sequence[FlatBlock] = ()
     blocks: Sequence[int] = ()
     parts: Sequence[int] = ()
     states: List[List[Tensor]] = dataclasses.field(default_factory=list)
-    apply: Callable[[Sequence[Tensor]], None] = _refuse_update
 
     def release(self) -> None:
         """Let go of the state, which is bound to nothing any more; safe twice."""
-        self.states, self.blocks, self.apply = [], (), _refuse_update
-        self.with_gradient = ()
+        self.states, self.blocks = [], ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,15 +181,20 @@ class TurnOptimizer(CompositeOptimizer):
     comes from leaves it and its state as they are, like a torch optimizer without a gradient.
 
     Args:
-        make: makes what applies the optimizer to a part.
+        make: makes what applies the optimizer to a part, from finished gradients.
+        finish: makes of the accumulated gradients of a turn, of all its parts together, what the
+            parts get.
 
     Attributes:
+        finish: as passed; who asks for an update has called it.
         memory: where the state is between two updates.
         moves: of the coming execution.
     """
 
-    def __init__(self, make: Callable[[], FlatOptimizer]) -> None:
+    def __init__(self, make: Callable[[], FlatOptimizer], finish: GradientTransform) -> None:
+        self.finish = finish
         self.moves: Sequence[Move] = ()
+        self._coming: Iterator[TurnState] = iter(())
         self._make = make
         self._whole = make()
         self.memory = self._whole.memory
@@ -211,34 +214,39 @@ class TurnOptimizer(CompositeOptimizer):
         super().bind(storage, run_eagerly)
 
     def refresh(self, rows: Rows) -> None:
-        """Work out the coefficients of the coming moves, which :attr:`moves` lists."""
+        """Work out the coefficients of the coming moves, the last ones of :attr:`moves`."""
+        coming = list(zip(self.moves[len(self.moves) - len(rows) :], rows))
+        self._coming = iter([move.turn for move, _ in coming])
         for index, part in enumerate(self.parts):
-            part.refresh([rows[move.update] for move in self.moves if index in move.turn.parts])
+            part.refresh([row for move, row in coming if index in move.turn.parts])
 
-    def applying(self, parts: Sequence[int]) -> Callable[[Sequence[Tensor]], None]:
-        """Return what makes a weight update of these parts, from their gradients in a row."""
-        chosen = [(self.parts[part], len(self.places[part])) for part in parts]
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """One weight update of the parts of the next move, from their gradients in a row."""
+        start = 0
+        for part in next(self._coming).parts:
+            end = start + len(self.places[part])
+            self.parts[part].apply(gradients[start:end])
+            start = end
 
-        def apply(gradients: Sequence[Tensor]) -> None:
-            start = 0
-            for part, count in chosen:
-                part.apply(gradients[start : start + count])
-                start += count
-
-        return apply
+    def skip(self) -> None:
+        """Leave the next move out."""
+        for part in next(self._coming).parts:
+            self.parts[part].skip()
 
 
 def parts_of(names: Sequence[str], turns: Sequence[TurnState]) -> Dict[Tuple[int, ...], List[str]]:
-    """Divide names of parameters by the turns that reach them; None of them is left out.
+    """Divide names of parameters by the turns that reach them now.
+
+    Those that none may reach are left out.
 
     Args:
         names: in the order of the program.
         turns: recorded, so that they know what they reach.
     """
-    sets: List[Set[str]] = [set(turn.with_gradient) for turn in turns]
+    ever = {name for turn in turns for name in turn.with_gradient}
+    sets: List[Set[str]] = [set(turn.present) for turn in turns]
     parts: Dict[Tuple[int, ...], List[str]] = {}
-    for name in names:
+    for name in filter(ever.__contains__, names):
         key = tuple(index for index, those in enumerate(sets) if name in those)
-        if key:
-            parts.setdefault(key, []).append(name)
+        parts.setdefault(key, []).append(name)
     return parts

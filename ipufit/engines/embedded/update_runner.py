@@ -17,7 +17,7 @@ from ipufit.engines.embedded.non_finite import refuse_gradients, refuse_loss, re
 from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
 from ipufit.engines.embedded.traced_step import Seeding, Update, computing
 from ipufit.engines.embedded.training_state import Snapshot, TrainingState, copy_of, put_back
-from ipufit.engines.embedded.turns import Move, by_micro_batch
+from ipufit.engines.embedded.turns import Move, TurnState, by_micro_batch
 from ipufit.engines.gradient_reduction import GradientReduction, GradientSum, are_finite
 from ipufit.engines.program import ExecutionResult
 from ipufit.errors import NonFiniteLossError
@@ -224,8 +224,9 @@ class UpdateRunner(UpdateWay):
             saved = [copy_of(buffers) for buffers in state.replicas] if saves else []
             try:
                 gradients = self._gradients(execution, index, results, move)
+                gradients = state.finish(gradients, move.turn)
                 if state.varies:
-                    gradients = self._bind_present(gradients, execution.rows[index:])
+                    gradients = self._bind_present(gradients, execution.rows[index:], move.turn)
                 is_skipped = not gradients or (
                     self._is_judged and self._judge(gradients, left, results)
                 )
@@ -241,7 +242,7 @@ class UpdateRunner(UpdateWay):
             else:
                 if self._goes_by_indices:
                     state.storage.indices.update(self._common_indices())
-                move.turn.apply(gradients)
+                state.updater.apply(gradients)
                 state.storage.indices.clear()
                 if self._watches:
                     refuse_weights(state)
@@ -256,16 +257,16 @@ class UpdateRunner(UpdateWay):
                 state.averages.after_update(state.storage.flats, state.updates, is_skipped)
         return results
 
-    def _bind_present(self, gradients: List[Tensor], rows: Rows) -> List[Tensor]:
+    def _bind_present(self, gradients: List[Tensor], rows: Rows, turn: TurnState) -> List[Tensor]:
         """Bind what a gradient has reached in any process; return the gradients of that."""
         present = self._with_grad
         if self._processes.is_distributed:
             present = set().union(*self._processes.gather(sorted(present)))
         if not present:
             return []
-        bound = self._state.with_gradient
-        gradients = self._state.bind_present(gradients, present)
-        if self._state.with_gradient != bound:
+        storage = self._state.storage
+        gradients = self._state.bind_present(gradients, present, turn)
+        if self._state.storage is not storage:
             self._state.updater.refresh(rows)
         return gradients
 
@@ -431,12 +432,12 @@ class UpdateRunner(UpdateWay):
         """
         losses: List[float] = results.losses(reported).tolist() if self.at_once else []
         is_lost = not all(map(math.isfinite, losses))
-        placement, whole = self._state.placement, self._state.storage.flats
+        placement = self._state.placement
         divided = placement.weights
         if divided is not None:
             for _ in range(share.most - len(share.indices)):
                 total.collect(divided.idle(divided.events), None)
-        flats = self._state.gradients_like() or [whole[place] for place in move.turn.blocks]
+        flats = self._state.gradients_like(move.turn)
         if sums is not None:
             assert self.overlap is not None
             sums.finish(flats)

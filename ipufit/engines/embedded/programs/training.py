@@ -24,7 +24,7 @@ from ipufit.engines.embedded.passes.select_kernels import Lowered
 from ipufit.engines.embedded.programs.base import BaseProgram
 from ipufit.engines.embedded.traced_step import TracedStep, Update, computing
 from ipufit.engines.embedded.training_state import CarriedState, StatePlacement, TrainingState
-from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, moves_of, parts_of, turn_states
+from ipufit.engines.embedded.turns import TurnOptimizer, TurnState, moves_of, turn_states
 from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.external_changes import refuse_frozen
 from ipufit.engines.program import (
@@ -154,7 +154,7 @@ class TrainingProgram(BaseProgram):
             with self._engine.timed():
                 state.bind(names)
         recorded = super()._run_itself(form, example, turn)
-        left_out = set(state.with_gradient).difference(recorded.micro.with_grad)
+        left_out = set(state.turns[turn].with_gradient).difference(recorded.micro.with_grad)
         if self._spec.processes.is_distributed and left_out:
             raise CaptureError(
                 "over several processes a batch that can't be recorded must give every parameter a "
@@ -164,7 +164,8 @@ class TrainingProgram(BaseProgram):
             )
         if recorded.micro.varies:
             # As in a program that runs eagerly as a whole.
-            self._runner.at_once = state.varies = True
+            state.varies = True
+            self._runner.at_once = self._runner.at_once or not self._takes_turns
         return recorded
 
     def _bind_turns(self, example: MicroBatch, spec: ProgramSpec) -> None:
@@ -175,11 +176,8 @@ class TrainingProgram(BaseProgram):
         state = self.state
         for turn in state.turns:
             self._record_turn(turn, example, spec)
-        parts = parts_of(state.trained, state.turns)
-        for index, turn in enumerate(state.turns):
-            turn.parts = [place for place, key in enumerate(parts) if index in key]
         with self._engine.timed():
-            state.bind_parts(list(parts.values()))
+            state.bind(())
 
     def _record_turn(self, turn: TurnState, example: MicroBatch, spec: ProgramSpec) -> TracedStep:
         state = self.state
@@ -189,7 +187,8 @@ class TrainingProgram(BaseProgram):
         fixed = [*turn.others, *state.buffers]
         # Among recordings, the module itself has gradients of what they have.
         bound = turn.with_gradient if spec.run_eagerly and not self._spec.run_eagerly else ()
-        layout = state.lay_out_gradients if state.varies or spec.varies else state.lay_out
+        gradients_apart = functools.partial(state.lay_out_gradients, turn)
+        layout = gradients_apart if state.varies or spec.varies else state.lay_out
         recorded = self._engine.record(
             spec, example, turn.trained, fixed, arguments, layout, turn.step, bound
         )
@@ -341,6 +340,7 @@ class TrainingProgram(BaseProgram):
         execution = ExecutionWork(batch, updates, rows, shares, is_here, is_random, merged)
         if isinstance(state.updater, TurnOptimizer):
             execution.moves = state.updater.moves = moves_of(state.turns, start, len(updates))
+            execution.rows = [rows[move.update] for move in execution.moves]
             execution.updates = [
                 [(each, self._recorded(each, move.turn.number)) for each, _ in updates[move.update]]
                 for move in execution.moves
@@ -490,6 +490,8 @@ class TrainingProgram(BaseProgram):
     def _forget(self) -> None:
         """Let go of what works on a state that is elsewhere now."""
         self._by_form = {}
+        for turn in self.state.turns:
+            turn.with_gradient = turn.present = ()
         self.way.forget()
 
     def close(self) -> None:
@@ -539,18 +541,25 @@ def _choose_placement(
         return kind(spec, step, carried, memory, device)
     assert spec.optimizer is not None
     assert spec.loss is not None
+    finish = GradientTransform(config.clip, config.accumulation_dtype, config.group_clips)
     make = functools.partial(_make_updater, spec, carried, memory, tabled)
-    updater: FlatOptimizer = TurnOptimizer(make) if spec.loss.turns else make()
+    updater = make(finish)
+    if spec.loss.turns:
+        plain = GradientTransform(Clip(), None)
+        updater = TurnOptimizer(functools.partial(make, plain), finish)
     return StatePlacement(spec, step, carried, updater, device)
 
 
 def _make_updater(
-    spec: ProgramSpec, carried: CarriedState, memory: StateMemory, tabled: bool
+    spec: ProgramSpec,
+    carried: CarriedState,
+    memory: StateMemory,
+    tabled: bool,
+    finish: GradientTransform,
 ) -> FlatOptimizer:
     """Flat rules for the optimizers that have one, the optimizer's own ``step`` for any other."""
     optimizer, config = spec.optimizer, spec.config
     assert optimizer is not None
-    finish = GradientTransform(config.clip, config.accumulation_dtype, config.group_clips)
     graphs, schedule, compiler = carried.optimizer_graphs, config.schedule, config.compiler
     by_rule = rules_by_group(optimizer)
     if all(by_rule):
