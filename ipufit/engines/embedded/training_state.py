@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Collection, Dict, List, Mapping, Optional
 import torch
 from torch import Tensor, nn
 
-from ipufit.core.batch import CombinedBatch
 from ipufit.core.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.ema import MovingAverages, OptimizerMode
 from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Graphs, Rows
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CarriedState",
-    "ModuleWeights",
     "ReplicaMemory",
     "Snapshot",
     "StatePlacement",
@@ -281,36 +279,6 @@ class StatePlacement:
         self._version.release()
 
 
-class ModuleWeights:
-    """Weights that an inference program works on: the module's own, as they are now.
-
-    Args:
-        parameters: by name.
-        device: of the module.
-
-    Attributes:
-        tensors: what a recording takes, in the order of the parameters.
-        device: where it runs.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], device: torch.device) -> None:
-        self.tensors = [parameter.detach() for parameter in parameters.values()]
-        self.device = device
-
-    def attach(self, recorded: TracedStep) -> None:
-        """Let a recording know the weights that it takes, where these are not its arguments."""
-
-    def finish(self, batch: CombinedBatch) -> None:
-        """Do what other processes need after an execution."""
-
-    def gather(self) -> None:
-        """Bring the module's parameters up to date, where they lie in parts."""
-
-    def release(self) -> None:
-        """Let go of the tensors; safe twice."""
-        self.tensors = []
-
-
 class TrainingState:
     """Owns all that training changes, from when a program takes it over until it lets go.
 
@@ -460,15 +428,7 @@ class TrainingState:
             ever = {*present, *self.with_gradient}
             self._rebind(names)
             self._ever_bound = tuple(name for name in self.trained if name in ever)
-        blocks = self._blocks_of(turn)
-        if [block.names for block in blocks] == [block.names for block in turn.gradient_blocks]:
-            return gradients
-        views = {
-            slot.name: slot.view(flat)
-            for block, flat in zip(turn.gradient_blocks, gradients)
-            for slot in block.slots
-        }
-        return [block.gather(views) for block in blocks]
+        return turn.cut(gradients, self._blocks_of(turn))
 
     def bind_all(self) -> bool:
         """Bind all parameters that ever had a gradient; return whether some were not bound."""

@@ -59,6 +59,17 @@ class TurnState:
     parts: Sequence[int] = ()
     states: List[List[Tensor]] = dataclasses.field(default_factory=list)
 
+    def cut(self, gradients: List[Tensor], blocks: Sequence[FlatBlock]) -> List[Tensor]:
+        """Cut gradients that have a layout of their own to these blocks."""
+        if [block.names for block in blocks] == [block.names for block in self.gradient_blocks]:
+            return gradients
+        views = {
+            slot.name: slot.view(flat)
+            for block, flat in zip(self.gradient_blocks, gradients)
+            for slot in block.slots
+        }
+        return [block.gather(views) for block in blocks]
+
     def release(self) -> None:
         """Let go of the state, which is bound to nothing any more; safe twice."""
         self.states, self.blocks = [], ()

@@ -224,7 +224,8 @@ class UpdateRunner(UpdateWay):
             saved = [copy_of(buffers) for buffers in state.replicas] if saves else []
             try:
                 gradients = self._gradients(execution, index, results, move)
-                gradients = state.finish(gradients, move.turn)
+                if execution.moves:
+                    gradients = state.finish(gradients, move.turn)
                 if state.varies:
                     gradients = self._bind_present(gradients, execution.rows[index:], move.turn)
                 is_skipped = not gradients or (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Dict, Iterator, List, Sequence, Tuple
+from typing import Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ipufit.core.batch import MicroBatch
+from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.precision import check_precision
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.traced_step import TracedStep
@@ -27,7 +27,7 @@ from ipufit.utils.random_streams import (
     update_key,
 )
 
-__all__ = ["BaseProgram"]
+__all__ = ["BaseProgram", "ModuleWeights"]
 
 
 class BaseProgram(Program):
@@ -151,3 +151,33 @@ class BaseProgram(Program):
     def _key(self, update: int, place: int, stream: str = "") -> int:
         domain = self._spec.domain + stream
         return micro_batch_key(update_key(self._spec.seed, domain, update), place)
+
+
+class ModuleWeights:
+    """Weights that an inference program works on: the module's own, as they are now.
+
+    Args:
+        parameters: by name.
+        device: of the module.
+
+    Attributes:
+        tensors: what a recording takes, in the order of the parameters.
+        device: where it runs.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], device: torch.device) -> None:
+        self.tensors = [parameter.detach() for parameter in parameters.values()]
+        self.device = device
+
+    def attach(self, recorded: TracedStep) -> None:
+        """Let a recording know the weights that it takes, where these are not its arguments."""
+
+    def finish(self, batch: CombinedBatch) -> None:
+        """Do what other processes need after an execution."""
+
+    def gather(self) -> None:
+        """Bring the module's parameters up to date, where they lie in parts."""
+
+    def release(self) -> None:
+        """Let go of the tensors; safe twice."""
+        self.tensors = []

@@ -11,9 +11,9 @@ from torch import Tensor
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, local_indices
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.execution import ExecutionOutputs
-from ipufit.engines.embedded.programs.base import BaseProgram
+from ipufit.engines.embedded.programs.base import BaseProgram, ModuleWeights
 from ipufit.engines.embedded.traced_step import TracedStep, computing
-from ipufit.engines.embedded.training_state import ModuleWeights, on_host
+from ipufit.engines.embedded.training_state import on_host
 from ipufit.engines.program import ExecutionResult, ProgramSpec, TrainState
 
 __all__ = ["InferenceProgram"]

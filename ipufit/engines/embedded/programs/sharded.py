@@ -16,8 +16,9 @@ from ipufit.engines.embedded.fsdp import (
     pieces_of,
 )
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
+from ipufit.engines.embedded.programs.base import ModuleWeights
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.engines.embedded.training_state import CarriedState, ModuleWeights, StatePlacement
+from ipufit.engines.embedded.training_state import CarriedState, StatePlacement
 from ipufit.engines.embedded.zero import ShardedOptimizer, StateParts, cuts_of
 from ipufit.engines.external_changes import refuse_replaced
 from ipufit.engines.program import ProgramSpec
