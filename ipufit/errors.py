@@ -402,8 +402,9 @@ class NonFiniteValue:
             not; "unknown", if a replay gave other numbers.
         made: "nan" or "inf".
         replica: whose it is, from 0.
-        micro_batch: of the replica, by its number in the update, from 0.
-        micro_batches: how many the update has.
+        micro_batch: of the replica, by its number in the update, from 0; in an evaluation, by its
+            number in the data.
+        micro_batches: how many the update has; 0 in an evaluation.
         module: name of the module, "" for the user's own and "loss" for the loss; None where
             nobody knows.
         kind: class of the module.
@@ -451,7 +452,15 @@ class NonFiniteValue:
                 "Running the update again operator by operator gave finite values everywhere: "
                 "model.compare shows where the recorded program differs from the module."
             )
-        where = f"replica {self.replica}, micro-batch {self.micro_batch} of {self.micro_batches}"
+        if self.cause == "weights" and not self.micro_batches:
+            return (
+                f"{self.parameter!r} is not finite: with compile(detect_nan=True), fit names the "
+                "update, the layer and the samples where that began."
+            )
+        where = f"batch {self.micro_batch}"
+        if self.micro_batches:
+            where = f"replica {self.replica}, micro-batch {self.micro_batch} of "
+            where += str(self.micro_batches)
         if self.cause == "weights":
             return f"The cause is older: {self.parameter!r} was not finite before, in {where}."
         if self.cause == "data":

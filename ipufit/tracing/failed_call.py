@@ -1,12 +1,13 @@
 """Why a module or a loss can't take a micro-batch: which layer or line, what it needs, what came.
 
-Nothing here runs before a call has failed. The traceback has the layers that were called, with
+And why the loss of an evaluation is not finite. Nothing here runs before a call has failed. The traceback has the layers that were called, with
 their arguments; where it has none, or values matter, the micro-batch runs once more, eagerly and on
 copies, and nothing of that is left behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import dis
 import inspect
@@ -15,7 +16,21 @@ import os
 import re
 import traceback
 import warnings
-from typing import Any, Callable, Dict, NamedTuple, Optional, Pattern, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Pattern,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +41,28 @@ from torch.nn.modules.conv import _ConvNd
 from ipufit.core.batch import MicroBatch
 from ipufit.core.objective_arguments import describe, describe_tensor, dtype_name
 from ipufit.core.train_config import Precision
-from ipufit.errors import CaptureError, DataError, DeviceError, IpufitError, LossError
+from ipufit.errors import (
+    CaptureError,
+    DataError,
+    DeviceError,
+    IpufitError,
+    LossError,
+    NonFiniteValue,
+)
 from ipufit.losses import check_labels
 from ipufit.losses.named import check_torch_loss
 from ipufit.tracing.capture import describe_frame
+from ipufit.tracing.find_nonfinite import NonFiniteSearch
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
-from ipufit.tracing.interpreter import Listener, OperatorCall, watch_functions
+from ipufit.tracing.interpreter import Listener, OperatorCall, watch_functions, watch_operators
 from ipufit.tracing.ipu_only import for_this_engine
+from ipufit.tracing.source_map import SourceTracker
 from ipufit.tracing.user_lines import TORCH_PATH, Frame, frame_of
 from ipufit.tracing.validate import find_unregistered
 from ipufit.utils.console import PACKAGE
 from ipufit.utils.state import fork_rng
 
-__all__ = ["explain"]
+__all__ = ["explain", "find_nonfinite"]
 
 _FUNCTIONAL = os.path.join(TORCH_PATH, "nn", "functional.py")
 _RAISES = {dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE") if name in dis.opmap}
@@ -127,12 +151,36 @@ def explain(
         # What a device refuses may run here, or fail for another reason.
         return fault
     for index, batch in enumerate(batches):
-        repeated, operator = _repeat(step, precision, batch)
+        last = _LastOperator()
+        repeated = _repeat(step, precision, batch, lambda *_: watch_functions(last))
         if isinstance(repeated, IpufitError):
             return repeated
-        if repeated is not None:
-            return _fault(_read(repeated, step, operator), step, where(index))
+        if isinstance(repeated, Exception):
+            return _fault(_read(repeated, step, last.call), step, where(index))
     return None
+
+
+def find_nonfinite(
+    step: ModuleWithLoss, precision: Precision, batch: MicroBatch
+) -> Optional[NonFiniteValue]:
+    """Find what makes the loss of a micro-batch NaN or infinite; None where it is finite here.
+
+    Args:
+        step: module and loss, in the mode in which they were.
+        precision: in which the module computes.
+        batch: the micro-batch.
+    """
+    searches: List[NonFiniteSearch] = []
+
+    @contextlib.contextmanager
+    def searching(sample: MicroBatch, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        where = SourceTracker(step)
+        searches.append(NonFiniteSearch(where.now, sample, tensors))
+        with where.followed(), watch_operators(searches[0]):
+            yield
+
+    numbers = _repeat(step, precision, batch, searching)
+    return searches[0].cause_of(numbers[0]) if isinstance(numbers, list) else None
 
 
 def _origin(error: BaseException) -> Optional[Exception]:
@@ -182,37 +230,39 @@ def _read(
 
 
 def _repeat(
-    step: ModuleWithLoss, precision: Precision, sample: MicroBatch
-) -> Tuple[Optional[Exception], Optional[OperatorCall]]:
+    step: ModuleWithLoss,
+    precision: Precision,
+    sample: MicroBatch,
+    watching: Callable[[MicroBatch, Mapping[str, Tensor]], ContextManager[object]],
+) -> Union[List[Tensor], Exception, None]:
     """Run a micro-batch once, eagerly and on copies, and leave nothing of it behind.
 
     Args:
         step: module and loss.
         precision: in which the module computes.
         sample: the micro-batch.
+        watching: a block around the run, for the copies of micro-batch and state.
 
     Returns:
-        What module or loss raise, and torch's operator that did; None where they run.
+        The reported numbers, or what module or loss raise; None of a device that has failed.
     """
     parameters, buffers = dict(step.named_parameters()), dict(step.named_buffers())
     tensors = [*parameters.values(), *buffers.values()]
     names = (list(parameters), list(buffers))
     micro = GradStep(step, *names, sample, step.loss is not None, precision=precision)
-    last = _LastOperator()
     with fork_rng(), step.preserve_attributes(), for_this_engine(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             copies = [tensor.detach().clone() for tensor in tensors]
-            leaves = sample.to(tensors[0].device).clone().leaves if tensors else sample.leaves
+            sample = (sample.to(tensors[0].device) if tensors else sample).clone()
         except RuntimeError:
             # A device that has failed can't be read any more.
-            return None, None
+            return None
         try:
-            with torch.no_grad(), watch_functions(last):
-                micro(*copies, *leaves)
+            with torch.no_grad(), watching(sample, dict(zip(micro.names, copies))):
+                return micro(*copies, *sample.leaves)
         except Exception as error:
-            return error, last.call
-    return None, None
+            return error
 
 
 class _LastOperator(Listener):

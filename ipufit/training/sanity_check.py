@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 from typing import Callable, Iterator, Optional, Sequence, Tuple
 
 import torch
@@ -24,13 +25,14 @@ from ipufit.errors import (
     DeviceError,
     IpufitError,
     MetricError,
+    NonFiniteLossError,
     PlanError,
     brief_error,
 )
 from ipufit.losses import LabelRange, Loss, check_labels, outside_classes
 from ipufit.metrics.metric_set import MetricSet, random_like
 from ipufit.utils import tree
-from ipufit.utils.console import is_fault_of_ours
+from ipufit.utils.console import is_fault_of_ours, warn_user
 from ipufit.utils.random_streams import isolated
 from ipufit.utils.state import eval_mode, train_mode
 
@@ -58,6 +60,7 @@ class FailureExplainer:
         is_shared: whether other processes have parts of the data, so that batches have no numbers.
         labels: class indices that the loss takes, as far as they are known.
         origin: names the place in the user's code where batches are made.
+        has_warned: whether it has warned of a loss that is not finite.
     """
 
     module: nn.Module
@@ -69,6 +72,7 @@ class FailureExplainer:
     is_shared: bool = False
     labels: Tuple[LabelRange, ...] = ()
     origin: Callable[[], str] = str
+    has_warned: bool = False
 
     @contextlib.contextmanager
     def explained(self, batches: Sequence[MicroBatch], first: Optional[int] = 0) -> Iterator[None]:
@@ -128,6 +132,50 @@ class FailureExplainer:
         with mode(self.module, loss.module if loss is not None else None):
             where = functools.partial(self._where, first)
             return explain(error, step, self.precision, batches, where)
+
+    def warn_of_nonfinite(
+        self,
+        losses: Sequence[float],
+        batches: Sequence[MicroBatch],
+        first: int,
+        place: Callable[[NonFiniteLossError], object],
+    ) -> None:
+        """Warn of the first loss of an evaluation that is not finite, and say where it began.
+
+        Args:
+            losses: of the micro-batches; of those of all processes, where there are several.
+            batches: the micro-batches.
+            first: number of the first of them.
+            place: adds to an error which samples of the data it is about.
+        """
+        lost = next((i for i, value in enumerate(losses) if not math.isfinite(value)), None)
+        if lost is None or self.has_warned:
+            return
+        self.has_warned = True
+        # Imported here: few losses are not finite.
+        from ipufit.tracing.failed_call import find_nonfinite
+        from ipufit.tracing.grad_step import ModuleWithLoss
+
+        which, found = "one", None
+        cause = "Look for a log or division of zero, or non-finite data or weights."
+        if not self.is_shared:
+            which = f"that of batch {first + lost}"
+            step = ModuleWithLoss(self.module, self.loss)
+            found = find_nonfinite(step, self.precision, batches[lost])
+        if found is not None:
+            offset = sum(batch.size for batch in batches[:lost])
+            number = first + lost
+            found = dataclasses.replace(found, micro_batch=number, micro_batches=0, offset=offset)
+            cause = found.describe()
+        error = NonFiniteLossError(
+            f"the loss must be finite for every batch of the {self.role}, but {which} is "
+            f"{losses[lost]}, and so is the mean. {cause}",
+            None,
+            losses[lost],
+            found,
+        )
+        place(error)
+        warn_user(str(error))
 
     def check_labels(self, batches: Sequence[MicroBatch], first: Optional[int] = 0) -> None:
         """Compare the labels of micro-batches with the classes of the prediction.

@@ -219,9 +219,14 @@ class Trainer:
                 except Exception as error:
                     job.explainer.raise_explained(error, batch.micro_batches, self._batches)
                     raise
+                if job.mode is Mode.EVALUATE and job.sync.processes.is_rank_zero:
+                    place = functools.partial(self._place, epoch)
+                    losses = result.losses.tolist()
+                    job.explainer.warn_of_nonfinite(
+                        losses, batch.micro_batches, self._batches, place
+                    )
         except NonFiniteLossError as error:
-            rows = functools.partial(job.pipeline.rows, epoch)
-            error.place(epoch, job.meter.samples, rows)
+            self._place(epoch, error)
             # Every observer hears of it, also after one that handles it.
             answers = [observer.notify("on_non_finite", error) for observer in self._observers]
             if not any(answers):
@@ -232,6 +237,11 @@ class Trainer:
         clock.turn("metrics")
         job.meter.add(batch, result)
         return result.outputs
+
+    def _place(self, epoch: int, error: NonFiniteLossError) -> None:
+        """Say in an error which samples of the data it is about."""
+        rows = functools.partial(self.job.pipeline.rows, epoch)
+        error.place(epoch, self.job.meter.samples, rows)
 
     @property
     def pipeline(self) -> BatchPipeline:

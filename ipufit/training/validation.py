@@ -35,6 +35,7 @@ class ValidationRunner:
         self._has_own_names = session.loss.in_module == "whole"
         self._names: Optional[List[str]] = None
         self._directions: Dict[str, str] = {}
+        self._has_warned = False
 
     def named(self, name: str, trained: Sequence[str]) -> str:
         """Return the name of a validation's value beside the names of training."""
@@ -107,9 +108,11 @@ class ValidationRunner:
             job = session.start(dataclasses.replace(self._job, epoch=epoch), session.processes)
             try:
                 with session.running(job):
+                    job.explainer.has_warned = self._has_warned
                     updates = updates_per_epoch(job.plan, self._job.source)
                     callbacks.params["validation_updates"] = updates
                     values = Trainer(job, [CallbackObserver(callbacks, job)]).evaluate(epoch)
+                    self._has_warned = job.explainer.has_warned
                     return {self.named(name, trained): value for name, value in values.items()}
             finally:
                 # A module may count in eval mode too; looking must not change training.

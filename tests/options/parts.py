@@ -276,6 +276,7 @@ of(
     findings=((), (PreflightFinding(LIMIT, "it"),)),
     operators=(3, 4),
     stopped=(None, "a branch"),
+    warnings=((), ("little is learned",)),
 )
 
 

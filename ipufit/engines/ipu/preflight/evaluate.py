@@ -80,7 +80,8 @@ def preflight(
     kinds = {call.name for call in recording.calls}
     failure = recording.failure
     stopped = failure.brief if failure is not None else None
-    return PreflightReport(type(module).__name__, merged(findings), len(kinds), stopped)
+    doubts = tuple(". ".join(doubt) for doubt in recording.doubts)
+    return PreflightReport(type(module).__name__, merged(findings), len(kinds), stopped, doubts)
 
 
 def _findings(

@@ -36,6 +36,7 @@ from ipufit.core.train_config import Precision
 from ipufit.engines.ipu.preflight.facts import WHOLE, CodeLocation, DispatchedCall
 from ipufit.errors import CaptureError
 from ipufit.losses import Loss
+from ipufit.losses.rules import Doubt
 from ipufit.tracing.grad_step import ModuleWithLoss, capture_step
 from ipufit.tracing.user_lines import user_frame
 from ipufit.utils import tree
@@ -194,6 +195,7 @@ class Recording:
         failure: why it ended early; None if it did not.
         failed_in: the module in which it did.
         is_loss_left_out: whether the batch had no target for a loss that needs one.
+        doubts: why little can be learned of the loss, and what to do, as ``fit`` warns of it.
     """
 
     def __init__(self) -> None:
@@ -204,6 +206,7 @@ class Recording:
         self.failure: Optional[CaptureError] = None
         self.failed_in = ""
         self.is_loss_left_out = False
+        self.doubts: Tuple[Doubt, ...] = ()
 
 
 def record(
@@ -245,6 +248,11 @@ def record(
         with recorder.watching([*moving, *leaves]), _telling_gradients(loss):
             inputs = with_inputs_in(precision, inputs)
             call_with(step, state, (inputs, state, with_loss))
+        if with_loss:
+            # Once more with autograd, by which the loss tells what made the prediction.
+            with torch.enable_grad():
+                outputs, term = call_with(step, state, (inputs, state, with_loss))
+            recorder.recording.doubts = loss.facts(outputs, inputs[2], term.value).doubts
 
     try:
         capture_step(step, batch, run, is_training, whole_layers=False, rewrites=False)

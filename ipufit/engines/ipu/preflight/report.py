@@ -97,11 +97,13 @@ class PreflightReport(TextReport):
         findings: ``ipufit.engines.ipu.preflight.PreflightFinding`` objects, in any order.
         operators: how many kinds of operators were looked at.
         stopped: why operators after a certain one could not be looked at; None if all were.
+        warnings: what ``fit`` warns of, on any engine: why the loss teaches little, and what to do.
 
     Attributes:
         title: class of the module.
         operators: how many kinds of operators were looked at.
         stopped: why operators after a certain one could not be looked at; None if all were.
+        warnings: what ``fit`` warns of, on any engine: why the loss teaches little, and what to do.
         findings: what is not supported first, then what is unknown, then what has limits.
     """
 
@@ -111,6 +113,7 @@ class PreflightReport(TextReport):
         findings: Tuple[PreflightFinding, ...],
         operators: int,
         stopped: Optional[str] = None,
+        warnings: Tuple[str, ...] = (),
     ) -> None:
         self.title = title
         self.findings: Tuple[PreflightFinding, ...] = tuple(
@@ -118,6 +121,7 @@ class PreflightReport(TextReport):
         )
         self.operators = operators
         self.stopped = stopped
+        self.warnings: Tuple[str, ...] = warnings
 
     @property
     def ok(self) -> bool:
@@ -147,6 +151,7 @@ class PreflightReport(TextReport):
             "poptorch": {"version": "3.4", "commit": COMMIT},
             "operators": self.operators,
             "stopped": self.stopped,
+            "warnings": list(self.warnings),
             "unsupported": [finding.as_dict() for finding in self.unsupported],
             "unknown": [finding.as_dict() for finding in self.unknown],
             "limited": [finding.as_dict() for finding in self.limited],
@@ -165,6 +170,8 @@ class PreflightReport(TextReport):
                 if not number:
                     lines += ["", verdict]
                 lines += [f"  {line}" for line in str(finding).splitlines()]
+        if self.warnings:
+            lines += ["", "on every engine", *(f"  {text}" for text in self.warnings)]
         if self.stopped:
             lines += ["", f"Operators after this were not checked: {self.stopped}"]
         return "\n".join(lines)

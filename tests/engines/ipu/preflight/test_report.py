@@ -124,6 +124,39 @@ def test_what_is_met_several_times_in_one_place_is_told_once():
     assert str(found).startswith("aten::topk sorted=False in the model itself, 3 times\n")
 
 
+@pytest.mark.parametrize(
+    ("make", "loss", "text"),
+    [
+        (
+            lambda: nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)),
+            "cross_entropy",
+            "loss 'cross_entropy' takes logits and applies a softmax itself, but the module's "
+            "outputs already come from a softmax, so the model learns little. Remove it from the "
+            "module; predict(x).softmax(1) turns logits into probabilities.",
+        ),
+        (
+            lambda: nn.Linear(4, 1),
+            lambda prediction, target: ((prediction - target) ** 2).mean(),
+            "compares a prediction of shape (2, 1) with a target of shape (2,), which torch",
+        ),
+    ],
+    ids=["softmax twice", "broadcast"],
+)
+def test_a_loss_that_teaches_little_is_reported_with_what_fit_warns_of(make, loss, text):
+    """It is no word of PopTorch's, and runs there as it does anywhere."""
+    model = ipufit.Model(make())
+    model.compile("sgd", loss)
+    report = model.preflight((X[:, 0], Y))
+    (told,) = report.warnings
+    assert text in told
+    assert report.as_dict()["warnings"] == [told]
+    assert str(report).endswith(f"\n\non every engine\n  {told}")
+    assert report.ok
+    with pytest.warns(UserWarning) as warned:
+        model.fit(X[:, 0], Y, verbose=0)
+    assert [str(each.message) for each in warned] == [told]
+
+
 def test_unknown_is_not_ok():
     """Somebody who compiles for hours on a yes must have been told a yes."""
     report = report_of(lambda t: torch.special.erfcx(t.x))
