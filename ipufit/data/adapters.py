@@ -98,12 +98,11 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
         ConfigurationError: arguments that don't go with this form; all of them.
     """
     faults = ErrorCollector()
-    is_cut = isinstance(arguments.x, Sharded)
+    kind, is_cut = _kind(arguments), isinstance(arguments.x, Sharded)
     if is_cut:
         arguments = dataclasses.replace(arguments, x=arguments.x.loader)
     arguments = arguments.as_arrays()
     _refuse_table(arguments)
-    kind = _kind(arguments)
     size = DEFAULT_BATCH_SIZE
     with faults.collect():
         if arguments.batch_size is not None:
@@ -121,7 +120,6 @@ def get_data_adapter(arguments: DataArguments, mode: Mode, own_loss: OwnLoss) ->
         class_weights = _class_weights(arguments, own_loss)
     loader, order = arguments.x, None
     if kind == "arrays":
-        is_cut = False
         with faults.collect():
             _refuse_missing_or_weights(arguments, mode, own_loss)
         with faults.collect():
@@ -171,7 +169,7 @@ def _kind(arguments: DataArguments) -> str:
     if is_array(x) or is_table(x) or isinstance(x, Mapping) or arguments.are_inputs:
         return "arrays"
     if tree.is_sequence(x):
-        if arguments.y is not None:
+        if arguments.y is not None and x is arguments.x:
             return "arrays"
         _refuse_bare_sequence(x, arguments.role)
     kind = type(x)

@@ -223,7 +223,9 @@ class BatchValidator:
                 f"{where}a batch may have at most as many samples as the DataLoader's "
                 f"batch_size, {most}, got {batch.size}. If collate_fn makes several rows from "
                 "one sample, let it put them along another dimension, or pass your own object "
-                "whose __iter__ reads the DataLoader." + self._source.origin()
+                "whose __iter__ reads the DataLoader."
+                + " If it is a list of images, yield (images,)." * (self._mode is Mode.PREDICT)
+                + self._source.origin()
             )
 
 

@@ -10,6 +10,7 @@ from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tup
 from torch import nn
 
 from ipufit.core.batch import BatchParts, Mode, RawBatch
+from ipufit.data.in_memory import is_array
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses.loss import InputNames, Loss, OwnLoss, TargetNames
 from ipufit.utils import tree
@@ -66,8 +67,9 @@ class BatchForm:
     _routes: Dict[Tuple[object, ...], _Route] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _whole: Dict[int, bool] = dataclasses.field(
-        default_factory=dict, init=False, repr=False, compare=False
+    # Whether a list of inputs is one of samples, as the last one was that showed it.
+    _whole: List[bool] = dataclasses.field(
+        default_factory=lambda: [False], init=False, repr=False, compare=False
     )
 
     @property
@@ -118,14 +120,17 @@ class BatchForm:
         if mode is Mode.PREDICT:
             if not is_sequence:
                 return self._inputs(raw, where)
+            if isinstance(raw, tuple) and len(raw) == 1 and isinstance(raw[0], list):
+                # Lists that a loader makes of tuples are in a list: this one is meant as it is.
+                self._whole[0] = True
             if len(raw) in (1, 2, 3):
-                return self._inputs(raw[0], where)
+                return self._inputs(raw[0], where, *raw[1:2])
         came = f"{type(raw).__name__} of {len(raw)}" if is_sequence else type(raw).__name__
         if mode is Mode.PREDICT:
             raise DataError(
                 f"{where}: a batch must be inputs, (inputs, target) or (inputs, target, "
                 f"sample_weight), got {came}. For several inputs yield ((first, second), target) "
-                "or {'name': first, ...}."
+                "or {'name': first, ...}; for a list of images yield (images,)."
             )
         if not is_sequence or len(raw) not in (2, 3):
             raise DataError(
@@ -139,8 +144,8 @@ class BatchForm:
                 f"{where}: the target is missing (None), but the loss needs one. Yield (inputs, "
                 "target), or use compile(loss=None) if the module computes its own loss."
             )
-        (args, kwargs, _, _), extras = self._inputs(raw[0], where)
         target = raw[1]
+        (args, kwargs, _, _), extras = self._inputs(raw[0], where, target)
         if self.one_target and tree.is_sequence(target) and len(target) == 1:
             target = target[0]
         return (args, kwargs, target, raw[2] if len(raw) == 3 else None), extras
@@ -176,20 +181,36 @@ class BatchForm:
         except DataError:
             return False
 
-    def _inputs(self, raw: RawBatch, where: str) -> Tuple[BatchParts, Mapping[str, object]]:
+    def _inputs(
+        self, raw: RawBatch, where: str, target: object = None
+    ) -> Tuple[BatchParts, Mapping[str, object]]:
         """Positional and keyword arguments of forward, and what it does not take."""
         if isinstance(raw, Mapping):
             return self._by_route(raw, self._route(raw, False, where))
-        is_whole = isinstance(raw, list) and not self.own_loss and self._takes_whole(len(raw))
+        is_whole = isinstance(raw, list) and not self.own_loss and self._takes_whole(raw, target)
         spreads = tree.is_sequence(raw) and not is_whole
         return (tuple(raw) if spreads else (raw,), {}, None, None), {}
 
-    def _takes_whole(self, count: int) -> bool:
-        """Say whether forward takes a list of so many inputs, such as images, but not each."""
-        if count not in self._whole:
-            takes_each = can_bind(self.module, *[None] * count)
-            self._whole[count] = can_bind(self.module, None) and not takes_each
-        return self._whole[count]
+    def _takes_whole(self, inputs: List[object], target: object) -> bool:
+        """Say whether forward gets a list itself, such as one of images, not each of its entries.
+
+        Where it may take both, those are samples that are as many as the targets, unless all parts
+        have a row for each sample.
+        """
+        if not can_bind(self.module, None):
+            return False
+        leaves, _ = tree.flatten((inputs, target))
+        rows = {leaf.shape[0] if is_array(leaf) and leaf.ndim else None for leaf in leaves}
+        has_rows = len(rows) == 1 and rows != {None}
+        has_size = tree.is_sequence(target) or (is_array(target) and target.ndim > 0)
+        has_entries = has_size and len(target) == len(inputs)
+        if has_entries and tree.is_sequence(target) and isinstance(target[0], Mapping):
+            has_rows = False
+        if not can_bind(self.module, *inputs):
+            self._whole[0] = True
+        elif target is not None and has_entries != has_rows:
+            self._whole[0] = has_entries
+        return self._whole[0]
 
     def _with_target(
         self, raw: Mapping[str, object], where: str

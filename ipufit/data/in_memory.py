@@ -291,7 +291,11 @@ def as_array(table: tree.Leaf, name: str) -> tree.Leaf:
     import numpy
 
     try:
-        return numpy.asarray(table)
+        array = numpy.asarray(table)
+        # Numbers of Python have the dtype that torch gives them.
+        if array.dtype == numpy.float64 and torch.get_default_dtype() is torch.float32:
+            array = array.astype(numpy.float32)
+        return array
     except ValueError as error:
         raise DataError(
             f"{name} must have rows of equal length, got a {type(table).__name__} of rows of "

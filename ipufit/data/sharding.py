@@ -11,7 +11,18 @@ import functools
 import itertools
 import zlib
 from types import CodeType
-from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Optional, Sequence
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+)
 
 import torch
 from torch import Tensor
@@ -20,7 +31,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ipufit.core.batch import MicroBatch, RawBatch
 from ipufit.core.plan import Plan
-from ipufit.data.in_memory import ArrayLoader
+from ipufit.data.in_memory import ArrayLoader, is_array, is_datasets_table, is_table
 from ipufit.data.loaders import like, reads_as_torch
 from ipufit.errors import DataError
 
@@ -230,9 +241,9 @@ class Sharded:
     """
 
     def __init__(self, loader: Iterable[object]) -> None:
-        if isinstance(loader, (torch.Tensor, str, bytes, dict)) or not hasattr(
-            type(loader), "__iter__"
-        ):
+        in_memory = is_array(loader) or is_table(loader) or is_datasets_table(loader)
+        in_memory = in_memory or isinstance(loader, (str, bytes, Mapping))
+        if in_memory or not hasattr(type(loader), "__iter__"):
             raise DataError(
                 "Sharded takes an iterable of this process's batches, such as a DataLoader, got "
                 f"{type(loader).__name__}. Pass tensors, arrays and datasets directly: each "

@@ -4,11 +4,13 @@ import warnings
 
 import numpy as np
 import numpy.lib.recfunctions as rfn
+import pandas
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ipufit.errors import DataError
+import ipufit
+from ipufit.errors import ConfigurationError, DataError
 from tests.faulty import Samples, Stream, Told, Watched, batches, compiled, fit, refused
 
 X, Y = batches(1, 8)[0]
@@ -257,3 +259,40 @@ def test_predict_refuses_a_tuple_of_arrays():
         model.predict((X, Y), verbose=0)
     assert model.predict({"x": X}, verbose=0).shape == (8, 3)
     assert model.predict(X.numpy(), batch_size=3, verbose=0).shape == (8, 3)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (torch.zeros(8, 4), "Tensor"),
+        (np.zeros((8, 4)), "ndarray"),
+        ([[0.0, 1.0], [1.0, 0.0]], "list"),
+        (pandas.DataFrame({"a": [0.0]}), "DataFrame"),
+        ({"x": torch.zeros(8, 4)}, "dict"),
+        (TensorDataset(torch.zeros(8, 4)), "TensorDataset"),
+        ("runs/1", "str"),
+    ],
+)
+@pytest.mark.both_engines
+def test_sharded_refuses_what_each_process_reads_its_part_of(data, kind):
+    """It would be cut twice: each process would train on its part of its part."""
+    refused_text = (
+        f"Sharded takes an iterable of this process's batches, such as a DataLoader, got {kind}. "
+        "Pass tensors, arrays and datasets directly: each process reads its part of them."
+    )
+    with pytest.raises(DataError) as caught:
+        ipufit.Sharded(data)
+    assert str(caught.value) == refused_text
+
+
+def test_sharded_batches_have_their_targets_within():
+    """With y, a list would be one of arrays, which ipufit divides itself."""
+    model = compiled()
+    batches = [(torch.zeros(4, 4), torch.zeros(4, 3))]
+    with pytest.raises(ConfigurationError) as caught:
+        model.fit(ipufit.Sharded([torch.zeros(4, 4)]), torch.zeros(4, 3), verbose=0)
+    assert str(caught.value) == (
+        "y is for tensors and arrays, but the training data comes from a list, which yields all "
+        "parts of a sample. Let it yield (inputs, target) or (inputs, target, sample_weight)."
+    )
+    assert model.fit(ipufit.Sharded(batches), verbose=0).epoch == [0]

@@ -151,7 +151,7 @@ def test_predict_takes_inputs_alone_and_refuses_what_is_neither():
     text = (
         "prediction data, batch 0: a batch must be inputs, (inputs, target) or (inputs, target, "
         "sample_weight), got tuple of 4. For several inputs yield ((first, second), target) or "
-        "{'name': first, ...}."
+        "{'name': first, ...}; for a list of images yield (images,)."
     )
     with refused(model, DataError, text):
         model.predict([(X, X, X, Y)], verbose=0)
@@ -453,23 +453,107 @@ class Pictures(nn.Module):
         return torch.stack([self.head(picture.mean((1, 2))) for picture in pictures])
 
 
+class Detector(Pictures):
+    """May get targets too, as the models of torchvision that detect."""
+
+    def forward(self, pictures, targets=None):
+        assert isinstance(pictures, list)
+        assert targets is None
+        return super().forward(pictures)
+
+
 def as_lists(samples):
     """Pictures as a list, and their targets as a tensor."""
     return [picture for picture, _ in samples], torch.stack([target for _, target in samples])
 
 
-def test_a_list_of_pictures_goes_whole_into_a_forward_of_one_argument():
+# A whole list, of as many samples as the target has, in batches of two with a last one of one.
+@pytest.mark.parametrize(
+    ("kind", "size", "channels"),
+    [(Pictures, 4, 3), (Detector, 4, 3), (Detector, 2, 3), (Detector, 1, 3), (Detector, 4, 1)],
+)
+@embedded_only("a micro-batch that is smaller than the others is filled up with rows")
+def test_a_list_of_pictures_goes_whole_into_forward(kind, size, channels):
     """Its entries are the samples, not the channels of the first one."""
     torch.manual_seed(0)
-    pairs = [(torch.randn(3, 8, 8 + i % 2), torch.ones(1)) for i in range(8)]
-    loader = DataLoader(pairs, 4, collate_fn=as_lists)
-    model = ipufit.Model(Pictures())
+    pairs = [(torch.randn(channels, 8, 8 + i % 2), torch.ones(1)) for i in range(9)]
+    loader = DataLoader(pairs, size, collate_fn=as_lists)
+    module = kind()
+    module.head = nn.Linear(channels, 1)
+    model = ipufit.Model(module)
     model.compile("sgd", "mse")
     history = model.fit(loader, epochs=2, verbose=0)
     twin = copy.deepcopy(model.module)
-    expected = twin([picture for picture, _ in pairs])
+    pictures = [picture for picture, _ in pairs]
+    expected = twin(pictures)
     assert torch.allclose(model.predict(loader, verbose=0), expected)
+    # Without targets, in a tuple or by name.
+    batches = [pictures[:4], pictures[4:]]
+    for wrap in (lambda batch: (batch,), lambda batch: {"pictures": batch}):
+        alone = model.predict([wrap(batch) for batch in batches], verbose=0)
+        assert torch.allclose(alone, expected)
     assert history.history["loss"][1] < history.history["loss"][0]
     assert model.evaluate(loader, verbose=0)["loss"] == pytest.approx(
         float((expected - 1).square().mean().detach()), rel=1e-5
     )
+
+
+def test_an_ipu_takes_no_smaller_list_of_pictures():
+    """It would be filled up with channels of its last one."""
+    pairs = [(torch.randn(3, 8, 8), torch.ones(1)) for _ in range(6)]
+    model = ipufit.Model(Pictures(), engine="ipu-standin")
+    model.compile("sgd", "mse")
+    with pytest.raises(DataError) as caught:
+        model.fit(DataLoader(pairs, 4, collate_fn=as_lists), verbose=0)
+    assert str(caught.value) == (
+        "on IPUs a smaller micro-batch is filled up with samples, so each tensor must have one row "
+        "per sample, but one of 2 instead of 4 samples came, such as a list of images, that has "
+        "not. Use drop_last=True in the loader, or engine='embedded'."
+    )
+    loader = DataLoader(pairs, 4, collate_fn=as_lists, drop_last=True)
+    assert model.fit(loader, verbose=0).epoch == [0]
+
+
+def test_a_bare_list_of_pictures_says_how_to_yield_it():
+    """It reads like inputs and target."""
+    model = ipufit.Model(Detector())
+    pictures = [torch.randn(3, 8, 8) for _ in range(4)]
+    for size, text in (
+        (2, "makes several rows from one sample, let it put them along another dimension"),
+        (4, "got list of 4. For several inputs yield ((first, second), target)"),
+    ):
+        with pytest.raises(DataError) as caught:
+            model.predict(DataLoader(pictures, size, collate_fn=list), verbose=0)
+        assert text in str(caught.value)
+        assert "list of images" in str(caught.value)
+        assert "yield (images,)." in str(caught.value)
+
+
+class Several(nn.Module):
+    """Takes a second input where there is one, and returns two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x, y=None):
+        outputs = self.layer(x if y is None else x + y)
+        return outputs[:, :1], outputs[:, 1:]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.long("ipu-standin")
+def test_a_list_of_inputs_is_spread_where_all_parts_have_a_row_for_each_sample(size):
+    """A DataLoader makes lists of the tuples of a dataset, also of two inputs and two targets."""
+    torch.manual_seed(0)
+    x, y = torch.randn(9, 4), torch.randn(9, 4)
+    rows = [((x[i], y[i]), (torch.ones(1), torch.zeros(1))) for i in range(9)]
+    model = ipufit.Model(Several())
+    model.compile("sgd", ["mse", "mse"])
+    loader = DataLoader(rows, size)
+    one, other = model.module(x, y)
+    first, second = model.predict(loader, verbose=0)
+    assert torch.allclose(first, one)
+    assert torch.allclose(second, other)
+    expected = ((one - 1).square().mean() + other.square().mean()).item()
+    assert model.evaluate(loader, verbose=0)["loss"] == pytest.approx(expected, rel=1e-5)

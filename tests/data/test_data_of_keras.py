@@ -274,12 +274,12 @@ def test_frames_of_polars_are_arrays():
 @pytest.mark.long("ipu-standin")
 def test_lists_of_numbers_are_arrays():
     """Rows written out, however deep, in every place where an array may stand."""
-    x, y, weight = X.tolist(), Y.tolist(), np.linspace(0.5, 1, 24).tolist()
-    change = said("training data", INPUT.format("float64"))
+    x, y, weight = X.tolist(), Y.tolist(), np.linspace(0.5, 1, 24, dtype=np.float32).tolist()
     plain = trained(X, Y, validation_data=(X, Y))
-    with only_warned(change):
+    # Nobody has chosen a dtype, so there is nothing to warn of.
+    with only_warned():
         assert_equal(trained(x, tuple(y), validation_data=[x, y]), plain)
-    with only_warned(change):
+    with only_warned():
         split = {"validation_split": 0.25}
         assert_equal(trained(x, list(Y), **split), trained(X, Y, **split))
     with warnings.catch_warnings():
@@ -301,6 +301,19 @@ def test_lists_of_numbers_are_arrays():
         two.fit(parts, Y % 2, **QUIET)
         expected = two.predict((left, right), **options)
         assert torch.equal(two.predict(parts, **options), expected)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_a_list_of_numbers_has_the_dtype_that_torch_gives_it(default):
+    """That of ``torch.tensor``, of which a module in another dtype is told."""
+    try:
+        torch.set_default_dtype(default)
+        with only_warned(
+            *[said("prediction data", INPUT.format("float64"))] * (default is torch.float64)
+        ):
+            compiled(module=nn.Linear(6, 1, dtype=torch.float32)).predict(X.tolist(), verbose=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.long("ipu-standin")

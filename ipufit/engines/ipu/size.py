@@ -129,9 +129,19 @@ def filled(
 
 
 def padded(batch: MicroBatch, size: int) -> MicroBatch:
-    """A micro-batch of this size, in which samples repeat."""
+    """A micro-batch of this size, in which samples repeat.
+
+    Raises:
+        DataError: its tensors are not divided by samples.
+    """
     if batch.size == size:
         return batch
+    if not batch.has_rows:
+        raise DataError(
+            "on IPUs a smaller micro-batch is filled up with samples, so each tensor must have one "
+            f"row per sample, but one of {batch.size} instead of {size} samples came, such as a "
+            "list of images, that has not. Use drop_last=True in the loader, or engine='embedded'."
+        )
     places = torch.arange(size) % batch.size
     leaves = tuple(leaf[places.to(leaf.device)] if leaf.dim() else leaf for leaf in batch.leaves)
     return MicroBatch(leaves, batch.structure, size)
